@@ -1,6 +1,6 @@
 """The command ``hpclm VERB``, and the error handling of all verbs.
 
-A verb is a module's ``main(argv)``, or the function after its colon; ``python -m hpclm VERB`` runs the same function.
+A verb is a module's ``main(argv)``, or the function after its colon, and ``parser()`` or ``FUNCTION_parser()`` its arguments; ``python -m hpclm VERB`` runs the same function.
 """
 
 import argparse
@@ -318,7 +318,7 @@ def run_parser(
 ) -> argparse.ArgumentParser:
     """RUN, --runs and, if ``wait`` describes it, --wait."""
     made = ArgumentParser(prog=f"hpclm {verb}", description=description, epilog=epilog)
-    made.add_argument("run", nargs=nargs, type=paths.option, help=run)
+    completed(made.add_argument("run", nargs=nargs, type=paths.option, help=run), "runs")
     if wait:
         made.add_argument("--wait", type=float, default=300, metavar="SECONDS", help=f"{wait} (default: 300)")
     add_runs(made)
@@ -330,6 +330,12 @@ def add_runs(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--runs", type=paths.option_path, default=Path("runs"), metavar="FOLDER", help="where runs are (default: runs)"
     )
+
+
+def completed(argument: argparse.Action, words: str) -> None:
+    """Have shells complete an argument with ``words``: runs, settings, presets (and settings) or topics, as commands/completion.py
+    defines them."""
+    argument.complete = {shell: f"_hpclm_{words}" for shell in ("bash", "zsh")}  # type: ignore[attr-defined]
 
 
 def located(run: Path, runs: Path) -> Path:

@@ -26,6 +26,7 @@ EXTRAS = {
     "mlflow": "mlflow",
     "trackio": "trackio",
     "lm_eval": "lm-eval",
+    "shtab": "completion",
 }
 """Library -> extra; setup.cfg has the versions."""
 

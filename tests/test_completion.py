@@ -15,21 +15,40 @@ from tests.rundir.test_runs import make
 from tests.runs import PATIENCE
 
 INIT = {
-    "bash": (["bash", "--norc", "--noprofile", "-i"], 'source "$SCRIPT"'),
-    "zsh": (["zsh", "-f", "-i"], 'autoload -U compinit; compinit -u -D; source "$SCRIPT"'),
+    "bash": (["bash", "--norc", "--noprofile", "-i"], 'eval "$(< "$SCRIPT")"'),
+    "zsh": (["zsh", "-f", "-i"], 'autoload -U compinit; compinit -u -D; eval "$(< "$SCRIPT")"'),
+    "zsh, from a file": (["zsh", "-f", "-i"], 'autoload -U compinit; compinit -u -D; source "$SCRIPT"'),
 }
 LINES = {  # typed, with <TAB>: the arguments that the program gets
     "gener<TAB> my-<TAB> --temp<TAB> 0": ["generate", "my-first-run", "--temperature", "0"],
-    "train gpt2-124<TAB> opti<TAB>nonf<TAB>9 engine.prec<TAB>f<TAB>32": [
+    "train gpt2-124<TAB> opti<TAB>nonf<TAB>9 --fr<TAB> 3": [
         "train",
         "gpt2-124m",
         "optim.nonfinite_limit=9",
-        "engine.precision=fp32",
+        "--from",
+        "3",
     ],
-    "report --runs other sec<TAB>": ["report", "--runs", "other", "second run"],
-    "resume my-<TAB> --parti<TAB> p": ["resume", "my-first-run", "--partition", "p"],
-    "data insp<TAB> --hist<TAB> x": ["data", "inspect", "--histogram", "x"],
+    "submit --part<TAB> p --exclude-b<TAB> my-<TAB> recipes/bigs<TAB>": [
+        "submit",
+        "--partition",
+        "p",
+        "--exclude-bad",
+        "my-first-run",
+        "recipes/bigscience",
+    ],
+    "report my-<TAB> --runs other sec<TAB>": ["report", "my-first-run", "--runs", "other", "second run"],
+    "status --runs other sec<TAB> lr<TAB>": ["status", "--runs", "other", "second run", "lr=3"],
+    "resume my-<TAB> --parti<TAB> p optim.weight_dec<TAB>0": [
+        "resume",
+        "my-first-run",
+        "--partition",
+        "p",
+        "optim.weight_decay=0",
+    ],
+    "stop my-<TAB> --wai<TAB> 1": ["stop", "my-first-run", "--wait", "1"],
+    "data insp<TAB> --hist<TAB> tar<TAB>": ["data", "inspect", "--histogram", "target"],
     "convert my-<TAB> tar<TAB> --dt<TAB>b<TAB>": ["convert", "my-first-run", "target", "--dtype", "bf16"],
+    "generate runs/my-<TAB>": ["generate", "runs/my-first-run"],
     "help preproc<TAB>": ["help", "preprocess"],
     "docs relia<TAB>": ["docs", "reliability"],
     "completion z<TAB>": ["completion", "zsh"],
@@ -37,15 +56,15 @@ LINES = {  # typed, with <TAB>: the arguments that the program gets
 
 
 @pytest.mark.parametrize("shell", INIT)
-def test_a_tab_completes_verbs_options_runs_presets_settings_and_values(shell, tmp_path, capsys):
-    if not shutil.which(shell):
-        pytest.skip(f"{shell} is not installed")
-    assert cli.main(["completion", shell]) == 0
+def test_a_tab_completes_verbs_options_runs_presets_settings_and_files(shell, tmp_path, capsys):
+    command, init = INIT[shell]
+    if not shutil.which(command[0]):
+        pytest.skip(f"{command[0]} is not installed")
+    assert cli.main(["completion", command[0]]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
-    for folder in ("runs/my-first-run", "other/second run"):
+    for folder in ("runs/my-first-run", "other/second run", "other/lr=3"):
         make(tmp_path / folder, config_yaml="name: x\n")
     (tmp_path / "target").mkdir()
-    command, init = INIT[shell]
     typed = [init, 'hpclm() { printf "<%s>" "$@"; echo .; }', *(f"hpclm {line}" for line in LINES), "exit"]
     outer, inner = pty.openpty()
     env = {**os.environ, "SCRIPT": "./script", "TERM": "dumb", "HOME": str(tmp_path), "INPUTRC": "/dev/null"}

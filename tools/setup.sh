@@ -73,10 +73,11 @@ if [ -n "$dev" ] && command -v apt-get >/dev/null; then
   command -v g++ >/dev/null || install g++ python3-dev # torch.compile wants them
   command -v mpirun >/dev/null || install openmpi-bin  # for the tests marked mpi
   command -v strace >/dev/null || install strace       # for the tests that kill a save at each of its system calls
+  command -v zsh >/dev/null || install zsh             # for the test of completion
 fi
 
 say "hpclm and what it needs${dev:+, and what its tests need}"
-extras=deepspeed,fairscale,mpi,plots,convert,text # W&B, MLflow, Trackio and lm-eval bring dozens of packages: docs/python.md
+extras=deepspeed,fairscale,mpi,plots,convert,text,completion # W&B, MLflow, Trackio and lm-eval bring dozens of packages: docs/python.md
 "${pip[@]}" --editable ".[${dev:+dev,}$extras]"
 .venv/bin/python -m compileall -q hpclm
 printf '%s' "$wanted" > ".venv/ready${dev:+-dev}"

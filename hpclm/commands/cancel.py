@@ -1,5 +1,6 @@
 """``hpclm cancel``: have a run save and exit, and keep Slurm from starting it again."""
 
+import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -67,18 +68,10 @@ class Target:
 
 def main(argv: list[str]) -> int:
     """``hpclm cancel``."""
-    parser = cli.run_parser(
-        "cancel",
-        "End runs: each finishes its current step, saves and exits, and Slurm does not start it again. 'hpclm resume' "
-        "continues it.",
-        run=cli.SEVERAL,
-        nargs="+",
-        wait="how long to wait for them to exit",
-    )
-    parser.add_argument("--now", action="store_true", help="end them without saving")
-    args = parser.parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
     if args.wait < 0:
-        parser.error("--wait must be at least 0")
+        options.error("--wait must be at least 0")
     chosen = folders.choose(args.run, args.runs)
     each, stopped = cli.Each(len(chosen)), dict[Path, list[Target]]()
     for out in chosen:
@@ -97,6 +90,20 @@ def main(argv: list[str]) -> int:
                 (out / "stop").unlink(missing_ok=True)  # or it would end the next attempt
                 say(outcome(out))
     return each.code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm cancel``."""
+    options = cli.run_parser(
+        "cancel",
+        "End runs: each finishes its current step, saves and exits, and Slurm does not start it again. 'hpclm resume' "
+        "continues it.",
+        run=cli.SEVERAL,
+        nargs="+",
+        wait="how long to wait for them to exit",
+    )
+    options.add_argument("--now", action="store_true", help="end them without saving")
+    return options
 
 
 def stop(out: Path, now: bool) -> list[Target]:

@@ -1,5 +1,6 @@
 """``hpclm checkpoints``: list a run's checkpoints, and verify them."""
 
+import argparse
 import json
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,14 +17,7 @@ LONGEST = 1 << 16  # bytes of a reason
 
 def main(argv: list[str]) -> int:
     """``hpclm checkpoints``."""
-    parser = cli.run_parser(
-        "checkpoints",
-        "List a run's checkpoints, oldest first, and verify the sizes and hashes of their files, and that all values are finite.",
-        epilog="exit code: 0, also if only some are bad · 66 if the run has saved, but no good checkpoint is left",
-    )
-    parser.add_argument("--no-verify", action="store_true", help="check only names and sizes, which is quick")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     folder = folders.resolve(args.run, args.runs) / "checkpoints"
     if not folder.is_dir():
         wrong = "is a file and must be a folder" if folder.exists() else "does not exist: the run has saved nothing yet"
@@ -42,6 +36,18 @@ def main(argv: list[str]) -> int:
     if not usable:
         raise NoCheckpointError(f"no good checkpoint in {folder}")
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm checkpoints``."""
+    options = cli.run_parser(
+        "checkpoints",
+        "List a run's checkpoints, oldest first, and verify the sizes and hashes of their files, and that all values are finite.",
+        epilog="exit code: 0, also if only some are bad · 66 if the run has saved, but no good checkpoint is left",
+    )
+    options.add_argument("--no-verify", action="store_true", help="check only names and sizes, which is quick")
+    options.add_argument("--json", action="store_true", help="print one JSON object per line")
+    return options
 
 
 def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """``hpclm config``: print the settings of a run with their documentation, or the reference page of all settings."""
 
+import argparse
 import inspect
 import textwrap
 import typing
@@ -26,16 +27,22 @@ is refused; `./~` and `\\$NAME` are folders of that name. `job.setup` and `job.e
 
 def main(argv: list[str]) -> int:
     """``hpclm config``: print the resolved settings, or the reference page."""
-    parser = cli.Parser(
+    args = parser().parse_intermixed_args(argv)  # settings may follow options
+    say(reference() if args.reference else explained(cli.settings(args.settings), args.changed), end="")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm config``."""
+    options = cli.Parser(
         prog="hpclm config",
         description="Print the settings of a run with an explanation of each, or the reference of all settings.",
     )
-    parser.add_argument("settings", nargs="*", metavar="FILE | key=value", help="one settings file, and overrides")
-    parser.add_argument("--reference", action="store_true", help="print the page of all settings instead (Markdown)")
-    parser.add_argument("--changed", action="store_true", help="print only what differs from the defaults")
-    args = parser.parse_intermixed_args(argv)  # settings may follow options
-    say(reference() if args.reference else explained(cli.settings(args.settings), args.changed), end="")
-    return 0
+    files = "one settings file, and overrides"
+    cli.completed(options.add_argument("settings", nargs="*", metavar="FILE | key=value", help=files), "presets")
+    options.add_argument("--reference", action="store_true", help="print the page of all settings instead (Markdown)")
+    options.add_argument("--changed", action="store_true", help="print only what differs from the defaults")
+    return options
 
 
 def explained(config: RunConfig, changed_only: bool = False) -> str:

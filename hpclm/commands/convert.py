@@ -39,18 +39,28 @@ UNKNOWN = (
 
 def main(argv: list[str]) -> int:
     """``hpclm convert``."""
-    parser = cli.Parser(
+    options = parser()
+    args = options.parse_intermixed_args(argv)  # settings may follow options
+    if args.shard_gb is not None and not args.shard_gb > 0:
+        options.error("--shard-gb must be more than 0")
+    say(converted(args))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm convert``."""
+    options = cli.Parser(
         prog="hpclm convert",
         description=DESCRIPTION,
         epilog="exit codes: 0 done, 2 wrong arguments, 64 cannot be converted (the message says why), 66 no good checkpoint",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("source", type=paths.option_path, metavar="SOURCE")
+    add = options.add_argument
+    cli.completed(add("source", type=paths.option_path, metavar="SOURCE"), "runs")
     add("target", type=paths.option_path, metavar="TARGET")
     settings = "settings that differ from the run's own, such as data.tokenizer_files; in an import, model.… settings that its files lack"
-    add("settings", nargs="*", default=[], metavar="key=value", help=settings)
-    cli.add_runs(parser)
+    cli.completed(add("settings", nargs="*", default=[], metavar="key=value", help=settings), "settings")
+    cli.add_runs(options)
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of an export's weights (default: fp32)")
     add("--shard-gb", type=float, metavar="GB", help=f"start another file beyond this (default: {SHARD_GB:g})")
     add("--allow-nan", action="store_true", help="export weights that are not finite, too")
@@ -60,11 +70,7 @@ def main(argv: list[str]) -> int:
     add("--ignore", action="append", default=[], metavar="NAME", help=ignore)
     weights_only = "import a Megatron run at step 0, without its optimizer and settings"
     add("--weights-only", action="store_true", help=weights_only)
-    args = parser.parse_intermixed_args(argv)  # settings may follow options
-    if args.shard_gb is not None and not args.shard_gb > 0:
-        parser.error("--shard-gb must be more than 0")
-    say(converted(args))
-    return 0
+    return options
 
 
 def converted(args: argparse.Namespace) -> str:

@@ -17,7 +17,10 @@ DTYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64", "uint32", "uint6
 
 def main(argv: list[str]) -> int:
     """``hpclm data``: one of the five commands."""
-    args = _arguments(argv)
+    options = parser()
+    args = options.parse_args(argv)
+    if getattr(args, "tokenizer_files", None) and not args.tokenizer:
+        options.error("--tokenizer-files goes with --tokenizer")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # documents are in scripts that a terminal may not know
     args.command(args)
@@ -128,11 +131,12 @@ def _verified(result: dict[str, Any]) -> str:
     )
 
 
-def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = terminal.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm data``."""
+    options = terminal.ArgumentParser(
         prog="hpclm data", description="Inspect, verify, hash, merge and convert datasets.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = options.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, function: object, does: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.", allow_abbrev=False)
@@ -177,10 +181,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     sub.add_argument("out", type=paths.option, metavar="OUT", help="path of the dataset to write")
     sub.set_defaults(no_note=False)
     _output_options(sub, required=True)
-    args = parser.parse_args(argv)
-    if getattr(args, "tokenizer_files", None) and not args.tokenizer:
-        parser.error("--tokenizer-files goes with --tokenizer")
-    return args
+    return options
 
 
 def _output_options(sub: argparse.ArgumentParser, required: bool) -> None:

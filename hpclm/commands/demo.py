@@ -1,5 +1,6 @@
 """The verb ``hpclm demo``: corpus, tokenizer, dataset, a training run that is stopped half-way and continued, and its text."""
 
+import argparse
 import json
 import random
 import shlex
@@ -24,16 +25,22 @@ STOP = 150  # the step after which training is stopped once
 
 def main(argv: list[str]) -> int:
     """``hpclm demo``."""
-    parser = cli.Parser(
+    words = parser().parse_intermixed_args(argv).settings
+    settings = cli.settings(["demo", *words])  # mistakes are reported before anything is written
+    files.writable_folder(FOLDER, "folder")
+    return _prepare() or _train(settings, words)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm demo``."""
+    options = cli.Parser(
         prog="hpclm demo",
         description=f"Train a small GPT on the source code of Python's standard library, in the folder {FOLDER}/: a few minutes on "
         "two CPU cores. Nothing is downloaded. The same command continues where it was stopped.",
     )
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the training: budget.steps=100")
-    words = parser.parse_intermixed_args(argv).settings
-    settings = cli.settings(["demo", *words])  # mistakes are reported before anything is written
-    files.writable_folder(FOLDER, "folder")
-    return _prepare() or _train(settings, words)
+    example = "settings of the training: budget.steps=100"
+    cli.completed(options.add_argument("settings", nargs="*", metavar="key=value", help=example), "settings")
+    return options
 
 
 def _prepare() -> int:

@@ -1,5 +1,6 @@
 """``hpclm docs``: the pages of the documentation and the explanations of settings, without a network."""
 
+import argparse
 import dataclasses
 import pydoc
 import re
@@ -22,18 +23,23 @@ MOST = 5  # pages that are named for a text
 
 def main(argv: list[str]) -> int:
     """``hpclm docs``."""
-    parser = terminal.ArgumentParser(
-        prog="hpclm docs",
-        description="Show a page of the documentation, or what a setting is. Without TOPIC, list the pages.",
-    )
-    topic = "a page (reliability), a setting (optim.lr) or a section of settings (optim., log)"
-    parser.add_argument("topic", nargs="?", metavar="TOPIC", help=topic)
-    text = _text(parser.parse_args(argv).topic)
+    text = _text(parser().parse_args(argv).topic)
     if sys.stdout.isatty() and text.count("\n") >= shutil.get_terminal_size().lines:
         pydoc.pager(terminal.plain(text))
     else:
         say(text, end="")
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm docs``."""
+    options = terminal.ArgumentParser(
+        prog="hpclm docs",
+        description="Show a page of the documentation, or what a setting is. Without TOPIC, list the pages.",
+    )
+    topic = "a page (reliability), a setting (optim.lr) or a section of settings (optim., log)"
+    cli.completed(options.add_argument("topic", nargs="?", metavar="TOPIC", help=topic), "topics")
+    return options
 
 
 def topics() -> list[str]:

@@ -1,5 +1,6 @@
 """``hpclm doctor``: what this process has, what is wrong with it, and what to do."""
 
+import argparse
 import json
 import logging
 from typing import Any
@@ -14,15 +15,7 @@ from hpclm.terminal import many, say
 
 def main(argv: list[str]) -> int:
     """``hpclm doctor``."""
-    parser = terminal.ArgumentParser(
-        prog="hpclm doctor",
-        description="Show this process's versions, devices, network, limits and launcher, and what is wrong. "
-        "Under srun, mpirun or torchrun, the first process shows everything, and the others print a line each.",
-        epilog="exit codes: 0 nothing would stop a run · 1 something would",
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON, an object for each process")
-    parser.add_argument("--ranks", action="store_true", help="print only a line for each process")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
 
     try:
@@ -39,6 +32,19 @@ def main(argv: list[str]) -> int:
     lines += [*(f"problem: {text}" for text in problems), *(f"hint: {text}" for text in hints)]
     say("\n".join(lines if problems or hints or world.rank else [*lines, "no problems found"]))
     return bool(problems)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm doctor``."""
+    options = terminal.ArgumentParser(
+        prog="hpclm doctor",
+        description="Show this process's versions, devices, network, limits and launcher, and what is wrong. "
+        "Under srun, mpirun or torchrun, the first process shows everything, and the others print a line each.",
+        epilog="exit codes: 0 nothing would stop a run · 1 something would",
+    )
+    options.add_argument("--json", action="store_true", help="print everything as JSON, an object for each process")
+    options.add_argument("--ranks", action="store_true", help="print only a line for each process")
+    return options
 
 
 def listed(own: Facts) -> list[str]:

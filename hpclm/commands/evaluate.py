@@ -18,16 +18,50 @@ Figures = dict[str, float | int | str]
 
 def main(argv: list[str]) -> int:
     """``hpclm evaluate``."""
-    parser = cli.Parser(
+    options = parser()
+    args = options.parse_intermixed_args(argv)  # settings may follow options
+    if problem := next(_misused(args), None):
+        options.error(problem)
+    typed_run, args.run = args.run, cli.located(Path(paths.expanded(args.run)), args.runs)
+    if args.follow:
+        from hpclm.commands import follow as follower
+
+        if args.submit:
+            words = [word for word in argv if word not in ("--submit", typed_run)]
+            return follower.submit(args, [paths.literal(args.run.absolute()), *words])
+        return follower.main(args)
+    if args.tasks is not None:
+        _print_tasks(args)
+        return 0
+    if args.text or args.data:
+        figures = on_documents(args.run, args.settings, args.text, args.data, args.tokens, args.format)
+    else:
+        figures = on_part(args.run, args.settings, args.part, args.samples)
+    if args.json:
+        print(json.dumps(finite(figures)))
+    else:
+        say(
+            "  ".join(
+                f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in figures.items()
+            )
+        )
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm evaluate``."""
+    options = cli.Parser(
         prog="hpclm evaluate",
         description="Measure a run's newest checkpoint: on its held-out data, on any text or dataset, or on tasks of "
         "lm-evaluation-harness.",
     )
-    add = parser.add_argument
-    add("run", help=cli.ONE)
-    cli.add_runs(parser)
-    add("settings", nargs="*", default=[], metavar="key=value", help="settings that differ from the run's own")
-    what = parser.add_mutually_exclusive_group()
+    add = options.add_argument
+    cli.completed(add("run", help=cli.ONE), "runs")
+    cli.add_runs(options)
+    other = "settings that differ from the run's own"
+    cli.completed(add("settings", nargs="*", default=[], metavar="key=value", help=other), "settings")
+    what = options.add_mutually_exclusive_group()
     parts = "valid, test, train, or valid/NAME of data.validation (default: valid)"
     what.add_argument("--part", default="valid", metavar="PART", help=parts)
     text = 'a text, or .jsonl with {"text": ...} on each line; - reads standard input'
@@ -55,34 +89,7 @@ def main(argv: list[str]) -> int:
     samples = "read this many samples (default: one pass over the part), or with --tasks documents of each task (default: all)"
     add("--samples", type=int, help=samples)
     add("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_intermixed_args(argv)  # settings may follow options
-    if problem := next(_misused(args), None):
-        parser.error(problem)
-    typed_run, args.run = args.run, cli.located(Path(paths.expanded(args.run)), args.runs)
-    if args.follow:
-        from hpclm.commands import follow as follower
-
-        if args.submit:
-            words = [word for word in argv if word not in ("--submit", typed_run)]
-            return follower.submit(args, [paths.literal(args.run.absolute()), *words])
-        return follower.main(args)
-    if args.tasks is not None:
-        _print_tasks(args)
-        return 0
-    if args.text or args.data:
-        figures = on_documents(args.run, args.settings, args.text, args.data, args.tokens, args.format)
-    else:
-        figures = on_part(args.run, args.settings, args.part, args.samples)
-    if args.json:
-        print(json.dumps(finite(figures)))
-    else:
-        say(
-            "  ".join(
-                f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
-                for name, value in figures.items()
-            )
-        )
-    return 0
+    return options
 
 
 def _misused(args: argparse.Namespace) -> Iterator[str]:

@@ -50,11 +50,27 @@ def main(argv: list[str]) -> int:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = cli.Parser(prog="hpclm generate", description="Continue prompts with a run's newest checkpoint.")
-    add = parser.add_argument
-    add("run", type=paths.option_path, help=cli.ONE)
-    cli.add_runs(parser)
-    add("settings", nargs="*", default=[], metavar="key=value", help="settings that differ from the run's own")
+    options = parser()
+    args = options.parse_intermixed_args(argv)  # settings may follow options
+    if args.prompts and (args.prompt is not None or args.interactive):
+        options.error("--prompts goes with neither --prompt nor --interactive")
+    if args.prompt is None and not args.prompts and not args.interactive:
+        options.error("give --prompt TEXT, --prompts FILE or --interactive")
+    if args.format and not args.prompts:
+        options.error("--format is for --prompts")
+    if args.batch < 1 or args.top_k < 0:
+        options.error("--batch must be at least 1, and --top-k at least 0")
+    return args
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm generate``."""
+    options = cli.Parser(prog="hpclm generate", description="Continue prompts with a run's newest checkpoint.")
+    add = options.add_argument
+    cli.completed(add("run", type=paths.option_path, help=cli.ONE), "runs")
+    cli.add_runs(options)
+    other = "settings that differ from the run's own"
+    cli.completed(add("settings", nargs="*", default=[], metavar="key=value", help=other), "settings")
     add("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
     prompts = 'one prompt per line (.jsonl: {"prompt": TEXT}); - reads standard input; prints a JSON object for each'
     add("--prompts", type=paths.option, metavar="FILE", help=prompts)
@@ -74,16 +90,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0, help=top_p)
     add("--seed", type=int, default=0, help="same seed, same text (default: 0)")
     add("--json", action="store_true", help="print a JSON object: prompt, text, tokens, finish")
-    args = parser.parse_intermixed_args(argv)  # settings may follow options
-    if args.prompts and (args.prompt is not None or args.interactive):
-        parser.error("--prompts goes with neither --prompt nor --interactive")
-    if args.prompt is None and not args.prompts and not args.interactive:
-        parser.error("give --prompt TEXT, --prompts FILE or --interactive")
-    if args.format and not args.prompts:
-        parser.error("--format is for --prompts")
-    if args.batch < 1 or args.top_k < 0:
-        parser.error("--batch must be at least 1, and --top-k at least 0")
-    return args
+    return options
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """``hpclm logs``: print or follow the log of a run, of any rank, or of its job."""
 
+import argparse
 import re
 import sys
 import time
@@ -20,26 +21,14 @@ LOOK = 0.5  # seconds between looks for a log that does not exist yet
 
 def main(argv: list[str]) -> int:
     """``hpclm logs``."""
-    parser = cli.run_parser(
-        "logs",
-        "Print the log of a run: rank 0's over all attempts, or the job's if training has not started.",
-        epilog="With -f, it follows the run across restarts, until the run is over or you press Ctrl-C.",
-    )
-    parser.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, metavar="N", help="output of rank N (default: 0)")
-    which.add_argument("--job", action="store_true", help="output of the job script and its processes")
-    parser.add_argument("--grep", metavar="REGEX", help="only lines that match")
-    parser.add_argument(
-        "--lines", type=int, metavar="N", help=f"only the last N lines (default: all; with -f, {FOLLOWED})"
-    )
-    args = parser.parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
     if min(args.lines or 0, args.rank or 0) < 0:
-        parser.error("--lines and --rank must be at least 0")
+        options.error("--lines and --rank must be at least 0")
     try:
         re.compile(args.grep or "")
     except re.error as error:
-        parser.error(f"--grep {args.grep!r} is not a regular expression: {error}")
+        options.error(f"--grep {args.grep!r} is not a regular expression: {error}")
     queue, out = Queue(PATIENCE), folders.resolve(args.run, args.runs)
     path = find(out, args.rank, args.job, queue, args.follow)
     if args.follow:
@@ -51,6 +40,24 @@ def main(argv: list[str]) -> int:
         if args.follow:
             sys.stdout.buffer.flush()
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm logs``."""
+    options = cli.run_parser(
+        "logs",
+        "Print the log of a run: rank 0's over all attempts, or the job's if training has not started.",
+        epilog="With -f, it follows the run across restarts, until the run is over or you press Ctrl-C.",
+    )
+    options.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
+    which = options.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=int, metavar="N", help="output of rank N (default: 0)")
+    which.add_argument("--job", action="store_true", help="output of the job script and its processes")
+    options.add_argument("--grep", metavar="REGEX", help="only lines that match")
+    options.add_argument(
+        "--lines", type=int, metavar="N", help=f"only the last N lines (default: all; with -f, {FOLLOWED})"
+    )
+    return options
 
 
 def find(out: Path, rank: int | None, job: bool, queue: Queue, wait: bool) -> Path:

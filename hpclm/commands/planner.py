@@ -28,24 +28,7 @@ EPILOG = (
 
 def main(argv: list[str]) -> int:
     """``hpclm planner``."""
-    parser = cli.Parser(
-        prog="hpclm planner",
-        description="Estimate the memory that a run needs on each GPU, and its speed. Nothing is started.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    files_or_one = "one settings file, or several to compare, and overrides"
-    add("settings", nargs="*", metavar="FILE | key=value", help=files_or_one)
-    add("--gpus-kind", default="H100", metavar="KIND", help="kind of GPU (H100)")
-    add("--nodes", "-N", metavar="N", help="nodes, short for job.nodes")
-    add("--gpus", metavar="N", help="GPUs of each node, short for job.gpus")
-    add("--memory", type=float, metavar="GIB", help="memory of a GPU, if it differs from the default of its kind")
-    add("--network", type=float, metavar="GB/S", help="gigabytes/s to other nodes for each GPU, in one direction")
-    add("--suggest", action="store_true", help="the ten fastest layouts that fit, and their settings")
-    add("--json", action="store_true", help="for programs; bytes and seconds")
-    args = parser.parse_intermixed_args(argv)
+    args = parser().parse_intermixed_args(argv)
     settings = [*args.settings]
     settings += [f"job.{name}={value}" for name in ("nodes", "gpus") if (value := getattr(args, name)) is not None]
     kind = kind_of(args.gpus_kind, args.memory, args.network)
@@ -67,6 +50,28 @@ def main(argv: list[str]) -> int:
     shown = [{"settings": one.options, **facts(one.forecast)} for one in best[:SHOWN]]
     _show(shown if args.json else None, ranking(run, best, args.gpus_kind))
     return 0 if best else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm planner``."""
+    options = cli.Parser(
+        prog="hpclm planner",
+        description="Estimate the memory that a run needs on each GPU, and its speed. Nothing is started.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = options.add_argument
+    files_or_one = "one settings file, or several to compare, and overrides"
+    cli.completed(add("settings", nargs="*", metavar="FILE | key=value", help=files_or_one), "presets")
+    add("--gpus-kind", default="H100", metavar="KIND", help="kind of GPU (H100)")
+    add("--nodes", "-N", metavar="N", help="nodes, short for job.nodes")
+    add("--gpus", metavar="N", help="GPUs of each node, short for job.gpus")
+    add("--memory", type=float, metavar="GIB", help="memory of a GPU, if it differs from the default of its kind")
+    add("--network", type=float, metavar="GB/S", help="gigabytes/s to other nodes for each GPU, in one direction")
+    add("--suggest", action="store_true", help="the ten fastest layouts that fit, and their settings")
+    add("--json", action="store_true", help="for programs; bytes and seconds")
+    return options
 
 
 def _show(values: Any, lines: Iterator[str]) -> None:

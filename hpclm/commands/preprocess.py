@@ -1,19 +1,20 @@
 """``hpclm preprocess``: turn text into a dataset. Also takes the options of Megatron's preprocess_data.py and fairseq-preprocess."""
 
 from hpclm import log
-from hpclm.datasets import build, parts
+from hpclm.datasets import build, options, parts
 from hpclm.datasets.encode import tokenizer_of
 from hpclm.datasets.next_command import next_command, next_tuning_command
-from hpclm.datasets.options import parse
 from hpclm.files import writable_folder
 from hpclm.node.interruption import prompt_exit
 from hpclm.terminal import say
+
+parser = options.parser
 
 
 def main(argv: list[str]) -> int:
     """``hpclm preprocess``: read the arguments, write the datasets, print the command to run next."""
     log.setup()
-    request = parse(argv)
+    request = options.parse(argv)
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
     with prompt_exit():
         if request.share.parts > 1:

@@ -1,5 +1,6 @@
 """The verb ``hpclm report``: one run, or several compared, as a page and as images."""
 
+import argparse
 import re
 import sys
 from dataclasses import replace
@@ -15,33 +16,38 @@ MOST = 4  # checkpoints of a run whose samples are shown
 
 def main(argv: list[str]) -> int:
     """``hpclm report``."""
-    parser = cli.run_parser(
-        "report",
-        "Write one HTML page about a run: where it came from, its curves, every attempt and what ended it; or a comparison "
-        "of several runs, the best first, with the settings in which they differ. It needs no network, and no other file.",
-        run=cli.SEVERAL,
-        nargs="+",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=paths.option_path,
-        metavar="FILE",
-        help="the page (default: RUN/report.html; of several, or of another user's, report.html here)",
-    )
-    parser.add_argument(
-        "--samples",
-        metavar="PROMPT",
-        help="show how models continue this text: that of some checkpoints of one run, or the newest of each of several",
-    )
-    parser.add_argument("--no-png", action="store_true", help="write the page only, no images beside it")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     chosen = folders.choose(args.run, args.runs)
     own = len(chosen) == 1 and not folders.other_owner(chosen[0])
     output = args.output or (chosen[0] / "report.html" if own else Path("report.html"))
     for path in write(chosen, output, not args.no_png, args.samples):
         say(str(path))
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm report``."""
+    options = cli.run_parser(
+        "report",
+        "Write one HTML page about a run: where it came from, its curves, every attempt and what ended it; or a comparison "
+        "of several runs, the best first, with the settings in which they differ. It needs no network, and no other file.",
+        run=cli.SEVERAL,
+        nargs="+",
+    )
+    options.add_argument(
+        "-o",
+        "--output",
+        type=paths.option_path,
+        metavar="FILE",
+        help="the page (default: RUN/report.html; of several, or of another user's, report.html here)",
+    )
+    options.add_argument(
+        "--samples",
+        metavar="PROMPT",
+        help="show how models continue this text: that of some checkpoints of one run, or the newest of each of several",
+    )
+    options.add_argument("--no-png", action="store_true", help="write the page only, no images beside it")
+    return options
 
 
 def write(chosen: list[Path], output: Path, images: bool, prompt: str | None = None) -> list[Path]:

@@ -21,25 +21,13 @@ EXTENDS = ("budget", "stop_at", "--from")  # changes that let a run that is done
 
 def main(argv: list[str]) -> int:
     """``hpclm resume``."""
-    parser = cli.Parser(
-        prog="hpclm resume",
-        usage="hpclm resume [-h] [--runs FOLDER] RUN [RUN ...] [--from STEP] [option of hpclm submit ...] [key=value ...]",
-        description="Submit runs again: each continues from its last checkpoint, with its own settings and as many nodes and GPUs as "
-        "before. Everything after the runs changes that, and is passed to hpclm submit: hpclm resume RUN --nodes 4",
-        epilog="--from STEP continues from an older checkpoint (hpclm checkpoints RUN lists them); newer ones are set aside.",
-    )
-    cli.add_runs(parser)
-    parser.add_argument("run", type=paths.option, help=cli.SEVERAL)
-    parser.add_argument(
-        "rest", nargs=argparse.REMAINDER, metavar="...", help="what to change, as hpclm submit takes it"
-    )
-    parser.add_argument("--from", dest="resume_step", metavar="STEP", help=argparse.SUPPRESS)  # before RUN, too
-    args = parser.parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
     named, changes = split([args.run, *args.rest], args.runs)
     changes = [*(["--from", args.resume_step] if args.resume_step is not None else []), *changes]
     chosen = [folders.read(out) for out in folders.choose(named, args.runs)]
     if len(chosen) > 1 and "--from" in changes:
-        parser.error("--from takes one run: several runs have different steps")
+        options.error("--from takes one run: several runs have different steps")
     each = cli.Each(len(chosen))
     for number, status in enumerate(query(chosen, PATIENCE), start=1):
         with each:
@@ -53,6 +41,24 @@ def main(argv: list[str]) -> int:
                     )
                 return code
     return each.code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm resume``."""
+    options = cli.Parser(
+        prog="hpclm resume",
+        usage="hpclm resume [-h] [--runs FOLDER] RUN [RUN ...] [--from STEP] [option of hpclm submit ...] [key=value ...]",
+        description="Submit runs again: each continues from its last checkpoint, with its own settings and as many nodes and GPUs as "
+        "before. Everything after the runs changes that, and is passed to hpclm submit: hpclm resume RUN --nodes 4",
+        epilog="--from STEP continues from an older checkpoint (hpclm checkpoints RUN lists them); newer ones are set aside.",
+    )
+    cli.add_runs(options)
+    cli.completed(options.add_argument("run", type=paths.option, help=cli.SEVERAL), "runs")
+    options.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="...", help="what to change, as hpclm submit takes it"
+    )
+    options.add_argument("--from", dest="resume_step", metavar="STEP", help=argparse.SUPPRESS)  # before RUN, too
+    return options
 
 
 def split(given: list[str], runs: Path) -> tuple[list[str], list[str]]:

@@ -1,5 +1,6 @@
 """``hpclm status``: the state of runs, within a second and even if the scheduler does not answer."""
 
+import argparse
 import json
 import os
 import shutil
@@ -26,15 +27,7 @@ COLUMNS = ("RUN", "STATE", "STEP", "LOSS", "TOKENS/S", "LEFT", "LAST STEP", "CHE
 
 def main(argv: list[str]) -> int:
     """``hpclm status``."""
-    parser = terminal.ArgumentParser(
-        prog="hpclm status",
-        description="Show the state of runs: all below a folder, or some in detail. Reads the runs' own files, and asks Slurm's "
-        "squeue, which may be slow or missing.",
-    )
-    parser.add_argument("run", nargs="*", type=paths.option, help=f"{cli.SEVERAL} (default: all)")
-    cli.add_runs(parser)
-    parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     if not args.run:
         folders.check_folder(args.runs)
     runs = [folders.read(out) for out in folders.choose(args.run, args.runs) or folders.find(args.runs)]
@@ -50,6 +43,20 @@ def main(argv: list[str]) -> int:
     else:
         say(f"no run in {args.runs}; give another folder with --runs, or start a run with hpclm submit")
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm status``."""
+    options = terminal.ArgumentParser(
+        prog="hpclm status",
+        description="Show the state of runs: all below a folder, or some in detail. Reads the runs' own files, and asks Slurm's "
+        "squeue, which may be slow or missing.",
+    )
+    several = f"{cli.SEVERAL} (default: all)"
+    cli.completed(options.add_argument("run", nargs="*", type=paths.option, help=several), "runs")
+    cli.add_runs(options)
+    options.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
+    return options
 
 
 def table(statuses: Sequence[RunStatus], width: int | None = None) -> Iterator[str]:

@@ -17,6 +17,7 @@ from hpclm.config.job import seconds_of
 from hpclm.config.length import planned_inside_warmup
 from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.launch import arguments, debug, prechecks, send, setup, sweep, time_limit, visible
+from hpclm.launch.arguments import parser
 from hpclm.node import gpus, secrets
 from hpclm.rundir import runs as folders
 from hpclm.rundir import submissions
@@ -29,14 +30,14 @@ STARTED_BY = {"local": "hpclm.launch.local", "mpirun": "hpclm.launch.mpi", "inte
 
 def main(argv: list[str]) -> int:
     """``hpclm submit``."""
-    parser = arguments.parser()
-    args = parser.parse_intermixed_args(argv)
+    options = parser()
+    args = options.parse_intermixed_args(argv)
     if args.ranks and not args.dry_run:
-        parser.error("--ranks is for --dry-run")
+        options.error("--ranks is for --dry-run")
     if args.pdb and not args.debug:
-        parser.error("--pdb is for --debug")
+        options.error("--pdb is for --debug")
     if args.resume_step is not None and (args.debug or args.sweep or args.again):
-        parser.error("--from is for a single run that is not running; it excludes --debug, --sweep and --again")
+        options.error("--from is for a single run that is not running; it excludes --debug, --sweep and --again")
     runs = [arguments.compose(args, variant, argv) for variant in sweep.variants(args.sweep)]
     command = [*map(secrets.Redactor(), ("hpclm", "submit", *argv))]
     where = _where(args, runs[0].job)

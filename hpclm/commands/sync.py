@@ -1,5 +1,6 @@
 """``hpclm sync``: send a run's sinks the metrics they lack; for runs on nodes without a network."""
 
+import argparse
 from pathlib import Path
 
 from hpclm import cli, files
@@ -13,11 +14,7 @@ from hpclm.terminal import say
 
 def main(argv: list[str]) -> int:
     """``hpclm sync``."""
-    parser = cli.run_parser("sync", "Send the metrics that the sinks of a run (log.sinks) lack.")
-    parser.add_argument(
-        "--sink", action="append", metavar="NAME", help="another sink than those of the run; repeatable"
-    )
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     out = runs.resolve(args.run, args.runs)
     if other := runs.other_owner(out):  # even root would leave files there that its owner cannot write
         raise ConfigError(f"{files.shown(out)} belongs to {other}, and only {other} can send its metrics")
@@ -30,6 +27,15 @@ def main(argv: list[str]) -> int:
         with each:
             sync(out, name)
     return each.code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm sync``."""
+    options = cli.run_parser("sync", "Send the metrics that the sinks of a run (log.sinks) lack.")
+    options.add_argument(
+        "--sink", action="append", metavar="NAME", help="another sink than those of the run; repeatable"
+    )
+    return options
 
 
 def sync(out: Path, name: str) -> None:

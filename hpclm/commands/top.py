@@ -1,5 +1,6 @@
 """The verb ``hpclm top``: all runs below a folder, live, with the course of their losses."""
 
+import argparse
 import os
 import select
 import shutil
@@ -30,19 +31,10 @@ CLEAR = "\x1b[H\x1b[2J"
 
 def main(argv: list[str]) -> int:
     """``hpclm top``."""
-    parser = terminal.ArgumentParser(
-        prog="hpclm top",
-        description="Show all runs below a folder, live, until q or Ctrl-C. If the output is not a terminal, print one table.",
-    )
-    parser.add_argument("folder", nargs="?", type=paths.option_path, metavar="FOLDER", help="the same as --runs FOLDER")
-    cli.add_runs(parser)
-    parser.add_argument(
-        "--every", type=float, default=2.0, metavar="SECONDS", help="seconds between updates (default: 2)"
-    )
-    parser.add_argument("--once", action="store_true", help="print one table, as plain lines")
-    args = parser.parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
     if not 0.1 <= args.every <= 86400:
-        parser.error(f"--every {args.every} must be between 0.1 and 86400 seconds")
+        options.error(f"--every {args.every} must be between 0.1 and 86400 seconds")
     watch = TopScreen(args.folder or args.runs)
     folders.check_folder(watch.folder)
     if args.once or not sys.stdout.isatty():
@@ -61,6 +53,23 @@ def main(argv: list[str]) -> int:
                 break
     say()
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm top``."""
+    options = terminal.ArgumentParser(
+        prog="hpclm top",
+        description="Show all runs below a folder, live, until q or Ctrl-C. If the output is not a terminal, print one table.",
+    )
+    options.add_argument(
+        "folder", nargs="?", type=paths.option_path, metavar="FOLDER", help="the same as --runs FOLDER"
+    )
+    cli.add_runs(options)
+    options.add_argument(
+        "--every", type=float, default=2.0, metavar="SECONDS", help="seconds between updates (default: 2)"
+    )
+    options.add_argument("--once", action="store_true", help="print one table, as plain lines")
+    return options
 
 
 @contextmanager

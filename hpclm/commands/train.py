@@ -26,24 +26,7 @@ AGAIN = "run the same call again to continue"
 
 def main(argv: list[str]) -> int:
     """``hpclm train``."""
-    parser = cli.Parser(
-        prog="hpclm train",
-        description="Train a model. The same command continues a run that was stopped, killed or preempted.",
-        epilog=cli.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "settings", nargs="+", metavar="FILE | key=value", help="one settings file or preset, and overrides"
-    )
-    parser.add_argument(
-        "--from",
-        dest="resume_step",
-        type=cli.step,
-        metavar="STEP",
-        help="continue from the checkpoint of this step; newer ones are set aside, not deleted. A requeued job does "
-        "this only once",
-    )
-    args = parser.parse_intermixed_args(argv)
+    args = parser().parse_intermixed_args(argv)
     settings = cli.settings(args.settings, argv)
     ignored = [key for key in named(args.settings) if key.startswith("job.") and not key.startswith(HONOURED)]
     if ignored:  # in a file it is for hpclm submit, which may read the same file
@@ -53,6 +36,27 @@ def main(argv: list[str]) -> int:
     commanded = sys.argv[-len(argv) :] == argv  # otherwise a program, which may be old, calls the verb
     began = processes.started(os.getpid()) if commanded else None
     return start(settings, resume_step=args.resume_step, began=began)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm train``."""
+    options = cli.Parser(
+        prog="hpclm train",
+        description="Train a model. The same command continues a run that was stopped, killed or preempted.",
+        epilog=cli.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    files = "one settings file or preset, and overrides"
+    cli.completed(options.add_argument("settings", nargs="+", metavar="FILE | key=value", help=files), "presets")
+    options.add_argument(
+        "--from",
+        dest="resume_step",
+        type=cli.step,
+        metavar="STEP",
+        help="continue from the checkpoint of this step; newer ones are set aside, not deleted. A requeued job does "
+        "this only once",
+    )
+    return options
 
 
 def start(

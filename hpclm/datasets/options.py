@@ -75,14 +75,14 @@ class Request:
 
 def parse(argv: list[str]) -> Request:
     """Parse the arguments; exits with 2 if they are contradictory. ConfigError for invalid inputs."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
     fairseq = any(getattr(args, name) for name in FAIRSEQ_ONLY)
     model = args.tokenizer if args.tokenizer and Path(args.tokenizer).is_dir() else None
     if model and not args.tokenizer_files:
         _of_run(model, args)
     for mistake in (*_mistakes(args), *_tokenizer(args, fairseq), *(_fairseq_mistakes(args) if fairseq else ())):
-        parser.error(mistake)
+        options.error(mistake)
     share = _share(args.part)
     corpora, dictionary = _fairseq(args, share) if fairseq else ((_corpus(args, share),), None)
     language = args.language or "en"
@@ -247,13 +247,14 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = terminal.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm preprocess``."""
+    options = terminal.ArgumentParser(
         prog="hpclm preprocess",
         description="Convert text into a dataset. With srun or mpirun, each process handles a part of the input.",
         allow_abbrev=False,
     )
-    add = parser.add_argument_group("input").add_argument
+    add = options.add_argument_group("input").add_argument
     add(
         "--input",
         type=paths.option,
@@ -271,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--longest-line", type=int, default=LONGEST, metavar="MB", help=LONGEST_LINE)
     add("--part", metavar="I/N", help="process part I (from 0) of N of the input; the last to finish joins the parts")
 
-    add = parser.add_argument_group("conversations").add_argument
+    add = options.add_argument_group("conversations").add_argument
     chat = 'JSONL of {"messages": [{"role", "content"}, ...]} or ShareGPT\'s "conversations"; writes P_chat and P_chat_loss'
     add("--chat", type=paths.option, nargs="+", metavar="FILE", help=chat)
     add(
@@ -281,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     too_long = "longer conversations keep their beginning, or are left out; default: cut"
     add("--too-long", choices=["cut", "drop"], help=too_long)
 
-    add = parser.add_argument_group("tokenizer").add_argument
+    add = options.add_argument_group("tokenizer").add_argument
     kinds = f"{', '.join(sorted(TOKENIZERS))}, package.module:Name, or a run directory whose tokenizer is used"
     add("--tokenizer", type=paths.option, metavar="KIND", help=kinds)
     add(
@@ -294,7 +295,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--eod", metavar="TOKEN", help="the end-of-document token; default: the tokenizer's own")
 
-    add = parser.add_argument_group("documents").add_argument
+    add = options.add_argument_group("documents").add_argument
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--empty", choices=["skip", "keep"], default="skip", help="documents without tokens; default: skip")
     add("--on-error", choices=["stop", "skip"], default="stop", help="what to do with unreadable lines; default: stop")
@@ -303,7 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--language", "--lang", metavar="CODE", help=language)
     add("--keep-newlines", action="store_true", help="sentences keep the white space after them")
 
-    add = parser.add_argument_group("output").add_argument
+    add = options.add_argument_group("output").add_argument
     add(
         "--output-prefix",
         type=paths.option,
@@ -313,14 +314,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--overwrite", action="store_true", help="replace a dataset of that name")
     add("--workers", type=int, default=1, metavar="N", help="encoding processes, one core each; default: 1")
 
-    add = parser.add_argument_group("Megatron's names").add_argument
+    add = options.add_argument_group("Megatron's names").add_argument
     add("--tokenizer-type", choices=list(MEGATRON_TYPES), help="GPT2BPETokenizer is --tokenizer gpt2, and so on")
     add("--vocab-file", "--vocab", type=paths.option, metavar="FILE", help="GPT-2's vocab.json, BERT's vocab.txt")
     add("--merge-file", type=paths.option, metavar="FILE", help="GPT-2's merges.txt")
     add("--tokenizer-model", type=paths.option, metavar="FILE", help="sentencepiece's .model")
     add("--dataset-impl", choices=["mmap"], default="mmap", help="the layout, which all versions of Megatron read")
 
-    add = parser.add_argument_group("fairseq-preprocess's names (documents are lines)").add_argument
+    add = options.add_argument_group("fairseq-preprocess's names (documents are lines)").add_argument
     add("--only-source", action="store_true", help="one language; needed")
     add("--trainpref", type=paths.option, metavar="FILE", help="writes D/train")
     add("--validpref", type=paths.option_paths, metavar="FILE[,FILE...]", help="writes D/valid, D/valid1, ...")
@@ -329,4 +330,4 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--srcdict", type=paths.option, metavar="FILE", help="a dict.txt; default: count the words of the training text"
     )
-    return parser
+    return options

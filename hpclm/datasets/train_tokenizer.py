@@ -96,8 +96,18 @@ class Sample:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = ArgumentParser(prog="hpclm train-tokenizer", description=__doc__, allow_abbrev=False)
-    add = parser.add_argument
+    options = parser()
+    args = options.parse_args(argv)
+    for name in ("sentences", "longest_line"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            options.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    return args
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``hpclm train-tokenizer``."""
+    options = ArgumentParser(prog="hpclm train-tokenizer", description=__doc__, allow_abbrev=False)
+    add = options.add_argument
     texts = "what hpclm preprocess --input takes"
     add("--input", type=paths.option, nargs="+", required=True, metavar="FILE", help=texts)
     documents = (
@@ -114,8 +124,4 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     sentences = f"random lines for training sentencepiece, held in memory; default: {SENTENCES:,}"
     add("--sentences", type=int, metavar="N", help=sentences)
     add("--overwrite", action="store_true", help="replace a tokenizer of that name")
-    args = parser.parse_args(argv)
-    for name in ("sentences", "longest_line"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    return args
+    return options

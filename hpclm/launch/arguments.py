@@ -54,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = options.add_argument
-    add("settings", nargs="*", metavar="FILE | key=value", help="settings file or preset (default: debug), overrides")
+    files = "settings file or preset (default: debug), overrides"
+    cli.completed(add("settings", nargs="*", metavar="FILE | key=value", help=files), "presets")
     add("--config", type=paths.option, metavar="FILE", help="the settings file, as an option")
     job = options.add_argument_group("resources", "Each option overrides the setting job.NAME.")
     for flags, name in FLAGS.items():
@@ -64,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     more = "another option of sbatch: reservation=course"
     job.add_argument("--sbatch", metavar="NAME[=VALUE]", help=more, **repeated)
     bad = "exclude nodes that failed the preflight checks of this run, or corrupted its state"
-    job.add_argument("--exclude-bad", type=paths.option, metavar="RUN", help=bad, **repeated)
+    cli.completed(job.add_argument("--exclude-bad", type=paths.option, metavar="RUN", help=bad, **repeated), "runs")
     values = "submit a separate run for each value; for each combination if repeated"
     several = options.add_argument_group("several runs")
     several.add_argument("--sweep", "--array", metavar="key=a,b,c", help=values, **repeated)

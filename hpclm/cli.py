@@ -1,6 +1,7 @@
 """The command ``hpclm VERB``, and the error handling of all verbs.
 
-A verb is a module's ``main(argv)``, or the function after its colon, and ``parser()`` or ``FUNCTION_parser()`` its arguments; ``python -m hpclm VERB`` runs the same function.
+A verb is a module's ``main(argv)``, or the function after its colon; its arguments are those of ``parser()``, or ``FUNCTION_parser()``.
+``python -m hpclm VERB`` runs the same function.
 """
 
 import argparse

@@ -6,6 +6,7 @@ import re
 import select
 import shutil
 import subprocess
+import sys
 from contextlib import suppress
 
 import pytest
@@ -79,3 +80,9 @@ def test_a_tab_completes_verbs_options_runs_presets_settings_and_files(shell, tm
     os.close(outer)
     got = [re.findall("<(.*?)/?>", line) for line in said.decode().splitlines() if line.endswith(">.")]
     assert got == [*LINES.values()], said.decode()[-3000:]
+
+
+def test_without_shtab_the_extra_that_has_it_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 64
+    assert "needs shtab, which is not installed: pip install 'hpclm[completion]'" in capsys.readouterr().err

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.config import ModelConfig
+from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.data.tokenizers import mismatch
 from hpclm.errors import ConfigError
-from hpclm.optim.optimizers import OPTIMIZERS
 
 FREE = {"dropout", "attention_dropout", "init_std", "kernels", "attention"}
 """Model settings that may change when a run is resumed."""

@@ -8,6 +8,8 @@ from hpclm.errors import ConfigError
 
 LARGEST_INTEGER = 2**63 - 1  # integers beyond 64 bits are refused
 LONGEST = 200  # characters of a value in a message
+DOC = "doc"
+"""In the metadata of a field: its documentation, where that is made of a table and no string below the field."""
 PATH = "path"
 PATHS = {PATH: ""}
 """Metadata of a field that holds paths, in which ~ and $NAME are expanded."""

@@ -8,6 +8,7 @@ from typing import Literal
 from hpclm import extras
 from hpclm.config.checks import PATHS, Checked, at_least
 from hpclm.config.optim import OptimConfig
+from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.config.supports import OPTIONAL, SUPPORTS, Supports
 from hpclm.errors import ConfigError
 from hpclm.registry import problem
@@ -166,6 +167,17 @@ def torch_too_old(name: str, installed: str) -> str:
     )
 
 
+def optimizers(can: Supports, optim: OptimConfig) -> list[str]:
+    """Values of optim.name, with its other settings, with which an engine with the capabilities ``can`` runs."""
+    return [
+        name
+        for name, kind in OPTIMIZERS.items()
+        if (can.matrices or not kind.matrices)
+        and (can.any_state or kind.elementwise(optim))
+        and (can.offload or not kind.offloaded)
+    ]
+
+
 def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConfig, can: Supports) -> Iterator[str]:
     """The settings that an engine with the capabilities ``can`` does not support, one sentence each."""
     name, pipeline, chosen = engine.name, parallel.pipeline, engine.chosen()
@@ -206,8 +218,8 @@ def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConf
         if option in chosen and option not in can.options:
             able = ", ".join(other for other, its in SUPPORTS.items() if option in its.options)
             yield f"engine.{option}={chosen[option]} has no effect with engine {name!r}; it applies to {able}"
-    if optim.name not in can.optimizers:
-        yield f"engine {name!r} does not support optim.name={optim.name}; it supports {', '.join(can.optimizers)}"
+    if optim.name not in (names := optimizers(can, optim)):
+        yield f"engine {name!r} does not support optim.name={optim.name}; it supports {', '.join(names)}"
     if optim.guard != "none" and not can.guards:
         able = ", ".join(other for other, its in SUPPORTS.items() if its.guards)
         yield f"engine {name!r} does not support optim.guard={optim.guard}, since its updates are the library's; engines that do: {able}"

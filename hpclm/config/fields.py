@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from hpclm.config.checks import PATH
+from hpclm.config.checks import DOC, PATH
 from hpclm.config.schema import RunConfig
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
@@ -107,10 +107,10 @@ def flattened(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def docs(section: type) -> dict[str, str]:
-    """Field name -> the string below the field in the source."""
+    """Field name -> its documentation: the string below the field in the source, or what its metadata say."""
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(body, ast.ClassDef)
-    texts = {}
+    texts = {field.name: field.metadata[DOC] for field in fields(section) if DOC in field.metadata}
     for field, after in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
             texts[field.target.id] = " ".join(ast.literal_eval(after.value).split())

@@ -5,9 +5,10 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from hpclm.config.checks import Checked, at_least, fraction
+from hpclm.config.checks import DOC, Checked, at_least, fraction
+from hpclm.config.optimizers import OPTIMIZERS, described, without_effect
 from hpclm.registry import problem
 
 _NAMES = (
@@ -20,13 +21,17 @@ ENDLESS = ("constant", "fairseq_inverse_sqrt")
 """Schedules without an end, to which min_lr and schedule_length mean nothing."""
 
 
+if TYPE_CHECKING:
+    OptimizerName = str
+else:  # a type checker takes no computed names
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+
 @dataclass(frozen=True)
 class OptimConfig(Checked):
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "apex_adam", "cpu_adam", "muon"] = "adamw"
-    """AdamW of PyTorch, NVIDIA apex or, for offloading, DeepSpeed (cpu_adam); muon: Muon for the blocks' matrices,
-    AdamW for the rest."""
+    name: OptimizerName = field(default="adamw", metadata={DOC: described()})
     lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = 6e-5
@@ -107,9 +112,8 @@ class OptimConfig(Checked):
         yield from fraction("optim", momentum=self.momentum)
         if self.qk_clip is not None and not 0 < self.qk_clip < math.inf:
             yield f"optim.qk_clip={self.qk_clip} must be more than 0 and finite"
-        for name in ("momentum", "nesterov", "newton_schulz_steps", "newton_schulz_type", "adjust", "split"):
-            if self._changed(name) and self.name != "muon":
-                yield f"optim.{name}={getattr(self, name)} has no effect with optim.name={self.name}; it applies to muon"
+        for name, able in without_effect(self.name, self._changed):
+            yield f"optim.{name}={getattr(self, name)} has no effect with optim.name={self.name}; it applies to {', '.join(able)}"
         wrong = problem("optim.schedule", self.schedule, SCHEDULES)
         if wrong:
             yield wrong

@@ -27,8 +27,10 @@ class Supports:
     """Settings among OPTIONAL that it supports."""
     compiled: bool = False
     """Whether it is compiled on GPUs unless engine.compile=false."""
-    optimizers: tuple[str, ...] = ("adamw", "apex_adam")
-    """Values of optim.name."""
+    matrices: bool = False
+    """Whether optimizers that work on whole matrices can run."""
+    any_state: bool = True
+    """Whether optimizers may keep more than tensors of the weights' shapes; otherwise the library flattens weights."""
     context: bool = False
     """Whether it supports parallel.context."""
     guards: bool = True
@@ -45,8 +47,6 @@ class Supports:
     """module:name of a function that says why it cannot run with the PyTorch that is installed, or returns None."""
 
 
-MUON = ("adamw", "apex_adam", "muon")
-"""Optimizers of an engine that can gather whole matrices."""
 OPTIONAL = (
     *("bucket_mb", "gradients", "extra"),
     *("offload_folder", "compile", "offload_activations", "defer_reduction"),
@@ -77,7 +77,7 @@ SUPPORTS = {
         hybrid=(1,),
         options=("bucket_mb", "gradients", "compile", "offload_activations"),
         compiled=True,
-        optimizers=MUON,
+        matrices=True,
         clips_qk=True,
         context=True,
     ),
@@ -88,7 +88,7 @@ SUPPORTS = {
         schedules=("1f1b",),
         offload=(("optimizer", 1), ("optimizer", 2), ("optimizer", 3), ("parameters", 3)),
         options=("bucket_mb", "gradients", "extra", "offload_folder", "compile"),
-        optimizers=("adamw", "apex_adam", "cpu_adam"),
+        any_state=False,
         guards=False,
         more="hpclm.config.deepspeed:unsuitable",
     ),
@@ -104,7 +104,7 @@ SUPPORTS = {
         hybrid=(3, 2),
         options=("gradients", "compile", "offload_activations", "defer_reduction"),
         compiled=True,
-        optimizers=MUON,
+        matrices=True,
         clips_qk=True,
         context=True,
     ),
@@ -116,7 +116,7 @@ SUPPORTS = {
         alone=False,
         schedules=("1f1b", "gpipe", "interleaved", "zero_bubble"),
         counts=needed,
-        optimizers=MUON,
+        matrices=True,
         clips_qk=True,
         context=True,
     ),

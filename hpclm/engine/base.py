@@ -5,13 +5,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hpclm.config import EngineSettings
 from hpclm.config.model import BLOCKS
+from hpclm.config.optimizers import OPTIMIZERS, declared
 from hpclm.engine import SavedState, Shard, StepResult, keep_going
 from hpclm.engine.gradient_buckets import GradientBuckets
 from hpclm.engine.matrix_exchange import MatrixExchange
@@ -29,8 +30,7 @@ from hpclm.model.init import TensorParallelModule
 from hpclm.model.loss import Backward, TokenLoss
 from hpclm.model.stack import Stack, Stages, WrapLayer, check_shapes
 from hpclm.optim.adamw import update
-from hpclm.optim.muon import Muon
-from hpclm.optim.optimizers import OPTIMIZERS, optimizer_of, orthogonal
+from hpclm.optim.optimizers import MatrixOptimizer, optimizer_of
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, union
 from hpclm.parallel.mesh import SINGLE, Mesh
@@ -70,12 +70,13 @@ class BaseEngine:
         sharded = self.sharded or any(weight.run for weight in self.weights)
         self.guard = GUARDS[config.optim.guard](self.weights, mesh, sharded, device)
         self.optimizer = optimizer_of(self.weights, config.optim)
-        if isinstance(self.optimizer, Muon):
-            matrices = [weight for weight in self.weights if orthogonal(weight.name, weight.shape)]
-            self.optimizer.share(MatrixExchange(matrices, mesh), config.model)
+        kind = OPTIMIZERS[config.optim.name]
+        if kind.matrices:
+            matrices = [weight for weight in self.weights if kind.matrices(weight.name, weight.shape)]
+            cast(MatrixOptimizer, self.optimizer).share(MatrixExchange(matrices, mesh), config.model)
         limit = config.optim.qk_clip
         self.qk_clip = limit and QKClip(self.model_stacks, self.weights, mesh, limit)
-        self.state = TrainingState(self.optimizer, OPTIMIZERS[config.optim.name])
+        self.state = TrainingState(self.optimizer, declared(config.optim))
         self._state_checked = not config.saves
         self.timers = Timers(device, config.timers)
         self.scale = LossScale.first(config.scaler) if model.dtype == torch.float16 else None
@@ -229,7 +230,7 @@ class BaseEngine:
     def save_plan(self) -> SavePlan:
         """What this process saves and reads."""
         held = [self.state.held(weight) for weight in self.weights]
-        bytes_each = 4 + self.state.kind.bytes_per_parameter
+        bytes_each = 4 + OPTIMIZERS[self.config.optim.name].bytes_per_parameter(self.config.optim)
         return SavePlan.among(held, self.mesh, self.config.file_mb, bytes_each)
 
     def check_state(self) -> None:
@@ -238,7 +239,7 @@ class BaseEngine:
         if unsaved is None:
             return
         name, kind = self.config.optim.name, type(self.optimizer)
-        saved = sorted({part for weight in self.weights for part in self.state.kind.state(weight.name, weight.shape)})
+        saved = sorted({part for weight in self.weights for part in self.state.declared(weight.name, weight.shape)})
         raise UnsavableStateError(
             f"optim.name={name} ({kind.__module__}.{kind.__qualname__}) keeps {unsaved}; a checkpoint would leave it out. Of each weight "
             f"it holds {', '.join(saved)}, in fp32 and of the weight's shape, and a step count; choose another optimizer, or "
@@ -270,11 +271,11 @@ class BaseEngine:
 
     def _check_optimizer(self, given: Collection[str]) -> None:
         """ConfigError if a saved state is not of this optimizer."""
-        kind, name = self.state.kind, self.config.optim.name
+        name = self.config.optim.name
         updated = {tensor.split(".", 2)[2] for tensor in given if tensor.startswith("optim.")}
         # an optimizer keeps nothing of a weight that never had a gradient, such as one that a user's block does not use
         weights = [weight for weight in self.weights if weight.name in updated or not updated]
-        needed = [f"optim.{part}.{w.name}" for w in weights for part in kind.state(w.name, w.shape)]
+        needed = [f"optim.{part}.{w.name}" for w in weights for part in self.state.declared(w.name, w.shape)]
         missing = [tensor for tensor in needed if tensor not in given]
         if missing:
             raise ConfigError(

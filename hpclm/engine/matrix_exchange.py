@@ -1,4 +1,4 @@
-"""Whole matrices for Muon: processes that hold parts or copies of the same matrices share them out, and exchange the results.
+"""Whole matrices for an optimizer: processes that hold parts or copies of the same matrices share them out, and exchange the results.
 
 In a round every process works on one matrix, so that it holds no more than one. All-to-alls among the processes that together hold
 one copy of the weights gather the matrices and scatter the results; those that hold the same values get them by broadcasts.
@@ -16,7 +16,7 @@ from hpclm.parallel.mesh import Axis, Mesh
 
 
 class MatrixExchange:
-    """An Exchange (hpclm.optim.muon) of matrices that are all divided in the same way."""
+    """An Exchange (hpclm.optim.optimizers) of matrices that are all divided in the same way."""
 
     def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh):
         """``weights``: the same on all processes that hold parts or copies of them."""
@@ -28,6 +28,11 @@ class MatrixExchange:
         size = self.holders.size * self.copies.size
         self.rounds = [order[first : first + size] for first in range(0, len(order), size)]
         """Matrices that take about the same time; the n-th belongs to the n-th process, counted copy by copy."""
+
+    def works_on(self, number: int) -> bool:
+        """Whether this process works on a matrix."""
+        slot = next(numbers.index(number) for numbers in self.rounds if number in numbers)
+        return divmod(slot, self.holders.size) == (self.copies.rank, self.holders.rank)
 
     def __call__(
         self, numbers: Sequence[int], held: Sequence[Tensor], work: Callable[[int, Tensor], Tensor]

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpclm.config.optimizers import Declared
 from hpclm.engine import SavedState, Shard
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.errors import ConfigError
 from hpclm.optim.adamw import set_state, steps_by_group, steps_taken
-from hpclm.optim.optimizers import OptimizerKind
 
 SET_EVERY_STEP = ("params", "lr")
 """Entries of a parameter group that the engine sets."""
@@ -29,8 +29,8 @@ class UnsavableStateError(ConfigError):
 class TrainingState:
     """The state of an optimizer that updates ``ShardedParameter.parameter`` itself; for wrapped ones, override what differs."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kind: OptimizerKind):
-        self.optimizer, self.kind = optimizer, kind
+    def __init__(self, optimizer: torch.optim.Optimizer, declared: Declared):
+        self.optimizer, self.declared = optimizer, declared
         self._groups = [options(group) for group in optimizer.param_groups]
 
     def held(self, weight: ShardedParameter) -> ShardedParameter:
@@ -53,7 +53,7 @@ class TrainingState:
     def owners(self, weights: Sequence[ShardedParameter]) -> Iterator[tuple[str, Tensor, Collection[str]]]:
         """The keys of the optimizer's state: the name of each, the parameter, and the tensors of it that are saved."""
         for weight in weights:
-            yield weight.name, weight.parameter, self.kind.state(weight.name, weight.shape)
+            yield weight.name, weight.parameter, self.declared(weight.name, weight.shape)
 
     def unsaved(self, weights: Sequence[ShardedParameter]) -> Iterator[str]:
         """What the optimizer keeps besides what ``tensors`` and ``steps`` save, in words."""
@@ -83,7 +83,7 @@ class TrainingState:
         given = saved.shapes() if steps else {}
         for number, weight in enumerate(plan.weights):
             plan.load(number, f"model.{weight.name}", saved, weight.parameter)
-            names = [n for n in self.kind.state(weight.name, weight.shape) if f"optim.{n}.{weight.name}" in given]
+            names = [n for n in self.declared(weight.name, weight.shape) if f"optim.{n}.{weight.name}" in given]
             tensors = {name: torch.empty_like(weight.parameter) for name in names}
             for name, values in tensors.items():
                 plan.load(number, f"optim.{name}.{weight.name}", saved, values)

@@ -5,35 +5,23 @@ an exchange gathers its update on one of them and hands back the parts (hpclm.en
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpclm.config import ModelConfig, OptimConfig
 from hpclm.config.model import BLOCKS
+from hpclm.config.optimizers import block_matrix
 from hpclm.optim.adamw import AdamW, Scaled, bare, groups
-from hpclm.optim.optimizers import Weight, orthogonal
+from hpclm.optim.optimizers import Exchange, Weight
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Parts = tuple[int, tuple[int, ...]]
 """How a fused weight's rows repeat: number of groups, and the rows of each matrix in a group."""
-
-
-class Exchange(Protocol):
-    """Hands whole matrices to the processes that work on them."""
-
-    @property
-    def rounds(self) -> Sequence[Sequence[int]]:
-        """Numbers of the matrices that are worked on at the same time."""
-
-    def __call__(
-        self, numbers: Sequence[int], held: Sequence[Tensor], work: Callable[[int, Tensor], Tensor]
-    ) -> Sequence[Tensor]:
-        """``held``: this process's values of each of a round's matrices -> its values of ``work(number, matrix)``."""
 
 
 class Muon(Scaled, torch.optim.Optimizer):
@@ -44,8 +32,8 @@ class Muon(Scaled, torch.optim.Optimizer):
 
     def __init__(self, weights: Sequence[Weight], optim: OptimConfig):
         self.optim = optim
-        self.matrices = [weight for weight in weights if orthogonal(weight.name, weight.shape)]
-        others = groups([w for w in weights if not orthogonal(w.name, w.shape)], optim) or [{"params": []}]
+        self.matrices = [weight for weight in weights if block_matrix(weight.name, weight.shape)]
+        others = groups([w for w in weights if not block_matrix(w.name, w.shape)], optim) or [{"params": []}]
         self.adamw = AdamW(others, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         own = groups(self.matrices, optim)
         super().__init__([*self.adamw.param_groups, *own], dict(lr=optim.lr))

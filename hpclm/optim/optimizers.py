@@ -1,19 +1,16 @@
-"""The optimizers by name: what makes each, and which state it keeps of a weight. Needs no PyTorch."""
+"""The configured optimizer, and the learning rate and weight decay of each weight. Needs no PyTorch."""
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpclm import registry
+from hpclm.config.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     import torch
 
-    from hpclm.config import OptimConfig
-
-MATRIX = "block0.mlp.up.weight", (1, 1)
-"""Name and shape of a matrix, which is what most parameters belong to."""
+    from hpclm.config import ModelConfig, OptimConfig
 
 
 class Weight(Protocol):
@@ -32,22 +29,27 @@ class Weight(Protocol):
         """Of the whole weight."""
 
 
-@dataclass(frozen=True)
-class OptimizerKind:
-    """One optimizer."""
-
-    path: str
-    """module:name of the function that makes it from (weights, optim)."""
-    state: Callable[[str, Sequence[int]], tuple[str, ...]]
-    """Name and shape of a weight -> names of the tensors kept for it, each of that shape and in fp32; checkpoints have them under
-    these names."""
-    family: str = "adamw"
-    """The same for optimizers that can resume from each other's state."""
+class Exchange(Protocol):
+    """Hands whole matrices to the processes that work on them."""
 
     @property
-    def bytes_per_parameter(self) -> int:
-        """Bytes of state for a parameter of a matrix."""
-        return 4 * len(self.state(*MATRIX))
+    def rounds(self) -> Sequence[Sequence[int]]:
+        """Numbers of the matrices that are worked on at the same time."""
+
+    def __call__(
+        self,
+        numbers: Sequence[int],
+        held: "Sequence[torch.Tensor]",
+        work: "Callable[[int, torch.Tensor], torch.Tensor]",
+    ) -> "Sequence[torch.Tensor]":
+        """``held``: this process's values of each of a round's matrices -> its values of ``work(number, matrix)``."""
+
+
+class MatrixOptimizer(Protocol):
+    """An optimizer that updates some weights as whole matrices: those that its row in OPTIMIZERS says."""
+
+    def share(self, exchange: Exchange, model: "ModelConfig") -> None:
+        """Called once, before the first step. ``exchange`` has these weights in the order in which the optimizer got them."""
 
 
 def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tuple[float, float]:
@@ -59,29 +61,6 @@ def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tup
         if re.search(entry["match"], name):
             factor, decay = float(entry.get("lr", factor)), float(entry.get("weight_decay", decay))
     return factor, decay
-
-
-def moments(name: str, shape: Sequence[int]) -> tuple[str, ...]:
-    """Adam's."""
-    return "exp_avg", "exp_avg_sq"
-
-
-def orthogonal(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon updates a weight: a matrix of a block, not embeddings, the output projection, norms or biases."""
-    return len(shape) == 2 and name.startswith("block")
-
-
-def momentum(name: str, shape: Sequence[int]) -> tuple[str, ...]:
-    """Muon's, and Adam's moments of the other weights."""
-    return ("momentum_buffer",) if orthogonal(name, shape) else moments(name, shape)
-
-
-OPTIMIZERS = {
-    "adamw": OptimizerKind("hpclm.optim.adamw:fused_adamw", moments),
-    "apex_adam": OptimizerKind("hpclm.optim.adamw:apex_adam", moments),
-    "cpu_adam": OptimizerKind("hpclm.engine.deepspeed.library:cpu_adam", moments),
-    "muon": OptimizerKind("hpclm.optim.muon:Muon", momentum, "muon"),
-}
 
 
 def optimizer_of(weights: Sequence[Weight], optim: "OptimConfig") -> "torch.optim.Optimizer":

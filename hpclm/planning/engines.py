@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from hpclm.config import EngineConfig, OptimConfig, ParallelConfig
+from hpclm.config.optimizers import EXAMPLES, OPTIMIZERS
 from hpclm.config.supports import SUPPORTS
-from hpclm.optim.optimizers import OPTIMIZERS
 from hpclm.planning.muon import NewtonSchulz
 
 
@@ -84,8 +84,8 @@ def costs(
     kind = OPTIMIZERS[optim.name]
     type_of = 2 if optim.newton_schulz_type == "bf16" else 4
     common = EngineCosts(
-        optimizer=BytesPerParameter(kind.bytes_per_parameter),
-        outside=4 * len(kind.state("tokens.weight", (1, 1))) / kind.bytes_per_parameter - 1,
+        optimizer=BytesPerParameter(kind.bytes_per_parameter(optim)),
+        outside=kind.bytes_per_parameter(optim, EXAMPLES[2]) / kind.bytes_per_parameter(optim) - 1,
         newton_schulz=NewtonSchulz(optim.newton_schulz_steps, type_of, optim.split) if optim.name == "muon" else None,
         gathered=BytesPerParameter(cast),
         element=element,

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from hpclm.config import OptimConfig
+from hpclm.config.optimizers import block_matrix
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.sharded_parameter import ShardedParameter, blocks
 from hpclm.optim.muon import TYPES, Muon, Parts, parts_of
-from hpclm.optim.optimizers import orthogonal, rate_and_decay
+from hpclm.optim.optimizers import rate_and_decay
 from hpclm.parallel.mesh import Axis
 from hpclm.training.updates import FLOOR, ROUNDINGS, State
 
@@ -31,7 +32,7 @@ class WatchedExchange:
         """``sampled``: a process's values of a weight -> those of them that are compared."""
         self.optim, self.tp, self.sampled = engine.config.optim, engine.mesh.tp, sampled
         self.inner, self.rounds = muon.exchange, muon.exchange.rounds
-        self.matrices = [weight for weight in engine.weights if orthogonal(weight.name, weight.shape)]
+        self.matrices = [weight for weight in engine.weights if block_matrix(weight.name, weight.shape)]
         model, split = engine.config.model, self.optim.split
         self.parts = [parts_of(weight.name, model) if split else None for weight in self.matrices]
         self.state: dict[str, Tensor] = {}
@@ -43,7 +44,7 @@ class WatchedExchange:
     def __call__(
         self, numbers: Sequence[int], held: Sequence[Tensor], work: Callable[[int, Tensor], Tensor]
     ) -> Sequence[Tensor]:
-        """As of hpclm.optim.muon.Exchange."""
+        """As of hpclm.optim.optimizers.Exchange."""
 
         def watched(number: int, update: Tensor) -> Tensor:
             self.wrong = self.wrong or self._misdirected(number, update, work)

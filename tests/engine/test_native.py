@@ -11,13 +11,13 @@ import torch
 
 from hpclm import engine as engines
 from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
+from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, like_weight
 from hpclm.data.batches import Batches
 from hpclm.data.synthetic import synthetic
 from hpclm.errors import ConfigError
 from hpclm.model import count, offload, stack
 from hpclm.node import environment
 from hpclm.optim import adamw
-from hpclm.optim.optimizers import OPTIMIZERS, OptimizerKind
 from hpclm.optim.scaler import LossScale
 from hpclm.parallel.mesh import Mesh
 from tests import ranks, weights
@@ -326,13 +326,17 @@ def mixed(weights, optim):
 
 
 def test_an_optimizers_state_is_saved_under_the_names_that_it_gives_it(monkeypatch):
-    kept = OptimizerKind(f"{__name__}:mixed", lambda name, shape: ("momentum_buffer" if len(shape) > 1 else "exp_avg",))
+    kept = OptimizerKind(
+        f"{__name__}:mixed",
+        "",
+        lambda name, shape, _: like_weight("momentum_buffer" if len(shape) > 1 else "exp_avg")(name, shape, _),
+    )
     monkeypatch.setitem(OPTIMIZERS, "adamw", kept)
     config = settings(GPT2)
     engine, _ = train(config, 3)
     names = {name for name in state(engine) if name.startswith("optim.")}
     assert {"optim.momentum_buffer.tokens.weight", "optim.exp_avg.norm.weight"} < names
-    assert len(names) == len(engine.weights) and kept.bytes_per_parameter == 4
+    assert len(names) == len(engine.weights) and kept.bytes_per_parameter(config.optim) == 4
     other, batches = engine_of(config), batches_of(config)
     other.load(Kept(state(engine)), engine.scalars())
     assert engine.train_step(batches.step(24), 1e-3, 3) == other.train_step(batches.step(24), 1e-3, 3)

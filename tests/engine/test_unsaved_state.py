@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from hpclm import cli
+from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, like_weight
 from hpclm.engine.state import UnsavableStateError
 from hpclm.errors import ConfigError
 from hpclm.model.gpt import Block
 from hpclm.optim import adamw
-from hpclm.optim.optimizers import OPTIMIZERS, OptimizerKind
 from tests.engine.test_native import GPT2, batches_of, engine_of, settings, train
 from tests.runs import lines
 from tests.states import Kept, state
@@ -93,7 +93,7 @@ UNSAVED = {
 def use(monkeypatch, keep):
     """Let optim.name=adamw be an optimizer that keeps what ``keep`` says; checkpoints hold exp_avg."""
     monkeypatch.setattr(Plain, "keep", keep)
-    monkeypatch.setitem(OPTIMIZERS, "adamw", OptimizerKind(f"{__name__}:Plain", lambda name, shape: ("exp_avg",)))
+    monkeypatch.setitem(OPTIMIZERS, "adamw", OptimizerKind(f"{__name__}:Plain", "", like_weight("exp_avg")))
 
 
 @pytest.mark.parametrize("keep, says", UNSAVED.items(), ids=lambda value: getattr(value, "__name__", ""))

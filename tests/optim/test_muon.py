@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from hpclm.config.optimizers import block_matrix
 from hpclm.errors import ConfigError
 from hpclm.optim.adamw import update
 from hpclm.optim.muon import newton_schulz, parts_of
-from hpclm.optim.optimizers import orthogonal
 from tests.engine.test_native import GPT2, LLAMA, batches_of, engine_of, settings
 from tests.parity import STYLES, trained
 from tests.states import Kept, state
@@ -18,7 +18,7 @@ def reference(engine, optim):
     for weight in engine.weights:
         values = weight.parameter.detach().clone()
         parts = parts_of(weight.name, engine.config.model) if optim.split else None
-        if not orthogonal(weight.name, weight.shape):
+        if not block_matrix(weight.name, weight.shape):
             copies[weight.name] = [torch.nn.Parameter(values)]
             others[values.ndim > 1] += copies[weight.name]
             continue
@@ -43,7 +43,7 @@ def reference(engine, optim):
 def divided(values, name, engine, optim):
     """A weight, or its gradient, as the reference has it."""
     parts = parts_of(name, engine.config.model) if optim.split else None
-    if parts is None or not orthogonal(name, values.shape):
+    if parts is None or not block_matrix(name, values.shape):
         return [values]
     return [part.flatten(0, 1) for part in values.unflatten(0, (parts[0], -1)).split(parts[1], 1)]
 

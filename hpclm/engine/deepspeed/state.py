@@ -13,21 +13,21 @@ from deepspeed import utils
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import Tensor, nn
 
+from hpclm.config.optimizers import Declared
 from hpclm.engine import SavedState
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
 from hpclm.optim.adamw import set_state
-from hpclm.optim.optimizers import OptimizerKind
 from hpclm.parallel.mesh import Axis
 
 
 class PartitionedState(TrainingState, ABC):
     """The state of DeepSpeed's ZeRO optimizer ``wrapper`` around ``optimizer``, ours, whose parameters are flat partitions."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kind: OptimizerKind, flat: Sequence[Tensor]):
+    def __init__(self, optimizer: torch.optim.Optimizer, declared: Declared, flat: Sequence[Tensor]):
         """``flat``: this process's partitions, the keys of the optimizer's state."""
-        super().__init__(optimizer, kind)
+        super().__init__(optimizer, declared)
         self.flat = flat
         self.begin(0)
 
@@ -45,12 +45,12 @@ class PartitionedState(TrainingState, ABC):
 
     def names(self, weight: ShardedParameter) -> list[str]:
         """The tensors that the optimizer keeps of a weight, once there were updates."""
-        return list(self.kind.state(weight.name, weight.shape)) if self.steps() else []
+        return list(self.declared(weight.name, weight.shape)) if self.steps() else []
 
     def owners(self, weights: Sequence[ShardedParameter]) -> Iterator[tuple[str, Tensor, Collection[str]]]:
         """The keys of the optimizer's state: DeepSpeed's partitions."""
         for number, flat in enumerate(self.flat):
-            yield f"partition {number}", flat, self.kind.state("", flat.shape)
+            yield f"partition {number}", flat, tuple(self.declared("", flat.shape))
 
     def load(self, plan: SavePlan, saved: SavedState, steps: int) -> None:
         """Load the weights, and the optimizer's state if there were ``steps`` updates."""
@@ -58,7 +58,7 @@ class PartitionedState(TrainingState, ABC):
             self.begin(steps)
         given = saved.shapes() if steps else {}
         for number, weight in enumerate(plan.weights):
-            kept = [n for n in self.kind.state(weight.name, weight.shape) if f"optim.{n}.{weight.name}" in given]
+            kept = [n for n in self.declared(weight.name, weight.shape) if f"optim.{n}.{weight.name}" in given]
             for name in (None, *kept):  # what is not given stays zero
                 values = torch.empty(self.size(weight), device=weight.parameter.device)
                 plan.load(number, f"optim.{name}.{weight.name}" if name else f"model.{weight.name}", saved, values)
@@ -72,7 +72,7 @@ class PartitionedState(TrainingState, ABC):
 
     def begin_partition(self, flat: Tensor, steps: int) -> None:
         """The same for one partition."""
-        names = self.kind.state("", flat.shape)
+        names = self.declared("", flat.shape)
         set_state(self.optimizer, flat, {name: torch.zeros_like(flat) for name in names}, steps)
 
 
@@ -84,7 +84,7 @@ class PartitionedOptimizer(PartitionedState):
         self,
         wrapper: Any,
         optimizer: torch.optim.Optimizer,
-        kind: OptimizerKind,
+        declared: Declared,
         groups: Sequence[Sequence[nn.Parameter]],
         dp: Axis,
     ):
@@ -101,7 +101,7 @@ class PartitionedOptimizer(PartitionedState):
                 start = weight.storage_offset() - dp.rank * size  # in this partition
                 low, high = (min(max(index, 0), size) for index in (start, start + weight.numel()))
                 self.places[weight] = low - start if low < high else 0, flat, slice(low, high)
-        super().__init__(optimizer, kind, flats)
+        super().__init__(optimizer, declared, flats)
 
     def held(self, weight: ShardedParameter) -> ShardedParameter:
         """``weight``, with the run of its values that is in this process's partition."""
@@ -129,10 +129,10 @@ class PartitionedWeights(PartitionedState):
     """Stage 3. Of each weight, every replica has an equal part, ``ds_tensor``, with padding; our optimizer gets the fp32 partitions, one
     at a time, from ``fp32_partitioned_groups_flat``."""
 
-    def __init__(self, wrapper: Any, optimizer: torch.optim.Optimizer, kind: OptimizerKind, shard: Axis):
+    def __init__(self, wrapper: Any, optimizer: torch.optim.Optimizer, declared: Declared, shard: Axis):
         """``shard``: the replicas."""
         self.wrapper, self.shard = wrapper, shard
-        super().__init__(optimizer, kind, wrapper.fp32_partitioned_groups_flat)
+        super().__init__(optimizer, declared, wrapper.fp32_partitioned_groups_flat)
 
     def held(self, weight: ShardedParameter) -> ShardedParameter:
         """``weight``, with the run of its values that is in this process's partition."""

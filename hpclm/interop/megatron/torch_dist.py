@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from hpclm import files
+from hpclm.config import OptimConfig
+from hpclm.config.optimizers import EXAMPLES, declared
 from hpclm.errors import ConfigError, unread
 from hpclm.interop.megatron.layout import NO_WEIGHTS, MegatronState
 from hpclm.interop.pickles import load, refused
-from hpclm.optim.optimizers import MATRIX, OPTIMIZERS
 
 log = logging.getLogger(__name__)
 LARGEST = 1 << 31  # bytes of .metadata
@@ -43,7 +44,7 @@ IGNORED = re.compile(r"torch\.distributed\.(checkpoint|_shard)(\.\w+)*|megatron(
 STACKED = re.compile(r"((?:encoder|transformer|decoder)\.layers)\.(?!\d)(.+)")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 NO_TENSORS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
-MOMENTS = OPTIMIZERS["adamw"].state(*MATRIX)
+MOMENTS = tuple(declared(OptimConfig())(*EXAMPLES[0]))
 MOST = 1 << 20  # tensors of single layers; the largest networks have thousands
 
 Shape = tuple[int, ...]

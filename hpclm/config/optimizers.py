@@ -1,0 +1,172 @@
+"""The optimizers by name: what makes each, what state it keeps of a weight, and which settings it reads. Needs no PyTorch.
+
+A matrix is [A, B].
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+Where = Literal["weight", "matrix", "everywhere"]
+Shape = Sequence[int]
+Settings = Any
+"""An OptimConfig, which is defined by this table and cannot be imported here."""
+EXAMPLES: Sequence[tuple[str, Shape]] = (
+    ("block0.mlp.up.weight", (2, 2)),
+    ("block0.norm1.weight", (2,)),
+    ("tokens.weight", (2, 2)),
+)
+"""Names and shapes of a weight of each sort: a matrix of a block, which is what most parameters belong to, comes first."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor in fp32 that an optimizer keeps of a weight."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    where: Where = "weight"
+    """weight: split and replicated as the weight, whose shape it has. matrix: of any shape, whole on the process that works on the
+    matrix. everywhere: of any shape, the same on every process that holds a part of the weight."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole tensor."""
+        return 4 * prod(self.shape)
+
+
+State = Mapping[str, StateTensor]
+"""By the names that the optimizer gives the tensors."""
+Declared = Callable[[str, Shape], State]
+"""Name and shape of a weight -> what is kept of it."""
+
+
+@dataclass(frozen=True)
+class MatrixCost:
+    """What an update of one weight costs the process that works on it as a whole matrix."""
+
+    flops: float = 0.0
+    element: int = 4
+    """Bytes of a value that is exchanged."""
+    scratch: float = 0.0
+    """Bytes for what is made of the matrix on the way."""
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """One optimizer."""
+
+    path: str
+    """module:name of the function that makes it from (weights, optim)."""
+    summary: str
+    """For the documentation of optim.name."""
+    state: Callable[[str, Shape, Settings], State]
+    """Name and shape of a weight, and settings -> the tensors that are kept of it; checkpoints have each as ``optim.TENSOR.WEIGHT``."""
+    group_state: tuple[str, ...] = ()
+    """Numbers in a parameter group that updates change, equal on all processes."""
+    matrices: Callable[[str, Shape], bool] | None = None
+    """Whether the weight with this name and shape is updated as a whole matrix, by one process; None: no weight is."""
+    cost: Callable[[Settings, Sequence[tuple[int, int]]], MatrixCost] = lambda optim, parts: MatrixCost()
+    """Of a weight that is updated as a whole matrix, given the matrices that it fuses, as A x B each."""
+    settings: tuple[str, ...] = ()
+    """Settings under ``optim`` that it reads, of those that not every optimizer reads."""
+    exact: Mapping[str, Any] = field(default_factory=dict)
+    """Values of such settings with which it computes in fp32 throughout."""
+    family: str = "adamw"
+    """The same for optimizers that can resume from each other's state."""
+    reference: str | None = None
+    """The optimizer of plain PyTorch that makes the same updates; None: itself."""
+    offloaded: bool = False
+    """Whether it updates weights in CPU memory, and needs engine.offload."""
+
+    def bytes_per_parameter(self, optim: Settings, example: tuple[str, Shape] = EXAMPLES[0]) -> int:
+        """Bytes of state of the weight's shape for a parameter of ``example``: by default a block's matrix."""
+        name, shape = example
+        return 4 * len(held(self.state(name, shape, optim)))
+
+    def elementwise(self, optim: Settings) -> bool:
+        """Whether any slice of a flattened weight can be updated without the rest."""
+        every = (tensor for name, shape in EXAMPLES for tensor in self.state(name, shape, optim).values())
+        return not self.matrices and not self.group_state and all(tensor.where == "weight" for tensor in every)
+
+
+def held(state: State, where: Where = "weight") -> dict[str, StateTensor]:
+    """Those of the tensors of ``state`` that are held ``where``."""
+    return {name: tensor for name, tensor in state.items() if tensor.where == where}
+
+
+def like_weight(*names: str) -> Callable[[str, Shape, Settings], State]:
+    """Tensors of the weight's shape."""
+    return lambda name, shape, optim: dict.fromkeys(names, StateTensor(tuple(shape)))
+
+
+def block_matrix(name: str, shape: Shape) -> bool:
+    """Whether a weight is a matrix of a block: no embedding, output projection, norm or bias."""
+    return len(shape) == 2 and name.startswith("block")
+
+
+def momentum(name: str, shape: Shape, optim: Settings) -> State:
+    """Muon's momentum of the blocks' matrices, and Adam's moments of the other weights."""
+    return (MOMENTUM if block_matrix(name, shape) else MOMENTS)(name, shape, optim)
+
+
+def newton_schulz(optim: Settings, parts: Sequence[tuple[int, int]]) -> MatrixCost:
+    """Muon's iterations: X X^T, its square, and their sum times X (Jordan et al. 2024)."""
+    own, element = sum(map(prod, parts)), 2 if optim.newton_schulz_type == "bf16" else 4
+    parts = parts if optim.split else [(sum(rows for rows, _ in parts), parts[0][1])]
+    small = [(min(part), max(part)) for part in parts]
+    flops = sum(optim.newton_schulz_steps * (4 * a * a * b + 2 * a**3) for a, b in small)
+    return MatrixCost(flops, element, element * 2 * (own + max(a for a, _ in small) ** 2))
+
+
+MOMENTS, MOMENTUM = like_weight("exp_avg", "exp_avg_sq"), like_weight("momentum_buffer")
+ADAM = ("betas", "eps")
+MUON = ("momentum", "nesterov", "newton_schulz_steps", "newton_schulz_type", "adjust", "split")
+OPTIMIZERS = {
+    "adamw": OptimizerKind("hpclm.optim.adamw:fused_adamw", "PyTorch's AdamW", MOMENTS, settings=ADAM),
+    "apex_adam": OptimizerKind(
+        "hpclm.optim.adamw:apex_adam", "NVIDIA apex's", MOMENTS, settings=ADAM, reference="adamw"
+    ),
+    "cpu_adam": OptimizerKind(
+        "hpclm.engine.deepspeed.library:cpu_adam",
+        "DeepSpeed's, for offloading",
+        MOMENTS,
+        settings=ADAM,
+        reference="adamw",
+        offloaded=True,
+    ),
+    "muon": OptimizerKind(
+        "hpclm.optim.muon:Muon",
+        "Muon for the blocks' matrices, AdamW for the rest",
+        momentum,
+        matrices=block_matrix,
+        cost=newton_schulz,
+        settings=(*ADAM, *MUON),
+        exact={"newton_schulz_type": "fp32"},
+        family="muon",
+    ),
+}
+
+
+def declared(optim: Settings) -> Declared:
+    """What the configured optimizer keeps."""
+    kind = OPTIMIZERS[optim.name]
+    return lambda name, shape: kind.state(name, shape, optim)
+
+
+def readers(setting: str) -> list[str]:
+    """The optimizers that read a setting under ``optim``; empty if all do."""
+    return [name for name, kind in OPTIMIZERS.items() if setting in kind.settings]
+
+
+def described() -> str:
+    """The optimizers, for the documentation of optim.name."""
+    return "; ".join(f"{name}: {kind.summary}" for name, kind in OPTIMIZERS.items()) + "."
+
+
+def without_effect(name: str, changed: Callable[[str], bool]) -> Iterator[tuple[str, list[str]]]:
+    """The settings that were ``changed`` but that the optimizer called ``name`` does not read, and the optimizers that do."""
+    for setting in dict.fromkeys(each for kind in OPTIMIZERS.values() for each in kind.settings):
+        if changed(setting) and name not in (able := readers(setting)):
+            yield setting, able

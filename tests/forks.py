@@ -163,12 +163,12 @@ def hpclm(*words, check=None, **more):
 class Ranks(runs.Ranks):
     """As tests.runs.Ranks: the processes of one run on this machine, in forks."""
 
-    def __init__(self, size, words, only=None, before=None, **env):
+    def __init__(self, size, words, only=None, before=None, cwd=ROOT, **env):
         """``before``: a module's function that each process calls first."""
         launch, self.processes = {**runs.launch(size), **env}, {}
         for rank in range(size) if only is None else only:
             extra = runs.variables(rank, launch)
-            self.processes[rank] = Hpclm("train", *words, env=extra, merged=True, before=before)
+            self.processes[rank] = Hpclm("train", *words, env=extra, cwd=cwd, merged=True, before=before)
 
 
 def steps(process, out, count):

@@ -225,10 +225,16 @@ def cluster(request: pytest.FixtureRequest, session_cluster: Cluster) -> Iterato
     session_cluster.restore()
 
 
+TOGETHER = ("test_early_errors", "test_harness", "test_finetune", "test_chat_template", "test_examples", "test_shadows")
+"""Files of which one worker runs all tests: a fixture of the module takes long, or a library that only they import."""
+
+
 def group(items: Sequence[pytest.Item]) -> None:
-    """Mark the tests that use a cluster, and let one xdist worker run them all."""
+    """Mark the tests that use a cluster, and let one xdist worker run them all; likewise those of each file of TOGETHER."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("slurm")
         if item.get_closest_marker("slurm"):
             item.add_marker(pytest.mark.xdist_group("slurm"))
+        elif item.path.stem in TOGETHER:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

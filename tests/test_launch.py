@@ -71,7 +71,7 @@ DEEPSPEED = ["engine.name=deepspeed", "parallel.pipeline=2", "parallel.tensor=2"
     [
         (2, []),
         pytest.param(4, [], marks=pytest.mark.whole),
-        (1, DEEPSPEED[:2]),
+        pytest.param(1, DEEPSPEED[:2], marks=pytest.mark.whole),
         pytest.param(2, DEEPSPEED, marks=pytest.mark.whole),
         pytest.param(4, DEEPSPEED, marks=pytest.mark.whole),
         pytest.param(4, ["engine.name=fsdp2"], marks=pytest.mark.whole),
@@ -121,7 +121,9 @@ def wait_for_step_3(cluster, job, out, log):
     until(there, "step 3", cluster)
 
 
-@pytest.mark.parametrize("template", ["srun", TORCHRUN, MPIRUN])
+@pytest.mark.parametrize(
+    "template", ["srun", TORCHRUN, pytest.param("mpirun", marks=[pytest.mark.mpi, pytest.mark.whole])]
+)
 def test_when_a_rank_is_killed_nothing_is_left_on_any_node_and_the_log_names_it(
     template, by_hand, cluster, words, tmp_path
 ):
@@ -155,6 +157,7 @@ def test_when_a_node_loses_its_power_the_others_leave_before_slurm_notices(by_ha
     assert f"on {second} (pid " in text and "was lost: no heartbeat for" in text
 
 
+@pytest.mark.whole  # tests/distributed/test_watchdog.py stops ranks, and tests/test_preemption.py has jobs started again
 def test_a_job_with_a_stopped_rank_is_requeued_and_the_rank_is_gone(cluster, words, tmp_path):
     watched = ["budget.steps=100000", "cluster.hang_minutes=0.2", "cluster.preflight=false"]
     asked = ["--nodes", 2, "--gpus", 1, "--time", 60]

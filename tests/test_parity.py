@@ -97,13 +97,16 @@ LAYOUTS += [
     *(Layout("pipelining", 0, *sizes) for sizes in [(1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 2)]),
     Layout("pipelining", 0, pipeline=2, context=2, more=("parallel.schedule=zero_bubble",)),
 ]
-OFTEN_ODD = {"native0-dp3", "native1-dp5", "fsdp23-dp3", "fairscale3-dp3", "pipelining0-dp3pp2", "deepspeed1-dp3pp2"}
-OFTEN_ODD |= {"deepspeed1-dp3", "deepspeed2-dp3", "deepspeed3-dp5"}
+OFTEN_ODD = {"native1-dp5", "fsdp23-dp3", "fairscale3-dp3", "deepspeed1-dp3pp2", "deepspeed1-dp3", "deepspeed3-dp5"}
 RARE = {f"{engine}{stage}-dp4" for engine in ("fsdp2", "fairscale") for stage in (2, 3)}
 RARE |= {"native1-dp4", "deepspeed0-dp2tp2", "deepspeed2-dp2tp2", "deepspeed1-pp4", "native0-tp4"}
 RARE |= {"fsdp22-dp4-2", "fsdp23-dp4tp2-2", "pipelining0-pp5", "deepspeed1-pp5", "pipelining0-dp2pp2-zero_bubble"}
 RARE |= {layout.name for layout in LAYOUTS if layout.data in FEW} - OFTEN_ODD
-"""Layouts of which the sample has nothing: each is between others."""
+RARE |= {"native0-tp2", "native0-dp4", "native0-dp2tp2", "native1-dp2", "native1-dp2tp2", "fsdp23-dp2", "fsdp23-dp4-2"}
+RARE |= {"pipelining0-dp2pp2", "pipelining0-tp2pp2", "pipelining0-tp2pp2-zero_bubble", "fsdp22-dp2tp2"}
+RARE |= {"fairscale2-dp2tp2", "fairscale3-dp2", "deepspeed1-dp2", "deepspeed1-dp2tp2", "deepspeed3-dp2"}
+RARE |= {"deepspeed1-dp2pp2", "deepspeed1-tp2pp2", "deepspeed1-pp3"}
+"""Layouts of which the sample has nothing but rows that are named below: each is between others."""
 RECOMPUTE = {"kept": [], "full": ["engine.recompute=full"], "selective": ["engine.recompute=selective"]}
 RECOMPUTE["every2"] = ["engine.recompute=full", "engine.recompute_every=2"]
 DROPOUT = {"dry": [], "dropout": ["model.dropout=0.1", "model.attention_dropout=0.1"]}
@@ -152,13 +155,13 @@ def cases():
         exact = [name for name, _ in found if "-fp32-" in name and "-muon-" not in name]
         rounded = [name for name, _ in found if "-bf16-" in name and "-muon-" not in name]
         rare = layout.name in RARE or (layout.context > 1 and layout.name not in CONTEXT)
-        sample = set() if rare else {exact[0], *rounded[: number % 24 == 0]} | OFTEN_MUON
+        sample = OFTEN_MUON if rare else {exact[0], *rounded[: number % 24 == 0]} | OFTEN_MUON
         for name, words in found:
             marks = [] if name in sample else [pytest.mark.whole]
             yield pytest.param(layout, words, id=name, marks=marks)
 
 
-CONTEXT = {"native0-cp2", "native0-dp2cp2tp2", "fsdp23-dp2cp2", "pipelining0-cp2pp2"}
+CONTEXT = {"native0-cp2", "native0-dp2cp2tp2", "fsdp23-dp2cp2"}
 """Layouts with context parallelism of which the sample has something."""
 TODAYS_SAMPLE = {
     "native0-tp2-olmo3",

@@ -79,8 +79,14 @@ def test_a_disk_that_is_full_in_the_middle_of_submit_leaves_one_message(tiny, tm
     assert done.returncode and "No space left on device" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("background", ["true", "false"])
-@pytest.mark.parametrize("left", [65536, 0])
+@pytest.mark.parametrize(
+    "left, background",
+    [
+        (65536, "true"),
+        (0, "false"),
+        *(pytest.param(*row, marks=pytest.mark.whole) for row in [(65536, "false"), (0, "true")]),
+    ],
+)
 def test_a_disk_that_is_full_for_a_while_costs_saves_and_no_training(tiny, tmpfs, background, left):
     out = tmpfs / "run"
     source = ["data.source=tests.faults:filling", "budget.steps=24", f"checkpoint.background={background}"]

@@ -51,6 +51,7 @@ def test_a_run_starts_again_when_srun_or_the_script_is_killed_and_its_log_says_w
     assert int(cluster.show(job.id)["Restarts"]) == 2
 
 
+@pytest.mark.whole  # to start again without a lost node is tried below; how a node that lost its power is noticed, in tests/test_launch.py
 def test_a_run_starts_again_without_a_node_that_lost_its_power_and_its_log_says_so(cluster, tmp_path):
     job = Job(cluster, tmp_path / "run", 2, 1, *ENDLESS)
     job.wait_for_step(2)
@@ -174,6 +175,7 @@ def test_a_job_whose_slurmstepd_was_killed_ends_when_its_run_has(cluster, tmp_pa
         assert "(hpclm stop)" in (job.out / "log.txt").read_text() and cluster.show(job.id)["Restarts"] == "0"
 
 
+@pytest.mark.whole
 def test_cancel_ends_what_slurm_s_signals_do_not_reach_and_jobs_whose_run_has_ended(cluster, tmp_path):
     if not cluster.isolated:
         pytest.skip("needs nodes with separate process tables")

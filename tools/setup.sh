@@ -50,6 +50,17 @@ if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2
 fi
 pip=(.venv/bin/python -m pip install "${quiet[@]}")
 
+missing=() # of what tests want
+command -v g++ >/dev/null || missing+=(g++ python3-dev) # torch.compile
+command -v mpirun >/dev/null || missing+=(openmpi-bin)  # the tests marked mpi
+command -v strace >/dev/null || missing+=(strace)       # the tests that kill a save at each of its system calls
+command -v zsh >/dev/null || missing+=(zsh)             # the test of completion
+installing=""
+if [ -n "$dev" ] && [ ${#missing[@]} != 0 ] && command -v apt-get >/dev/null; then
+  install "${missing[@]}" & # while PyTorch is on its way
+  installing=$!
+fi
+
 if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   if nvidia-smi -L >/dev/null 2>&1 || [ -e /dev/nvidia0 ]; then
     say "PyTorch: the CUDA build, since this machine has an NVIDIA GPU (some GB; takes minutes)"
@@ -69,13 +80,7 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   fi
 fi
 
-if [ -n "$dev" ] && command -v apt-get >/dev/null; then
-  command -v g++ >/dev/null || install g++ python3-dev # torch.compile wants them
-  command -v mpirun >/dev/null || install openmpi-bin  # for the tests marked mpi
-  command -v strace >/dev/null || install strace       # for the tests that kill a save at each of its system calls
-  command -v zsh >/dev/null || install zsh             # for the test of completion
-fi
-
+[ -z "$installing" ] || wait "$installing"
 say "hpclm and what it needs${dev:+, and what its tests need}"
 extras=deepspeed,fairscale,mpi,plots,convert,text,completion # W&B, MLflow, Trackio and lm-eval bring dozens of packages: docs/python.md
 "${pip[@]}" --editable ".[${dev:+dev,}$extras]"

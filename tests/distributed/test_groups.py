@@ -33,12 +33,13 @@ def joined(store):
     return context
 
 
-def groups(folder, backend):
-    """Of each layout, how many groups of how many ranks this rank is in, by their backend."""
+def groups(folder, backend, names):
+    """Of each of these layouts, how many groups of how many ranks this rank is in, by their backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 - it makes the backend known
 
     found = {}
-    for layout, (words, _) in LAYOUTS.items():
+    for layout in names:
+        words, _ = LAYOUTS[layout]
         context, run = joined(f"{folder}/{layout}"), config.load(None, [*TINY, "batch.micro_size=2", *words])
         mesh = Mesh.build(context.rank, context.size, run.parallel, backend=backend)
         engines.build(run.for_engine(mesh.world.size), mesh, CPU, torch.float32)
@@ -57,11 +58,19 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("backend, named", [("fake", "fake"), (None, "gloo")], ids=["as on GPUs", "on CPUs"])
-def test_gloo_has_one_group_of_all_and_axes_have_the_backend_of_the_device(backend, named, tmp_path):
+@pytest.mark.parametrize(
+    "backend, named, names",
+    [
+        ("fake", "fake", [*LAYOUTS]),
+        (None, "gloo", ["pipeline and tensor"]),
+        pytest.param(None, "gloo", [*LAYOUTS], marks=pytest.mark.whole),
+    ],
+    ids=["as on GPUs", "on CPUs", "on CPUs, every layout"],
+)
+def test_gloo_has_one_group_of_all_and_axes_have_the_backend_of_the_device(backend, named, names, tmp_path):
     """PyTorch's fake backend stands for NCCL; CPUs have only gloo."""
-    expected = {name: Counter([("gloo", 4), *((named, size) for size in axes)]) for name, (_, axes) in LAYOUTS.items()}
-    assert ranks.run(4, groups, str(tmp_path), backend) == [expected] * 4
+    expected = {name: Counter([("gloo", 4), *((named, size) for size in LAYOUTS[name][1])]) for name in names}
+    assert ranks.run(4, groups, str(tmp_path), backend, names) == [expected] * 4
 
 
 def waits(store):

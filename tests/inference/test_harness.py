@@ -221,12 +221,23 @@ def training(place, tiny, out, *more):
     return tiny(out, *data, "checkpoint.keep_last=9", *more)
 
 
-def following(place, out, *more, **variables):
-    """``hpclm evaluate --follow`` of a run, as a process."""
+def words_of_follower(place, out, *more):
     words = ["--tasks", "own_choice", "--tasks-path", f"{place}/tasks", "--follow", "engine.device=cpu", *more]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": f"{place}/hf", "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-W", "ignore", "-m", "hpclm", "evaluate", str(out), *words]
+    return ["evaluate", str(out), *words]
+
+
+def following(place, out):
+    """``hpclm evaluate --follow`` of a run, as a process: it imports the library anew, which takes many seconds."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": f"{place}/hf", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "hpclm", *words_of_follower(place, out)]
     return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def followed(capfd, place, out, *more):
+    """The exit code of ``hpclm evaluate --follow`` of a run, here and now, and what it says."""
+    capfd.readouterr()
+    code = cli.main(words_of_follower(place, out, *more))
+    return code, "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -253,7 +264,7 @@ def test_each_checkpoint_of_a_run_is_scored_once_while_it_trains_and_after_it(la
     assert [row["step"] for row in hpclm.open(out).rows if "tasks" in row] == steps
 
 
-def test_an_interrupted_follower_ends_with_85_and_the_next_one_scores_the_rest(place, tiny, tmp_path, capsys):
+def test_an_interrupted_follower_ends_with_85_and_the_next_one_scores_the_rest(place, tiny, tmp_path, capfd):
     out = tmp_path / "run"
     assert cli.main(["train", *training(place, tiny, "run")]) == 0
     follower = following(place, out)
@@ -263,14 +274,12 @@ def test_an_interrupted_follower_ends_with_85_and_the_next_one_scores_the_rest(p
     complete = follower.returncode == 0  # it was faster than the signal
     assert complete or (follower.returncode == 85 and "the same command scores" in said), said
     with lock.held(out, "scores.lock"):
-        other = following(place, out)
-        said, _ = other.communicate(timeout=PATIENCE)
-        assert other.returncode == 75 and "is in use" in said
-    last = following(place, out)
-    said, _ = last.communicate(timeout=PATIENCE)
-    assert last.returncode == 0 and "is done, and its checkpoints are scored" in said and "hpclm sync" in said
+        code, said = followed(capfd, place, out)
+        assert code == 75 and "is in use" in said
+    code, said = followed(capfd, place, out)
+    assert code == 0 and "is done, and its checkpoints are scored" in said and "hpclm sync" in said
     assert [step for step, _ in scored(out)] == [4, 8, 12, 16]
-    later = evaluate(capsys, out, place)["tasks"]["own_choice"]
+    later = evaluate(capfd, out, place)["tasks"]["own_choice"]
     assert scored(out)[-1][1] == {name: later[name] for name in ("acc", "acc_norm")}
 
 
@@ -286,20 +295,20 @@ def test_a_job_follows_the_run(cluster, place, tiny, tmp_path):
     until(lambda: [step for step, _ in scored(out)] == [4, 8, 12, 16])
 
 
-def test_scores_of_a_checkpoint_that_was_set_aside_do_not_come_back(place, tiny, tmp_path):
+def test_scores_of_a_checkpoint_that_was_set_aside_do_not_come_back(place, tiny, tmp_path, capfd):
     out = tmp_path / "run"
     assert cli.main(["train", *training(place, tiny, "run")]) == 0
-    assert following(place, out).wait(PATIENCE) == 0
+    assert followed(capfd, place, out)[0] == 0
     before = dict(scored(out))
     assert cli.main(["train", *training(place, tiny, "run"), "--from", "8", "optim.lr=1e-3"]) == 0
     assert [step for step, _ in scored(out)] == [4, 8]
-    assert following(place, out).wait(PATIENCE) == 0
+    assert followed(capfd, place, out)[0] == 0
     after = dict(scored(out))
     assert list(after) == [4, 8, 12, 16] and [after[step] == before[step] for step in (4, 8)] == [True, True]
     assert len((out / "scores.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_task_that_fails_is_named_and_the_next_checkpoint_is_tried(place, tiny, tmp_path, capsys):
+def test_a_task_that_fails_is_named_and_the_next_checkpoint_is_tried(place, tiny, tmp_path, capfd):
     rows = (place / "own_choice.jsonl").read_text().splitlines()
     rows[5] = json.dumps(
         {**json.loads(rows[5]), "q": "345"}
@@ -309,17 +318,15 @@ def test_a_task_that_fails_is_named_and_the_next_checkpoint_is_tried(place, tiny
     text = (place / "tasks/own_choice.yaml").read_text().replace(f"{place}/own_choice", f"{tmp_path}/bad")
     (tmp_path / "bad/own_choice.yaml").write_text(text)
     assert cli.main(["train", *training(place, tiny, "run", "budget.steps=8")]) == 0
-    follower = following(place, tmp_path / "run", "--tasks-path", f"{tmp_path}/bad")
-    said, _ = follower.communicate(timeout=PATIENCE)
-    assert follower.returncode == 0 and said.count("is not scored: AssertionError: Context is not a string") == 2
+    code, said = followed(capfd, place, tmp_path / "run", "--tasks-path", f"{tmp_path}/bad")
+    assert code == 0 and said.count("is not scored: AssertionError: Context is not a string") == 2
     assert scored(tmp_path / "run") == []
     words = ["evaluate", str(tmp_path / "run"), "--tasks", "own_choice", "--tasks-path", str(tmp_path / "bad")]
     assert cli.main(words) == 64
-    assert "error: the task own_choice failed: AssertionError: Context is not a string" in capsys.readouterr().err
+    assert "error: the task own_choice failed: AssertionError: Context is not a string" in capfd.readouterr().err
     (tmp_path / "bad/own_choice.yaml").write_text(text.replace("{{q}}", "{{ 1 // 0 }}"))
-    follower = following(place, tmp_path / "run", "--tasks-path", f"{tmp_path}/bad")
-    said, _ = follower.communicate(timeout=PATIENCE)
-    assert follower.returncode == 64 and "cannot be loaded: ZeroDivisionError" in said
+    code, said = followed(capfd, place, tmp_path / "run", "--tasks-path", f"{tmp_path}/bad")
+    assert code == 64 and "cannot be loaded: ZeroDivisionError" in said
 
 
 def test_follow_needs_tasks_and_a_run_of_ones_own(place, tiny, tmp_path, capsys):

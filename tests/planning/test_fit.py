@@ -85,9 +85,10 @@ def agreed(options, kinds):
         ((H200, H200), [], 16),
         ((H200, H100), [], 8),  # the smallest decides, on whichever rank it is
         ((H100, H200), [], 8),
-        ((None, None), ["model.context=16"], 256),
-        ((None, None), ["model.context=2048"], 2),
-        ((None, None), ["model.context=8192"], 1),
+        *(
+            pytest.param((None, None), [f"model.context={context}"], size, marks=pytest.mark.whole)
+            for context, size in ((16, 256), (2048, 2), (8192, 1))
+        ),
         ((None, None), ["model.context=16", "batch.global_size=12"], 2),
     ],
     ids=str,
@@ -127,11 +128,14 @@ def test_auto_trains_on_several_ranks_and_keeps_its_number_when_it_is_submitted_
     assert sizes() == (0, [2, 2, 1])
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("engine, first", [
-    ("OfTheGPU", "CUDA out of memory. Tried to allocate 2.00 GiB."),
-    ("OfTheMachine", "DefaultCPUAllocator: can't allocate memory"),
-])  # fmt: skip
+GPU = ("OfTheGPU", "CUDA out of memory. Tried to allocate 2.00 GiB.")
+MACHINE = ("OfTheMachine", "DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize(
+    "engine, first, processes",
+    [(*MACHINE, 1), (*GPU, 2), *(pytest.param(*row, marks=pytest.mark.whole) for row in [(*GPU, 1), (*MACHINE, 2)])],
+)
 def test_the_error_says_what_held_the_memory_and_what_would_need_less(engine, first, processes, tiny, tmp_path):
     words = tiny("run", f"engine.name=tests.planning.hungry:{engine}", "batch.micro_size=2")
     start = ["train"] if processes == 1 else ["submit", "--cluster", "local", "--gpus", processes]

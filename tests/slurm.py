@@ -225,8 +225,16 @@ def cluster(request: pytest.FixtureRequest, session_cluster: Cluster) -> Iterato
     session_cluster.restore()
 
 
-TOGETHER = ("test_early_errors", "test_harness", "test_finetune", "test_chat_template", "test_examples", "test_shadows")
-"""Files of which one worker runs all tests: a fixture of the module takes long, or a library that only they import."""
+TOGETHER = (
+    "test_early_errors",
+    "test_house",
+    "test_harness",
+    "test_finetune",
+    "test_chat_template",
+    "test_examples",
+    "test_shadows",
+)
+"""Files of which one worker runs all tests: what these share takes long to make or to import."""
 
 
 def group(items: Sequence[pytest.Item]) -> None:

@@ -27,7 +27,10 @@ def test_the_demo_makes_its_data_trains_and_generates_and_continues_where_it_was
     assert list(losses(tmp_path / "demo/run")) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, id="SIGINT"), pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.whole)],
+)
 def test_a_signal_to_the_demo_saves_and_ends_the_training_that_it_has_started(number, tmp_path):
     (tmp_path / "demo").mkdir()
     documents = [json.dumps({"text": f"def f{n}(x):\n    return x + {n}\n" * 20}) for n in range(100)]

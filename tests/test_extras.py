@@ -11,7 +11,7 @@ from hpclm.datasets import build, inputs
 from hpclm.datasets.encode import Job
 from hpclm.errors import ConfigError
 from tests.runs import ROOT
-from tests.test_house import NODES, imported
+from tests.test_house import NAMES, imported
 
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
@@ -37,7 +37,7 @@ OPTIONAL = {name: libraries(text) for name, text in SETUP["options.extras_requir
 
 
 def test_every_library_is_required_or_brought_by_the_extra_that_its_error_names():
-    used = {module.partition(".")[0] for name in NODES for module in imported(name)}
+    used = {module.partition(".")[0] for name in NAMES for module in imported(name)}
     foreign = used - set(sys.stdlib_module_names) - {"hpclm", *FROM_ELSEWHERE}
     assert foreign <= REQUIRED | set(extras.EXTRAS)
     assert not REQUIRED & set(extras.EXTRAS)

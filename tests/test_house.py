@@ -1,6 +1,7 @@
 """The rules of the house, checked: who may import whom, and where the outside world may enter."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -67,8 +68,13 @@ def name_of(path):
     return path.relative_to(HOUSE).as_posix()
 
 
-NODES = {name_of(path): list(ast.walk(ast.parse(path.read_text()))) for path in FILES}
-"""Every node of every file's syntax tree."""
+NAMES = {name_of(path): path for path in FILES}
+
+
+@functools.cache
+def nodes_of(name):
+    """Every node of a file's syntax tree."""
+    return list(ast.walk(ast.parse(NAMES[name].read_text())))
 
 
 def room_of(name):
@@ -76,7 +82,7 @@ def room_of(name):
 
 
 def imported(name):
-    for node in NODES[name]:
+    for node in nodes_of(name):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -85,11 +91,11 @@ def imported(name):
 
 def calls(name):
     """The calls in a file, and the names of what they call."""
-    return [(node, ast.unparse(node.func)) for node in NODES[name] if isinstance(node, ast.Call)]
+    return [(node, ast.unparse(node.func)) for node in nodes_of(name) if isinstance(node, ast.Call)]
 
 
 def test_a_file_imports_only_what_stands_below_it():
-    for name in NODES:
+    for name in NAMES:
         room = room_of(name)
         for module in imported(name):
             top, *rest = module.split(".")
@@ -105,14 +111,14 @@ LEAVES = {"planning", "interop", "inference", "datasets", "launch", "reporting",
 
 
 def test_the_core_imports_no_leaf():
-    for name in NODES:
+    for name in NAMES:
         rooms = {module.split(".")[1] for module in imported(name) if module.startswith("hpclm.")}
         assert room_of(name) not in CORE or not rooms & LEAVES, name
 
 
 def test_no_file_keeps_global_state_or_reads_the_environment_outside_its_places():
     places = ("node/", "distributed/", "launch/", "diagnostics/", "rundir/", "paths.py")
-    for name, nodes in NODES.items():
+    for name, nodes in ((name, nodes_of(name)) for name in NAMES):
         assert not any(isinstance(node, ast.Global) for node in nodes), name
         written = {id(n.value) for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)}
         asked = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
@@ -145,7 +151,7 @@ FOLDERS_AND_NULL = {"cli.py": 3, "checkpoint/format.py": 1}
 
 
 def test_only_files_py_opens_files_to_read_or_to_append():
-    for file in NODES:
+    for file in NAMES:
         made = calls(file)
         low = sum(name == "os.open" for _, name in made)
         assert file == "files.py" or low == FOLDERS_AND_NULL.get(file, 0), file
@@ -160,7 +166,7 @@ def test_only_files_py_opens_files_to_read_or_to_append():
 
 def test_what_verbs_say_is_made_harmless_for_terminals():
     """Beside ``terminal.say``, only text of hpclm's own and JSON are printed."""
-    for file in NODES.keys() - SAFE.keys() - {"terminal.py"}:
+    for file in NAMES.keys() - SAFE.keys() - {"terminal.py"}:
         for text, call in [(ast.unparse(call), call) for call, name in calls(file) if name == "print"]:
             own = all(isinstance(word, ast.Constant) for word in call.args)
             assert own or any(each in text for each in ("json.dumps", "terminal.", "__version__")), f"{file}: {text}"
@@ -190,7 +196,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 def files_imported(file, modules):
     """The modules that a file imports, wherever in it."""
-    for node in NODES[file]:
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if each.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -105,7 +105,7 @@ RARE |= {layout.name for layout in LAYOUTS if layout.data in FEW} - OFTEN_ODD
 RARE |= {"native0-tp2", "native0-dp4", "native0-dp2tp2", "native1-dp2", "native1-dp2tp2", "fsdp23-dp2", "fsdp23-dp4-2"}
 RARE |= {"pipelining0-dp2pp2", "pipelining0-tp2pp2", "pipelining0-tp2pp2-zero_bubble", "fsdp22-dp2tp2"}
 RARE |= {"fairscale2-dp2tp2", "fairscale3-dp2", "deepspeed1-dp2", "deepspeed1-dp2tp2", "deepspeed3-dp2"}
-RARE |= {"deepspeed1-dp2pp2", "deepspeed1-tp2pp2", "deepspeed1-pp3"}
+RARE |= {"deepspeed1-dp2pp2", "deepspeed1-tp2pp2"}
 """Layouts of which the sample has nothing but rows that are named below: each is between others."""
 RECOMPUTE = {"kept": [], "full": ["engine.recompute=full"], "selective": ["engine.recompute=selective"]}
 RECOMPUTE["every2"] = ["engine.recompute=full", "engine.recompute_every=2"]

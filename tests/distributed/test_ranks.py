@@ -108,8 +108,15 @@ def test_a_rank_that_ends_as_if_all_were_well_is_named(tiny, tmp_path):
     assert ended[0][0] == 1 and "it called sys.exit(0)" in ended[0][1]
 
 
-@pytest.mark.parametrize("steps, code", [(3, 0), (100_000, 85)])
-@pytest.mark.parametrize("last", ["SIGSTOP", "SIGKILL"])
+@pytest.mark.parametrize(
+    "last, steps, code",
+    [
+        ("SIGSTOP", 100_000, 85),
+        ("SIGKILL", 3, 0),
+        pytest.param("SIGSTOP", 3, 0, marks=pytest.mark.whole),
+        pytest.param("SIGKILL", 100_000, 85, marks=pytest.mark.whole),
+    ],
+)
 def test_what_a_rank_has_done_counts_whatever_becomes_of_another_while_they_disconnect(
     last, steps, code, tiny, tmp_path
 ):

@@ -165,7 +165,7 @@ LEARNS = {
 }
 
 
-@cases(LEARNS, "owner1", "ramp-pipeline", "ramp-stage2", "optimizer1", "parameters3", "hpz")
+@cases(LEARNS, "owner1", "ramp-pipeline", "optimizer1", "parameters3", "hpz")
 def test_in_every_way_it_learns_what_one_process_learns(words):
     size, own, shared = words
     close(trained(size, *ZERO, *own, *shared, steps=20 if shared else 6), alone(*NATIVE, *shared))

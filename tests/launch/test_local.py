@@ -125,10 +125,12 @@ def test_a_terminal_stays_one_for_the_first_rank(tmp_path):
     [
         (["exit=0"], 0, ""),
         (["exit=1:85"], 85, ""),
-        (["exit=85"], 85, ""),
-        (["exit=2:93", "obey"], 93, ""),
+        pytest.param(["exit=85"], 85, "", marks=pytest.mark.whole),
+        pytest.param(["exit=2:93", "obey"], 93, "", marks=pytest.mark.whole),
         (["kill=1:9", "obey"], 137, "was killed by SIGKILL; perhaps out of memory"),
-        (["kill=1:11", "obey"], 139, "was killed by SIGSEGV: a crash inside a library"),
+        pytest.param(
+            ["kill=1:11", "obey"], 139, "was killed by SIGSEGV: a crash inside a library", marks=pytest.mark.whole
+        ),
         (["sleep=0:0.5", "exit=0:1", "obey"], 1, ""),
         (["exit=64"], 64, ""),
     ],
@@ -139,7 +141,16 @@ def test_the_exit_code_is_the_first_failing_ranks(tmp_path, acts, code, told):
     assert told in job_log(tmp_path) and not left(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        signal.SIGINT,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.whole),
+        signal.SIGUSR2,
+        signal.SIGHUP,
+    ],
+)
 def test_a_warning_reaches_every_rank_once_and_all_may_save(tmp_path, number):
     process = start(tmp_path, 3, "ready", "children", "warned")
     ready(tmp_path, 3)

@@ -340,7 +340,7 @@ def stage(tmp_path_factory):
     return folder
 
 
-EXAMPLES = int(os.environ.get("HPCLM_FUZZ", 80))
+EXAMPLES = int(os.environ.get("HPCLM_FUZZ", 40))
 seen = {"made": 0, "refused": 0}
 
 

@@ -243,7 +243,7 @@ def test_a_run_goes_on_while_the_disk_of_all_but_its_checkpoints_is_full(right, 
 def cases_of_two():
     for fault in list(FAULTS)[1:]:
         marks = [pytest.mark.skipif(not mounts(), reason="needs the right to mount")] if fault in MOUNTED else []
-        marks += [pytest.mark.whole] if fault not in ("removed", "a stale file handle") else []
+        marks += [pytest.mark.whole] if fault != "removed" else []
         yield pytest.param(fault, marks=marks, id=fault)
 
 

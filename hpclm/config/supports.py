@@ -35,6 +35,8 @@ class Supports:
     """Whether it supports parallel.context."""
     guards: bool = True
     """Whether it supports optim.guard."""
+    splits_by_replica: bool = False
+    """Whether it supports blocks of which data-parallel ranks hold different weights (Placement.data_ranks)."""
     clips_qk: bool = False
     """Whether it supports optim.qk_clip."""
     counts: Callable[[int, int, str], str | None] | None = None
@@ -79,6 +81,7 @@ SUPPORTS = {
         compiled=True,
         matrices=True,
         clips_qk=True,
+        splits_by_replica=True,
         context=True,
     ),
     "deepspeed": Supports(
@@ -106,6 +109,7 @@ SUPPORTS = {
         compiled=True,
         matrices=True,
         clips_qk=True,
+        splits_by_replica=True,
         context=True,
     ),
     "pipelining": Supports(
@@ -118,6 +122,7 @@ SUPPORTS = {
         counts=needed,
         matrices=True,
         clips_qk=True,
+        splits_by_replica=True,
         context=True,
     ),
 }

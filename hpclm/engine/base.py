@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hpclm.config import EngineSettings
 from hpclm.config.model import BLOCKS
 from hpclm.config.optimizers import OPTIMIZERS, declared
+from hpclm.config.supports import SUPPORTS
 from hpclm.engine import SavedState, Shard, StepResult, keep_going
 from hpclm.engine.gradient_buckets import GradientBuckets
 from hpclm.engine.matrix_exchange import MatrixExchange
@@ -21,14 +22,14 @@ from hpclm.engine.qk_clip import QKClip
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState, UnsavableStateError
-from hpclm.engine.step import StepInputs, Timers, gradient_norm, mean_loss, seed_step, step_inputs
+from hpclm.engine.step import GlobalNorm, StepInputs, Timers, mean_loss, seed_step, step_inputs
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.compiled import Compilation
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.loss import Backward, TokenLoss
-from hpclm.model.stack import Stack, Stages, WrapLayer, check_shapes
+from hpclm.model.stack import Stack, Stages, WrapLayer, check_shapes, placements
 from hpclm.optim.adamw import update
 from hpclm.optim.optimizers import MatrixOptimizer, optimizer_of
 from hpclm.optim.scaler import LossScale
@@ -67,8 +68,13 @@ class BaseEngine:
         """What layers and loss have reported in this step, summed over this process's tokens."""
         self._names_reported: tuple[str, ...] | None = None
         """The names of all that is reported, on any stage; None before the first step."""
+        own_block = config.model.block not in BLOCKS
+        split = {weight.name for weight in self.weights if weight.placement.data_ranks > 1}
+        split = union(split, mesh.pp) if own_block else split  # ours are alike on all stages
         sharded = self.sharded or any(weight.run for weight in self.weights)
-        self.guard = GUARDS[config.optim.guard](self.weights, mesh, sharded, device)
+        self.norm = GlobalNorm(self.weights, mesh, sharded, bool(split))
+        """Of what this process updates."""
+        self.guard = GUARDS[config.optim.guard](self.norm, device)
         self.optimizer = optimizer_of(self.weights, config.optim)
         kind = OPTIMIZERS[config.optim.name]
         if kind.matrices:
@@ -110,7 +116,7 @@ class BaseEngine:
 
     def gradient_norm(self) -> Tensor:
         """Global norm of the reduced gradients."""
-        return gradient_norm(self.weights, self.mesh, self.sharded)
+        return self.norm.of_gradients()
 
     def update(self, loss: Tensor, scale: float) -> dict[str, Tensor | float]:
         """Clip by the global norm and update the weights, unless loss or norm are not finite: grad_norm and skipped."""
@@ -324,8 +330,20 @@ def stack_of(
     """The model, or a stage of it, as the engine's settings say."""
     engine = config.engine
     loss = TokenLoss(engine.loss_chunk, bool(engine.compile), backward, config.optim.z_loss)
+    supports = SUPPORTS.get(engine.name)
+
+    def checked(name: str, layer: nn.Module) -> nn.Module:
+        split = next((f"{name}.{own}" for own, placement in placements(layer) if placement.data_ranks > 1), None)
+        if split and not (supports and supports.splits_by_replica):
+            able = ", ".join(other for other, can in SUPPORTS.items() if can.splits_by_replica)
+            raise ConfigError(
+                f"engine {engine.name!r} does not support weights that data-parallel ranks split, such as {split} of "
+                f"model.block={config.model.block}; set engine.name to one of {able}"
+            )
+        return wrap(name, layer)
+
     stack = Stack(
-        config.model, specs, dtype, mesh.tp, loss, engine.recompute_every, wrap, engine.offload_activations, mesh.cp
+        config.model, specs, dtype, mesh.tp, loss, engine.recompute_every, checked, engine.offload_activations, mesh.cp
     )
     # a zero-bubble schedule runs the backward pass of weights apart, for which a compiled one cannot be divided
     stack.compiles_attention = engine.compile is None and config.parallel.schedule != "zero_bubble"

@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from hpclm.config import EngineSettings
 from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, whole_model
+from hpclm.engine.gradient_buckets import by_mesh
 from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.model.init import allocate, move
-from hpclm.model.stack import Stack
+from hpclm.model.init import allocate, move, place, uninitialized
+from hpclm.model.stack import Stack, placements
+from hpclm.parallel.collectives import all_reduce_in_place
 from hpclm.parallel.mesh import Mesh
 
 
@@ -45,10 +47,20 @@ class FSDP2Engine(BaseEngine):
             reduce_dtype=None if engine.gradients == "compute" else torch.float32,
             cast_forward_inputs=False,  # the weights of the tokens in the loss stay fp32
         )
-        shard = partial(fully_shard, mesh=device_mesh(mesh, device.type), mp_policy=policy)
+        split: set[nn.Parameter] = set()
+        """Weights of which data-parallel ranks hold different parts, as of experts: these are not sharded further."""
+        shard = partial(fully_shard, mesh=device_mesh(mesh, device.type), mp_policy=policy, ignored_params=split)
 
         def wrap(name: str, layer: nn.Module) -> nn.Module:
             move(layer, device)
+            for own, initial in list(uninitialized(layer)):
+                if initial.placement.data_ranks > 1:
+                    place(layer, own, initial.parameter(mesh.tp, device, mesh.dp.rank))
+            split.update(
+                weight
+                for (_, placement), weight in zip(placements(layer), layer.parameters(), strict=True)
+                if placement.data_ranks > 1
+            )
             if name.startswith("block"):
                 shard(layer, reshard_after_forward=engine.zero_stage != 2)
             return layer
@@ -64,9 +76,19 @@ class FSDP2Engine(BaseEngine):
             group.set_force_sum_reduction_for_comms(True)
         if engine.zero_stage == 2:
             model.set_reshard_after_backward(False)  # type: ignore[operator]  # of every group
-        pairs = [sharded(name, weight, model, mesh) for name, weight in model.weights()]
-        self._pairs = [(dtensor, weight.parameter) for dtensor, weight in pairs]
-        super().__init__(config, mesh, device, model, [weight for _, weight in pairs])
+        named = dict(model.weights())
+        pairs = {name: sharded(name, weight, model, mesh) for name, weight in named.items() if weight not in split}
+        self._pairs = [(dtensor, weight.parameter) for dtensor, weight in pairs.values()]
+        homes = list(by_mesh({p: model.placements[name] for name, p in named.items() if p in split}, mesh))
+        copies = {p: home.dp for home, members in homes for p in members}
+        weights = [
+            pairs[name][1]
+            if name in pairs
+            else ShardedParameter(name, p, model.placements[name], copies=copies[p], data_rank=mesh.dp.rank)
+            for name, p in named.items()
+        ]
+        super().__init__(config, mesh, device, model, weights)
+        self._split_gradients = [(home.dp, members) for home, members in homes if members]
 
     def no_sync(self) -> AbstractContextManager:
         """Inside this context, backward passes reduce gradients within groups of parallel.shard replicas only; with
@@ -77,6 +99,8 @@ class FSDP2Engine(BaseEngine):
 
     def finish_backward(self) -> None:
         """Give the optimizer's parameters this replica's rows of the gradients."""
+        for axis, members in self._split_gradients:
+            all_reduce_in_place([p.grad for p in members if p.grad is not None], axis)
         for dtensor, own in self._pairs:
             gradient = dtensor.grad
             own.grad, dtensor.grad = gradient.to_local() if isinstance(gradient, DTensor) else None, None

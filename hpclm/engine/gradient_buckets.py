@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpclm.parallel.mesh import Axis, Mesh
+from hpclm.parallel.placement import Placement
 
 FIRST = 1 << 20  # bytes of the first bucket; small, so that the first all-reduce starts early (as in PyTorch)
 SIZE = 25.0  # megabytes of the others (as in PyTorch)
@@ -28,8 +29,10 @@ FEWEST = 4  # buckets on several nodes, so that most of the communication overla
 class Bucket:
     """A flat buffer, and the parameters whose gradients are views of it."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], starts: Sequence[int] = (), size: int = 0):
-        """``starts``: where each gradient begins in the buffer of ``size`` values; by default one after the other."""
+    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, starts: Sequence[int] = (), size: int = 0):
+        """``axis``: the ranks over which the gradients are summed. ``starts``: where each begins in the buffer of ``size`` values; by
+        default one after the other."""
+        self.axis = axis
         sizes = [p.numel() for p in parameters]
         self.parameters, self.starts = tuple(parameters), starts or [0, *accumulate(sizes[:-1])]
         self.buffer = parameters[0].new_zeros(size or sum(sizes), requires_grad=False)
@@ -48,20 +51,19 @@ def view(buffer: Tensor, parameter: nn.Parameter, start: int) -> Tensor:
 
 
 class GradientBuckets:
-    """All gradients of one replica, in buckets that are all-reduced over ``axis``."""
+    """All gradients of one replica, in buckets that are all-reduced over the ranks that hold the same weights."""
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         leaves: Mapping[nn.Parameter, nn.Parameter],
-        axis: Axis,
         dtype: torch.dtype = torch.float32,
         late: Collection[nn.Parameter] = (),
     ):
         """``leaves``: each parameter with an fp32 gradient, and the parameter of the model whose backward pass completes it.
         ``dtype``: in which gradients are sent and summed. ``late``: parameters whose gradients change after the backward
         passes; their buckets are reduced by finish()."""
-        self.axis, self.dtype = axis, dtype
+        self.dtype = dtype
         place = {parameter: number for number, parameter in enumerate(leaves)}
         self.buckets = sorted(buckets, key=lambda bucket: -min(place[p] for p in bucket.parameters))
         """In the order in which all ranks send them: that in which a backward pass fills them, from the last layer to the first."""
@@ -84,7 +86,8 @@ class GradientBuckets:
             self._reduce(bucket)
         self._sent = len(self.buckets)
         for bucket in self.buckets:
-            bucket.work.wait()
+            if bucket.work is not None:
+                bucket.work.wait()
             if bucket.sent is not bucket.buffer:
                 bucket.buffer.copy_(bucket.sent)
             bucket.sent, bucket.work, bucket.missing = bucket.buffer, None, 0
@@ -103,7 +106,8 @@ class GradientBuckets:
 
     def _reduce(self, bucket: Bucket) -> None:
         bucket.sent = bucket.buffer.to(self.dtype)
-        bucket.work = dist.all_reduce(bucket.sent, group=self.axis.group, async_op=True)
+        if bucket.axis.size > 1:
+            bucket.work = dist.all_reduce(bucket.sent, group=bucket.axis.group, async_op=True)
 
 
 def _added(buckets: "weakref.ref[GradientBuckets]", number: int, parameter: Tensor) -> None:
@@ -122,6 +126,12 @@ def megabytes(given: float | None, values: int, mesh: Mesh, device: torch.device
     if given or mesh.nodes == 1 or device.type != "cuda":
         return given or SIZE
     return max(SIZE, min(PER_REPLICA * mesh.dp.size, values * 4 / (1 << 20) / FEWEST))
+
+
+def by_mesh(weights: Mapping[nn.Parameter, Placement], mesh: Mesh) -> Iterator[tuple[Mesh, list[nn.Parameter]]]:
+    """The weights, in order, that the same ranks hold, and the mesh as they see it; first those that no data-parallel ranks split."""
+    for data_ranks in sorted({1, *(placement.data_ranks for placement in weights.values())}):
+        yield mesh.of_weights(data_ranks), [p for p, placement in weights.items() if placement.data_ranks == data_ranks]
 
 
 def grouped(parameters: Iterable[nn.Parameter], size_mb: float, first: int = FIRST) -> Iterator[list[nn.Parameter]]:

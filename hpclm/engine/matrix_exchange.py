@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpclm.engine.sharded_parameter import ShardedParameter, blocks
+from hpclm.errors import ConfigError
 from hpclm.parallel.collectives import all_to_all
 from hpclm.parallel.mesh import Axis, Mesh
 
@@ -20,6 +21,12 @@ class MatrixExchange:
 
     def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh):
         """``weights``: the same on all processes that hold parts or copies of them."""
+        for weight in weights:
+            if weight.placement.data_ranks > 1:
+                raise ConfigError(
+                    f"{weight.name} is a matrix that data-parallel ranks split, and this optimizer works on whole ones: give it three "
+                    "dimensions, of which they split the first, or choose optim.name=adamw"
+                )
         self.weights, self.tp = weights, mesh.tp
         self.holders = mesh.holders if any(weight.run for weight in weights) else mesh.tp
         """The processes that together hold one copy."""

@@ -8,7 +8,7 @@ import torch
 from hpclm.config import EngineSettings
 from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, whole_model
 from hpclm.engine.compute_copies import ComputeCopies, adds_in_place
-from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, grouped, megabytes
+from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, by_mesh, grouped, megabytes
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
@@ -22,9 +22,12 @@ class NativeEngine(BaseEngine):
         model = native_model(config, mesh, device, dtype)
         self.copies = ComputeCopies(model, config.in_place and adds_in_place(config.engine, config.model, device))
         leaves = {self.copies.master(p): p for _, p in model.weights()}
+        placed = {self.copies.master(p): model.placements[name] for name, p in model.weights()}
+        homes = list(by_mesh(placed, mesh))
+        copies = {p: home.dp for home, members in homes for p in members}
         weights = [
-            ShardedParameter(name, self.copies.master(p), model.placements[name], copies=mesh.dp)
-            for name, p in model.weights()
+            ShardedParameter(name, p, placed[p], copies=copies[p], data_rank=mesh.dp.rank)
+            for p, (name, _) in zip(leaves, model.weights(), strict=True)
         ]
         super().__init__(config, mesh, device, model, weights)
         self.kept_gradients = frozenset(self.copies.masters.values())
@@ -32,8 +35,8 @@ class NativeEngine(BaseEngine):
             sent = model.dtype if config.engine.gradients == "compute" else torch.float32
             size = megabytes(config.engine.bucket_mb, sum(p.numel() for p in leaves), mesh, device)
             # from last to first, the order of the backward pass
-            buckets = [Bucket(group) for group in grouped(reversed(leaves), size)]
-            self.gradients = GradientBuckets(buckets, leaves, mesh.dp, sent)
+            buckets = [Bucket(group, home.dp) for home, members in homes for group in grouped(reversed(members), size)]
+            self.gradients = GradientBuckets(buckets, leaves, sent)
         self.copies.attach()
 
     def refresh(self) -> None:
@@ -43,7 +46,7 @@ class NativeEngine(BaseEngine):
 
 def native_model(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Stack:
     """The whole model, initialised on every replica."""
-    model = whole_model(config, mesh, dtype, materialize_on(device, mesh.tp))
+    model = whole_model(config, mesh, dtype, materialize_on(device, mesh.tp, mesh.dp.rank))
     defer_tp_grad_sum(model, mesh, device)
     if config.engine.compile:
         model.compile_blocks()

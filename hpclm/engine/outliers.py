@@ -6,16 +6,14 @@ steps on. clip_update is what Marin trains with (Levanter's ClipUpdateNormConfig
 multiplied by the learning rate, from 64 steps on. Values that are not finite do not count.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.engine.step import global_norm
-from hpclm.parallel.mesh import Mesh
+from hpclm.engine.step import GlobalNorm
 
 STEPS = 128
 
@@ -30,9 +28,9 @@ class UpdateGuard:
     counted: Tensor | None = None
     """Of the current step: tokens that count in the loss; without any its loss and gradients say nothing. None: not known."""
 
-    def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh, sharded: bool, device: torch.device):
-        """``sharded``: whether each replica updates only a part of ``weights``."""
-        self.weights, self.mesh, self.sharded = weights, mesh, sharded
+    def __init__(self, norm: GlobalNorm, device: torch.device):
+        """``norm``: of what each process updates."""
+        self.norm, self.weights = norm, norm.weights
         self.window = torch.full((STEPS, self.columns), torch.nan, dtype=torch.float64, device=device)
         """[STEPS, columns]: what is compared, of the last steps; NaN where it does not count."""
         self.metrics: dict[str, Tensor] = {}
@@ -97,7 +95,7 @@ class ClipUpdate(UpdateGuard):
         back = [weight.clone() for weight in weights]
         yield bad
         torch._foreach_sub_(back, weights)
-        size = global_norm(self.weights, back, self.mesh, self.sharded) / self.lr
+        size = self.norm(back) / self.lr
         size = size.where(bad == 0, torch.nan)[None]
         limit = self.limits(size)
         clipped = (size > limit).float()

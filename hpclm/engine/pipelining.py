@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 from hpclm.config import EngineSettings
 from hpclm.config.engine import torch_too_old
 from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, stack_of
-from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, grouped
+from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, by_mesh, grouped
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.stages import stages
 from hpclm.engine.step import StepInputs
@@ -60,7 +60,7 @@ class PipeliningEngine(BaseEngine):
     def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
         engine, late = config.engine, config.parallel.schedule == "zero_bubble"
         parts = stages(config, gpt.layers(config.model, engine, dtype, config.seed, mesh.tp), mesh, device, dtype)
-        wrap = materialize_on(device, mesh.tp)
+        wrap = materialize_on(device, mesh.tp, mesh.dp.rank)
         self.count = len(parts)
         self.stacks = {
             index: stack_of(config, mesh, dtype, parts[index], wrap, "twice" if late else "once")
@@ -70,8 +70,13 @@ class PipeliningEngine(BaseEngine):
         for stack in self.stacks.values():
             defer_tp_grad_sum(stack, mesh, device)
         shared = "tokens.weight" if config.model.tied and self.count > 1 else None
+        placed = {p: stack.placements[name] for stack in self.stacks.values() for name, p in stack.weights()}
+        homes = list(by_mesh(placed, mesh))
+        copies = {p: home.dp for home, members in homes for p in members}
         weights = [
-            ShardedParameter(name, p, stack.placements[name], copies=mesh.dp, duplicate=name == shared and index > 0)
+            ShardedParameter(
+                name, p, placed[p], copies=copies[p], duplicate=name == shared and index > 0, data_rank=mesh.dp.rank
+            )
             for index, stack in self.stacks.items()
             for name, p in stack.weights()
         ]
@@ -82,9 +87,13 @@ class PipeliningEngine(BaseEngine):
         """The processes that hold the tied embedding."""
         if mesh.dp.size > 1:
             every = {weight.parameter: weight.parameter for weight in weights}
-            buckets = [Bucket(group) for group in grouped(every, BUCKET_MB, first=int(BUCKET_MB * 2**20))]
+            buckets = [
+                Bucket(group, home.dp)
+                for home, members in homes
+                for group in grouped(members, BUCKET_MB, first=int(BUCKET_MB * 2**20))
+            ]
             # the zero-bubble schedule adds gradients of weights outside of autograd, which calls no hooks
-            self.gradients = GradientBuckets(buckets, every, mesh.dp, late=set(every if late else ()))
+            self.gradients = GradientBuckets(buckets, every, late=set(every if late else ()))
         self.schedule = cache(self._schedule)
         self.micro_batches: Sequence[MicroBatch] = ()
         """Those of the current step."""

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from hpclm.config import EngineSettings
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.compute_copies import ComputeCopies, adds_in_place
-from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, grouped, megabytes, view
+from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, by_mesh, grouped, megabytes, view
 from hpclm.engine.native import NativeEngine, native_model
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.engine.step import gradient_norm
+from hpclm.engine.step import GlobalNorm
 from hpclm.parallel.collectives import gather_into, scatter_into
-from hpclm.parallel.mesh import Axis, Mesh
+from hpclm.parallel.mesh import Mesh
 
 ALIGN = 64  # values; then CPU kernels use the same vector instructions for a value as without sharding
 
@@ -48,39 +48,43 @@ class ShardedOptimizerEngine(BaseEngine):
         self.scatter = scatters(device)
         named = [(name, p, self.copies.master(p)) for name, p in model.weights()]
         leaves = {master: p for _, p, master in named}
-        kinds = [
-            [m for m, p in leaves.items() if p.dtype == kind]
-            for kind in dict.fromkeys(p.dtype for p in leaves.values())
-        ]
         size = megabytes(config.engine.bucket_mb, sum(p.numel() for p in leaves), mesh, device)
         self.buckets = [
-            ShardedBucket([(m, leaves[m]) for m in group], mesh.shard)
-            for kind in kinds
-            for group in grouped(reversed(kind), size)
+            ShardedBucket([(m, leaves[m]) for m in group], home)
+            for home, members in by_mesh({m: model.placements[name] for name, _, m in named}, mesh)
+            for kind in dict.fromkeys(leaves[m].dtype for m in members)
+            for group in grouped((m for m in reversed(members) if leaves[m].dtype == kind), size)
         ]
-        runs = {p: (bucket.run(p), own) for bucket in self.buckets for p, own in bucket.own()}
-        self.whole = [ShardedParameter(name, master, model.placements[name]) for name, _, master in named]
-        weights = [
-            ShardedParameter(name, own, model.placements[name], run(mesh.shard.rank)[0], copies=mesh.replicate, run=run)
+        runs = {p: (bucket, own) for bucket in self.buckets for p, own in bucket.own()}
+        self.whole = [
+            ShardedParameter(name, master, model.placements[name], copies=runs[master][0].mesh.dp)
             for name, _, master in named
-            for run, own in [runs[master]]
+        ]
+        weights = [
+            ShardedParameter(
+                *(name, own, model.placements[name], bucket.run(master)(bucket.mesh.shard.rank)[0]),
+                copies=bucket.mesh.replicate,
+                run=bucket.run(master),
+                data_rank=mesh.dp.rank,
+            )
+            for name, _, master in named
+            for bucket, own in [runs[master]]
         ]
         super().__init__(config, mesh, device, model, weights)
+        self.norm_of_whole = GlobalNorm(self.whole, mesh, False, self.norm.split)
         reduced = dtype if config.engine.gradients == "compute" else torch.float32
-        self.gradients = ShardedBuckets(self.buckets, leaves, mesh, reduced, self.scatter)
+        self.gradients = ShardedBuckets(self.buckets, leaves, reduced, self.scatter)
         self.copies.attach()
 
     def gradient_norm(self) -> Tensor:
         """Global norm of the gradients: of all of them where they are all here, else summed over the replicas' shards."""
-        if self.scatter or self.deferred:
-            return gradient_norm(self.weights, self.mesh, sharded=True)
-        return gradient_norm(self.whole, self.mesh, sharded=False)
+        return (self.norm if self.scatter or self.deferred else self.norm_of_whole).of_gradients()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """All-gather the weights."""
         pending = [bucket.gather() for bucket in self.buckets]
-        for work in pending:
+        for work in filter(None, pending):
             work.wait()
         self.copies.refresh_tables()
 
@@ -88,14 +92,15 @@ class ShardedOptimizerEngine(BaseEngine):
 class ShardedBucket(Bucket):
     """A bucket of gradients, the weights in the same layout, and the fp32 weights of this replica's shard."""
 
-    def __init__(self, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], axis: Axis):
-        """``parameters``: each parameter with an fp32 gradient, and the one that the model computes with: itself or a copy."""
+    def __init__(self, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], mesh: Mesh):
+        """``parameters``: each parameter with an fp32 gradient, and the one that the model computes with: itself or a copy. ``mesh``: as
+        they see it."""
         sizes = [aligned(p.numel(), ALIGN) for p, _ in parameters]
-        self.axis = axis
+        self.mesh, axis = mesh, mesh.shard
         share = aligned(sum(sizes), ALIGN * axis.size) // axis.size
         self.share = share
         self.begin, self.end = axis.rank * share, (axis.rank + 1) * share
-        super().__init__([p for p, _ in parameters], [0, *accumulate(sizes[:-1])], share * axis.size)
+        super().__init__([p for p, _ in parameters], mesh.dp, [0, *accumulate(sizes[:-1])], share * axis.size)
         self.weights = self.buffer.new_zeros(len(self.buffer), dtype=parameters[0][1].dtype)
         self.masters = self.weights[self.begin : self.end]
         if self.weights.dtype != torch.float32:
@@ -116,7 +121,7 @@ class ShardedBucket(Bucket):
     def own(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Each parameter, and the run of its values in this replica's shard, perhaps empty, as a parameter of the optimizer."""
         for parameter, start in zip(self.parameters, self.starts, strict=True):
-            begin, count = self.run(parameter)(self.axis.rank)
+            begin, count = self.run(parameter)(self.mesh.shard.rank)
             low = start + begin
             at = min(max(low - self.begin, 0), len(self.masters))
             own = nn.Parameter(self.masters[at : at + count])
@@ -124,11 +129,12 @@ class ShardedBucket(Bucket):
             yield parameter, own
 
     def gather(self) -> Any:
-        """Start to all-gather the weights from the replicas' shards; the work to wait for."""
+        """Start to all-gather the weights from the replicas' shards; the work to wait for, if there is any."""
         own = self.weights[self.begin : self.end]
         if self.masters.dtype != own.dtype:
             own.copy_(self.masters)
-        return gather_into(self.weights, own, group=self.axis.group, async_op=True)
+        shard = self.mesh.shard
+        return gather_into(self.weights, own, group=shard.group, async_op=True) if shard.size > 1 else None
 
     @torch.no_grad()
     def _adopt(self, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
@@ -153,13 +159,13 @@ class ShardedBuckets(GradientBuckets):
         self,
         buckets: Sequence[ShardedBucket],
         leaves: Mapping[nn.Parameter, nn.Parameter],
-        mesh: Mesh,
         dtype: torch.dtype,
         scatter: bool,
     ):
-        super().__init__(buckets, leaves, mesh.dp, dtype)
-        self.mesh, self.scatter = mesh, scatter
-        self._stream = torch.cuda.Stream() if mesh.replicate.size > 1 and buckets[0].buffer.is_cuda else None
+        super().__init__(buckets, leaves, dtype)
+        self.scatter = scatter
+        replicated = any(bucket.mesh.replicate.size > 1 for bucket in buckets)
+        self._stream = torch.cuda.Stream() if replicated and buckets[0].buffer.is_cuda else None
         """Waits for the sums of a group before they are sent to the others, so that the backward pass does not; None on CPUs."""
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -167,12 +173,15 @@ class ShardedBuckets(GradientBuckets):
             super()._reduce(bucket)
             return
         bucket.sent = bucket.buffer.to(self.dtype)
-        own = bucket.sent[bucket.begin : bucket.end]
-        bucket.work = scatter_into(own, bucket.sent, group=self.mesh.shard.group, async_op=True)
-        if self.mesh.replicate.size > 1:
+        own, mesh = bucket.sent[bucket.begin : bucket.end], bucket.mesh
+        if mesh.shard.size == 1:  # what all ranks of the axis hold whole
+            super()._reduce(bucket)
+            return
+        bucket.work = scatter_into(own, bucket.sent, group=mesh.shard.group, async_op=True)
+        if mesh.replicate.size > 1:
             with torch.cuda.stream(self._stream):
                 bucket.work.wait()
-                bucket.work = dist.all_reduce(own, group=self.mesh.replicate.group, async_op=True)
+                bucket.work = dist.all_reduce(own, group=mesh.replicate.group, async_op=True)
 
 
 def aligned(count: int, unit: int) -> int:

@@ -29,6 +29,8 @@ class ShardedParameter:
     """Rank of mesh.shard -> index of the first value that it holds, and how many it holds; None: each rank holds all."""
     duplicate: bool = False
     """Whether another pipeline stage holds it too, and that stage saves and counts it."""
+    data_rank: int = 0
+    """This process's, on the whole data axis: it says which part of a weight it holds that data-parallel ranks split."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,19 +46,23 @@ class ShardedParameter:
 def blocks(weight: ShardedParameter, begin: int, run: Tensor, tp: Axis) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """The blocks of the whole weight that ``run``, flattened values of the slice from ``begin`` on, consists of: the offset of each in the
     whole weight, and a view of it."""
-    placement = weight.placement
-    dim, used = placement.dim, 0
+    placement, used = weight.placement, 0
+    dim = placement.dim
+    pieces = list(placement.pieces(tp, weight.data_rank))
     for start, size in rectangles(placement.local(tp), begin, begin + run.numel()):
         block = run[used : used + prod(size)].view(size)
         used += block.numel()
-        if dim is None:
-            yield start, block
-            continue
-        for piece in placement.pieces(tp):
-            low, high = max(start[dim], piece.offset), min(start[dim] + size[dim], piece.offset + piece.size[dim])
-            if low < high:
-                whole = (*start[:dim], piece.start[dim] + low - piece.offset, *start[dim + 1 :])
-                yield whole, block.narrow(dim, low - start[dim], high - low)
+        for piece in pieces:
+            whole, part = [low + at for low, at in zip(start, piece.start, strict=True)], block
+            if dim is not None and tp.size > 1:
+                low, high = max(start[dim], piece.offset), min(start[dim] + size[dim], piece.offset + piece.size[dim])
+                if low >= high:
+                    continue
+                whole[dim], part = (
+                    piece.start[dim] + low - piece.offset,
+                    block.narrow(dim, low - start[dim], high - low),
+                )
+            yield tuple(whole), part
 
 
 def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -94,29 +94,41 @@ def mean_loss(
     return total / counted if counted else None
 
 
-def gradient_norm(weights: Sequence[ShardedParameter], mesh: Mesh, sharded: bool) -> Tensor:
-    """Global L2 norm of the gradients, in fp32."""
-    return global_norm(weights, [weight.parameter.grad for weight in weights], mesh, sharded)
+class GlobalNorm:
+    """The global L2 norm of gradients or updates, in fp32: each weight counts once, however it is split or replicated."""
 
+    def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh, sharded: bool, split: bool = False):
+        """``sharded``: whether each replica holds only a part of those weights that no data-parallel ranks split. ``split``: whether
+        there are others, on any stage."""
+        self.weights, self.mesh, self.sharded, self.split = weights, mesh, sharded, split
 
-def global_norm(
-    weights: Sequence[ShardedParameter], values: Sequence[Tensor | None], mesh: Mesh, sharded: bool
-) -> Tensor:
-    """Global L2 norm of ``values``, one tensor for each weight, in fp32; each counts once, however it is split or replicated."""
-    counted = [
-        value
-        for weight, value in zip(weights, values, strict=True)
-        if value is not None and not weight.duplicate and (weight.placement.dim is not None or mesh.tp.first)
-    ]
-    norm = torch.nn.utils.get_total_norm(counted)
-    if mesh.model.size == 1 and not sharded:
-        return norm
-    device = next(weight.parameter.device for weight in weights)
-    square = all_reduce(norm.to(device, torch.float32).square(), mesh.model)
-    if sharded:  # summed over all replicas, although groups of them hold the same: every rank gets the same bits
-        square = all_reduce(square, mesh.dp)
-        square = square / mesh.replicate.size if mesh.replicate.size > 1 else square
-    return square.sqrt()
+    def __call__(self, values: Sequence[Tensor | None]) -> Tensor:
+        """Of ``values``, one tensor for each weight; a collective."""
+        first, mesh = self.mesh.tp.first, self.mesh
+        counted = [
+            (weight, value)
+            for weight, value in zip(self.weights, values, strict=True)
+            if value is not None and not weight.duplicate and (weight.placement.dim is not None or first)
+        ]
+        norm = torch.nn.utils.get_total_norm([value for weight, value in counted if weight.placement.data_ranks == 1])
+        if mesh.model.size == 1 and not self.sharded and not self.split:
+            return norm
+        device = self.weights[0].parameter.device
+        square = all_reduce(norm.to(device, torch.float32).square(), mesh.model)
+        if (
+            self.sharded
+        ):  # summed over all replicas, although groups of them hold the same: every rank gets the same bits
+            square = all_reduce(square, mesh.dp)
+            square = square / mesh.replicate.size if mesh.replicate.size > 1 else square
+        if self.split:  # summed over all ranks, which each count the part that falls to them of what others hold too
+            split = [(value, weight.copies) for weight, value in counted if weight.placement.data_ranks > 1]
+            parts = [value.float().square().sum() / copies.size for value, copies in split]
+            square = square + all_reduce(sum(parts, start=torch.zeros((), device=device)), mesh.world)
+        return square.sqrt()
+
+    def of_gradients(self) -> Tensor:
+        """Of the gradients; a collective."""
+        return self([weight.parameter.grad for weight in self.weights])
 
 
 class Timers:

@@ -6,7 +6,7 @@ initialise each weight, so that any slice of it can be filled later.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hpclm.parallel.collectives import copy_to_tp
 from hpclm.parallel.mesh import Axis
-from hpclm.parallel.placement import Placement
+from hpclm.parallel.placement import Piece, Placement
 
 BAND = 1 << 20  # values
 
@@ -33,51 +33,53 @@ class InitSpec:
         """N(0, std), with a seed taken from ``generator``."""
         return cls(placement, std=std, seed=int(torch.randint(1 << 62, (), generator=generator, device="cpu")))
 
-    def parameter(self, tp: Axis, device: torch.device | None = None) -> nn.Parameter:
+    def parameter(self, tp: Axis, device: torch.device | None = None, data_rank: int = 0) -> nn.Parameter:
         """The local slice of the weight, on ``device`` or the current one; not filled on the meta device."""
         local = torch.empty(self.placement.local(tp), device=device)
         if not local.is_meta:
-            self.fill(local.view(-1), 0, tp)
+            self.fill(local.view(-1), 0, tp, data_rank)
         return nn.Parameter(local)
 
-    def fill(self, run: Tensor, begin: int, tp: Axis) -> None:
+    def fill(self, run: Tensor, begin: int, tp: Axis, data_rank: int = 0) -> None:
         """Fill the vector ``run`` with the values of the flattened local slice from index ``begin`` on."""
         if not self.std:
             run.fill_(self.mean)
             return
         end, width = begin + len(run), math.prod(self.placement.local(tp)[1:])
-        for row, drawn in self._rows(begin // width, -(-end // width), tp):
+        for row, drawn in self._rows(begin // width, -(-end // width), tp, data_rank):
             low, high = max(begin, row * width), min(end, (row + len(drawn)) * width)
             run[low - begin : high - begin] = drawn.reshape(-1)[low - row * width : high - row * width]
 
-    def _rows(self, first: int, last: int, tp: Axis) -> Iterator[tuple[int, Tensor]]:
+    def _rows(self, first: int, last: int, tp: Axis, data_rank: int) -> Iterator[tuple[int, Tensor]]:
         """Rows ``first`` to ``last`` of the local slice, a band at a time, with the index of each band's first row."""
-        rows = self.placement.shape[0]
+        rows, by_rows = self.placement.shape[0], self.placement.dim == 0
         count = max(1, BAND // math.prod(self.placement.shape[1:]))
-        pieces = list(self.placement.pieces(tp))
-        split = pieces if self.placement.dim == 0 else pieces[:1]  # otherwise the pieces differ in columns only
+        pieces = list(self.placement.pieces(tp, data_rank))
+        split = pieces if by_rows else pieces[:1]  # otherwise the pieces differ in columns only
         for piece in split:
-            shift = piece.start[0] - (
-                piece.offset if self.placement.dim == 0 else 0
-            )  # from local rows to rows of the whole weight
+            # from local rows to rows of the whole weight
+            shift = piece.start[0] - (piece.offset if by_rows else 0)
             begin, end = max(first + shift, piece.start[0]), min(last + shift, piece.start[0] + piece.size[0])
             for band in range(begin // count, -(-end // count) if begin < end else 0):
                 a, b = max(begin, band * count), min(end, rows, (band + 1) * count)
                 drawn = self._band(band, min(count, rows - band * count))[a - band * count : b - band * count]
-                yield a - shift, drawn if self.placement.dim == 0 else self._columns(drawn, tp)
+                yield a - shift, self._columns(drawn, [piece] if by_rows else pieces)
 
     def _band(self, number: int, rows: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed + number)
         drawn = torch.empty((rows, *self.placement.shape[1:]), device="cpu")
         return drawn.normal_(self.mean, self.std, generator=generator)
 
-    def _columns(self, rows: Tensor, tp: Axis) -> Tensor:
-        """The columns of these whole rows that this process holds."""
-        dim = self.placement.dim
-        if dim is None or tp.size == 1:
-            return rows
-        cut = [rows.narrow(dim, piece.start[dim], piece.size[dim]) for piece in self.placement.pieces(tp)]
-        return cut[0] if len(cut) == 1 else torch.cat(cut, dim)
+    def _columns(self, rows: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """The columns of these whole rows that the pieces have."""
+        shape, cut = self.placement.shape, []
+        for piece in pieces:
+            kept = rows
+            for dim in range(1, len(shape)):
+                if piece.size[dim] < shape[dim]:
+                    kept = kept.narrow(dim, piece.start[dim], piece.size[dim])
+            cut.append(kept)
+        return cut[0] if len(cut) == 1 else torch.cat(cut, self.placement.dim or 0)
 
 
 class TensorParallelModule(nn.Module):
@@ -92,13 +94,13 @@ class TensorParallelModule(nn.Module):
         super().__init__()
         self.tp = tp
         self.placements: dict[str, Placement] = {}
-        """How each weight is split over the tensor-parallel axis."""
+        """How each weight is split."""
         self.init_specs: dict[str, InitSpec] = {}
 
     def new_parameter(self, name: str, spec: InitSpec) -> nn.Parameter:
-        """The local slice of the weight ``name``."""
+        """The local slice of the weight ``name``; on the meta device, for the engine to fill, if data-parallel ranks hold different ones."""
         self.placements[name], self.init_specs[name] = spec.placement, spec
-        return spec.parameter(self.tp)
+        return spec.parameter(self.tp, torch.device("meta") if spec.placement.data_ranks > 1 else None)
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """A weight that every rank of ``tp`` holds whole and applies to its own slice of the sequence."""
@@ -113,16 +115,21 @@ def uninitialized(layer: nn.Module) -> Iterator[tuple[str, InitSpec]]:
                 yield f"{path}.{name}" if path else name, module.init_specs[name]
 
 
-def materialize_on(device: torch.device, tp: Axis) -> Callable[[str, nn.Module], nn.Module]:
+def materialize_on(device: torch.device, tp: Axis, data_rank: int = 0) -> Callable[[str, nn.Module], nn.Module]:
     """A function that moves a layer to ``device`` and initialises its weights that are on the meta device."""
 
     def wrap(_: str, layer: nn.Module) -> nn.Module:
         for name, spec in list(uninitialized(layer)):
-            path, _, last = name.rpartition(".")
-            setattr(layer.get_submodule(path), last, spec.parameter(tp, device))
+            place(layer, name, spec.parameter(tp, device, data_rank))
         return layer.to(device)
 
     return wrap
+
+
+def place(layer: nn.Module, name: str, weight: nn.Parameter) -> None:
+    """Set the weight ``name``, with its path, of a layer."""
+    path, _, last = name.rpartition(".")
+    setattr(layer.get_submodule(path), last, weight)
 
 
 def move(layer: nn.Module, device: torch.device) -> None:

@@ -192,6 +192,12 @@ class Stack(nn.Module):
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Load all weights by logical name; ConfigError names any that are missing, unexpected or of another shape."""
         mine = dict(self.weights())
+        split = next((name for name, placement in self.placements.items() if placement.data_ranks > 1), None)
+        if split:
+            raise ConfigError(
+                f"data-parallel ranks split {split}, so that one process has a part of it only: model.block={self.config.block} can be "
+                "trained and evaluated by training runs, and nothing else"
+            )
         check_shapes(self.placements, {name: tuple(t.shape) for name, t in tensors.items()})
         for name, parameter in mine.items():
             parameter.copy_(tensors[name])

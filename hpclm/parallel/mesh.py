@@ -1,13 +1,14 @@
 """The pipeline x data x context x tensor mesh of processes, passed as a value."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from hpclm.config import ParallelConfig
+from hpclm.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,26 @@ class Mesh:
             model=axis([[at(p, d, t) for p in stages for t in slots] for d in replicas]),
             world=axis([range(size)]),
         )
+
+    def of_weights(self, data_ranks: int) -> "Mesh":
+        """The mesh as weights see it that are split over ``data_ranks`` consecutive ranks of dp (Placement): its data axes, dp, shard and
+        replicate, have only the ranks that hold the same part. Every rank of dp calls this; 1: this mesh.
+
+        Groups of parallel.shard ranks that have each part as often share out what they have; otherwise nothing is sharded.
+        """
+        if data_ranks == 1:
+            return self
+        if self.dp.size % data_ranks:
+            raise ConfigError(
+                f"model.block splits weights over {data_ranks} data-parallel ranks, and there are {self.dp.size}; set model.block to one that "
+                f"does not, or run on a multiple of {data_ranks} x {self.model.size} x {self.cp.size} processes"
+            )
+        same = range(self.dp.rank % data_ranks, self.dp.size, data_ranks)
+        dp, size = sub_axis(self.dp, same), max(1, self.shard.size // data_ranks)
+        size = size if self.shard.size % data_ranks == 0 else 1
+        first = dp.rank // size * size
+        shard = sub_axis(dp, range(first, first + size))
+        return replace(self, dp=dp, shard=shard, replicate=sub_axis(dp, range(dp.rank % size, dp.size, size)))
 
 
 ALONE = Mesh()

@@ -1,4 +1,4 @@
-"""How a logical tensor is split over the tensor-parallel axis."""
+"""How a logical tensor is split: over the tensor-parallel ranks, and over the data-parallel ones."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,38 +15,59 @@ class Piece:
     """Of the block in the whole tensor."""
     size: tuple[int, ...]
     offset: int
-    """Of the block along the split dimension of the local tensor."""
+    """Of the block along the dimension of the local tensor that tensor-parallel ranks split."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Shape of a whole tensor, and how it is split: along ``dim``, in ``parts`` equal blocks that are each split separately."""
+    """Shape of a whole tensor, and how it is split.
+
+    Tensor-parallel ranks split it along ``dim``, in ``parts`` equal blocks that are each split separately. Of ``data_ranks`` consecutive
+    data-parallel ranks each holds an equal block along ``data_dim``, as of experts; the next ``data_ranks`` hold the same again.
+    """
 
     shape: tuple[int, ...]
     dim: int | None = None
-    """None: replicated on every process."""
+    """None: replicated on every tensor-parallel rank."""
     parts: int = 1
     """2 for the first weight of a gated MLP, whose gate and up blocks are each split over the processes."""
+    data_dim: int = 0
+    """Another dimension than ``dim``."""
+    data_ranks: int = 1
+    """1: every data-parallel rank holds all of it."""
 
-    def local(self, axis: Axis) -> tuple[int, ...]:
-        """Shape of the local tensor on one process of ``axis``."""
-        if self.dim is None:
-            return self.shape
-        size = self.shape[self.dim]
-        if size % (axis.size * self.parts):
+    def __post_init__(self) -> None:
+        if self.data_ranks > 1 and (self.data_dim == self.dim or self.shape[self.data_dim] % self.data_ranks):
             raise ConfigError(
-                f"dimension {self.dim} of a weight of shape {self.shape} is not divisible by parallel.tensor={axis.size}"
+                f"dimension {self.data_dim} of a weight of shape {self.shape} cannot be split over {self.data_ranks} data-parallel ranks: "
+                "it must be divisible by their number, and not be the one that tensor-parallel ranks split"
             )
-        return (*self.shape[: self.dim], size // axis.size, *self.shape[self.dim + 1 :])
 
-    def pieces(self, axis: Axis) -> Iterator[Piece]:
-        """The blocks that this process of ``axis`` holds, in order."""
-        local = self.local(axis)
-        if self.dim is None or axis.size == 1:
-            yield Piece((0,) * len(self.shape), self.shape, 0)
+    def local(self, tp: Axis) -> tuple[int, ...]:
+        """Shape of the local tensor on each process of ``tp``."""
+        local = list(self.shape)
+        if self.data_ranks > 1:
+            local[self.data_dim] //= self.data_ranks
+        if self.dim is None:
+            return tuple(local)
+        size = self.shape[self.dim]
+        if size % (tp.size * self.parts):
+            raise ConfigError(
+                f"dimension {self.dim} of a weight of shape {self.shape} is not divisible by parallel.tensor={tp.size}"
+            )
+        local[self.dim] = size // tp.size
+        return tuple(local)
+
+    def pieces(self, tp: Axis, data_rank: int = 0) -> Iterator[Piece]:
+        """The blocks that this process of ``tp`` holds, in order; ``data_rank``: on the data axis."""
+        local, start, size = self.local(tp), [0] * len(self.shape), list(self.shape)
+        if self.data_ranks > 1:
+            size[self.data_dim] = local[self.data_dim]
+            start[self.data_dim] = data_rank % self.data_ranks * local[self.data_dim]
+        if self.dim is None or tp.size == 1:
+            yield Piece(tuple(start), tuple(size), 0)
             return
         block, width = self.shape[self.dim] // self.parts, local[self.dim] // self.parts
         for part in range(self.parts):
-            start, size = [0] * len(self.shape), list(self.shape)
-            start[self.dim], size[self.dim] = part * block + axis.rank * width, width
+            start[self.dim], size[self.dim] = part * block + tp.rank * width, width
             yield Piece(tuple(start), tuple(size), part * width)

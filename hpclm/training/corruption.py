@@ -45,8 +45,8 @@ TOLERANCE = 1e-3
 """Relative difference of two losses of one micro-batch where kernels need not give the same bits."""
 SHOWN = 8  # ranks, or weights, that a message names
 
-Group = tuple[int, bool]
-"""Ranks that hold the same state: the first of them, and whether tensor-parallel ranks are among them."""
+Group = tuple[int, int, bool]
+"""Ranks that hold the same state: the first of them, how many data-parallel ranks, and whether tensor-parallel ranks are among them."""
 
 BETWEEN_UPDATES = "change weights and optimizer state only in the optimizer's step"
 TWO_LOSSES = (
@@ -154,7 +154,7 @@ class Verifier:
         if copies.size == 1 and not everywhere:
             return None
         first = copies.ranks[0] if copies.size > 1 else self.context.rank
-        return first - tp.rank * everywhere, everywhere  # tensor-parallel ranks are consecutive
+        return first - tp.rank * everywhere, copies.size, everywhere  # tensor-parallel ranks are consecutive
 
     def _sums(self, divided: Iterable[list[Tensor]]) -> Tensor:
         return checksums(divided, self.engine.device)
@@ -224,8 +224,8 @@ def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Ranks whose state is not that of the majority, or all that hold it where there is none."""
     groups: dict[Group, dict[int, str]] = {}
     for rank, answer in enumerate(answers):
-        for first, everywhere, digest in answer["shared"]:
-            groups.setdefault((first, everywhere), {})[rank] = digest
+        for first, count, everywhere, digest in answer["shared"]:
+            groups.setdefault((first, count, everywhere), {})[rank] = digest
     for group, votes in groups.items():
         [(digest, count)] = Counter(votes.values()).most_common(1)
         if count == len(votes):
@@ -237,7 +237,7 @@ def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
             odd,
             text if certain else "they hold different values of the same weights or optimizer state",
             certain,
-            ACROSS_TENSOR if group[1] else ACROSS_REPLICAS,
+            ACROSS_TENSOR if group[2] else ACROSS_REPLICAS,
             group,
         )
 

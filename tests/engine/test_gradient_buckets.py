@@ -48,8 +48,8 @@ def trained(words, early):
     """Losses, norms and values of the weights of three steps, buckets, and those whose reduction began before the end."""
     init, finish, begun = GradientBuckets.__init__, GradientBuckets.finish, []
 
-    def created(self, buckets, leaves, axis, late):
-        init(self, buckets, leaves, axis, late=late if early else set(leaves))
+    def created(self, buckets, leaves, late):
+        init(self, buckets, leaves, late=late if early else set(leaves))
 
     def finished(self):
         begun.append((len(self.buckets), sum(bucket.work is not None for bucket in self.buckets)))

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from hpclm.config import EngineConfig, ModelConfig
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.engine.sharded_parameter import blocks as sharded_blocks
 from hpclm.model import gpt, init
 from hpclm.model.init import InitSpec
 from hpclm.parallel.mesh import SINGLE, Axis
@@ -45,6 +47,39 @@ def test_any_run_of_what_a_process_holds_is_that_run_of_the_whole(placement, ban
                 run = torch.full((min(length, len(mine) - begin),), torch.nan)
                 initial.fill(run, begin, tp)
                 assert torch.equal(run, mine[begin : begin + length]), (tp.rank, begin, length)
+
+
+SPLIT = {
+    "first dimension": Placement((4, 6, 10), data_ranks=4),
+    "first, and rows over tensor ranks": Placement((4, 6, 10), 1, data_ranks=2),
+    "first, and the gate and up rows": Placement((2, 8, 5), 1, parts=2, data_ranks=2),
+    "columns": Placement((6, 8), data_dim=1, data_ranks=2),
+    "columns, and rows over tensor ranks": Placement((6, 8), 0, data_dim=1, data_ranks=4),
+    "rows, and columns over tensor ranks": Placement((8, 6), 1, data_dim=0, data_ranks=2),
+    "vector": Placement((8,), data_ranks=2),
+}
+
+
+@pytest.mark.parametrize("band", [1, 30, 1 << 20])
+@pytest.mark.parametrize("placement", SPLIT.values(), ids=SPLIT.keys())
+def test_what_data_parallel_ranks_hold_of_a_weight_they_split_is_their_part_of_the_whole(placement, band, monkeypatch):
+    monkeypatch.setattr(init, "BAND", band)
+    initial = InitSpec(placement, std=0.5, seed=3)
+    everything = InitSpec(Placement(placement.shape), std=0.5, seed=3).parameter(SINGLE).detach()
+    for tp in (SINGLE, axis(2, 0), axis(2, 1)):
+        for data_rank in range(5):
+            part = everything.chunk(placement.data_ranks, placement.data_dim)[data_rank % placement.data_ranks]
+            if placement.dim is not None and tp.size > 1:
+                blocks = part.chunk(placement.parts, placement.dim)
+                part = torch.cat([block.chunk(2, placement.dim)[tp.rank] for block in blocks], placement.dim)
+            assert torch.equal(initial.parameter(tp, data_rank=data_rank), part)
+            run = torch.empty(part.numel() - 3)
+            initial.fill(run, 2, tp, data_rank)
+            assert torch.equal(run, part.flatten()[2:-1])
+            weight = ShardedParameter("w", torch.nn.Parameter(part), placement, data_rank=data_rank)
+            for start, block in sharded_blocks(weight, 2, run, tp):
+                place = tuple(slice(low, low + n) for low, n in zip(start, block.shape, strict=True))
+                assert torch.equal(everything[place], block)
 
 
 def piece_of(tensor, piece):

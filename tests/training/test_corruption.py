@@ -129,7 +129,7 @@ def test_of_an_engine_whose_evaluation_is_of_all_replicas_no_loss_is_computed_tw
 
 def answers(*digests, losses=("0x1p+1", "0x1p+1"), replicas=None):
     return [
-        {"shared": [[0, False, digest]], "changed": False, "replica": rank, "losses": list(losses) if rank else []}
+        {"shared": [[0, 4, False, digest]], "changed": False, "replica": rank, "losses": list(losses) if rank else []}
         for rank, digest in enumerate(digests)
     ]
 

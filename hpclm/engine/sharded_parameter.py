@@ -58,10 +58,8 @@ def blocks(weight: ShardedParameter, begin: int, run: Tensor, tp: Axis) -> Itera
                 low, high = max(start[dim], piece.offset), min(start[dim] + size[dim], piece.offset + piece.size[dim])
                 if low >= high:
                     continue
-                whole[dim], part = (
-                    piece.start[dim] + low - piece.offset,
-                    block.narrow(dim, low - start[dim], high - low),
-                )
+                whole[dim] = piece.start[dim] + low - piece.offset
+                part = block.narrow(dim, low - start[dim], high - low)
             yield tuple(whole), part
 
 

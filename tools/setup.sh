@@ -13,7 +13,7 @@ case "${1-}" in
   *) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 say() { printf '\n== %s\n' "$*"; }
-quiet=(-qq --disable-pip-version-check)
+quiet=(-qq --disable-pip-version-check --no-compile) # all is compiled at the end, on all cores
 
 python=${PYTHON:-python3}
 install() { # Debian packages, as root or through sudo
@@ -84,6 +84,6 @@ fi
 say "hpclm and what it needs${dev:+, and what its tests need}"
 extras=deepspeed,fairscale,mpi,plots,convert,text,completion # W&B, MLflow, Trackio and lm-eval bring dozens of packages: docs/python.md
 "${pip[@]}" --editable ".[${dev:+dev,}$extras]"
-.venv/bin/python -m compileall -q hpclm
+.venv/bin/python -m compileall -qq -j 0 hpclm .venv/lib || true # a few files of libraries are for other Pythons
 printf '%s' "$wanted" > ".venv/ready${dev:+-dev}"
 say "environment: .venv is ready, $(.venv/bin/hpclm --version)"

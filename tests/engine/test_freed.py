@@ -56,11 +56,15 @@ def kept(kinds):
     return alive
 
 
+ENGINES = ("native", "zero1", "fsdp2", "fairscale", "pipelining", "deepspeed")
+RARE = ("deepspeed-0-bf16", "deepspeed-1-bf16", "deepspeed-2-bf16", "zero1-bf16", "pipelining-bf16", "fsdp2-bf16")
+
+
 @pytest.mark.parametrize(
     "kinds",
     [
-        [kind for kind in KINDS if kind.startswith(name)]
-        for name in ("native", "zero1", "fsdp2", "fairscale", "pipelining", "deepspeed")
+        *([kind for kind in KINDS if kind.startswith(name) and kind not in RARE] for name in ENGINES),
+        *(pytest.param([kind], marks=pytest.mark.whole) for kind in RARE),
     ],
     ids=lambda kinds: kinds[0],
 )

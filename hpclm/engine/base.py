@@ -75,14 +75,9 @@ class BaseEngine:
         self.norm = GlobalNorm(self.weights, mesh, sharded, bool(split))
         """Of what this process updates."""
         self.guard = GUARDS[config.optim.guard](self.norm, device)
-        self.optimizer = optimizer_of(self.weights, config.optim)
-        kind = OPTIMIZERS[config.optim.name]
-        if kind.matrices:
-            matrices = [weight for weight in self.weights if kind.matrices(weight.name, weight.shape)]
-            cast(MatrixOptimizer, self.optimizer).share(MatrixExchange(matrices, mesh), config.model)
+        self.optimizer, self.state, self.exchange = optimizer_for(self.weights, config, mesh)
         limit = config.optim.qk_clip
         self.qk_clip = limit and QKClip(self.model_stacks, self.weights, mesh, limit)
-        self.state = TrainingState(self.optimizer, declared(config.optim))
         self._state_checked = not config.saves
         self.timers = Timers(device, config.timers)
         self.scale = LossScale.first(config.scaler) if model.dtype == torch.float16 else None
@@ -295,6 +290,18 @@ class BaseEngine:
         layers = {spec.name for spec in gpt.layers(config.model, config.engine, self.model.dtype, config.seed)}
         elsewhere = layers - mine if self.mesh.pp.size > 1 else set()
         return {name: shape for name, shape in given.items() if name.split(".")[0] not in elsewhere}
+
+
+def optimizer_for(
+    weights: Sequence[ShardedParameter], config: EngineSettings, mesh: Mesh
+) -> tuple[torch.optim.Optimizer, TrainingState, MatrixExchange | None]:
+    """The optimizer of these weights, its state, and what hands it whole matrices, if it works on such."""
+    optimizer, kind = optimizer_of(weights, config.optim), OPTIMIZERS[config.optim.name]
+    exchange = None
+    if kind.matrices:
+        exchange = MatrixExchange([weight for weight in weights if kind.matrices(weight.name, weight.shape)], mesh)
+        cast(MatrixOptimizer, optimizer).share(exchange, config.model)
+    return optimizer, TrainingState(optimizer, declared(config.optim)), exchange
 
 
 def defer_tp_grad_sum(model: Stack, mesh: Mesh, device: torch.device) -> None:

@@ -46,6 +46,11 @@ class TrainingState:
         """This process's values of a weight, or of the optimizer's tensor ``name`` of it."""
         return self.optimizer.state[weight.parameter][name] if name else weight.parameter.detach()
 
+    def gradient(self, weight: ShardedParameter) -> Tensor | None:
+        """This process's values of a weight's gradient, as the optimizer reads it in the update that it is about to make; None if this
+        update does not change the weight."""
+        return weight.parameter.grad
+
     def steps(self) -> int:
         """Updates so far."""
         return steps_taken(self.optimizer)

@@ -32,7 +32,20 @@ class AdamW(Scaled, torch.optim.AdamW):
 
     add_param_group = bare(torch.optim.AdamW.add_param_group)
     zero_grad = bare(torch.optim.AdamW.zero_grad)
-    step = torch.no_grad()(bare(torch.optim.AdamW.step))
+    pytorch_step = torch.no_grad()(bare(torch.optim.AdamW.step))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update, without a closure."""
+        if all(group["fused"] for group in self.param_groups):
+            return self.pytorch_step()
+        # kernels that are not fused take neither a scale nor whether to skip
+        scale, skipped = vars(self).pop("grad_scale"), vars(self).pop("found_inf")
+        if skipped:
+            return None
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad = parameter.grad / scale
+        return self.pytorch_step()
 
 
 def groups(weights: Sequence[Weight], optim: OptimConfig) -> list[dict[str, Any]]:

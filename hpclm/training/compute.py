@@ -1,10 +1,10 @@
 """What a rank computes with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import SINGLE, Mesh
 
 
 @dataclass(frozen=True)
@@ -15,3 +15,12 @@ class Compute:
     dtype: torch.dtype
     """Of activations and matrix products."""
     mesh: Mesh
+
+    @property
+    def alone(self) -> "Compute":
+        """The same with one replica, whose weights and sequences are whole: the stages and tensor-parallel slices stay."""
+        mesh = self.mesh
+        alone = replace(
+            mesh, dp=SINGLE, cp=SINGLE, shard=SINGLE, replicate=SINGLE, holders=mesh.tp, world=mesh.model, nodes=1
+        )
+        return replace(self, mesh=alone)

@@ -1,11 +1,12 @@
 """Whether two ways to compute the same steps differ by more than the type of the numbers costs.
 
 What the type costs shows the plain way in that type, against the plain way in fp32. A gradient, say, may be off by three times as
-much, and by a rounding.
+much, and by a rounding; so may what an update makes of a gradient, compared with what it makes of the same gradient in fp32.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 
 import torch
@@ -13,12 +14,14 @@ import torch
 from hpclm.config import EngineSettings
 from hpclm.distributed.context import DistributedContext
 from hpclm.training.compute import Compute
+from hpclm.training.replay import Samples
 from hpclm.training.twin import Measured
 
 FACTOR = 3.0  # times what the type costs
 FLOOR = 1e-4  # relative; the order of sums alone changes fp32 by this
+UPDATE_FLOOR = 2e-4  # relative; the order of operations changes an update in fp32 by less
 ZERO = 0.1  # of the floor, for rounding errors of what is 0 in exact arithmetic
-TINY = 1e-12
+TINY = 1e-30
 MANY = 256  # values of a tensor by which one rank can be judged alone
 
 
@@ -31,37 +34,61 @@ def floor(settings: EngineSettings, compute: Compute) -> float:
     return min(0.25, least * math.sqrt(compute.mesh.dp.size)) if in_type else least
 
 
-def differences(
-    own: Measured, in_type: Measured, plain: Measured, least: float, context: DistributedContext
+def of_step(
+    step: int, own: Measured, in_type: Measured, plain: Measured, least: float, context: DistributedContext
 ) -> tuple[str, str]:
-    """What differs by more than the type costs, empty if nothing does; and what came closest to it. The same on every rank.
+    """What differs in step number ``step`` by more than the type costs, empty if nothing does; and what came closest to it. The same on
+    every rank.
 
     ``least``: the relative difference that is always allowed.
     """
+    mine = {} if step else sums(own.values, in_type.values, plain.values)
+    for what, number in own.scalars[step].items():
+        right, cast = plain.scalars[step][what], in_type.scalars[step][what]
+        mine[what] = [(number - right) ** 2, (cast - right) ** 2, right**2, 0.0, 1]
+    return _judged_by_all(mine, {} if step else plain.values, partial(judged, least=least), context)
+
+
+def of_updates(own: Samples, in_type: Samples, exact: Samples, context: DistributedContext) -> tuple[str, str]:
+    """As ``of_step``, of what updates make of the same gradients."""
+    # a cost is that of the same operations on the same numbers, so that nothing in it is chance
+    judge = partial(judged, least=UPDATE_FLOOR, alike=False)
+    return _judged_by_all(sums(own, in_type, exact), exact, judge, context)
+
+
+def sums(own: Samples, in_type: Samples, exact: Samples) -> dict[str, list[float]]:
+    """What this process has a part of -> squares of the difference from what is exact, of what the type costs, of the values, and of the
+    rounding that any way may have; how many values."""
     mine: dict[str, list[float]] = {}
-    """What -> squares of the differences from the plain way, of what the type costs, and of the values; how many values."""
-    for what, (at, value) in own.values.items():
-        if what in plain.values:
-            begin = plain.values[what][0]
-            right, cast = (each.values[what][1][at - begin : at - begin + len(value)] for each in (plain, in_type))
+    for what, (first, value, rounding) in own.items():
+        if what in exact:
+            begin = exact[what].first
+            right, cast = (each[what].values[first - begin : first - begin + len(value)] for each in (exact, in_type))
             three = (float(each.double().square().sum()) for each in (value - right, cast - right, right))
-            mine[what] = [*three, len(value)]
-    for what, number in own.scalars.items():
-        right_one, cast_one = plain.scalars[what], in_type.scalars[what]
-        mine[what] = [(number - right_one) ** 2, (cast_one - right_one) ** 2, right_one**2, 1]
-    everyone = context.gather([mine, sorted(plain.values)])
+            mine[what] = [*three, rounding**2, len(value)]
+    return mine
+
+
+def _judged_by_all(
+    mine: Mapping[str, Sequence[float]],
+    expected: Samples,
+    judge_sums: Callable[[Mapping[str, Sequence[float]]], tuple[str, str]],
+    context: DistributedContext,
+) -> tuple[str, str]:
+    """``judge_sums`` of the sums of all ranks, and of each rank alone."""
+    everyone = context.gather([mine, sorted(expected)])
 
     def judge() -> tuple[str, str]:
         total: dict[str, list[float]] = {}
         for theirs, _ in everyone:
-            for what, four in theirs.items():
-                total[what] = [a + b for a, b in zip(total.get(what, [0.0] * 4), four, strict=True)]
+            for what, five in theirs.items():
+                total[what] = [a + b for a, b in zip(total.get(what, [0.0] * 5), five, strict=True)]
         unseen = sorted({what for _, names in everyone for what in names} - total.keys())
         if unseen:
             return f"{unseen[0]} is not there", ""
-        wrong, nearest = judged(total, least)
+        wrong, nearest = judge_sums(total)
         alone = [
-            judged({what: four for what, four in theirs.items() if four[3] >= MANY}, least)[0] for theirs, _ in everyone
+            judge_sums({what: five for what, five in theirs.items() if five[4] >= MANY})[0] for theirs, _ in everyone
         ]
         bad = [rank for rank, problem in enumerate(alone) if problem]
         if bad and 2 * len(bad) < len(everyone):
@@ -72,17 +99,20 @@ def differences(
     return problem, closest
 
 
-def judged(total: Mapping[str, Sequence[float]], least: float) -> tuple[str, str]:
-    """What is off by more than it may be, and what comes closest to that, of the sums over all ranks that ``differences`` makes."""
+def judged(total: Mapping[str, Sequence[float]], least: float, alike: bool = True) -> tuple[str, str]:
+    """What is off by more than it may be, and what comes closest to that, of the sums over all ranks that ``sums`` makes.
+
+    ``alike``: what the type costs tensors of the same kind is allowed too, since a small tensor's own cost may be chance.
+    """
     kinds: dict[str, list[Sequence[float]]] = {}
-    for what, four in total.items():
-        kinds.setdefault(what.partition(" ")[0], []).append(four)
+    for what, five in total.items():
+        kinds.setdefault(what.partition(" ")[0], []).append(five)
     parts = {}
-    for what, (off, cost, size, count) in total.items():
-        alike = kinds[what.partition(" ")[0]]
-        usual = median(math.sqrt(c / s) if s else 0.0 for _, c, s, _ in alike)  # a small tensor's own may be chance
-        mean = sum(s for _, _, s, _ in alike) / max(1, sum(n for *_, n in alike))
-        allowed = FACTOR * max(math.sqrt(cost), usual * math.sqrt(size))
+    for what, (off, cost, size, rounding, count) in total.items():
+        same = kinds[what.partition(" ")[0]]
+        usual = median(math.sqrt(c / s) if s else 0.0 for _, c, s, *_ in same) if alike else 0.0
+        mean = sum(s for _, _, s, *_ in same) / max(1, sum(n for *_, n in same))
+        allowed = FACTOR * max(math.sqrt(cost), usual * math.sqrt(size)) + math.sqrt(rounding)
         allowed += least * (math.sqrt(size) + ZERO * math.sqrt(mean * count)) + TINY
         share = math.sqrt(off) / allowed
         parts[what] = share if share == share else math.inf
@@ -97,6 +127,8 @@ def judged(total: Mapping[str, Sequence[float]], least: float) -> tuple[str, str
 
 def unequal(own: Measured, again: Measured, context: DistributedContext) -> str:
     """The first thing that two equal runs of the same steps differ in, on any rank."""
-    wrong = [what for what, number in own.scalars.items() if again.scalars[what] != number]
-    wrong += [what for what, (_, value) in own.values.items() if not torch.equal(value, again.values[what][1])]
+    steps = zip(own.scalars, again.scalars, strict=True)
+    wrong = [what for one, two in steps for what, number in one.items() if two[what] != number]
+    pairs = [(own.values, again.values), (own.made, again.made)]
+    wrong += [what for one, two in pairs for what in one if not torch.equal(one[what].values, two[what].values)]
     return next((f"{what[0]} has other bits the second time" for what in context.all_gather(wrong[:1]) if what), "")

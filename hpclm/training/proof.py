@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hpclm import engine as engines
 from hpclm import files
@@ -37,16 +36,15 @@ from hpclm.engine.base import BaseEngine
 from hpclm.errors import HpclmError
 from hpclm.model import attention_backend
 from hpclm.node import environment
-from hpclm.parallel.collectives import all_gather, all_reduce, finish, start_scatter
 from hpclm.rundir import code
 from hpclm.training import compiling
 from hpclm.training.compute import Compute
-from hpclm.training.differences import differences, floor, unequal
-from hpclm.training.twin import Twin, measured
+from hpclm.training.differences import floor, of_step, of_updates, unequal
+from hpclm.training.known_numbers import lost_matrices, wrong_sums
+from hpclm.training.twin import Measured, Twin, measured
 
 log = logging.getLogger(__name__)
 FILE = "self-check.json"
-SENT = 1 << 18  # numbers in each message
 AS_SET = "as set"
 SNAPSHOT = 1 << 30  # bytes of state of which two snapshots are compared
 
@@ -70,7 +68,7 @@ def check(config: RunConfig, context: DistributedContext, compute: Compute) -> P
     if not wanted:
         return given
     began = time.monotonic()
-    _raise_together(context, list(_wrong_sums(compute)))
+    _raise_together(context, list(wrong_sums(compute)))
     if settings.model.block not in BLOCKS or settings.engine.name not in SUPPORTS:
         log.info("self-check: sums over all process groups are right; your own block or engine is not checked")
         return given
@@ -120,34 +118,6 @@ def _raise_together(context: DistributedContext, problems: list[str]) -> None:
         raise error
 
 
-def _wrong_sums(compute: Compute) -> Iterator[str]:
-    """The process groups in which known numbers do not arrive as they should."""
-    mesh = compute.mesh
-    axes = {name: getattr(mesh, name) for name in ("world", "pp", "dp", "shard", "replicate", "tp", "model")}
-    numbers = (torch.arange(SENT) % 251 + 1).to(compute.device)
-
-    def of(rank: int) -> Tensor:
-        """What a rank sends: whole numbers, whose sums fp32 holds exactly."""
-        return (numbers * (rank % 8 + 1)).float()
-
-    done: set[tuple[int, ...]] = set()
-    for name, axis in axes.items():
-        if axis.size == 1 or axis.ranks in done:
-            continue
-        done.add(axis.ranks)
-        total = (numbers * sum(rank % 8 + 1 for rank in range(axis.size))).float()
-        gathered = all_gather(of(axis.rank), axis).view(axis.size, SENT)
-        spread = finish(*start_scatter(of(axis.rank).repeat(axis.size), axis))
-        right = {
-            "sum": torch.equal(all_reduce(of(axis.rank), axis), total),
-            "gather": all(torch.equal(gathered[rank], of(rank)) for rank in range(axis.size)),
-            "scatter": torch.equal(spread, total),
-        }
-        wrong = [kind for kind, holds in right.items() if not holds]
-        if wrong:
-            yield f"{', '.join(wrong)} over the process group {name} (ranks {list(axis.ranks)}): known numbers arrive changed"
-
-
 def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str, EngineSettings]]:
     """As the settings say, and what replaces it, from the fastest to the plainest."""
     eager, model = replace(settings.engine, compile=False), settings.model
@@ -179,15 +149,21 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
         own = measured(engine, batches)
         failed = compiling.failed_on_some(engine.compilations, context)
         uncompiled, wrong = bool(failed), "".join(f"torch.compile failed on {why}" for why in list(failed.values())[:1])
-        closest = ""
+        least = floor(tried, compute)
+        if not wrong and engine.exchange:
+            wrong = next(filter(None, context.all_gather(lost_matrices(engine.exchange))), "")
         if not wrong:
-            wrong, closest = differences(own, in_type, plain, floor(tried, compute), context)
-        wrong = wrong or next(filter(None, context.all_gather(own.misupdated)), "")
+            wrong, closest = of_step(0, own, in_type, plain, least, context)
         loaded = background and not wrong and _snapshot_moves(engine, batches, context)
         engine.close()
         del engine
         _free(compute.device)  # before there is another
+        if not wrong:
+            wrong, closest_update = _misupdated(twin, own, context)
+        if not wrong:
+            wrong, _ = of_step(1, own, in_type, plain, least, context)
         if not wrong and (settings.engine.deterministic or compute.device.type == "cpu"):
+            own = replace(own, updates=None)
             engine, batches = twin.as_run(tried)
             wrong = unequal(own, measured(engine, batches), context)
             engine.close()
@@ -200,6 +176,7 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
             problems.append(
                 "a snapshot taken while the device computes differs from the state at rest: saves are not made in the background"
             )
+        closest = f"{closest}; {closest_update}"
         return {"way": way, "background": background and not loaded, "problems": problems, "closest": closest}
     error = HpclmError(
         "self-check: this machine computes incorrectly in every way tried, even eager with plain attention:\n"
@@ -208,6 +185,20 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
     )
     error.shared = True  # every rank has come to it
     raise error
+
+
+def _misupdated(twin: Twin, own: Measured, context: DistributedContext) -> tuple[str, str]:
+    """What the run's optimizer makes of its gradients otherwise than plain PyTorch does, and what comes closest to that."""
+    assert own.updates
+    exact = twin.replayed(own.updates, exact=True, plain=True)
+    rounded = twin.replayed(own.updates, exact=True, plain=True, rounded=True)
+    if twin.exact_updates:
+        return of_updates(own.made, rounded, exact, context)
+    in_type = twin.replayed(own.updates, exact=False, plain=True, rounded=True)
+    wrong, closest = of_updates(own.made, in_type, exact, context)
+    if not wrong:  # what is less than the type costs shows in fp32
+        wrong, _ = of_updates(twin.replayed(own.updates, exact=True, plain=False), rounded, exact, context)
+    return wrong, closest
 
 
 def _begin(tried: EngineSettings, device: torch.device) -> None:

@@ -1,11 +1,10 @@
 """A small twin of a run: two blocks of its width, trained for two steps on random tokens, so that two ways to compute can be compared.
 
-What is compared: losses, gradient norms, initial weights, the optimizer's state after one step (Adam's first moment is the clipped
-gradient, times 1 - beta1, as is Muon's momentum) and the change of the weights.
+What is compared: losses, gradient norms, initial weights, the gradients that the first update applies, and what each update makes of
+the weights and of the optimizer's state.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,31 +15,26 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpclm import engine as engines
 from hpclm.config import EngineConfig, EngineSettings, ModelConfig, OptimConfig
+from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.config.plan import Plan
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import count
 from hpclm.model.stack import Stages
-from hpclm.optim.muon import Muon
-from hpclm.parallel.mesh import SINGLE, Mesh
 from hpclm.parallel.micro_batch import MicroBatch
+from hpclm.training import replay
 from hpclm.training.compute import Compute
-from hpclm.training.muon_updates import WatchedExchange
-from hpclm.training.updates import misupdated
+from hpclm.training.replay import Sample, Samples, Updates
 
 BLOCKS = 2
 LR = 1e-3
 CLIP = 0.01  # less than the norm of any twin's gradients, so that they are clipped
-EPS = 1e-4  # of Adam, for gradients of norm 1: with the usual one, a tiny gradient's rounding error would turn a whole update round
+EPS = 1e-4  # of the optimizer, for gradients of norm 1: with the usual one, a tiny gradient's rounding error would turn a whole update round
 LOSS_SCALE = 256.0  # so that fp16 overflows in none of the steps
-SAMPLED = 1 << 20  # values of a tensor that are compared, evenly spaced
 MOST_TOKENS = 1 << 17  # that the plain way may have to compute in a step
 SHORTEST = 256  # tokens
 ROOM = {"cuda": 0.4, "cpu": 0.1}
 """Part of the memory that the plain way may take."""
-
-Values = Mapping[str, tuple[int, Tensor]]
-"""What -> the number of the first of its sampled values that this rank has, and these, in fp32 on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -84,27 +78,14 @@ class Twin:
         if others < mesh.replicas:  # masks differ from replica to replica
             model = replace(model, dropout=0.0)
         clip = min(optim.clip, CLIP)
+        eps: dict[str, Any] = dict(eps=EPS * (clip or 1.0)) if "eps" in OPTIMIZERS[optim.name].settings else {}
         draw = torch.Generator().manual_seed(settings.seed)
         shape = (others, micro_batches, size, model.context + 1)
         twin = replace(
             settings,
             model=model,
             plan=Plan.divide(mesh.replicas, mesh.replicas * micro_batches * size, size),
-            optim=OptimConfig(
-                name=optim.name,
-                betas=optim.betas,
-                eps=EPS * (clip or 1.0),
-                weight_decay=optim.weight_decay,
-                decayed=optim.decayed,
-                clip=clip,
-                z_loss=optim.z_loss,
-                momentum=optim.momentum,
-                nesterov=optim.nesterov,
-                newton_schulz_steps=optim.newton_schulz_steps,
-                newton_schulz_type=optim.newton_schulz_type,
-                adjust=optim.adjust,
-                split=optim.split,
-            ),
+            optim=replace(optim, clip=clip, groups=[], guard="none", qk_clip=None, **eps),
             scaler=replace(settings.scaler, initial=LOSS_SCALE, minimum=min(LOSS_SCALE, settings.scaler.minimum)),
             timers=False,
         )
@@ -122,15 +103,28 @@ class Twin:
     @property
     def exact(self) -> bool:
         """Whether the run computes all in fp32."""
-        rounds = self.settings.optim.name == "muon" and self.settings.optim.newton_schulz_type != "fp32"
-        return self.compute.dtype == torch.float32 and not rounds
+        return self.compute.dtype == torch.float32 and self.exact_updates
+
+    @property
+    def exact_updates(self) -> bool:
+        """Whether the run's optimizer computes all in fp32."""
+        return self._optim(exact=True) == self.settings.optim
+
+    def _optim(self, exact: bool, plain: bool = False) -> OptimConfig:
+        """The settings of the optimizer; ``exact``: in fp32; ``plain``: in plain PyTorch."""
+        optim = self.settings.optim
+        kind = OPTIMIZERS[optim.name]
+        exactly = replace(optim, **kind.exact) if exact else optim
+        name = kind.reference or optim.name
+        if not plain or name == optim.name:
+            return exactly
+        unread = {setting for kind in OPTIMIZERS.values() for setting in kind.settings} - {*OPTIMIZERS[name].settings}
+        return replace(exactly, name=name, **{setting: getattr(OptimConfig, setting) for setting in unread})
 
     def plainly(self, exact: bool) -> "Measured":
         """The same steps, eager, with plain attention, and all replicas' samples on each of them; ``exact``: in fp32, else in the
         types of the run."""
-        dtype, muon = torch.float32 if exact else self.compute.dtype, self.settings.optim.name == "muon"
-        settings, mesh = self.settings, self.compute.mesh
-        parallel, engine = settings.parallel, settings.engine
+        settings, parallel, engine = self.settings, self.settings.parallel, self.settings.engine
         plain = EngineConfig(
             name="pipelining" if parallel.pipeline > 1 else "native",
             compile=False,
@@ -138,23 +132,24 @@ class Twin:
             precision=engine.precision,
         )
         rows = self.rows.transpose(0, 1).flatten(0, 1)  # in the order in which micro-batches are counted, for dropout
-        optim = replace(settings.optim, name="muon" if muon else "adamw")
         settings = replace(
             settings,
             model=replace(settings.model, attention="math", kernels="torch"),
-            optim=replace(optim, newton_schulz_type="fp32") if muon and exact else optim,
+            optim=self._optim(exact, plain=True),
             parallel=replace(parallel, shard=None, context=1),
             engine=plain,
             plan=Plan.divide(1, rows.shape[0] * rows.shape[1], rows.shape[1]),
             in_place=False,
         )
-        alone = replace(
-            mesh, dp=SINGLE, cp=SINGLE, shard=SINGLE, replicate=SINGLE, holders=mesh.tp, world=mesh.model, nodes=1
-        )
+        compute = replace(self.compute.alone, dtype=torch.float32 if exact else self.compute.dtype)
         with plain_attention():
-            return measured(
-                _built(settings, replace(self.compute, mesh=alone, dtype=dtype)), [self._batch(each) for each in rows]
-            )
+            return measured(_built(settings, compute), [self._batch(each) for each in rows], plain=True)
+
+    def replayed(self, updates: Updates, exact: bool, plain: bool, rounded: bool = False) -> Samples:
+        """What these updates of the run make of weights and state; ``exact``: in fp32, else in the types of the run; ``plain``: in plain
+        PyTorch, else as in the run; ``rounded``: with other rounding errors in the gradients."""
+        settings = replace(self.settings, optim=self._optim(exact, plain))
+        return replay.replayed(updates, settings, self.compute, plain, rounded)
 
     def _batch(self, rows: Tensor) -> MicroBatch:
         """[B, T + 1] ids as a micro-batch, copied to the device as training's are."""
@@ -195,55 +190,36 @@ def _bytes(settings: EngineSettings, model: ModelConfig, size: int, length: int)
 class Measured:
     """What two steps gave."""
 
-    scalars: Mapping[str, float]
-    values: Values
-    misupdated: str
-    """How the updates differ from the optimizer's, given this rank's own gradients; empty if they do not."""
+    scalars: Sequence[Mapping[str, float]]
+    """Loss and gradient norm of each step."""
+    values: Samples
+    """The initial weights, and the gradients of the first update."""
+    made: Samples
+    """What the updates made of the weights and the optimizer's state."""
+    updates: Updates | None
+    """What they were given; of plain steps, nothing."""
 
 
-def measured(engine: BaseEngine, batches: list[MicroBatch]) -> Measured:
-    """Two steps of a fresh engine."""
-    muon, noted = engine.optimizer if isinstance(engine.optimizer, Muon) else None, dict[str, Tensor]()
-    if muon:
-        watch = WatchedExchange(engine, muon, lambda weight, values: _sample(weight, values, engine.mesh)[1])
-        noted = watch.state
-    before = dict(_sampled(engine))
-    states = [_values(before)]
-    first = engine.train_step(batches, LR, 0)
-    after = dict(_sampled(engine))
-    states.append(_values(after) | noted)
-    second = engine.train_step(batches, LR, 1)
-    states.append(_values(dict(_sampled(engine))) | noted)
-    shapes = {weight.name: weight.shape for weight in engine.weights}
-    scalars = {
-        f"{name} of step {n}": getattr(r, name) for n, r in ((1, first), (2, second)) for name in ("loss", "grad_norm")
-    }
-    values = {f"initial {what}": value for what, value in before.items()}
-    values |= {
-        f"change of {what}": (at, value - before[what][1]) for what, (at, value) in after.items() if what in before
-    }
-    values |= {what: value for what, value in after.items() if what not in before}
-    wrong = misupdated(engine.config.optim, LR, shapes, states) or (watch.misupdated(LR, states) if muon else "")
-    return Measured(scalars, values, wrong)
+def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False) -> Measured:
+    """Two steps of a fresh engine; ``plain``: those that others are compared with, whose updates are not made again."""
+    state, mesh, weights = engine.state, engine.mesh, engine.weights
+    before = replay.weights_of(state, weights, mesh)
+    scalars, made = list[dict[str, float]](), dict[str, Sample]()
+    samples = {f"initial {name}": value for name, value in before.items()}
+    kept = [] if plain else replay.copies(engine)
 
+    def sampled(held: ShardedParameter, gradient: Tensor) -> Sample:
+        return replay.sample(held, gradient, mesh)
 
-def _values(sampled: Values) -> dict[str, Tensor]:
-    """What was sampled, without its place."""
-    return {what: value for what, (_, value) in sampled.items()}
-
-
-def _sampled(engine: BaseEngine) -> Iterator[tuple[str, tuple[int, Tensor]]]:
-    """Samples of the weights and the optimizer's state that this rank holds."""
-    for weight in engine.weights:
-        held = engine.state.held(weight)
-        yield weight.name, _sample(held, engine.state.values(weight), engine.mesh)
-        for name in engine.state.names(weight):
-            yield f"{name} of {weight.name}", _sample(held, engine.state.values(weight, name), engine.mesh)
-
-
-def _sample(held: ShardedParameter, values: Tensor, mesh: Mesh) -> tuple[int, Tensor]:
-    """Every n-th value of the tensor-parallel slice, those of them that this rank holds."""
-    every = math.prod(held.placement.local(mesh.tp)) // SAMPLED + 1 | 1  # odd, so that it meets every column
-    skip = -held.begin % every
-    mine = values.detach().flatten()[: held.count][skip::every]
-    return (held.begin + skip) // every, mine.to("cpu", torch.float32, copy=True)
+    with replay.recorded(engine, sampled if plain else lambda held, gradient: gradient) as gradients:
+        for number in (1, 2):
+            gradients.append({})
+            result = engine.train_step(batches, LR, number - 1)
+            scalars.append({f"{what} of step {number}": result.numbers[what] for what in ("loss", "grad_norm")})
+            if not plain:
+                made |= replay.made(number, before, state, weights, mesh)
+                before = replay.weights_of(state, weights, mesh)
+    first = gradients[0]
+    applied = first if plain else {held.name: sampled(held, first[held.name]) for held in kept if held.name in first}
+    samples |= {f"gradient of {name}": gradient for name, gradient in applied.items()}
+    return Measured(scalars, samples, made, None if plain else Updates(kept, gradients, LR))

@@ -1,6 +1,7 @@
 """The self-check at the start: what is broken on purpose is found, and replaced by what is right."""
 
 import json
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hpclm import config
 from hpclm import engine as engines
 from hpclm.checkpoint import staging
 from hpclm.config import ClusterConfig, ParallelConfig
@@ -18,17 +20,18 @@ from hpclm.errors import HpclmError
 from hpclm.model import gpt, layers, loss, scores, stack
 from hpclm.model.compiled import Compilation, compile_layers
 from hpclm.optim import muon
+from hpclm.optim.adamw import AdamW
 from hpclm.optim.muon import Muon
 from hpclm.parallel import main_gradients
 from hpclm.parallel.mesh import Mesh
-from hpclm.training import proof
+from hpclm.training import known_numbers, proof
 from hpclm.training.compute import Compute
-from hpclm.training.muon_updates import WatchedExchange
+from hpclm.training.known_numbers import lost_matrices
 from tests import ranks
 from tests.engine import sharded
 from tests.engine.test_native import LLAMA, SHAPES, settings
 from tests.forks import hpclm
-from tests.parity import TYPES
+from tests.parity import TINY, TYPES
 
 CPU = torch.device("cpu")
 
@@ -44,9 +47,9 @@ def cache(tmp_path, monkeypatch):
 def checked(tmp_path, shape=LLAMA, dtype=torch.bfloat16, optim=None, **engine):
     """How a run computes after its check, and the report."""
     optim = dict(optim or {}, lr=3e-3, min_lr=1e-4, clip=100.0)  # more than the norm of the gradients
-    config = settings(shape, engine=dict(dict(precision="auto"), **engine), optim=optim)
-    config = replace(config, out=str(tmp_path), cluster=ClusterConfig(prove=True))
-    proven = proof.check(config, single(), Compute(CPU, dtype, Mesh()))
+    run = settings(shape, engine=dict(dict(precision="auto"), **engine), optim=optim)
+    run = replace(run, out=str(tmp_path), cluster=ClusterConfig(prove=True))
+    proven = proof.check(run, single(), Compute(CPU, dtype, Mesh()))
     return proven, json.loads((tmp_path / "self-check.json").read_text())
 
 
@@ -188,6 +191,32 @@ def test_other_bits_the_second_time_are_noticed(tmp_path, monkeypatch):
         checked(tmp_path, dtype=torch.float32, precision="fp32")
 
 
+def run_only(monkeypatch, where, what, fault):
+    """Have the run's engine compute with a fault that plain steps and plain updates do not have, as a wrong kernel of a device is."""
+    built, stepped, replayed = proof.Twin.as_run, proof.measured, proof.Twin.replayed
+
+    def faulty(right):
+        def with_fault(*given, **more):
+            with monkeypatch.context() as faults:
+                if not more.get("plain"):
+                    faults.setattr(where, what, fault)
+                return right(*given, **more)
+
+        return with_fault
+
+    monkeypatch.setattr(proof.Twin, "as_run", faulty(built))
+    monkeypatch.setattr(proof, "measured", faulty(stepped))
+    monkeypatch.setattr(proof.Twin, "replayed", faulty(replayed))
+
+
+right_update, right_fused = base.update, AdamW.pytorch_step
+right_momentum, right_apply, right_exchange = Muon._update, Muon._apply, MatrixExchange.__call__
+
+
+def clipped_too_little(optimizer, norm, clip, scale, bad):
+    right_update(optimizer, norm * 0.9, clip, scale, bad)
+
+
 def undecayed(optimizer, *given):
     """Forgets the weight decay of matrices, which is far less than what bf16 costs."""
     group = optimizer.param_groups[0]
@@ -203,35 +232,28 @@ def uncounted(optimizer, *given):
     right_update(optimizer, *given)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        lambda optimizer, norm, clip, scale, bad: right_update(
-            optimizer, norm * 0.9, clip, scale, bad
-        ),  # clips too little
-        lambda optimizer, norm, clip, scale, bad: None,  # no update at all
-        undecayed,
-        uncounted,
-    ],
-    ids=["clip", "lost", "decay", "count"],
-)
-def test_an_update_that_is_wrong_in_every_way_ends_the_run(fault, tmp_path, monkeypatch):
-    plain = proof.Twin.plainly
+def fused_wrongly(optimizer):
+    """A kernel that gets one value in a hundred of what it keeps wrong."""
+    right_fused(optimizer)
+    for entry in optimizer.state.values():
+        entry["exp_avg_sq"].view(-1)[::100] *= 1.01
 
-    def plainly(twin, exact):
-        with monkeypatch.context() as right:
-            right.setattr(base, "update", right_update)
-            return plain(twin, exact)
 
-    monkeypatch.setattr(proof.Twin, "plainly", plainly)
-    monkeypatch.setattr(base, "update", fault)
-    with pytest.raises(HpclmError, match="computes incorrectly in every way") as error:
+ADAMW = {
+    "clip": (base, "update", clipped_too_little, "gradient of"),
+    "lost": (base, "update", lambda *given: None, "gradient of .* is not there"),
+    "decay": (base, "update", undecayed, "change of"),
+    "count": (base, "update", uncounted, "change of .* by update 2"),
+    "kernel": (AdamW, "pytorch_step", fused_wrongly, "exp_avg_sq of .* after update"),
+}
+
+
+@pytest.mark.parametrize("where, what, fault, message", ADAMW.values(), ids=ADAMW.keys())
+def test_an_update_that_is_wrong_in_every_way_ends_the_run(where, what, fault, message, tmp_path, monkeypatch):
+    run_only(monkeypatch, where, what, fault)
+    with pytest.raises(HpclmError, match=f"(?s)computes incorrectly in every way.*{message}") as error:
         checked(tmp_path)
     assert "cluster.prove=false" in str(error.value)
-
-
-right_update = base.update
-right_momentum, right_exchange = Muon._update, MatrixExchange.__call__
 
 
 def without_nesterov(muon, *given):
@@ -239,28 +261,76 @@ def without_nesterov(muon, *given):
     return right_momentum(muon, *given)
 
 
+def matrices_undecayed(muon, number, *given):
+    group = muon._group[muon.matrices[number].parameter]
+    decay, group["weight_decay"] = group["weight_decay"], 0.0
+    right_apply(muon, number, *given)
+    group["weight_decay"] = decay
+
+
 def one_left_out(exchange, numbers, held, work):
     """The last matrix of each round is used as it was."""
     return [*right_exchange(exchange, numbers, held, work)[:-1], held[-1].flatten()]
 
 
+MUON = {
+    "coefficients": (muon, "COEFFICIENTS", (3.4445, -4.7750, 2.0315 * 1.05), "change of"),
+    "not split": (muon, "parts_of", lambda *_: None, "change of"),
+    "nesterov": (Muon, "_update", without_nesterov, "change of"),
+    "scale": (Muon, "_ratio", lambda *_: 0.3, "change of"),
+    "decay": (Muon, "_apply", matrices_undecayed, "change of"),
+    "exchange": (MatrixExchange, "__call__", one_left_out, "change of"),
+}
+
+
 @pytest.mark.parametrize("kind", ["bf16", pytest.param("fp32", marks=pytest.mark.whole)])
-@pytest.mark.parametrize(
-    "where, what, fault, message",
-    [
-        (muon, "COEFFICIENTS", (3.4445, -4.7750, 2.0315 * 1.05), "the orthogonalised update of"),
-        (muon, "parts_of", lambda *_: None, "the orthogonalised update of"),
-        (Muon, "_update", without_nesterov, "the momentum of"),
-        (Muon, "_ratio", lambda *_: 0.3, "is not Muon's|the orthogonalised update of"),
-        (MatrixExchange, "__call__", one_left_out, "do not come back"),
-    ],
-    ids=["coefficients", "not split", "nesterov", "scale", "exchange"],
-)
+@pytest.mark.parametrize("where, what, fault, message", MUON.values(), ids=MUON.keys())
 def test_a_wrong_update_of_muon_ends_the_run(where, what, fault, message, kind, tmp_path, monkeypatch):
     own = dict(name="muon", newton_schulz_type=kind)
-    monkeypatch.setattr(where, what, fault)
+    run_only(monkeypatch, where, what, fault)
     with pytest.raises(HpclmError, match=f"(?s)computes incorrectly in every way.*({message})"):
         checked(tmp_path, optim=own)
+
+
+TWO = {
+    "zero1-muon": ["engine.zero_stage=1", "optim.name=muon", "engine.precision=fp32"],
+    "fsdp2-muon": ["engine.name=fsdp2", "optim.name=muon", "engine.precision=bf16"],
+    "tensor-muon": ["parallel.tensor=2", "optim.name=muon", "engine.precision=bf16"],
+}
+"""Layouts of two ranks."""
+ON_ONE_RANK = {
+    "zero1-muon": (Muon, "_apply", "matrices_undecayed"),
+    "fsdp2-muon": (Muon, "_update", "without_nesterov"),
+}
+"""Faults that only the second rank has."""
+
+
+def on_two_ranks(folder):
+    """What the check of two ranks says of groups, of matrices, of layouts, and of layouts with a fault on the second rank."""
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    rank, said, faulty = torch.distributed.get_rank(), {}, {}
+    *_, context = sharded.made(TWO["zero1-muon"])
+    for name, words in TWO.items():
+        run = config.load(None, [*TINY, *words, "cluster.prove=true", f"out={folder}"])
+        compute = Compute(CPU, TYPES[run.engine.precision], Mesh.build(rank, 2, run.parallel))
+        said[name] = proof.check(run, context, compute) and json.loads((folder / "self-check.json").read_text())
+        if name in ON_ONE_RANK:
+            where, what, fault = ON_ONE_RANK[name]
+            with pytest.MonkeyPatch.context() as patches, pytest.raises(HpclmError) as error:
+                if rank:
+                    run_only(patches, where, what, globals()[fault])
+                proof.check(replace(run, seed=2), context, compute)
+            faulty[name] = str(error.value)
+    return sums(), exchanged(), said, faulty
+
+
+def sums():
+    """What is wrong with the process group of two ranks; and what, where one of them loses its part of a sum."""
+    rank = torch.distributed.get_rank()
+    compute = Compute(CPU, torch.float32, Mesh.build(rank, 2, ParallelConfig()))
+    right, whole = known_numbers.all_reduce, list(known_numbers.wrong_sums(compute))
+    known_numbers.all_reduce = lambda x, axis: right(x * (rank != 1), axis)
+    return whole, list(known_numbers.wrong_sums(compute))
 
 
 def exchanged():
@@ -272,20 +342,40 @@ def exchanged():
     def kept(sent, counts, like, axis):
         return [part if peer == axis.rank else 0 * part for peer, part in enumerate(right(sent, counts, like, axis))]
 
-    def found():
-        watch = WatchedExchange(engine, engine.optimizer, lambda weight, values: values)
-        engine.optimizer.exchange = watch.inner
-        return watch.wrong
-
-    right, found_right = matrix_exchange.all_to_all, found()
+    right = matrix_exchange.all_to_all
+    arrived = lost_matrices(engine.exchange)
     matrix_exchange.all_to_all = kept
-    return found_right, found()
+    return arrived, lost_matrices(engine.exchange)
 
 
-def test_a_matrix_whose_parts_are_not_exchanged_is_named():
-    for right, wrong in ranks.run(2, exchanged):
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What ``on_two_ranks`` gives on each of them."""
+    return ranks.run(2, on_two_ranks, tmp_path_factory.mktemp("two"))
+
+
+def test_a_group_in_which_numbers_change_on_the_way_is_named(two_ranks):
+    for (whole, lossy), *_ in two_ranks:
+        assert whole == []
+        assert lossy == ["sum over the process group world (ranks [0, 1]): known numbers arrive changed"]
+
+
+def test_a_matrix_whose_parts_are_not_exchanged_is_named(two_ranks):
+    for _, (right, wrong), *_ in two_ranks:
         assert right == ""
         assert "do not arrive where" in wrong or "do not come back as" in wrong
+
+
+@pytest.mark.parametrize("layout", TWO)
+def test_two_ranks_pass_as_they_are_set(layout, two_ranks):
+    for _, _, said, _ in two_ranks:
+        assert (said[layout]["way"], said[layout]["problems"]) == ("as set", [])
+
+
+@pytest.mark.parametrize("layout", ON_ONE_RANK)
+def test_an_update_that_is_wrong_on_one_rank_only_ends_the_run(layout, two_ranks):
+    for *_, faulty in two_ranks:
+        assert "computes incorrectly in every way" in faulty[layout] and "change of" in faulty[layout]
 
 
 def test_what_was_checked_is_remembered_for_the_same_settings_only(tmp_path, monkeypatch):
@@ -297,21 +387,6 @@ def test_what_was_checked_is_remembered_for_the_same_settings_only(tmp_path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     _, report = checked(tmp_path, SHAPES["gpt2"])
     assert not report["remembered"]
-
-
-def sums():
-    """What is wrong with the process group of two ranks; and what, where one of them loses its part of a sum."""
-    rank = torch.distributed.get_rank()
-    compute = Compute(CPU, torch.float32, Mesh.build(rank, 2, ParallelConfig()))
-    right, whole = proof.all_reduce, list(proof._wrong_sums(compute))
-    proof.all_reduce = lambda x, axis: right(x * (rank != 1), axis)
-    return whole, list(proof._wrong_sums(compute))
-
-
-def test_a_group_in_which_numbers_change_on_the_way_is_named():
-    for whole, lossy in ranks.run(2, sums):
-        assert whole == []
-        assert lossy == ["sum over the process group world (ranks [0, 1]): known numbers arrive changed"]
 
 
 def test_dropout_is_drawn_alike_in_both_ways(tmp_path, monkeypatch):

@@ -36,6 +36,16 @@ class PartitionedState(TrainingState, ABC):
         """How many values of a weight are in this process's partition, with padding."""
 
     @abstractmethod
+    def place(self, weight: ShardedParameter) -> tuple[Tensor, slice]:
+        """The partition that holds this process's values of a weight, and where in it."""
+
+    def gradient(self, weight: ShardedParameter) -> Tensor | None:
+        """As TrainingState's. DeepSpeed updates one partition after the other, and has scaled and clipped the gradients of this one only."""
+        flat, place = self.place(weight)
+        updated = any(flat is partition for group in self.optimizer.param_groups for partition in group["params"])
+        return flat.grad[place] if updated and flat.grad is not None else None
+
+    @abstractmethod
     def set(self, weight: ShardedParameter, values: Tensor, name: str | None) -> None:
         """Write this process's values of one tensor."""
 
@@ -111,9 +121,13 @@ class PartitionedOptimizer(PartitionedState):
         """How many values of a weight are in this process's partition."""
         return self.values(weight).numel()
 
+    def place(self, weight: ShardedParameter) -> tuple[Tensor, slice]:
+        """The partition that holds this process's values of a weight, and where in it."""
+        return self.places[weight.parameter][1:]
+
     def values(self, weight: ShardedParameter, name: str | None = None) -> Tensor:
         """This process's values of a weight, or of the optimizer's tensor ``name`` of it: a view."""
-        _, flat, place = self.places[weight.parameter]
+        flat, place = self.place(weight)
         return (self.optimizer.state[flat][name] if name else flat.detach())[place]
 
     def set(self, weight: ShardedParameter, values: Tensor, name: str | None) -> None:
@@ -143,6 +157,11 @@ class PartitionedWeights(PartitionedState):
     def size(self, weight: ShardedParameter) -> int:
         """How many values of a weight are in this process's partition, with padding."""
         return int(weight.parameter.ds_tensor.ds_numel)  # type: ignore[attr-defined]
+
+    def place(self, weight: ShardedParameter) -> tuple[Tensor, slice]:
+        """The partition that holds this process's values of a weight, and where in it."""
+        number, first, count = self.wrapper.grad_position[self.wrapper.get_param_id(weight.parameter)]
+        return self.flat[number], slice(first, first + count)
 
     def values(self, weight: ShardedParameter, name: str | None = None) -> Tensor:
         """This process's values of a weight, or of the optimizer's tensor ``name`` of it."""

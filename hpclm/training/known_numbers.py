@@ -1,0 +1,82 @@
+"""Whether known numbers arrive: summed, gathered and scattered over every process group, and as matrices of an optimizer."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hpclm.engine.matrix_exchange import MatrixExchange
+from hpclm.engine.sharded_parameter import ShardedParameter, blocks
+from hpclm.parallel.collectives import all_gather, all_reduce, finish, start_scatter
+from hpclm.parallel.mesh import Axis
+from hpclm.training.compute import Compute
+
+SENT = 1 << 18  # numbers in each message
+WHOLE = 251  # whole numbers below it, and 1 more, are exact in every type
+TYPES = (torch.bfloat16, torch.float32)
+"""In which optimizers exchange matrices."""
+
+
+def wrong_sums(compute: Compute) -> Iterator[str]:
+    """The process groups in which known numbers do not arrive as they should."""
+    mesh = compute.mesh
+    axes = {name: getattr(mesh, name) for name in ("world", "pp", "dp", "shard", "replicate", "tp", "model")}
+    numbers = (torch.arange(SENT) % 251 + 1).to(compute.device)
+
+    def of(rank: int) -> Tensor:
+        """What a rank sends: whole numbers, whose sums fp32 holds exactly."""
+        return (numbers * (rank % 8 + 1)).float()
+
+    done: set[tuple[int, ...]] = set()
+    for name, axis in axes.items():
+        if axis.size == 1 or axis.ranks in done:
+            continue
+        done.add(axis.ranks)
+        total = (numbers * sum(rank % 8 + 1 for rank in range(axis.size))).float()
+        gathered = all_gather(of(axis.rank), axis).view(axis.size, SENT)
+        spread = finish(*start_scatter(of(axis.rank).repeat(axis.size), axis))
+        right = {
+            "sum": torch.equal(all_reduce(of(axis.rank), axis), total),
+            "gather": all(torch.equal(gathered[rank], of(rank)) for rank in range(axis.size)),
+            "scatter": torch.equal(spread, total),
+        }
+        wrong = [kind for kind, holds in right.items() if not holds]
+        if wrong:
+            yield f"{', '.join(wrong)} over the process group {name} (ranks {list(axis.ranks)}): known numbers arrive changed"
+
+
+def lost_matrices(exchange: MatrixExchange) -> str:
+    """The first matrix whose values do not arrive on the process that works on it, or do not come back from there, on this process;
+    empty if all do. A collective."""
+    wrong = list[str]()
+
+    def work(number: int, matrix: Tensor) -> Tensor:
+        places = (torch.arange(size, device=matrix.device) for size in matrix.shape)
+        if not torch.equal(matrix, _numbers(number, *places).to(matrix.dtype)):
+            wrong.append(f"values of {exchange.weights[number].name} do not arrive where the optimizer works on it")
+        return matrix + 1
+
+    for kind in TYPES:
+        for numbers in exchange.rounds:
+            sent = [_part(number, exchange.weights[number], exchange.tp).to(kind) for number in numbers]
+            due = [values + 1 for values in sent]
+            for number, values, back in zip(numbers, due, exchange(numbers, sent, work), strict=True):
+                if not torch.equal(back, values):
+                    wrong.append(
+                        f"values of {exchange.weights[number].name} do not come back as the optimizer has changed them"
+                    )
+    return next(iter(wrong), "")
+
+
+def _numbers(number: int, rows: Tensor, columns: Tensor) -> Tensor:
+    """[rows, columns] whole numbers for a matrix, which tell where they are."""
+    return (7 * number + 31 * rows[:, None] + 3 * columns) % WHOLE
+
+
+def _part(number: int, weight: ShardedParameter, tp: Axis) -> Tensor:
+    """This process's values of a matrix of such numbers, flattened."""
+    values = torch.empty(weight.count, device=weight.parameter.device)
+    for start, block in blocks(weight, weight.begin, values, tp):
+        places = (torch.arange(low, low + n, device=values.device) for low, n in zip(start, block.shape, strict=True))
+        block.copy_(_numbers(number, *places))
+    return values

@@ -38,8 +38,6 @@ class StateTensor:
 
 State = Mapping[str, StateTensor]
 """By the names that the optimizer gives the tensors."""
-Declared = Callable[[str, Shape], State]
-"""Name and shape of a weight -> what is kept of it."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +145,6 @@ OPTIMIZERS = {
         family="muon",
     ),
 }
-
-
-def declared(optim: Settings) -> Declared:
-    """What the configured optimizer keeps."""
-    kind = OPTIMIZERS[optim.name]
-    return lambda name, shape: kind.state(name, shape, optim)
 
 
 def readers(setting: str) -> list[str]:

@@ -1,7 +1,7 @@
 """The training step of every engine. Subclasses override how the model is wrapped, and what their library does itself."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpclm.config import EngineSettings
 from hpclm.config.model import BLOCKS
-from hpclm.config.optimizers import OPTIMIZERS, declared
+from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.config.supports import SUPPORTS
 from hpclm.engine import SavedState, Shard, StepResult, keep_going
 from hpclm.engine.gradient_buckets import GradientBuckets
@@ -234,27 +234,41 @@ class BaseEngine:
         bytes_each = 4 + OPTIMIZERS[self.config.optim.name].bytes_per_parameter(self.config.optim)
         return SavePlan.among(held, self.mesh, self.config.file_mb, bytes_each)
 
+    @cached_property
+    def whole_plans(self) -> list[SavePlan]:
+        """The same of the optimizer's tensors that are not divided as their weights."""
+        return self.state.whole(self.weights, self.mesh, self.config.file_mb)
+
     def check_state(self) -> None:
         """UnsavableStateError if a checkpoint would leave out something that the optimizer keeps."""
-        unsaved = next(self.state.unsaved(self.weights), None)
-        if unsaved is None:
-            return
-        name, kind = self.config.optim.name, type(self.optimizer)
-        saved = sorted({part for weight in self.weights for part in self.state.declared(weight.name, weight.shape)})
-        raise UnsavableStateError(
-            f"optim.name={name} ({kind.__module__}.{kind.__qualname__}) keeps {unsaved}; a checkpoint would leave it out. Of each weight "
-            f"it holds {', '.join(saved)}, in fp32 and of the weight's shape, and a step count; choose another optimizer, or "
-            "checkpoint.enabled=false"
-        )
+        optim, kind = self.config.optim, type(self.optimizer)
+        who = f"optim.name={optim.name} ({kind.__module__}.{kind.__qualname__})"
+        for unkept in self.state.unkept(self.weights):
+            raise UnsavableStateError(
+                f"{who} keeps no {unkept}, which its row in hpclm/config/optimizers.py declares: no run could resume; correct the row, or "
+                "make the tensor in the first update"
+            )
+        for unsaved in self.state.unsaved(self.weights):
+            declared = {name for weight in self.weights for name in self.state.declared(weight.name, weight.shape)}
+            raise UnsavableStateError(
+                f"{who} keeps {unsaved}; a checkpoint would leave it out. Of each weight it holds {', '.join(sorted(declared))}, as declared "
+                "in hpclm/config/optimizers.py (contiguous and in fp32), and a step count; declare the rest there, choose another "
+                "optimizer, or set checkpoint.enabled=false"
+            )
 
     def tensors(self) -> Iterator[Shard]:
         """Weights, and the optimizer's state once there is any."""
         self.check_state()
-        yield from self.state.tensors(self.save_plan)
+        yield from self.state.tensors(self.save_plan, self.whole_plans)
 
     def scalars(self) -> dict[str, Any]:
-        """The optimizer's step count, the loss scale, and what optim.guard remembers."""
-        known = {"optimizer_steps": self.state.steps(), "loss_scale": self.scale and asdict(self.scale)}
+        """The optimizer's step count, numbers of its parameter groups, the loss scale, and what optim.guard remembers."""
+        known: dict[str, Any] = {
+            "optimizer_steps": self.state.steps(),
+            "loss_scale": self.scale and asdict(self.scale),
+        }
+        if self.state.kind.group_state:
+            known["optimizer_groups"] = self.state.group_numbers(self.weights, self.mesh.pp)
         return known | self.guard.scalars()
 
     @torch.no_grad()
@@ -263,26 +277,41 @@ class BaseEngine:
         given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
         check_shapes(self.model.placements, self._expected(given))
         if scalars["optimizer_steps"]:
-            self._check_optimizer(saved.shapes())
-        self.state.load(self.save_plan, saved, scalars["optimizer_steps"])
+            self._check_optimizer(saved.shapes(), scalars)
+        self.state.load(self.save_plan, self.whole_plans, saved, scalars["optimizer_steps"])
+        if self.state.kind.group_state:
+            self.state.load_groups(self.weights, scalars.get("optimizer_groups", ()))
         self.refresh()
         self.guard.load(scalars)
         if self.scale:
             self.scale = LossScale.of(scalars["loss_scale"], self.config.scaler)
 
-    def _check_optimizer(self, given: Collection[str]) -> None:
-        """ConfigError if a saved state is not of this optimizer."""
+    def _check_optimizer(self, given: Mapping[str, Sequence[int]], scalars: Mapping[str, Any]) -> None:
+        """ConfigError if a saved state is not of this optimizer. ``given``: the shapes of all tensors."""
         name = self.config.optim.name
         updated = {tensor.split(".", 2)[2] for tensor in given if tensor.startswith("optim.")}
         # an optimizer keeps nothing of a weight that never had a gradient, such as one that a user's block does not use
         weights = [weight for weight in self.weights if weight.name in updated or not updated]
-        needed = [f"optim.{part}.{w.name}" for w in weights for part in self.state.declared(w.name, w.shape)]
+        needed = {
+            f"optim.{name}.{weight.name}": tuple(tensor.shape)
+            for weight in weights
+            for name, tensor in self.state.declared(weight.name, weight.shape).items()
+        }
         missing = [tensor for tensor in needed if tensor not in given]
+        if not scalars.get("optimizer_groups"):
+            missing += [f"{key} of parameter groups" for key in self.state.kind.group_state]
         if missing:
             raise ConfigError(
                 f"the checkpoint has no {missing[0]}, which optim.name={name} needs: it was saved with another optimizer; set "
                 f"optim.name to that, or start a new run from its weights with checkpoint.init_from"
             )
+        for tensor, shape in needed.items():
+            if tuple(given[tensor]) != shape:
+                raise ConfigError(
+                    f"{tensor} has the shape {list(given[tensor])} in the checkpoint, but optim.name={name} needs {list(shape)}: it was "
+                    f"saved with other settings of the optimizer; restore them, or start a new run from its weights with "
+                    f"checkpoint.init_from"
+                )
 
     def _expected(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The saved weights, out of ``given``, that this process must know: all but those of other stages' layers."""
@@ -301,7 +330,7 @@ def optimizer_for(
     if kind.matrices:
         exchange = MatrixExchange([weight for weight in weights if kind.matrices(weight.name, weight.shape)], mesh)
         cast(MatrixOptimizer, optimizer).share(exchange, config.model)
-    return optimizer, TrainingState(optimizer, declared(config.optim)), exchange
+    return optimizer, TrainingState(optimizer, config.optim, exchange.worked_on if exchange else ()), exchange
 
 
 def defer_tp_grad_sum(model: Stack, mesh: Mesh, device: torch.device) -> None:

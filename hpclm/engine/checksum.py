@@ -5,22 +5,25 @@ exact, the same in any order, and as fast as memory. It changes with every chang
 are missed only if they cancel out.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from hpclm.config.optimizers import Where
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
 
 LARGE = 1 << 18  # values from which a tensor is a piece by itself; smaller ones are concatenated
 
 
-def held(state: TrainingState, weights: Iterable[ShardedParameter]) -> Iterator[Tensor]:
-    """This process's values of ``weights``, and of the optimizer's tensors of them."""
+def held(state: TrainingState, weights: Iterable[ShardedParameter], shared: bool) -> Iterator[Tensor]:
+    """This process's values of ``weights``, and of the optimizer's tensors of them. ``shared``: without what only the process that works
+    on a matrix keeps."""
+    places: Sequence[Where] = ("weight", "everywhere") if shared else ("weight", "everywhere", "matrix")
     for weight in weights:
         yield state.values(weight)
-        yield from (state.values(weight, name) for name in state.names(weight))
+        yield from (state.values(weight, name) for where in places for name in state.names(weight, where))
 
 
 def counts(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -36,10 +36,11 @@ class MatrixExchange:
         self.rounds = [order[first : first + size] for first in range(0, len(order), size)]
         """Matrices that take about the same time; the n-th belongs to the n-th process, counted copy by copy."""
 
-    def works_on(self, number: int) -> bool:
-        """Whether this process works on a matrix."""
-        slot = next(numbers.index(number) for numbers in self.rounds if number in numbers)
-        return divmod(slot, self.holders.size) == (self.copies.rank, self.holders.rank)
+    @property
+    def worked_on(self) -> list[str]:
+        """Names of the matrices that this process works on."""
+        slot = self.copies.rank * self.holders.size + self.holders.rank
+        return [self.weights[numbers[slot]].name for numbers in self.rounds if slot < len(numbers)]
 
     def __call__(
         self, numbers: Sequence[int], held: Sequence[Tensor], work: Callable[[int, Tensor], Tensor]

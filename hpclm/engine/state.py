@@ -1,22 +1,28 @@
 """An engine's fp32 weights and optimizer state, as logical tensors that any layout can read: a weight at a time.
 
 A checkpoint has a weight as ``model.NAME``, and each tensor that the optimizer keeps of it as ``optim.TENSOR.NAME``, by the name
-that the optimizer gives it (hpclm.optim.optimizers).
+that the optimizer gives it (hpclm.config.optimizers).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hpclm.config.optimizers import Declared
+from hpclm.config import OptimConfig
+from hpclm.config.optimizers import OPTIMIZERS, State, Where, held
 from hpclm.engine import SavedState, Shard
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.errors import ConfigError
 from hpclm.optim.adamw import set_state, steps_by_group, steps_taken
+from hpclm.parallel.collectives import all_gather_objects
+from hpclm.parallel.mesh import ALONE, SINGLE, Axis, Mesh
+from hpclm.parallel.placement import Placement
 
 SET_EVERY_STEP = ("params", "lr")
 """Entries of a parameter group that the engine sets."""
@@ -29,18 +35,24 @@ class UnsavableStateError(ConfigError):
 class TrainingState:
     """The state of an optimizer that updates ``ShardedParameter.parameter`` itself; for wrapped ones, override what differs."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, declared: Declared):
-        self.optimizer, self.declared = optimizer, declared
+    def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, works_on: Collection[str] = ()):
+        """``works_on``: names of the weights that this process updates as whole matrices."""
+        self.optimizer, self.optim, self.works_on = optimizer, optim, works_on
+        self.kind = OPTIMIZERS[optim.name]
         self._groups = [options(group) for group in optimizer.param_groups]
+
+    def declared(self, name: str, shape: Sequence[int]) -> State:
+        """What the optimizer keeps of a weight, by its name and shape."""
+        return self.kind.state(name, shape, self.optim)
 
     def held(self, weight: ShardedParameter) -> ShardedParameter:
         """``weight``, with the run of its values that this process keeps."""
         return weight
 
-    def names(self, weight: ShardedParameter) -> list[str]:
-        """The tensors that the optimizer keeps of a weight now; none before its first update."""
-        its, shape = self.optimizer.state.get(weight.parameter, {}), weight.parameter.shape
-        return [n for n, value in its.items() if n != "step" and isinstance(value, Tensor) and value.shape == shape]
+    def names(self, weight: ShardedParameter, where: Where = "weight") -> list[str]:
+        """The tensors, of those that are held ``where``, that this process keeps of a weight now; none before its first update."""
+        kept = self.optimizer.state.get(weight.parameter, {})
+        return [name for name in held(self.declared(weight.name, weight.shape), where) if name in kept]
 
     def values(self, weight: ShardedParameter, name: str | None = None) -> Tensor:
         """This process's values of a weight, or of the optimizer's tensor ``name`` of it."""
@@ -55,44 +67,121 @@ class TrainingState:
         """Updates so far."""
         return steps_taken(self.optimizer)
 
-    def owners(self, weights: Sequence[ShardedParameter]) -> Iterator[tuple[str, Tensor, Collection[str]]]:
-        """The keys of the optimizer's state: the name of each, the parameter, and the tensors of it that are saved."""
+    def owners(self, weights: Sequence[ShardedParameter]) -> Iterator[tuple[str, Tensor, State]]:
+        """The keys of the optimizer's state: the name of each, the parameter, and what is saved of it by this process or others."""
         for weight in weights:
             yield weight.name, weight.parameter, self.declared(weight.name, weight.shape)
 
     def unsaved(self, weights: Sequence[ShardedParameter]) -> Iterator[str]:
-        """What the optimizer keeps besides what ``tensors`` and ``steps`` save, in words."""
+        """What the optimizer keeps besides what is saved, in words."""
         owners = list(self.owners(weights))
-        for name, parameter, saved in owners:
+        for name, parameter, declared in owners:
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                if not (is_count(value) if key == "step" else key in saved and is_like(value, parameter)):
+                tensor = declared.get(key)
+                if key == "step" and is_count(value):
+                    continue
+                if tensor is None or not is_like(value, parameter.shape if tensor.where == "weight" else tensor.shape):
                     yield f"{key!r} of {name}, {described(value)}"
+                elif tensor.where == "matrix" and name not in self.works_on:
+                    yield f"{key!r} of {name}, {described(value)}, on a process that does not work on this matrix"
         parameters = {parameter for _, parameter, _ in owners}
         for key in self.optimizer.state.keys() - parameters:
             yield f"state of {described(key)}, which is no weight"
         counters = {"step"} if steps_by_group(self.optimizer) else set()
         for before, group in zip(self._groups, self.optimizer.param_groups, strict=True):
             for key in group.keys() - counters - {*SET_EVERY_STEP}:
-                if key not in before or not equal(before[key], group[key]):
+                unchanged = key in before and equal(before[key], group[key])
+                if not (unchanged or (key in self.kind.group_state and is_count(group[key]))):
                     yield f"{key!r} of a parameter group, {described(group[key])}, which its updates change"
 
-    def tensors(self, plan: SavePlan) -> Iterator[Shard]:
+    def unkept(self, weights: Sequence[ShardedParameter]) -> Iterator[str]:
+        """What is declared and not kept, in words: a checkpoint without it could not be loaded."""
+        for weight in weights:
+            if kept := self.optimizer.state.get(weight.parameter):
+                for name, tensor in self.declared(weight.name, weight.shape).items():
+                    if name not in kept and (tensor.where != "matrix" or weight.name in self.works_on):
+                        yield f"{name!r} of {weight.name}"
+
+    def whole(self, weights: Sequence[ShardedParameter], mesh: Mesh, least: float) -> list[SavePlan]:
+        """The plans for the optimizer's tensors that are not divided as their weights, which stand there as weights called TENSOR.WEIGHT.
+        ``least``: as of SavePlan.among."""
+
+        def those(where: Where, weights: Sequence[ShardedParameter], copies: Axis) -> list[ShardedParameter]:
+            return [
+                replace(
+                    weight,
+                    name=f"{name}.{weight.name}",
+                    placement=Placement(it.shape),
+                    begin=0,
+                    values=prod(it.shape),
+                    copies=copies,
+                )
+                for weight in weights
+                for name, it in held(self.declared(weight.name, weight.shape), where).items()
+            ]
+
+        mine = [weight for weight in weights if weight.name in self.works_on]
+        return [
+            SavePlan.among(those("everywhere", weights, mesh.dp), mesh, least, 4),
+            SavePlan.among(those("matrix", mine, SINGLE), ALONE),
+        ]
+
+    def tensors(self, plan: SavePlan, whole: Sequence[SavePlan]) -> Iterator[Shard]:
         """The shards that this process saves."""
         for number, weight in enumerate(plan.weights):
             yield from plan.shards(number, f"model.{weight.name}", self.values(weight))
             for name in self.names(weight):
                 yield from plan.shards(number, f"optim.{name}.{weight.name}", self.values(weight, name))
+        for plan in whole:
+            for number, tensor in enumerate(plan.weights):
+                kept = self.optimizer.state.get(tensor.parameter, {})
+                if (name := tensor.name.split(".")[0]) in kept:
+                    yield from plan.shards(number, f"optim.{tensor.name}", kept[name])
 
-    def load(self, plan: SavePlan, saved: SavedState, steps: int) -> None:
+    def load(self, plan: SavePlan, whole: Sequence[SavePlan], saved: SavedState, steps: int) -> None:
         """Load the weights, and the optimizer's state if there were ``steps`` updates."""
         given = saved.shapes() if steps else {}
         for number, weight in enumerate(plan.weights):
             plan.load(number, f"model.{weight.name}", saved, weight.parameter)
-            names = [n for n in self.declared(weight.name, weight.shape) if f"optim.{n}.{weight.name}" in given]
-            tensors = {name: torch.empty_like(weight.parameter) for name in names}
+            declared = self.declared(weight.name, weight.shape)
+            kept = [name for name in declared if f"optim.{name}.{weight.name}" in given]
+            tensors = {name: torch.empty_like(weight.parameter) for name in kept if declared[name].where == "weight"}
             for name, values in tensors.items():
                 plan.load(number, f"optim.{name}.{weight.name}", saved, values)
-            set_state(self.optimizer, weight.parameter, tensors, steps)
+            updated = bool(kept or (steps and not declared))
+            set_state(self.optimizer, weight.parameter, tensors if updated else None, steps)
+        for plan in whole:
+            for number, tensor in enumerate(plan.weights):
+                if f"optim.{tensor.name}" in given:
+                    values = tensor.parameter.new_empty(tensor.shape)
+                    plan.load(number, f"optim.{tensor.name}", saved, values)
+                    self.optimizer.state[tensor.parameter][tensor.name.split(".")[0]] = values
+
+    def group_numbers(self, weights: Sequence[ShardedParameter], pp: Axis) -> list[dict[str, Any]]:
+        """The numbers of parameter groups that updates change, of each set of weights with equal ones, on all stages; a collective."""
+        names = {weight.parameter: weight.name for weight in weights}
+        groups = [
+            (
+                [names[p] for p in group["params"]],
+                {key: number(group[key]) for key in self.kind.group_state if key in group},
+            )
+            for group in self.optimizer.param_groups
+        ]
+        alike: dict[str, dict[str, Any]] = {}
+        for members, numbers in (group for stage in all_gather_objects(groups, pp) for group in stage if group[0]):
+            alike.setdefault(repr(numbers), {"weights": [], "numbers": numbers})["weights"] += members
+        return list(alike.values())
+
+    def load_groups(self, weights: Sequence[ShardedParameter], saved: Sequence[Mapping[str, Any]]) -> None:
+        """Set the numbers of parameter groups to saved ones, or if there are none, to those of before the first update."""
+        names = {weight.parameter: weight.name for weight in weights}
+        numbers = {name: entry["numbers"] for entry in saved for name in entry["weights"]}
+        for before, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+            known = (numbers[names[p]] for p in group["params"] if names[p] in numbers)
+            entry = next(known, saved[0]["numbers"] if saved else before)
+            for key in group.keys() & {*self.kind.group_state} & entry.keys():
+                now = group[key]
+                group[key] = torch.full_like(now, entry[key]) if isinstance(now, Tensor) else entry[key]
 
 
 def is_count(value: Any) -> bool:
@@ -100,11 +189,17 @@ def is_count(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
 
 
-def is_like(value: Any, parameter: Tensor) -> bool:
-    """Whether ``value`` is a tensor in fp32 of the parameter's shape; what DeepSpeed keeps on a disk has no values now."""
-    if not isinstance(value, Tensor) or value.dtype != torch.float32:
+def is_like(value: Any, shape: Sequence[int]) -> bool:
+    """Whether ``value`` is a contiguous tensor in fp32 of this shape: loaded, it would have the same bits and memory layout. What DeepSpeed
+    keeps on a disk has no values now."""
+    if not isinstance(value, Tensor) or value.dtype != torch.float32 or not value.is_contiguous():
         return False
-    return value.shape == parameter.shape or 0 in (value.numel(), parameter.numel())
+    return tuple(value.shape) == tuple(shape) or 0 in (value.numel(), prod(shape))
+
+
+def number(value: Any) -> Any:
+    """A number of a parameter group, as JSON."""
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
@@ -122,5 +217,6 @@ def equal(before: Any, now: Any) -> bool:
 def described(value: Any) -> str:
     """A value in short: the type and shape of a tensor, the value of anything else."""
     if isinstance(value, Tensor):
-        return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        order = "" if value.is_contiguous() else ", which is not contiguous"
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}{order}"
     return f"the value {value!r:.60}"

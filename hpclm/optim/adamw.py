@@ -100,12 +100,14 @@ def steps_taken(optimizer: torch.optim.Optimizer) -> int:
     return int(torch.stack(steps).max()) if steps else 0  # one wait for the device
 
 
-def set_state(optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: Mapping[str, Tensor], steps: int) -> None:
-    """Set the state of ``parameter`` to ``tensors`` by their names, after ``steps`` steps; with no tensors, as before the first."""
+def set_state(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int
+) -> None:
+    """Set the state of ``parameter`` to ``tensors`` by their names, after ``steps`` steps; None: as before the first."""
     if steps_by_group(optimizer):
         for group in optimizer.param_groups:
             group["step"] = steps
-    if not tensors:
+    if tensors is None:
         optimizer.state.pop(parameter, None)
         return
     optimizer.state[parameter] = dict(tensors)

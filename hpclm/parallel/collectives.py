@@ -75,11 +75,15 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
 
 def union(names: Set[str], axis: Axis) -> set[str]:
     """The names of all processes."""
-    if axis.size == 1:
-        return {*names}
-    everyone: list[set[str]] = [set()] * axis.size
-    dist.all_gather_object(everyone, {*names}, group=axis.group)
-    return set().union(*everyone)
+    return set().union(*all_gather_objects({*names}, axis))
+
+
+def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """The values of all processes, in order; they are pickled."""
+    everyone = [value] * axis.size
+    if axis.size > 1:
+        dist.all_gather_object(everyone, value, group=axis.group)
+    return everyone
 
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:

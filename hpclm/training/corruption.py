@@ -126,7 +126,7 @@ class Verifier:
         self._close()
         answer = {
             "shared": [
-                (*group, _digest(self._sums(pieces(held(self.engine.state, weights)))))
+                (*group, _digest(self._sums(pieces(held(self.engine.state, weights, shared=True)))))
                 for group, weights in self._shared.items()
             ],
             "changed": bool(self._changed),
@@ -141,7 +141,7 @@ class Verifier:
     def _differing(self, group: Group) -> tuple[str, ...]:
         """The weights of a group whose values or optimizer state are not the same on all its ranks; a collective."""
         digests = {
-            weight.name: _digest(self._sums(pieces(held(self.engine.state, [weight]))))
+            weight.name: _digest(self._sums(pieces(held(self.engine.state, [weight], shared=True))))
             for weight in self._shared.get(group, ())
         }
         answers = [answer for answer in self.context.all_gather(digests) if answer]
@@ -165,7 +165,9 @@ class Verifier:
         self._close()  # if the last step was skipped without an update
         if anew or len(self.engine.optimizer.state) != self._entries:
             self._entries = len(self.engine.optimizer.state)
-            self._pieces = pieces([*held(self.engine.state, self._weights), *counts(self.engine.optimizer)])
+            self._pieces = pieces(
+                [*held(self.engine.state, self._weights, shared=False), *counts(self.engine.optimizer)]
+            )
         self._before = self._sums(self._pieces)
 
     def _close(self) -> None:

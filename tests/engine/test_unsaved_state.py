@@ -48,6 +48,10 @@ def narrow(optimizer, group, p, kept):
     kept["exp_avg"] = kept["exp_avg"].bfloat16().float().bfloat16()
 
 
+def column_by_column(optimizer, group, p, kept):
+    kept["exp_avg"] = kept["exp_avg"].t().contiguous().t() if p.ndim > 1 else kept["exp_avg"]
+
+
 def quantised(optimizer, group, p, kept):
     kept["absmax"] = p.grad.abs().max()
 
@@ -80,6 +84,7 @@ UNSAVED = {
     factored: "'exp_avg_sq_row' of tokens.weight, a tensor of float32 [64]",
     second_moment_without_a_row: "'max_exp_avg_sq' of tokens.weight, a tensor of float32 [64, 32]",
     narrow: "'exp_avg' of tokens.weight, a tensor of bfloat16 [64, 32]",
+    column_by_column: "'exp_avg' of tokens.weight, a tensor of float32 [64, 32], which is not contiguous",
     quantised: "'absmax' of tokens.weight, a tensor of float32 []",
     number: "'mu_product' of tokens.weight, the value 0.9",
     steps_of_values: "'step' of tokens.weight, a tensor of float32 [64, 32]",
@@ -103,7 +108,13 @@ def test_state_that_a_checkpoint_leaves_out_ends_the_first_step_and_names_it(kee
         train(settings(GPT2), 1)
     assert says in str(refused.value)
     assert "optim.name=adamw (tests.engine.test_unsaved_state.Plain)" in str(refused.value)
-    assert "exp_avg, in fp32 and of the weight's shape" in str(refused.value)
+    assert "Of each weight it holds exp_avg, as declared" in str(refused.value)
+
+
+def test_state_that_is_declared_and_not_kept_ends_the_first_step(monkeypatch):
+    use(monkeypatch, lambda optimizer, group, p, kept: p.ndim > 1 and kept.pop("exp_avg"))
+    with pytest.raises(UnsavableStateError, match=r"keeps no .exp_avg. of tokens.weight, which its row in .* declares"):
+        train(settings(GPT2), 1)
 
 
 def test_state_that_comes_after_the_first_step_is_refused_by_the_save(monkeypatch):

@@ -20,7 +20,7 @@ from tests.parity import STEPS
 
 def state(engine):
     """All values that this rank keeps, where it keeps them."""
-    return [tensor.detach() for tensor in held(engine.state, engine.weights) if tensor.numel()]
+    return [tensor.detach() for tensor in held(engine.state, engine.weights, shared=False) if tensor.numel()]
 
 
 def flip(engine, draw):

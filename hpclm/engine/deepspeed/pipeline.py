@@ -117,7 +117,7 @@ class PipelineEngine(WrappedEngine):
         held = [list(group["params"]) for group in optimizer.param_groups]
         tree = settings(config, library.NAMES[dtype])
         self.engine = library.initialize(model=pipeline, optimizer=optimizer, config=tree)
-        self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, self.state.declared, held, mesh.dp)
+        self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, config.optim, held, mesh.dp)
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:
         """All micro-batches through all stages, and the update, in which DeepSpeed reduces, clips, and skips what is not finite."""

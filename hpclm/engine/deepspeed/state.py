@@ -4,7 +4,7 @@ By what DeepSpeed documents (``safe_get_local_*``), and where there is nothing, 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,8 @@ from deepspeed import utils
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import Tensor, nn
 
-from hpclm.config.optimizers import Declared
+from hpclm.config import OptimConfig
+from hpclm.config.optimizers import State, Where, held
 from hpclm.engine import SavedState
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
@@ -25,9 +26,9 @@ from hpclm.parallel.mesh import Axis
 class PartitionedState(TrainingState, ABC):
     """The state of DeepSpeed's ZeRO optimizer ``wrapper`` around ``optimizer``, ours, whose parameters are flat partitions."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, declared: Declared, flat: Sequence[Tensor]):
+    def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, flat: Sequence[Tensor]):
         """``flat``: this process's partitions, the keys of the optimizer's state."""
-        super().__init__(optimizer, declared)
+        super().__init__(optimizer, optim)
         self.flat = flat
         self.begin(0)
 
@@ -53,16 +54,16 @@ class PartitionedState(TrainingState, ABC):
     def publish(self) -> None:
         """Copy the optimizer's fp32 weights into the model."""
 
-    def names(self, weight: ShardedParameter) -> list[str]:
+    def names(self, weight: ShardedParameter, where: Where = "weight") -> list[str]:
         """The tensors that the optimizer keeps of a weight, once there were updates."""
-        return list(self.declared(weight.name, weight.shape)) if self.steps() else []
+        return list(held(self.declared(weight.name, weight.shape), where)) if self.steps() else []
 
-    def owners(self, weights: Sequence[ShardedParameter]) -> Iterator[tuple[str, Tensor, Collection[str]]]:
+    def owners(self, weights: Sequence[ShardedParameter]) -> Iterator[tuple[str, Tensor, State]]:
         """The keys of the optimizer's state: DeepSpeed's partitions."""
         for number, flat in enumerate(self.flat):
-            yield f"partition {number}", flat, tuple(self.declared("", flat.shape))
+            yield f"partition {number}", flat, self.declared("", flat.shape)
 
-    def load(self, plan: SavePlan, saved: SavedState, steps: int) -> None:
+    def load(self, plan: SavePlan, whole: Sequence[SavePlan], saved: SavedState, steps: int) -> None:
         """Load the weights, and the optimizer's state if there were ``steps`` updates."""
         if steps or self.steps():
             self.begin(steps)
@@ -94,7 +95,7 @@ class PartitionedOptimizer(PartitionedState):
         self,
         wrapper: Any,
         optimizer: torch.optim.Optimizer,
-        declared: Declared,
+        optim: OptimConfig,
         groups: Sequence[Sequence[nn.Parameter]],
         dp: Axis,
     ):
@@ -111,7 +112,7 @@ class PartitionedOptimizer(PartitionedState):
                 start = weight.storage_offset() - dp.rank * size  # in this partition
                 low, high = (min(max(index, 0), size) for index in (start, start + weight.numel()))
                 self.places[weight] = low - start if low < high else 0, flat, slice(low, high)
-        super().__init__(optimizer, declared, flats)
+        super().__init__(optimizer, optim, flats)
 
     def held(self, weight: ShardedParameter) -> ShardedParameter:
         """``weight``, with the run of its values that is in this process's partition."""
@@ -143,10 +144,10 @@ class PartitionedWeights(PartitionedState):
     """Stage 3. Of each weight, every replica has an equal part, ``ds_tensor``, with padding; our optimizer gets the fp32 partitions, one
     at a time, from ``fp32_partitioned_groups_flat``."""
 
-    def __init__(self, wrapper: Any, optimizer: torch.optim.Optimizer, declared: Declared, shard: Axis):
+    def __init__(self, wrapper: Any, optimizer: torch.optim.Optimizer, optim: OptimConfig, shard: Axis):
         """``shard``: the replicas."""
         self.wrapper, self.shard = wrapper, shard
-        super().__init__(optimizer, declared, wrapper.fp32_partitioned_groups_flat)
+        super().__init__(optimizer, optim, wrapper.fp32_partitioned_groups_flat)
 
     def held(self, weight: ShardedParameter) -> ShardedParameter:
         """``weight``, with the run of its values that is in this process's partition."""
@@ -184,10 +185,10 @@ class PartitionedWeights(PartitionedState):
         else:  # on disk
             parameter.nvme_swapper.swap_out_partitioned_params(dst_fp16_params=[parameter], src_fp32_params=[values])
 
-    def load(self, plan: SavePlan, saved: SavedState, steps: int) -> None:
+    def load(self, plan: SavePlan, whole: Sequence[SavePlan], saved: SavedState, steps: int) -> None:
         """Load the weights, and the optimizer's state if there were ``steps`` updates."""
         self.wrapper.parameter_offload.partition_all_parameters()  # what is set must not be gathered now
-        super().load(plan, saved, steps)
+        super().load(plan, whole, saved, steps)
 
     def publish(self) -> None:
         """Gather what DeepSpeed keeps gathered, and forget hpZ's copies of the weights."""

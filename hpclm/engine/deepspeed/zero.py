@@ -106,14 +106,14 @@ class ZeroEngine(WrappedEngine):
         weights = [ShardedParameter(name, p, model.placements[name]) for name, p in model.weights()]
         library.mark_split(weights)
         super().__init__(config, mesh, device, model, weights)
-        optimizer, declared = self.optimizer, self.state.declared
+        optimizer, optim = self.optimizer, config.optim
         held = [list(group["params"]) for group in optimizer.param_groups]
         self.engine = library.initialize(model=model, optimizer=optimizer, config=tree, mpu=library.MeshView(mesh))
         self.forward, wrapper = self.engine, self.engine.optimizer
         if stage == 3:
-            self.state = PartitionedWeights(wrapper, optimizer, declared, mesh.shard)
+            self.state = PartitionedWeights(wrapper, optimizer, optim, mesh.shard)
         else:
-            self.state = PartitionedOptimizer(wrapper, optimizer, declared, held, mesh.dp)
+            self.state = PartitionedOptimizer(wrapper, optimizer, optim, held, mesh.dp)
         self.mean_over = mesh.dp.size if stage == 3 else 1
         """DeepSpeed averages gradients, rather than sums them, over this many replicas."""
         self.divisor = 1.0

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from hpclm import files
 from hpclm.config import OptimConfig
-from hpclm.config.optimizers import EXAMPLES, declared
+from hpclm.config.optimizers import EXAMPLES, OPTIMIZERS
 from hpclm.errors import ConfigError, unread
 from hpclm.interop.megatron.layout import NO_WEIGHTS, MegatronState
 from hpclm.interop.pickles import load, refused
@@ -44,7 +44,7 @@ IGNORED = re.compile(r"torch\.distributed\.(checkpoint|_shard)(\.\w+)*|megatron(
 STACKED = re.compile(r"((?:encoder|transformer|decoder)\.layers)\.(?!\d)(.+)")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 NO_TENSORS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
-MOMENTS = tuple(declared(OptimConfig())(*EXAMPLES[0]))
+MOMENTS = tuple(OPTIMIZERS["adamw"].state(*EXAMPLES[0], OptimConfig()))
 MOST = 1 << 20  # tensors of single layers; the largest networks have thousands
 
 Shape = tuple[int, ...]

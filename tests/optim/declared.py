@@ -1,0 +1,105 @@
+"""An optimizer that keeps state of every kind that one can declare, and what the ranks of tests/optim/test_declared_state.py do with it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hpclm.checkpoint import CheckpointStore, Retention
+from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, StateTensor
+from hpclm.optim.adamw import groups
+from tests.engine.sharded import made, steps
+
+
+def is_matrix(name, shape):
+    return len(shape) == 2
+
+
+def state(name, shape, optim):
+    """Of the weight's shape, of a whole matrix, of one side of it, and scalars; on one process, or on all that hold a part."""
+    kept = {
+        "exp_avg": StateTensor(shape),
+        "rates": StateTensor((), "everywhere"),
+        "row": StateTensor((shape[0],), "everywhere"),
+    }
+    if is_matrix(name, shape):
+        kept |= {
+            "left": StateTensor((shape[0], shape[0]), "matrix"),
+            "columns": StateTensor((shape[1],), "matrix"),
+            "norm": StateTensor((), "matrix"),
+        }
+    return kept
+
+
+class Declared(torch.optim.Optimizer):
+    """Every kind of state changes in each update, and changes the next one."""
+
+    def __init__(self, weights, optim):
+        super().__init__(groups(weights, optim), dict(lr=optim.lr, rate_sum=0.0, updates=torch.zeros(())))
+        self.weights = weights
+        self.matrices = [weight for weight in weights if is_matrix(weight.name, weight.shape)]
+
+    def share(self, exchange, model):
+        self.exchange = exchange
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["rate_sum"] += group["lr"]
+            group["updates"] = group["updates"] + 1
+        directions = {}
+        for numbers in self.exchange.rounds:
+            gradients = [self.matrices[number].parameter.grad for number in numbers]
+            for number, values in zip(numbers, self.exchange(numbers, gradients, self.direction), strict=True):
+                directions[self.matrices[number].parameter] = values
+        sizes = {weight.parameter: weight.shape[0] for weight in self.weights}
+        for group in self.param_groups:
+            damped = group["lr"] / (1 + group["rate_sum"] + 0.01 * group["updates"])
+            for p in group["params"]:
+                kept = self.state[p]
+                kept.setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                kept.setdefault("rates", torch.zeros(())).add_(group["lr"])
+                kept.setdefault("row", torch.ones(sizes[p])).mul_(0.9)
+                kept["step"] = kept.get("step", 0) + 1
+                moved = kept["exp_avg"] / (1 + kept["rates"]) * kept["row"][0]
+                p.sub_(damped * (moved.view_as(p) + directions.get(p, moved).view_as(p)))
+
+    def direction(self, number, gradient):
+        kept = self.state[self.matrices[number].parameter]
+        rows, columns = gradient.shape
+        left = kept.setdefault("left", torch.zeros(rows, rows)).lerp_(gradient @ gradient.T, 0.1)
+        scale = kept.setdefault("columns", torch.zeros(columns)).lerp_(gradient.square().mean(0), 0.1)
+        norm = kept.setdefault("norm", torch.zeros(())).lerp_(gradient.norm(), 0.1)
+        return (left / left.norm() @ gradient + gradient) / (scale.sqrt() + norm)
+
+
+KIND = OptimizerKind(
+    f"{__name__}:Declared",
+    "",
+    state,
+    group_state=("rate_sum", "updates"),
+    matrices=is_matrix,
+    settings=("eps",),
+    family="declared",
+)
+
+
+def goes_on(folder, stop, words):
+    """Resume from a folder's newest checkpoint, train until ``stop``, save, and go on for two steps: once as it is, and once as another
+    process would, from the checkpoint. The losses on the way to ``stop``."""
+    OPTIMIZERS["muon"] = KIND
+    run, engine, batches, context = made(words)
+    store = CheckpointStore(Path(folder), Retention(99), {}, context)
+    progress = store.resume(engine, "auto")
+    losses = [result.loss for result in steps(run, engine, batches, progress.step, stop)]
+    store.save(engine, replace(progress, step=stop, samples=stop * run.batch.global_size))
+    _, other, again, _ = made(words)
+    assert store.resume(other, "require").step == stop
+    wanted, got = (steps(run, one, many, stop, stop + 2) for one, many in ((engine, batches), (other, again)))
+    assert [result.numbers for result in got] == [result.numbers for result in wanted]
+    assert other.scalars() == engine.scalars()
+    for weight, same in zip(engine.weights, other.weights, strict=True):
+        mine, theirs = (one.optimizer.state[w.parameter] for one, w in ((engine, weight), (other, same)))
+        assert mine.keys() == theirs.keys() and torch.equal(weight.parameter, same.parameter)
+        assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[key])) for key, value in mine.items())
+    return losses

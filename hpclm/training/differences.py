@@ -35,36 +35,38 @@ def floor(settings: EngineSettings, compute: Compute) -> float:
 
 
 def of_step(
-    step: int, own: Measured, in_type: Measured, plain: Measured, least: float, context: DistributedContext
+    step: int, run: Measured, in_type: Measured, plain: Measured, least: float, context: DistributedContext
 ) -> tuple[str, str]:
     """What differs in step number ``step`` by more than the type costs, empty if nothing does; and what came closest to it. The same on
     every rank.
 
     ``least``: the relative difference that is always allowed.
     """
-    mine = {} if step else sums(own.values, in_type.values, plain.values)
-    for what, number in own.scalars[step].items():
+    mine = {} if step else sums(run.values, in_type.values, plain.values)
+    for what, number in run.scalars[step].items():
         right, cast = plain.scalars[step][what], in_type.scalars[step][what]
         mine[what] = [(number - right) ** 2, (cast - right) ** 2, right**2, 0.0, 1]
     return _judged_by_all(mine, {} if step else plain.values, partial(judged, least=least), context)
 
 
-def of_updates(own: Samples, in_type: Samples, exact: Samples, context: DistributedContext) -> tuple[str, str]:
+def of_updates(run: Samples, in_type: Samples, exact: Samples, context: DistributedContext) -> tuple[str, str]:
     """As ``of_step``, of what updates make of the same gradients."""
     # a cost is that of the same operations on the same numbers, so that nothing in it is chance
     judge = partial(judged, least=UPDATE_FLOOR, alike=False)
-    return _judged_by_all(sums(own, in_type, exact), exact, judge, context)
+    return _judged_by_all(sums(run, in_type, exact), exact, judge, context)
 
 
-def sums(own: Samples, in_type: Samples, exact: Samples) -> dict[str, list[float]]:
+def sums(run: Samples, in_type: Samples, exact: Samples) -> dict[str, list[float]]:
     """What this process has a part of -> squares of the difference from what is exact, of what the type costs, of the values, and of the
     rounding that any way may have; how many values."""
     mine: dict[str, list[float]] = {}
-    for what, (first, value, rounding) in own.items():
+    for what, (first, value, rounding) in run.items():
         if what in exact:
             begin = exact[what].first
-            right, cast = (each[what].values[first - begin : first - begin + len(value)] for each in (exact, in_type))
-            three = (float(each.double().square().sum()) for each in (value - right, cast - right, right))
+            right, cast = (
+                samples[what].values[first - begin : first - begin + len(value)] for samples in (exact, in_type)
+            )
+            three = (float(x.double().square().sum()) for x in (value - right, cast - right, right))
             mine[what] = [*three, rounding**2, len(value)]
     return mine
 
@@ -102,7 +104,7 @@ def _judged_by_all(
 def judged(total: Mapping[str, Sequence[float]], least: float, alike: bool = True) -> tuple[str, str]:
     """What is off by more than it may be, and what comes closest to that, of the sums over all ranks that ``sums`` makes.
 
-    ``alike``: what the type costs tensors of the same kind is allowed too, since a small tensor's own cost may be chance.
+    ``alike``: what the type costs tensors of the same kind is allowed too, since a small tensor's run cost may be chance.
     """
     kinds: dict[str, list[Sequence[float]]] = {}
     for what, five in total.items():
@@ -125,10 +127,10 @@ def judged(total: Mapping[str, Sequence[float]], least: float, alike: bool = Tru
     return (text if parts[what] > 1 else ""), text
 
 
-def unequal(own: Measured, again: Measured, context: DistributedContext) -> str:
+def unequal(run: Measured, again: Measured, context: DistributedContext) -> str:
     """The first thing that two equal runs of the same steps differ in, on any rank."""
-    steps = zip(own.scalars, again.scalars, strict=True)
+    steps = zip(run.scalars, again.scalars, strict=True)
     wrong = [what for one, two in steps for what, number in one.items() if two[what] != number]
-    pairs = [(own.values, again.values), (own.made, again.made)]
+    pairs = [(run.values, again.values), (run.outcomes, again.outcomes)]
     wrong += [what for one, two in pairs for what in one if not torch.equal(one[what].values, two[what].values)]
     return next((f"{what[0]} has other bits the second time" for what in context.all_gather(wrong[:1]) if what), "")

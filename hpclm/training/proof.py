@@ -41,6 +41,7 @@ from hpclm.training import compiling
 from hpclm.training.compute import Compute
 from hpclm.training.differences import floor, of_step, of_updates, unequal
 from hpclm.training.known_numbers import lost_matrices, wrong_sums
+from hpclm.training.replay import Updates
 from hpclm.training.twin import Measured, Twin, measured
 
 log = logging.getLogger(__name__)
@@ -146,26 +147,26 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
             continue
         _begin(tried, compute.device)
         engine, batches = twin.as_run(tried)
-        own = measured(engine, batches)
+        run = measured(engine, batches)
         failed = compiling.failed_on_some(engine.compilations, context)
         uncompiled, wrong = bool(failed), "".join(f"torch.compile failed on {why}" for why in list(failed.values())[:1])
         least = floor(tried, compute)
         if not wrong and engine.exchange:
             wrong = next(filter(None, context.all_gather(lost_matrices(engine.exchange))), "")
         if not wrong:
-            wrong, closest = of_step(0, own, in_type, plain, least, context)
+            wrong, closest = of_step(0, run, in_type, plain, least, context)
         loaded = background and not wrong and _snapshot_moves(engine, batches, context)
         engine.close()
         del engine
         _free(compute.device)  # before there is another
         if not wrong:
-            wrong, closest_update = _misupdated(twin, own, context)
+            wrong, closest_update = _misupdated(twin, run, context)
         if not wrong:
-            wrong, _ = of_step(1, own, in_type, plain, least, context)
+            wrong, _ = of_step(1, run, in_type, plain, least, context)
         if not wrong and (settings.engine.deterministic or compute.device.type == "cpu"):
-            own = replace(own, updates=None)
+            run = replace(run, updates=Updates())
             engine, batches = twin.as_run(tried)
-            wrong = unequal(own, measured(engine, batches), context)
+            wrong = unequal(run, measured(engine, batches), context)
             engine.close()
             del engine
             _free(compute.device)
@@ -187,17 +188,16 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
     raise error
 
 
-def _misupdated(twin: Twin, own: Measured, context: DistributedContext) -> tuple[str, str]:
+def _misupdated(twin: Twin, run: Measured, context: DistributedContext) -> tuple[str, str]:
     """What the run's optimizer makes of its gradients otherwise than plain PyTorch does, and what comes closest to that."""
-    assert own.updates
-    exact = twin.replayed(own.updates, exact=True, plain=True)
-    rounded = twin.replayed(own.updates, exact=True, plain=True, rounded=True)
+    exact = twin.replayed(run.updates, exact=True, plain=True)
+    rounded = twin.replayed(run.updates, exact=True, plain=True, rounded=True)
     if twin.exact_updates:
-        return of_updates(own.made, rounded, exact, context)
-    in_type = twin.replayed(own.updates, exact=False, plain=True, rounded=True)
-    wrong, closest = of_updates(own.made, in_type, exact, context)
+        return of_updates(run.outcomes, rounded, exact, context)
+    in_type = twin.replayed(run.updates, exact=False, plain=True, rounded=True)
+    wrong, closest = of_updates(run.outcomes, in_type, exact, context)
     if not wrong:  # what is less than the type costs shows in fp32
-        wrong, _ = of_updates(twin.replayed(own.updates, exact=True, plain=False), rounded, exact, context)
+        wrong, _ = of_updates(twin.replayed(run.updates, exact=True, plain=False), rounded, exact, context)
     return wrong, closest
 
 

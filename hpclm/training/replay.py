@@ -17,7 +17,7 @@ from hpclm.engine.base import BaseEngine, optimizer_for
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
 from hpclm.optim.adamw import update
-from hpclm.parallel.collectives import all_reduce
+from hpclm.parallel.collectives import all_gather_objects, all_reduce
 from hpclm.parallel.mesh import SINGLE, Mesh
 from hpclm.training.compute import Compute
 
@@ -47,11 +47,11 @@ Samples = Mapping[str, Sample]
 class Updates:
     """What the optimizer of a run was given, as far as this process holds it."""
 
-    weights: Sequence[ShardedParameter]
+    weights: Sequence[ShardedParameter] = ()
     """With copies of their values before the first update."""
-    gradients: Sequence[Mapping[str, Tensor]]
+    gradients: Sequence[Mapping[str, Tensor]] = ()
     """Of each update, by the names of the weights: flattened, as the optimizer applied them, so scaled and clipped."""
-    lr: float
+    lr: float = 0.0
 
 
 Keep = Callable[[ShardedParameter, Tensor], Any]
@@ -101,19 +101,41 @@ def weights_of(state: TrainingState, weights: Sequence[ShardedParameter], mesh: 
     return {weight.name: sample(state.held(weight), state.values(weight), mesh) for weight in weights}
 
 
-def made(
+def outcome(
     number: int, before: Samples, state: TrainingState, weights: Sequence[ShardedParameter], mesh: Mesh
 ) -> dict[str, Sample]:
-    """What update ``number`` has made: the change of each weight since ``before``, and what the optimizer keeps."""
-    results = {}
+    """What came of update ``number``: the change of each weight since ``before``, and what the optimizer keeps."""
+    results = {f"updates after update {number}": of_whole(state.steps())}
     for weight in weights:
         first, values, _ = sample(state.held(weight), state.values(weight), mesh)
         change = values - before[weight.name].values
         results[f"change of {weight.name} by update {number}"] = Sample(first, change, ROUNDINGS * float(values.norm()))
-        for name in state.names(weight):
-            kept = sample(state.held(weight), state.values(weight, name), mesh)
-            results[f"{name} of {weight.name} after update {number}"] = kept
+        kept = {
+            name: sample(state.held(weight), state.values(weight, name), mesh) for name in state.names(weight, "weight")
+        }
+        kept |= {name: of_whole(state.values(weight, name)) for name in state.names(weight, "everywhere")}
+        results |= {f"{name} of {weight.name} after update {number}": values for name, values in kept.items()}
+    names = {weight.parameter: weight.name for weight in weights}
+    for group in state.optimizer.param_groups:
+        for key in state.kind.group_state:
+            for parameter in group["params"]:
+                results[f"{key} of {names[parameter]} after update {number}"] = of_whole(group[key])
     return results
+
+
+def of_matrices(number: int, state: TrainingState, weights: Sequence[ShardedParameter]) -> dict[str, Sample]:
+    """What the optimizer keeps after update ``number`` of the whole matrices that this process works on."""
+    return {
+        f"{name} of {weight.name} after update {number}": of_whole(state.values(weight, name))
+        for weight in weights
+        for name in state.names(weight, "matrix")
+    }
+
+
+def of_whole(values: Tensor | float) -> Sample:
+    """Every n-th value of a tensor that this process holds whole."""
+    flat = torch.as_tensor(values).detach().flatten()
+    return Sample(0, flat[:: len(flat) // SAMPLED + 1 | 1].to("cpu", torch.float32, copy=True))
 
 
 def replayed(
@@ -151,7 +173,10 @@ def replayed(
             gradient = given(held, gradients[held.name]).view_as(weight.parameter)
             weight.parameter.grad = gradient.mul_(error(gradient)) if rounded else gradient
         update(optimizer, one, 0.0, 1.0, torch.zeros_like(one))
-        results |= made(number, before, state, weights, mesh)
+        results |= outcome(number, before, state, weights, mesh)
+        # in the run, another process may work on a matrix
+        for theirs in all_gather_objects(of_matrices(number, state, weights), mesh.tp if plain else SINGLE):
+            results |= theirs
     return results
 
 

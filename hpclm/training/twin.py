@@ -194,9 +194,9 @@ class Measured:
     """Loss and gradient norm of each step."""
     values: Samples
     """The initial weights, and the gradients of the first update."""
-    made: Samples
+    outcomes: Samples
     """What the updates made of the weights and the optimizer's state."""
-    updates: Updates | None
+    updates: Updates
     """What they were given; of plain steps, nothing."""
 
 
@@ -204,7 +204,7 @@ def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False)
     """Two steps of a fresh engine; ``plain``: those that others are compared with, whose updates are not made again."""
     state, mesh, weights = engine.state, engine.mesh, engine.weights
     before = replay.weights_of(state, weights, mesh)
-    scalars, made = list[dict[str, float]](), dict[str, Sample]()
+    scalars, outcomes = list[dict[str, float]](), dict[str, Sample]()
     samples = {f"initial {name}": value for name, value in before.items()}
     kept = [] if plain else replay.copies(engine)
 
@@ -217,9 +217,11 @@ def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False)
             result = engine.train_step(batches, LR, number - 1)
             scalars.append({f"{what} of step {number}": result.numbers[what] for what in ("loss", "grad_norm")})
             if not plain:
-                made |= replay.made(number, before, state, weights, mesh)
+                outcomes |= replay.outcome(number, before, state, weights, mesh) | replay.of_matrices(
+                    number, state, weights
+                )
                 before = replay.weights_of(state, weights, mesh)
     first = gradients[0]
     applied = first if plain else {held.name: sampled(held, first[held.name]) for held in kept if held.name in first}
     samples |= {f"gradient of {name}": gradient for name, gradient in applied.items()}
-    return Measured(scalars, samples, made, None if plain else Updates(kept, gradients, LR))
+    return Measured(scalars, samples, outcomes, Updates() if plain else Updates(kept, gradients, LR))

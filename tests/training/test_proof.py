@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hpclm import config
 from hpclm import engine as engines
 from hpclm.checkpoint import staging
 from hpclm.config import ClusterConfig, ParallelConfig
+from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.distributed.context import single
 from hpclm.engine import base, matrix_exchange, native
 from hpclm.engine.matrix_exchange import MatrixExchange
@@ -31,6 +34,7 @@ from tests import ranks
 from tests.engine import sharded
 from tests.engine.test_native import LLAMA, SHAPES, settings
 from tests.forks import hpclm
+from tests.optim import declared
 from tests.parity import TINY, TYPES
 
 CPU = torch.device("cpu")
@@ -58,11 +62,18 @@ def compiled_wrongly(graph, inputs):
     return lambda *given: [1.1 * part if torch.is_tensor(part) else part for part in graph.forward(*given)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_what_is_right_passes_as_it_is_set(shape, dtype, tmp_path):
-    precision = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    proven, report = checked(tmp_path, shape, dtype, precision=precision)
+USUAL = [(shape, "bf16") for shape in SHAPES] + [("gpt2", "fp32"), ("llama", "fp16")]
+
+
+@pytest.mark.parametrize(
+    "shape, precision",
+    [
+        pair if pair in USUAL else pytest.param(*pair, marks=pytest.mark.whole)
+        for pair in product(SHAPES, ("fp32", "bf16", "fp16"))
+    ],
+)
+def test_what_is_right_passes_as_it_is_set(shape, precision, tmp_path):
+    proven, report = checked(tmp_path, SHAPES[shape], TYPES[precision], precision=precision)
     assert (report["way"], report["problems"], proven.background) == ("as set", [], True)
 
 
@@ -243,7 +254,7 @@ ADAMW = {
     "clip": (base, "update", clipped_too_little, "gradient of"),
     "lost": (base, "update", lambda *given: None, "gradient of .* is not there"),
     "decay": (base, "update", undecayed, "change of"),
-    "count": (base, "update", uncounted, "change of .* by update 2"),
+    "count": (base, "update", uncounted, "updates after update 2 is off"),
     "kernel": (AdamW, "pytorch_step", fused_wrongly, "exp_avg_sq of .* after update"),
 }
 
@@ -292,15 +303,48 @@ def test_a_wrong_update_of_muon_ends_the_run(where, what, fault, message, kind, 
         checked(tmp_path, optim=own)
 
 
+def diagonal(optimizer, number, gradient):
+    """Leaves what is kept of a matrix's side without its first row."""
+    direction = right_direction(optimizer, number, gradient)
+    optimizer.state[optimizer.matrices[number].parameter]["left"][0] = 0.0
+    return direction
+
+
+def miscounted(optimizer, *given):
+    """Halves a number of a parameter group."""
+    optimizer.param_groups[0]["rate_sum"] *= 0.5
+    return right_direction(optimizer, *given)
+
+
+right_direction = declared.Declared.direction
+DECLARED = {
+    "nothing": (declared.Declared, "direction", right_direction, None),
+    "matrix": (declared.Declared, "direction", diagonal, "left of block.* after update|change of block"),
+    "group": (declared.Declared, "direction", miscounted, "rate_sum of .* after update"),
+}
+
+
+@pytest.mark.parametrize("where, what, fault, message", DECLARED.values(), ids=DECLARED.keys())
+def test_an_optimizer_that_the_check_has_never_heard_of_is_checked(where, what, fault, message, tmp_path, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "muon", declared.KIND)
+    run_only(monkeypatch, where, what, fault)
+    if message is None:
+        _, report = checked(tmp_path, optim=dict(name="muon"))
+        assert (report["way"], report["problems"]) == ("as set", [])
+        return
+    with pytest.raises(HpclmError, match=f"(?s)computes incorrectly in every way.*({message})"):
+        checked(tmp_path, optim=dict(name="muon"))
+
+
 TWO = {
-    "zero1-muon": ["engine.zero_stage=1", "optim.name=muon", "engine.precision=fp32"],
     "fsdp2-muon": ["engine.name=fsdp2", "optim.name=muon", "engine.precision=bf16"],
-    "tensor-muon": ["parallel.tensor=2", "optim.name=muon", "engine.precision=bf16"],
+    "zero1-declared": ["engine.zero_stage=1", "optim.name=muon", "engine.precision=fp32"],
+    "tensor-declared": ["parallel.tensor=2", "optim.name=muon", "engine.precision=fp32"],
 }
 """Layouts of two ranks."""
 ON_ONE_RANK = {
-    "zero1-muon": (Muon, "_apply", "matrices_undecayed"),
-    "fsdp2-muon": (Muon, "_update", "without_nesterov"),
+    "fsdp2-muon": (Muon, "_update", without_nesterov),
+    "zero1-declared": (declared.Declared, "direction", diagonal),
 }
 """Faults that only the second rank has."""
 
@@ -309,8 +353,9 @@ def on_two_ranks(folder):
     """What the check of two ranks says of groups, of matrices, of layouts, and of layouts with a fault on the second rank."""
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     rank, said, faulty = torch.distributed.get_rank(), {}, {}
-    *_, context = sharded.made(TWO["zero1-muon"])
+    *_, context = sharded.made(TWO["fsdp2-muon"])
     for name, words in TWO.items():
+        OPTIMIZERS["muon"] = declared.KIND if name.endswith("declared") else OPTIMIZERS["muon"]
         run = config.load(None, [*TINY, *words, "cluster.prove=true", f"out={folder}"])
         compute = Compute(CPU, TYPES[run.engine.precision], Mesh.build(rank, 2, run.parallel))
         said[name] = proof.check(run, context, compute) and json.loads((folder / "self-check.json").read_text())
@@ -318,7 +363,7 @@ def on_two_ranks(folder):
             where, what, fault = ON_ONE_RANK[name]
             with pytest.MonkeyPatch.context() as patches, pytest.raises(HpclmError) as error:
                 if rank:
-                    run_only(patches, where, what, globals()[fault])
+                    run_only(patches, where, what, fault)
                 proof.check(replace(run, seed=2), context, compute)
             faulty[name] = str(error.value)
     return sums(), exchanged(), said, faulty
@@ -375,7 +420,7 @@ def test_two_ranks_pass_as_they_are_set(layout, two_ranks):
 @pytest.mark.parametrize("layout", ON_ONE_RANK)
 def test_an_update_that_is_wrong_on_one_rank_only_ends_the_run(layout, two_ranks):
     for *_, faulty in two_ranks:
-        assert "computes incorrectly in every way" in faulty[layout] and "change of" in faulty[layout]
+        assert re.search(r"(?s)computes incorrectly in every way.* update \d is off", faulty[layout])
 
 
 def test_what_was_checked_is_remembered_for_the_same_settings_only(tmp_path, monkeypatch):

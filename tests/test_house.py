@@ -13,6 +13,7 @@ FILES = sorted(HOUSE.rglob("*.py"))
 FLOORS = [
     {"errors", "terminal"},
     {"files", "extras", "paths", "shipped", "sparse"},
+    {"folders"},
     {"side_path"},
     {"registry", "progress"},
     {"log"},

@@ -8,13 +8,15 @@ import sys
 
 import pytest
 
-from hpclm import files
+from hpclm import files, folders
 from hpclm.errors import HpclmError
 from hpclm.node import environment
 from tests.runs import ROOT
 from tests.test_trust import NOBODY
 
-HOLD = "from hpclm import files\nwith files.temporary_folder() as folder:\n    print(folder.name, flush=True); input()"
+HOLD = (
+    "from hpclm import folders\nwith folders.temporary_folder() as folder:\n    print(folder.name, flush=True); input()"
+)
 
 
 def holder(folder):
@@ -37,7 +39,7 @@ def ended(process, number):
     process.communicate()
 
 
-@pytest.mark.parametrize("verb", [files.sweep_temporary, lambda: files.temporary_folder().__enter__()])
+@pytest.mark.parametrize("verb", [folders.sweep_temporary, lambda: folders.temporary_folder().__enter__()])
 def test_the_next_start_removes_the_folders_of_killed_processes_and_no_others(verb, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (killed, left), (living, used) = holder(tmp_path), holder(tmp_path)
@@ -74,7 +76,7 @@ def for_deepspeed():
     environment.for_deepspeed("cpu", 0, builds=True, env={"SLURM_JOB_ID": "12"})
 
 
-@pytest.mark.parametrize("make", [lambda: files.temporary_folder().__enter__(), for_deepspeed])
+@pytest.mark.parametrize("make", [lambda: folders.temporary_folder().__enter__(), for_deepspeed])
 def test_where_no_temporary_folder_can_be_made_the_error_says_so_in_a_line(make, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     with pytest.raises(HpclmError, match=rf"^{tmp_path}/gone[^\n]*: No such file .*set TMPDIR to another folder$"):
@@ -85,4 +87,4 @@ def test_where_no_place_is_writable_the_error_names_them(monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc/self"])  # as if /tmp were read-only, too
     with pytest.raises(HpclmError, match=r"^no temporary folder: .*\['/proc/self'\]; .*set TMPDIR"):
-        files.temporary_folder().__enter__()
+        folders.temporary_folder().__enter__()

@@ -13,7 +13,7 @@ from hpclm.config.engine import EngineConfig
 from hpclm.data import sources, tokenizers
 from hpclm.engine import engine_class
 from hpclm.errors import ConfigError
-from hpclm.files import exposed
+from hpclm.folders import exposed
 from hpclm.model import gpt
 from hpclm.optim import schedules
 

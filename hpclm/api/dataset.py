@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpclm import files, paths
+from hpclm import folders, paths
 from hpclm.api import values
 from hpclm.config import RunConfig
 from hpclm.config.checks import shown
@@ -49,7 +49,7 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
                 "data= takes the prefix of a dataset, a text file or a datasets.Dataset, which has from_pandas and from_list, "
                 f"not {type(data).__name__}"
             )
-        with files.temporary_folder() as folder:
+        with folders.temporary_folder() as folder:
             path = folder / "rows.jsonl"
             try:
                 return [source, *_preprocessed(path, _write_rows(data, path), tokenizer, run)]
@@ -126,7 +126,7 @@ def _preprocessed(
     if not Path(f"{prefix}.idx").is_file():
         build.check(request.job)
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        files.writable_folder(folder, "folder of datasets")
+        folders.writable_folder(folder, "folder of datasets")
         try:
             build.write(corpus, request, [prefix])
         except ConfigError:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
+from hpclm import files, folders
 from hpclm.checkpoint import directory, staging
 from hpclm.checkpoint.fingerprint import check_fingerprint
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest, many_objects
@@ -181,7 +181,7 @@ class CheckpointStore:
         if self.lease:
             self.lease.check()
         try:
-            files.make_folder(self.folder, 0o700)
+            folders.make_folder(self.folder, 0o700)
             directory.sweep(self.folder, self.generation)
             free, needed = shutil.disk_usage(self.folder).free, 1.2 * size
             if free < needed:

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpclm import cli, files
+from hpclm import cli, files, folders
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.node import preemption, python
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     """``hpclm demo``."""
     words = parser().parse_intermixed_args(argv).settings
     settings = cli.settings(["demo", *words])  # mistakes are reported before anything is written
-    files.writable_folder(FOLDER, "folder")
+    folders.writable_folder(FOLDER, "folder")
     return _prepare() or _train(settings, words)
 
 
@@ -78,7 +78,7 @@ def write_corpus(output: Path, library: Path | None = None) -> str:
             documents.append(json.dumps({"text": text, "source": str(path.relative_to(library))}))
     if not documents:
         raise ConfigError(f"no Python sources in {library}; install the standard library's sources")
-    files.writable_folder(output.parent, "output folder")
+    folders.writable_folder(output.parent, "output folder")
     files.write_text(output, "\n".join(documents) + "\n")
     return f"{output}: {len(documents):,} documents, {output.stat().st_size / 1e6:.1f} MB, from {library}"
 

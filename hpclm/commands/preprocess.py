@@ -4,7 +4,7 @@ from hpclm import log
 from hpclm.datasets import build, options, parts
 from hpclm.datasets.encode import tokenizer_of
 from hpclm.datasets.next_command import next_command, next_tuning_command
-from hpclm.files import writable_folder
+from hpclm.folders import writable_folder
 from hpclm.node.interruption import prompt_exit
 from hpclm.terminal import say
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hpclm import cli, files, log
+from hpclm import cli, folders, log
 from hpclm.config import RunConfig
 from hpclm.config.compose import missing_code, named
 from hpclm.distributed import bootstrap, network, restart
@@ -102,7 +102,7 @@ def start(
         else:
             raise
     if not world.local_rank:
-        files.sweep_temporary()
+        folders.sweep_temporary()
     if world.size == 1:  # several ranks must meet before one of them may fail
         from hpclm.launch import prechecks
         from hpclm.training import records
@@ -138,7 +138,7 @@ def train(settings: RunConfig, world: World, resume_step: int | None = None) -> 
     """Join the other ranks of ``world``, and train; returns the exit code."""
     with distributed.join(world, settings.cluster) as context:
         if context.is_main:
-            files.check_private(settings.out, "run directory")
+            folders.check_private(settings.out, "run directory")
             folder.check_inside(Path(settings.out))
         from hpclm.planning import fit
         from hpclm.training import loop

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from hpclm import files
+from hpclm import files, folders
 from hpclm.errors import ConfigError, unread
 
 LARGEST = 4 << 20  # bytes of a settings file
@@ -161,7 +161,7 @@ def content(path: Path, what: str) -> Content:
         raise ConfigError(f"{what} {path} is not YAML: {' '.join(str(error).split())}{tab}") from None
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{what} {path} must be a mapping of sections, not a {type(tree).__name__}")
-    return Content(text, tree or {}, files.exposed(path, status))
+    return Content(text, tree or {}, folders.exposed(path, status))
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hpclm.data.indexed import IndexedDataset, files, sidecar
 from hpclm.datasets.hashing import TokenReader
 from hpclm.datasets.writer import Layout, Writer
 from hpclm.errors import ConfigError, unwritten
-from hpclm.files import writable_folder
+from hpclm.folders import writable_folder
 
 COUNTS = ("documents", "tokens", "skipped")  # summed over the PREFIX.json of all datasets
 

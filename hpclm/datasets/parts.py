@@ -17,7 +17,8 @@ from hpclm.datasets.build import Output, check, complete, job_fingerprint, refus
 from hpclm.datasets.merge import copy
 from hpclm.datasets.options import Request
 from hpclm.errors import ConfigError, unwritten
-from hpclm.files import locked, read_text, writable_folder, write_text
+from hpclm.files import locked, read_text, write_text
+from hpclm.folders import writable_folder
 from hpclm.terminal import say
 
 log = logging.getLogger(__name__)

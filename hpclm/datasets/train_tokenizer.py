@@ -14,7 +14,8 @@ from hpclm.datasets.options import LONGEST_LINE
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from hpclm.datasets.tokenizers.sentencepieces import SENTENCES, train_sentencepiece
 from hpclm.errors import ConfigError
-from hpclm.files import writable_folder, write_bytes
+from hpclm.files import write_bytes
+from hpclm.folders import writable_folder
 from hpclm.node.interruption import prompt_exit
 from hpclm.terminal import ArgumentParser, say
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpclm.errors import HpclmError
-from hpclm.files import reader, temporary_folder
+from hpclm.files import reader
+from hpclm.folders import temporary_folder
 from hpclm.node import threads
 from hpclm.node.python import safe_children
 

@@ -21,7 +21,7 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_gen
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from hpclm import files
+from hpclm import folders
 from hpclm.datasets.run_text import RunText
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.inference import task_names
@@ -48,7 +48,7 @@ class Tasks:
         self.names, self.samples, self.shots = list(names), samples, shots
         task_names.check(names, folder)
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs every default that a task relies on
-        if folder is not None and (exposed := files.exposed_folder(Path(folder))):
+        if folder is not None and (exposed := folders.exposed_folder(Path(folder))):
             raise ConfigError(f"{folder} holds task files, which may name code to run in your name, and {exposed}")
         # the library's own 15,000 tasks take seconds to list
         self.manager = TaskManager(include_path=folder, include_defaults=folder is None)

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from hpclm import config as settings
-from hpclm import files, paths
+from hpclm import folders, paths
 from hpclm.config import DataConfig, RunConfig
 from hpclm.config.data import OF_FILES
 from hpclm.config.fields import as_word
@@ -41,7 +41,7 @@ def run(changed: RunConfig, changes: list[str], train: Callable[[RunConfig], int
     out = Path(changed.out)
     if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
         raise ConfigError(f"{out} is not the directory of a debug run, and would be overwritten; choose another out=")
-    files.private_folder(out, "run directory")
+    folders.private_folder(out, "run directory")
     with Lease(out):  # another debug run may be in it
         (out / MARK).touch()
         shutil.rmtree(out / "checkpoints", ignore_errors=True)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from hpclm import files
+from hpclm import files, folders
 from hpclm.config import RunConfig
 from hpclm.errors import REQUEUE, HpclmError
 from hpclm.node import import_errors, preemption, processes, threads
@@ -32,8 +32,8 @@ def begin(
 
     ``shape``: nodes, and the most ranks on one; ``command``: what the user typed.
     """
-    out = files.private_folder(config.out, "run directory")
-    logs = files.private_folder(out / "logs", "log folder")
+    out = folders.private_folder(config.out, "run directory")
+    logs = folders.private_folder(out / "logs", "log folder")
     log = (logs / f"job-{name}-{os.getpid()}.log").absolute()
     nodes, ranks = shape
     cluster = "local" if name == "srun" else name

@@ -6,6 +6,7 @@ ended on purpose are not restarted. For that each rank leaves its exit code in t
 (``restart.note``).
 """
 
+from hpclm import folders
 from hpclm.node import import_errors, preemption, threads
 
 if __name__ == "__main__":  # before the other imports, which take a while
@@ -158,7 +159,7 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, **rend
     threads.unbind()  # or the ranks would begin with the core to which PyTorch may have bound this process
     os.environ[parent.PID] = f"{rendezvous['run_id']} {os.getpid()}"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log what happened
-    with files.temporary_folder() as folder:
+    with folders.temporary_folder() as folder:
         notes = RankFiles(str(folder))
         forward = Forward(
             lambda: processes.children_with("TORCHELASTIC_ERROR_FILE"), {signal.SIGHUP: signal.SIGTERM}, signal.SIGKILL

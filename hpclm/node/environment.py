@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpclm import files, paths
+from hpclm import folders, paths
 from hpclm.errors import ConfigError
 from hpclm.node import parent, python
 
@@ -87,9 +87,9 @@ def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMappi
     if builds and "TORCH_EXTENSIONS_DIR" not in env and "SLURM_JOB_ID" in env:
         name = f"hpclm-extensions-{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT', '0')}"
         try:
-            env["TORCH_EXTENSIONS_DIR"] = str(files.own_temporary(name))
+            env["TORCH_EXTENSIONS_DIR"] = str(folders.own_temporary(name))
         except OSError as error:
-            raise files.no_temporary(error) from None
+            raise folders.no_temporary(error) from None
 
 
 def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
@@ -107,9 +107,9 @@ def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
     hpclm_made = folder.name.startswith(INDUCTOR_FOLDER)
     if not hpclm_made and folder != Path(NOWHERE) and folder.name != _default_of_inductor():
         return
-    if not hpclm_made or not files.is_private_folder(folder):
+    if not hpclm_made or not folders.is_private_folder(folder):
         env[INDUCTOR_CACHE] = NOWHERE
-        env[INDUCTOR_CACHE] = str(files.own_temporary(INDUCTOR_FOLDER))
+        env[INDUCTOR_CACHE] = str(folders.own_temporary(INDUCTOR_FOLDER))
 
 
 def precompiles_headers(env: Mapping[str, str] = os.environ) -> bool:

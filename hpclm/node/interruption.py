@@ -116,7 +116,7 @@ def remove_unfinished() -> None:
 
 
 def _unfinished() -> set[Path]:
-    """The temporary files and folders of this process that are open (``files.aside``), and its ``files.temporary_folder``."""
+    """The temporary files and folders of this process that are open (``files.aside``), and its ``temporary_folder``."""
     mark = f"{here()}-{os.getpid()}-"
     paths = set(Path(tempfile.gettempdir()).glob(f"hpclm-*{mark}*"))
     with suppress(OSError):

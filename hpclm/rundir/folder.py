@@ -6,9 +6,8 @@ import re
 import stat
 from pathlib import Path
 
-from hpclm import files
 from hpclm.errors import MACHINE, ConfigError, unread, unwritten
-from hpclm.files import make_folder
+from hpclm.folders import OTHERS, check_private, make_folder
 from hpclm.rundir.runs import MARKS
 
 FILES = (
@@ -46,7 +45,7 @@ def check(out: Path) -> None:
         raise ConfigError(f"run directory {out}: {error.strerror} (errno {error.errno}); choose another out") from None
     if not stat.S_ISDIR(mode):
         raise ConfigError(f"run directory {out} is a file; choose another out")
-    files.check_private(out, "run directory")
+    check_private(out, "run directory")
     _check_room(out, out)
     check_inside(out)
 
@@ -70,7 +69,7 @@ def check_inside(out: Path) -> None:
                 raise unread(error, path) from None
             problems.append(f"{path}: {error.strerror}; remove it, {CHOOSE}")
             continue
-        mode, writable = stat.S_IMODE(status.st_mode), files.OTHERS if name in TRUSTED else reach
+        mode, writable = stat.S_IMODE(status.st_mode), OTHERS if name in TRUSTED else reach
         if stat.S_IFMT(status.st_mode) != kind:
             is_a = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
             problems.append(f"{path} is {is_a} and must be {KINDS[kind]}: a run writes there; move it away, {CHOOSE}")

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from hpclm import __version__, files
+from hpclm import __version__, folders
 from hpclm import engine as engines
 from hpclm import log as logs
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable, rollback
@@ -247,9 +247,9 @@ def open_run_directory(
 
 
 def _lease(out: Path) -> Lease:
-    files.private_folder(out, "run directory")
+    folders.private_folder(out, "run directory")
     if (out / "checkpoints").exists():  # perhaps a link to another disk
-        files.writable_folder(out / "checkpoints", "folder of checkpoints")
+        folders.writable_folder(out / "checkpoints", "folder of checkpoints")
     return Lease(out)
 
 

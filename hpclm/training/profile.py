@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hpclm import files
+from hpclm import files, folders
 from hpclm.config.monitoring import ProfileConfig
 from hpclm.side_path import SidePath
 
@@ -55,7 +55,7 @@ class Profile:
 
         def write() -> None:
             recorded.stop()
-            files.make_folder(self.path.parent, 0o700)
+            folders.make_folder(self.path.parent, 0o700)
             recorded.export_chrome_trace(str(self.path))
             order = "self_cuda_time_total" if self.cuda else "self_cpu_time_total"
             table = recorded.key_averages().table(sort_by=order, row_limit=ROWS, max_name_column_width=60)

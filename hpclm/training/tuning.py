@@ -5,7 +5,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from hpclm import config, files
+from hpclm import config, files, folders
 from hpclm.config import RunConfig
 from hpclm.config.reading import json_object
 from hpclm.data import chat_record, tokenizers
@@ -66,7 +66,7 @@ def keep_imported(run: RunConfig, begun: Path) -> None:
         place = next((place for place in places if (place / SPECIAL_TOKENS).is_file()), None)
         if place is None or not _same_tokens(place, tokenizers.of_run(base), tokenizers.of_run(run.data)):
             return
-        files.make_folder(kept, 0o700)
+        folders.make_folder(kept, 0o700)
         for name in IMPORTED:
             if (place / name).is_file():
                 files.write_bytes(kept / name, files.read_bytes(place / name))

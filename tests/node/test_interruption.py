@@ -13,12 +13,13 @@ from tests.runs import PATIENCE
 SCRIPT = """
 import atexit, hashlib, os, shutil, sys
 from pathlib import Path
+from hpclm import folders
 from hpclm import cli, files
 from hpclm.node.interruption import prompt_exit
 
 
 def in_a_library(argv):
-    with prompt_exit(), files.temporary_folder():
+    with prompt_exit(), folders.temporary_folder():
         path, folder = files.aside(Path("x.bin")), files.aside(Path("out"))
         folder.mkdir()
         try:

@@ -3,20 +3,17 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import chain, pairwise
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from hpclm.data.tokenizers import END, Batch, fingerprint, flat
-from hpclm.datasets.tokenizers import gigatokens
+from hpclm.datasets.tokenizers import gigatokens, span_tokens
 from hpclm.datasets.tokenizers.sentencepieces import Parameters
+from hpclm.datasets.tokenizers.span_tokens import Marked
 from hpclm.datasets.tokenizers.vocabulary import expect, id_of_end, load, vocabulary
 from hpclm.errors import ConfigError
 from hpclm.files import text_reader
@@ -28,20 +25,7 @@ RANDOM = {"dropout": None, "alpha": None, "nbest_size": None}
 regularization, Kudo 2018), and their values without it."""
 LONGEST_WORD = 1024  # characters
 LONG_WORD = re.compile(rf"[^\W\d_]{{{LONGEST_WORD + 1},}}|\d{{{LONGEST_WORD + 1},}}|[^\w\s]{{{LONGEST_WORD + 1},}}")
-APART = ("\n", ":", "0", "a")
-"""Texts after which a piece of text is tokenized as inside of one, if the two have no token together."""
 PROBE = "The quick brown fox, 12 times."
-
-
-class Marked(NamedTuple):
-    """The tokens of a text, and which of them count in the loss."""
-
-    ids: NDArray[np.int64]
-    """[t]"""
-    counts: NDArray[np.bool_]
-    """[t]"""
-    spanning: bool
-    """Whether a token holds the end of a prompt and the beginning of an answer together, since they cannot be tokenized apart."""
 
 
 class Library:
@@ -68,7 +52,7 @@ class Library:
         tokens = self.model.get_added_tokens_decoder().values()
         self.added = tuple(token.content for token in tokens)
         self.special = tuple(token.content for token in tokens if token.special)
-        self._special_ids = [ids[text] for text in self.special]
+        self._special_ids = {text: ids[text] for text in self.special}
         self.fast = gigatokens.faster(settings, self.exact, [*self.added]) if settings else None
 
     def encode(self, text: str) -> list[int]:
@@ -85,70 +69,9 @@ class Library:
             return flat([encoding.ids for encoding in self.model.encode_batch_fast(texts, add_special_tokens=False)])
 
     def marked(self, text: str, spans: list[tuple[int, int]]) -> Marked:
-        """Ids of ``text``, and whether each has characters in one of ``spans``, as transformers marks them.
-
-        Generation tokenizes what precedes a span alone. Where that gives other ids than the whole text has there, as where a token
-        begins before a span and ends in it, the text is tokenized in pieces: the spans, and what is between them.
-        """
+        """Ids of ``text``, and whether each has characters in one of ``spans``."""
         with _panics():
-            encoding = self.model.encode(text, add_special_tokens=False)
-            ids, offsets = np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            counts = np.zeros(len(offsets), np.bool_)
-            for begin, end in spans:
-                counts |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
-            apart = _joined(spans)
-            if self._as_generated(text, ids, offsets, apart):
-                return Marked(ids, counts, False)
-            return self._in_pieces(text, ids, apart) or Marked(ids, counts, True)
-
-    def _as_generated(self, text: str, ids: NDArray, offsets: NDArray, spans: list[tuple[int, int]]) -> bool:
-        """Whether no token crosses the bounds of a span, and what precedes each has the same ids alone.
-
-        A special token is a token by itself, whatever is around it: what precedes the last one need not be tokenized again.
-        """
-        special = np.isin(ids, self._special_ids)
-        for begin, end in spans:
-            if any(((offsets[:, 0] < bound) & (offsets[:, 1] > bound)).any() for bound in (begin, end)):
-                return False
-            before = np.count_nonzero(offsets[:, 1] <= begin)
-            last = max(np.flatnonzero(special[:before]), default=None)
-            first, start = (0, 0) if last is None else (last, offsets[last, 0])
-            alone = self.model.encode(text[start:begin], add_special_tokens=False).ids
-            if alone != ids[first:before].tolist():
-                return False
-        return True
-
-    def _in_pieces(self, text: str, whole: NDArray, spans: list[tuple[int, int]]) -> Marked | None:
-        """``marked`` with the bounds of ``spans`` as bounds of tokens; None if no such tokens have the text.
-
-        A tokenizer may put a space before any text, so a piece is tokenized after the special token that precedes it, and
-        any other also after another text, which is removed again.
-        """
-        cuts = sorted({0, len(text), *chain.from_iterable(spans)})
-        before = [
-            max((token for token in self.special if text.endswith(token, 0, cut)), key=len, default="") for cut in cuts
-        ]
-        expected = self.model.decode(whole.tolist(), skip_special_tokens=False)
-        for others in (("",), APART):
-            pieces = [
-                self._after([token] if token or not begin else others, text[begin:end])
-                for token, (begin, end) in zip(before, pairwise(cuts), strict=False)
-            ]
-            ids = [id for piece in pieces for id in piece or ()]
-            if None not in pieces and self.model.decode(ids, skip_special_tokens=False) == expected:
-                counts = np.repeat(
-                    [begin in dict(spans) for begin in cuts[:-1]], [len(piece or ()) for piece in pieces]
-                )
-                return Marked(np.array(ids, np.int64), counts, False)
-        return None
-
-    def _after(self, others: Sequence[str], text: str) -> list[int] | None:
-        """The ids of ``text`` after the first of ``others`` on which they do not depend; None if there is none."""
-        for before in others:
-            given, whole = (self.model.encode(each, add_special_tokens=False).ids for each in (before, before + text))
-            if whole[: len(given)] == given:
-                return list(whole[len(given) :])
-        return None
+            return span_tokens.marked(self.model, self._special_ids, text, spans)
 
     def template(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Ids that the template of its tokenizer.json adds before a text, and after it; no kind but that has a template."""
@@ -163,17 +86,6 @@ class Library:
         """The text, including special tokens."""
         with _panics():
             return str(self.model.decode(ids, skip_special_tokens=False))
-
-
-def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """``spans``, without empty ones, and those that touch as one."""
-    joined: list[tuple[int, int]] = []
-    for begin, end in sorted(span for span in spans if span[0] < span[1]):
-        if joined and joined[-1][1] >= begin:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
 
 
 class GPT2(Library):

@@ -34,9 +34,8 @@ class Attention(TensorParallelModule):
         self.how = Scores(config.score_scale, config.score_cap)
         self.dropout, self.recompute_core = config.attention_dropout, recompute_core
         fused, (qkv_bias, out_bias, _) = (config.heads + 2 * config.groups) * config.head_width, config.biases
-        self.qkv = ColumnLinear(config.hidden, fused, qkv_bias, config.init_std, generator, tp)
-        std = config.init_std / (2 * config.layers) ** 0.5
-        self.out = RowLinear(config.attention_width, config.hidden, out_bias, std, generator, tp)
+        self.qkv = ColumnLinear(config, fused, qkv_bias, generator, tp)
+        self.out = RowLinear(config, config.attention_width, out_bias, generator, tp)
         self.q_norm: ProjectionNorm | Norm | None = None
         self.k_norm: ProjectionNorm | Norm | None = None
         if config.qk_norm and config.qk_norm_span == "projection":

@@ -45,34 +45,36 @@ DROPOUT_SITES = 2
 
 
 class ColumnLinear(TensorParallelModule):
-    """y = x W^T + b with the rows of W split: [t, ..., n_in] -> [T, ..., n_out / tp].
+    """y = x W^T + b with the rows of W split, into a sublayer of a block: [t, ..., C] -> [T, ..., width / tp].
 
     ``parts``: blocks of rows that are each split separately.
     """
 
     def __init__(
-        self, n_in: int, n_out: int, bias: bool, std: float, generator: torch.Generator, tp: Axis, parts: int = 1
+        self, config: ModelConfig, width: int, bias: bool, generator: torch.Generator, tp: Axis, parts: int = 1
     ):
         super().__init__(tp)
-        self.weight = self.new_parameter("weight", InitSpec.normal(Placement((n_out, n_in), 0, parts), std, generator))
-        self.bias = self.new_parameter("bias", InitSpec(Placement((n_out,), 0, parts))) if bias else None
+        placement = Placement((width, config.hidden), 0, parts)
+        self.weight = self.new_parameter("weight", InitSpec.normal(placement, config.init_std, generator))
+        self.bias = self.new_parameter("bias", InitSpec(Placement((width,), 0, parts))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[t, ..., n_in] -> [T, ..., n_out / tp]."""
+        """[t, ..., C] -> [T, ..., width / tp]."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return gathered_linear(x, self.weight.to(x.dtype), bias, self.tp, self.main_grad)
 
 
 class RowLinear(TensorParallelModule):
-    """y = x W^T + b with the columns of W split: [T, ..., n_in / tp] -> [t, ..., n_out]."""
+    """y = x W^T + b with the columns of W split, out of a sublayer of a block: [T, ..., width / tp] -> [t, ..., C]."""
 
-    def __init__(self, n_in: int, n_out: int, bias: bool, std: float, generator: torch.Generator, tp: Axis):
+    def __init__(self, config: ModelConfig, width: int, bias: bool, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
-        self.weight = self.new_parameter("weight", InitSpec.normal(Placement((n_out, n_in), 1), std, generator))
-        self.bias = self.new_parameter("bias", InitSpec(Placement((n_out,)))) if bias else None
+        placement, std = Placement((config.hidden, width), 1), config.init_std / (2 * config.layers) ** 0.5
+        self.weight = self.new_parameter("weight", InitSpec.normal(placement, std, generator))
+        self.bias = self.new_parameter("bias", InitSpec(Placement((config.hidden,)))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, ..., n_in / tp] -> [t, ..., n_out]."""
+        """[T, ..., width / tp] -> [t, ..., C]."""
         weight, bias = self.weight.to(x.dtype), self.bias
         if self.tp.size == 1:
             return linear(x, weight, None if bias is None else bias.to(x.dtype), self.main_grad)
@@ -177,9 +179,9 @@ class MLP(nn.Module):
         super().__init__()
         self.gated, inner, bias = config.gated, config.ffn_width, config.biases[2]
         self.activation = XIELU(tp) if config.activation == "xielu" else ACTIVATIONS[config.activation]
-        branches, std = 1 + self.gated, config.init_std / (2 * config.layers) ** 0.5
-        self.up = ColumnLinear(config.hidden, inner * branches, bias, config.init_std, generator, tp, parts=branches)
-        self.down = RowLinear(inner, config.hidden, bias, std, generator, tp)
+        branches = 1 + self.gated
+        self.up = ColumnLinear(config, inner * branches, bias, generator, tp, parts=branches)
+        self.down = RowLinear(config, inner, bias, generator, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, B, C] -> [t, B, C]."""

@@ -98,7 +98,7 @@ def train(words, steps, first=0, saved=None, device="cpu"):
     mesh = Mesh.build(dist.get_rank() if size > 1 else 0, size, run.parallel)
     where = torch.device(device)
     source = synthetic(run.data, run.model.context, run.seed, run.model.vocab_size)
-    batches = Batches(source.samples("train", 1000), run.data, run.model, run.plan(size), source.eod, where, mesh)
+    batches = Batches(source.samples("train", 1000), run, run.plan(size), source.eod, where, mesh)
     engine = engines.build(run.for_engine(mesh.world.size), mesh, where, TYPES[run.engine.precision])
     each = run.batch.global_size
     if saved:

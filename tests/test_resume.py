@@ -153,7 +153,7 @@ def test_a_refusal_costs_no_time_for_pytorch(run):
 def test_each_attempt_says_which_version_of_the_settings_it_used(tmp_path, tiny):
     (tmp_path / "run").mkdir()
     for lr in ("1e-3", "1e-3", "2e-3"):
-        records.start(from_cli(tiny("run", f"optim.lr={lr}")), single(), 4, 0, 12)
+        records.start(from_cli(tiny("run", f"optim.lr={lr}")), single(), 4, records.Beginning(0, 12))
     found = [each["config"] for each in records.rows(tmp_path / "run/attempts.jsonl", {})]
     assert found == ["config-history/0001.yaml"] * 2 + ["config-history/0002.yaml"]
     assert (tmp_path / "run" / found[2]).read_bytes() == (tmp_path / "run/config.yaml").read_bytes()

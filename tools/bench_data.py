@@ -262,7 +262,7 @@ def reading(folder: Path, rounds: int, tokens: int) -> Figures:
         batch=BatchConfig(global_size=64, micro_size=64),
         budget=BudgetConfig(steps=1),
     )
-    checked = Batches(one, config.data, config.model, config.plan(), None, torch.device("cpu"))
+    checked = Batches(one, config, config.plan(), None, torch.device("cpu"))
 
     def batched() -> float:
         began = time.perf_counter()

@@ -171,7 +171,7 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
     read = source.samples(part, samples)
     count = len(read) if samples is None else samples
     plan = config.plan()
-    batches = Batches(read, config.data, config.model, plan, source.eod, device).take(0, count)
+    batches = Batches(read, config, plan, source.eod, device).take(0, count)
     with Bar(batches, total=-(-count // plan.micro_size), unit="batch", disable=None) as bar:
         mean = mean_loss(model, bar, device, SINGLE)
     if mean is None:

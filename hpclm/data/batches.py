@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpclm.config import DataConfig, ModelConfig, Plan
+from hpclm.config import Plan, RunConfig
 from hpclm.data.sources import PADDING, Samples, needs_eod
 from hpclm.errors import ConfigError
 from hpclm.node import hardware, threads
@@ -36,13 +36,13 @@ class Batches:
     def __init__(
         self,
         samples: Samples,
-        data: DataConfig,
-        model: ModelConfig,
+        config: RunConfig,
         plan: Plan,
         eod: int | None,
         device: torch.device,
         mesh: Mesh = ALONE,
     ):
+        data, model = config.data, config.model
         lacking = list(needs_eod(data, eod))
         if lacking:
             raise ConfigError(lacking)

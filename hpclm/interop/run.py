@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,6 +67,19 @@ def find_checkpoint(path: Path, overrides: list[str]) -> RunCheckpoint:
     return RunCheckpoint(run, folder, known, config)
 
 
+@dataclass(frozen=True)
+class ImportedMoments:
+    """Adam's moments of imported weights."""
+
+    sources: Mapping[str, TensorSource] = field(default_factory=dict)
+    """By the name of the moment."""
+    steps: int = 0
+    """Of the optimizer."""
+
+
+NO_MOMENTS = ImportedMoments()
+
+
 class ImportedWeights:
     """Imported weights, in the form in which CheckpointStore saves an engine."""
 
@@ -77,17 +90,15 @@ class ImportedWeights:
         rules: Iterable[Rule],
         place: str,
         spare: Iterable[str] = (),
-        moments: Mapping[str, TensorSource] | None = None,
-        steps: int = 0,
+        moments: ImportedMoments = NO_MOMENTS,
     ):
-        """``place`` names the source in errors; ``spare`` are tensors there that are not needed. ``moments``: Adam's, by name,
-        after ``steps`` steps.
+        """``place`` names the source in errors; ``spare`` are tensors there that are not needed.
 
         ConfigError if tensors are missing or unexpected.
         """
         check_depth(config, len(source.names()), place)
         self.rules, self.source, self.place = list(rules), source, place
-        self.moments, self.steps = moments or {}, steps
+        self.moments, self.steps = moments.sources, moments.steps
         self.shapes = {name: placement.shape for name, placement in placements(config).items()}
         for each in (source, *self.moments.values()):
             check_names((name for rule in self.rules for name in rule.theirs), each.names() - set(spare), place)
@@ -119,22 +130,22 @@ class ImportedWeights:
         return {"optimizer_steps": self.steps, "loss_scale": None}
 
 
-def save(
-    staging_dir: Path,
-    target: Path,
-    model: ModelConfig,
-    data: Mapping[str, Any],
-    weights: ImportedWeights,
-    overrides: Sequence[str] = (),
-    progress: Progress | None = None,
-) -> None:
-    """Make ``staging_dir``, which will be ``target``, a run directory whose checkpoint holds ``weights``.
-
-    ``overrides``: more settings of the run, as key=value. ``progress``: of the checkpoint; None: at step 0.
-    """
+def settings_of(
+    target: Path, model: ModelConfig, data: Mapping[str, Any], overrides: Sequence[str] = ()
+) -> configs.RunConfig:
+    """The settings of the run ``target``; ``overrides``: more of them, as key=value."""
     begun = configs.load(None, list(overrides))
     data_settings = replace(begun.data, **data) if overrides else DataConfig(**data)
-    config = replace(begun, name=target.name, out=str(target), model=model, data=data_settings)
+    return replace(begun, name=target.name, out=str(target), model=model, data=data_settings)
+
+
+def save(
+    staging_dir: Path, config: configs.RunConfig, weights: ImportedWeights, progress: Progress | None = None
+) -> None:
+    """Make ``staging_dir``, which will be ``config.out``, a run directory whose checkpoint holds ``weights``.
+
+    ``progress``: of the checkpoint; None: at step 0.
+    """
     configs.dump(config, staging_dir / "config.yaml")
     CheckpointStore(staging_dir / "checkpoints", Retention(), {}).save(weights, progress or Progress())  # type: ignore[arg-type]
 

@@ -187,7 +187,7 @@ class InputEmbedding(TensorParallelModule):
             x = x + (table[mine, None] if own is None else F.embedding(own.t()[mine], table)).to(x.dtype)
         if self.norm is not None:
             x = self.norm(x)
-        return dropout(x, self.dropout, self.training, metadata.keys, 0, self.tp.rank, metadata.part)
+        return dropout(x, self.dropout if self.training else 0.0, metadata.keys, 0, self.tp.rank, metadata.part)
 
 
 class Block(nn.Module):
@@ -216,5 +216,5 @@ class Block(nn.Module):
 
     def _add(self, x: Tensor, y: Tensor, norm: Norm | None, metadata: AttentionMetadata, site: int) -> Tensor:
         y, keys, part = y if norm is None else norm(y), metadata.keys, metadata.part
-        y = dropout(y, self.dropout, self.training, keys, site, self.rank, part)
+        y = dropout(y, self.dropout if self.training else 0.0, keys, site, self.rank, part)
         return x + (y if self.multiplier == 1.0 else y * self.multiplier)

@@ -209,7 +209,6 @@ def mix_seed(*parts: int) -> int:
 def dropout(
     x: Tensor,
     probability: float,
-    training: bool,
     keys: Tensor | None = None,
     site: int = 0,
     rank: int = 0,
@@ -220,7 +219,7 @@ def dropout(
     ``keys`` [DROPOUT_SITES] of this layer, or None: PyTorch's generator. ``rank``: which slice ``x`` is of the sequence, or of
     the ``part`` of it that this process holds.
     """
-    if not (training and probability):
+    if not probability:
         return x
     if keys is None:
         return F.dropout(x, probability)

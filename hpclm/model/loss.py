@@ -6,7 +6,7 @@ instead of T x B x V (as in Hsu et al. 2024, Liger Kernel, and others before).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +92,23 @@ def split_nll_and_gradient(
     return (log - target) * weights, gradient.to(logits.dtype), penalties
 
 
+class LossTerms(NamedTuple):
+    """How the loss of a micro-batch is computed."""
+
+    shape: LogitShape
+    vocab: int
+    """Entries that are no padding."""
+    chunk: int
+    """Tokens at a time."""
+    math: ChunkMath
+    """It may change its logits in place."""
+    backward: Backward
+    main_grad: Tensor | None
+    """What the gradient of the weight is added to in place, which needs ``backward`` unscaled."""
+    note: Callable[[Tensor], None]
+    """Gets the weighted sums of z-losses."""
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -101,41 +118,35 @@ class _ChunkedLoss(torch.autograd.Function):
         rows: Tensor,
         labels: Tensor,
         weights: Tensor,
-        vocab: int,
-        chunk: int,
-        math: ChunkMath,
-        backward: Backward,
-        main_grad: Tensor | None,
-        note: Callable[[Tensor], None],
-        shape: LogitShape,
+        how: LossTerms,
     ) -> Tensor:
         """[n, C] hidden, [V / tp, C] weight and the same in hidden's type, [n] labels, [n] weights -> the weighted sum of losses.
 
-        z-losses change the gradients only; ``note`` gets their weighted sums.
-        ``main_grad``: what the gradient of the weight is added to in place, which needs ``backward`` unscaled.
+        z-losses change the gradients only.
         """
+        shape, chunk, main_grad = how.shape, how.chunk, how.main_grad
         d_hidden, d_weight = torch.empty_like(hidden), None
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
             logits = shape.of(shape.product(hidden[part], rows))
             capped = None if shape.cap is None else logits.clone()  # ``math`` may change them in place
-            losses, gradient, penalties = math(logits, labels[part], weights[part], vocab)
+            losses, gradient, penalties = how.math(logits, labels[part], weights[part], how.vocab)
             gradient = shape.backward(gradient, capped).to(rows.dtype)
             total += losses.sum()
             if penalties is not None:
-                note(penalties.sum())
+                how.note(penalties.sum())
             torch.mm(gradient, rows, out=d_hidden[part])
             if main_grad is not None:
                 add_product(main_grad, gradient, hidden[part])
                 continue
             piece = gradient.t() @ hidden[part]
-            if len(hidden) <= chunk and backward == "unscaled":
+            if len(hidden) <= chunk and how.backward == "unscaled":
                 d_weight = piece  # nothing is added to it, and it is not scaled: fp32 would be a copy of it
             else:
                 d_weight = piece.float() if d_weight is None else d_weight.add_(piece)
         ctx.save_for_backward(d_hidden, weight if d_weight is None else d_weight)
-        ctx.how, ctx.added = backward, main_grad is not None
+        ctx.how, ctx.added = how.backward, main_grad is not None
         return total
 
     @staticmethod
@@ -151,7 +162,7 @@ class _ChunkedLoss(torch.autograd.Function):
             gradients = d_hidden * factor.to(d_hidden.dtype), d_weight * factor
         else:
             gradients = d_hidden.mul_(factor.to(d_hidden.dtype)), d_weight.mul_(factor)
-        return *gradients, *[None] * 10
+        return *gradients, *[None] * 4
 
 
 class TokenLoss:
@@ -193,13 +204,15 @@ class TokenLoss:
                 head.rows().detach(),
                 labels,
                 weights,
-                head.vocab_size,
-                chunk,
-                self.whole if head.tp.size == 1 else partial(self.split, tp=head.tp),
-                self.backward,
-                head.main_grad,
-                penalties.append,
-                head.shape,
+                LossTerms(
+                    head.shape,
+                    head.vocab_size,
+                    chunk,
+                    self.whole if head.tp.size == 1 else partial(self.split, tp=head.tp),
+                    self.backward,
+                    head.main_grad,
+                    penalties.append,
+                ),
             )
             return total, {"z_loss": torch.stack(penalties).sum() / head.tp.size} if penalties else {}
         total = hidden.new_zeros((), dtype=torch.float32)

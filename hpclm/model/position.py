@@ -15,6 +15,7 @@ from hpclm.config import ModelConfig
 from hpclm.model.compiled import failures
 from hpclm.model.rope import frequencies
 from hpclm.parallel.mesh import SINGLE, Axis
+from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.parallel.sequence import SequencePart
 
 FAIRSEQ_FIRST = 2  # fairseq counts positions from padding_idx + 1 = 2
@@ -93,26 +94,30 @@ class ActivationSpec(NamedTuple):
     device: torch.device
 
 
+class Prepared(NamedTuple):
+    """What is there already when the layout of a micro-batch is made."""
+
+    slopes: Tensor | None = None
+    """Of ALiBi."""
+    flex: "Flex | None" = None
+    """In place of a mask."""
+    starts: tuple[int, ...] | None = None
+    """As of AttentionMetadata, and ``part``."""
+    part: SequencePart | None = None
+    rates: Rates | None = None
+    """rotary_rates()."""
+
+
 def attention_metadata(
     config: ModelConfig,
     kind: ActivationSpec,
     tp: Axis,
-    positions: Tensor | None = None,
-    documents: Tensor | None = None,
-    seed: int | None = None,
-    slopes: Tensor | None = None,
-    flex: "Flex | None" = None,
+    batch: MicroBatch,
     layer: str = "full",
-    starts: tuple[int, ...] | None = None,
-    part: SequencePart | None = None,
-    rates: Rates | None = None,
+    prepared: Prepared = Prepared(),  # noqa: B008 - it is a tuple
 ) -> AttentionMetadata:
-    """The layout of a micro-batch, for layers of kind ``layer``. ``slopes``: of ALiBi, ``rates``: rotary_rates(), if they exist
-    already. ``flex``: in place of a mask. ``starts``, ``part``: see AttentionMetadata.
-
-    ``positions`` [B, T] restart inside a sample, or None. ``documents`` [B, T] holds the document index of every
-    token if attention must not cross documents, or None.
-    """
+    """The layout of a micro-batch, for layers of kind ``layer``."""
+    positions, documents, (slopes, flex, starts, part, rates) = batch.positions, batch.documents, prepared
     length, dtype, device = kind
     window, cos, sin = seen(config, layer, length), None, None
     if part is not None and positions is None:
@@ -120,7 +125,7 @@ def attention_metadata(
     if rotates(config, layer):
         places = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
         cos, sin = (x.to(dtype) for x in rotary(places, config, layer, length, rates))
-    made = AttentionMetadata(positions, None, cos, sin, seed, flex, part=part)
+    made = AttentionMetadata(positions, None, cos, sin, batch.seed, flex, part=part)
     biased = POSITIONS[config.positions].slopes is not None
     if flex:
         return made._replace(window=window, documents=documents)

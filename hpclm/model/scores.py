@@ -119,8 +119,9 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: Atte
     how = how._replace(scale=1.0)
     again = k.shape[2] > LONGEST and torch.is_grad_enabled()
     out = []
-    for number, ((begin, _), rows) in enumerate(_by_blocks(q, k, metadata)):
-        given = (rows, k, v, begin, _first(number, begin, metadata), how, metadata)
+    for number, ((begin, end), rows) in enumerate(_by_blocks(q, k, metadata)):
+        columns = slice(_first(number, begin, metadata), end)
+        given = (rows, k[:, :, columns], v[:, :, columns], begin, how, metadata)
         out.append(checkpoint(_rows, *given, use_reentrant=False) if again else _rows(*given))
     return torch.cat(out, 2)
 
@@ -141,12 +142,10 @@ def _first(number: int, begin: int, metadata: AttentionMetadata | None) -> int:
     return max(document, window) // BLOCK * BLOCK
 
 
-def _rows(
-    q: Tensor, k: Tensor, v: Tensor, begin: int, first: int, how: Scores, metadata: AttentionMetadata | None
-) -> Tensor:
-    """The output of the rows from ``begin`` on, whose queries ``q`` are, with the columns from ``first`` on."""
+def _rows(q: Tensor, k: Tensor, v: Tensor, begin: int, how: Scores, metadata: AttentionMetadata | None) -> Tensor:
+    """The output of the rows from ``begin`` on, whose queries ``q`` are; ``k`` and ``v`` end with the last of these rows."""
     end = begin + q.shape[2]
-    k, v = k[:, :, first:end], v[:, :, first:end]
+    first = end - k.shape[2]
     scores = grouped_scores(q, k, how)
     rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
     if metadata is None or (metadata.window, metadata.documents, metadata.slopes) == (None, None, None):

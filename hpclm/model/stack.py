@@ -29,6 +29,7 @@ from hpclm.model.position import (
     ActivationSpec,
     AttentionMetadata,
     Flex,
+    Prepared,
     attention_metadata,
     block_mask,
     block_starts,
@@ -124,7 +125,7 @@ class Stack(nn.Module):
     def _metadata(self, kind: ActivationSpec, batch: MicroBatch) -> dict[str, AttentionMetadata]:
         """The layout of a micro-batch for each kind of layer."""
         config, device = self.config, kind.device
-        positions, documents, weights = batch.positions, batch.documents, batch.weights
+        documents, weights = batch.documents, batch.weights
         if weights is not None:
             weights = weights.t().chunk(self.tp.size)[self.tp.rank]
         slopes = self._slopes(device)  # a copy from the host in every micro-batch would wait for the device
@@ -153,9 +154,8 @@ class Stack(nn.Module):
             if rotates(config, layer):  # longrope's are a copy from the host, for which it would wait
                 make_rates = partial(rotary_rates, config, layer, kind.length, device)
                 rates = self._once(("rates", kind, layer), make_rates)
-            layout = attention_metadata(
-                config, kind, self.tp, positions, documents, batch.seed, slopes, flex, layer, starts, part, rates
-            )
+            prepared = Prepared(slopes, flex, starts, part, rates)
+            layout = attention_metadata(config, kind, self.tp, batch, layer, prepared)
             made[layer] = layout._replace(weights=weights)
         return made
 

@@ -66,6 +66,8 @@ class Directory:
     """Rank 0's."""
     restarted: str
     """How the attempt before ended, and why Slurm has started the job again, if it has."""
+    resume_step: int | None
+    """The step of the checkpoint that this start was asked to continue from."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def open_session(
             planner.memory_errors_explained(config, context),
         ):
             proven = proof.check(config, context, compute)
-            state = open_state(written, context, compute, data, directory, proven.settings, resume_step)
+            state = open_state(written, context, compute, data, directory, proven.settings)
             if state.attempt is not None:
                 notifier.begin(state.attempt, state.progress.step, directory.restarted)
             with (
@@ -239,7 +241,7 @@ def open_run_directory(
             )
         )
         try:
-            yield Directory(out, lease, summary, restarted)
+            yield Directory(out, lease, summary, restarted, resume_step)
         except KeyboardInterrupt:
             if summary and (ending := summary.interrupted()):
                 log.warning(ending)
@@ -272,7 +274,6 @@ def open_state(
     data: RunData,
     directory: Directory,
     settings: EngineSettings,
-    resume_step: int | None,
 ) -> RunState:
     """Build the engine from ``settings``, load the state to resume from, and record the attempt. ``config``: as it is to be written
     to config.yaml, where batch.micro_size may be auto."""
@@ -289,7 +290,7 @@ def open_state(
 
     def roll_back() -> int | None:
         """Set aside checkpoints newer than the one that this start was asked to continue from; its step, if there is one."""
-        step = records.requested_step(out, resume_step)
+        step = records.requested_step(out, directory.resume_step)
         if step is not None:
             submissions.roll_back(out, step)
         return rollback.carry_out(out)
@@ -306,10 +307,8 @@ def open_state(
     context.run_on_main(lambda: tuning.keep(config, source, progress.step))
     attempt = None
     if directory.summary:
-        steps, restarted = data.length.steps, directory.restarted
-        attempts = records.start(
-            config, context, settings.plan.micro_size, progress.step, steps, rolled_back, restarted
-        )
+        begins = records.Beginning(progress.step, data.length.steps, rolled_back, directory.restarted)
+        attempts = records.start(config, context, settings.plan.micro_size, begins)
         directory.summary.begin(attempts, data.length.steps)
         attempt = len(attempts)
         before = schedule.of_attempt(out, attempts[-2], source.per_epoch("train")) if attempt > 1 else None

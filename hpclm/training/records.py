@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,34 +39,39 @@ MAX_STARTS = 3  # of a job from one step, without a checkpoint in between
 WAY_OUT = "move it away, or choose another out"
 
 
-def start(
-    run: config.RunConfig,
-    context: DistributedContext,
-    micro_size: int,
-    step: int,
-    steps: int | None,
-    resume_step: int | None = None,
-    restarted: str = "",
-) -> list[dict[str, Any]]:
-    """Write config.yaml and add a line to attempts.jsonl: an attempt begins after ``step``, of ``steps`` in all; all lines.
+@dataclass(frozen=True)
+class Beginning:
+    """Where an attempt begins."""
 
-    ``micro_size``: the number in use, where batch.micro_size may be auto; ``resume_step``: the step of the checkpoint that it went
-    back to; ``restarted``: what ``tell_restart`` has logged.
-    """
+    step: int
+    """After this one."""
+    steps: int | None
+    """In all."""
+    rolled_back: int | None = None
+    """The step of the checkpoint that it went back to."""
+    restarted: str = ""
+    """What ``tell_restart`` has logged."""
+
+
+def start(
+    run: config.RunConfig, context: DistributedContext, micro_size: int, begins: Beginning
+) -> list[dict[str, Any]]:
+    """Write config.yaml and add a line to attempts.jsonl; all lines. ``micro_size``: the number in use, where batch.micro_size may be
+    auto."""
     out = Path(run.out)
     _, used = config_history.replace(out, dumped(replace(run, data=absolute(run.data))))
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "from_step": step,
-        **({} if resume_step is None else {"back_to": resume_step}),
-        "steps": steps,
+        "from_step": begins.step,
+        **({} if begins.rolled_back is None else {"back_to": begins.rolled_back}),
+        "steps": begins.steps,
         "config": used,
         "micro_size": micro_size,
         "launcher": context.launcher,
         "size": context.size,
         "hosts": list(context.hosts),
         **bootstrap.job(),
-        **({"after": restarted} if restarted else {}),
+        **({"after": begins.restarted} if begins.restarted else {}),
         "began": round(context.began, 3),
         "command": shlex.join(map(secrets.Redactor(), python.readable([sys.executable, *sys.orig_argv[1:]]))),
         "folder": str(Path.cwd()),
@@ -81,7 +86,7 @@ def start(
     }
     last: Mapping[str, Any] = next(iter(rows(out / "attempts.jsonl", ATTEMPT)[-1:]), {})
     warn_of_other_code(last, line)
-    tell_changes(out, str(last.get("config", "")), used, step)
+    tell_changes(out, str(last.get("config", "")), used, begins.step)
     append(out / "attempts.jsonl", line)
     return rows(out / "attempts.jsonl", ATTEMPT)
 

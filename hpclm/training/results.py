@@ -63,7 +63,7 @@ class Results:
         step, self._queued = self._queued, None
         values = step.answer.read()
         step.finished = step.finished or _ago(step.answer.age())
-        self._record(step, **{name: values[name] for name in step.result.metrics})
+        self._record(step, {name: values[name] for name in step.result.metrics})
         return self.sync.state(values)
 
     def read_arrived(self) -> None:
@@ -72,17 +72,10 @@ class Results:
         if self._queued is not None and self._queued.answer.done():
             self.read()
 
-    def _record(
-        self,
-        step: QueuedStep,
-        loss: float,
-        grad_norm: float,
-        skipped: float,
-        counted_tokens: float = 1,
-        empty_micro_batches: float = 0,
-        **others: float,
-    ) -> None:
-        """Judge a step and write it down; ``others``: further metrics of the engine, written under their names."""
+    def _record(self, step: QueuedStep, metrics: dict[str, float]) -> None:
+        """Judge a step and write it down; ``metrics``: of the engine, all but loss, norm and counts written under their names."""
+        loss, grad_norm, skipped = (metrics.pop(name) for name in ("loss", "grad_norm", "skipped"))
+        counted_tokens, empty_micro_batches = metrics.pop("counted_tokens", 1), metrics.pop("empty_micro_batches", 0)
         finished, clock = step.finished or _ago(0.0)
         seconds = finished - max(step.began, self._finished)  # while the one before it ran, it had to wait
         self._finished = finished
@@ -94,7 +87,7 @@ class Results:
             health = self.guard.observe(step.progress.step, loss, bool(skipped), searching)
         waited = min(step.waited, seconds)
         row = dict(
-            time=round(clock, 3), loss=loss, grad_norm=grad_norm, skipped=self.guard.skipped + int(skipped), **others
+            time=round(clock, 3), loss=loss, grad_norm=grad_norm, skipped=self.guard.skipped + int(skipped), **metrics
         )
         row |= dict(step_seconds=seconds, data_seconds=waited, data_fraction=waited / seconds)
         row |= {**step.measured, **step.result.seconds, **health.row()}

@@ -108,7 +108,7 @@ def build_data(config: RunConfig, plan: Plan, device: torch.device, mesh: Mesh, 
 
     def batches(part: str, count: int | None) -> Batches:
         samples = source.samples(part, count)
-        return Batches(samples, config.data, config.model, plan, source.eod, device, mesh)
+        return Batches(samples, config, plan, source.eod, device, mesh)
 
     train, held_out = batches("train", length.samples), []
     if config.evaluate.every and not source.held_out:

@@ -57,7 +57,7 @@ def batches(samples=None, replica=0, replicas=1, workers=0, rampup=None, eod=Non
         budget=BudgetConfig(steps=10),
     )
     mesh = Mesh(dp=Axis(replicas, replica))
-    return Batches(samples or Counting(), config.data, config.model, config.plan(replicas), eod, device, mesh)
+    return Batches(samples or Counting(), config, config.plan(replicas), eod, device, mesh)
 
 
 def first(found):

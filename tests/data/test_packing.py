@@ -84,8 +84,8 @@ def test_a_batch_has_documents_and_positions_of_their_own_and_padding_is_one(tmp
     made = source(dataset(tmp_path, [3, 4]), split="1")
     data = DataConfig(prefix="x", order="packed", reset_attention_mask=True, reset_position_ids=True)
     model = ModelConfig(vocab_size=1000, context=8, hidden=8, heads=1)
-    plan = RunConfig(model=model, data=data, batch=BatchConfig(global_size=1, micro_size=1)).plan()
-    [batch] = Batches(made.samples("train", 1), data, model, plan, None, torch.device("cpu")).take(0, 1)
+    config = RunConfig(model=model, data=data, batch=BatchConfig(global_size=1, micro_size=1))
+    [batch] = Batches(made.samples("train", 1), config, config.plan(), None, torch.device("cpu")).take(0, 1)
     first = 3 if batch.tokens[0, 0] == 0 else 4
     ids = [*range(3), *range(3, 7)] if first == 3 else [*range(3, 7), *range(3)]
     assert batch.tokens.tolist() == [[*ids, 0]] and batch.labels[0, :6].tolist() == ids[1:]

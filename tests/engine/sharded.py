@@ -33,7 +33,7 @@ def made(words):
     mesh = Mesh.build(rank, size, run.parallel)
     engine = engines.build(run.for_engine(mesh.world.size), mesh, CPU, TYPES[run.engine.precision])
     source = synthetic(run.data, run.model.context, run.seed, run.model.vocab_size)
-    batches = Batches(source.samples("train", 1000), run.data, run.model, run.plan(size), source.eod, CPU, mesh)
+    batches = Batches(source.samples("train", 1000), run, run.plan(size), source.eod, CPU, mesh)
     alone = single()
     infos = tuple(replace(alone.ranks[0], rank=other, host=f"node{other // 2}") for other in range(size))
     return run, engine, batches, DistributedContext(World("test", rank, size), infos, alone.watchdog)

@@ -52,7 +52,7 @@ def settings(model, engine=None, optim=None, batch=None, data=None):
 
 def batches_of(config):
     source = synthetic(config.data, config.model.context, 7, config.model.vocab_size)
-    return Batches(source.samples("train", 1000), config.data, config.model, config.plan(), source.eod, CPU)
+    return Batches(source.samples("train", 1000), config, config.plan(), source.eod, CPU)
 
 
 def engine_of(config, dtype=torch.float32):

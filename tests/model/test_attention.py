@@ -9,6 +9,7 @@ from hpclm.model.position import ActivationSpec, attention_metadata
 from hpclm.model.scores import BLOCK, blocked, dot_product_attention, flex_attention
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import SINGLE
+from hpclm.parallel.micro_batch import MicroBatch
 from tests.engine.test_native import GPT2, batches_of, engine_of, settings
 
 
@@ -43,7 +44,8 @@ def test_flex_attention_without_a_mask_is_attention_with_one(documents, position
     slopes = position.alibi_slopes(4, kind.device) if positions == "alibi" else None
     mask = position.dense_mask(config, kind, SINGLE, numbers, None)
     flex = position.Flex(position.block_mask(kind, numbers), slopes)
-    free = attention_metadata(config, kind, SINGLE, documents=numbers, flex=flex)
+    batch = MicroBatch(torch.empty(0), documents=numbers)
+    free = attention_metadata(config, kind, SINGLE, batch, prepared=position.Prepared(flex=flex))
     assert free.mask is None and free.flex is not None
     wanted = dot_product_attention(q, k, v, mask)
     assert torch.allclose(flex_attention(q, k, v, free.flex), wanted, atol=1e-5)

@@ -26,19 +26,19 @@ def test_the_random_words_are_philoxs(counter, key, words):
 
 def test_values_are_dropped_at_the_rate_asked_for_and_the_rest_scaled():
     keys, x = torch.tensor([-5, 1 << 62]), torch.ones(64, 8, 128, dtype=torch.bfloat16, requires_grad=True)
-    first, second = (dropout(x, 0.25, True, keys, site) for site in range(DROPOUT_SITES))
+    first, second = (dropout(x, 0.25, keys, site) for site in range(DROPOUT_SITES))
     assert set(first.unique().tolist()) == {0.0, 1.3359375}  # 4/3 in bf16
     for y in (first, second):
         assert (y == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
     assert ((first == 0) & (second == 0)).float().mean().item() == pytest.approx(0.0625, abs=0.01)
     assert torch.equal(torch.autograd.grad(first.sum(), x)[0], first)
-    assert dropout(x, 0.25, False, keys) is x and dropout(x, 0.0, True, keys) is x
+    assert dropout(x, 0.0, keys) is x
 
 
 def test_a_slice_of_the_sequence_has_the_whole_ones_mask():
     keys, x = torch.tensor([3, 4]), torch.randn(16, 2, 8)
-    whole = dropout(x, 0.5, True, keys, 1)
-    parts = [dropout(part, 0.5, True, keys, 1, rank) for rank, part in enumerate(x.chunk(4))]
+    whole = dropout(x, 0.5, keys, 1)
+    parts = [dropout(part, 0.5, keys, 1, rank) for rank, part in enumerate(x.chunk(4))]
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -46,7 +46,7 @@ def test_a_compiled_function_draws_the_same_mask_in_one_graph():
     keys, x = torch.tensor([3, 4]), torch.randn(16, 2, 8)
     compiled = torch.compile(dropout, backend="aot_eager", fullgraph=True, dynamic=False)
     for seed in range(3):
-        assert torch.equal(compiled(x, 0.5, True, keys + seed, 1), dropout(x, 0.5, True, keys + seed, 1))
+        assert torch.equal(compiled(x, 0.5, keys + seed, 1), dropout(x, 0.5, keys + seed, 1))
     assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(dropout.__code__)) == 1
 
 

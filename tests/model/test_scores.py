@@ -10,6 +10,7 @@ from hpclm.model import position
 from hpclm.model.position import ActivationSpec, Flex, attention_metadata, block_mask, block_starts
 from hpclm.model.scores import BLOCK, LONGEST, Scores, attend, flex_attention
 from hpclm.parallel.mesh import SINGLE
+from hpclm.parallel.micro_batch import MicroBatch
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
 
@@ -54,7 +55,8 @@ def test_every_combination_is_what_whole_scores_give_with_its_gradients(length):
         documents = texts if several else None
         how = Scores(0.3 if cap else None, cap, sinks=sinks if sink else None)
         starts = block_starts(texts, range(0, length, BLOCK)) if several else None
-        metadata = attention_metadata(config, kind, SINGLE, documents=documents, layer=layer, starts=starts)
+        batch, prepared = MicroBatch(torch.empty(0), documents=documents), position.Prepared(starts=starts)
+        metadata = attention_metadata(config, kind, SINGLE, batch, layer, prepared)
         slopes = position.alibi_slopes(HEADS, kind.device) if positions == "alibi" else None
         inputs = [*qkv, sinks] if sink else qkv
         results = []

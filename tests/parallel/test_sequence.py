@@ -5,9 +5,18 @@ import torch
 
 from hpclm.config import ModelConfig
 from hpclm.model.layers import dropout
-from hpclm.model.position import ActivationSpec, Flex, alibi_slopes, attention_metadata, block_mask, block_starts
+from hpclm.model.position import (
+    ActivationSpec,
+    Flex,
+    Prepared,
+    alibi_slopes,
+    attention_metadata,
+    block_mask,
+    block_starts,
+)
 from hpclm.model.scores import BLOCK, Scores, attend, blocked, by_pieces, flex_attention
 from hpclm.parallel.mesh import SINGLE, Axis
+from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.parallel.sequence import SequencePart, pieces, row_blocks, take
 from tests import ranks
 
@@ -63,12 +72,13 @@ def test_the_rows_of_a_part_see_what_they_see_of_the_whole(length, positions, wi
     kind = ActivationSpec(length, torch.float32, CPU)
     documents = torch.stack([torch.arange(length) // 37, torch.arange(length) // 290]) if several else None
     how = Scores(0.3)
-    whole = blocked(q, k, v, how, attention_metadata(config, kind, SINGLE, documents=documents, layer=layer))
+    batch = MicroBatch(torch.empty(0), documents=documents)
+    whole = blocked(q, k, v, how, attention_metadata(config, kind, SINGLE, batch, layer))
     for rank in range(2):
         mine = part(rank, length)
         begins = [begin for begin, _ in row_blocks(mine.pieces, BLOCK)]
         starts = block_starts(documents, begins) if several else None
-        metadata = attention_metadata(config, kind, SINGLE, None, documents, layer=layer, starts=starts, part=mine)
+        metadata = attention_metadata(config, kind, SINGLE, batch, layer, Prepared(starts=starts, part=mine))
         assert torch.equal(metadata.positions[0], mine.places)
         rows = q[:, :, mine.places]
         assert (attend(rows, k, v, metadata, how) - whole[:, :, mine.places]).abs().max() < 1e-5
@@ -83,8 +93,8 @@ def test_the_rows_of_a_part_see_what_they_see_of_the_whole(length, positions, wi
 
 def test_a_part_has_the_whole_ones_dropout_mask():
     keys, x = torch.tensor([3, 4]), torch.randn(24, 2, 8)
-    whole = dropout(x, 0.5, True, keys, 1)
+    whole = dropout(x, 0.5, keys, 1)
     for rank in range(3):
         mine = part(rank, 24, 3)
         for slot, places in enumerate(mine.places.chunk(2)):  # of two tensor-parallel processes
-            assert torch.equal(dropout(x[places], 0.5, True, keys, 1, slot, mine), whole[places])
+            assert torch.equal(dropout(x[places], 0.5, keys, 1, slot, mine), whole[places])

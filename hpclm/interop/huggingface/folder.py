@@ -167,7 +167,7 @@ def import_folder(
         if data or known:
             special.keep(staging_dir / "tokenizer", known)
         special.keep_chat(folder, staging_dir / "tokenizer")
-        run.save(staging_dir, target, config, data, weights)
+        run.save(staging_dir, run.settings_of(target, config, data), weights)
     return config
 
 

@@ -129,10 +129,11 @@ def convert(
     source = Merged(state, config)
     rules = [table(name, name, config) if name in EMBEDDINGS else same(name, name) for name in source.placements]
     moments = {moment: Merged(state, config, moment) for moment in state.moments}
-    weights = run.ImportedWeights(config, source, rules, str(folder), moments=moments, steps=state.steps)
+    imported = run.ImportedMoments(moments, state.steps)
+    weights = run.ImportedWeights(config, source, rules, str(folder), moments=imported)
     with fresh(target, mode=0o700) as staging_dir:
         progress = training.progress(state) if goes_on else Progress()
-        run.save(staging_dir, target, config, {}, weights, settings_of_run, progress)
+        run.save(staging_dir, run.settings_of(target, config, {}, settings_of_run), weights, progress)
     return config
 
 

@@ -17,6 +17,8 @@ USAGE = 4  # lines of a usage that are shown with an error
 _HIDDEN = re.compile(f"[{HIDDEN}]")
 _HIDDEN_IN_LINE = re.compile(f"[{HIDDEN}\n]")
 
+BARS = "▁▂▃▄▅▆▇█"
+
 
 def plain(text: str) -> str:
     """``text`` with control characters escaped (``\\x1b``), except tabs and newlines."""
@@ -106,3 +108,10 @@ def _escaped(found: re.Match[str]) -> str:
     if 0xDC80 <= code <= 0xDCFF:  # surrogateescape
         code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A bar for each value, from the lowest to the highest."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in values)

@@ -15,7 +15,7 @@ import pytest
 
 from hpclm import cli, config, shipped
 from hpclm.config.compose import is_override
-from hpclm.launch import arguments, sweep
+from hpclm.launch import arguments
 from tests.runs import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -90,7 +90,7 @@ def test_a_run_of_the_documentation_lacks_nothing_and_its_batch_can_be_divided(p
     """On as many processes as it says."""
     monkeypatch.chdir(ROOT)
     if words[0] == "submit":
-        run = arguments.compose(arguments.parser().parse_intermixed_args(words[1:]), sweep.Variant(()), words[1:])
+        run = arguments.compose(arguments.parser().parse_intermixed_args(words[1:]), arguments.Variant(()), words[1:])
     else:
         run = config.from_cli(words[1:], None)
     assert run.missing() == []

@@ -12,7 +12,7 @@ FILES = sorted(HOUSE.rglob("*.py"))
 # Each floor may import from its own room and from the floors below it.
 FLOORS = [
     {"errors", "terminal"},
-    {"files", "extras", "paths", "shipped", "sparse"},
+    {"files", "extras", "paths", "shipped"},
     {"folders"},
     {"side_path"},
     {"registry", "progress"},

@@ -11,7 +11,7 @@ import pytest
 from hpclm.config import compose
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError
-from hpclm.launch import sweep
+from hpclm.launch import arguments
 from hpclm.node import environment
 from tests.forks import hpclm
 from tests.rundir.test_runs import make
@@ -253,7 +253,7 @@ def test_a_time_in_a_settings_file_is_not_a_number_to_the_base_of_60(tmp_path):
 
 
 def test_a_sweep_is_a_run_for_each_combination(submit):
-    found = sweep.variants(["optim.lr=1e-3,3e-3", "seed=1,2"])
+    found = arguments.variants(["optim.lr=1e-3,3e-3", "seed=1,2"])
     assert [each.suffix for each in found] == [
         "-lr-1e-3-seed-1",
         "-lr-1e-3-seed-2",
@@ -261,14 +261,14 @@ def test_a_sweep_is_a_run_for_each_combination(submit):
         "-lr-3e-3-seed-2",
     ]
     assert found[3].overrides == ("optim.lr=3e-3", "seed=2")
-    assert sweep.variants([]) == [sweep.Variant()]
-    assert [each.overrides for each in sweep.variants(["optim.betas=[0.9,0.95],[0.9,0.99]"])] == [
+    assert arguments.variants([]) == [arguments.Variant()]
+    assert [each.overrides for each in arguments.variants(["optim.betas=[0.9,0.95],[0.9,0.99]"])] == [
         ("optim.betas=[0.9,0.95]",),
         ("optim.betas=[0.9,0.99]",),
     ]
-    assert [each.suffix for each in sweep.variants(["out=a,b"])] == ["", ""]
+    assert [each.suffix for each in arguments.variants(["out=a,b"])] == ["", ""]
     with pytest.raises(ConfigError, match="two runs would be called"):
-        sweep.variants(["model.norm=a/b,a_b"])
+        arguments.variants(["model.norm=a/b,a_b"])
     done = submit("--dry-run", *SMALL, "--array", "optim.lr=1e-3,3e-3", check=0)
     assert done.stdout.count("#!/bin/bash") == 2
     assert f"set -- {submit.here}/runs/debug-lr-3e-3/config.yaml\n" in done.stdout

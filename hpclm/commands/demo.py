@@ -13,9 +13,8 @@ from hpclm import cli, files, folders
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.node import preemption, python
-from hpclm.reporting.characters import sparkline
 from hpclm.rundir import summary
-from hpclm.terminal import say
+from hpclm.terminal import say, sparkline
 
 FOLDER = Path("demo")
 PROMPT = 'def read(self, size):\n    """'

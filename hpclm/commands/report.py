@@ -83,7 +83,7 @@ def write(chosen: list[Path], output: Path, images: bool, prompt: str | None = N
 
 def _samples(named: dict[str, Path], prompt: str) -> dict[str, dict[int, str]]:
     """What models of each run write; a run without a usable model does not keep the others from the page."""
-    from hpclm.inference.samples import samples
+    from hpclm.inference.completion import samples
 
     written = dict[str, dict[int, str]]()
     for name, out in named.items():

@@ -16,7 +16,7 @@ from hpclm.config import JobConfig, RunConfig
 from hpclm.config.job import seconds_of
 from hpclm.config.length import planned_inside_warmup
 from hpclm.errors import ConfigError, HpclmError, LockedError
-from hpclm.launch import arguments, debug, prechecks, send, setup, sweep, time_limit, visible
+from hpclm.launch import arguments, debug, prechecks, send, setup
 from hpclm.launch.arguments import parser
 from hpclm.node import gpus, secrets
 from hpclm.rundir import runs as folders
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         options.error("--pdb is for --debug")
     if args.resume_step is not None and (args.debug or args.sweep or args.again):
         options.error("--from is for a single run that is not running; it excludes --debug, --sweep and --again")
-    runs = [arguments.compose(args, variant, argv) for variant in sweep.variants(args.sweep)]
+    runs = [arguments.compose(args, variant, argv) for variant in arguments.variants(args.sweep)]
     command = [*map(secrets.Redactor(), ("hpclm", "submit", *argv))]
     where = _where(args, runs[0].job)
     if len(runs) == 1 and where != "debug" and args.resume_step is None and _is_toy(args):
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         return _ranks(runs, args.ranks, args.gpus_kind)
     if where == "debug":
         changes = debug.overrides(runs[0])
-        changed = arguments.compose(args, sweep.Variant(tuple(changes)), argv)
+        changed = arguments.compose(args, arguments.Variant(tuple(changes)), argv)
         return debug.run(changed, changes, lambda run: train.start(run, alone=True), args.pdb)
     if not queues:
         return _preview(where, runs[0]) if args.dry_run else _here(where, runs[0], command, args.resume_step)
@@ -154,7 +154,7 @@ def _warn(runs: Sequence[RunConfig], reasons: Sequence[str]) -> None:
     warmups = [short for run in runs if (short := planned_inside_warmup(run))]
     for warning in dict.fromkeys([*warmups, *reasons]):  # runs that start at once say so themselves
         say(f"warning: {warning}", file=sys.stderr)
-    visible.warn(runs[0])
+    prechecks.warn_of_missing_paths(runs[0])
     for out in (Path(run.out) for run in runs if folders.is_run(Path(run.out))):
         last = folders.read(out).attempt
         if last and (not last.get("job_id") or last.get("launcher") == "local"):
@@ -181,7 +181,7 @@ def _script(scheduler: Scheduler, run: RunConfig) -> str:
     folders += [Path(file).parent for file in run.data.tokenizer_files]
     text = scheduler.script(run, path, list(setup.lines(run, path, folders)))
     if scheduler.name == "slurm":
-        time_limit.refuse_without_room(Path(run.out), text)
+        prechecks.refuse_without_room(Path(run.out), text)
     return text
 
 

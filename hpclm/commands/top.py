@@ -15,9 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from hpclm import cli, paths, terminal
-from hpclm.commands import run_table
 from hpclm.commands import status as verb
-from hpclm.reporting import characters
 from hpclm.rundir import runs as folders
 from hpclm.rundir.status import Queue, RunStatus
 from hpclm.terminal import say
@@ -25,7 +23,7 @@ from hpclm.terminal import say
 PATIENCE = 0.75  # seconds that Slurm has for an answer
 ORDER = ("running", "starting", "completing", "waiting", "failed", "ended", "unknown")
 """Of the states, those worth looking at first."""
-COLUMNS = (*verb.COLUMNS[:4], run_table.CURVE, *verb.COLUMNS[4:])
+COLUMNS = (*verb.COLUMNS[:4], verb.CURVE, *verb.COLUMNS[4:])
 CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -113,7 +111,7 @@ class TopScreen:
     def lines(self, statuses: list[RunStatus], width: int | None = None) -> list[str]:
         """The table, ``width`` columns wide; None: the whole one."""
         rows = [*map(row, statuses)]
-        blocks = [terminal.columns([COLUMNS, *rows])] if width is None else run_table.fitted(COLUMNS, rows, width)
+        blocks = [terminal.columns([COLUMNS, *rows])] if width is None else verb.fitted(COLUMNS, rows, width)
         return [*chain.from_iterable(blocks), *self._silent()]
 
     def _silent(self) -> list[str]:
@@ -125,7 +123,7 @@ class TopScreen:
         counts = Counter(status.name for status in statuses)
         states = ", ".join(f"{count} {name}" for name, count in counts.items()) or "no runs"
         title = terminal.line(f"{self.folder}  {time.strftime('%H:%M:%S')}  {states}  (q exits)")
-        header, *blocks = run_table.fitted(COLUMNS, [*map(row, statuses)], width)
+        header, *blocks = verb.fitted(COLUMNS, [*map(row, statuses)], width)
         lines = [title, *(self._silent() or [""]), *header]
         for number, block in enumerate(blocks):
             left = len(blocks) - number
@@ -139,4 +137,4 @@ class TopScreen:
 def row(status: RunStatus) -> tuple[str, ...]:
     """One run's line: that of ``hpclm status``, with its loss curve."""
     cells = verb.row(status)
-    return (*cells[:4], characters.sparkline(status.run.summary.get("curve", [])) or "-", *cells[4:])
+    return (*cells[:4], terminal.sparkline(status.run.summary.get("curve", [])) or "-", *cells[4:])

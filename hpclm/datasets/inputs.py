@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from hpclm.datasets import folders, tables
-from hpclm.datasets.kinds import BOM, Format, Storage, kind_of
-from hpclm.datasets.packed import decompressed
+from hpclm.datasets.kinds import BOM, Format, Storage, decompressed, kind_of
 from hpclm.errors import ConfigError
 from hpclm.files import readable, reader
 

@@ -9,12 +9,12 @@ import json
 import re
 import shlex
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from hpclm import extras
-from hpclm.datasets.packed import decompressed
 from hpclm.errors import ConfigError
 from hpclm.files import reader, typed
 
@@ -69,6 +69,9 @@ OTHERS = {
     rb"\xff\xfe|\xfe\xff": "text in UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
 }
 """How other files begin that are not text in UTF-8, as regular expressions."""
+
+PIECE = 1 << 11  # compressed bytes passed to zstandard at a time; all of their text, up to 64 MiB, is held in memory
+WINDOW = 1 << 31  # bytes of zstandard's largest window, for files of `zstd --long=31`
 
 
 @dataclass(frozen=True)
@@ -210,3 +213,22 @@ def _beginning(path: str, storage: Storage) -> bytes:
     except (EOFError, zlib.error, gzip.BadGzipFile):
         pass
     return pieces
+
+
+def decompressed(raw: BinaryIO) -> Iterator[bytes]:
+    """The text of all frames of a .zst file; EOFError if it is corrupt, or, unlike in the library's own reader, truncated."""
+    import zstandard
+
+    library = zstandard.ZstdDecompressor(max_window_size=WINDOW)
+    frame, within = library.decompressobj(), False
+    while piece := raw.read(PIECE):
+        while piece:
+            try:
+                yield frame.decompress(piece)
+            except zstandard.ZstdError as error:
+                raise EOFError(error) from None
+            within, piece = not frame.eof, frame.unused_data
+            if not within:
+                frame = library.decompressobj()
+    if within:
+        raise EOFError("it ends within a frame")

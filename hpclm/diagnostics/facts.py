@@ -8,16 +8,18 @@ import platform
 import re
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hpclm import __version__, files
 from hpclm.distributed import network
 from hpclm.distributed.bootstrap import World
-from hpclm.node import environment, python, secrets, shadows, threads
+from hpclm.node import environment, import_errors, python, secrets, shadows, threads
+from hpclm.node.shadows import Shadow
 from hpclm.terminal import ranges
 
 if TYPE_CHECKING:
@@ -31,17 +33,22 @@ DECISIVE = ("numpy", "triton", "deepspeed", "fairscale", "safetensors")
 TORCH = """
 import json, os, warnings
 warnings.simplefilter("ignore")
-from hpclm.diagnostics import facts, libraries
-answer = libraries.imports()
+from hpclm.diagnostics import facts
+answer = facts.imports()
 os.chdir("/")  # collect_env starts pip
 try:
     answer |= facts.pytorch()
 except Exception as error:
-    answer["error"] = libraries.reason(error)
+    answer["error"] = facts.reason(error)
 print(json.dumps(answer))
 """
 VARIABLES = re.compile("CUDA|GLOO_|LD_LIB|LOCAL_|MASTER_|NCCL_|OMP|PMI|RANK|SLURM|TORCH|WORLD_SIZE")
 """Beginnings of the variables that are shown, unless their names are those of secrets."""
+
+TRAINING = "hpclm.training.loop"
+"""What every rank imports."""
+DISTRIBUTIONS = {"yaml": "PyYAML"}
+"""The names of packages that differ from that of their module."""
 
 
 def of_process(launcher: str, env: Mapping[str, str] = os.environ) -> Facts:
@@ -161,3 +168,42 @@ def everything(world: World, env: Mapping[str, str] = os.environ) -> Facts:
             name: redact(env[name]) for name in sorted(env) if VARIABLES.match(name) and not secrets.is_secret(name)
         },
     }
+
+
+def imports() -> dict[str, Any]:
+    """What goes wrong when this process imports what training does, a line for each library; and where its shared libraries are from."""
+    outside = {library.name: library for library in shadows.outside()}
+    failures: list[str] = []
+    for name in dict.fromkeys([*outside, *shadows.REQUIRED, TRAINING]):
+        try:
+            module = import_module(name)
+        except Exception as error:
+            failures.append(import_errors.explained(error) or f"{name} cannot be imported: {reason(error)}")
+            continue
+        if name in outside:
+            failures += _too_old(outside[name], module)
+    by_library = {text.partition(" ")[0]: text for text in reversed(failures)}  # the first of each
+    return {"import_failures": [*by_library.values()][::-1], "linked": shadows.linked()}
+
+
+def reason(error: BaseException) -> str:
+    """The kind of an error, and the last line of its text."""
+    return ": ".join([type(error).__name__, *[line.strip() for line in str(error).splitlines() if line.strip()][-1:]])
+
+
+def _too_old(library: Shadow, module: ModuleType) -> Iterator[str]:
+    """That a library from outside the environment is older than what hpclm needs."""
+    version = str(getattr(module, "__version__", ""))
+    name = DISTRIBUTIONS.get(library.name, library.name)
+    with suppress(metadata.PackageNotFoundError):
+        for requirement in metadata.requires("hpclm") or ():
+            if (match := re.match(rf"{name}\s*>=\s*([\d.]+)", requirement, re.IGNORECASE)) and (
+                _numbers(version) < _numbers(match[1])
+            ):
+                yield f"{library}: version {version}, but hpclm needs {name}>={match[1]}; {library.way_out}"
+
+
+def _numbers(version: str) -> list[int]:
+    """The release of a version, as numbers that can be compared."""
+    start = re.match(r"[\d.]*", version)
+    return [int(part) for part in (start[0] if start else "").split(".") if part]

@@ -18,6 +18,8 @@ SPARE = 8  # tokens beyond the longest stop string that are decoded to look for 
 Streamed = Callable[[int, str], None]
 """Called with a prompt's number and its continuation so far."""
 
+SAMPLE_TOKENS = 80
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -99,3 +101,19 @@ class Completer:
         tail = max(len(each.encode()) for each in stop) + SPARE
         text = self._text(ids, new) if len(new) <= tail else self.text.decode(new[-tail:])
         return any(each in text for each in stop) and any(each in self._text(ids, new) for each in stop)
+
+
+def samples(run: Path, prompt: str, most: int) -> dict[int, str]:
+    """Step -> continuation, of at most ``most`` checkpoints from the oldest to the newest; of one only of the newest.
+
+    HpclmError if there is none, or if the run has no tokenizer that reads the prompt.
+    """
+    kept = run_settings.saved_steps(run)
+    last, gaps = len(kept) - 1, min(most, len(kept)) - 1
+    chosen = [kept[round(last * number / gaps)] for number in range(gaps + 1)] if gaps else kept[-1:]
+    written = {}
+    for checkpoint in chosen:
+        completer = Completer(run, [], checkpoint)
+        [done] = completer.complete([prompt], Limits(SAMPLE_TOKENS), Sampling())
+        written[completer.step] = done.text
+    return written

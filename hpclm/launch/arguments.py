@@ -1,17 +1,20 @@
-"""The command line of ``hpclm submit``, and the settings that it gives."""
+"""The command line of ``hpclm submit``, and the settings that it gives: one run, or one for each value of a sweep."""
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpclm import cli, config, paths, shipped
 from hpclm.config import JobConfig, RunConfig
+from hpclm.config.compose import is_override
 from hpclm.config.fields import docs
 from hpclm.config.job import TEMPLATES
 from hpclm.diagnostics import report
-from hpclm.launch import sweep
+from hpclm.errors import ConfigError
 from hpclm.training import records
 
 # Command-line options -> job settings. Short options are sbatch's.
@@ -40,6 +43,15 @@ MODES = {
 }
 DEFAULT = shipped.folder("configs") / "debug.yaml"
 METAVARS = {"nodes": "N", "gpus": "N", "cpus_per_task": "N", "hostfile": "FILE", "template": "NAME|FILE", "mem": "SIZE"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One run of a sweep."""
+
+    overrides: tuple[str, ...] = ()
+    suffix: str = ""
+    """Added to the run's name and directory: -lr-0.001-seed-2."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -89,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def compose(args: argparse.Namespace, variant: sweep.Variant, typed: Sequence[str]) -> RunConfig:
+def compose(args: argparse.Namespace, variant: Variant, typed: Sequence[str]) -> RunConfig:
     """The settings of one run, with absolute paths; ``typed`` is the command line."""
     words = [*args.settings]
     if args.config:
@@ -123,3 +135,43 @@ def whole(run: RunConfig) -> RunConfig:
         job = replace(job, template=absolute(job.template))
     run = replace(run, kill_switch=run.kill_switch and absolute(run.kill_switch))
     return replace(run, out=absolute(run.out), job=job, data=records.absolute(run.data))
+
+
+def variants(words: Sequence[str]) -> list[Variant]:
+    """The runs for ``words``, each key=a,b,c; one without words. ConfigError if two would have the same name."""
+    axes = [[(key, value) for value in values] for key, values in map(_axis, words)]
+    found = [_variant(chosen) for chosen in itertools.product(*axes)]
+    names = [(each.suffix, *(o for o in each.overrides if o.startswith(("out=", "name=")))) for each in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ConfigError(
+            f"--sweep {' '.join(words)}: two runs would be called {''.join(twice).lstrip('-')}; change a value"
+        )
+    return found
+
+
+def _axis(word: str) -> tuple[str, list[str]]:
+    key, _, text = word.partition("=")
+    values = list(_split(text))
+    if not is_override(word) or not all(values):
+        raise ConfigError(f"--sweep {word!r} is not key=a,b,c, such as optim.lr=1e-4,3e-4")
+    return key.strip(), values
+
+
+def _split(text: str) -> Iterator[str]:
+    """``text`` split at commas, except inside brackets."""
+    depth, part = 0, ""
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth <= 0:
+            yield part.strip()
+            part = ""
+        else:
+            part += character
+    yield part.strip()
+
+
+def _variant(chosen: Sequence[tuple[str, str]]) -> Variant:
+    named = [(key.rpartition(".")[2], value) for key, value in chosen if key not in ("out", "name")]
+    suffix = "".join(f"-{key}-{re.sub(r'[^A-Za-z0-9._+-]+', '_', value)}" for key, value in named)
+    return Variant(tuple(f"{key}={value}" for key, value in chosen), suffix)

@@ -1,7 +1,10 @@
 """Checks of everything that a start would refuse, as far as they need no GPU and no other processes; before a run is queued."""
 
+import math
 import os
-from collections.abc import Callable, Mapping
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -10,23 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 from hpclm import config, extras, sinks
 from hpclm.checkpoint import resumable
-from hpclm.config import RunConfig, no_effect
+from hpclm.config import JobConfig, RunConfig, no_effect
 from hpclm.config.compose import missing_code
 from hpclm.config.data import SOURCES
 from hpclm.config.engine import ENGINES
 from hpclm.config.finished import check_finished
+from hpclm.config.job import seconds_of
 from hpclm.config.length import run_length
 from hpclm.config.model import BLOCKS
 from hpclm.config.monitoring import SINKS
 from hpclm.config.optim import SCHEDULES
 from hpclm.errors import ConfigError
-from hpclm.launch import local, visible
-from hpclm.node import notify, secrets
+from hpclm.launch import local
+from hpclm.node import notify, secrets, slurm
+from hpclm.node.processes import NoAnswerError
 from hpclm.registry import lookup
-from hpclm.rundir import folder
+from hpclm.rundir import folder, summary
+from hpclm.terminal import say
 
 if TYPE_CHECKING:
     from hpclm.data.sources import Source
+
+SIGNAL = re.compile(r"(?:[A-Z]+:)?\w+@(\d+)")  # of #SBATCH --signal
 
 
 def check(run: RunConfig, cluster: str, queued: bool = False, resume_step: int | None = None) -> list[str]:
@@ -60,7 +68,7 @@ def check(run: RunConfig, cluster: str, queued: bool = False, resume_step: int |
     if cluster == "local":
         collect(lambda: local.check(run))
     if cluster not in ("local", "mpirun", "interactive", "debug"):
-        problems += visible.problems(run)
+        problems += missing_paths(run)
     without_code = missing_code(run)
     problems += without_code
     if not without_code:
@@ -183,3 +191,69 @@ def _check_history(run: RunConfig, source: "Source | None", resume_step: int | N
         before = config.load(path)
         then, new = (fingerprint(each.model, each.seed, optimizer=each.optim.name) for each in (before, run))
         check_fingerprint(path, then, new)
+
+
+def missing_paths(run: RunConfig) -> list[str]:
+    """Paths that are missing from the file system of the run directory, which all nodes share."""
+    return [f"{text} does not exist" for text, path in _not_here(run.job) if _is_shared(path, Path(run.out))]
+
+
+def warn_of_missing_paths(run: RunConfig) -> None:
+    """Print what is missing here and may exist on compute nodes."""
+    for text, path in _not_here(run.job):
+        if not _is_shared(path, Path(run.out)):
+            say(f"warning: {text} does not exist here; the job fails if its nodes lack it too", file=sys.stderr)
+
+
+def _not_here(job: JobConfig) -> Iterator[tuple[str, Path]]:
+    """The settings whose paths do not exist here, with the path."""
+    paths = [("job.venv", job.venv and f"{job.venv}/bin/activate")]
+    paths += [("job.conda", f"{job.conda}/bin/python")] if job.conda and job.conda.startswith("/") else []
+    paths += [("job.mounts", mount.partition(":")[0]) for mount in job.mounts]
+    image = job.container or ""
+    if "://" not in image and (job.runtime == "apptainer" or image.startswith("/")) and job.runtime != "docker":
+        paths.append(("job.container", image))
+    for setting, text in paths:
+        path = Path(text or "/").absolute()
+        if not path.exists():
+            yield f"{setting}: {path}", path
+
+
+def _is_shared(path: Path, out: Path) -> bool:
+    """Whether ``path`` would be on the file system of ``out``; every machine has a root directory of its own."""
+    folder, run_folder = (next(f for f in (p, *p.parents) if f.is_dir()) for p in (path, out))
+    return folder != Path("/") and folder.stat().st_dev == run_folder.stat().st_dev
+
+
+def refuse_without_room(out: Path, script: str) -> None:
+    """ConfigError if a job with ``script`` would be warned of its end before it could do a step of the run in ``out``, as far as the
+    run's last start shows. Without a time limit of the job, that of its partition counts."""
+    options = slurm.options_in(script)
+    time, name = options.get("time") or "", "job.time"
+    if not time:
+        with suppress(NoAnswerError):
+            there = slurm.env_for(slurm.clusters(options))
+            partition, time = slurm.default_time(options.get("partition") or "", env=there)
+            name = f"job.time is not set, and the default of partition {partition}"
+    known = summary.read(out)
+    start, step = known.get("start_seconds") or 0.0, known.get("step_seconds") or 0.0
+    match = SIGNAL.match(options.get("signal") or "")
+    warn = int(match[1]) if match else 0
+    limit = _seconds(time)
+    if limit - warn - start > step:
+        return
+    took = f", and the last start took {start:.0f} s or more before its first step" if start else ""
+    step_text = f", which takes {step:.1f} s" if start and step else ""
+    needed = math.ceil((warn + start + step) / 60) + 1
+    raise ConfigError(
+        f"{name}={time} leaves no room for a step: Slurm's warning comes job.warn_seconds={warn} s before the end{took}{step_text}; "
+        f"set job.time to {needed} minutes or more, or a smaller job.warn_seconds that suffices for a save"
+    )
+
+
+def _seconds(time: str) -> float:
+    """Seconds of a time limit; infinity for one that is missing or unknown."""
+    try:
+        return seconds_of(time) if time else math.inf
+    except ValueError:  # of the user's own template
+        return math.inf

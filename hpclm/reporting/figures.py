@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpclm import extras
-from hpclm.reporting import curves, ranking
+from hpclm.reporting import curves
 from hpclm.reporting.curves import Chart, Runs
 from hpclm.reporting.history import KINDS, Attempt, History
 from hpclm.reporting.timeline import COLOURS
@@ -62,7 +62,7 @@ def figures(runs: Runs) -> dict[str, "Figure"]:
     """Every figure for which there are numbers, by name."""
     with extras.needed_for("images"):
         import matplotlib
-    runs = ranking.ordered(runs)
+    runs = curves.ordered(runs)
     with matplotlib.rc_context(_style("".join(runs) if len(runs) > 1 else "")):
         drawn = {chart.key: _chart(chart, list(runs) if len(runs) > 1 else None) for chart in curves.charts(runs)}
         for name, history in runs.items():

@@ -4,12 +4,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hpclm.reporting import curves, plots, provenance, ranking, timeline
-from hpclm.reporting.curves import Chart
+from hpclm.reporting import curves, plots, provenance, timeline
+from hpclm.reporting.curves import Chart, Standing
 from hpclm.reporting.history import RECENT, History
 from hpclm.reporting.html import SORT, definitions, document, text
 from hpclm.reporting.provenance import Settings
-from hpclm.reporting.ranking import Standing
 from hpclm.rundir.status import span
 
 SPREAD = "Each point is the mean of {} steps; the band reaches from their lowest to their highest value."
@@ -32,8 +31,8 @@ class Content:
 def page(content: Content) -> str:
     """The page, which needs no other file."""
     runs, several = content.runs, len(content.runs) > 1
-    standings = ranking.ranked(runs)
-    ordered = ranking.ordered(runs)
+    standings = curves.ranked(runs)
+    ordered = curves.ordered(runs)
     charts = curves.charts(ordered)
     named = {chart.key: _colours([*ordered] if several else [each.name for each in chart.curves]) for chart in charts}
     title = f"{len(runs)} runs compared" if several else standings[0].name

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from hpclm import files, sparse
+from hpclm import files
 
 NULS = re.compile(rb"\x00{32,}")
 """What is left out of a log: a power cut may leave gigabytes of them."""
@@ -100,7 +100,7 @@ def _new_line(line: bytes, file: BinaryIO) -> bytes:
 
 
 def _skip_hole(file: BinaryIO) -> int:
-    hole = sparse.hole_at(file)
+    hole = files.hole_at(file)
     file.seek(hole, os.SEEK_CUR)
     return hole
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpclm import files, sparse
+from hpclm import files
 
 Row = Mapping[str, Any]
 Kind = Callable[[Any], Any]
@@ -118,7 +118,7 @@ def blocks(path: Path | str, begin: int = 0, most: int = LARGEST) -> Iterator[tu
         files.check_size(file, path, most)
         offset, rest, long = file.seek(begin), b"", False
         while block := file.read(BLOCK):
-            hole = 0 if block.strip(b"\0") else sparse.hole_at(file)
+            hole = 0 if block.strip(b"\0") else files.hole_at(file)
             if hole > LONGEST_LINE:  # is not read: it may be gigabytes
                 if not long:
                     yield offset, b"\n"

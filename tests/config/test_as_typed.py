@@ -6,7 +6,7 @@ import hpclm
 from hpclm import cli, config
 from hpclm.config import reading
 from hpclm.errors import ConfigError
-from hpclm.launch import sweep
+from hpclm.launch import arguments
 
 TYPED = [
     *(
@@ -71,7 +71,7 @@ def test_text_settings_of_a_command_line_and_of_a_sweep_keep_what_was_typed(type
     run = config.load(None, [*words, f"job.options={{account: {typed}}}", f"job.conda={typed}"])
     assert (run.name, run.job.conda, run.job.modules) == (typed, typed, [typed, "a"])
     assert (run.job.env, run.job.options) == ({"V": typed, "W": typed}, {"account": typed})
-    first, second = sweep.variants([f"job.env.V={typed},x"])
+    first, second = arguments.variants([f"job.env.V={typed},x"])
     assert config.load(None, list(first.overrides)).job.env == {"V": typed}
     assert config.load(None, list(second.overrides)).job.env == {"V": "x"}
 

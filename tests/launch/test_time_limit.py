@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hpclm.errors import ConfigError
-from hpclm.launch import time_limit
+from hpclm.launch import prechecks
 from hpclm.node import slurm
 
 
@@ -47,9 +47,9 @@ def test_a_job_needs_time_for_its_start_a_step_and_the_warning(text, start, step
     if start is not None:
         summary_of(tmp_path, start_seconds=float(start), step_seconds=float(step))
     if refusal is None:
-        return time_limit.refuse_without_room(tmp_path, text)
+        return prechecks.refuse_without_room(tmp_path, text)
     with pytest.raises(ConfigError, match=refusal):
-        time_limit.refuse_without_room(tmp_path, text)
+        prechecks.refuse_without_room(tmp_path, text)
 
 
 SHOWN = (
@@ -76,6 +76,6 @@ def test_without_a_time_limit_that_of_the_partition_counts(partition, refusal, t
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert slurm.default_time("long") == ("long", "2-00:00:00")
     if refusal is None:
-        return time_limit.refuse_without_room(tmp_path, script(None, partition=partition))
+        return prechecks.refuse_without_room(tmp_path, script(None, partition=partition))
     with pytest.raises(ConfigError, match=refusal):
-        time_limit.refuse_without_room(tmp_path, script(None, partition=partition))
+        prechecks.refuse_without_room(tmp_path, script(None, partition=partition))

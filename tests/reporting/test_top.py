@@ -16,10 +16,9 @@ from subprocess import Popen
 import pytest
 import wcwidth
 
-from hpclm import cli
+from hpclm import cli, terminal
 from hpclm.commands import status, top
 from hpclm.commands.top import TopScreen
-from hpclm.reporting import characters
 from tests import runs
 from tests.rundir.test_runs import make
 
@@ -39,8 +38,8 @@ def attempt(**more):
 
 
 def test_a_loss_curve_is_a_bar_for_each_point():
-    assert characters.sparkline([3.0, 2.0, 1.0]) == "█▅▁"
-    assert characters.sparkline([]) == "" and characters.sparkline([2.0, 2.0]) == "▁▁"
+    assert terminal.sparkline([3.0, 2.0, 1.0]) == "█▅▁"
+    assert terminal.sparkline([]) == "" and terminal.sparkline([2.0, 2.0]) == "▁▁"
 
 
 def test_the_folder_is_named_with_an_option_as_for_other_verbs_or_without(tmp_path, capsys):

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hpclm import extras
 from hpclm.commands import train as verb
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError, HpclmError
@@ -40,7 +41,7 @@ class Snapshot:
             self._line = f"{out}: step {row['step']}{of}, loss {loss}, {row['tokens_per_second']:,.0f} tokens/s"
             if total and total > row["step"]:
                 self._line += f", {span((total - row['step']) * (row.get('step_seconds') or 0))} left"
-            if live.drawable():
+            if extras.missing("a live plot", "matplotlib") is None:
                 self._png = live.loss_png(read, self._line)
 
     def __repr__(self) -> str:
@@ -101,7 +102,7 @@ def _shown(run: RunConfig) -> Iterator[None]:
     from IPython.display import display
 
     out, over = Path(run.out), threading.Event()
-    total = _total(run)
+    total = run.stop_at or run.budget.steps
     handle: Any = display(Snapshot(out, total), display_id=True)
 
     def update() -> None:
@@ -119,8 +120,3 @@ def _shown(run: RunConfig) -> Iterator[None]:
         over.set()
         thread.join()
         handle.update(Snapshot(out, total))
-
-
-def _total(run: RunConfig) -> int | None:
-    """The last step, if the settings say it."""
-    return run.stop_at or run.budget.steps

@@ -30,7 +30,11 @@ def files_in(folder: Path, any_text: bool) -> list[str]:
     if (folder / "state.json").exists():
         return _saved(folder)
     visible = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
-    shards = [path for path in visible if path.is_file() and (any_text or _holds_data(path.name))]
+    shards = [
+        path
+        for path in visible
+        if path.is_file() and (any_text or named(UNPACKED_FIRST.sub("", path.name))[0] in KINDS)
+    ]
     shards = [path for path in shards if path.name not in ABOUT]
     if not shards:
         inner = [path.name for path in visible if path.is_dir()]
@@ -41,10 +45,6 @@ def files_in(folder: Path, any_text: bool) -> list[str]:
         patterns = [f"'{folder}/*{split}*'" for split in splits]
         raise ConfigError(f"folder {folder} holds several splits; give one as a pattern: {', '.join(patterns)}")
     return [str(path) for path in shards]
-
-
-def _holds_data(name: str) -> bool:
-    return named(UNPACKED_FIRST.sub("", name))[0] in KINDS
 
 
 def _saved(folder: Path) -> list[str]:

@@ -5,16 +5,10 @@ import math
 import warnings
 from typing import Any
 
-from hpclm import extras
 from hpclm.reporting.history import History
 
 COLOUR, HELD_OUT = "#0072b2", "#d55e00"
 HEIGHT, POINTS = 3.0, 2000
-
-
-def drawable() -> bool:
-    """Whether there is a library to draw with."""
-    return extras.missing("a live plot", "matplotlib") is None
 
 
 def loss_png(history: History, title: str) -> bytes:

@@ -1,11 +1,10 @@
 """What an engine keeps and sends, in bytes per parameter: the parameters of the formulas in ``memory`` and ``time``."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hpclm.config import EngineConfig, OptimConfig, ParallelConfig
 from hpclm.config.optimizers import EXAMPLES, OPTIMIZERS
 from hpclm.config.supports import SUPPORTS
-from hpclm.planning.muon import NewtonSchulz
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,9 @@ class EngineCosts:
     gradients: BytesPerParameter = BytesPerParameter(4)
     optimizer: BytesPerParameter = BytesPerParameter(8)
     outside: float = 0.0
-    """Optimizer state of a parameter outside of the blocks beyond that of one in them, in parts of the latter."""
-    newton_schulz: NewtonSchulz | None = None
-    """Of Muon."""
+    """Bytes of optimizer state of a parameter outside of the blocks beyond that of one in them; sharded with ZeRO."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """What updates the weights, and keeps state that is not divided as they are."""
     gathered: BytesPerParameter = BytesPerParameter(2)
     """Copies of the weights in the compute type: ``replicated`` for the whole stage; ``sharded`` for layers other than blocks, and
     for one block at a time, in the backward pass two."""
@@ -82,11 +81,10 @@ def costs(
     """Whether products add to the fp32 gradients, so that the embedding needs no gradient of a micro-batch."""
     optim = optim or OptimConfig()
     kind = OPTIMIZERS[optim.name]
-    type_of = 2 if optim.newton_schulz_type == "bf16" else 4
     common = EngineCosts(
         optimizer=BytesPerParameter(kind.bytes_per_parameter(optim)),
-        outside=kind.bytes_per_parameter(optim, EXAMPLES[2]) / kind.bytes_per_parameter(optim) - 1,
-        newton_schulz=NewtonSchulz(optim.newton_schulz_steps, type_of, optim.split) if optim.name == "muon" else None,
+        outside=kind.bytes_per_parameter(optim, EXAMPLES[2]) - kind.bytes_per_parameter(optim),
+        optim=optim,
         gathered=BytesPerParameter(cast),
         element=element,
         compiled=bool(engine.compile),
@@ -160,6 +158,7 @@ def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engi
         common,
         weights=BytesPerParameter() if engine.offload == "parameters" else weights,
         gradients=whole if stage == 1 else BytesPerParameter(0, element if on_cpu else 4),
+        outside=0.0 if on_cpu else common.outside,
         optimizer=BytesPerParameter() if on_cpu else BytesPerParameter(0, 4 + common.optimizer.replicated),
         gathered=BytesPerParameter(0, element if stage == 3 else 0),
         kept=5e8,  # those needed again before 1e9 others are

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpclm.config import ModelConfig, RunConfig
+from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.model import count
 from hpclm.node.gpus import Kind
 from hpclm.planning import engines, layout, memory, time
@@ -50,10 +51,11 @@ class Forecast:
     @cached_property
     def step(self) -> Step | None:
         """Seconds of a step; None where it computes in fp32, for which no peak rates are known."""
-        iterated = self.costs.newton_schulz
+        kind, optim = OPTIMIZERS[self.costs.optim.name], self.costs.optim
+        of_matrices = kind.cost(optim, [(1, 1)]).element if kind.matrices else 0
         return (
             None
-            if max(self.costs.element, iterated.element if iterated else 0) > 2
+            if max(self.costs.element, of_matrices) > 2
             else time.step(self.model, self.layout, self.costs, self.kind)
         )
 

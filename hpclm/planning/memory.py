@@ -11,7 +11,7 @@ from hpclm.config import ModelConfig
 from hpclm.model import count
 from hpclm.planning.engines import EngineCosts
 from hpclm.planning.layout import Layout, Stage, micro_batches_held, parameters, stages
-from hpclm.planning.muon import exchange
+from hpclm.planning.matrices import exchange
 
 PROCESS = 3 * 2**30
 """Bytes of a process other than tensors: CUDA context, NCCL buffers, cuBLAS workspaces, libraries."""
@@ -54,12 +54,13 @@ def of_stages(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Me
 
 def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> Memory:
     """Memory of one GPU of a stage at the fullest moment of a step: while the loss has its logits, while the last block is in its
-    backward pass (and recomputed, if it is), or while Muon works on whole matrices."""
+    backward pass (and recomputed, if it is), or while the optimizer works on whole matrices."""
     own = parameters(model, layout, stage)
     weights, gradients, optimizer = (
         part.on(layout.sharing) * own for part in (costs.weights, costs.gradients, costs.optimizer)
     )
-    optimizer *= 1 + costs.outside * (1 - stage.blocks * count.block(model) / layout.tensor / own)
+    of_others = own - stage.blocks * count.block(model) / layout.tensor
+    optimizer += costs.outside * of_others / (layout.sharing if costs.zero else 1)
     if costs.deferred and layout.accumulation > 1:
         gradients = costs.reduced * own  # whole until the last backward pass
     held = activations(model, layout, costs, stage)
@@ -78,9 +79,9 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     freed = 0.0 if layout.recompute == "full" else block_activations(model, layout, costs)
     prefetched = costs.gathered.sharded * block
     prefetched += stage.last * table * costs.table / 2 * (model.tied or costs.working > 0)
-    updating = costs.gathered.replicated * own + costs.buckets
-    if given := costs.newton_schulz:
-        updating += exchange(model, layout, given, costs.zero, stage).memory
+    matrices = exchange(model, layout, costs.optim, costs.zero, stage)
+    optimizer += matrices.state
+    updating = costs.gathered.replicated * own + costs.buckets + matrices.memory
     held, copied, scored = max(
         (held + of_loss, copied + stage.last * table * costs.table * several, logits),
         (in_backward, copied + prefetched, 0.0),

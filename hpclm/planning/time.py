@@ -10,8 +10,8 @@ from hpclm.model import count
 from hpclm.node.gpus import Kind
 from hpclm.planning.engines import EngineCosts
 from hpclm.planning.layout import Layout, Stage, parameters, stages
+from hpclm.planning.matrices import exchange
 from hpclm.planning.memory import block_activations
-from hpclm.planning.muon import exchange
 
 EFFICIENCY = {"Ampere": 0.67, "Hopper": 0.56}
 """Part of the peak that matrix products reach: one constant a generation, fitted to published runs (docs/planner.md)."""
@@ -50,7 +50,7 @@ class Step:
     replicate: float
     """The same between replicas that hold the same shard."""
     optimizer: float
-    """The update, with Muon's iterations and exchange of matrices."""
+    """The update, with the work on whole matrices and their exchange."""
 
     @property
     def total(self) -> float:
@@ -167,12 +167,9 @@ def step(
     replicate = most.replicate / _rate(layout, kind, layout.copies, t * layout.sharing)
     # fp32: reads w, g, m and v, writes w, m and v
     update = max(parameters(model, layout, stage) for stage in every) * 28 / (layout.sharing if costs.zero else 1)
-    orthogonal = 0.0
-    if given := costs.newton_schulz:
-        for stage in every:
-            muon = exchange(model, layout, given, costs.zero, stage)
-            moved = muon.sent / _rate(layout, kind, t * layout.ranks, 1)
-            orthogonal = max(orthogonal, muon.flops / efficiency / kind.peak + moved)
+    matrices = [exchange(model, layout, costs.optim, costs.zero, stage) for stage in every]
+    rate = _rate(layout, kind, t * layout.ranks, 1)
+    whole = max(of_stage.flops / efficiency / kind.peak + of_stage.sent / rate for of_stage in matrices)
     return Step(
         compute=m * computing[slowest],
         tensor=m * (talking[slowest] - between[slowest]),
@@ -181,7 +178,7 @@ def step(
         pipeline=most.pipeline / _rate(layout, kind, p, t * layout.ranks),
         data=_exposed(data, hidden),
         replicate=_exposed(replicate, last * costs.overlap),
-        optimizer=update / kind.bandwidth + orthogonal,
+        optimizer=update / kind.bandwidth + whole,
     )
 
 

@@ -17,7 +17,7 @@ from hpclm.optim.muon import newton_schulz
 from hpclm.parallel.mesh import Mesh
 from hpclm.planning import forecast, layout, ranks, suggest
 from hpclm.planning.fake_gpu import fake_gpu
-from hpclm.planning.muon import exchange
+from hpclm.planning.matrices import exchange
 from hpclm.planning.simulate import SIMULATED, build, micro_batch, simulate
 from tests.forks import hpclm
 
@@ -145,7 +145,7 @@ def test_muons_products_and_messages_are_those_of_the_engine(words):
     run = load("gpt2-124m", words)
     world, planned = run.job.nodes * run.job.gpus, forecast.of(run, KIND)
     first = layout.stages(run.model, planned.layout)[0]
-    costs = exchange(run.model, planned.layout, planned.costs.newton_schulz, planned.costs.zero, first)
+    costs = exchange(run.model, planned.layout, planned.costs.optim, planned.costs.zero, first)
     with fake_gpu(0, world):
         muon = build(run, Mesh.build(0, world, run.parallel)).optimizer
 

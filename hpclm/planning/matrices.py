@@ -1,0 +1,89 @@
+"""What an optimizer costs a GPU of a stage that updates whole matrices, or keeps what is not divided as the weights: by its row in
+OPTIMIZERS. Matrices are shared out as hpclm.engine.matrix_exchange does: in a round, each of the data x tensor processes of a stage
+works on one.
+
+A x B is a matrix, with A the smaller of its sides.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from hpclm.config import ModelConfig, OptimConfig
+from hpclm.config.optimizers import OPTIMIZERS, StateTensor, held
+from hpclm.planning.layout import Layout, Stage
+
+Shape = tuple[int, int]
+UPDATING = 14
+"""Bytes per value of a weight for its gradient, momentum and update, in fp32, and the update as sent."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Of one optimizer step, for the GPU that has most to do in each round."""
+
+    flops: float = 0.0
+    sent: float = 0.0
+    """Bytes to the processes that hold other parts of the same matrices, and to those that hold the same parts."""
+    memory: float = 0.0
+    """Bytes, during the largest round."""
+    state: float = 0.0
+    """Bytes of optimizer state that is not divided as its weight: of the matrices that a GPU works on, and of what every GPU has."""
+
+
+def weights(model: ModelConfig, stage: Stage) -> list[tuple[str, list[Shape]]]:
+    """The two-dimensional weights of a stage: the name of each, and the matrices that it fuses."""
+    hidden, inner = model.hidden, model.ffn_width
+    keys = model.groups * model.head_width
+    block = [
+        ("block0.attention.qkv.weight", [(model.attention_width, hidden), (keys, hidden), (keys, hidden)]),
+        ("block0.attention.out.weight", [(hidden, model.attention_width)]),
+        ("block0.mlp.up.weight", [(inner, hidden)] * (1 + model.gated)),
+        ("block0.mlp.down.weight", [(hidden, inner)]),
+    ]
+    table = [(model.padded_vocab, hidden)]
+    tokens = [("tokens.weight", table)] * (stage.first or (stage.last and model.tied))
+    return [*block * stage.blocks, *tokens, *[("output.weight", table)] * (stage.last and not model.tied)]
+
+
+def whole(parts: Sequence[Shape]) -> Shape:
+    """The shape of the weight that fuses matrices."""
+    return sum(rows for rows, _ in parts), parts[0][1]
+
+
+def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, stage: Stage) -> Exchange:
+    """The cost for a GPU of a stage, at a ZeRO stage."""
+    kind, every = OPTIMIZERS[optim.name], weights(model, stage)
+    state = {name: kind.state(name, whole(parts), optim) for name, parts in every}
+    everywhere = sum(_bytes(held(state[name], "everywhere").values()) for name, _ in every)
+    works_on = kind.matrices
+    every = [(name, parts) for name, parts in every if works_on and works_on(name, whole(parts))]
+    if not every:
+        return Exchange(state=everywhere)
+    holders = layout.tensor * (layout.sharing if zero else 1)
+    """Processes that together hold one copy of the matrices."""
+    size = layout.tensor * layout.ranks
+    every.sort(key=lambda weight: -prod(whole(weight[1])) * min(whole(weight[1])))
+    rounds = [every[first : first + size] for first in range(0, len(every), size)]
+    costs = {name: kind.cost(optim, parts) for name, parts in every}
+    values, copies = sum(prod(whole(parts)) for _, parts in every) / holders, size // holders
+    gathered = 2 * sum(max(prod(whole(parts)) for _, parts in some) for some in rounds) * (holders - 1) / holders
+    name, parts = max(every, key=lambda weight: prod(whole(weight[1])))
+    own, element = prod(whole(parts)), costs[name].element
+    # the gathered pieces, the matrix, and what is made of it
+    working = element * (1 + (holders > 1)) * own + costs[name].scratch
+    moved = max(sum(prod(whole(parts)) for _, parts in some) for some in rounds) / holders
+    kept = [
+        sum(_bytes(held(state[some[slot][0]], "matrix").values()) for some in rounds if slot < len(some))
+        for slot in range(size)
+    ]
+    return Exchange(
+        flops=sum(max(costs[name].flops for name, _ in some) for some in rounds),
+        sent=element * (gathered + values * (copies - 1) / copies),
+        memory=element * moved + max(UPDATING * own / holders, working),
+        state=everywhere + max(kept),
+    )
+
+
+def _bytes(tensors: Iterable[StateTensor]) -> int:
+    return sum(tensor.bytes for tensor in tensors)

@@ -217,9 +217,8 @@ def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False)
             result = engine.train_step(batches, LR, number - 1)
             scalars.append({f"{what} of step {number}": result.numbers[what] for what in ("loss", "grad_norm")})
             if not plain:
-                outcomes |= replay.outcome(number, before, state, weights, mesh) | replay.of_matrices(
-                    number, state, weights
-                )
+                outcomes |= replay.outcome(number, before, state, weights, mesh)
+                outcomes |= replay.of_matrices(number, state, weights)
                 before = replay.weights_of(state, weights, mesh)
     first = gradients[0]
     applied = first if plain else {held.name: sampled(held, first[held.name]) for held in kept if held.name in first}

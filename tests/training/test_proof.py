@@ -220,7 +220,7 @@ def run_only(monkeypatch, where, what, fault):
     monkeypatch.setattr(proof.Twin, "replayed", faulty(replayed))
 
 
-right_update, right_fused = base.update, AdamW.pytorch_step
+right_update = base.update
 right_momentum, right_apply, right_exchange = Muon._update, Muon._apply, MatrixExchange.__call__
 
 
@@ -243,19 +243,11 @@ def uncounted(optimizer, *given):
     right_update(optimizer, *given)
 
 
-def fused_wrongly(optimizer):
-    """A kernel that gets one value in a hundred of what it keeps wrong."""
-    right_fused(optimizer)
-    for entry in optimizer.state.values():
-        entry["exp_avg_sq"].view(-1)[::100] *= 1.01
-
-
 ADAMW = {
     "clip": (base, "update", clipped_too_little, "gradient of"),
     "lost": (base, "update", lambda *given: None, "gradient of .* is not there"),
     "decay": (base, "update", undecayed, "change of"),
     "count": (base, "update", uncounted, "updates after update 2 is off"),
-    "kernel": (AdamW, "pytorch_step", fused_wrongly, "exp_avg_sq of .* after update"),
 }
 
 
@@ -265,6 +257,18 @@ def test_an_update_that_is_wrong_in_every_way_ends_the_run(where, what, fault, m
     with pytest.raises(HpclmError, match=f"(?s)computes incorrectly in every way.*{message}") as error:
         checked(tmp_path)
     assert "cluster.prove=false" in str(error.value)
+
+
+def test_a_fused_kernel_that_is_wrong_wherever_it_runs_ends_the_run(tmp_path, monkeypatch):
+    def fused_wrongly(optimizer):
+        right_step(optimizer)
+        for entry in optimizer.state.values() if optimizer.param_groups[0]["fused"] else ():
+            entry["exp_avg_sq"].view(-1)[::100] *= 1.01
+
+    right_step = AdamW.pytorch_step
+    monkeypatch.setattr(AdamW, "pytorch_step", fused_wrongly)
+    with pytest.raises(HpclmError, match=r"(?s)computes incorrectly in every way.*exp_avg_sq of .* after update"):
+        checked(tmp_path)
 
 
 def without_nesterov(muon, *given):

@@ -85,7 +85,7 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
 
     from hpclm import config
     from hpclm import engine as engines
-    from hpclm.model import attention_backend
+    from hpclm.model.attention import backend as attention_backend
     from hpclm.node.gpus import KINDS
     from hpclm.parallel.mesh import Mesh
     from hpclm.parallel.micro_batch import MicroBatch

@@ -382,5 +382,5 @@ def stack_of(
         config.model, specs, dtype, mesh.tp, loss, engine.recompute_every, checked, engine.offload_activations, mesh.cp
     )
     # a zero-bubble schedule runs the backward pass of weights apart, for which a compiled one cannot be divided
-    stack.compiles_attention = engine.compile is None and config.parallel.schedule != "zero_bubble"
+    stack.compilation.may_compile_attention = engine.compile is None and config.parallel.schedule != "zero_bubble"
     return stack

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpclm.engine.sharded_parameter import ShardedParameter, rectangles
-from hpclm.model.attention import Attention
+from hpclm.model.attention.layer import Attention
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import all_reduce_max
 from hpclm.parallel.mesh import Mesh

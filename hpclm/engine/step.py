@@ -13,7 +13,7 @@ from torch import Tensor
 from hpclm.config import EngineSettings
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import gpt
-from hpclm.model.layers import mix_seed
+from hpclm.model.dropout import mix_seed
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Axis, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, Output

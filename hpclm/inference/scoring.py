@@ -20,7 +20,7 @@ from hpclm.datasets.run_text import RunText
 from hpclm.engine.step import mean_loss
 from hpclm.errors import ConfigError
 from hpclm.inference.texts import json_texts
-from hpclm.model.rope import scaling_length
+from hpclm.model.position import scaling_length
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import SINGLE
 from hpclm.parallel.micro_batch import MicroBatch

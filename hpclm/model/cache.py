@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpclm.config import ModelConfig
-from hpclm.model.position import POSITIONS, AttentionMetadata, rotary, rotates
-from hpclm.model.rope import scaling_length
-from hpclm.model.scores import PLAIN, Scores, dot_product_attention
+from hpclm.model.attention.layout import AttentionMetadata
+from hpclm.model.attention.scores import PLAIN, Scores, dot_product_attention
+from hpclm.model.position import POSITIONS, rotary, rotates, scaling_length
 
 
 class KeyValueCache:

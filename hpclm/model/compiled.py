@@ -94,6 +94,40 @@ def compiled_together(backend: Any, axes: Sequence[Axis]) -> Callable[..., Any]:
     return attempt
 
 
+class StackCompilation:
+    """What a stack of layers compiles: its layers or, where those run as they are, FlexAttention on its own."""
+
+    def __init__(self, axes: Sequence[Axis]):
+        """``axes``: as of Compilation."""
+        self.axes = axes
+        self.layers: Compilation | None = None
+        self.attention: Compilation | None = None
+        self.may_compile_attention = False
+        """Whether FlexAttention may be compiled on its own, on GPUs."""
+
+    @property
+    def works(self) -> bool:
+        """Whether layers are compiled; not any more once that has failed."""
+        return self.layers is not None and self.layers.works
+
+    @property
+    def compiles_attention(self) -> bool:
+        """Whether FlexAttention is compiled on its own; not any more once that has failed."""
+        return self.may_compile_attention and (self.attention is None or self.attention.works)
+
+    def attention_alone(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """FlexAttention's ``function``, compiled on its own until that fails."""
+        if self.attention is None:
+            self.attention = Compilation("attention runs", axes=self.axes)
+            self._compiled_attention = self.attention.of(function, function)
+        return self._compiled_attention
+
+    @property
+    def tried(self) -> list[Compilation]:
+        """All that is compiled, or was to be."""
+        return [tried for tried in (self.layers, self.attention) if tried is not None]
+
+
 def compile_layers(
     layers: Iterable[nn.Module], whole: bool, backend: Any = "inductor", axes: Sequence[Axis] = ()
 ) -> Compilation:

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.model import BLOCKS
-from hpclm.model.attention import Attention
+from hpclm.model.attention.layer import Attention
+from hpclm.model.attention.layout import AttentionMetadata
+from hpclm.model.dropout import dropout
 from hpclm.model.init import InitSpec, TensorParallelModule
-from hpclm.model.layers import MLP, Norm, VocabParallelEmbedding, dropout
-from hpclm.model.position import POSITIONS, AttentionMetadata
+from hpclm.model.layers import MLP, Norm, VocabParallelEmbedding
+from hpclm.model.position import POSITIONS
 from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.placement import Placement
 from hpclm.registry import a_class, lookup

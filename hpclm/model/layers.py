@@ -1,16 +1,12 @@
-"""Linear layers, norms, embedding, MLP and dropout: fp32 weights, computed in the type of the activations.
+"""Linear layers, norms, embedding and MLP: fp32 weights, computed in the type of the activations.
 
 T tokens in a sequence, t = T / tp the slice that a tensor-parallel rank holds between layers, B sequences in a micro-batch,
 C hidden size, V vocabulary size. Initial weights come from the generator that is passed in, so they depend on the seed and
 the layer, not on the layout. With one process t is T and nothing is communicated.
-
-The random numbers of dropout come on CPUs from PyTorch's generator, which is seeded before each layer. Compiled blocks on GPUs
-compute them instead from a key and the index of each value, with Philox (Salmon et al. 2011): nothing is seeded between the
-kernels of a step, and the masks are the same in every layout, with tensor parallelism too.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,7 +20,6 @@ from hpclm.parallel.collectives import gathered_linear, scatter, sum_over_tp
 from hpclm.parallel.main_gradients import embedding, linear
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.placement import Placement
-from hpclm.parallel.sequence import SequencePart
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -37,11 +32,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 NORMS = {"layernorm": ("layer_norm", True), "rmsnorm": ("rms_norm", False)}
 """Of each kind: what PyTorch and apex call it, and whether it takes a bias."""
-MASK = (1 << 64) - 1  # 64-bit arithmetic
-WORD = (1 << 32) - 1
-MULTIPLIER, WEYL, ROUNDS = 0xD256D193, 0x9E3779B9, 10  # of Philox 2x32-10
-DROPOUT_SITES = 2
-"""Places in a layer that drop values."""
 
 
 class ColumnLinear(TensorParallelModule):
@@ -190,58 +180,3 @@ class MLP(nn.Module):
             gate, x = x.chunk(2, -1)
             return self.down(self.activation(gate) * x)
         return self.down(self.activation(x))
-
-
-def mix_seed(*parts: int) -> int:
-    """A 63-bit seed derived from ``parts`` and their order (finaliser of SplitMix64, Steele et al. 2014).
-
-    Dropout is seeded by the place where it happens, never by what happened before. So it is the same in every layout of
-    layers and micro-batches, and when a layer is recomputed; only tensor-parallel ranks differ.
-    """
-    state = 0x9E3779B97F4A7C15
-    for part in parts:
-        state = (state ^ (part & MASK)) * 0xBF58476D1CE4E5B9 & MASK
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
-        state ^= state >> 31
-    return state >> 1
-
-
-def dropout(
-    x: Tensor,
-    probability: float,
-    keys: Tensor | None = None,
-    site: int = 0,
-    rank: int = 0,
-    part: SequencePart | None = None,
-) -> Tensor:
-    """Dropout of [t, B, C]; free when it is off.
-
-    ``keys`` [DROPOUT_SITES] of this layer, or None: PyTorch's generator. ``rank``: which slice ``x`` is of the sequence, or of
-    the ``part`` of it that this process holds.
-    """
-    if not probability:
-        return x
-    if keys is None:
-        return F.dropout(x, probability)
-    index = torch.arange(x.numel(), device=x.device).view(x.shape) + rank * x.numel()
-    if part is not None:
-        rows = part.places[rank * len(x) : (rank + 1) * len(x), None, None]
-        index = rows * x[0].numel() + torch.arange(x[0].numel(), device=x.device).view(x[0].shape)
-    drawn, _ = philox(index & WORD, (keys[site] >> 32) & WORD ^ (index >> 32), keys[site] & WORD)
-    keep = drawn >= int(probability * (1 << 32))
-    return torch.where(keep, x * (1 / (1 - probability)), 0.0)
-
-
-def philox(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Two random words for each counter (``low``, ``high``) and ``key``; all are int64 tensors of 32-bit words."""
-    for _ in range(ROUNDS):
-        product = low * MULTIPLIER  # wraps around, and keeps all 64 bits
-        low, high = (product >> 32) & WORD ^ key ^ high, product & WORD
-        key = (key + WEYL) & WORD
-    return low, high
-
-
-def keys_to_device(keys: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """[layers, DROPOUT_SITES] keys on ``device``; the host does not wait for the copy."""
-    host = torch.tensor(keys, dtype=torch.int64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

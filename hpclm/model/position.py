@@ -1,72 +1,20 @@
-"""Position embeddings (sinusoidal, rotary, ALiBi) and attention masks.
+"""Position embeddings: sinusoidal, rotary (Su et al. 2021) with the scalings for longer contexts that transformers' rope_parameters
+describe, and ALiBi (Press et al. 2022).
 
 T tokens in a sequence, B sequences, H heads of this process, D size of one head.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hpclm.config import ModelConfig
-from hpclm.model.compiled import failures
-from hpclm.model.rope import frequencies
+from hpclm.config import ModelConfig, rope
 from hpclm.parallel.mesh import SINGLE, Axis
-from hpclm.parallel.micro_batch import MicroBatch
-from hpclm.parallel.sequence import SequencePart
 
 FAIRSEQ_FIRST = 2  # fairseq counts positions from padding_idx + 1 = 2
-
-
-class Cache(Protocol):
-    """Keys and values of earlier tokens (``model/cache.py``)."""
-
-    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Any) -> Tensor:
-        """[T, B, H or G, D] queries, keys and values of the new tokens of ``layer`` -> [T, B, H x D]."""
-        ...
-
-
-class AttentionMetadata(NamedTuple):
-    """Positions and masks of a micro-batch; made once for each kind of layer."""
-
-    positions: (
-        Tensor | None
-    )  # [B or 1, t] if they restart inside a sample, or this process holds a part; None: 0 .. T-1
-    mask: Tensor | None  # [B or 1, 1 or H, T, T]: True where attention is allowed, or added to the scores; None: causal
-    cos: Tensor | None  # [T, B or 1, 1, rotated features], for rotary positions
-    sin: Tensor | None
-    seed: int | None = None  # seeds dropout in this micro-batch; None: no dropout
-    flex: "Flex | None" = None  # for FlexAttention, in place of a mask
-    keys: Tensor | None = (
-        None  # [DROPOUT_SITES] int64, of the layer that runs, for dropout by counters; None: PyTorch's generator
-    )
-    cache: Cache | None = None  # keys and values of earlier tokens, when text is generated
-    window: int | None = None  # a token attends to this many, itself included; without a mask, as the next three
-    documents: Tensor | None = None  # [B, T] the document of each token, which attention does not cross
-    starts: tuple[int, ...] | None = (
-        None  # of each block of rows, the first column of its documents, where that is known
-    )
-    slopes: Tensor | None = None  # [H] of ALiBi
-    part: SequencePart | None = None  # of each sequence, that this process holds; None: all
-    weights: Tensor | None = None  # [t, B] fp32, of this process's tokens in the loss; None: there is no loss
-    reports: dict[str, Tensor] | None = None  # what the layer reports (``model/reports.py``)
-
-
-class Flex(NamedTuple):
-    """What FlexAttention needs to know of a micro-batch; it makes no [T, T] tensor."""
-
-    blocks: Any
-    """BlockMask: which blocks of 128 x 128 scores have any that count, and which scores in them do."""
-    slopes: Tensor | None
-    """[H] ALiBi slopes of this process's heads."""
-    rows: Tensor | None = None
-    """As SequencePart.places."""
-    run: Callable[..., Tensor] | None = None
-    """flex_attention (hpclm.model.scores), compiled on its own; None: it is compiled with its block."""
-
 
 Rates = tuple[Tensor, float]
 """[rotated features / 2] radians per position, and the factor of their cosines and sines."""
@@ -85,126 +33,9 @@ class PositionKind(NamedTuple):
     """(heads, device, tp) -> [H], the slopes by which scores fall with distance."""
 
 
-class ActivationSpec(NamedTuple):
-    """Length, type and device of the activations of a micro-batch."""
-
-    length: int
-    """Tokens in a sequence."""
-    dtype: torch.dtype
-    device: torch.device
-
-
-class Prepared(NamedTuple):
-    """What is there already when the layout of a micro-batch is made."""
-
-    slopes: Tensor | None = None
-    """Of ALiBi."""
-    flex: "Flex | None" = None
-    """In place of a mask."""
-    starts: tuple[int, ...] | None = None
-    """As of AttentionMetadata, and ``part``."""
-    part: SequencePart | None = None
-    rates: Rates | None = None
-    """rotary_rates()."""
-
-
-def attention_metadata(
-    config: ModelConfig,
-    kind: ActivationSpec,
-    tp: Axis,
-    batch: MicroBatch,
-    layer: str = "full",
-    prepared: Prepared = Prepared(),  # noqa: B008 - it is a tuple
-) -> AttentionMetadata:
-    """The layout of a micro-batch, for layers of kind ``layer``."""
-    positions, documents, (slopes, flex, starts, part, rates) = batch.positions, batch.documents, prepared
-    length, dtype, device = kind
-    window, cos, sin = seen(config, layer, length), None, None
-    if part is not None and positions is None:
-        positions = part.places[None]
-    if rotates(config, layer):
-        places = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
-        cos, sin = (x.to(dtype) for x in rotary(places, config, layer, length, rates))
-    made = AttentionMetadata(positions, None, cos, sin, batch.seed, flex, part=part)
-    biased = POSITIONS[config.positions].slopes is not None
-    if flex:
-        return made._replace(window=window, documents=documents)
-    if config.attention_dropout or (biased and (documents, window, part) == (None, None, None)):
-        return made._replace(mask=dense_mask(config, kind, tp, documents, slopes, window))
-    if biased:
-        slopes = alibi_slopes(config.heads, device, tp) if slopes is None else slopes
-    return made._replace(window=window, documents=documents, starts=starts, slopes=slopes if biased else None)
-
-
-def seen(config: ModelConfig, layer: str, length: int) -> int | None:
-    """Tokens that a layer of kind ``layer`` attends to; None: all before it."""
-    window = config.window_of(layer)
-    return None if window is None or window >= length else window
-
-
 def rotates(config: ModelConfig, layer: str) -> bool:
     """Whether layers of kind ``layer`` rotate queries and keys."""
     return POSITIONS[config.positions].rotary and "nope" not in layer
-
-
-def dense_mask(
-    config: ModelConfig,
-    kind: ActivationSpec,
-    tp: Axis,
-    documents: Tensor | None,
-    slopes: Tensor | None,
-    window: int | None = None,
-) -> Tensor | None:
-    """As AttentionMetadata.mask; only needed for attention dropout, and for ALiBi."""
-    length, dtype, device = kind
-    mask = None
-    if documents is not None:
-        mask = causal(length, device) & (documents[:, None, :, None] == documents[:, None, None, :])
-    if window is not None:
-        near = causal(length, device).triu(1 - window)
-        mask = near if mask is None else mask & near
-    if POSITIONS[config.positions].slopes:
-        bias = alibi(config.heads, length, device, tp, slopes)
-        mask = bias.masked_fill(~(causal(length, device) if mask is None else mask), -torch.inf).to(dtype)
-    return mask
-
-
-def block_starts(documents: Tensor, begins: Sequence[int]) -> tuple[int, ...]:
-    """Of the blocks of rows that begin there, the first column that has a document of one. [B, T] indices that do not fall."""
-    first = documents[:, list(begins)]
-    return tuple((documents[:, :, None] < first[:, None, :]).sum(1).amin(0).tolist())
-
-
-def block_mask(
-    kind: ActivationSpec, documents: Tensor | None, window: int | None = None, part: SequencePart | None = None
-) -> Any:
-    """FlexAttention's mask: causal, inside ``documents`` [B, T] if there are any, and inside a ``window``; of a ``part``'s rows."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    rows = None if part is None else part.places
-
-    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q = q if rows is None else rows[q]
-        mask = q >= k
-        if window is not None:
-            mask = mask & (q - k < window)
-        return mask if documents is None else mask & (documents[b, q] == documents[b, k])
-
-    length, cuda = kind.length, kind.device.type == "cuda"
-    create: Any = create_block_mask
-    sequences = None if documents is None else len(documents)
-    make = partial(create, allowed, sequences, None, length if rows is None else len(rows), length, device=kind.device)
-    if not cuda:
-        return make()
-    try:
-        return make(_compile=True)
-    except failures():  # then blocks cannot be compiled either, and the next micro-batch has a dense mask
-        return make()
-
-
-def causal(length: int, device: torch.device) -> Tensor:
-    """[1, 1, T, T]: True where the row's token may attend to the column's."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
 
 
 def alibi_slopes(heads: int, device: torch.device, tp: Axis = SINGLE) -> Tensor:
@@ -266,6 +97,84 @@ def sinusoids(length: int, width: int) -> Tensor:
     places = torch.arange(FAIRSEQ_FIRST, FAIRSEQ_FIRST + length, dtype=torch.float32, device="cpu")
     angles = places[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+def frequencies(
+    width: int, base: float, scaling: Mapping[str, str], context: int, length: int, device: torch.device
+) -> tuple[Tensor, float]:
+    """[width / 2] radians per position, and the factor of cosines and sines.
+
+    ``length``: tokens of the sequences, for the scalings that depend on it (dynamic, longrope). ``context``: the longest.
+    """
+    given = rope.parsed(scaling)
+    kind, factor = given.get("rope_type"), given.get("factor", 1.0)
+    original = given.get("original_max_position_embeddings", context)
+    steps = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    if kind == "dynamic" and length > original:  # NTK-aware, by the length at hand (bloc97, emozilla 2023)
+        base *= (factor * length / original - factor + 1) ** (width / (width - 2))
+    plain = 1.0 / base**steps
+    if kind == "linear":  # Chen et al. 2023
+        return plain / factor, 1.0
+    if kind == "yarn":
+        return _yarn(plain, base, width, original, given), _temperature(given)
+    if kind == "llama3":
+        return _llama3(plain, original, given), 1.0
+    if kind == "longrope":  # Ding et al. 2024
+        factors = given["long_factor" if length > original else "short_factor"]
+        factor = given.get("factor", context / original)
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        own: float = given.get("attention_factor", scale)
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * base**steps), own
+    return plain, 1.0
+
+
+def scaling_length(scaling: Mapping[str, str], context: int, length: int) -> int:
+    """The shortest length with the frequencies of ``length`` tokens; 0 where those do not depend on it, or are not scaled yet."""
+    kind = scaling.get("rope_type")
+    if kind not in ("dynamic", "longrope"):
+        return 0
+    original: int = rope.parsed(scaling).get("original_max_position_embeddings", context)
+    if length <= original:
+        return 0
+    return length if kind == "dynamic" else math.floor(original) + 1
+
+
+def _yarn(plain: Tensor, base: float, width: int, original: int, given: Mapping[str, Any]) -> Tensor:
+    """YaRN (Peng et al. 2023): fast frequencies stay, slow ones are divided by the factor, with a ramp between."""
+
+    def index(turns: float) -> float:
+        """Of the frequency that turns this often over the original context."""
+        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = index(given.get("beta_fast", 32)), index(given.get("beta_slow", 1))
+    if given.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high += 0.001 if low == high else 0  # with high below low, as transformers computes it, fast and slow change places
+    places = torch.arange(len(plain), dtype=torch.float32, device=plain.device)
+    slow = ((places - low) / (high - low)).clamp(0, 1)
+    return plain / given["factor"] * slow + plain * (1 - slow)
+
+
+def _temperature(given: Mapping[str, Any]) -> float:
+    """Factor of cosines and sines in YaRN."""
+
+    def of(weight: float) -> float:
+        return 1.0 if given["factor"] <= 1 else 0.1 * weight * math.log(given["factor"]) + 1.0
+
+    both = given.get("mscale", 0) and given.get("mscale_all_dim", 0)
+    scale: float = given.get("attention_factor") or (
+        of(given["mscale"]) / of(given["mscale_all_dim"]) if both else of(1.0)
+    )
+    return scale
+
+
+def _llama3(plain: Tensor, original: int, given: Mapping[str, Any]) -> Tensor:
+    """Llama 3.1 (Grattafiori et al. 2024): slow frequencies are divided by the factor, with a ramp between."""
+    low, high = given["low_freq_factor"], given["high_freq_factor"]
+    turns = original * plain / (2 * math.pi)  # over the original context
+    fast = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain / given["factor"] * (1 - fast) + plain * fast
 
 
 POSITIONS = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpclm.errors import ConfigError
-from hpclm.model.position import AttentionMetadata
+from hpclm.model.attention.layout import AttentionMetadata
 
 RESERVED = frozenset(
     (

@@ -13,7 +13,8 @@ from hpclm.config import BudgetConfig, ModelConfig, Plan, RunConfig, no_effect
 from hpclm.config.length import inside_warmup
 from hpclm.config.plan import Length
 from hpclm.distributed.context import DistributedContext
-from hpclm.model import attention_backend, count
+from hpclm.model import count
+from hpclm.model.attention import backend as attention_backend
 from hpclm.node import apex, hardware, threads
 from hpclm.rundir import saved
 from hpclm.terminal import ranges

@@ -25,7 +25,8 @@ from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
 from hpclm.errors import ConfigError
-from hpclm.model import attention_backend, count
+from hpclm.model import count
+from hpclm.model.attention import backend as attention_backend
 from hpclm.node import bus_error, environment, hardware, secrets
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption

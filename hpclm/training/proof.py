@@ -34,7 +34,7 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Shard
 from hpclm.engine.base import BaseEngine
 from hpclm.errors import HpclmError
-from hpclm.model import attention_backend
+from hpclm.model.attention import backend as attention_backend
 from hpclm.node import environment
 from hpclm.rundir import code
 from hpclm.training import compiling

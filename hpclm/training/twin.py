@@ -170,7 +170,7 @@ def _built(settings: EngineSettings, compute: Compute) -> BaseEngine:
     engine = engines.build(settings, compute.mesh, compute.device, compute.dtype)
     assert isinstance(engine, BaseEngine)
     for stack in engine.model.stacks if isinstance(engine.model, Stages) else [engine.model]:
-        stack.counter_dropout = True
+        stack.seeds.by_counter = True
     return engine
 
 

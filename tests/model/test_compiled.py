@@ -15,6 +15,7 @@ import torch
 from hpclm import config
 from hpclm import engine as engines
 from hpclm.model import compiled, loss, stack
+from hpclm.model.attention import layout
 from hpclm.model.stack import Stack
 from hpclm.node import environment
 from tests import ranks
@@ -42,7 +43,7 @@ def graphs(words):
     engine.model.compile_blocks()
     stack.compile_layers = before
     found = [result.loss for result in sharded.steps(run, engine, batches, 0, 1)]
-    assert whole == [True] and engine.model.compiled
+    assert whole == [True] and engine.model.compilation.works
     return plain, found, counter.frame_count
 
 
@@ -151,7 +152,7 @@ def test_a_run_whose_compiler_fails_goes_on_uncompiled(monkeypatch, caplog):
     run, engine, batches, _ = sharded.made([*WORDS, "engine.compile=true"])
     assert [result.loss for result in sharded.steps(run, engine, batches, 0, 2)] == plain
     assert caplog.text.count("no kernels today") == 2  # blocks, loss
-    assert not engine.model.compiled  # FlexAttention would be slower than a dense mask
+    assert not engine.model.compilation.works  # FlexAttention would be slower than a dense mask
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:The .grad attribute")
@@ -164,7 +165,7 @@ def test_a_run_without_a_folder_for_compiled_code_goes_on_uncompiled(tmp_path, m
     run, engine, batches, _ = sharded.made([*WORDS, "engine.compile=true"])
     assert [result.loss for result in sharded.steps(run, engine, batches, 0, 2)] == plain
     assert caplog.text.count(f"no folder for compiled code can be made: {tmp_path}/gone: No such file") == 2
-    assert not engine.model.compiled
+    assert not engine.model.compilation.works
 
 
 DOCUMENTS = [
@@ -203,7 +204,7 @@ def test_nothing_is_compiled_again_whatever_the_documents_of_200_steps(monkeypat
     monkeypatch.setattr(loss, "Compilation", partial(compiled.Compilation, backend="aot_eager"))
     _, engine, batches, _ = sharded.made([*WORDS, *DOCUMENTS, "engine.compile=true"])
     _, graphs = documents(engine, batches, 200)
-    assert engine.model.compiled and graphs[-1] == graphs[2] > graphs[0]
+    assert engine.model.compilation.works and graphs[-1] == graphs[2] > graphs[0]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", broken], ids=["compiled", "broken"])
@@ -213,8 +214,8 @@ def test_in_blocks_that_are_not_compiled_flex_attention_is_compiled_alone_once(b
     words = [*WORDS, *DOCUMENTS]
     _, engine, batches, _ = sharded.made(words)
     plain, _ = documents(engine, batches, 6, train=False)
-    monkeypatch.setattr(stack, "flexible", lambda config, able, device, masked: able and masked)  # as on a GPU
-    monkeypatch.setattr(stack, "Compilation", partial(compiled.Compilation, backend=backend))
+    monkeypatch.setattr(layout, "flexible", lambda config, able, device, masked: able and masked)  # as on a GPU
+    monkeypatch.setattr(compiled, "Compilation", partial(compiled.Compilation, backend=backend))
     _, engine, batches, _ = sharded.made(words)
     found, graphs = documents(engine, batches, 6, train=False)
     assert found == pytest.approx(plain, abs=1e-5)
@@ -223,7 +224,7 @@ def test_in_blocks_that_are_not_compiled_flex_attention_is_compiled_alone_once(b
     else:
         assert graphs[-1] == graphs[1] > graphs[0]
     _, engine, batches, _ = sharded.made([*words, "engine.compile=false"])
-    assert not engine.model.compiles_attention
+    assert not engine.model.compilation.compiles_attention
 
 
 class Doubled(torch.nn.Module):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpclm.model.layers import DROPOUT_SITES, dropout, philox
+from hpclm.model.dropout import DROPOUT_SITES, LayerSeeds, dropout, philox
 from hpclm.model.stack import Stack
 from tests import ranks
 from tests.engine import sharded
@@ -85,7 +85,7 @@ def test_masks_by_counters_are_the_same_in_every_layout(size, words):
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_a_step_by_counters_seeds_nothing_between_its_layers(shape, recompute, monkeypatch):
-    monkeypatch.setattr(Stack, "counts", lambda stack, device: True)
+    monkeypatch.setattr(LayerSeeds, "by_counter", True)
     config, seeded = settings(dict(shape, dropout=0.2), dict(recompute=recompute)), []
     monkeypatch.setattr(torch, "manual_seed", seeded.append)
     engine, batches = engine_of(config), batches_of(config)
@@ -99,7 +99,7 @@ def test_a_step_by_counters_seeds_nothing_between_its_layers(shape, recompute, m
 
 
 def test_attention_dropout_still_has_a_seed_for_each_layer(monkeypatch):
-    monkeypatch.setattr(Stack, "counts", lambda stack, device: True)
+    monkeypatch.setattr(LayerSeeds, "by_counter", True)
     config = settings(dict(GPT2, dropout=0.2, attention_dropout=0.2), dict(recompute="full"))
     plain = settings(dict(GPT2, dropout=0.2, attention_dropout=0.2))
     for each in (config, plain):

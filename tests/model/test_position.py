@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from hpclm.config import ModelConfig
-from hpclm.model import stack
-from hpclm.model.position import ActivationSpec, alibi, block_mask, rotary_rates, sinusoids
+from hpclm.model.attention import layout
+from hpclm.model.attention.layout import ActivationSpec, block_mask
+from hpclm.model.position import alibi, rotary_rates, sinusoids
 from hpclm.parallel.micro_batch import MicroBatch
 from tests import weights
 from tests.engine import sharded
@@ -71,9 +72,9 @@ def test_a_block_mask_that_cannot_be_compiled_is_made_by_eager_operations(monkey
 @torch.no_grad()
 def test_alibi_s_block_mask_is_made_again_only_when_the_length_changes(monkeypatch):
     made = []
-    monkeypatch.setattr("hpclm.model.stack.flexible", lambda *_: True)
+    monkeypatch.setattr("hpclm.model.attention.layout.flexible", lambda *_: True)
     monkeypatch.setattr(
-        "hpclm.model.stack.block_mask", lambda kind, documents, *_: made.append((kind.length, documents))
+        "hpclm.model.attention.layout.block_mask", lambda kind, documents, *_: made.append((kind.length, documents))
     )
     stack = weights.build(ModelConfig(vocab_size=16, layers=1, hidden=16, heads=2, context=8, positions="alibi"))
     for length in (8, 8, 4, 4):
@@ -95,7 +96,7 @@ def test_the_frequencies_of_rotary_positions_are_made_once(monkeypatch):
         made.append(layer)
         return rotary_rates(config, layer, length, device)
 
-    monkeypatch.setattr(stack, "rotary_rates", rates)
+    monkeypatch.setattr(layout, "rotary_rates", rates)
     run, engine, batches, _ = sharded.made(words)
     sharded.steps(run, engine, batches, 0, 2)
     assert sorted(made) == ["full", "window"]

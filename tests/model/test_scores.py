@@ -7,8 +7,8 @@ import torch
 
 from hpclm.config import ModelConfig
 from hpclm.model import position
-from hpclm.model.position import ActivationSpec, Flex, attention_metadata, block_mask, block_starts
-from hpclm.model.scores import BLOCK, LONGEST, Scores, attend, flex_attention
+from hpclm.model.attention.layout import ActivationSpec, Flex, attention_metadata, block_mask, block_starts
+from hpclm.model.attention.scores import BLOCK, LONGEST, Scores, attend, flex_attention
 from hpclm.parallel.mesh import SINGLE
 from hpclm.parallel.micro_batch import MicroBatch
 

@@ -4,17 +4,10 @@ import pytest
 import torch
 
 from hpclm.config import ModelConfig
-from hpclm.model.layers import dropout
-from hpclm.model.position import (
-    ActivationSpec,
-    Flex,
-    Prepared,
-    alibi_slopes,
-    attention_metadata,
-    block_mask,
-    block_starts,
-)
-from hpclm.model.scores import BLOCK, Scores, attend, blocked, by_pieces, flex_attention
+from hpclm.model.attention.layout import ActivationSpec, Flex, Prepared, attention_metadata, block_mask, block_starts
+from hpclm.model.attention.scores import BLOCK, Scores, attend, blocked, by_pieces, flex_attention
+from hpclm.model.dropout import dropout
+from hpclm.model.position import alibi_slopes
 from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.parallel.sequence import SequencePart, pieces, row_blocks, take

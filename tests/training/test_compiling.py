@@ -55,9 +55,9 @@ def learned(words, mixed):
     run, engine, batches, context = sharded.made([*words, f"engine.compile={str(mixed).lower()}"])
     agreed, lines = AgreedCompilations(engine, context), listening()
     results = sharded.steps(run, engine, batches, 0, 1)
-    before = any(each.compiled for each in engine.model_stacks)
+    before = any(each.compilation.works for each in engine.model_stacks)
     agreed.agree()
-    after = any(each.compiled for each in engine.model_stacks)
+    after = any(each.compilation.works for each in engine.model_stacks)
     results += sharded.steps(run, engine, batches, 1, 3)
     weights = [weight.parameter.detach().clone() for weight in engine.weights]
     return (
@@ -195,10 +195,10 @@ def really(folder, lacks):
     run, engine, batches, context = sharded.made([*WORDS, "engine.bucket_mb=0.002", "engine.compile=true"])
     agreed = AgreedCompilations(engine, context)
     results = sharded.steps(run, engine, batches, 0, 1)
-    works = engine.model.compiled
+    works = engine.model.compilation.works
     agreed.agree()
     results += sharded.steps(run, engine, batches, 1, 3)
-    return [each.loss for each in results], works, engine.model.compiled
+    return [each.loss for each in results], works, engine.model.compilation.works
 
 
 @pytest.mark.whole

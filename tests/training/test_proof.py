@@ -20,7 +20,8 @@ from hpclm.distributed.context import single
 from hpclm.engine import base, matrix_exchange, native
 from hpclm.engine.matrix_exchange import MatrixExchange
 from hpclm.errors import HpclmError
-from hpclm.model import gpt, layers, loss, scores, stack
+from hpclm.model import gpt, layers, loss, stack
+from hpclm.model.attention import scores
 from hpclm.model.compiled import Compilation, compile_layers
 from hpclm.optim import muon
 from hpclm.optim.adamw import AdamW

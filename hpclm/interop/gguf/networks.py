@@ -17,7 +17,7 @@ from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import families
 from hpclm.interop.huggingface.glm_phi import interleaved
 from hpclm.interop.rules import Rule, in_one, of_modules, reordered
-from hpclm.model import rope
+from hpclm.model.position import frequencies
 
 MODULES = {
     "tokens": "token_embd",
@@ -104,8 +104,8 @@ class Network:
         if rope_type(config) != "llama3":
             return {}
         width, base, context, cpu = config.rotated, config.rope_base, config.context, torch.device("cpu")
-        plain, _ = rope.frequencies(width, base, {}, context, context, cpu)
-        scaled, _ = rope.frequencies(width, base, config.rope_scaling, context, context, cpu)
+        plain, _ = frequencies(width, base, {}, context, context, cpu)
+        scaled, _ = frequencies(width, base, config.rope_scaling, context, context, cpu)
         return {"rope_freqs.weight": plain / scaled}
 
     def obstacles(self, config: ModelConfig) -> Iterator[str]:

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hpclm.model.position import AttentionMetadata, Flex
+from hpclm.model.attention.layout import BLOCK, AttentionMetadata, Flex
 from hpclm.parallel.sequence import SequencePart, row_blocks
 
-BLOCK = 128
 LONGEST = 512  # beyond it, the probabilities that blocked() saves for the backward pass take too much memory
 
 
@@ -42,8 +41,9 @@ PLAIN = Scores()
 def attend(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, how: Scores = PLAIN) -> Tensor:
     """[B, H, t, D] queries, [B, G, T, D] keys and values -> [B, H, t, D], by the kernel that the metadata are made for."""
     if metadata.flex is not None:
-        run = metadata.flex.run or flex_attention
-        return run(q, k, v, metadata.flex._replace(run=None), how)
+        alone = metadata.flex.alone
+        run = flex_attention if alone is None else alone(flex_attention)
+        return run(q, k, v, metadata.flex._replace(alone=None), how)
     special = (metadata.window, metadata.documents) != (None, None) or not how.plain
     if metadata.part is not None and not special and metadata.slopes is None and whole_kernels(q):
         return by_pieces(q, k, v, how, metadata.part)

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hpclm.config import ModelConfig
+from hpclm.model.attention.layout import AttentionMetadata
+from hpclm.model.attention.scores import Scores, attend, largest_scores
 from hpclm.model.init import InitSpec, TensorParallelModule
 from hpclm.model.layers import ColumnLinear, Norm, ProjectionNorm, RowLinear
-from hpclm.model.position import AttentionMetadata, rotate
-from hpclm.model.scores import Scores, attend, largest_scores
+from hpclm.model.position import rotate
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.placement import Placement
 

@@ -1,0 +1,269 @@
+"""What attention sees of a micro-batch: positions, masks, documents, windows and parts of sequences, made once for each kind of layer.
+
+T tokens in a sequence, t of them on this process, B sequences, H heads of this process.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hpclm.config import ModelConfig
+from hpclm.model.attention.backend import flexible
+from hpclm.model.compiled import StackCompilation, failures
+from hpclm.model.position import POSITIONS, Rates, alibi, alibi_slopes, rotary, rotary_rates, rotates
+from hpclm.parallel.mesh import Axis
+from hpclm.parallel.micro_batch import MicroBatch
+from hpclm.parallel.sequence import SequencePart, pieces, row_blocks
+
+BLOCK = 128  # rows of scores that are computed together
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens (``model/cache.py``)."""
+
+    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Any) -> Tensor:
+        """[T, B, H or G, D] queries, keys and values of the new tokens of ``layer`` -> [T, B, H x D]."""
+        ...
+
+
+class AttentionMetadata(NamedTuple):
+    """Positions and masks of a micro-batch; made once for each kind of layer."""
+
+    positions: (
+        Tensor | None
+    )  # [B or 1, t] if they restart inside a sample, or this process holds a part; None: 0 .. T-1
+    mask: Tensor | None  # [B or 1, 1 or H, T, T]: True where attention is allowed, or added to the scores; None: causal
+    cos: Tensor | None  # [T, B or 1, 1, rotated features], for rotary positions
+    sin: Tensor | None
+    seed: int | None = None  # seeds dropout in this micro-batch; None: no dropout
+    flex: "Flex | None" = None  # for FlexAttention, in place of a mask
+    keys: Tensor | None = (
+        None  # [DROPOUT_SITES] int64, of the layer that runs, for dropout by counters; None: PyTorch's generator
+    )
+    cache: Cache | None = None  # keys and values of earlier tokens, when text is generated
+    window: int | None = None  # a token attends to this many, itself included; without a mask, as the next three
+    documents: Tensor | None = None  # [B, T] the document of each token, which attention does not cross
+    starts: tuple[int, ...] | None = (
+        None  # of each block of rows, the first column of its documents, where that is known
+    )
+    slopes: Tensor | None = None  # [H] of ALiBi
+    part: SequencePart | None = None  # of each sequence, that this process holds; None: all
+    weights: Tensor | None = None  # [t, B] fp32, of this process's tokens in the loss; None: there is no loss
+    reports: dict[str, Tensor] | None = None  # what the layer reports (``model/reports.py``)
+
+
+class Flex(NamedTuple):
+    """What FlexAttention needs to know of a micro-batch; it makes no [T, T] tensor."""
+
+    blocks: Any
+    """BlockMask: which blocks of 128 x 128 scores have any that count, and which scores in them do."""
+    slopes: Tensor | None
+    """[H] ALiBi slopes of this process's heads."""
+    rows: Tensor | None = None
+    """As SequencePart.places."""
+    alone: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
+    """Compiles FlexAttention on its own; None: it is compiled with its block."""
+
+
+class ActivationSpec(NamedTuple):
+    """Length, type and device of the activations of a micro-batch."""
+
+    length: int
+    """Tokens in a sequence."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Prepared(NamedTuple):
+    """What is there already when the layout of a micro-batch is made."""
+
+    slopes: Tensor | None = None
+    """Of ALiBi."""
+    flex: "Flex | None" = None
+    """In place of a mask."""
+    starts: tuple[int, ...] | None = None
+    """As of AttentionMetadata, and ``part``."""
+    part: SequencePart | None = None
+    rates: Rates | None = None
+    """rotary_rates()."""
+
+
+class Layouts:
+    """Makes the layouts of a stack's micro-batches. What they have in common is made once, since a copy from the host in every
+    micro-batch would wait for the device."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        layers: Sequence[str],
+        mesh: tuple[Axis, Axis],
+        compilation: StackCompilation,
+    ):
+        """``layers``: kinds of the layers. ``mesh``: the tensor-parallel and the context-parallel axis."""
+        self.config, self.dtype, self.layers, self.compilation = (
+            config,
+            dtype,
+            tuple(dict.fromkeys(layers)),
+            compilation,
+        )
+        self.tp, self.cp = mesh
+        self._made: dict[Any, Any] = {}
+
+    def of(self, batch: MicroBatch) -> dict[str, AttentionMetadata]:
+        """The layout of a micro-batch for each kind of layer."""
+        length, device = batch.tokens.shape[1] * self.cp.size, batch.tokens.device
+        kind = ActivationSpec(length, self.dtype, device)
+        part = self._once(("part", kind), lambda: SequencePart.of(self.cp, length, device))
+        starts = self._starts(kind, batch.documents)
+        make_slopes = POSITIONS[self.config.positions].slopes
+        slopes = make_slopes and self._once(
+            ("slopes", device), partial(make_slopes, self.config.heads, device, self.tp)
+        )
+        weights = batch.weights
+        if weights is not None:
+            weights = weights.t().chunk(self.tp.size)[self.tp.rank]
+        masks = cache(partial(self._block_mask, kind, batch.documents, part))
+        made = {}
+        for layer in self.layers:
+            window, flex = seen(self.config, layer, length), None
+            special = (batch.documents, slopes, window) != (None, None, None)
+            if self._is_flexible(device, special, part):
+                run = None if self.compilation.works else self.compilation.attention_alone
+                flex = Flex(masks(window), slopes, None if part is None else part.places, run)
+            prepared = Prepared(slopes, flex, starts, part, self._rates(kind, layer))
+            layout = attention_metadata(self.config, kind, self.tp, batch, layer, prepared)
+            made[layer] = layout._replace(weights=weights)
+        return made
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned the first time."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _starts(self, kind: ActivationSpec, documents: Tensor | None) -> tuple[int, ...] | None:
+        """Of each block of rows, the first column of its documents. Only on CPUs, since a GPU, even a simulated one, would wait; and not in
+        compiled layers, which would be compiled again for other numbers."""
+        reads = kind.device.type == "cpu" and not torch.cuda.is_available()
+        if documents is None or not reads or self.compilation.works:
+            return None
+        return block_starts(documents, [begin for begin, _ in row_blocks(pieces(self.cp, kind.length), BLOCK)])
+
+    def _is_flexible(self, device: torch.device, special: bool, part: SequencePart | None) -> bool:
+        """Whether FlexAttention computes a kind of layers; ``special``: with documents, slopes or a window."""
+        # uncompiled, scaled_dot_product_attention takes parts of sequences piece by piece
+        alone = self.compilation.compiles_attention and (special or part is None)
+        return flexible(self.config, self.compilation.works or alone, device, special or part is not None)
+
+    def _block_mask(
+        self, kind: ActivationSpec, documents: Tensor | None, part: SequencePart | None, window: int | None
+    ) -> Any:
+        """As block_mask(); made once, without documents."""
+        make = partial(block_mask, kind, documents, window, part)
+        return make() if documents is not None else self._once((kind, window), make)
+
+    def _rates(self, kind: ActivationSpec, layer: str) -> Rates | None:
+        """Of rotary positions; longrope's are a copy from the host."""
+        if not rotates(self.config, layer):
+            return None
+        make = partial(rotary_rates, self.config, layer, kind.length, kind.device)
+        rates: Rates = self._once(("rates", kind, layer), make)
+        return rates
+
+
+def attention_metadata(
+    config: ModelConfig,
+    kind: ActivationSpec,
+    tp: Axis,
+    batch: MicroBatch,
+    layer: str = "full",
+    prepared: Prepared = Prepared(),  # noqa: B008 - it is a tuple
+) -> AttentionMetadata:
+    """The layout of a micro-batch, for layers of kind ``layer``."""
+    positions, documents, (slopes, flex, starts, part, rates) = batch.positions, batch.documents, prepared
+    length, dtype, device = kind
+    window, cos, sin = seen(config, layer, length), None, None
+    if part is not None and positions is None:
+        positions = part.places[None]
+    if rotates(config, layer):
+        places = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
+        cos, sin = (x.to(dtype) for x in rotary(places, config, layer, length, rates))
+    made = AttentionMetadata(positions, None, cos, sin, batch.seed, flex, part=part)
+    biased = POSITIONS[config.positions].slopes is not None
+    if flex:
+        return made._replace(window=window, documents=documents)
+    if config.attention_dropout or (biased and (documents, window, part) == (None, None, None)):
+        return made._replace(mask=dense_mask(config, kind, tp, documents, slopes, window))
+    if biased:
+        slopes = alibi_slopes(config.heads, device, tp) if slopes is None else slopes
+    return made._replace(window=window, documents=documents, starts=starts, slopes=slopes if biased else None)
+
+
+def seen(config: ModelConfig, layer: str, length: int) -> int | None:
+    """Tokens that a layer of kind ``layer`` attends to; None: all before it."""
+    window = config.window_of(layer)
+    return None if window is None or window >= length else window
+
+
+def dense_mask(
+    config: ModelConfig,
+    kind: ActivationSpec,
+    tp: Axis,
+    documents: Tensor | None,
+    slopes: Tensor | None,
+    window: int | None = None,
+) -> Tensor | None:
+    """As AttentionMetadata.mask; only needed for attention dropout, and for ALiBi."""
+    length, dtype, device = kind
+    mask = None
+    if documents is not None:
+        mask = causal(length, device) & (documents[:, None, :, None] == documents[:, None, None, :])
+    if window is not None:
+        near = causal(length, device).triu(1 - window)
+        mask = near if mask is None else mask & near
+    if POSITIONS[config.positions].slopes:
+        bias = alibi(config.heads, length, device, tp, slopes)
+        mask = bias.masked_fill(~(causal(length, device) if mask is None else mask), -torch.inf).to(dtype)
+    return mask
+
+
+def block_starts(documents: Tensor, begins: Sequence[int]) -> tuple[int, ...]:
+    """Of the blocks of rows that begin there, the first column that has a document of one. [B, T] indices that do not fall."""
+    first = documents[:, list(begins)]
+    return tuple((documents[:, :, None] < first[:, None, :]).sum(1).amin(0).tolist())
+
+
+def block_mask(
+    kind: ActivationSpec, documents: Tensor | None, window: int | None = None, part: SequencePart | None = None
+) -> Any:
+    """FlexAttention's mask: causal, inside ``documents`` [B, T] if there are any, and inside a ``window``; of a ``part``'s rows."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows = None if part is None else part.places
+
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q = q if rows is None else rows[q]
+        mask = q >= k
+        if window is not None:
+            mask = mask & (q - k < window)
+        return mask if documents is None else mask & (documents[b, q] == documents[b, k])
+
+    length, cuda = kind.length, kind.device.type == "cuda"
+    create: Any = create_block_mask
+    sequences = None if documents is None else len(documents)
+    make = partial(create, allowed, sequences, None, length if rows is None else len(rows), length, device=kind.device)
+    if not cuda:
+        return make()
+    try:
+        return make(_compile=True)
+    except failures():  # then blocks cannot be compiled either, and the next micro-batch has a dense mask
+        return make()
+
+
+def causal(length: int, device: torch.device) -> Tensor:
+    """[1, 1, T, T]: True where the row's token may attend to the column's."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hpclm.model.dropout import DROPOUT_SITES, LayerSeeds, dropout, philox
-from hpclm.model.stack import Stack
 from tests import ranks
 from tests.engine import sharded
 from tests.engine.test_native import GPT2, LLAMA, batches_of, engine_of, settings
@@ -52,7 +51,7 @@ def test_a_compiled_function_draws_the_same_mask_in_one_graph():
 
 def counted(words):
     """Losses and shards of a run whose dropout goes by counters."""
-    Stack.counts = lambda stack, device: True
+    LayerSeeds.by_counter = True
     found = train(words, 3)
     return {"losses": found["losses"], "held": found["held"]}
 

@@ -20,7 +20,7 @@ from hpclm.distributed.context import single
 from hpclm.engine import base, matrix_exchange, native
 from hpclm.engine.matrix_exchange import MatrixExchange
 from hpclm.errors import HpclmError
-from hpclm.model import gpt, layers, loss, stack
+from hpclm.model import dropout, gpt, loss, stack
 from hpclm.model.attention import scores
 from hpclm.model.compiled import Compilation, compile_layers
 from hpclm.optim import muon
@@ -442,13 +442,13 @@ def test_what_was_checked_is_remembered_for_the_same_settings_only(tmp_path, mon
 def test_dropout_is_drawn_alike_in_both_ways(tmp_path, monkeypatch):
     _, report = checked(tmp_path, dict(LLAMA, dropout=0.3), torch.float32, precision="fp32")
     assert report["way"] == "as set"
-    right, plain, done = layers.dropout, proof.Twin.plainly, []
+    right, plain, done = dropout.dropout, proof.Twin.plainly, []
 
     def other(x, probability, training, keys=None, *where):
         return right(x, probability, training, keys + 1 if done else keys, *where)
 
     monkeypatch.setattr(proof.Twin, "plainly", lambda twin, exact: (plain(twin, exact), done.append(exact))[0])
-    for module in (layers, gpt):
+    for module in (dropout, gpt):
         monkeypatch.setattr(module, "dropout", other)
     with pytest.raises(HpclmError, match="computes incorrectly in every way"):
         checked(tmp_path, dict(LLAMA, dropout=0.31), torch.float32, precision="fp32")

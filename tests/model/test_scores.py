@@ -7,6 +7,7 @@ import torch
 
 from hpclm.config import ModelConfig
 from hpclm.model import position
+from hpclm.model.attention import layout
 from hpclm.model.attention.layout import ActivationSpec, Flex, attention_metadata, block_mask, block_starts
 from hpclm.model.attention.scores import BLOCK, LONGEST, Scores, attend, flex_attention
 from hpclm.parallel.mesh import SINGLE
@@ -55,7 +56,7 @@ def test_every_combination_is_what_whole_scores_give_with_its_gradients(length):
         documents = texts if several else None
         how = Scores(0.3 if cap else None, cap, sinks=sinks if sink else None)
         starts = block_starts(texts, range(0, length, BLOCK)) if several else None
-        batch, prepared = MicroBatch(torch.empty(0), documents=documents), position.Prepared(starts=starts)
+        batch, prepared = MicroBatch(torch.empty(0), documents=documents), layout.Prepared(starts=starts)
         metadata = attention_metadata(config, kind, SINGLE, batch, layer, prepared)
         slopes = position.alibi_slopes(HEADS, kind.device) if positions == "alibi" else None
         inputs = [*qkv, sinks] if sink else qkv

@@ -134,7 +134,7 @@ def read_bytes(path: str | Path, most: int = LARGEST) -> bytes:
 
 
 def read_text(path: str | Path, most: int = LARGEST, errors: str = "strict") -> str:
-    """The same as text; UnicodeDecodeError if it is not UTF-8."""
+    """The content of a regular file as text; UnicodeDecodeError if it is not UTF-8."""
     return read(path, most)[0].decode("utf-8", errors)
 
 

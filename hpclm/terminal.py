@@ -26,7 +26,7 @@ def plain(text: str) -> str:
 
 
 def line(text: object) -> str:
-    """The same on one line: newlines are escaped too."""
+    """``text`` on one line: as plain(), with newlines escaped, too."""
     return _HIDDEN_IN_LINE.sub(_escaped, str(text))
 
 

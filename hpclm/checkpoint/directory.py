@@ -76,7 +76,7 @@ def checked(folder: Path, check: Check = check_sizes) -> Manifest:
 
 
 def verified(folder: Path) -> Manifest:
-    """The same, after the verification of all hashes."""
+    """Like checked(), but verifies every hash first."""
     from hpclm.checkpoint.format import verify  # imports PyTorch, which reading manifests does not need
 
     return checked(folder, verify)

@@ -101,7 +101,7 @@ def settings(section: type, prefix: str = "") -> Iterator[tuple[str, Field, str]
 
 
 def all_settings() -> Iterator[tuple[str, Field, str]]:
-    """The same of the top level and of all sections."""
+    """Name, field and text of every setting, of the top level and of all sections."""
     yield from settings(RunConfig)
     for field in fields(RunConfig):
         if is_dataclass(field.type):

@@ -72,7 +72,7 @@ class OptimizerKind:
     exact: Mapping[str, Any] = field(default_factory=dict)
     """Values of such settings with which it computes in fp32 throughout."""
     family: str = "adamw"
-    """The same for optimizers that can resume from each other's state."""
+    """Optimizers of one family can resume from each other's state."""
     reference: str | None = None
     """The optimizer of plain PyTorch that makes the same updates; None: itself."""
     offloaded: bool = False

@@ -62,7 +62,7 @@ def _parquet(file: BinaryIO, columns: Sequence[str]) -> tuple[list[str], Iterabl
 
 
 def _arrow(file: BinaryIO, columns: Sequence[str]) -> tuple[list[str], Iterable[Any]]:
-    """The same for Arrow. EOFError for a stream without its end mark: without a part of it, it may look whole."""
+    """Names and batches of columns of an Arrow file. EOFError for a stream without its end mark: without a part of it, it may look whole."""
     from pyarrow import ipc
 
     beginning = file.read(len(FILE_MAGIC))

@@ -13,7 +13,7 @@ from hpclm.rundir.runs import resolve
 FILE = "preflight.json"
 """Name in the run directory of the preflight check's report."""
 CORRUPTION = "corruption.jsonl"
-"""The same of silent corruption, a line each."""
+"""Name in the run directory of the findings of silent corruption, a line for each."""
 
 
 def bad_nodes(runs: Sequence[str]) -> list[str]:

@@ -93,7 +93,7 @@ class DistributedContext:
         return self._gather(value, unlimited, everywhere=True)
 
     def gather(self, value: Any, unlimited: bool = False) -> list[Any]:
-        """The same on rank 0; an empty list on the others, which receive nothing."""
+        """Every rank's ``value`` (JSON), in rank order, on rank 0; an empty list on the others, which receive nothing."""
         return self._gather(value, unlimited, everywhere=False)
 
     def _gather(self, value: Any, unlimited: bool, everywhere: bool) -> list[Any]:

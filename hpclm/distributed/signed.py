@@ -36,7 +36,7 @@ class SignedStore:
         self._ignored: set[str] = set()
 
     def clone(self) -> "SignedStore":
-        """The same over another connection, for another thread."""
+        """This store over another connection, for another thread."""
         return SignedStore(self.raw.clone(), self.run_id, self.secret)  # type: ignore[attr-defined]
 
     def set(self, key: str, value: Any) -> None:

@@ -236,7 +236,7 @@ class BaseEngine:
 
     @cached_property
     def whole_plans(self) -> list[SavePlan]:
-        """The same of the optimizer's tensors that are not divided as their weights."""
+        """What it saves and reads of the optimizer's tensors that are not divided as their weights."""
         return self.state.whole(self.weights, self.mesh, self.config.file_mb)
 
     def check_state(self) -> None:

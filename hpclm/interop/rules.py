@@ -33,7 +33,7 @@ class Rule:
 
 
 def same(ours: str, theirs: str) -> Rule:
-    """The same tensor under another name."""
+    """One tensor, under another name."""
     return Rule(ours, (theirs,), lambda x: [x], lambda tensors: tensors[0])
 
 

@@ -50,7 +50,7 @@ class MpiPlan:
     most: int
     """Processes on one node, at most."""
     note: str
-    """The same in words."""
+    """How many processes run on which nodes, in words."""
 
     def command(self, program: Sequence[str], more: Iterable[str] = ()) -> list[str]:
         """The mpirun command that starts ``program`` on every slot; ``more``: additional variables to pass.

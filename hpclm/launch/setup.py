@@ -28,7 +28,7 @@ HIDDEN_IN_IMAGE = (
     '"${PYTHONUSERBASE:-$HOME/.local}/lib/python*/site-packages/hpclm-*.dist-info" > /dev/null && '
     """echo "hpclm is installed in ~/.local, so packages there come before the image's" >&2; } || export PYTHONNOUSERSITE=1"""
 )
-"""The same for a container, which may have this machine's home directory."""
+"""Hides the user's site in a container, which may have this machine's home directory."""
 _HANDED_ON = r"^(SLURM|PMI|PMIX|NCCL|GLOO|UCX|OMP|MKL|CUDA|TORCH|HF|WANDB|HPCLM)_"
 
 

@@ -51,7 +51,7 @@ def nll_and_gradient(
 def nll_and_gradient_in_place(
     logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same for eager mode, in place, with fewer passes over memory."""
+    """As nll_and_gradient(), for eager mode: in place, with fewer passes over memory."""
     if vocab < logits.shape[-1]:
         logits[:, vocab:] = -torch.inf
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)

@@ -27,7 +27,7 @@ class Axis:
     backend: str | None = None
     """Of its group and of groups of some of its ranks; None: as the group of all."""
     limit: timedelta | None = None
-    """The same: a collective that takes longer raises an error."""
+    """Of these groups' collectives: one that takes longer raises an error."""
 
     @property
     def first(self) -> bool:

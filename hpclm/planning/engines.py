@@ -55,7 +55,7 @@ class EngineCosts:
     table: int = 2
     """Bytes per element of the embedding that the loss needs besides weights and gradients."""
     table_at_once: int = 0
-    """The same where all logits of a micro-batch exist at once."""
+    """As ``table``, where all logits of a micro-batch exist at once."""
     zero: int = 0
     """ZeRO stage."""
     reduced: int = 4
@@ -117,13 +117,13 @@ def _native(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineC
 
 
 def _pipelining(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:
-    """The same 16 bytes, and casts, in stages of torch.distributed.pipelining."""
+    """16 bytes for each parameter as in native PyTorch, and casts, in stages of torch.distributed.pipelining."""
     cast = common.element if common.element < 4 else 0
     return replace(common, gathered=BytesPerParameter(), casts=cast, table=8, staged=True)
 
 
 def _sharded(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:
-    """The same 16 bytes sharded, with weights gathered in the compute type (Rajbhandari et al. 2020, section 5)."""
+    """16 bytes for each parameter, sharded, with weights gathered in the compute type (Rajbhandari et al. 2020, section 5)."""
     element, kept = common.element, common.zero == 2
     reduced = element if engine.gradients == "auto" and engine.name == "fairscale" else common.reduced
     return replace(

@@ -16,7 +16,7 @@ from hpclm.planning.memory import block_activations
 EFFICIENCY = {"Ampere": 0.67, "Hopper": 0.56}
 """Part of the peak that matrix products reach: one constant a generation, fitted to published runs (docs/planner.md)."""
 UNMEASURED = 0.56
-"""The same for generations without published runs to fit."""
+"""Part of the peak for generations without published runs to fit."""
 ATTENTION = {"Ampere": 0.55, "Hopper": 0.33}
 """Part of the peak that FlashAttention-2 reaches, forward and backward, causal (Dao 2023, section 4.1)."""
 ACHIEVED = 0.8
@@ -48,7 +48,7 @@ class Step:
     """Communication of gradients and weights between replicas that computation does not hide; with hybrid sharding between those that
     share out the weights."""
     replicate: float
-    """The same between replicas that hold the same shard."""
+    """Communication between replicas that hold the same shard, as far as computation does not hide it."""
     optimizer: float
     """The update, with the work on whole matrices and their exchange."""
 

@@ -93,7 +93,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _new_line(line: bytes, file: BinaryIO) -> bytes:
-    """The same for a line that was just read at the end of a file that grows."""
+    """A line that was just read at the end of a growing file, with its run of NUL bytes replaced by their count."""
     if not line.strip(b"\0"):
         return _left_out(len(line) + _skip_hole(file)) + b"\n"
     return NULS.sub(lambda run: _left_out(len(run[0])), line)

@@ -75,7 +75,7 @@ class Slurm(Scheduler):
         return slurm.env_for(self.clusters)
 
     def on(self, cluster: str) -> "Slurm":
-        """The same object for the same cluster."""
+        """Slurm of ``cluster``; this object, if that is its own."""
         return self if cluster == self.clusters else _on(cluster)
 
     def for_script(self, script: str) -> "Slurm":

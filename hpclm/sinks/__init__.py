@@ -22,7 +22,7 @@ class RunInfo:
     """What a sink knows about the run."""
 
     id: str
-    """The same for all attempts, and another one after the run has gone back to an older checkpoint (``--from``)."""
+    """Shared by all attempts; a new one after the run has gone back to an older checkpoint (``--from``)."""
     name: str
     """That of the run directory."""
     project: str

@@ -18,7 +18,7 @@ class Compute:
 
     @property
     def alone(self) -> "Compute":
-        """The same with one replica, whose weights and sequences are whole: the stages and tensor-parallel slices stay."""
+        """This with one replica, whose weights and sequences are whole; stages and tensor-parallel slices stay."""
         mesh = self.mesh
         alone = replace(
             mesh, dp=SINGLE, cp=SINGLE, shard=SINGLE, replicate=SINGLE, holders=mesh.tp, world=mesh.model, nodes=1

@@ -25,7 +25,7 @@ STOPS = (None, "stop", KILL_SWITCH)
 
 @dataclass(frozen=True)
 class ControlState:
-    """The same on every rank."""
+    """What all ranks agree on: each has an equal copy."""
 
     since: Mapping[str, float] = field(default_factory=dict)
     """Seconds since any rank was first warned by a signal, for each signal by its name."""

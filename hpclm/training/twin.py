@@ -122,7 +122,7 @@ class Twin:
         return replace(exactly, name=name, **{setting: getattr(OptimConfig, setting) for setting in unread})
 
     def plainly(self, exact: bool) -> "Measured":
-        """The same steps, eager, with plain attention, and all replicas' samples on each of them; ``exact``: in fp32, else in the
+        """The run's steps, eager, with plain attention, and all replicas' samples on each of them; ``exact``: in fp32, else in the
         types of the run."""
         settings, parallel, engine = self.settings, self.settings.parallel, self.settings.engine
         plain = EngineConfig(

@@ -82,7 +82,7 @@ class PartitionedState(TrainingState, ABC):
             self.begin_partition(flat, steps)
 
     def begin_partition(self, flat: Tensor, steps: int) -> None:
-        """The same for one partition."""
+        """Zero the state of one partition, and set its step count."""
         names = self.declared("", flat.shape)
         set_state(self.optimizer, flat, {name: torch.zeros_like(flat) for name in names}, steps)
 

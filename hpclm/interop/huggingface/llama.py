@@ -50,7 +50,7 @@ def read(tree: Json, biases: Sequence[str | bool] = ALL, theta: float = 10000.0)
 
 
 def windowed(tree: Json, biases: Sequence[str | bool], **given: Any) -> dict[str, Any]:
-    """The same, for a class that has windows; ``given``: see shape.layers()."""
+    """As read(), for a class that has windows; ``given``: see shape.layers()."""
     return read(tree, biases) | shape.layers(tree, **given)
 
 

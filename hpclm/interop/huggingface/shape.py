@@ -171,7 +171,7 @@ def described_by_kind(config: ModelConfig) -> dict[str, Any]:
 
 
 def canonical(config: ModelConfig) -> ModelConfig:
-    """The same network in the settings that most classes have: with the shortest pattern, and no window that no layer uses."""
+    """``config`` as most classes describe the same network: with the shortest pattern, and no window that no layer uses."""
     kinds = [config.kind(i) for i in range(config.layers)]
     if not any("window" in kind for kind in kinds):
         config = replace(config, pattern=["full"], window=None, window_rope_base=None, window_rope_scaled=True)

@@ -188,7 +188,7 @@ def _memory(error: MemoryError) -> str:
     return f"{own.name} in {Path(own.filename).name} could not get more; {used:,.0f} MiB are in use{limit}"
 
 
-class Each:
+class PerRunErrors:
     """A context for each of several runs in a verb: with more than one run, an error does not stop the others."""
 
     def __init__(self, count: int):

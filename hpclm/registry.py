@@ -70,7 +70,7 @@ def load(path: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def a_class(*methods: str, made_with: Sequence[str] = (), named: bool = False, base: type = object) -> Check:
+def class_check(*methods: str, made_with: Sequence[str] = (), named: bool = False, base: type = object) -> Check:
     """Checks for a subclass of ``base`` with ``methods``, constructed with these arguments (``named``: keyword arguments)."""
 
     def check(found: Any) -> str | None:
@@ -84,7 +84,7 @@ def a_class(*methods: str, made_with: Sequence[str] = (), named: bool = False, b
     return check
 
 
-def a_function(*parameters: str) -> Check:
+def function_check(*parameters: str) -> Check:
     """Checks for a Python function or a class that can be called with ``parameters``."""
 
     def check(found: Any) -> str | None:

@@ -37,7 +37,7 @@ out = Path({out!r})
 resumable.candidate(out)
 complete = retention.CompleteCheckpoints()
 for _ in range(2):
-    retention.Retention(last=10**6).dispensable(complete.among(directory.steps(out / "checkpoints")))
+    retention.Retention(last=10**6).prunable(complete.among(directory.steps(out / "checkpoints")))
 """
 
 

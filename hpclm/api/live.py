@@ -19,7 +19,7 @@ from hpclm.reporting import history, live
 from hpclm.rundir.status import span
 
 EVERY = 1.0  # seconds between updates
-SHARE = 20  # an update takes at most one part in so many of the time
+MAX_TIME_FRACTION = 1 / 20  # of the time, that updates may take
 
 
 class Snapshot:
@@ -110,7 +110,7 @@ def _shown(run: RunConfig) -> Iterator[None]:
         while not over.wait(wait):
             began = time.monotonic()
             handle.update(Snapshot(out, total))
-            wait = max(EVERY, SHARE * (time.monotonic() - began))
+            wait = max(EVERY, (time.monotonic() - began) / MAX_TIME_FRACTION)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(update,), daemon=True)  # of this cell
     thread.start()

@@ -36,7 +36,7 @@ class Options:
     partition: str | None = None
 
     def changes(self) -> Iterator[Change]:
-        """They by their names in settings files. ``steps`` replaces the base's budget."""
+        """These options, keyed by their setting names. ``steps`` replaces the base's budget."""
         if self.steps is not None:
             yield {"budget": {"steps": self.steps, **dict.fromkeys(("samples", "tokens", "epochs", "hours"))}}
         names = {"lr": "optim.lr", "seed": "seed", "out": "out", "device": "engine.device"}

@@ -30,7 +30,7 @@ class Retention:
     samples: float = math.inf
     """Samples per epoch."""
 
-    def dispensable(self, complete: Sequence[tuple[Path, Manifest]]) -> list[Path]:
+    def prunable(self, complete: Sequence[tuple[Path, Manifest]]) -> list[Path]:
         """The ones among the ``complete`` checkpoints (oldest first) that can be removed.
 
         Of the regular ones, the newest ``last`` healthy ones are kept, and the newest LEAST in any case.

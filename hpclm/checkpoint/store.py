@@ -226,7 +226,7 @@ class CheckpointStore:
             log.warning("%s could not be written: %s", error.filename or self.folder / "latest", error.strerror)
         try:
             complete = self._complete.among(directory.steps(self.folder))
-            directory.discard(self.retention.dispensable(complete))
+            directory.discard(self.retention.prunable(complete))
         except HpclmError as error:
             log.warning("older checkpoints are kept: %s", error)
 

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     if args.wait < 0:
         options.error("--wait must be at least 0")
     chosen = folders.choose(args.run, args.runs)
-    each, stopped = cli.Each(len(chosen)), dict[Path, list[Target]]()
+    each, stopped = cli.PerRunErrors(len(chosen)), dict[Path, list[Target]]()
     for out in chosen:
         with each:
             stopped[out] = stop(out, args.now)

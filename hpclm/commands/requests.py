@@ -48,7 +48,7 @@ def _parser(verb: str, description: str) -> argparse.ArgumentParser:
 def _request(verb: str, args: argparse.Namespace, done: str) -> int:
     """The verb ``verb``; ``done`` is said of a run that has complied, before its name."""
     chosen = folders.choose(args.run, args.runs)
-    each, asked = cli.Each(len(chosen)), dict[Path, Path]()
+    each, asked = cli.PerRunErrors(len(chosen)), dict[Path, Path]()
     for out in chosen:
         with each:
             asked[out] = control_files.request(verb, out)

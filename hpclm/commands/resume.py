@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     chosen = [folders.read(out) for out in folders.choose(named, args.runs)]
     if len(chosen) > 1 and "--from" in changes:
         options.error("--from takes one run: several runs have different steps")
-    each = cli.Each(len(chosen))
+    each = cli.PerRunErrors(len(chosen))
     for number, status in enumerate(query(chosen, PATIENCE), start=1):
         with each:
             folders.check_own(status.run.out, "resumed")

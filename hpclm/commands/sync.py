@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     names = args.sink or compose.of_run(out, []).log.sinks
     if not names:
         raise ConfigError(f"{out} has no log.sinks; name one: hpclm sync {files.typed(args.run)} --sink wandb")
-    each = cli.Each(len(names))
+    each = cli.PerRunErrors(len(names))
     for name in names:
         with each:
             sync(out, name)

@@ -143,7 +143,7 @@ class RunConfig(Checked):
     """All settings of a run."""
 
     name: str = "run"
-    """Last part of the default out."""
+    """Run name; last component of the default output directory."""
     out: str = field(default="runs/${name}", metadata=PATHS)
     """Run directory; its last part is the run's name."""
     seed: int = 1234

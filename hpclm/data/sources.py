@@ -12,9 +12,9 @@ from hpclm.config.data import SOURCES
 from hpclm.data.chat_record import ChatRecord
 from hpclm.data.shared_facts import SharedFacts
 from hpclm.errors import ConfigError
-from hpclm.registry import a_function, lookup
+from hpclm.registry import function_check, lookup
 
-CHECK = a_function("data", "context", "seed", "vocab_size")
+CHECK = function_check("data", "context", "seed", "vocab_size")
 NEED_EOD = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
 REQUIRED = ("eod", "fingerprint", "held_out", "per_epoch", "samples")
 PADDING = np.iinfo(np.int64).min

@@ -17,12 +17,12 @@ from hpclm.config.data import TOKENIZERS, DataConfig
 from hpclm.data.indexed import sidecar
 from hpclm.errors import ConfigError
 from hpclm.files import read_bytes
-from hpclm.registry import a_class, lookup
+from hpclm.registry import class_check, lookup
 
 END = "<|endoftext|>"
 PROBE = "The quick brown fox jumps over the lazy dog; so it goes, and then it comes back again. " * 4
 """A text on which a tokenizer that draws at random hardly draws twice alike."""
-CHECK = a_class("encode", "encode_batch", "decode", made_with=["files"])
+CHECK = class_check("encode", "encode_batch", "decode", made_with=["files"])
 REQUIRED = ("size", "eod", "fingerprint", "encode", "encode_batch", "decode")
 """Attributes of a user-defined tokenizer; ``ends_itself`` is optional."""
 

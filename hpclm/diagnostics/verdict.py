@@ -21,7 +21,7 @@ FAR = 5.0  # times slower than the others is a fault
 
 
 @dataclass(frozen=True)
-class Finding:
+class NodeFinding:
     """One thing that is wrong."""
 
     text: str
@@ -31,9 +31,9 @@ class Finding:
     """Whether the run must not start."""
 
 
-def warning(text: str) -> Finding:
+def warning(text: str) -> NodeFinding:
     """A finding that does not stop the run."""
-    return Finding(text, serious=False)
+    return NodeFinding(text, serious=False)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def hints(facts: Facts) -> Iterator[str]:
         )
 
 
-def agreement(ranks: Sequence[Facts]) -> list[Finding]:
+def agreement(ranks: Sequence[Facts]) -> list[NodeFinding]:
     """Versions and devices that differ between nodes; nodes that differ from the majority are bad."""
     findings = []
     nodes = nodes_of(ranks).items()
@@ -108,7 +108,7 @@ def agreement(ranks: Sequence[Facts]) -> list[Finding]:
         usual, *others = groups.values()
         bad = [node for group in others for node in group] if others and len(usual) > len(others[0]) else []
         listed = "; ".join(f"{value} on {listing(names)}" for value, names in groups.items())
-        findings.append(Finding(f"{key.replace('_', ' ')} differs: {listed}", tuple(bad)))
+        findings.append(NodeFinding(f"{key.replace('_', ' ')} differs: {listed}", tuple(bad)))
     return findings
 
 
@@ -123,7 +123,7 @@ def other_code(digests: Sequence[tuple[str, str]], contents: Sequence[Mapping[st
     return f"the nodes run different code: {listed}; different: {listing(names, 3)}"
 
 
-def devices(ranks: Sequence[Facts]) -> list[Finding]:
+def devices(ranks: Sequence[Facts]) -> list[NodeFinding]:
     """GPUs that several ranks share, or that other processes use."""
     users: dict[str, list[int]] = {}
     for rank, facts in enumerate(ranks):
@@ -138,7 +138,7 @@ def devices(ranks: Sequence[Facts]) -> list[Finding]:
                 f"ranks {listing(sharing)} on {first['node']} all use {first['device']} ({uuid}), with CUDA_VISIBLE_DEVICES="
                 f"{first.get('visible')}; start one process for each GPU: request one GPU for each process of a node"
             )
-            findings.append(Finding(text))
+            findings.append(NodeFinding(text))
         elif used > OTHERS * size:
             text = (
                 f"{used / GIB:.1f} of {size / GIB:.1f} GiB of {first['device']} on {first['node']} (rank {sharing[0]}) are in use "
@@ -148,7 +148,7 @@ def devices(ranks: Sequence[Facts]) -> list[Finding]:
     return findings
 
 
-def memory(ranks: Sequence[Facts]) -> list[Finding]:
+def memory(ranks: Sequence[Facts]) -> list[NodeFinding]:
     """Nodes with little shared memory."""
     findings = []
     for node, members in nodes_of(ranks).items():
@@ -162,7 +162,7 @@ def memory(ranks: Sequence[Facts]) -> list[Finding]:
     return findings
 
 
-def cores(ranks: Sequence[Facts]) -> list[Finding]:
+def cores(ranks: Sequence[Facts]) -> list[NodeFinding]:
     """Ranks whose main threads are bound to the same core, where the cores of the node would do for all, or for fewer on that one."""
     findings = []
     for node, members in nodes_of(ranks).items():
@@ -189,11 +189,11 @@ def numbers(text: str) -> set[int]:
     return {number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}
 
 
-def disks(out: str, probed: Mapping[str, Mapping[str, Any]], room: int) -> list[Finding]:
+def disks(out: str, probed: Mapping[str, Mapping[str, Any]], room: int) -> list[NodeFinding]:
     """Whether every node sees the same run directory ``out``, can write there, and has ``room`` bytes free."""
 
-    def finding(nodes: Sequence[str], problem: str) -> Finding:
-        return Finding(f"{out} {problem}", tuple(nodes) if 2 * len(nodes) < len(probed) else ())
+    def finding(nodes: Sequence[str], problem: str) -> NodeFinding:
+        return NodeFinding(f"{out} {problem}", tuple(nodes) if 2 * len(nodes) < len(probed) else ())
 
     errors = grouped((node, probe["error"]) for node, probe in probed.items() if "error" in probe)
     findings = [finding(nodes, f"cannot be written on {listing(nodes)}: {error}") for error, nodes in errors.items()]
@@ -207,7 +207,7 @@ def disks(out: str, probed: Mapping[str, Mapping[str, Any]], room: int) -> list[
     return findings
 
 
-def links(measured: Sequence[Link]) -> list[Finding]:
+def links(measured: Sequence[Link]) -> list[NodeFinding]:
     """Links that fail or are slow; a node whose links are all far slower than the median node's fastest one is bad.
 
     With two nodes there is nothing to compare with, so neither is bad.
@@ -222,10 +222,10 @@ def links(measured: Sequence[Link]) -> list[Finding]:
         bad = tuple(node for node in link.nodes if best[node] < slow)
         messages = f"messages from {' to '.join(link.nodes)}"
         if link.error:
-            findings.append(Finding(f"{messages} fail: {link.error}", bad))
+            findings.append(NodeFinding(f"{messages} fail: {link.error}", bad))
         elif link.speed < slow:
             text = f"{messages}: {rate(link.speed)}; the fastest node does {rate(max(best.values()))}"
-            findings.append(Finding(text, bad, serious=bool(bad)))
+            findings.append(NodeFinding(text, bad, serious=bool(bad)))
     return findings
 
 

@@ -22,7 +22,7 @@ from hpclm.model import gpt
 from hpclm.model.gpt import LayerSpec
 from hpclm.parallel.mesh import Mesh
 from hpclm.parallel.micro_batch import MicroBatch
-from hpclm.registry import a_class, load, lookup
+from hpclm.registry import class_check, load, lookup
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,9 @@ class Engine(Protocol):
         ...
 
 
-CHECK = a_class("train_step", "evaluate", "tensors", "scalars", "load", made_with=("config", "mesh", "device", "dtype"))
+CHECK = class_check(
+    "train_step", "evaluate", "tensors", "scalars", "load", made_with=("config", "mesh", "device", "dtype")
+)
 Maker = Callable[[EngineSettings, Mesh, torch.device, torch.dtype], Engine]
 
 

@@ -118,7 +118,7 @@ def units(root: nn.Module) -> Iterator[Sharded]:
     return (module for module in root.modules() if isinstance(module, Sharded))
 
 
-class Names:
+class PatchedModule:
     """A module with some of its names replaced."""
 
     def __init__(self, module: ModuleType, **others: Any):
@@ -139,7 +139,7 @@ def modernise() -> None:
     def scatter(out: Tensor, x: Tensor, group: Any) -> None:
         scatter_into(out, x.flatten(), group=group)
 
-    library.dist = buckets.dist = Names(dist, _all_gather_base=gather, _reduce_scatter_base=scatter)
+    library.dist = buckets.dist = PatchedModule(dist, _all_gather_base=gather, _reduce_scatter_base=scatter)
     with warnings.catch_warnings():  # PyTorch warns once per process; the library cannot avoid the call
         warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
         torch.empty(0).storage().size()
@@ -163,7 +163,7 @@ def without_streams() -> torch.library.Library:
         stream=lambda entered: entered,
         synchronize=lambda: None,
     )
-    library.torch = Names(torch, cuda=cuda)
+    library.torch = PatchedModule(torch, cuda=cuda)
     kernels = torch.library.Library("aten", "IMPL")  # active as long as this object lives
     kernels.impl("record_stream", lambda tensor, stream: None, "CPU")
     return kernels

@@ -23,9 +23,9 @@ from hpclm.model.layers import MLP, Norm, VocabParallelEmbedding
 from hpclm.model.position import POSITIONS
 from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.placement import Placement
-from hpclm.registry import a_class, lookup
+from hpclm.registry import class_check, lookup
 
-CHECK = a_class("forward", made_with=("config", "recompute_core", "generator", "tp"), named=True, base=nn.Module)
+CHECK = class_check("forward", made_with=("config", "recompute_core", "generator", "tp"), named=True, base=nn.Module)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from hpclm.config import OptimConfig
 from hpclm.config.optim import SCHEDULES
-from hpclm.registry import a_function, lookup
+from hpclm.registry import function_check, lookup
 
 Schedule = Callable[[float, float, OptimConfig], float]
-CHECK = a_function("position", "length", "optim")
+CHECK = function_check("position", "length", "optim")
 SHRINK = 0.1  # of the learning rates from one period of fairseq_cosine to the next (its --lr-shrink)
 
 

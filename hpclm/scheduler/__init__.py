@@ -14,7 +14,7 @@ from hpclm.node.slurm import JobState
 if TYPE_CHECKING:
     from hpclm.config import RunConfig
 
-SCHEDULERS = {"slurm": "hpclm.scheduler.slurm:Slurm", "local": "hpclm.scheduler.here:Here"}
+SCHEDULERS = {"slurm": "hpclm.scheduler.slurm:Slurm", "local": "hpclm.scheduler.here:LocalMachine"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Scheduler(ABC):
 @cache
 def named(name: str) -> Scheduler:
     """The scheduler ``name``, or package.module:Name; ConfigError if there is none."""
-    check = registry.a_class("script", "check", "submit", "queued", "states", "stop", "cancel", "troubles")
+    check = registry.class_check("script", "check", "submit", "queued", "states", "stop", "cancel", "troubles")
     scheduler: Scheduler = registry.lookup("job.cluster", name, SCHEDULERS, check)()
     return scheduler
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 KILL = 5.0  # seconds after a second Ctrl-C until a process is killed
 
 
-class Here(Scheduler):
+class LocalMachine(Scheduler):
     """Processes of this machine, by their PIDs."""
 
     def script(self, run: "RunConfig", path: Path, setup: Sequence[str]) -> str:

@@ -54,7 +54,7 @@ class Sink(Protocol):
 
 def lookup(name: str) -> type[Sink]:
     """The class of the sink ``name``; ConfigError if there is none, or if its library is missing."""
-    methods = registry.a_class("send", "close", made_with=["run"])
+    methods = registry.class_check("send", "close", made_with=["run"])
     found: type[Sink] = registry.lookup("sink", name, SINKS, methods)
     return found
 

@@ -10,7 +10,7 @@ from mlflow.tracking import MlflowClient
 
 from hpclm.errors import REQUEUE
 from hpclm.sinks import RefusedError, Row, RunInfo, figures
-from hpclm.sinks.names import Names, is_path
+from hpclm.sinks.names import TrackerNames, is_path
 
 ID = "hpclm.id"
 MOST, LONGEST = 1000, 6000  # numbers in a request, characters of a parameter
@@ -25,7 +25,7 @@ class MlflowSink:
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""
-        self.client, self._names = MlflowClient(), Names(is_path)
+        self.client, self._names = MlflowClient(), TrackerNames(is_path)
         self.substitutes = self._names.substitutes
         found = self.client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self.client.create_experiment(run.project)
@@ -36,7 +36,7 @@ class MlflowSink:
             return
         made = self.client.create_run(experiment, run_name=run.name, tags={ID: run.id, "hpclm.out": str(run.out)})
         self.id = made.info.run_id
-        names = Names(is_path)
+        names = TrackerNames(is_path)
         values = [(names(key), str(value)) for key, value in run.settings.items()]
         for start in range(0, len(values), PARAMETERS):
             self._add_parameters(values[start : start + PARAMETERS])

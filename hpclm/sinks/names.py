@@ -1,4 +1,4 @@
-"""Names of metrics as trackers accept them. A name that one refuses has a substitute there, always the same one."""
+"""TrackerNames of metrics as trackers accept them. A name that one refuses has a substitute there, always the same one."""
 
 import hashlib
 import re
@@ -9,7 +9,7 @@ LONGEST = 250  # characters of a name
 DIGEST = 6  # characters of a hash that keep names apart
 
 
-class Names:
+class TrackerNames:
     """The names in one tracker; ``substitutes`` has those that differ."""
 
     def __init__(self, accepted: Callable[[str], bool]):

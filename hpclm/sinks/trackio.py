@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import trackio
 
 from hpclm.sinks import Row, RunInfo, figures
-from hpclm.sinks.names import Names, is_key
+from hpclm.sinks.names import TrackerNames, is_key
 
 RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
 
@@ -15,7 +15,7 @@ class TrackioSink:
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""
-        self._names = Names(lambda name: is_key(name) and name not in RESERVED)
+        self._names = TrackerNames(lambda name: is_key(name) and name not in RESERVED)
         self.substitutes = self._names.substitutes
         self.run = trackio.init(
             project=run.project,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import wandb
 
 from hpclm.sinks import Row, RunInfo, figures
-from hpclm.sinks.names import Names, is_key
+from hpclm.sinks.names import TrackerNames, is_key
 
 
 class WandbSink:
@@ -13,7 +13,7 @@ class WandbSink:
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""
-        self._names = Names(is_key)
+        self._names = TrackerNames(is_key)
         self.substitutes = self._names.substitutes
         self.run = wandb.init(
             project=run.project,

@@ -191,7 +191,7 @@ class RunControl:
         evaluation = due(self.config.evaluate.every, progress)
         return bool(
             self._must_synchronize or self._save_pending or requested or evaluation or self._ends(progress)
-            or self.saver.due(progress, answer) or not self._late_is_early_enough(micro_batches)
+            or self.saver.due(progress, answer) or not self._can_check_signals_late(micro_batches)
         )  # fmt: skip
 
     def finished(self, progress: Progress) -> bool:
@@ -248,7 +248,7 @@ class RunControl:
         """Micro-batches of about POLL_SECONDS; 1 before a step's time is known."""
         return max(1, round(POLL_SECONDS / self._micro_batch)) if self._micro_batch else 1
 
-    def _late_is_early_enough(self, micro_batches: int) -> bool:
+    def _can_check_signals_late(self, micro_batches: int) -> bool:
         """Whether there is time to save even where all ranks hear of a signal only after another step of so many micro-batches.
         Before a step's time is known, and where steps are long, there is not."""
         late, save = LATE_STEPS * micro_batches * self._micro_batch, self.saver.seconds()
@@ -259,7 +259,7 @@ class RunControl:
 
         It raises StepAbandoned on every rank where the rest of the step, and a save, would take longer than there is.
         """
-        if self._late_is_early_enough(micro_batches):
+        if self._can_check_signals_late(micro_batches):
             return keep_going
         began, every = time.monotonic(), self.micro_batches_per_poll()
 

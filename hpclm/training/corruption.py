@@ -39,7 +39,7 @@ from hpclm.rundir import rows
 from hpclm.side_path import SidePath
 
 log = logging.getLogger(__name__)
-SHARE = 0.003
+MAX_TIME_FRACTION = 0.003
 """Part of the time that checksums before and after updates may take: as many steps are watched as fit into it."""
 TOLERANCE = 1e-3
 """Relative difference of two losses of one micro-batch where kernels need not give the same bits."""
@@ -60,7 +60,7 @@ ACROSS_REPLICAS = "let nothing in the update depend on the rank, its random numb
 
 
 @dataclass(frozen=True)
-class Finding:
+class CorruptionFinding:
     """Something that is wrong."""
 
     ranks: tuple[int, ...]
@@ -78,8 +78,8 @@ class Finding:
 class Verifier:
     """Checks this rank's state and computation; all ranks call its methods at the same points."""
 
-    def __init__(self, engine: BaseEngine, mesh: Mesh, context: DistributedContext, share: float = SHARE):
-        """``share``: as SHARE."""
+    def __init__(self, engine: BaseEngine, mesh: Mesh, context: DistributedContext, share: float = MAX_TIME_FRACTION):
+        """``share``: as MAX_TIME_FRACTION."""
         self.engine, self.mesh, self.context, self.share = engine, mesh, context, share
         self.exact = engine.device.type == "cpu" or engine.config.engine.deterministic
         """Whether kernels give the same bits each time."""
@@ -119,7 +119,7 @@ class Verifier:
         if self._steps % self.period == 0:
             self._open(anew=self._steps <= 2)
 
-    def check(self, recompute: bool = True) -> list[Finding]:
+    def check(self, recompute: bool = True) -> list[CorruptionFinding]:
         """What is wrong, the same on every rank; a collective. ``recompute``: compute a micro-batch twice, too."""
         batches = [self._batch] * 2 if recompute and self._batch and self.recomputes else []
         losses = [(self.engine.evaluate([batch], alone=True) or 0.0).hex() for batch in batches]
@@ -203,10 +203,10 @@ def verifier(engine: Engine, mesh: Mesh, context: DistributedContext, every: int
     return Verifier(engine, mesh, context)
 
 
-def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Finding]:
+def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[CorruptionFinding]:
     """What is wrong, from each rank's answer. ``exact``: whether kernels give the same bits each time."""
     problems = [
-        Finding((rank,), "its weights or optimizer state changed between two updates", advice=BETWEEN_UPDATES)
+        CorruptionFinding((rank,), "its weights or optimizer state changed between two updates", advice=BETWEEN_UPDATES)
         for rank, answer in enumerate(answers)
         if answer["changed"]
     ]
@@ -216,13 +216,13 @@ def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Finding]
             unequal.setdefault(answer["replica"], []).append(rank)
     for ranks in unequal.values():
         text = "one micro-batch, computed twice, had two losses"
-        problems.append(Finding(tuple(ranks), text, len(ranks) == 1, TWO_LOSSES))
+        problems.append(CorruptionFinding(tuple(ranks), text, len(ranks) == 1, TWO_LOSSES))
     problems += _outvoted(answers)
     certain = {rank for each in problems if each.certain for rank in each.ranks}
     return [each for each in problems if each.certain or certain.isdisjoint(each.ranks)]
 
 
-def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[CorruptionFinding]:
     """Ranks whose state is not that of the majority, or all that hold it where there is none."""
     groups: dict[Group, dict[int, str]] = {}
     for rank, answer in enumerate(answers):
@@ -235,7 +235,7 @@ def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         certain = 2 * count > len(votes)
         odd = tuple(rank for rank, vote in votes.items() if vote != digest or not certain)
         text = f"its weights or optimizer state differ from those of {count} ranks that hold the same"
-        yield Finding(
+        yield CorruptionFinding(
             odd,
             text if certain else "they hold different values of the same weights or optimizer state",
             certain,
@@ -254,7 +254,7 @@ def _digest(sums: Tensor) -> str:
 
 
 def blame_program(
-    problems: Sequence[Finding], step: int, saved: int, own_code: Sequence[str], context: DistributedContext
+    problems: Sequence[CorruptionFinding], step: int, saved: int, own_code: Sequence[str], context: DistributedContext
 ) -> NoReturn:
     """DivergedError on every rank: code of the user's own takes part, whose fault the ``problems`` may be, so no node is excluded.
 
@@ -272,7 +272,12 @@ def blame_program(
 
 
 def end_run(
-    problems: Sequence[Finding], step: int, saved: int, context: DistributedContext, device: torch.device, out: Path
+    problems: Sequence[CorruptionFinding],
+    step: int,
+    saved: int,
+    context: DistributedContext,
+    device: torch.device,
+    out: Path,
 ) -> None:
     """CorruptedError on every rank for the ``problems`` detected after ``step``. The nodes at fault are noted in ``out``, and excluded if
     this is a job that Slurm may requeue. ``saved``: the step of the newest checkpoint, which was good; 0 without one."""
@@ -304,17 +309,17 @@ def end_run(
     context.run_on_main(tell)
 
 
-def _described(finding: Finding, context: DistributedContext, places: Sequence[Sequence[str]]) -> str:
+def _described(finding: CorruptionFinding, context: DistributedContext, places: Sequence[Sequence[str]]) -> str:
     names = [f"{info}, {place[1]}" for info, place in zip(context.ranks, places, strict=True)]
     return f"{'' if finding.certain else 'one of '}{_who(finding, names)}: {_what(finding)}"
 
 
-def _who(finding: Finding, names: Sequence[str]) -> str:
+def _who(finding: CorruptionFinding, names: Sequence[str]) -> str:
     more = [f"{len(finding.ranks) - SHOWN} more"] * (len(finding.ranks) > SHOWN)
     return "; ".join([*(names[rank] for rank in finding.ranks[:SHOWN]), *more])
 
 
-def _what(finding: Finding) -> str:
+def _what(finding: CorruptionFinding) -> str:
     """What is wrong, with the weights that differ."""
     named = ", ".join(
         [*finding.weights[:SHOWN], *[f"{len(finding.weights) - SHOWN} more"] * (len(finding.weights) > SHOWN)]

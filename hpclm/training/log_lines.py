@@ -68,7 +68,7 @@ def evaluation_line(step: int, loss: float, part: str) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), cut at exp(20) as the peers do; NaN where the loss is."""
+    """exp(loss), capped at exp(20), as in Megatron; NaN where the loss is."""
     return math.exp(min(loss, 20.0))
 
 

@@ -40,7 +40,7 @@ def device(device: torch.device, dtype: torch.dtype, products: str) -> None:
         logger.warning(text, *share, threads.binding() or "what binds them")
 
 
-def hello(config: RunConfig, plan: Plan, context: DistributedContext, length: Length, samples: int) -> None:
+def log_start(config: RunConfig, plan: Plan, context: DistributedContext, length: Length, samples: int) -> None:
     """Log what is about to happen, and warn of what is probably not meant."""
     steps = (
         "until the time is up"
@@ -136,7 +136,7 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
     return f"done at step {progress.step}, {progress.samples:,} samples; next: hpclm report {out}{generate}"
 
 
-def goodbye(
+def log_end(
     config: RunConfig, length: Length, progress: Progress, control: RunControl, code: int, unmeasured: bool
 ) -> tuple[str, str]:
     """Log how the run ends, and what follows; its state and ending for summary.json.

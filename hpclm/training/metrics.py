@@ -179,7 +179,7 @@ class Meter:
             )
 
     def evaluated(self, step: int, samples: int, loss: float, part: str) -> None:
-        """A loss on held-out data; perplexity is exp(loss), cut at exp(20) as the peers do."""
+        """A loss on held-out data; perplexity is exp(loss), capped at exp(20), as in Megatron."""
         self.losses[step, part] = loss
         row = {"step": step, "samples": samples, "time": round(time.time(), 3), "part": part}
         row |= {"validation_loss": loss, "validation_perplexity": log_lines.perplexity(loss)}
@@ -260,14 +260,14 @@ class NullMeter(Meter):
         """Nothing is open."""
 
     def step(self, step: int, samples: int, measured: dict[str, float]) -> None:
-        """Rank 0 tells of it."""
+        """Does nothing; rank 0 logs it."""
 
     def evaluated(self, step: int, samples: int, loss: float, part: str) -> None:
-        """Rank 0 tells of it; here it is only remembered."""
+        """Only remembers it; rank 0 logs it."""
         self.losses[step, part] = loss
 
     def end(self, state: str, ending: str, code: int) -> None:
-        """Rank 0 tells of it."""
+        """Does nothing; rank 0 logs it."""
 
     def flush(self) -> None:
         """Nothing is written."""

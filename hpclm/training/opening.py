@@ -214,7 +214,7 @@ def open_run_directory(
     """Refuse what cannot start or resume, take the run directory over, check the nodes, and write logs from here on."""
     out = Path(config.out)
     if context.is_main:
-        messages.hello(config, data.plan, context, data.length, len(data.train.samples))
+        messages.log_start(config, data.plan, context, data.length, len(data.train.samples))
     context.watchdog.enter("start-up")
     context.run_on_main(lambda: check_start(config, data, resume_step))
     with ExitStack() as stack:

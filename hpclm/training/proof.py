@@ -51,7 +51,7 @@ SNAPSHOT = 1 << 30  # bytes of state of which two snapshots are compared
 
 
 @dataclass(frozen=True)
-class Proven:
+class SelfCheckResult:
     """How the run is to compute."""
 
     settings: EngineSettings
@@ -59,12 +59,12 @@ class Proven:
     """Whether checkpoints may be written while training continues."""
 
 
-def check(config: RunConfig, context: DistributedContext, compute: Compute) -> Proven:
+def check(config: RunConfig, context: DistributedContext, compute: Compute) -> SelfCheckResult:
     """Check that this run computes what it should, on every rank; HpclmError, the same on every rank, where even the plain way does
     not, or messages arrive changed."""
     settings = compiling.shared_by_all(config.for_engine(context.size), compute.device, context)
     background = config.checkpoint.background
-    given = Proven(settings, background)
+    given = SelfCheckResult(settings, background)
     wanted = compute.device.type == "cuda" if config.cluster.prove is None else config.cluster.prove
     if not wanted:
         return given
@@ -101,7 +101,7 @@ def check(config: RunConfig, context: DistributedContext, compute: Compute) -> P
         log.info("self-check: %s%s; %.1f s", how, ", as checked before" if known else "", seconds)
 
     context.run_on_main(conclude)
-    return Proven(way, report["background"])
+    return SelfCheckResult(way, report["background"])
 
 
 def _host_memory() -> int:
@@ -180,7 +180,7 @@ def _prove(twin: Twin, settings: EngineSettings, background: bool, context: Dist
         closest = f"{closest}; {closest_update}"
         return {"way": way, "background": background and not loaded, "problems": problems, "closest": closest}
     error = HpclmError(
-        "self-check: this machine computes incorrectly in every way tried, even eager with plain attention:\n"
+        "self-check failed in every mode, including eager with math attention:\n"
         + "\n".join(problems)
         + "\ncheck its GPUs (dcgmi diag -r 3) and drivers; cluster.prove=false trains all the same"
     )

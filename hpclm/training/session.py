@@ -185,7 +185,7 @@ class Session:
         self.context.watchdog.enter("save", progress.step)
         unmeasured = self.control.finished(progress) and self._unmeasured(progress.step)
         code = self.control.exit(progress, self.validation(progress), unmeasured)
-        state, ending = messages.goodbye(self.config, self.data.length, progress, self.control, code, unmeasured)
+        state, ending = messages.log_end(self.config, self.data.length, progress, self.control, code, unmeasured)
         if self.attempt is not None:
             records.end(Path(self.config.out), self.attempt, code, self.control.saver.step, ending)
         self.meter.end(state, ending, code)

@@ -35,7 +35,7 @@ def test_the_node_that_differs_from_the_majority_is_bad(key):
 
 def test_if_two_nodes_differ_neither_is_bad():
     (finding,) = verdict.agreement([rank("a"), rank("a"), rank("b", torch="2.5")])
-    assert finding == verdict.Finding("torch differs: 2.6 on a; 2.5 on b", (), True)
+    assert finding == verdict.NodeFinding("torch differs: 2.6 on a; 2.5 on b", (), True)
 
 
 def test_a_node_whose_ranks_differ_is_bad():

@@ -1,4 +1,4 @@
-"""Names and numbers that trackers refuse: each costs itself at most, and no later row."""
+"""TrackerNames and numbers that trackers refuse: each costs itself at most, and no later row."""
 
 import json
 import sqlite3
@@ -9,7 +9,7 @@ from hpclm import cli, config
 from hpclm.commands.config import explained
 from hpclm.sinks import figures
 from hpclm.sinks.feed import Feed
-from hpclm.sinks.names import Names, is_key, is_path
+from hpclm.sinks.names import TrackerNames, is_key, is_path
 from tests.runs import hpclm
 
 TASKS = [
@@ -44,12 +44,12 @@ NAMES = [*TASKS, *PARTS, *ODD, *(f"validation_loss/{part}" for part in PARTS), *
 
 @pytest.mark.parametrize("accepted", [is_path, is_key], ids=["MLflow", "W&B"])
 def test_every_name_has_one_that_is_accepted_and_no_two_share_one(accepted):
-    names = Names(accepted)
+    names = TrackerNames(accepted)
     sent = {name: names(name) for name in NAMES}
     assert all(accepted(name) for name in sent.values())
     assert len(set(sent.values())) == len(set(NAMES))
     assert names.substitutes == {name: other for name, other in sent.items() if name != other}
-    others = Names(accepted)  # a later attempt has the same
+    others = TrackerNames(accepted)  # a later attempt has the same
     assert {name: others(name) for name in reversed(NAMES)} == sent
     assert {names(other) for other in sent.values()}.isdisjoint({*sent.values()} - {*NAMES})
     assert (

@@ -255,7 +255,7 @@ ADAMW = {
 @pytest.mark.parametrize("where, what, fault, message", ADAMW.values(), ids=ADAMW.keys())
 def test_an_update_that_is_wrong_in_every_way_ends_the_run(where, what, fault, message, tmp_path, monkeypatch):
     run_only(monkeypatch, where, what, fault)
-    with pytest.raises(HpclmError, match=f"(?s)computes incorrectly in every way.*{message}") as error:
+    with pytest.raises(HpclmError, match=f"(?s)self-check failed in every mode.*{message}") as error:
         checked(tmp_path)
     assert "cluster.prove=false" in str(error.value)
 
@@ -268,7 +268,7 @@ def test_a_fused_kernel_that_is_wrong_wherever_it_runs_ends_the_run(tmp_path, mo
 
     right_step = AdamW.pytorch_step
     monkeypatch.setattr(AdamW, "pytorch_step", fused_wrongly)
-    with pytest.raises(HpclmError, match=r"(?s)computes incorrectly in every way.*exp_avg_sq of .* after update"):
+    with pytest.raises(HpclmError, match=r"(?s)self-check failed in every mode.*exp_avg_sq of .* after update"):
         checked(tmp_path)
 
 
@@ -304,7 +304,7 @@ MUON = {
 def test_a_wrong_update_of_muon_ends_the_run(where, what, fault, message, kind, tmp_path, monkeypatch):
     own = dict(name="muon", newton_schulz_type=kind)
     run_only(monkeypatch, where, what, fault)
-    with pytest.raises(HpclmError, match=f"(?s)computes incorrectly in every way.*({message})"):
+    with pytest.raises(HpclmError, match=f"(?s)self-check failed in every mode.*({message})"):
         checked(tmp_path, optim=own)
 
 
@@ -337,7 +337,7 @@ def test_an_optimizer_that_the_check_has_never_heard_of_is_checked(where, what, 
         _, report = checked(tmp_path, optim=dict(name="muon"))
         assert (report["way"], report["problems"]) == ("as set", [])
         return
-    with pytest.raises(HpclmError, match=f"(?s)computes incorrectly in every way.*({message})"):
+    with pytest.raises(HpclmError, match=f"(?s)self-check failed in every mode.*({message})"):
         checked(tmp_path, optim=dict(name="muon"))
 
 
@@ -425,7 +425,7 @@ def test_two_ranks_pass_as_they_are_set(layout, two_ranks):
 @pytest.mark.parametrize("layout", ON_ONE_RANK)
 def test_an_update_that_is_wrong_on_one_rank_only_ends_the_run(layout, two_ranks):
     for *_, faulty in two_ranks:
-        assert re.search(r"(?s)computes incorrectly in every way.* update \d is off", faulty[layout])
+        assert re.search(r"(?s)self-check failed in every mode.* update \d is off", faulty[layout])
 
 
 def test_what_was_checked_is_remembered_for_the_same_settings_only(tmp_path, monkeypatch):
@@ -450,7 +450,7 @@ def test_dropout_is_drawn_alike_in_both_ways(tmp_path, monkeypatch):
     monkeypatch.setattr(proof.Twin, "plainly", lambda twin, exact: (plain(twin, exact), done.append(exact))[0])
     for module in (dropout, gpt):
         monkeypatch.setattr(module, "dropout", other)
-    with pytest.raises(HpclmError, match="computes incorrectly in every way"):
+    with pytest.raises(HpclmError, match="self-check failed in every mode"):
         checked(tmp_path, dict(LLAMA, dropout=0.31), torch.float32, precision="fp32")
 
 

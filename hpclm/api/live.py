@@ -15,7 +15,7 @@ from hpclm import extras
 from hpclm.commands import train as verb
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.reporting import history, live
+from hpclm.reporting import figures, history
 from hpclm.rundir.status import span
 
 EVERY = 1.0  # seconds between updates
@@ -42,7 +42,7 @@ class Snapshot:
             if total and total > row["step"]:
                 self._line += f", {span((total - row['step']) * (row.get('step_seconds') or 0))} left"
             if extras.missing("a live plot", "matplotlib") is None:
-                self._png = live.loss_png(read, self._line)
+                self._png = figures.loss_png(read, self._line)
 
     def __repr__(self) -> str:
         return self._line

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpclm.checkpoint.init_from import begin_from
-    from hpclm.checkpoint.progress import Progress
+    from hpclm.checkpoint.manifest import Progress
     from hpclm.checkpoint.retention import Retention
     from hpclm.checkpoint.store import CheckpointStore
 
 __all__ = ["CheckpointStore", "Progress", "Retention", "begin_from"]
 
-MODULES = {"CheckpointStore": "store", "Progress": "progress", "Retention": "retention", "begin_from": "init_from"}
+MODULES = {"CheckpointStore": "store", "Progress": "manifest", "Retention": "retention", "begin_from": "init_from"}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import files
-from hpclm.checkpoint.progress import Progress
 from hpclm.errors import ConfigError
-from hpclm.optim.health import Health
+from hpclm.optim.stability import Health
 
 NAME = "MANIFEST.json"
 SCHEMA = 4
@@ -234,3 +233,20 @@ def check_sizes(folder: Path, manifest: Manifest, names: Collection[str] | None 
             raise BadCheckpoint(f"{name} is missing") from None
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             raise BadCheckpoint(f"{name} has {status.st_size} bytes, not the {size} that were saved")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has trained: its only training state outside the engine."""
+
+    step: int = 0
+    samples: int = 0  # consumed
+    seconds: float = 0.0  # of training, over all attempts
+    skipped: int = 0  # steps that were skipped as not finite
+    planned: int | None = None  # samples that the sample order was built for
+    health: Health = field(default_factory=Health)
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> "Progress":
+        """Progress from a checkpoint."""
+        return cls(**{**saved, "health": Health.of(saved.get("health"))})

@@ -15,8 +15,7 @@ from typing import Any
 from hpclm import files, folders
 from hpclm.checkpoint import directory, staging
 from hpclm.checkpoint.fingerprint import check_fingerprint
-from hpclm.checkpoint.manifest import BadCheckpoint, Manifest, many_objects
-from hpclm.checkpoint.progress import Progress
+from hpclm.checkpoint.manifest import BadCheckpoint, Manifest, Progress, many_objects
 from hpclm.checkpoint.retention import CompleteCheckpoints, Retention
 from hpclm.checkpoint.staging import Snapshot
 from hpclm.checkpoint.tensors import Tensors

@@ -32,7 +32,7 @@ from hpclm.model.loss import Backward, TokenLoss
 from hpclm.model.stack import Stack, Stages, WrapLayer, check_shapes, placements
 from hpclm.optim.adamw import update
 from hpclm.optim.optimizers import MatrixOptimizer, optimizer_of
-from hpclm.optim.scaler import LossScale
+from hpclm.optim.stability import LossScale
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, union
 from hpclm.parallel.mesh import SINGLE, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, Output, add

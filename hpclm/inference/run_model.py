@@ -7,8 +7,7 @@ import torch
 
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.fingerprint import tokenizer_clash
-from hpclm.checkpoint.manifest import Manifest
-from hpclm.checkpoint.progress import Progress
+from hpclm.checkpoint.manifest import Manifest, Progress
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError

@@ -15,7 +15,7 @@ import torch
 from hpclm import __version__, folders
 from hpclm import engine as engines
 from hpclm import log as logs
-from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable, rollback
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.checkpoint.init_from import check_init_from
 from hpclm.config import EngineSettings, RunConfig, no_effect
@@ -30,8 +30,8 @@ from hpclm.model.attention import backend as attention_backend
 from hpclm.node import bus_error, environment, hardware, secrets
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
-from hpclm.optim.guard import Guard
 from hpclm.optim.schedules import shape
+from hpclm.optim.stability import Guard
 from hpclm.parallel.async_all_reduce import AsyncAllReduce
 from hpclm.parallel.mesh import Mesh
 from hpclm.rundir import submissions
@@ -42,7 +42,7 @@ from hpclm.sinks.process import Sinks
 from hpclm.training import compiling, messages, proof, records, schedule, tuning
 from hpclm.training.compiling import AgreedCompilations
 from hpclm.training.compute import Compute
-from hpclm.training.control import RunControl, Saver
+from hpclm.training.control import RunControl, Saver, SignalWatch
 from hpclm.training.corruption import verifier
 from hpclm.training.metrics import Meter, NullMeter, Speed
 from hpclm.training.profile import Profile
@@ -50,7 +50,6 @@ from hpclm.training.results import Results
 from hpclm.training.run_data import RunData, on_main, open_data
 from hpclm.training.schedule import Schedule
 from hpclm.training.session import Session
-from hpclm.training.signals import SignalWatch
 from hpclm.training.sync import ControlSync, LocalState, StepClock
 
 log = logging.getLogger(__name__)
@@ -294,7 +293,7 @@ def open_state(
         step = records.requested_step(out, directory.resume_step)
         if step is not None:
             submissions.roll_back(out, step)
-        return rollback.carry_out(out)
+        return resumable.roll_back(out)
 
     rolled_back = context.run_on_main(roll_back)
     progress = store.resume(engine, saving.resume)

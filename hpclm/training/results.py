@@ -8,7 +8,7 @@ from typing import Any
 
 from hpclm.checkpoint import Progress
 from hpclm.engine import StepResult
-from hpclm.optim.guard import Guard
+from hpclm.optim.stability import Guard
 from hpclm.parallel.async_all_reduce import Reduction
 from hpclm.training.metrics import Meter
 from hpclm.training.sync import ControlState, ControlSync, StepClock

@@ -17,7 +17,7 @@ from hpclm.engine import Engine
 from hpclm.errors import DivergedError
 from hpclm.node import hardware
 from hpclm.node.notify import Notifier
-from hpclm.optim.guard import Guard
+from hpclm.optim.stability import Guard
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.sinks.process import Sinks
 from hpclm.training import corruption, messages, records

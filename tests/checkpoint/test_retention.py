@@ -4,7 +4,7 @@ import pytest
 
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.checkpoint.directory import checked, steps
-from hpclm.optim.health import Health
+from hpclm.optim.stability import Health
 from tests.checkpoint.state import State
 
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from hpclm.checkpoint import directory, resumable, rollback
+from hpclm.checkpoint import directory, resumable
 from hpclm.errors import ConfigError
 from hpclm.rundir import submissions
 from hpclm.rundir.metrics_file import forget_after
@@ -52,24 +52,24 @@ def newer(out):
 
 def test_what_is_newer_is_set_aside_once(out):
     before = newer(out)
-    assert rollback.carry_out(out) is None
+    assert resumable.roll_back(out) is None
     submissions.roll_back(out, 2)
     assert submissions.rollback(out) == 2 and resumable.candidate(out)[0].name == "step-00000002"
-    assert rollback.carry_out(out) == 2
+    assert resumable.roll_back(out) == 2
     check(out, before)
-    assert rollback.carry_out(out) is None
+    assert resumable.roll_back(out) is None
     assert list(forget_after(out / "metrics.jsonl", 2))[-1]["step"] == 2
 
 
 def test_it_can_be_done_again_and_again(out):
     for _ in range(2):
         submissions.roll_back(out, 2)
-        rollback.carry_out(out)
+        resumable.roll_back(out)
         saved(out / "checkpoints", (4,), keep=9)
         with (out / "metrics.jsonl").open("a") as file:
             file.write('{"step": 3, "loss": 2.0}\n{"step": 4, "loss": 2.0}\n')
     submissions.roll_back(out, 2)
-    rollback.carry_out(out)
+    resumable.roll_back(out)
     away = sorted(path.name for path in (out / "checkpoints").glob(".rolled-back-*"))
     assert away == [f".rolled-back-step-0000000{end}" for end in ("4", "4-1", "4-2", "6")]
     assert [steps(out / f"metrics.rolled-back-{n}.jsonl") for n in (1, 2)] == [[3, 4, 5, 6, 7], [3, 4]]
@@ -92,7 +92,7 @@ def test_a_request_that_cannot_be_followed_changes_nothing(out, spoil, told):
     with pytest.raises(ConfigError, match=told):
         resumable.candidate(out)
     with pytest.raises(ConfigError):
-        rollback.carry_out(out)
+        resumable.roll_back(out)
     assert len(directory.steps(out / "checkpoints")) == 4 and (out / "metrics.jsonl").read_text() == ROWS
 
 
@@ -122,7 +122,7 @@ def test_a_kill_at_any_system_call_is_made_good_by_the_next_start(out, folder):
         reset()
         outcome = traced.run(roll_back, out, inject=f"{call}:signal=KILL:when={number}")
         assert outcome.code == -9, (line, outcome)
-        rollback.carry_out(out)
+        resumable.roll_back(out)
         check(out, before)
 
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from hpclm.checkpoint import rollback, staging
+from hpclm.checkpoint import resumable, staging
 from hpclm.config import from_cli
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
@@ -97,7 +97,7 @@ def resume(gate, folder, *_):
 def roll_back(gate, out):
     """Go back to where a request says."""
     gate()
-    return rollback.carry_out(out)
+    return resumable.roll_back(out)
 
 
 def train(gate, words):

@@ -23,9 +23,8 @@ from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
 from hpclm.launch import prechecks, setup
 from hpclm.launch.local import unused
-from hpclm.optim.guard import Guard
-from hpclm.optim.scaler import LossScale
 from hpclm.optim.schedules import learning_rate
+from hpclm.optim.stability import Guard, LossScale
 from hpclm.parallel.mesh import Mesh
 from hpclm.scheduler.template import render
 from hpclm.training.corruption import verifier

@@ -18,7 +18,7 @@ from hpclm.errors import ConfigError
 from hpclm.model import count, offload, stack
 from hpclm.node import environment
 from hpclm.optim import adamw
-from hpclm.optim.scaler import LossScale
+from hpclm.optim.stability import LossScale
 from hpclm.parallel.mesh import Mesh
 from tests import ranks, weights
 from tests.forks import hpclm

@@ -4,7 +4,7 @@ import pytest
 
 from hpclm.config import OptimConfig
 from hpclm.errors import DivergedError
-from hpclm.optim.guard import Guard
+from hpclm.optim.stability import Guard
 
 
 def step(guard, number, loss, norm, skipped, searching):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpclm.config import OptimConfig
-from hpclm.optim.health import FACTOR, LEAST, Health, Watch
+from hpclm.optim.stability import FACTOR, LEAST, Health, Watch
 
 RISE = OptimConfig.spike
 CURVES = json.loads((Path(__file__).parent / "curves.json").read_text())

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from hpclm.config import ScalerConfig
-from hpclm.optim.scaler import LossScale
+from hpclm.optim.stability import LossScale
 from tests.forks import hpclm
 from tests.runs import figures
 

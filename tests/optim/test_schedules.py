@@ -5,8 +5,8 @@ import pytest
 
 from hpclm.config import OptimConfig, Plan, ScalerConfig, from_cli
 from hpclm.config.plan import Rampup
-from hpclm.optim.scaler import LossScale
 from hpclm.optim.schedules import learning_rate
+from hpclm.optim.stability import LossScale
 from tests.shared import shared
 
 DSE = dict(lr=1.5e-4, min_lr=1e-5, warmup_fraction=0.01, schedule_length=1000, warmup_start=0.0)

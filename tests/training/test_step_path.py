@@ -19,7 +19,7 @@ from hpclm.distributed.watchdog import Watchdog
 from hpclm.engine import StepResult
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
-from hpclm.optim.guard import Guard
+from hpclm.optim.stability import Guard
 from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
 from hpclm.parallel.mesh import Mesh
 from hpclm.planning import simulate

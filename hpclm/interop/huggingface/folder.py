@@ -20,7 +20,7 @@ from hpclm.datasets.chat import TEMPLATE
 from hpclm.errors import ConfigError
 from hpclm.interop import run
 from hpclm.interop.exported import Exported, cast
-from hpclm.interop.huggingface import card, families, own, shards, special, tokenizer
+from hpclm.interop.huggingface import card, families, own, shards, tokenizer
 from hpclm.interop.huggingface.family import Family
 from hpclm.interop.huggingface.shape import canonical
 from hpclm.interop.huggingface.shards import Reader
@@ -162,11 +162,11 @@ def import_folder(
     reader = Reader(folder, pickle)
     weights = run.ImportedWeights(config, Prefixed(reader, family, config), family.rules(config), str(folder))
     with fresh(target, mode=0o700) as staging_dir:
-        known = special.of_folder(folder, tree)
+        known = tokenizer.special_tokens_of(folder, tree)
         data, known = tokenizer.take(folder, config.vocab_size, staging_dir, target, known)
         if data or known:
-            special.keep(staging_dir / "tokenizer", known)
-        special.keep_chat(folder, staging_dir / "tokenizer")
+            tokenizer.keep_special_tokens(staging_dir / "tokenizer", known)
+        tokenizer.keep_chat(folder, staging_dir / "tokenizer")
         run.save(staging_dir, run.settings_of(target, config, data), weights)
     return config
 

@@ -1,4 +1,4 @@
-"""The tokenizer next to the weights: export for transformers, and import from its folders."""
+"""The tokenizer next to the weights, with special tokens and chat template: export for transformers, and import from its folders."""
 
 import json
 import logging
@@ -13,14 +13,17 @@ from typing import Any
 
 from hpclm import files
 from hpclm.config import DataConfig
+from hpclm.config.reading import json_object
 from hpclm.data import chat_record, tokenizers
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.datasets import run_text
+from hpclm.datasets.chat import TEMPLATE, template_in
 from hpclm.datasets.run_text import RunText
-from hpclm.datasets.special_tokens import ADDED, first, is_text
+from hpclm.datasets.special_tokens import ADDED, FILE, GENERATION, IDS, first, is_sane, is_text
 from hpclm.datasets.tokenizers.huggingface import Library, alike, encoder, of_sentencepiece, without_template
 from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, parameters
 from hpclm.errors import ConfigError
+from hpclm.files import read_text
 from hpclm.interop.huggingface import auto_tokenizer
 from hpclm.interop.huggingface.auto_tokenizer import AutoTokenizer
 
@@ -254,3 +257,31 @@ def _built(kind: str, paths: list[str], known: Mapping[str, Any]) -> Tokenizer:
         log.warning("the end-of-text token %s is not used: %s", end, "; ".join(error.problems))
         return made
     return made if made.eod == other.eod else other
+
+
+def special_tokens_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The special tokens of a Hugging Face folder; more specific files override config.json."""
+    tokens = {name: config[name] for name in IDS if config.get(name) is not None}
+    for file in (GENERATION, "special_tokens_map.json", "tokenizer_config.json"):
+        tree = json_object(folder / file) if (folder / file).is_file() else {}
+        names = IDS if file == GENERATION else [name for name in tree if is_text(name) or name in ADDED]
+        tokens |= {name: tree[name] for name in names if tree.get(name) is not None}
+    for name, value in tokens.items():
+        if isinstance(value, dict):  # an AddedToken with its options
+            tokens[name] = value.get("content")
+    return {name: value for name, value in tokens.items() if is_sane(name, value)}
+
+
+def keep_special_tokens(place: Path, tokens: Mapping[str, Any]) -> None:
+    """Write them into the folder ``place``, which is created if necessary."""
+    place.mkdir(exist_ok=True)
+    (place / FILE).write_text(json.dumps(tokens, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def keep_chat(folder: Path, place: Path) -> None:
+    """Keep the chat template and the settings of generation of a Hugging Face folder in the folder ``place``."""
+    template, generation = template_in(folder), folder / GENERATION
+    for name, text in ((TEMPLATE, template), (GENERATION, read_text(generation) if generation.is_file() else None)):
+        if text is not None:
+            place.mkdir(exist_ok=True)
+            (place / name).write_text(text, encoding="utf-8")

@@ -9,7 +9,7 @@ from hpclm.config import EngineConfig, ModelConfig
 from hpclm.interop.huggingface.families import of_network
 from hpclm.interop.megatron.imported import ours
 from hpclm.model import gpt
-from hpclm.model.stack import Stack
+from hpclm.model.stack import Execution, Stack
 
 
 def build(config: ModelConfig, weights: Mapping[str, Tensor] | None = None, seed: int = 1, **engine) -> Stack:
@@ -19,7 +19,7 @@ def build(config: ModelConfig, weights: Mapping[str, Tensor] | None = None, seed
         config,
         gpt.layers(config, settings, torch.float32, seed),
         torch.float32,
-        recompute_every=settings.recompute_every,
+        execution=Execution(recompute_every=settings.recompute_every),
     )
     if weights is not None:
         mine = {name.removeprefix("layers."): p for name, p in stack.named_parameters()}

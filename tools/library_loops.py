@@ -55,12 +55,11 @@ def model_of(run: RunConfig, dtype: Any, device: Any) -> Stack:
     """The model with its initial weights, for those who train it by hand."""
     from hpclm.model import gpt
     from hpclm.model.init import materialize_on
-    from hpclm.model.loss import TokenLoss
     from hpclm.model.stack import Stack
     from hpclm.parallel.mesh import SINGLE
 
     specs = gpt.layers(run.model, run.engine, dtype, run.seed)
-    stack = Stack(run.model, specs, dtype, loss=TokenLoss(), wrap=materialize_on(device, SINGLE))
+    stack = Stack(run.model, specs, dtype, wrap=materialize_on(device, SINGLE))
     return stack.train()
 
 

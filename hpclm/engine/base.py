@@ -29,7 +29,7 @@ from hpclm.model.compiled import Compilation
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.loss import Backward, TokenLoss
-from hpclm.model.stack import Stack, Stages, WrapLayer, check_shapes, placements
+from hpclm.model.stack import Execution, Stack, Stages, WrapLayer, check_shapes, placements
 from hpclm.optim.adamw import update
 from hpclm.optim.optimizers import MatrixOptimizer, optimizer_of
 from hpclm.optim.stability import LossScale
@@ -378,9 +378,8 @@ def stack_of(
             )
         return wrap(name, layer)
 
-    stack = Stack(
-        config.model, specs, dtype, mesh.tp, loss, engine.recompute_every, checked, engine.offload_activations, mesh.cp
-    )
+    execution = Execution(loss, engine.recompute_every, engine.offload_activations)
+    stack = Stack(config.model, specs, dtype, mesh, checked, execution)
     # a zero-bubble schedule runs the backward pass of weights apart, for which a compiled one cannot be divided
     stack.compilation.may_compile_attention = engine.compile is None and config.parallel.schedule != "zero_bubble"
     return stack

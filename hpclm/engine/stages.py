@@ -9,7 +9,7 @@ from torch import Tensor
 from hpclm.config import EngineSettings
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.loss import TokenLoss
-from hpclm.model.stack import Stack
+from hpclm.model.stack import Execution, Stack
 from hpclm.node import hardware
 from hpclm.parallel.balance import balanced
 from hpclm.parallel.collectives import broadcast
@@ -69,7 +69,7 @@ def seconds(
 def measured(config: EngineSettings, spec: LayerSpec, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> float:
     """Seconds of one layer's forward and backward pass; a collective over its tensor- and context-parallel ranks."""
     model, size = config.model, config.plan.micro_size
-    stack = Stack(model, [spec], dtype, mesh.tp, TokenLoss(config.engine.loss_chunk), cp=mesh.cp).to(device)
+    stack = Stack(model, [spec], dtype, mesh, execution=Execution(TokenLoss(config.engine.loss_chunk))).to(device)
     length = model.context // mesh.cp.size
     ids = torch.zeros(size, length, dtype=torch.int64, device=device)
     hidden = torch.zeros(length // mesh.tp.size, size, model.hidden, dtype=dtype, device=device)

@@ -14,7 +14,7 @@ from hpclm.errors import ConfigError
 from hpclm.inference import run_settings
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
-from hpclm.model.stack import Stack
+from hpclm.model.stack import Execution, Stack
 from hpclm.node import environment, hardware
 
 
@@ -51,7 +51,7 @@ def load_checkpoint(
     if clash:
         raise ConfigError(f"{checkpoint}: {clash[0]}; use the run's own data.tokenizer and data.prefix")
     layers = gpt.layers(config.model, config.engine, dtype, config.seed)
-    stack = Stack(config.model, layers, dtype, loss=TokenLoss(config.engine.loss_chunk))
+    stack = Stack(config.model, layers, dtype, execution=Execution(TokenLoss(config.engine.loss_chunk)))
     with Tensors(checkpoint, manifest) as saved:
         names = [name for name in saved.shapes() if name.startswith("model.")]
         stack.load_weights({name.removeprefix("model."): saved.whole(name) for name in names})

@@ -5,7 +5,7 @@ T tokens in a sequence, t = T / tp of them on this process between layers, B seq
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,22 @@ from hpclm.model.gpt import Head, LayerSpec
 from hpclm.model.init import InitSpec
 from hpclm.model.loss import TokenLoss
 from hpclm.model.offload import ActivationOffload, Streams
-from hpclm.parallel.mesh import SINGLE, Axis
+from hpclm.parallel.mesh import ALONE, SINGLE, Axis, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, Output, add
 from hpclm.parallel.placement import Placement
 
 WrapLayer = Callable[[str, nn.Module], nn.Module]
 """Given each layer, by name, right after it is built: places, shards or wraps it, and returns what takes its place."""
+
+
+class Execution(NamedTuple):
+    """How a stack runs its layers."""
+
+    loss: TokenLoss | None = None
+    recompute_every: int = 1
+    """Layers that are recomputed together."""
+    offload: bool = False
+    """Whether activations of the blocks are kept on the CPU until the backward pass."""
 
 
 class Stack(nn.Module):
@@ -39,19 +49,16 @@ class Stack(nn.Module):
         config: ModelConfig,
         specs: Sequence[LayerSpec],
         dtype: torch.dtype,
-        tp: Axis = SINGLE,
-        loss: TokenLoss | None = None,
-        recompute_every: int = 1,
+        mesh: Mesh = ALONE,
         wrap: WrapLayer | None = None,
-        offload: bool = False,
-        cp: Axis = SINGLE,
+        execution: Execution | None = None,
     ):
         """``dtype``: of the activations. ``wrap`` is called with every layer as soon as it is built, most of them on the meta
-        device, and returns the layer to use; by default layers are placed on the CPU. ``offload``: activations of the blocks
-        are kept on the CPU until the backward pass."""
+        device, and returns the layer to use; by default layers are placed on the CPU."""
         super().__init__()
+        tp, cp, execution = mesh.tp, mesh.cp, execution or Execution()
         self.config, self.specs, self.dtype, self.tp, self.cp = config, tuple(specs), dtype, tp, cp
-        self.loss, self.recompute_every, self.offload = loss or TokenLoss(), recompute_every, offload
+        self.loss, self.recompute_every, self.offload = execution.loss or TokenLoss(), *execution[1:]
         self.compilation = StackCompilation((tp, cp))
         self.layouts = Layouts(config, dtype, [spec.kind for spec in specs], (tp, cp), self.compilation)
         self.seeds = LayerSeeds(config, specs[-1].number + 1, tp, cp, self.compilation)

@@ -11,7 +11,7 @@ from hpclm import config
 from hpclm.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
 from hpclm.model import count, gpt
 from hpclm.model.loss import TokenLoss
-from hpclm.model.stack import Stack
+from hpclm.model.stack import Execution, Stack
 from hpclm.node.gpus import KINDS
 from hpclm.optim.optimizers import optimizer_of
 from hpclm.planning import engines, forecast, memory
@@ -28,7 +28,9 @@ class Training:
         self.config = ModelConfig(**dict(vocab_size=512, layers=6, hidden=64, heads=4, context=TOKENS) | shape)
         engine = EngineConfig(recompute=recompute, recompute_every=recompute_every, loss_chunk=ROWS)
         specs = gpt.layers(self.config, engine, TYPES[element], 1)
-        self.model = Stack(self.config, specs, TYPES[element], recompute_every=recompute_every).train()
+        self.model = Stack(
+            self.config, specs, TYPES[element], execution=Execution(recompute_every=recompute_every)
+        ).train()
         weights = [SimpleNamespace(name=n, parameter=p, shape=p.shape) for n, p in self.model.named_parameters()]
         self.loss, self.optimizer = TokenLoss(ROWS), optimizer_of(weights, OptimConfig())
         self.layout = Layout(

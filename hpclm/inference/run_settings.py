@@ -6,7 +6,8 @@ from pathlib import Path
 
 from hpclm import config as configs
 from hpclm.checkpoint import directory, manifest
-from hpclm.config import EngineConfig, ParallelConfig, RunConfig
+from hpclm.config import EngineConfig, OptimConfig, ParallelConfig, RunConfig
+from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.data import tokenizers
 from hpclm.errors import ConfigError, NoCheckpointError
 from hpclm.rundir import config_history
@@ -22,7 +23,9 @@ def settings(run: Path, overrides: list[str]) -> RunConfig:
 def alone(config: RunConfig) -> RunConfig:
     """The settings of a run, for its model in a single process."""
     kept = {name: getattr(config.engine, name) for name in ("device", "precision", "loss_chunk")}
-    return replace(config, parallel=ParallelConfig(), engine=EngineConfig(**kept))
+    # the model needs no optimizer, and one that works on offloaded state would not go with this engine
+    optim = OptimConfig() if OPTIMIZERS[config.optim.name].offloaded else config.optim
+    return replace(config, parallel=ParallelConfig(), engine=EngineConfig(**kept), optim=optim)
 
 
 def check_saved(run: Path) -> None:

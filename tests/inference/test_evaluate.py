@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hpclm import cli
+from hpclm import config as configs
 from hpclm.config import load
-from hpclm.inference import run_model, scoring
+from hpclm.inference import run_model, run_settings, scoring
 from tests.interop import made
 from tests.runs import exit_code
 
@@ -115,3 +116,9 @@ def test_a_model_whose_loss_is_not_finite_is_an_error(tmp_path, capsys, monkeypa
     (tmp_path / "t.txt").write_text(TEXTS[0])
     said = evaluate(capsys, tmp_path / "run", "--text", tmp_path / "t.txt", "--json", code=64)
     assert "the loss is nan: the model gives values that are not finite" in said and "hpclm checkpoints" in said
+
+
+def test_the_model_of_a_run_whose_optimizer_works_on_offloaded_state_needs_no_such_optimizer(tiny):
+    words = ["engine.name=deepspeed", "engine.zero_stage=1", "engine.offload=optimizer", "optim.name=cpu_adam"]
+    config = configs.load(None, tiny("run", *words))
+    assert run_settings.alone(config).optim.name == "adamw" and config.optim.name == "cpu_adam"

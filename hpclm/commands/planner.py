@@ -194,7 +194,11 @@ def _speed(plan: Forecast) -> Iterator[str]:
     """Seconds and bytes of a step, and tokens per second."""
     layout, sent, step = plan.layout, asdict(plan.volume), plan.step
     if step is None:
-        yield "speed is not predicted in fp32; set engine.precision to bf16 or fp16"
+        optim, in_fp32 = plan.costs.optim.name, "set engine.precision to bf16 or fp16"
+        matrices = (
+            f"optim.name={optim} exchanges matrices in it; its row in OPTIMIZERS may declare a cost in another type"
+        )
+        yield f"speed is not predicted in fp32; {in_fp32 if plan.costs.element > 2 else matrices}"
         return
     yield f"{'a step':<22}{'ms':>10}{'GiB sent':>12}"
     for name, seconds in asdict(step).items():

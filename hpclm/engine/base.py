@@ -29,7 +29,7 @@ from hpclm.model.compiled import Compilation
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.loss import Backward, TokenLoss
-from hpclm.model.stack import Execution, Stack, Stages, WrapLayer, check_shapes, placements
+from hpclm.model.stack import Execution, Stack, Stages, WrapLayer, check_local_shapes, check_shapes, placements
 from hpclm.optim.adamw import update
 from hpclm.optim.optimizers import MatrixOptimizer, optimizer_of
 from hpclm.optim.stability import LossScale
@@ -369,6 +369,7 @@ def stack_of(
     supports = SUPPORTS.get(engine.name)
 
     def checked(name: str, layer: nn.Module) -> nn.Module:
+        check_local_shapes(name, layer, mesh.tp)
         split = next((f"{name}.{own}" for own, placement in placements(layer) if placement.data_ranks > 1), None)
         if split and not (supports and supports.splits_by_replica):
             able = ", ".join(other for other, can in SUPPORTS.items() if can.splits_by_replica)

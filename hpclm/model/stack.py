@@ -183,6 +183,17 @@ def placements(layer: nn.Module) -> Iterator[tuple[str, Placement]]:
         yield name, split.get(last, Placement(tuple(parameter.shape)))
 
 
+def check_local_shapes(name: str, layer: nn.Module, tp: Axis) -> None:
+    """ConfigError for a weight of a layer, on one process, that has another shape than its placement says: a checkpoint would lack a part of
+    it, or have it twice."""
+    for (own, placement), weight in zip(placements(layer), layer.parameters(), strict=True):
+        if tuple(weight.shape) != placement.local(tp):
+            raise ConfigError(
+                f"{name}.{own} has shape {tuple(weight.shape)}, and its placement says {placement.local(tp)}, of {placement.shape} in all; "
+                "make it of that shape, as new_parameter does, or declare where it is"
+            )
+
+
 def check_shapes(mine: Mapping[str, Placement], given: Mapping[str, tuple[int, ...]]) -> None:
     """ConfigError that names the weights that are missing, unexpected or of another shape."""
     shapes = {name: placement.shape for name, placement in mine.items()}

@@ -139,3 +139,23 @@ def test_reduce_scattered_gradients_are_the_same(more, wanted):
 def test_what_cannot_hold_them_is_refused(size, words, wrong):
     with pytest.raises(ConfigError, match=wrong):
         trained(size, *WORDS, BLOCK, *words, steps=1)
+
+
+class Misplaced(Block):
+    """It declares that tensor-parallel ranks split a weight that each of them holds whole."""
+
+    def __init__(self, config, recompute_core, generator, tp):
+        super().__init__(config, recompute_core, generator, tp)
+        self.scale = torch.nn.Parameter(torch.ones(config.hidden))
+        self.placements = {"scale": Placement((config.hidden,), 0)}
+
+    def forward(self, x, metadata):
+        """[t, B, C] -> [t, B, C]."""
+        return super().forward(x * self.scale, metadata)
+
+
+def test_a_weight_of_another_shape_than_its_placement_says_is_refused():
+    words = [*WORDS, "model.block=tests.engine.test_split_by_replica:Misplaced"]
+    trained(1, *words, steps=1)
+    with pytest.raises(ConfigError, match=r"block0.scale has shape \(\d+,\), and its placement says"):
+        trained(2, *words, "parallel.tensor=2", steps=1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import cli, config, files
+from hpclm import cli, config, files, folders
 from hpclm.checkpoint import directory
 from hpclm.checkpoint import manifest as manifests
 from hpclm.commands import logs, train
@@ -200,7 +200,7 @@ def test_what_hpclm_writes_it_accepts_again_whatever_the_umask(tmp_path, tiny):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     mine = [path for path in out.rglob("*") if "tensorboard" not in path.parts]  # which is nothing that a run reads
-    assert len(mine) > 12 and not [path for path in mine if path.stat().st_mode & files.OTHERS]
+    assert len(mine) > 12 and not [path for path in mine if path.stat().st_mode & folders.OTHERS]
     folder.check(out)
 
 

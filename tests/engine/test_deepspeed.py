@@ -131,9 +131,9 @@ def held_numbers(words):
 
     seen, made = [0], Stack.__init__
 
-    def watched(self, *args, **kwargs):
-        *rest, place = args
-        made(self, *rest, lambda name, layer: (place(name, layer), seen.append(numbers()))[0], **kwargs)
+    def watched(self, *args):
+        *rest, place, execution = args
+        made(self, *rest, lambda name, layer: (place(name, layer), seen.append(numbers()))[0], execution)
 
     Stack.__init__ = watched
     engine = engines.build(run.for_engine(mesh.world.size), mesh, torch.device("cpu"), torch.float32)

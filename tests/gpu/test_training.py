@@ -1,6 +1,8 @@
 """Every engine trains on the device as one process does on a CPU in fp32."""
 
 import importlib.util
+import json
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +78,30 @@ def test_half_precision_learns_as_fp32_does(name, precision, words, tiny, refere
     assert len(found) == 60
     assert max(abs(a - b) for (a, _), (b, _) in zip(found, cpu, strict=True)) < 0.03 * cpu[0][0]
     assert found[-1][0] < found[0][0] - 0.3 * (cpu[0][0] - cpu[-1][0])
+
+
+CHECKED = {
+    "adamw": ["engine.precision=bf16"],
+    "muon": ["optim.name=muon", "engine.precision=bf16"],
+    "muon-fp32": ["optim.name=muon", "engine.precision=fp32"],
+    "muon-fsdp2": ["optim.name=muon", "engine.name=fsdp2", "engine.precision=bf16"],
+    "fp16": ["engine.precision=fp16", "scaler.initial=1024"],
+    "deepspeed": ["engine.name=deepspeed", "engine.zero_stage=1", "engine.precision=bf16"],
+    "deepspeed-cpu_adam": [
+        "engine.name=deepspeed",
+        "engine.zero_stage=1",
+        "engine.offload=optimizer",
+        "optim.name=cpu_adam",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_the_self_check_agrees_with_the_settings_as_they_are(name, words):
+    if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    ran = words("run", "cluster.prove=true", "budget.steps=2", *CHECKED[name])
+    hpclm("train", *ran, check=0)
+    out = next(word.partition("=")[2] for word in ran if word.startswith("out="))
+    report = json.loads((Path(out) / "self-check.json").read_text())
+    assert (report["way"], report["problems"]) == ("as set", [])

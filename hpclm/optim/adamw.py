@@ -97,7 +97,9 @@ def steps_taken(optimizer: torch.optim.Optimizer) -> int:
     """The step count of the bias correction."""
     counting = optimizer.param_groups if steps_by_group(optimizer) else optimizer.state.values()
     steps = [torch.as_tensor(entry["step"]) for entry in counting if "step" in entry]
-    return int(torch.stack(steps).max()) if steps else 0  # one wait for the device
+    # one wait for each device: Muon counts where its weights are, PyTorch's AdamW, unfused, in CPU memory
+    devices = {count.device for count in steps}
+    return max((int(torch.stack([c for c in steps if c.device == device]).max()) for device in devices), default=0)
 
 
 def set_state(

@@ -87,6 +87,18 @@ CHECKED = {
     "muon-fsdp2": ["optim.name=muon", "engine.name=fsdp2", "engine.precision=bf16"],
     "fp16": ["engine.precision=fp16", "scaler.initial=1024"],
     "deepspeed": ["engine.name=deepspeed", "engine.zero_stage=1", "engine.precision=bf16"],
+    "deepspeed3-offload": [
+        "engine.name=deepspeed",
+        "engine.zero_stage=3",
+        "engine.offload=parameters",
+        "engine.precision=bf16",
+    ],
+    "deepspeed2-offload": [
+        "engine.name=deepspeed",
+        "engine.zero_stage=2",
+        "engine.offload=optimizer",
+        "engine.precision=fp16",
+    ],
     "deepspeed-cpu_adam": [
         "engine.name=deepspeed",
         "engine.zero_stage=1",

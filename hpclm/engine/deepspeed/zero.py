@@ -85,7 +85,9 @@ class WrappedEngine(BaseEngine):
 
     def outcome(self) -> dict[str, Tensor | float]:
         """grad_norm and skipped of the step that DeepSpeed has just done."""
-        return {"grad_norm": self.engine.get_global_grad_norm(), "skipped": float(self.engine.optimizer.overflow)}
+        norm = self.engine.get_global_grad_norm()  # a tensor in CPU memory, if the optimizer is offloaded
+        norm = norm.to(self.engine.device) if isinstance(norm, torch.Tensor) else norm
+        return {"grad_norm": norm, "skipped": float(self.engine.optimizer.overflow)}
 
     def overflowed(self, result: StepResult) -> bool:
         """Whether DeepSpeed skipped the step; the host knows."""

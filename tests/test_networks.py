@@ -20,11 +20,11 @@ from hpclm.inference.generation import Batch, window_start
 from hpclm.inference.scoring import Document, score, windows
 from hpclm.model import count
 from hpclm.node.gpus import KINDS
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 from hpclm.planning import forecast
 from hpclm.planning.simulate import simulate
 from hpclm.training import proof
-from hpclm.training.compute import Compute
 from tests import weights
 from tests.engine.test_native import CPU, settings, train
 from tests.interop import made

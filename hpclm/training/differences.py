@@ -13,7 +13,7 @@ import torch
 
 from hpclm.config import EngineSettings
 from hpclm.distributed.context import DistributedContext
-from hpclm.training.compute import Compute
+from hpclm.parallel.compute import Compute
 from hpclm.training.replay import Samples
 from hpclm.training.twin import Measured
 

@@ -33,6 +33,7 @@ from hpclm.node.preemption import Preemption
 from hpclm.optim.schedules import shape
 from hpclm.optim.stability import Guard
 from hpclm.parallel.async_all_reduce import AsyncAllReduce
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 from hpclm.rundir import submissions
 from hpclm.rundir.control_files import ControlFiles
@@ -41,7 +42,6 @@ from hpclm.rundir.summary import RunSummary, failed_without_main, recorded_endin
 from hpclm.sinks.process import Sinks
 from hpclm.training import compiling, messages, proof, records, schedule, tuning
 from hpclm.training.compiling import AgreedCompilations
-from hpclm.training.compute import Compute
 from hpclm.training.control import RunControl, Saver, SignalWatch
 from hpclm.training.corruption import verifier
 from hpclm.training.metrics import Meter, NullMeter, Speed

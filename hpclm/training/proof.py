@@ -36,9 +36,9 @@ from hpclm.engine.base import BaseEngine
 from hpclm.errors import HpclmError
 from hpclm.model.attention import backend as attention_backend
 from hpclm.node import environment
+from hpclm.parallel.compute import Compute
 from hpclm.rundir import code
 from hpclm.training import compiling
-from hpclm.training.compute import Compute
 from hpclm.training.differences import floor, of_step, of_updates, unequal
 from hpclm.training.known_numbers import lost_matrices, wrong_sums
 from hpclm.training.replay import Updates

@@ -18,8 +18,8 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
 from hpclm.optim.adamw import update
 from hpclm.parallel.collectives import all_gather_objects, all_reduce
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import SINGLE, Mesh
-from hpclm.training.compute import Compute
 
 SAMPLED = 1 << 20  # values of a tensor that are compared, evenly spaced
 EPS = torch.finfo(torch.float32).eps

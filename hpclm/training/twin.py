@@ -21,9 +21,9 @@ from hpclm.engine.base import BaseEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import count
 from hpclm.model.stack import Stages
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.training import replay
-from hpclm.training.compute import Compute
 from hpclm.training.replay import Sample, Samples, Updates
 
 BLOCKS = 2

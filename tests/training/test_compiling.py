@@ -14,9 +14,9 @@ from hpclm.config import ClusterConfig
 from hpclm.errors import ConfigError
 from hpclm.model import loss, stack
 from hpclm.model.compiled import Compilation, compile_layers
+from hpclm.parallel.compute import Compute
 from hpclm.training import compiling, proof
 from hpclm.training.compiling import AgreedCompilations
-from hpclm.training.compute import Compute
 from tests import ranks
 from tests.engine import sharded
 from tests.model.test_compiled import broken

@@ -27,9 +27,9 @@ from hpclm.optim import muon
 from hpclm.optim.adamw import AdamW
 from hpclm.optim.muon import Muon
 from hpclm.parallel import main_gradients
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 from hpclm.training import known_numbers, proof
-from hpclm.training.compute import Compute
 from hpclm.training.known_numbers import lost_matrices
 from tests import ranks
 from tests.engine import sharded

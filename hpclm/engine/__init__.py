@@ -50,6 +50,7 @@ class StepResult:
     def numbers(self) -> dict[str, float]:
         """The metrics as the host sees them; waits for the device."""
         queued = {name: value.double() for name, value in self.metrics.items() if isinstance(value, Tensor)}
+        # one copy from the device for all of them: .item() of each would wait as often as there are metrics
         read = dict(zip(queued, torch.stack([*queued.values()]).tolist(), strict=True)) if queued else {}
         return {**self.metrics, **read}
 
@@ -221,5 +222,6 @@ def missing_compiler() -> str | None:
     """What torch.compile needs and this machine does not have."""
     if not any(map(shutil.which, ("g++", "clang++", "gcc"))):
         return "a C++ compiler on the PATH"
+    # Triton's launchers and Inductor's C++ wrappers include it, and clusters often have Python without its headers
     header = Path(sysconfig.get_path("include"), "Python.h")
     return None if header.exists() else str(header)

@@ -116,9 +116,11 @@ class BaseEngine:
     def update(self, loss: Tensor, scale: float) -> dict[str, Tensor | float]:
         """Clip by the global norm and update the weights, unless loss or norm are not finite: grad_norm and skipped."""
         norm = self.gradient_norm()
+        # a tensor, not a bool: asking the device would have the host wait in every step
         bad = (~torch.isfinite(norm + loss)).float()
         with self.guard.around(loss, norm / scale, bad) as skip:
             update(self.optimizer, norm, self.config.optim.clip, scale, skip)
+        # before refresh(): otherwise the model would compute with copies of the unclipped weights
         clipped = self.qk_clip.clip(skip) if self.qk_clip else {}
         self.refresh()
         self.zero_grad()
@@ -135,9 +137,11 @@ class BaseEngine:
             return
         for weight in self.weights:
             if weight.parameter not in self.kept_gradients:
+                # freed, not zeroed, so that the first micro-batch writes the gradient and adds to nothing
                 weight.parameter.grad = None
         kept = [weight.grad for weight in self.kept_gradients if weight.grad is not None]
         if kept:
+            # in place, because modules hold these gradients as main_grad
             torch._foreach_zero_(kept)
 
     def refresh(self) -> None:
@@ -155,6 +159,7 @@ class BaseEngine:
         total, factor, last = torch.zeros((), device=self.device), inputs.factor, len(inputs.batches) - 1
         for number, batch in enumerate(inputs.batches):
             if number:
+                # here only gradients have changed, so the step can be abandoned and done again from the same state
                 inputs.check_interrupt(number)
             with self.no_sync() if number < last else nullcontext():
                 with self.timers("forward"):
@@ -163,6 +168,7 @@ class BaseEngine:
                     self.backward(value)
             total += value.detach() if factor == 1.0 else value.detach() / factor
             add(self.reported, scalars)
+        # from here on the loss has the same bits on every rank, so that all decide alike whether the step is skipped
         return all_reduce(total, self.mesh.dp)
 
     # the step and the state, the same for all engines
@@ -173,6 +179,7 @@ class BaseEngine:
         """Forward and backward over the micro-batches, clip, update; skips the update if loss or gradients are not finite."""
         config, mesh = self.config, self.mesh
         scale = self.scale.value if self.scale else 1.0
+        # by the number of the step, so that a resumed run and a step done again draw what the first attempt drew
         seed_step(config.seed, step, mesh.world.rank)
         self.model.train()
         for group in self.optimizer.param_groups:
@@ -207,6 +214,7 @@ class BaseEngine:
         if self._names_reported is None:
             own = {*self.reported} | ({"z_loss"} if self.config.optim.z_loss else set())
             shared = self.config.model.block in BLOCKS  # which report nothing that only some stages would know
+            # sorted, since all ranks reduce one vector and sets have another order in every process
             self._names_reported = tuple(sorted(own if shared else union(own, self.mesh.pp)))
         if unknown := self.reported.keys() - {*self._names_reported}:
             raise ConfigError(
@@ -275,6 +283,7 @@ class BaseEngine:
     def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:
         """Load a saved state."""
         given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
+        # all checks come before the first write: a refused checkpoint leaves the model as it was
         check_shapes(self.model.placements, self._expected(given))
         if scalars["optimizer_steps"]:
             self._check_optimizer(saved.shapes(), scalars)

@@ -109,6 +109,7 @@ def _cast(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair into the first."""
     if pairs:
         copies, weights = zip(*pairs, strict=True)
+        # one call for all: a kernel for each weight would leave the GPU idle between small ones
         torch._foreach_copy_([copy.detach() for copy in copies], [weight.detach() for weight in weights])
 
 

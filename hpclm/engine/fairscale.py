@@ -56,6 +56,7 @@ class FairScaleEngine(BaseEngine):
             flatten_parameters=False,  # flattened weights lose their shapes, which checkpoints and weight decay need
             mixed_precision=mixed,
             compute_dtype=dtype,
+            # otherwise the library would round sinusoidal positions to the compute type
             buffer_dtype=torch.float32,
             fp32_reduce_scatter=mixed and engine.gradients == "fp32",
             compute_device=device,
@@ -72,6 +73,7 @@ class FairScaleEngine(BaseEngine):
         self.root = shard(model)
         for name, initial in model.init_specs.items():
             fill(weights[name], initial, mesh, device)
+        # the token weights divide by the tokens of the whole step; the library would divide by the replicas again
         self.root.set_gradient_divide_factors(1.0, 1.0, recursive=True)
         own = [sharded(*pair, model.placements, mesh) for pair in weights.items()]
         super().__init__(config, mesh, device, model, own, self.root)
@@ -110,6 +112,7 @@ def fill(weight: nn.Parameter, initial: InitSpec, mesh: Mesh, device: torch.devi
     initial.fill(run[: max(0, count - begin)], begin, mesh.tp)
     there = nn.Parameter(run)
     vars(there).update(vars(weight))  # attributes that the library has set
+    # the library keeps this very object in its lists, so its content is replaced, not the object
     torch.utils.swap_tensors(weight, there)
 
 

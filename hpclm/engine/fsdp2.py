@@ -72,7 +72,9 @@ class FSDP2Engine(BaseEngine):
         shard(model, reshard_after_forward=False)  # its backward pass starts with the layers its forward pass ends with
         allocate(model, device)
         for group in groups(model):
+            # the token weights divide by the tokens of the whole step
             group.set_gradient_divide_factor(1.0)
+            # with a factor of its own PyTorch asks for PREMUL_SUM (torch 2.13), which only NCCL has
             group.set_force_sum_reduction_for_comms(True)
         if engine.zero_stage == 2:
             model.set_reshard_after_backward(False)  # type: ignore[operator]  # of every group
@@ -103,6 +105,7 @@ class FSDP2Engine(BaseEngine):
             all_reduce_in_place([p.grad for p in members if p.grad is not None], axis)
         for dtensor, own in self._pairs:
             gradient = dtensor.grad
+            # dtensor.grad goes to None, or the next step would add to this one's gradient
             own.grad, dtensor.grad = gradient.to_local() if isinstance(gradient, DTensor) else None, None
 
     def refresh(self) -> None:

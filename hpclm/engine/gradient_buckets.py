@@ -42,6 +42,7 @@ class Bucket:
         self.sent = self.buffer
         """What is all-reduced: the buffer, or a copy of it in a smaller type."""
         for parameter, start in zip(self.parameters, self.starts, strict=True):
+            # autograd adds into a gradient that exists, so the buffer fills without a copy
             parameter.grad = view(self.buffer, parameter, start)
 
 
@@ -105,6 +106,7 @@ class GradientBuckets:
             self._sent += 1
 
     def _reduce(self, bucket: Bucket) -> None:
+        # the buffer itself if it has this type already: then nothing is copied
         bucket.sent = bucket.buffer.to(self.dtype)
         if bucket.axis.size > 1:
             bucket.work = dist.all_reduce(bucket.sent, group=bucket.axis.group, async_op=True)

@@ -31,6 +31,7 @@ class MatrixExchange:
         self.holders = mesh.holders if any(weight.run for weight in weights) else mesh.tp
         """The processes that together hold one copy."""
         self.copies = weights[0].copies if weights else mesh.dp
+        # Newton-Schulz multiplies about prod(shape) x min(shape) times, and a round lasts as long as its slowest matrix
         order = sorted(range(len(weights)), key=lambda n: -prod(weights[n].shape) * min(weights[n].shape))
         size = self.holders.size * self.copies.size
         self.rounds = [order[first : first + size] for first in range(0, len(order), size)]
@@ -68,8 +69,11 @@ class MatrixExchange:
                 for place, block in self._blocks(matrix, peer, results[-1]):
                     block.copy_(whole[place])
         scattered = all_to_all(results, [len(flat[i]) for i in own.values()], flat[0], self.holders)
+        # all_to_all returns a vector for every process, the last ones empty in a round that is not full
         for i, values in zip(own.values(), scattered, strict=False):
             flat[i] = values
+        # each matrix comes from the copy of the weights that worked on it; all broadcasts are under way before one is
+        # waited for
         every = enumerate(flat) if self.copies.size > 1 else ()
         group, ranks = self.copies.group, self.copies.ranks
         for each in [dist.broadcast(values, ranks[i // size], group, async_op=True) for i, values in every]:

@@ -37,6 +37,7 @@ class NativeEngine(BaseEngine):
             # from last to first, the order of the backward pass
             buckets = [Bucket(group, home.dp) for home, members in homes for group in grouped(reversed(members), size)]
             self.gradients = GradientBuckets(buckets, leaves, sent)
+        # after the buckets, which place the gradients in their buffers
         self.copies.attach()
 
     def refresh(self) -> None:

@@ -48,6 +48,7 @@ class UpdateGuard:
         mean = self.window.where(known, 0.0).sum(0) / count
         variance = (self.window - mean).square().where(known, 0.0).sum(0) / (count - self.correction)
         values = values.double()
+        # the values enter after their limits are computed: an outlier must not raise its own limit
         self.window = torch.cat([self.window[1:], values.where(values.isfinite(), torch.nan)[None]])
         return torch.where(count >= self.least, mean + self.sigma * variance.sqrt(), torch.inf)
 
@@ -77,6 +78,8 @@ class SkipStep(UpdateGuard):
         values = torch.stack([loss.double(), norm.double()])
         if self.counted is not None:
             values = values.where(self.counted > 0, torch.nan)
+        # comparisons with NaN are false, so a step without counted tokens is no outlier; one that is not finite counts
+        # as bad only
         outlier = (values > self.limits(values)).any().float() * (1 - bad)
         self.metrics = {"guarded": outlier}
         yield bad + outlier
@@ -92,6 +95,7 @@ class ClipUpdate(UpdateGuard):
     def around(self, loss: Tensor, norm: Tensor, bad: Tensor) -> Iterator[Tensor]:
         """As UpdateGuard's; then takes back a part of the update if it is too large."""
         weights = [weight.parameter.detach() for weight in self.weights]
+        # the norm of an update is known only after it
         back = [weight.clone() for weight in weights]
         yield bad
         torch._foreach_sub_(back, weights)

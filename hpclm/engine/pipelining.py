@@ -94,6 +94,7 @@ class PipeliningEngine(BaseEngine):
             ]
             # the zero-bubble schedule adds gradients of weights outside of autograd, which calls no hooks
             self.gradients = GradientBuckets(buckets, every, late=set(every if late else ()))
+        # a batch ramp-up has several numbers of micro-batches, and a schedule keeps its receive buffers
         self.schedule = cache(self._schedule)
         self.micro_batches: Sequence[MicroBatch] = ()
         """Those of the current step."""
@@ -110,6 +111,7 @@ class PipeliningEngine(BaseEngine):
             schedule.step(*tokens, number=numbers, return_outputs=False, **last)
         self.micro_batches = ()
         total = torch.stack(losses).sum() / inputs.factor if losses else torch.zeros((), device=self.device)
+        # only the last stage has losses; the others add 0
         return all_reduce(all_reduce(total.detach(), self.mesh.pp), self.mesh.dp)
 
     def finish_backward(self) -> None:
@@ -129,6 +131,7 @@ class PipeliningEngine(BaseEngine):
                 x = torch.empty(
                     self._activations(len(batch.tokens)), dtype=self.stacks[index].dtype, device=self.device
                 )
+                # every process goes through the stages in order, so that each receive meets its send
                 dist.recv(x, pp.ranks[(index - 1) % pp.size], group=pp.group)
             x = self.stacks[index](batch, x).value
             if index == self.count - 1:

@@ -43,11 +43,14 @@ class QKClip:
     @torch.no_grad()
     def clip(self, skipped: Tensor) -> dict[str, Tensor]:
         """Scale down what exceeded the limit, unless the update was ``skipped``; the largest score of all heads. A collective."""
+        # over all replicas: by scores of its own, each would scale its copy of a weight differently
         largest = all_reduce_max(self.largest, self.mesh.dp)
         by_key = largest.unflatten(1, (-1, self.per_group)).amax(2)
         factors = torch.where((by_key > self.limit) & (skipped == 0), (self.limit / by_key).sqrt(), 1.0)
         rows = torch.cat(
-            [factors[..., None].expand(-1, -1, self.per_group + 1), torch.ones_like(factors)[..., None]], 2
+            # the rows of a group's queries and of its key; values are not part of a score
+            [factors[..., None].expand(-1, -1, self.per_group + 1), torch.ones_like(factors)[..., None]],
+            2,
         )
         rows = rows.repeat_interleave(self.width, 2).flatten(
             1

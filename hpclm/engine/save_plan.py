@@ -43,6 +43,8 @@ class SavePlan:
         tp = mesh.tp
         saved: list[Span] = [(0, 0)] * len(weights)
         read: list[Sequence[Span]] = [()] * len(weights)
+        # weights that the same processes hold are divided as one long vector, so that each process saves about as much,
+        # in few blocks
         pools: dict[Any, list[int]] = {}
         for number, weight in enumerate(weights):
             everywhere = tp.size > 1 and weight.placement.dim is None
@@ -53,6 +55,7 @@ class SavePlan:
             writers = among_ranks(held, copies.size * slots, tp, least)
             readers = among_ranks(held, copies.size, tp, least)
             for number, saved_spans, read_spans in zip(members, writers, readers, strict=True):
+                # of a tied embedding on two stages only the first saves its copy; both read it
                 saved[number] = (0, 0) if duplicate else saved_spans[copies.rank * slots + slot]
                 read[number] = read_spans
         return cls(weights, tp, saved, read)
@@ -69,6 +72,7 @@ class SavePlan:
         what this process holds."""
         blocks_of = []
         for weight, (low, high) in zip(self.weights, self.saved, strict=True):
+            # on the meta device: only shapes and strides are needed
             held = torch.empty(weight.count, device="meta")[low:high]
             parts = blocks(weight, weight.begin + low, held, self.tp)
             blocks_of.append([(at, tuple(part.shape), part.stride(), int(part.storage_offset())) for at, part in parts])
@@ -83,6 +87,7 @@ class SavePlan:
             if low == high:
                 continue
             part = run[low:high]
+            # one process reads and passes on: N replicas would read the same bytes N times from a shared disk
             if rank == weight.copies.rank:
                 for start, block in blocks(weight, weight.begin + low, part, self.tp):
                     block.copy_(saved.block(name, start, tuple(block.shape)))

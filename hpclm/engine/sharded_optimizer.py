@@ -52,6 +52,7 @@ class ShardedOptimizerEngine(BaseEngine):
         self.buckets = [
             ShardedBucket([(m, leaves[m]) for m in group], home)
             for home, members in by_mesh({m: model.placements[name] for name, _, m in named}, mesh)
+            # one type for each bucket, whose weights are gathered as one tensor
             for kind in dict.fromkeys(leaves[m].dtype for m in members)
             for group in grouped((m for m in reversed(members) if leaves[m].dtype == kind), size)
         ]
@@ -83,6 +84,7 @@ class ShardedOptimizerEngine(BaseEngine):
     @torch.no_grad()
     def refresh(self) -> None:
         """All-gather the weights."""
+        # all are started before the first is waited for
         pending = [bucket.gather() for bucket in self.buckets]
         for work in filter(None, pending):
             work.wait()
@@ -132,6 +134,7 @@ class ShardedBucket(Bucket):
         """Start to all-gather the weights from the replicas' shards; the work to wait for, if there is any."""
         own = self.weights[self.begin : self.end]
         if self.masters.dtype != own.dtype:
+            # cast before it is sent: in bf16 the all-gather carries half of fp32's bytes
             own.copy_(self.masters)
         shard = self.mesh.shard
         return gather_into(self.weights, own, group=shard.group, async_op=True) if shard.size > 1 else None

@@ -52,6 +52,7 @@ def blocks(weight: ShardedParameter, begin: int, run: Tensor, tp: Axis) -> Itera
     for start, size in rectangles(placement.local(tp), begin, begin + run.numel()):
         block = run[used : used + prod(size)].view(size)
         used += block.numel()
+        # more than one piece where parts of a weight are split separately: a block may reach from the gate into up
         for piece in pieces:
             whole, part = [low + at for low, at in zip(start, piece.start, strict=True)], block
             if dim is not None and tp.size > 1:

@@ -63,6 +63,7 @@ def seconds(
 ) -> list[float]:
     """Costs for partition=time: seconds of each layer's forward and backward pass of a micro-batch, measured on rank 0."""
     costs = by_kind(specs, lambda spec: measured(config, spec, mesh, device, dtype))
+    # all must divide alike: by times of its own, each rank could build other stages
     return broadcast(torch.tensor(costs, dtype=torch.float64, device=device), mesh.world, 0).tolist()
 
 
@@ -82,6 +83,7 @@ def measured(config: EngineSettings, spec: LayerSpec, mesh: Mesh, device: torch.
         y: Tensor = stack(MicroBatch(ids, ids, weights=ones), x if x.is_floating_point() else None).value
         y.float().sum().backward()
         wait()
+        # the least of the repeats: the first one includes allocations and the choice of kernels
         best = min(best, time.perf_counter() - began)
     return best
 

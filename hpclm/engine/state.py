@@ -148,6 +148,8 @@ class TrainingState:
             tensors = {name: torch.empty_like(weight.parameter) for name in kept if declared[name].where == "weight"}
             for name, values in tensors.items():
                 plan.load(number, f"optim.{name}.{weight.name}", saved, values)
+            # a weight that never had a gradient has no state: with zeros and a step count its first update would be
+            # another
             updated = bool(kept or (steps and not declared))
             set_state(self.optimizer, weight.parameter, tensors if updated else None, steps)
         for plan in whole:
@@ -167,6 +169,7 @@ class TrainingState:
             )
             for group in self.optimizer.param_groups
         ]
+        # by the names of weights, not by the groups' indices: another layout, or other optim.groups, has other groups
         alike: dict[str, dict[str, Any]] = {}
         for members, numbers in (group for stage in all_gather_objects(groups, pp) for group in stage if group[0]):
             alike.setdefault(repr(numbers), {"weights": [], "numbers": numbers})["weights"] += members

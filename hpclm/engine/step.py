@@ -56,9 +56,11 @@ def step_inputs(
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
     """Seed the global generators of PyTorch, Python and NumPy, which user-defined blocks may use, from seed, step and rank."""
+    # rank 0 draws what a single process draws; SeedSequence makes neighbouring seeds independent
     drawn = np.random.SeedSequence([seed, step, *([rank] if rank else [])]).generate_state(2, np.uint64)
     torch.manual_seed(int(drawn[0] >> 1))
     random.seed(int(drawn[1]))
+    # NumPy's global generator takes 32 bits
     np.random.seed(int(drawn[1]) % 2**32)
 
 
@@ -72,11 +74,14 @@ def token_weights(batches: Sequence[MicroBatch], loss_norm: str, mesh: Mesh) -> 
     StepInputs says of the tokens that count."""
     masks = [batch.mask() for batch in batches]
     counts = torch.stack([mask.sum() for mask in masks])
+    # Megatron-LM's mean of means: where masks differ, a token weighs more in a micro-batch with fewer of them
     if loss_norm == "microbatch":
         counts = all_reduce(counts, mesh.cp)
+        # a micro-batch without a token that counts has a loss of 0, not NaN
         at_least_one = counts.clamp(min=1)
         weights = [mask / (n * len(masks) * mesh.replicas) for mask, n in zip(masks, at_least_one, strict=True)]
         return weights, counts.sum(), (counts == 0).sum()
+    # the tokens of the whole step: the loss does not depend on how it is divided into micro-batches and replicas
     total = all_reduce(counts.sum(), mesh.dp)
     return [mask / total.clamp(min=1) for mask in masks], total, torch.zeros_like(total)
 
@@ -86,6 +91,7 @@ def mean_loss(
     forward: Callable[[MicroBatch], Output], batches: Iterable[MicroBatch], device: torch.device, world: Axis
 ) -> float | None:
     """Mean loss per token that counts, in nats, over the micro-batches of all replicas; None if none does. Holds one at a time."""
+    # fp32 would lose digits over millions of tokens, and more with every further batch
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
         mask = batch.mask()
@@ -110,7 +116,9 @@ class GlobalNorm:
             for weight, value in zip(self.weights, values, strict=True)
             if value is not None and not weight.duplicate and (weight.placement.dim is not None or first)
         ]
+        # what all tensor-parallel ranks hold whole counts on the first of them only, as in Megatron-LM
         norm = torch.nn.utils.get_total_norm([value for weight, value in counted if weight.placement.data_ranks == 1])
+        # not squared and rooted again, which would change the last bits of what a single process computes
         if mesh.model.size == 1 and not self.sharded and not self.split:
             return norm
         device = self.weights[0].parameter.device
@@ -161,6 +169,7 @@ class Timers:
     def take(self) -> dict[str, float]:
         """The seconds of each phase since the last call, as ``NAME_seconds``."""
         for name, begin, end in self._events:
+            # after the step: synchronizing between its phases would lengthen what is measured
             end.synchronize()
             self._add(name, begin.elapsed_time(end) / 1000)
         total, self._seconds, self._events = self._seconds, {}, []

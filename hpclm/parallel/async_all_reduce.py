@@ -19,6 +19,8 @@ class AsyncAllReduce:
         self.world, self.device = world, device
         gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if gpu else None
+        # nothing else is queued on it, so an event recorded there is complete at once, whatever the device still has to
+        # do
         self._idle = torch.cuda.Stream(device) if gpu else None
 
     def start(self, values: Mapping[str, float | Tensor]) -> "Reduction":
@@ -29,7 +31,9 @@ class AsyncAllReduce:
         known = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
         queued = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         names = [*known, *queued]
+        # float64 holds counts of tokens and samples exactly; fp32 rounds integers above 2^24
         host = torch.tensor(list(known.values()), dtype=torch.float64, pin_memory=self._stream is not None)
+        # from pageable memory this copy would make the host wait
         vector = host.to(self.device, non_blocking=True)
         if queued:
             vector = torch.cat([vector, torch.stack([value.double() for value in queued.values()])])
@@ -40,6 +44,8 @@ class AsyncAllReduce:
             return Reduction(names, vector, work)
         copied = torch.cuda.Event(enable_timing=True)
         back = torch.empty(vector.shape, dtype=torch.float64, pin_memory=True)
+        # on a stream of its own: on the computing one, waiting for the slowest rank would hold back the next step's
+        # kernels
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             if work is not None:

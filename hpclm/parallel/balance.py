@@ -21,11 +21,13 @@ def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None 
     seen = [0, *accumulate(counts)]
 
     def cost(first: int, end: int) -> float:
+        # a stage without a needed layer is never the cheapest, so no division with one is chosen
         return total[end] - total[first] if seen[end] > seen[first] else math.inf
 
     greatest, _ = _divided(len(costs), stages, cost, max)
     limit = greatest * (1 + 1e-9)  # sums of fractions are not exact
 
+    # the slowest stage sets the pace; among divisions that are equal there, the least sum of squares is the most even
     def square(first: int, end: int) -> float:
         value = cost(first, end)
         return value * value if value <= limit else math.inf

@@ -19,6 +19,7 @@ from hpclm.parallel.mesh import Axis
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# with work objects, a compiled model had 22 graph breaks at parallel.tensor=2
 functional: Any = torch.ops._c10d_functional  # of compiled code, which cannot trace work objects
 Op = Callable[[Tensor, Axis], Tensor]
 
@@ -27,6 +28,7 @@ def start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
     """Start to gather [t, ...] slices: the [T, ...] output, and the work that finish() waits for."""
     if torch.compiler.is_compiling():
         return functional.all_gather_into_tensor(x.contiguous(), axis.size, axis.name), None
+    # process groups refuse tensors that are not contiguous
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     return out, gather_into(out, x.contiguous(), group=axis.group, async_op=True)
 
@@ -63,6 +65,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tens
         return x
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, axis.name))
+    # autograd may still need x, and dist.all_reduce writes into its argument
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=axis.group)
     return out
@@ -75,6 +78,7 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
 
 def union(names: Set[str], axis: Axis) -> set[str]:
     """The names of all processes."""
+    # strings hash differently in every process: whoever goes on in the order of this set must sort it first
     return set().union(*all_gather_objects({*names}, axis))
 
 
@@ -89,6 +93,7 @@ def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
     """Broadcast ``x`` from rank ``source`` of the axis, in place."""
     if axis.size > 1:
+        # PyTorch wants the source's global rank, even in a group
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
@@ -100,12 +105,15 @@ def all_to_all(sent: Sequence[Tensor], counts: Sequence[int], like: Tensor, axis
     sizes = [len(vector) for vector in sent] + [0] * (axis.size - len(sent))
     counts = [*counts, *[0] * (axis.size - len(counts))]
     out = like.new_empty(sum(counts))
+    # ``like[:0]`` gives the type and device where this process sends nothing
     dist.all_to_all_single(out, torch.cat([like[:0], *sent]), counts, sizes, group=axis.group)
     return out.split(counts)
 
 
 def all_reduce_in_place(tensors: Sequence[Tensor], axis: Axis) -> None:
     """All-reduce (sum) tensors in place, those of one type together."""
+    # a dict keeps the order of the tensors, so that all ranks send the types in one order; a set would not. One message
+    # for each type: small ones one by one would each pay the latency
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors) if axis.size > 1 else ():
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.flatten() for tensor in alike])
@@ -183,6 +191,7 @@ class _GatheredLinear(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> Any:
         x, weight, main_grad = ctx.saved_tensors
         [d_y] = outer
+        # the order hides both transfers: the gather behind the input's gradient, the scatter behind the weight's
         whole, gathering = start_gather(x, ctx.axis)
         d_whole = d_y @ weight
         whole = finish(whole, gathering)

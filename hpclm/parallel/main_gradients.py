@@ -19,6 +19,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.is_cuda:
         torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
     else:
+        # CPUs multiply no two bf16 matrices into an fp32 one, so here the product is rounded first
         total.add_(a.t() @ b)
 
 
@@ -36,6 +37,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def unfilled(weight: Tensor) -> Tensor:
     """What autograd gets as the gradient of a weight whose gradient has been added in place."""
+    # not zeros: ComputeCopies drops it unread, and filling it would cost a pass over memory for every weight
     return weight.new_empty(weight.shape)
 
 

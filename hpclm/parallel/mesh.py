@@ -96,6 +96,8 @@ class Mesh:
         sharing = [replicas[first : first + shard] for first in replicas[::shard]]
         contexts = [replicas[first : first + parallel.context] for first in replicas[:: parallel.context]]
 
+        # each process makes its groups in the order of the axes below; a group's members wait for each other there, so
+        # another order on one rank would hang the start
         groups: dict[tuple[int, ...], Any] = {}
 
         def axis(members: Sequence[Sequence[int]]) -> Axis:
@@ -128,8 +130,10 @@ class Mesh:
                 f"model.block splits weights over {data_ranks} data-parallel ranks, and there are {self.dp.size}; set model.block to one that "
                 f"does not, or run on a multiple of {data_ranks} x {self.model.size} x {self.cp.size} processes"
             )
+        # the ranks of one part are data_ranks apart, as Placement.pieces counts them
         same = range(self.dp.rank % data_ranks, self.dp.size, data_ranks)
         dp, size = sub_axis(self.dp, same), max(1, self.shard.size // data_ranks)
+        # otherwise some group of shard ranks would lack one of the parts
         size = size if self.shard.size % data_ranks == 0 else 1
         first = dp.rank // size * size
         shard = sub_axis(dp, range(first, first + size))
@@ -168,6 +172,7 @@ def sub_axis(axis: Axis, members: Sequence[int]) -> Axis:
 
 
 def _new_group(ranks: Sequence[int], limit: timedelta | None, backend: str | None) -> Any:
+    # without local synchronization every process would have to create every group of the mesh, also those it is not in
     return dist.new_group(list(ranks), limit, backend, use_local_synchronization=True)
 
 

@@ -42,6 +42,7 @@ class MicroBatch:
         if axis.size == 1:
             return self
         given = self.tokens, self.labels, self.loss_mask, self.positions, self.weights
+        # documents stay whole: the queries of this part attend to keys of the whole sequence
         tokens, labels, loss_mask, positions, weights = (None if x is None else take(x, axis) for x in given)
         assert tokens is not None
         return MicroBatch(tokens, labels, loss_mask, positions, self.documents, weights, self.seed)
@@ -50,6 +51,7 @@ class MicroBatch:
         """[B, T / cp] fp32: 1 for tokens that count in the loss, else 0."""
         if self.loss_mask is None:
             return torch.ones_like(self.tokens, dtype=torch.float32)
+        # fp32 in every precision, because the mask is summed: bf16 counts exactly only up to 256
         return self.loss_mask.float()
 
     def weighted(self, weights: Tensor, seed: int | None = None) -> "MicroBatch":

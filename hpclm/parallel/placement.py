@@ -68,6 +68,8 @@ class Placement:
             yield Piece(tuple(start), tuple(size), 0)
             return
         block, width = self.shape[self.dim] // self.parts, local[self.dim] // self.parts
+        # [its rows of the gate; its rows of up], as Megatron-LM lays out a gated fc1: one cut through the middle would
+        # give one rank all gates
         for part in range(self.parts):
             start[self.dim], size[self.dim] = part * block + tp.rank * width, width
             yield Piece(tuple(start), tuple(size), part * width)

@@ -32,6 +32,7 @@ class SequencePart(NamedTuple):
 
     def whole(self, x: Tensor) -> Tensor:
         """[T / cp, ...] of every process -> [T, ...] in order; gradients are reduce-scattered."""
+        # process r holds pieces r and 2 cp - 1 - r, so the second pieces arrive in reverse
         gathered = gather(x, self.axis).unflatten(0, (self.axis.size, 2, -1))
         return torch.cat([gathered[:, 0], gathered[:, 1].flip(0)]).flatten(0, 1)
 
@@ -48,6 +49,7 @@ def take(x: Tensor, axis: Axis) -> Tensor:
     """[..., T] -> [..., T / cp], this process's tokens."""
     if axis.size == 1:
         return x
+    # in the order of pieces(), on which SequencePart.whole relies
     return torch.cat([x[..., begin:end] for begin, end in pieces(axis, x.shape[-1])], -1)
 
 

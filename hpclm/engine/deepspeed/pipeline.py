@@ -75,6 +75,7 @@ class Pipeline(PipelineModule):
         ]
         topology = PipeModelDataParallelTopology(mesh.pp.size, mesh.tp.size, mesh.dp.size)
         with contextlib.redirect_stdout(io.StringIO()):
+            # one layer for each stage: "uniform" leaves our division as it is
             super().__init__(layers, topology=topology, partition_method="uniform")
 
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
@@ -146,6 +147,8 @@ class PipelineEngine(WrappedEngine):
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.part.factor = 1.0
         for _, alike in groupby(batches, lambda batch: batch.tokens.shape):
+            # DeepSpeed sends the shape of activations once, with the first of them; batches of another shape need it
+            # again
             self.engine.reset_activation_shape()
             while some := list(islice(alike, self.mesh.pp.size)):
                 masks = [batch.mask() for batch in some]

@@ -192,6 +192,7 @@ class PartitionedWeights(PartitionedState):
 
     def publish(self) -> None:
         """Gather what DeepSpeed keeps gathered, and forget hpZ's copies of the weights."""
+        # hpZ's copies (a second partition inside a node) would still have the weights of before
         self.wrapper.invalidate_secondary_tensor()
         if kept := self.wrapper.persistent_parameters:
             kept[0].all_gather(kept)

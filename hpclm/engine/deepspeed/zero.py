@@ -166,6 +166,7 @@ def partition(tree: dict[str, Any], mesh: Mesh, device: torch.device, dtype: tor
             made = deepspeed.zero.Init(
                 module=layer, data_parallel_group=group, mpu=view, config_dict_or_path=tree, **shared
             )
+        # without these, DeepSpeed would make a swapper with its buffers, and process groups, for every layer
         shared.update(param_swapper=made.param_swapper, zero_param_parallel_group=made.zero_param_process_group)
         return layer
 

@@ -234,7 +234,7 @@ def _finite(figures: Figures) -> Figures:
     """``figures``; ConfigError if the loss is not finite."""
     if not math.isfinite(float(figures["loss"])):
         from hpclm.errors import ConfigError
-        from hpclm.inference.sampling import NOT_FINITE
+        from hpclm.inference.generation import NOT_FINITE
 
         raise ConfigError(f"the loss is {figures['loss']}: {NOT_FINITE}")
     return figures

@@ -2,8 +2,7 @@
 
 from hpclm.config.compose import changed, dump, from_cli, load, of_run
 from hpclm.config.data import DataConfig
-from hpclm.config.engine import EngineConfig, ParallelConfig
-from hpclm.config.engine_settings import EngineSettings
+from hpclm.config.engine import EngineConfig, EngineSettings, ParallelConfig
 from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.model import ModelConfig
 from hpclm.config.monitoring import EvaluateConfig, LogConfig

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hpclm.config import reading
-from hpclm.config.engine import EngineConfig
-from hpclm.config.engine_settings import EngineSettings
+from hpclm.config.engine import EngineConfig, EngineSettings
 from hpclm.config.fields import flattened
 from hpclm.errors import ConfigError
 from hpclm.registry import hint

@@ -7,8 +7,10 @@ from typing import Literal
 
 from hpclm import extras
 from hpclm.config.checks import PATHS, Checked, at_least
-from hpclm.config.optim import OptimConfig
+from hpclm.config.model import ModelConfig
+from hpclm.config.optim import OptimConfig, ScalerConfig
 from hpclm.config.optimizers import OPTIMIZERS
+from hpclm.config.plan import Plan
 from hpclm.config.supports import OPTIONAL, SUPPORTS, Supports
 from hpclm.errors import ConfigError
 from hpclm.registry import problem
@@ -226,3 +228,26 @@ def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConf
     if optim.qk_clip is not None and not can.clips_qk:
         able = ", ".join(other for other, its in SUPPORTS.items() if its.clips_qk)
         yield f"engine {name!r} does not support optim.qk_clip={optim.qk_clip:g}; engines that do: {able}"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is made from, besides what it computes with; RunConfig.for_engine() makes it."""
+
+    model: ModelConfig
+    plan: Plan
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    scaler: ScalerConfig = field(default_factory=ScalerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    seed: int = 1234
+    loss_norm: str = "token"
+    """As batch.loss_norm."""
+    timers: bool = False
+    """As log.timers."""
+    file_mb: float = 16.0
+    """As checkpoint.file_mb."""
+    saves: bool = True
+    """As checkpoint.enabled."""
+    in_place: bool = True
+    """Whether backward passes may add to the fp32 gradients in place, where the engine and the device can."""

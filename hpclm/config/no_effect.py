@@ -2,13 +2,17 @@
 
 A contradiction is a problem of a section or of RunConfig, and refused. What is here may be meant, as where a
 preset's settings serve a smaller run: it is a warning, a sentence for each, which names the setting as it is typed.
+Only new settings of a run that has nothing left to train are refused (``check_finished``): they would be recorded as
+if something had been trained with them.
 """
 
 from collections.abc import Collection, Iterator, Sequence
 from math import lcm
 from os.path import realpath
+from pathlib import Path
 
 from hpclm.config.checks import Checked
+from hpclm.config.compose import of_run
 from hpclm.config.data import mixture, named
 from hpclm.config.fields import as_word
 from hpclm.config.model import BLOCKS
@@ -16,6 +20,7 @@ from hpclm.config.optim import ENDLESS
 from hpclm.config.plan import Length, Plan
 from hpclm.config.schema import RunConfig
 from hpclm.config.supports import SUPPORTS
+from hpclm.errors import ConfigError
 
 GUARD_STEPS = 64
 """Steps before optim.guard judges."""
@@ -33,6 +38,8 @@ OF_SAVES = (
 set: someone who switches saves off did not type it. evaluate.batches is left out for the same reason."""
 OF_REPLICAS = ("zero_stage", "bucket_mb", "gradients", "defer_reduction")
 """Settings of engine.* about what data-parallel replicas share out or send."""
+TRAINING = ("optim", "scaler", "batch", "budget", "seed")
+"""Settings that have no effect without a further step; those of evaluations, logs and checkpoints may have one."""
 
 
 def changed(section: Checked, *names: str) -> list[str]:
@@ -203,3 +210,24 @@ def by_held_out(run: RunConfig, held_out: Collection[str]) -> Iterator[str]:
     words = given("evaluate", run.evaluate, "every", "batches") + given("checkpoint", run.checkpoint, "keep_best")
     if words:
         yield f"{idle(words)}: the data settings keep nothing for evaluations (data.split={run.data.split}, data.valid, data.validation)"
+
+
+def check_finished(run: RunConfig, step: int, end: int | None) -> None:
+    """ConfigError if the newest checkpoint, of ``step``, is at the last step, ``end``, or past it, and ``run`` has other settings
+    of training than its config.yaml."""
+    if end is None or step < end:
+        return
+    try:
+        before = of_run(Path(run.out), ())
+    except ConfigError:  # there is none that could be compared
+        return
+    changes = {key: now for key, (now, _) in run.diff(before).items() if key.split(".")[0] in TRAINING}
+    changes.pop("batch.micro_size", None)  # chosen anew on other GPUs
+    if step == end:  # another budget of the same length
+        changes = {key: now for key, now in changes.items() if not key.startswith("budget.")}
+    if changes:
+        named = ", ".join(f"{key}={value}" for key, value in changes.items())
+        raise ConfigError(
+            f"{run.out} is at step {step} and its budget ends at step {end}, so {named} would have no effect; raise the budget, go back "
+            "with --from STEP, or start another run with another out="
+        )

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from hpclm.config.checks import PATHS, Checked, at_least, keyed_texts, texts
 from hpclm.config.data import DataConfig
-from hpclm.config.engine import EngineConfig, ParallelConfig, unsupported
-from hpclm.config.engine_settings import EngineSettings
+from hpclm.config.engine import EngineConfig, EngineSettings, ParallelConfig, unsupported
 from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.model import BLOCKS, ModelConfig
 from hpclm.config.monitoring import EvaluateConfig, LogConfig, ProfileConfig

@@ -13,7 +13,7 @@ from hpclm.data.chat_record import ChatRecord
 from hpclm.data.content import DIGEST, check_some, noted
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.data.order import split_bounds, split_parts
-from hpclm.data.shared_facts import SharedFacts
+from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import NEED_EOD, Samples
 from hpclm.data.splits import DatasetSlice, SampleSettings, Split
 from hpclm.errors import ConfigError

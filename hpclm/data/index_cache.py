@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.data.shared_facts import SharedFacts
+from hpclm.data.scan import SharedFacts
 from hpclm.files import aside, fingerprint, locked, read_text, reader, sweep, sync
 
 FORMAT = 1  # of an entry, and of the way indices are built

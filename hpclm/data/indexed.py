@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.data.formats import mapped, read_index
-from hpclm.data.scan import check_all, check_ends
-from hpclm.data.shared_facts import SharedFacts
+from hpclm.data.scan import SharedFacts, check_all, check_ends
 from hpclm.errors import ConfigError, unread
 from hpclm.files import fingerprint, read_text, readable
 

@@ -1,7 +1,9 @@
-"""Check that an index matches its ``.bin``: only at both ends, which is cheap, or completely, in constant memory."""
+"""Check that an index matches its ``.bin``: only at both ends, which is cheap, or completely, in constant memory. What
+one process of a node has found is known to the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +12,7 @@ from hpclm.data.formats import IndexFile
 from hpclm.errors import ConfigError
 
 BLOCK = 1 << 18  # sequences or document bounds that are checked at a time
+T = TypeVar("T")
 
 
 def check_ends(index: IndexFile, idx: Path, bin: Path, size: int) -> None:
@@ -90,3 +93,27 @@ def _misplaced(idx: Path, sequence: int, expected: int, actual: int) -> ConfigEr
         f"{idx}: sequence {sequence} should start at byte {expected} of the tokens, where the previous one ends, "
         f"but the index says {actual}"
     )
+
+
+class SharedFacts:
+    """Facts by name, which one process collects while it opens the data, and others start with.
+
+    The names of files carry their lengths and dates, so that a process that sees other files finds nothing and reads them.
+    """
+
+    def __init__(self, known: Mapping[str, Any] | None = None):
+        """``known``: of another process (JSON)."""
+        self.known: dict[str, Any] = dict(known or {})
+
+    def find(self, name: str, read: Callable[[], T]) -> T:
+        """The fact ``name``; if it is not known, what ``read`` returns (JSON)."""
+        if name not in self.known:
+            self.known[name] = read()
+        fact: T = self.known[name]
+        return fact
+
+    def once(self, name: str, check: Callable[[], object]) -> None:
+        """``check``, unless it is known to have passed."""
+        if name not in self.known:
+            check()
+            self.known[name] = True

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hpclm.config import DataConfig, ModelConfig
 from hpclm.config.data import SOURCES
 from hpclm.data.chat_record import ChatRecord
-from hpclm.data.shared_facts import SharedFacts
+from hpclm.data.scan import SharedFacts
 from hpclm.errors import ConfigError
 from hpclm.registry import function_check, lookup
 

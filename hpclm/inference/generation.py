@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hpclm.config.model import BLOCKS
+from hpclm.errors import ConfigError
 from hpclm.inference.generation_settings import Sampling
-from hpclm.inference.sampling import Sampler, choose
 from hpclm.model.cache import KeyValueCache
 from hpclm.model.stack import Stack
 
@@ -15,6 +15,10 @@ MANY = 16  # new tokens from which a transposed copy of the output weights is wo
 
 Ended = Callable[[int, list[int]], bool]
 """Called with a sequence's number and its new tokens after each of them: whether it ends here."""
+NOT_FINITE = (
+    "the model gives values that are not finite: its newest checkpoint was saved when training had diverged, or "
+    "engine.precision is too narrow for it; hpclm checkpoints lists the run's others"
+)
 
 
 def window_start(length: int, context: int) -> int:
@@ -106,3 +110,33 @@ class Batch:
                 self._output = head.weight[: self.vocabulary].to(dtype).t().contiguous()
             return head.shape.of(head.hidden[-1].to(self._output.dtype) @ self._output)
         return head._replace(hidden=head.hidden[-1:], vocab_size=self.vocabulary).logits()[:, 0]
+
+
+class Sampler:
+    """Chooses the tokens of one sequence: what it chooses does not depend on the sequences beside it."""
+
+    def __init__(self, sampling: Sampling, number: int):
+        """``number``: of the sequence, from 0; each has its own random numbers."""
+        self.sampling = sampling
+        self.generator = torch.Generator().manual_seed((sampling.seed + number * 0x9E3779B97F4A7C15) % 2**63)
+
+    def __call__(self, logits: Tensor) -> int:
+        """A token, given the [V] logits."""
+        size = len(logits) if self.sampling.top_k is None else min(self.sampling.top_k, len(logits))
+        values, indices = logits.double().cpu().topk(size)
+        probabilities = ((values - values[0]) / self.sampling.temperature).softmax(0)
+        if self.sampling.top_p < 1:
+            before = probabilities.cumsum(0) - probabilities
+            probabilities = probabilities.masked_fill(before >= self.sampling.top_p, 0.0)
+        return int(indices[torch.multinomial(probabilities, 1, generator=self.generator)])
+
+
+def choose(logits: Tensor, samplers: list[Sampler]) -> list[int]:
+    """The next token of each sequence, given [B, V] logits; ConfigError where these are not finite."""
+    best = logits.max(-1)
+    if not best.values.isfinite().all():
+        raise ConfigError(NOT_FINITE)
+    if not samplers or samplers[0].sampling.temperature < 1e-6:
+        greedy: list[int] = best.indices.tolist()
+        return greedy
+    return [sampler(row) for sampler, row in zip(samplers, logits, strict=True)]

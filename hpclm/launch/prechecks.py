@@ -17,11 +17,11 @@ from hpclm.config import JobConfig, RunConfig, no_effect
 from hpclm.config.compose import missing_code
 from hpclm.config.data import SOURCES
 from hpclm.config.engine import ENGINES
-from hpclm.config.finished import check_finished
 from hpclm.config.job import seconds_of
 from hpclm.config.length import run_length
 from hpclm.config.model import BLOCKS
 from hpclm.config.monitoring import SINKS
+from hpclm.config.no_effect import check_finished
 from hpclm.config.optim import SCHEDULES
 from hpclm.errors import ConfigError
 from hpclm.launch import local

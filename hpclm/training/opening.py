@@ -19,7 +19,7 @@ from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, r
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.checkpoint.init_from import check_init_from
 from hpclm.config import EngineSettings, RunConfig, no_effect
-from hpclm.config.finished import check_finished
+from hpclm.config.no_effect import check_finished
 from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext

@@ -14,7 +14,7 @@ from hpclm.config.length import run_length
 from hpclm.config.plan import Length
 from hpclm.data import sources
 from hpclm.data.batches import Batches
-from hpclm.data.shared_facts import SharedFacts
+from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import Source, samples_per_epoch, without_evaluation
 from hpclm.data.tokenizers import mismatch
 from hpclm.distributed.context import DistributedContext

@@ -6,7 +6,7 @@ import torch
 
 from hpclm.config import DataConfig
 from hpclm.data.corpus import corpus
-from hpclm.data.shared_facts import SharedFacts
+from hpclm.data.scan import SharedFacts
 from hpclm.data.tokenizers import build
 from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError

@@ -9,7 +9,7 @@ import torch
 
 from hpclm import cli
 from hpclm.config import from_cli
-from hpclm.data.shared_facts import SharedFacts
+from hpclm.data.scan import SharedFacts
 from hpclm.datasets.next_command import LARGE_FROM, next_command
 from hpclm.datasets.writer import Writer
 from hpclm.parallel.mesh import Mesh

@@ -7,9 +7,8 @@ from hpclm.commands.convert import main as convert
 from hpclm.config import load
 from hpclm.errors import ConfigError
 from hpclm.inference import run_model
-from hpclm.inference.generation import Batch, continue_all, window_start
+from hpclm.inference.generation import Batch, choose, continue_all, window_start
 from hpclm.inference.generation_settings import Sampling
-from hpclm.inference.sampling import choose
 from tests.interop import made
 
 GREEDY = Sampling(temperature=0)
@@ -111,7 +110,7 @@ def test_sampling_of_a_prompt_does_not_depend_on_the_batch_and_follows_the_seed(
 
 
 def test_top_k_and_top_p_leave_the_most_likely_tokens():
-    from hpclm.inference.sampling import Sampler
+    from hpclm.inference.generation import Sampler
 
     logits = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).log()[torch.tensor([3, 0, 4, 1, 2])]  # tokens 1, 3, 4, 0, 2
 

@@ -82,7 +82,7 @@ def test_an_error_of_the_rank_that_reads_for_another_node_ends_every_rank(node):
 
 def test_an_index_that_is_gone_when_the_others_come_is_made_again(node, tmp_path):
     from hpclm.data.index_cache import kept
-    from hpclm.data.shared_facts import SharedFacts
+    from hpclm.data.scan import SharedFacts
 
     facts = SharedFacts()
     kept(tmp_path / "index", {"seed": 1}, lambda: {"a": np.arange(3)}, facts)

@@ -166,6 +166,7 @@ def publish(staging_dir: Path, final: Path) -> None:
     try:
         staging_dir.rename(final)
         try:
+            # a rename is durable only once its directory is
             files.sync(final.parent)
         except OSError:  # it might not survive a power failure, so it does not count now either
             final.rename(staging_dir)

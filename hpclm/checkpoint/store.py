@@ -182,6 +182,7 @@ class CheckpointStore:
         try:
             folders.make_folder(self.folder, 0o700)
             directory.sweep(self.folder, self.generation)
+            # other processes write too, and headers, manifest and block rounding are not counted
             free, needed = shutil.disk_usage(self.folder).free, 1.2 * size
             if free < needed:
                 raise HpclmError(
@@ -207,6 +208,7 @@ class CheckpointStore:
             self._describe(pending, written).write(pending.staging_dir)
             files.sync(pending.staging_dir)
             try:
+                # a checkpoint must never be newer than the logs and metrics on the disk, which a resume continues
                 before_publishing()
             except OSError as error:
                 log.warning(

@@ -82,6 +82,7 @@ class Batches:
             if begin < start + count:
                 yield self._load(range(begin, min(begin + size, start + count)))
             else:
+                # every replica must run as many forward passes as the first, whose collectives would wait otherwise
                 spare = self._load(range(first, first + 1))
                 yield spare._replace(loss_mask=torch.zeros_like(spare.rows[:, 1:], dtype=torch.bool))
 

@@ -113,6 +113,7 @@ def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> SampleIn
     documents = np.arange(span.start, span.stop, dtype=np.int64 if wide else np.int32)
     if epochs > 1:
         documents = np.tile(documents, epochs)
+    # documents first, then samples, from one generator: the order of the two calls is part of the format
     _shuffle(rng, documents, [len(span) * run for run in runs])
     samples = _starts(sizes, documents, total, context)
     shuffle = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)

@@ -85,6 +85,7 @@ def _hydra(env: Env) -> World:
 
 def _slurm(env: Env) -> World:
     numbers = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
+    # of the step, not of the job: srun may use fewer nodes, and SLURM_NTASKS is stale after a requeue with other nodes
     texts = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")
     rank, size, local_rank, node = _values("Slurm", env, int, *numbers)
     nodes, tasks, job = _values("Slurm", env, str, *texts)
@@ -93,6 +94,7 @@ def _slurm(env: Env) -> World:
         raise ConfigError(
             f"SLURM_STEP_NODELIST={nodes}, SLURM_STEP_TASKS_PER_NODE={tasks} and SLURM_NODEID={node} contradict each other"
         )
+    # a requeued job keeps its number: without the count, ranks that outlive a dead slurmd could join the next attempt
     run_id = ".".join([job, env["SLURM_STEP_ID"], env.get("SLURM_RESTART_COUNT", "0")])
     hosts = tuple(name for name, count in zip(names, counts, strict=True) for _ in range(count))
     return World("Slurm", rank, size, local_rank, counts[node], run_id, hosts)

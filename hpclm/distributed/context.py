@@ -103,6 +103,7 @@ class DistributedContext:
         import torch
 
         own = json.dumps(value).encode()
+        # gloo gathers tensors of one size, so the lengths come first
         sizes = self._exchange(torch.tensor([len(own)]), unlimited)
         width = int(max(sizes))
         texts = self._exchange(_text_tensor(own, width), unlimited, everywhere)
@@ -115,6 +116,7 @@ class DistributedContext:
         from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
         group: Any = dist.group.WORLD
+        # the limit is the operation's: a second group with a longer one would connect all ranks with each other again
         options: Any = AllgatherOptions() if everywhere else dist.GatherOptions()
         if unlimited:
             options.timeout = UNLIMITED
@@ -131,6 +133,7 @@ class DistributedContext:
         import torch
         import torch.distributed as dist
 
+        # float64, so that steps, bytes and times come back as they were
         held = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(held, dist.ReduceOp.MAX)
         return held.tolist()
@@ -160,6 +163,7 @@ class DistributedContext:
                 failed = getattr(errors, received["error"], HpclmError)(received["problems"])
             result = received.get("result")
         if failed:
+            # all ranks raise it, so that guard() need not tell anybody
             failed.shared = True
             raise failed
         return result
@@ -190,6 +194,7 @@ class DistributedContext:
 
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         limit = timedelta(minutes=minutes)
+        # new groups wait for their members in the store, by the store's limit
         self._store.raw.set_timeout(limit)
         dist.init_process_group(backend, store=self._store.raw, rank=self.rank, world_size=self.size, timeout=limit)
 
@@ -226,6 +231,7 @@ class DistributedContext:
         late.start()
         try:
             if dist.is_initialized():
+                # the first to disconnect would break connections that others still use
                 dist.barrier()
                 dist.destroy_process_group()
         except RuntimeError as error:  # another rank is gone
@@ -265,6 +271,7 @@ class DistributedContext:
                 log.warning(
                     "%s lost its connection to another rank: %s", self.ranks[self.rank], str(error).partition("\n")[0]
                 )
+            # only a symptom: the rank that was killed or failed is the cause, and replaces it
             own = replace(own, kind="disconnected", code=heart.lost_code)
             with suppress(RuntimeError):
                 failure.publish(heart.store, own, self.size)
@@ -321,6 +328,7 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
     context = DistributedContext(world, met.ranks, watchdog, met.store)
     try:
         with context.guard():
+            # inside guard(): an interface that one node lacks ends all ranks with its message
             network.use_interface(settings.interface, met.interface)
             yield context
             sys.stdout.flush()

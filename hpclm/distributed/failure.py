@@ -17,6 +17,7 @@ from hpclm.terminal import ranges
 
 KEY = "hpclm/failure"
 LONGEST = 1 << 16  # characters of a failure's text that are kept
+# gloo raises plain RuntimeErrors, which only their text tells apart
 LOST = re.compile("connection (closed|reset) by peer|broken pipe|gloo|nccl|socket|tcpstore", re.IGNORECASE)
 CLOSED = re.compile("connection (closed|reset|refused)|broken pipe|remote process exited", re.IGNORECASE)
 Kind = Literal["raised", "killed", "lost", "disconnected", "launcher", "hung", "late"]

@@ -94,6 +94,7 @@ def culprits(states: Mapping[int, RankState]) -> list[int]:
         if ranks and len(ranks) < len(states):
             return sorted(ranks)
     most, *others = _by_activity(states).values()
+    # only what more than half of the ranks do shows what a rank should do
     return sorted(rank for group in others for rank in group) if 2 * len(most) > len(states) else []
 
 

@@ -32,6 +32,7 @@ class Heartbeat:
         lost_code: int = 1,
     ):
         """``progress()``: what this rank sends. ``lost_code``: exit code of the run when a rank is killed."""
+        # a connection of its own: a request on the main thread's may wait for minutes
         self.store = store.clone()
         self.me, self.ranks, self.progress, self.lost_code = me, ranks, progress, lost_code
         self._neighbours = me.neighbours(ranks)
@@ -62,6 +63,8 @@ class Heartbeat:
             elif time.monotonic() - self._sent >= SEND:
                 self._sent = time.monotonic()
                 self.send()
+                # rank 0 judges for all; if every rank read every heartbeat, requests would grow with the square of the
+                # ranks
                 self.receive(len(self.ranks) if self.me.rank == 0 else 1)
         except RuntimeError:
             self.lost = True
@@ -85,6 +88,7 @@ class Heartbeat:
     def _killed(self) -> Failure | None:
         """The failure implied by the end of another process of this machine."""
         for info in self._neighbours:
+            # a rank that ends normally says so first (finish), so an end without that is a kill
             if processes.started(info.pid) is None and not self.store.get(rank_key("exited", info.rank)):
                 return self._publish(Failure(info.rank, "killed", self.lost_code))
         return None
@@ -109,6 +113,7 @@ class Heartbeat:
             verb = "was" if len(gone) == 1 else "were"
             text = f"{failure.named(gone, self.ranks)} {verb} lost (killed, or the node or its network is down)"
             return self._publish(Failure(gone[0], "lost", self.lost_code, text))
+        # all answer: the error was no lost connection but looked like one, so it is the cause
         if not failure.CLOSED.search(symptom.text):
             return self._publish(replace(symptom, kind="raised", code=1))
         text = f"it lost a connection, but all ranks respond, so the network may be at fault:\n{symptom.text}"

@@ -17,6 +17,7 @@ from hpclm.errors import ConfigError, HpclmError
 PORTS = range(10_240, 32_000)
 """Below the ephemeral range (Linux: 32768 and up), from which any outgoing connection may take a port."""
 CANDIDATES = 32
+# with a short queue, connections were reset when 128 ranks came at once
 BACKLOG = 4096
 SIOCGIFADDR = 0x8915
 
@@ -54,6 +55,7 @@ def listen(ports: Sequence[int], address: str = "") -> socket.socket:
     """
     for port in ports:
         try:
+            # bound before it is announced, so that no other process can take the port in between
             return socket.create_server((address, port), family=socket.AF_INET, backlog=BACKLOG)
         except OSError as error:
             if address and error.errno not in (98, 13):  # in use, not permitted: the next port may do

@@ -114,6 +114,7 @@ def serve(listener: socket.socket, world: World) -> SignedStore:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, port = listener.getsockname()[:2]
     own, limit = LOOPBACK if host == EVERY else host, timedelta(seconds=60)
+    # it need not wait: _decide counts the ranks, and can name those that are missing
     server = TCPStore(own, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
     store = SignedStore(server, world.run_id, world.secret)
     store.set(SERVER, True)
@@ -128,6 +129,7 @@ def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: floa
             for endpoint in [(address, port) for port in ports]:
                 call = calls.get(endpoint)
                 if call is None or not (call.is_alive() or call.answer):
+                    # PyTorch's client would try again until its own time limit, on every port that is not the right one
                     if not network.answers(*endpoint, seconds=2.0):
                         continue
                     call = calls[endpoint] = network.StoreCall(partial(_client, *endpoint, world))
@@ -210,6 +212,7 @@ def _of_torchrun(world: World, settings: ClusterConfig, env: Mapping[str, str] =
         why = f" ({str(error).splitlines()[0]})"
         raise _unreachable(world, f"{world.master}:{port}", settings.start_seconds, why) from None
     store.set_timeout(timedelta(minutes=10))
+    # torchrun's agent keeps its store over restarts: what the attempt before wrote must not count
     return PrefixStore(world.run_id, store)
 
 
@@ -247,6 +250,7 @@ def _register(store: SignedStore, me: RankInfo, world: World, seconds: float) ->
             raise HpclmError(f"{me} got no answer from rank 0 within {seconds:g} s; see its output")
         store.put(rank_key("rank", me.rank), asdict(me))  # again, if another process has replaced it
         time.sleep(_pause(POLL, me.size))
+    # before the answer is used: rank 0, whose end closes the store, waits for these
     store.set(rank_key("met", me.rank), True)
     if me.rank == 0:
         _wait_for_readers(store, answer, me.size)

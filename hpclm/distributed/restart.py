@@ -95,6 +95,7 @@ def _this_start(env: Env) -> str:
     """What Slurm knows about this job; empty if it has restarted it meanwhile."""
     job = bootstrap.job(env)
     shown = _answer(["scontrol", "show", "job", "--oneliner", _name(env)], SECONDS, env) if job else ""
+    # a rank that outlives a requeue sees the next start's state, on which it must not act
     return shown if re.search(rf"\bRestarts={job.get('restart')}\b", shown) else ""
 
 

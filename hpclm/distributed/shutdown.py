@@ -41,6 +41,7 @@ class Shutdown:
 
     def claim(self) -> bool:
         """Whether the calling thread is the one that ends this process."""
+        # main thread and watchdog may both want to end the process, with different reasons; the first one's counts
         return self._once.acquire(blocking=False)
 
     def log_failure(self, text: str, store: SignedStore | None = None) -> None:

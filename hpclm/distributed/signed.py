@@ -64,6 +64,7 @@ class SignedStore:
         """Write ``value`` unless there is one, other than one that it may replace (``over``); returns what is there."""
         mine, before = self.sealed(key, value).encode(), b""
         for _ in range(TRIES):
+            # atomic: of two ranks that put at once, both learn which value is there
             current = self.raw.compare_set(key, before, mine)  # type: ignore[arg-type]  # bytes are as good
             if current == mine:
                 break
@@ -81,6 +82,7 @@ class SignedStore:
     def opened(self, key: str, data: bytes) -> Any:
         """The value that ``sealed`` made ``data`` of; None if it did not."""
         signature, _, text = data[:LARGEST].partition(b" ")
+        # in constant time: == would tell how much of a forged signature is right
         if not hmac.compare_digest(signature, self._signature(key, text).encode()):
             return None
         try:

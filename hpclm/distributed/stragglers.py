@@ -87,6 +87,7 @@ class Stragglers:
         work = [states[rank].work for rank in range(len(states))]
         slow: dict[int, dict[str, Any]] = {}
         for rank, seconds in enumerate(work):
+            # the median, which one slow rank does not move as it would the mean
             median = median_low(work[rank - rank % self.share :][: self.share])
             if seconds >= SLOW * median and seconds - median >= NOTABLE * states[rank].step_seconds:
                 times, host = seconds / max(median, 1e-9), self.ranks[rank].host

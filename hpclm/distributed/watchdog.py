@@ -92,6 +92,7 @@ class Watchdog:
             return
         with suppress(RuntimeError, ValueError, OSError):  # without a standard error
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)  # kill -QUIT shows where a process is
+        # a thread, not a signal: the main thread may be in a collective, where Python runs no handlers
         self._thread = threading.Thread(target=self._run, name="hpclm-watchdog", daemon=True)
         self._thread.start()
         if launcher is not None:
@@ -130,6 +131,7 @@ class Watchdog:
         if phase == STEP:
             self.timer.begin()
         self._entered = self.now
+        # the first step compiles and connects NCCL's groups, so it has the patience of a phase, not of a step
         self.phase = FIRST if phase == STEP and not self.timer.steps else phase
         self.step = self.step if step is None else step
         self.tick()
@@ -152,6 +154,7 @@ class Watchdog:
         """What this rank sends the others in its heartbeats."""
         patience = FOREVER if self.phase in UNLIMITED else max(PATIENT * self.limit, LEAST)
         if self.phase == STEP:
+            # a run whose regular steps take longer than the limit must not be taken for one that hangs
             patience = max(self.limit, 2 * self._longest)
         location, waits_in = hang.position(self.waits_in)
         return RankState(
@@ -172,6 +175,7 @@ class Watchdog:
         main, judged = threading.main_thread(), 0.0
         while main.is_alive() and not self._over.wait(TURN):
             moment = time.monotonic()
+            # a clock of this process: an hour in which it was suspended counts as a second
             self.now, self._last = self.now + min(moment - self._last, PAUSED), moment
             try:
                 self._look_for_failure()
@@ -191,6 +195,7 @@ class Watchdog:
         """What ``call()``, a question to the store, answers within ``seconds``, or None; one at a time."""
         if self._call is not None:
             self._call.join(seconds)
+            # one question at a time: while the store is stopped, threads would pile up
             if self._call.is_alive():
                 return None
         self._call = network.StoreCall(call)
@@ -308,6 +313,7 @@ class Watchdog:
             keys = {info.pid: rank_key("read", info.rank) for info in self.neighbours}
             processes.wait_until(lambda: all(map(store.get, keys.values())), WAKE)
             silent = [pid for pid, key in keys.items() if not store.get(key)]
+            # SIGQUIT first, for the stacks that faulthandler prints: they are all that is ever learned of such a rank
             for number in (signal.SIGQUIT, signal.SIGKILL) if silent else ():
                 for pid in silent:
                     processes.send_signal(pid, number)

@@ -114,6 +114,7 @@ class KeyValueCache:
         """Add [B, G, T, D] keys and values; all of them, [B, G, S, D]."""
         if layer not in self._kept:
             shape = (*k.shape[:2], self.room, k.shape[3])
+            # all slots at once: growing by concatenation would copy everything for every token
             self._kept[layer] = k.new_empty(shape), v.new_empty(shape)
         keys, values = self._kept[layer]
         keys[:, :, self._first : self.used] = k

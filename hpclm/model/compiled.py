@@ -43,6 +43,7 @@ class Compilation:
 
     def of(self, function: Callable[..., Any], plain: Callable[..., Any], whole: bool = True) -> Callable[..., Any]:
         """``function`` compiled, ``whole``: as one graph; ``plain``, which gives the same, once that has failed."""
+        # a graph for each shape, of which there are few (VARIANTS)
         compiled = torch.compile(function, dynamic=False, fullgraph=whole, backend=self.backend)
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
@@ -83,6 +84,7 @@ def compiled_together(backend: Any, axes: Sequence[Axis]) -> Callable[..., Any]:
             error = failure
         device = next((given.device for given in inputs if isinstance(given, Tensor)), torch.device("cpu"))
         failed = torch.tensor(float(error is not None), device=device)
+        # also the rank that has failed comes here: otherwise the others would wait for it
         for axis in axes:
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=axis.group)
         if error is not None:

@@ -100,6 +100,7 @@ def dropout(
         return x
     if keys is None:
         return F.dropout(x, probability)
+    # the place in the whole activation, not in this slice: the mask is that of one process
     index = torch.arange(x.numel(), device=x.device).view(x.shape) + rank * x.numel()
     if part is not None:
         rows = part.places[rank * len(x) : (rank + 1) * len(x), None, None]

@@ -104,6 +104,8 @@ def layers(
     recompute_core = engine.recompute == "selective"
 
     def init(index: int) -> dict[str, Any]:
+        # 100,003 is prime, so layers of neighbouring seeds share no stream. The numbers below must stay: another one
+        # would give every run with this seed other initial weights
         return dict(seed=seed * 100_003 + index, tp=tp)
 
     specs = [
@@ -111,6 +113,7 @@ def layers(
         LayerSpec("entry", _seeded, dict(module=InputEmbedding, config=config, **init(1))),
     ]
     for index in range(config.layers):
+        # 0 to 2 are the embeddings and the output, whether they are tied or not, so that blocks begin alike in both
         kwargs = dict(module=block, config=config, recompute_core=recompute_core, **init(3 + index))
         full = engine.recompute == "full"
         build = _seeded if config.block in BLOCKS else _own_seeded
@@ -128,6 +131,7 @@ def layers(
     )
     own = config.block not in BLOCKS  # user-defined blocks initialise their own weights
     return [
+        # as shapes, so that every process can list all layers and fill only what it keeps
         replace(spec, number=number, on_meta=not (own and spec.name.startswith("block")))
         for number, spec in enumerate(specs)
     ]
@@ -186,6 +190,7 @@ class InputEmbedding(TensorParallelModule):
         if table is not None:
             mine = slice(self.tp.rank * len(x), (self.tp.rank + 1) * len(x))
             own = metadata.positions
+            # added in the compute type; the fp32 table would promote the whole residual stream to fp32
             x = x + (table[mine, None] if own is None else F.embedding(own.t()[mine], table)).to(x.dtype)
         if self.norm is not None:
             x = self.norm(x)

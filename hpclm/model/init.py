@@ -16,6 +16,7 @@ from hpclm.parallel.collectives import copy_to_tp
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.placement import Piece, Placement
 
+# part of what a seed means: another size would give every run other initial weights
 BAND = 1 << 20  # values
 
 
@@ -66,6 +67,7 @@ class InitSpec:
                 yield a - shift, self._columns(drawn, [piece] if by_rows else pieces)
 
     def _band(self, number: int, rows: int) -> Tensor:
+        # on the CPU even for weights on a GPU, whose generator draws other numbers
         generator = torch.Generator().manual_seed(self.seed + number)
         drawn = torch.empty((rows, *self.placement.shape[1:]), device="cpu")
         return drawn.normal_(self.mean, self.std, generator=generator)

@@ -21,6 +21,7 @@ from hpclm.parallel.main_gradients import embedding, linear
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.placement import Placement
 
+# Megatron-LM's fused bias-gelu is the tanh form and its unfused one the erf form, so names here say which
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -59,6 +60,8 @@ class RowLinear(TensorParallelModule):
 
     def __init__(self, config: ModelConfig, width: int, bias: bool, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
+        # 2 x layers sublayers add to the residual stream; divided by the root, its variance does not grow with depth
+        # (Radford et al. 2019)
         placement, std = Placement((config.hidden, width), 1), config.init_std / (2 * config.layers) ** 0.5
         self.weight = self.new_parameter("weight", InitSpec.normal(placement, std, generator))
         self.bias = self.new_parameter("bias", InitSpec(Placement((config.hidden,)))) if bias else None
@@ -68,6 +71,7 @@ class RowLinear(TensorParallelModule):
         weight, bias = self.weight.to(x.dtype), self.bias
         if self.tp.size == 1:
             return linear(x, weight, None if bias is None else bias.to(x.dtype), self.main_grad)
+        # the bias comes after the sum over the ranks, or it would be added once by each of them
         y = scatter(linear(x, weight, None, self.main_grad), self.tp)
         return y if bias is None else y + self.replicated(bias).to(x.dtype)
 
@@ -108,6 +112,7 @@ class ProjectionNorm(TensorParallelModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, B, H, D] of this process's heads -> the same."""
+        # in fp32: bf16's 8 bits lose the small terms in a sum of thousands of squares
         squares = sum_over_tp(x.float().square().sum((-2, -1), keepdim=True), self.tp)
         y = (x.float() * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype)
         return y * self.weight.to(x.dtype).view(x.shape[-2:])
@@ -142,6 +147,7 @@ class VocabParallelEmbedding(TensorParallelModule):
         super().__init__(tp)
         self.dtype = dtype  # of the activations
         self.vocab_size = config.vocab_size
+        # sqrt(hidden) as in Vaswani et al. 2017 and Gemma
         self.scale = config.embed_multiplier * (config.hidden**0.5 if config.embed_scale else 1.0)
         placement = Placement((config.padded_vocab, config.hidden), 0)
         self.weight = self.new_parameter("weight", InitSpec.normal(placement, config.init_std, generator))
@@ -158,6 +164,7 @@ class VocabParallelEmbedding(TensorParallelModule):
             return embedding(ids, self.weight, self.main_grad)
         mine = ids - self.tp.rank * len(self.weight)
         outside = (mine < 0) | (mine >= len(self.weight))
+        # row 0 stands in for tokens of other ranks, whose gradient masked_fill makes 0
         rows = embedding(mine.masked_fill(outside, 0), self.weight, self.main_grad).to(self.dtype)
         return scatter(rows.masked_fill(outside[..., None], 0.0), self.tp)  # one rank has the row, the others add 0
 

@@ -35,6 +35,7 @@ def nll_and_gradient(
     into one pass that never holds [n, V] in fp32.
     """
     entry = torch.arange(logits.shape[-1], device=logits.device)
+    # fp32: the normaliser sums tens of thousands of terms, which bf16 cannot
     scores = logits.float()
     if vocab < logits.shape[-1]:
         scores = scores.masked_fill(entry >= vocab, -torch.inf)
@@ -79,6 +80,7 @@ def split_nll_and_gradient(
     outside = (mine < 0) | (mine >= logits.shape[-1])
     mine = mine.masked_fill(outside, 0)[:, None]
     most = all_reduce_max(scores.amax(-1), tp)
+    # the largest logit of all ranks, not of this one, or their exponentials could not be added
     scores -= most[:, None]
     target = scores.gather(-1, mine)[:, 0].masked_fill(outside, 0.0)
     p = scores.exp_()
@@ -144,6 +146,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if len(hidden) <= chunk and how.backward == "unscaled":
                 d_weight = piece  # nothing is added to it, and it is not scaled: fp32 would be a copy of it
             else:
+                # in fp32: chunks add up, and bf16 would lose the later ones
                 d_weight = piece.float() if d_weight is None else d_weight.add_(piece)
         ctx.save_for_backward(d_hidden, weight if d_weight is None else d_weight)
         ctx.how, ctx.added = how.backward, main_grad is not None

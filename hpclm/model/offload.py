@@ -158,6 +158,7 @@ def is_weight(tensor: Tensor) -> bool:
     if tensor.grad_fn is None:
         return tensor.requires_grad
     node: Node | None = tensor.grad_fn
+    # a cast and a transposition lie between an activation's node and the weight's, at most
     for _ in range(3):
         if node is None or node.name().endswith("AccumulateGrad"):
             break

@@ -64,6 +64,7 @@ def rotary(
     exist already.
     """
     rate, factor = rates or rotary_rates(config, layer, length, positions.device)
+    # fp32 whatever the activations: an angle of a thousand radians has no fraction left in bf16
     angles = positions[..., None, None].float() * rate
     angles = torch.cat([angles, angles], -1)
     return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)

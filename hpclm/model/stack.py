@@ -75,6 +75,7 @@ class Stack(nn.Module):
                 layer = spec.build()
                 self.placements |= {f"{spec.name}.{name}": placement for name, placement in placements(layer)}
                 self.init_specs |= {f"{spec.name}.{name}": initial for name, initial in init.uninitialized(layer)}
+                # placed and sharded one by one: a model that fits no process as a whole is never built as one
                 self.layers[spec.name] = wrap(spec.name, layer)
 
     def forward(self, batch: MicroBatch, x: Tensor | None = None, cache: KeyValueCache | None = None) -> Output:
@@ -97,6 +98,7 @@ class Stack(nn.Module):
                 else:
                     made = self._run(group, value, layouts, keys)
             value = made.value
+            # returned through the checkpoint rather than kept aside: a recomputation would report them twice
             add(scalars, made.scalars)
         if isinstance(value, Head) and batch.labels is not None and batch.weights is not None:
             value, more = self.loss(value, batch.labels, batch.weights)
@@ -152,6 +154,7 @@ class Stack(nn.Module):
                 given = given._replace(reports=reports)
             if self.training:
                 given = self.seeds.of_layer(given, spec.number, keys)
+            # by name: a tied output runs the module of the token embedding
             module = self.layers[spec.name]
             x = module(x, given) if spec.call is None else spec.call(module, x, given)
             add(

@@ -78,10 +78,12 @@ def update(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float, scale: 
     (Pascanu et al. 2013, with Megatron's coefficient; 0: no clipping), inside the fused kernel if possible. If ``bad`` is 1
     the update is skipped, and the step count does not change.
     """
+    # on the device: comparing there would have the host wait in every step
     coefficient = (limit / (norm / scale + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
     if isinstance(optimizer, Scaled):
         optimizer.grad_scale, optimizer.found_inf = scale / coefficient, bad
         optimizer.step()
+    # this reads the device: optimizers that are not fused take no tensor that says whether to skip
     elif not bad:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_mul_(gradients, coefficient / scale)
@@ -114,5 +116,6 @@ def set_state(
         return
     optimizer.state[parameter] = dict(tensors)
     if not steps_by_group(optimizer):
+        # as PyTorch's fused kernels keep it: fp32, next to the parameter
         counted = torch.tensor(float(steps), device=parameter.device)
         optimizer.state[parameter]["step"] = counted if isinstance(optimizer, Scaled) else steps

@@ -61,12 +61,14 @@ class Muon(Scaled, torch.optim.Optimizer):
         """Add the gradient to the momentum; the update before it is orthogonalised, in the type that that takes."""
         kind, momentum = TYPES[self.optim.newton_schulz_type], self.optim.momentum
         if parameter.grad is None:
+            # the exchange is a collective, in which a matrix without a gradient takes part with zeros
             return torch.zeros_like(parameter, dtype=kind)
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"], state["step"] = torch.zeros_like(parameter), torch.zeros_like(self.found_inf)
         gradient, buffer = parameter.grad / self.grad_scale, state["momentum_buffer"]
         moved = buffer.lerp(gradient, 1 - momentum)
+        # selected on the device; asking whether the step is skipped would have the host wait
         buffer.copy_(torch.where(skipped, buffer, moved))
         state["step"] += 1 - self.found_inf
         return (gradient.lerp(moved, momentum) if self.optim.nesterov else moved).to(kind)
@@ -105,7 +107,9 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
     Quintic iterations (Jordan et al. 2024); eager, three products each.
     """
     tall, (a, b, c) = x.shape[0] > x.shape[1], COEFFICIENTS
+    # square is then the smaller of the two Gram matrices
     x = x.T if tall else x
+    # the iteration converges for singular values up to 1, which the Frobenius norm bounds
     x = x / x.norm().clamp(min=EPS)
     for _ in range(steps):
         square = x @ x.T

@@ -94,6 +94,7 @@ class Watch:
         before = self.health
         spike = self.rise > 0 and is_spike(loss, before.usual, before.deviation, self.rise)
         since = (before.spiking_since or step) if spike else None
+        # or a spike would become the usual loss after half a window
         recent = self.recent if spike else (*self.recent, loss)[-WINDOW:]
         usual, deviation = before.usual, before.deviation
         if len(recent) >= LEAST:

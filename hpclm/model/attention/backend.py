@@ -22,6 +22,7 @@ CUDNN, FLASH, EFFICIENT, MATH = (
     SDPBackend.MATH,
 )
 NAMES = {CUDNN: "cuDNN", FLASH: "FlashAttention", EFFICIENT: "memory-efficient", MATH: "math"}
+# on Hopper, FlashAttention 2 in place of cuDNN's kernels costs an estimated 7% of a step
 CUDNN_FIRST = (CUDNN, FLASH, EFFICIENT, MATH)
 FLASH_FIRST = (FLASH, CUDNN, EFFICIENT, MATH)
 FAST_CUDNN = 91500  # from here on its kernels are the fastest on Hopper and later

@@ -64,6 +64,7 @@ class Attention(TensorParallelModule):
         if metadata.cache is not None:
             y = metadata.cache.attend(self, q, k, v, metadata.mask, how)
         elif self.recompute_core and self.training and metadata.flex is None:  # FlexAttention keeps no scores
+            # attention dropout draws from PyTorch's generator, which the recomputation must find as it was
             random = bool(self.dropout)
             y = checkpoint(_core, q, k, v, metadata, how, use_reentrant=False, preserve_rng_state=random)
         else:
@@ -74,6 +75,7 @@ class Attention(TensorParallelModule):
 def _core(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, how: Scores) -> Tensor:
     """[T, B, H or G, D] -> [T, B, H x D]: scores, softmax and weighted values."""
     if metadata.part is not None:
+        # keys and values in one gather, not two
         k, v = metadata.part.whole(torch.cat([k, v], 2)).chunk(2, 2)
     q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))
     return attend(q, k, v, metadata, how).permute(2, 0, 1, 3).flatten(2)

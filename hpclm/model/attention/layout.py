@@ -125,7 +125,9 @@ class Layouts:
         )
         weights = batch.weights
         if weights is not None:
+            # the slice of the sequence that this rank holds between layers, as scatter() divides it
             weights = weights.t().chunk(self.tp.size)[self.tp.rank]
+        # layers with one window share a mask, of which only documents make another in every micro-batch
         masks = cache(partial(self._block_mask, kind, batch.documents, part))
         made = {}
         for layer in self.layers:
@@ -191,6 +193,7 @@ def attention_metadata(
         positions = part.places[None]
     if rotates(config, layer):
         places = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
+        # rounded only here: bf16 has no more than 8 bits, so positions above 256 would fall together
         cos, sin = (x.to(dtype) for x in rotary(places, config, layer, length, rates))
     made = AttentionMetadata(positions, None, cos, sin, batch.seed, flex, part=part)
     biased = POSITIONS[config.positions].slopes is not None
@@ -259,6 +262,7 @@ def block_mask(
     if not cuda:
         return make()
     try:
+        # uncompiled, create_block_mask evaluates the mask as a [B, T, T] tensor
         return make(_compile=True)
     except failures():  # then blocks cannot be compiled either, and the next micro-batch has a dense mask
         return make()

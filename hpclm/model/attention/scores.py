@@ -78,6 +78,7 @@ def by_pieces(q: Tensor, k: Tensor, v: Tensor, how: Scores, part: SequencePart) 
 
     out = []
     for rows, (begin, end) in zip(q.chunk(len(part.pieces), 2), part.pieces, strict=True):
+        # is_causal would align the mask with the first key; these queries are the last rows of their keys
         mask, keys, values = bias.causal_lower_right(end - begin, end), k[:, :, :end], v[:, :, :end]
         grouped = q.shape[1] != k.shape[1]
         out.append(F.scaled_dot_product_attention(rows, keys, values, mask, scale=how.scale, enable_gqa=grouped))
@@ -105,6 +106,7 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, flex: Flex, how: Scores = PL
         y: Tensor = library.flex_attention(q, k, v, **given)
         return y
     y, more = library.flex_attention(q, k, v, **given, return_aux=library.AuxRequest(lse=True))
+    # with a sink s, softmax has exp(lse) / (exp(lse) + exp(s)) = sigmoid(lse - s) of what it has without
     return y * torch.sigmoid(more.lse - how.sinks[:, None])[..., None].to(y.dtype)
 
 
@@ -149,6 +151,7 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, begin: int, how: Scores, metadata: At
     scores = grouped_scores(q, k, how)
     rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
     if metadata is None or (metadata.window, metadata.documents, metadata.slopes) == (None, None, None):
+        # only the square on the diagonal has anything to hide; columns before it are visible to every row of the block
         scores[..., begin - first :].masked_fill_(columns[begin - first :] > rows[:, None], -torch.inf)
         return weighted(scores, v, None, how)
     if metadata.slopes is not None:

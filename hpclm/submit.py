@@ -12,7 +12,6 @@ if __name__ == "__main__":
     from hpclm.node import preemption
 
     preemption.catch_from_the_start("submit")  # before the other imports, which take a while
-    from hpclm import cli
-    from hpclm.commands.submit import main
+    from hpclm import cli, failures
 
-    raise SystemExit(cli.run(main))
+    raise SystemExit(failures.run(cli.function("submit")))

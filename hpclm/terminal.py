@@ -1,19 +1,16 @@
 """Print text of other origin safely: without control characters, which could control the terminal."""
 
-import argparse
 import codecs
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 HIDDEN = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters except tab and newline
     r"\u2028-\u202e\u2066-\u2069"  # line separators and bidirectional controls
     r"\ud800-\udfff"  # surrogates: bytes that are not UTF-8, and half characters
 )
-USAGE = 4  # lines of a usage that are shown with an error
 _HIDDEN = re.compile(f"[{HIDDEN}]")
 _HIDDEN_IN_LINE = re.compile(f"[{HIDDEN}\n]")
 
@@ -84,21 +81,6 @@ def many(count: int, what: str) -> str:
 def say(text: str = "", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """``print``, with ``plain`` text."""
     print(plain(text), end=end, file=file, flush=flush)
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse's; its messages, which quote arguments, are one safe line."""
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """As argparse."""
-        super().exit(status, message and line(message.rstrip("\n")) + "\n")
-
-    def error(self, message: str) -> NoReturn:
-        """As argparse, but without a usage so long that it would hide the message."""
-        if self.format_usage().count("\n") <= USAGE:
-            super().error(message)
-        print(f"usage: {self.prog} --help shows all options", file=sys.stderr)
-        self.exit(2, f"{self.prog}: error: {message}")
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -13,10 +13,9 @@ if __name__ == "__main__":
 
     parent.watch_from_the_start("train")
     preemption.catch_from_the_start("train")  # before the other imports, which take a while
-    from hpclm import cli
-    from hpclm.commands.train import main
+    from hpclm import cli, failures
     from hpclm.distributed import restart
 
-    ended = cli.run(main)
+    ended = failures.run(cli.function("train"))
     restart.note(ended)
     raise SystemExit(ended)

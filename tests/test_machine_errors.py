@@ -8,11 +8,11 @@ from tests.runs import ROOT
 
 LIMITED = """
 import resource, sys
-from hpclm import cli
+from hpclm import failures
 def verb(_):
     resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
     bytearray(1 << 31)
-sys.exit(cli.run(verb, []))
+sys.exit(failures.run(verb, []))
 """
 
 
@@ -32,5 +32,5 @@ def test_a_full_disk_under_standard_output_is_named(tmp_path):
 def test_memory_that_was_not_enough_is_said_with_place_and_limit(tmp_path):
     done = python("-c", LIMITED, cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: not enough memory: run in cli.py could not get more; ")
+    assert done.stderr.startswith("error: not enough memory: run in failures.py could not get more; ")
     assert "MiB are in use; the limit of this process is 1,024 MiB (ulimit -v)" in done.stderr

@@ -138,7 +138,7 @@ def test_a_run_in_a_folder_of_such_a_name_can_be_continued(name, surroundings):
     compose.dump(load(None, ["name=x"]), folder / "config.yaml")
     words = resume.words(runs.read(folder), [])
     settings = [word for word in words if not word.startswith("--") and ("/" in word or "=" in word)]
-    assert cli.settings(settings).out == str(folder)
+    assert environment.settings(settings).out == str(folder)
     assert hpclm.open(f"./{name}".replace("$", "\\$")).path == folder
     [line] = [line for line in setup.lines(load(None, []), folder / "config.yaml") if line.startswith("set -- ")]
     assert name.replace("$", "\\$") in line or "$" not in name

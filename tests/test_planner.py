@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from hpclm import cli
+from hpclm import failures
 from hpclm.commands import planner
 from hpclm.model import count
+from hpclm.node import environment
 from hpclm.planning import forecast, suggest
 from tests.forks import hpclm
 from tests.runs import ROOT
@@ -18,7 +19,7 @@ LLAMA = "configs/llama-7b.yaml"
 
 def output(*arguments, capsys):
     """What the verb prints, from inside this process."""
-    assert cli.run(planner.main, [str(argument) for argument in arguments]) == 0
+    assert failures.run(planner.main, [str(argument) for argument in arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -71,7 +72,7 @@ def test_what_saves_memory_is_said_to(less, more, capsys):
 
 
 def test_over_a_slow_network_weights_are_best_sharded_within_a_node():
-    run = cli.settings([LLAMA, "job.nodes=2", "job.gpus=8", "parallel.shard=null"])
+    run = environment.settings([LLAMA, "job.nodes=2", "job.gpus=8", "parallel.shard=null"])
     ranked = suggest.ranked(run, planner.kind_of("H100", network=3))
     best = next(
         one for one in ranked if one.options == ("parallel.shard=8", "batch.micro_size=2", "engine.zero_stage=3")
@@ -84,7 +85,7 @@ def test_over_a_slow_network_weights_are_best_sharded_within_a_node():
 def test_suggestions_fit_are_ranked_and_are_what_their_words_give(capsys):
     asked = [LLAMA, "job.nodes=2", "job.gpus=4", "batch.global_size=256", "engine.compile=false"]
     kind = planner.kind_of("A100")
-    best = suggest.ranked(cli.settings(asked), kind)
+    best = suggest.ranked(environment.settings(asked), kind)
     assert len(best) > 10
     speeds = [one.forecast.tokens_per_second for one in best]
     assert speeds == sorted(speeds, reverse=True)
@@ -104,7 +105,7 @@ def test_suggest_stands_before_or_after_a_file(capsys):
 
 
 def test_nothing_fits_a_gpu_that_is_too_small(capsys):
-    assert cli.run(planner.main, [LLAMA, "--suggest", "--memory", "2"]) == 1
+    assert failures.run(planner.main, [LLAMA, "--suggest", "--memory", "2"]) == 1
     assert "nothing fits 1 x H100" in capsys.readouterr().out
     assert "does not fit" in output(LLAMA, "--memory", 2, capsys=capsys)
 
@@ -127,7 +128,7 @@ def test_nothing_fits_a_gpu_that_is_too_small(capsys):
     ),
 )
 def test_what_cannot_be_planned_is_told(words, message, capsys):
-    assert cli.run(planner.main, words) == 64
+    assert failures.run(planner.main, words) == 64
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -143,7 +144,7 @@ def test_a_head_that_tensor_cores_do_not_like_is_told(capsys):
 
 def test_a_whole_forecast_loads_neither_torch_nor_numpy():
     code = (
-        "import sys; from hpclm import cli; from hpclm.commands import planner; code = cli.run(planner.main); "
+        "import sys; from hpclm import failures; from hpclm.commands import planner; code = failures.run(planner.main); "
         "print({'torch', 'numpy'} & set(sys.modules)); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code, LLAMA, "--gpus=8"], capture_output=True, text=True, cwd=ROOT)

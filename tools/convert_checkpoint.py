@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """``hpclm convert`` as a script."""
 
+import sys
+
 from hpclm import cli
-from hpclm.commands import convert
 
 if __name__ == "__main__":
-    raise SystemExit(cli.run(convert.main))
+    raise SystemExit(cli.main(["convert", *sys.argv[1:]]))

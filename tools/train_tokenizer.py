@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Learn a tokenizer from text; ``--help`` says how."""
 
+import sys
+
 from hpclm import cli
-from hpclm.datasets import train_tokenizer
 
 if __name__ == "__main__":
-    raise SystemExit(cli.run(train_tokenizer.main))
+    raise SystemExit(cli.main(["train-tokenizer", *sys.argv[1:]]))

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpclm import cli, config
+from hpclm import config
 from hpclm.api import values
 from hpclm.config import RunConfig
 from hpclm.config.checks import shown
 from hpclm.config.fields import as_yaml, required, type_of, type_text
 from hpclm.errors import ConfigError
+from hpclm.node import environment
 
 Base = RunConfig | str | os.PathLike[str]
 """Settings, or the name of a preset, a settings file or a run directory."""
@@ -54,7 +55,7 @@ def compose(base: Base, changes: Iterable[Change]) -> RunConfig:
             f'hpclm.train("debug", {{"model.layers": 6}}); it is {type(base).__name__}'
         )
     try:
-        return cli.settings([values.path(base), *words(changes)])
+        return environment.settings([values.path(base), *words(changes)])
     except values.UnfitError:
         raise ConfigError(f"the first argument, {shown(base)}, cannot be the name of a file") from None
 

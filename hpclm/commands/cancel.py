@@ -1,6 +1,5 @@
 """``hpclm cancel``: have a run save and exit, and keep Slurm from starting it again."""
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -8,10 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpclm import cli, files
+from hpclm import failures, files
 from hpclm.errors import HpclmError
 from hpclm.node.processes import NoAnswerError
 from hpclm.node.slurm import JobState
+from hpclm.parser import SEVERAL, Parser
 from hpclm.rundir import control_files
 from hpclm.rundir import runs as folders
 from hpclm.rundir.lock import HolderWatch, is_here
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     if args.wait < 0:
         options.error("--wait must be at least 0")
     chosen = folders.choose(args.run, args.runs)
-    each, stopped = cli.PerRunErrors(len(chosen)), dict[Path, list[Target]]()
+    each, stopped = failures.PerRunErrors(len(chosen)), dict[Path, list[Target]]()
     for out in chosen:
         with each:
             stopped[out] = stop(out, args.now)
@@ -92,16 +92,16 @@ def main(argv: list[str]) -> int:
     return each.code
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm cancel``."""
-    options = cli.run_parser(
-        "cancel",
-        "End runs: each finishes its current step, saves and exits, and Slurm does not start it again. 'hpclm resume' "
-        "continues it.",
-        run=cli.SEVERAL,
-        nargs="+",
-        wait="how long to wait for them to exit",
+    options = Parser(
+        prog="hpclm cancel",
+        description="End runs: each finishes its current step, saves and exits, and Slurm does not start it again. 'hpclm "
+        "resume' continues it.",
     )
+    options.add_run(SEVERAL, nargs="+")
+    options.add_wait("how long to wait for them to exit")
+    options.add_runs_folder()
     options.add_argument("--now", action="store_true", help="end them without saving")
     return options
 

@@ -1,14 +1,14 @@
 """``hpclm checkpoints``: list a run's checkpoints, and verify them."""
 
-import argparse
 import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpclm import cli, files, terminal
+from hpclm import files, terminal
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
+from hpclm.parser import Parser
 from hpclm.rundir import runs as folders
 from hpclm.terminal import say
 
@@ -38,13 +38,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm checkpoints``."""
-    options = cli.run_parser(
-        "checkpoints",
-        "List a run's checkpoints, oldest first, and verify the sizes and hashes of their files, and that all values are finite.",
+    options = Parser(
+        prog="hpclm checkpoints",
+        description="List a run's checkpoints, oldest first, and verify the sizes and hashes of their files, and that all values "
+        "are finite.",
         epilog="exit code: 0, also if only some are bad · 66 if the run has saved, but no good checkpoint is left",
     )
+    options.add_run()
+    options.add_runs_folder()
     options.add_argument("--no-verify", action="store_true", help="check only names and sizes, which is quick")
     options.add_argument("--json", action="store_true", help="print one JSON object per line")
     return options

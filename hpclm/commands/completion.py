@@ -4,16 +4,15 @@ shtab makes them from the parsers of all verbs; the functions here add what only
 but the names of runs in it, so that no Python starts at a Tab.
 """
 
-import argparse
 import re
 import shlex
 from collections.abc import Iterable
-from importlib import import_module
 
-from hpclm import __version__, cli, extras, shipped, terminal
+from hpclm import __version__, cli, extras, shipped
 from hpclm.commands.docs import topics
 from hpclm.config import fields
 from hpclm.launch import arguments
+from hpclm.parser import Parser
 from hpclm.terminal import say
 
 ZSH_FIXES = {
@@ -91,9 +90,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm completion``."""
-    options = terminal.ArgumentParser(
+    options = Parser(
         prog="hpclm completion",
         description='Print a script for completion. bash: eval "$(hpclm completion bash)" in ~/.bashrc. '
         "zsh: the same with zsh, after compinit, in ~/.zshrc.",
@@ -124,36 +123,25 @@ def script(shell: str) -> str:
     return text
 
 
-def _all_verbs() -> argparse.ArgumentParser:
+def _all_verbs() -> Parser:
     """One parser with all verbs as its commands."""
-    whole = argparse.ArgumentParser(prog="hpclm")
+    whole = Parser(prog="hpclm")
     whole.add_argument("--version", action="version", version=__version__)
     verbs = whole.add_subparsers()
     verbs.add_parser("help", help="show the options of a verb").add_argument("verb", choices=list(cli.VERBS))
-    for verb, (place, text) in cli.VERBS.items():
-        parents = [_of_resume()] if verb == "resume" else [_parser(place)]
+    for verb, (_, text) in cli.VERBS.items():
+        parents = [_of_resume()] if verb == "resume" else [cli.parser(verb)]
         verbs.add_parser(verb, help=text, parents=parents, add_help=False)
     return whole
 
 
-def _parser(place: str) -> argparse.ArgumentParser:
-    """The parser of the verb at ``place``: module, or module:function."""
-    module, _, function = place.partition(":")
-    made: argparse.ArgumentParser = getattr(import_module(module), f"{function}_parser" if function else "parser")()
-    return made
-
-
-def _of_resume() -> argparse.ArgumentParser:
+def _of_resume() -> Parser:
     """A run, then everything that ``hpclm submit`` takes, to which resume passes it on."""
-    run = cli.run_parser("resume", "")
-    return argparse.ArgumentParser(
-        parents=[run, arguments.parser()], add_help=False, conflict_handler="resolve", prog="hpclm resume"
-    )
+    run = Parser(prog="hpclm resume")
+    run.add_run()
+    run.add_runs_folder()
+    return Parser(parents=[run, arguments.parser()], add_help=False, conflict_handler="resolve", prog="hpclm resume")
 
 
 def _quoted(words: Iterable[str]) -> str:
     return " ".join(map(shlex.quote, words))
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(main))

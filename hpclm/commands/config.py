@@ -1,6 +1,5 @@
 """``hpclm config``: print the settings of a run with their documentation, or the reference page of all settings."""
 
-import argparse
 import inspect
 import textwrap
 import typing
@@ -8,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from hpclm import cli
 from hpclm.config import RunConfig, compose
 from hpclm.config.fields import as_yaml, docs, required
+from hpclm.node import environment
+from hpclm.parser import Parser
 from hpclm.terminal import say
 
 REFERENCE_HEAD = """# All settings
@@ -28,18 +28,18 @@ is refused; `./~` and `\\$NAME` are folders of that name. `job.setup` and `job.e
 def main(argv: list[str]) -> int:
     """``hpclm config``: print the resolved settings, or the reference page."""
     args = parser().parse_intermixed_args(argv)  # settings may follow options
-    say(reference() if args.reference else explained(cli.settings(args.settings), args.changed), end="")
+    say(reference() if args.reference else explained(environment.settings(args.settings), args.changed), end="")
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm config``."""
-    options = cli.Parser(
+    options = Parser(
         prog="hpclm config",
         description="Print the settings of a run with an explanation of each, or the reference of all settings.",
     )
     files = "one settings file, and overrides"
-    cli.completed(options.add_argument("settings", nargs="*", metavar="FILE | key=value", help=files), "presets")
+    options.add_settings(files, "presets", metavar="FILE | key=value")
     options.add_argument("--reference", action="store_true", help="print the page of all settings instead (Markdown)")
     options.add_argument("--changed", action="store_true", help="print only what differs from the defaults")
     return options

@@ -4,9 +4,11 @@ import argparse
 import re
 from pathlib import Path
 
-from hpclm import cli, config, extras, files, paths
+from hpclm import config, extras, files, paths
 from hpclm.checkpoint import manifest
 from hpclm.errors import ConfigError
+from hpclm.parser import Parser, completed
+from hpclm.rundir import runs
 from hpclm.terminal import say
 
 DESCRIPTION = """Convert weights. SOURCE sets the direction:
@@ -47,20 +49,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm convert``."""
-    options = cli.Parser(
+    options = Parser(
         prog="hpclm convert",
         description=DESCRIPTION,
         epilog="exit codes: 0 done, 2 wrong arguments, 64 cannot be converted (the message says why), 66 no good checkpoint",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = options.add_argument
-    cli.completed(add("source", type=paths.option_path, metavar="SOURCE"), "runs")
+    completed(add("source", type=paths.option_path, metavar="SOURCE"), "runs")
     add("target", type=paths.option_path, metavar="TARGET")
     settings = "settings that differ from the run's own, such as data.tokenizer_files; in an import, model.… settings that its files lack"
-    cli.completed(add("settings", nargs="*", default=[], metavar="key=value", help=settings), "settings")
-    cli.add_runs(options)
+    options.add_settings(settings, default=[])
+    options.add_runs_folder()
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of an export's weights (default: fp32)")
     add("--shard-gb", type=float, metavar="GB", help=f"start another file beyond this (default: {SHARD_GB:g})")
     add("--allow-nan", action="store_true", help="export weights that are not finite, too")
@@ -77,7 +79,7 @@ def converted(args: argparse.Namespace) -> str:
     """Convert, and say what was made of what."""
     from hpclm.inference import run_settings  # imports NumPy
 
-    source, target, overrides = cli.located(args.source, args.runs), args.target, args.settings
+    source, target, overrides = runs.located(args.source, args.runs), args.target, args.settings
     if not source.is_dir():
         raise ConfigError(f"{source.absolute()} is not a folder")
     if is_run(source):

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpclm import paths, terminal
+from hpclm import paths
 from hpclm.errors import ConfigError, unwritten
+from hpclm.parser import Parser
 from hpclm.terminal import many, say
 
 DTYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64", "uint32", "uint64"]
@@ -131,14 +132,14 @@ def _verified(result: dict[str, Any]) -> str:
     )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm data``."""
-    options = terminal.ArgumentParser(
+    options = Parser(
         prog="hpclm data", description="Inspect, verify, hash, merge and convert datasets.", allow_abbrev=False
     )
     commands = options.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, function: object, does: str) -> argparse.ArgumentParser:
+    def command(name: str, function: object, does: str) -> Parser:
         sub = commands.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.", allow_abbrev=False)
         sub.set_defaults(command=function)
         return sub
@@ -184,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def _output_options(sub: argparse.ArgumentParser, required: bool) -> None:
+def _output_options(sub: Parser, required: bool) -> None:
     layout = "default of merge: the datasets' own"
     sub.add_argument("--layout", choices=["megatron", "fairseq"], required=required, help=layout)
     dtype = "type of the tokens; default: the narrowest that holds all of them"

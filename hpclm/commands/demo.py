@@ -1,6 +1,5 @@
 """The verb ``hpclm demo``: corpus, tokenizer, dataset, a training run that is stopped half-way and continued, and its text."""
 
-import argparse
 import json
 import random
 import shlex
@@ -9,10 +8,11 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpclm import cli, files, folders
+from hpclm import files, folders
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
-from hpclm.node import preemption, python
+from hpclm.node import environment, preemption, python
+from hpclm.parser import Parser
 from hpclm.rundir import summary
 from hpclm.terminal import say, sparkline
 
@@ -25,20 +25,20 @@ STOP = 150  # the step after which training is stopped once
 def main(argv: list[str]) -> int:
     """``hpclm demo``."""
     words = parser().parse_intermixed_args(argv).settings
-    settings = cli.settings(["demo", *words])  # mistakes are reported before anything is written
+    settings = environment.settings(["demo", *words])  # mistakes are reported before anything is written
     folders.writable_folder(FOLDER, "folder")
     return _prepare() or _train(settings, words)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm demo``."""
-    options = cli.Parser(
+    options = Parser(
         prog="hpclm demo",
         description=f"Train a small GPT on the source code of Python's standard library, in the folder {FOLDER}/: a few minutes on "
         "two CPU cores. Nothing is downloaded. The same command continues where it was stopped.",
     )
     example = "settings of the training: budget.steps=100"
-    cli.completed(options.add_argument("settings", nargs="*", metavar="key=value", help=example), "settings")
+    options.add_settings(example)
     return options
 
 

@@ -1,6 +1,5 @@
 """``hpclm docs``: the pages of the documentation and the explanations of settings, without a network."""
 
-import argparse
 import dataclasses
 import pydoc
 import re
@@ -14,6 +13,7 @@ from hpclm import cli, files, shipped, terminal
 from hpclm.commands.config import all_settings, default
 from hpclm.config import RunConfig, fields, hints
 from hpclm.errors import ConfigError
+from hpclm.parser import Parser, completed
 from hpclm.registry import hint
 from hpclm.terminal import say
 
@@ -31,14 +31,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm docs``."""
-    options = terminal.ArgumentParser(
+    options = Parser(
         prog="hpclm docs",
         description="Show a page of the documentation, or what a setting is. Without TOPIC, list the pages.",
     )
     topic = "a page (reliability), a setting (optim.lr) or a section of settings (optim., log)"
-    cli.completed(options.add_argument("topic", nargs="?", metavar="TOPIC", help=topic), "topics")
+    completed(options.add_argument("topic", nargs="?", metavar="TOPIC", help=topic), "topics")
     return options
 
 
@@ -85,7 +85,3 @@ def _explained(key: str) -> Iterator[str]:
         if name == fields.split_key(key)[0] or name.startswith(section):
             indented = textwrap.indent(textwrap.fill(text, WIDTH - 4, break_on_hyphens=False), "    ")
             yield f"{name}\n    {fields.type_text(field.type)}; default: {default(field)}\n{indented}"
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(main))

@@ -1,15 +1,14 @@
 """``hpclm doctor``: what this process has, what is wrong with it, and what to do."""
 
-import argparse
 import json
 import logging
 from typing import Any
 
-from hpclm import terminal
 from hpclm.diagnostics import facts, verdict
 from hpclm.diagnostics.facts import Facts
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
+from hpclm.parser import Parser
 from hpclm.terminal import many, say
 
 
@@ -34,9 +33,9 @@ def main(argv: list[str]) -> int:
     return bool(problems)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm doctor``."""
-    options = terminal.ArgumentParser(
+    options = Parser(
         prog="hpclm doctor",
         description="Show this process's versions, devices, network, limits and launcher, and what is wrong. "
         "Under srun, mpirun or torchrun, the first process shows everything, and the others print a line each.",

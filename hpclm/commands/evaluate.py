@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hpclm import cli, extras, paths
+from hpclm import extras, paths
 from hpclm.inference import texts
+from hpclm.parser import Parser
+from hpclm.rundir import runs
 from hpclm.rundir.rows import finite
 from hpclm.terminal import say
 
@@ -22,7 +24,7 @@ def main(argv: list[str]) -> int:
     args = options.parse_intermixed_args(argv)  # settings may follow options
     if problem := next(_misused(args), None):
         options.error(problem)
-    typed_run, args.run = args.run, cli.located(Path(paths.expanded(args.run)), args.runs)
+    typed_run, args.run = args.run, runs.located(Path(paths.expanded(args.run)), args.runs)
     if args.follow:
         from hpclm.commands import follow as follower
 
@@ -49,18 +51,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm evaluate``."""
-    options = cli.Parser(
+    options = Parser(
         prog="hpclm evaluate",
         description="Measure a run's newest checkpoint: on its held-out data, on any text or dataset, or on tasks of "
         "lm-evaluation-harness.",
     )
     add = options.add_argument
-    cli.completed(add("run", help=cli.ONE), "runs")
-    cli.add_runs(options)
+    options.add_run(type=str)  # to be expanded, and named as it was typed
+    options.add_runs_folder()
     other = "settings that differ from the run's own"
-    cli.completed(add("settings", nargs="*", default=[], metavar="key=value", help=other), "settings")
+    options.add_settings(other, default=[])
     what = options.add_mutually_exclusive_group()
     parts = "valid, test, train, or valid/NAME of data.validation (default: valid)"
     what.add_argument("--part", default="valid", metavar="PART", help=parts)

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpclm import cli, paths, terminal
+from hpclm import paths, terminal
 from hpclm.config.checks import is_utf8
 from hpclm.errors import ConfigError
 from hpclm.inference import texts
 from hpclm.inference.generation_settings import Limits, Sampling
+from hpclm.parser import Parser
 from hpclm.registry import hint
+from hpclm.rundir import runs
 from hpclm.terminal import say
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ def main(argv: list[str]) -> int:
     limits = Limits(args.tokens, tuple(args.stop))
     sampling = Sampling(args.temperature, args.top_k or None, args.top_p, args.seed)
     prompts = [] if args.interactive and args.prompt is None else list(_prompts(args))
-    run = cli.located(args.run, args.runs)
+    run = runs.located(args.run, args.runs)
     from hpclm.inference import run_settings  # imports NumPy
 
     run_settings.check(run, args.settings, reads_text=True)
@@ -63,14 +65,14 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm generate``."""
-    options = cli.Parser(prog="hpclm generate", description="Continue prompts with a run's newest checkpoint.")
+    options = Parser(prog="hpclm generate", description="Continue prompts with a run's newest checkpoint.")
     add = options.add_argument
-    cli.completed(add("run", type=paths.option_path, help=cli.ONE), "runs")
-    cli.add_runs(options)
+    options.add_run(type=paths.option_path)
+    options.add_runs_folder()
     other = "settings that differ from the run's own"
-    cli.completed(add("settings", nargs="*", default=[], metavar="key=value", help=other), "settings")
+    options.add_settings(other, default=[])
     add("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
     prompts = 'one prompt per line (.jsonl: {"prompt": TEXT}); - reads standard input; prints a JSON object for each'
     add("--prompts", type=paths.option, metavar="FILE", help=prompts)

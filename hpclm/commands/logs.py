@@ -1,14 +1,14 @@
 """``hpclm logs``: print or follow the log of a run, of any rank, or of its job."""
 
-import argparse
 import re
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpclm import cli, files, terminal
+from hpclm import files, terminal
 from hpclm.errors import ConfigError
+from hpclm.parser import Parser
 from hpclm.rundir import runs as folders
 from hpclm.rundir.logs import follow, last, matching, whole
 from hpclm.rundir.runs import Run
@@ -42,13 +42,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm logs``."""
-    options = cli.run_parser(
-        "logs",
-        "Print the log of a run: rank 0's over all attempts, or the job's if training has not started.",
+    options = Parser(
+        prog="hpclm logs",
+        description="Print the log of a run: rank 0's over all attempts, or the job's if training has not started.",
         epilog="With -f, it follows the run across restarts, until the run is over or you press Ctrl-C.",
     )
+    options.add_run()
+    options.add_runs_folder()
     options.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
     which = options.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="N", help="output of rank N (default: 0)")

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from hpclm import cli
 from hpclm.config import RunConfig
 from hpclm.config.compose import is_override
 from hpclm.errors import ConfigError
 from hpclm.model import count
+from hpclm.node import environment
 from hpclm.node.gpus import KINDS, Kind, known
+from hpclm.parser import Parser
 from hpclm.planning import forecast, suggest, time
 from hpclm.planning.engines import zero_stage
 from hpclm.planning.forecast import GIB, Forecast
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
         rows = {path: {"error": str(p)} if isinstance(p, ConfigError) else facts(p) for path, p in plans.items()}
         _show(rows if args.json else None, comparison(plans, args.gpus_kind))
         return 0
-    run = cli.settings(settings)
+    run = environment.settings(settings)
     if not args.suggest:
         run = _with_micro_size(run, kind)
         plan = forecast.of(run, kind)
@@ -52,9 +53,9 @@ def main(argv: list[str]) -> int:
     return 0 if best else 1
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm planner``."""
-    options = cli.Parser(
+    options = Parser(
         prog="hpclm planner",
         description="Estimate the memory that a run needs on each GPU, and its speed. Nothing is started.",
         epilog=EPILOG,
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = options.add_argument
     files_or_one = "one settings file, or several to compare, and overrides"
-    cli.completed(add("settings", nargs="*", metavar="FILE | key=value", help=files_or_one), "presets")
+    options.add_settings(files_or_one, "presets", metavar="FILE | key=value")
     add("--gpus-kind", default="H100", metavar="KIND", help="kind of GPU (H100)")
     add("--nodes", "-N", metavar="N", help="nodes, short for job.nodes")
     add("--gpus", metavar="N", help="GPUs of each node, short for job.gpus")
@@ -91,7 +92,7 @@ def _on_its_gpus(settings: Sequence[str], kind: Kind) -> Forecast | ConfigError:
     """The forecast of a run; if its settings name no number of GPUs, on the smallest of GPUS that it fits."""
     outcome: Forecast | ConfigError | None = None
     try:
-        run = cli.settings(settings)
+        run = environment.settings(settings)
     except ConfigError as error:
         return error
     for nodes, gpus in GPUS if (run.job.nodes, run.job.gpus) == (1, 1) else [(run.job.nodes, run.job.gpus)]:

@@ -1,13 +1,13 @@
 """The verb ``hpclm report``: one run, or several compared, as a page and as images."""
 
-import argparse
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hpclm import cli, files, paths
+from hpclm import files, paths
 from hpclm.errors import ConfigError, HpclmError, unwritten
+from hpclm.parser import SEVERAL, Parser
 from hpclm.rundir import runs as folders
 from hpclm.terminal import say
 
@@ -25,15 +25,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm report``."""
-    options = cli.run_parser(
-        "report",
-        "Write one HTML page about a run: where it came from, its curves, every attempt and what ended it; or a comparison "
+    options = Parser(
+        prog="hpclm report",
+        description="Write one HTML page about a run: where it came from, its curves, every attempt and what ended it; or a comparison "
         "of several runs, the best first, with the settings in which they differ. It needs no network, and no other file.",
-        run=cli.SEVERAL,
-        nargs="+",
     )
+    options.add_run(SEVERAL, nargs="+")
+    options.add_runs_folder()
     options.add_argument(
         "-o",
         "--output",

@@ -6,9 +6,10 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from hpclm import cli, files, paths
+from hpclm import failures, files, paths
 from hpclm.errors import ConfigError, LockedError
 from hpclm.node import slurm
+from hpclm.parser import SEVERAL, Parser
 from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import Run
 from hpclm.rundir.status import RunStatus, query
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
     chosen = [folders.read(out) for out in folders.choose(named, args.runs)]
     if len(chosen) > 1 and "--from" in changes:
         options.error("--from takes one run: several runs have different steps")
-    each = cli.PerRunErrors(len(chosen))
+    each = failures.PerRunErrors(len(chosen))
     for number, status in enumerate(query(chosen, PATIENCE), start=1):
         with each:
             folders.check_own(status.run.out, "resumed")
@@ -43,17 +44,18 @@ def main(argv: list[str]) -> int:
     return each.code
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm resume``."""
-    options = cli.Parser(
+    options = Parser(
         prog="hpclm resume",
         usage="hpclm resume [-h] [--runs FOLDER] RUN [RUN ...] [--from STEP] [option of hpclm submit ...] [key=value ...]",
         description="Submit runs again: each continues from its last checkpoint, with its own settings and as many nodes and GPUs as "
         "before. Everything after the runs changes that, and is passed to hpclm submit: hpclm resume RUN --nodes 4",
         epilog="--from STEP continues from an older checkpoint (hpclm checkpoints RUN lists them); newer ones are set aside.",
     )
-    cli.add_runs(options)
-    cli.completed(options.add_argument("run", type=paths.option, help=cli.SEVERAL), "runs")
+    options.add_runs_folder()
+    options.add_run(SEVERAL)
+    options.takes_settings = True
     options.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="what to change, as hpclm submit takes it"
     )

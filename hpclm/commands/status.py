@@ -1,6 +1,5 @@
 """``hpclm status``: the state of runs, within a second and even if the scheduler does not answer."""
 
-import argparse
 import json
 import os
 import shutil
@@ -11,9 +10,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from hpclm import cli, files, paths, terminal
+from hpclm import files, terminal
 from hpclm.errors import ConfigError, DivergedError
 from hpclm.node import processes
+from hpclm.parser import SEVERAL, Parser
 from hpclm.rundir import runs as folders
 from hpclm.rundir import submissions
 from hpclm.rundir.status import RunStatus, query, span
@@ -51,16 +51,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm status``."""
-    options = terminal.ArgumentParser(
+    options = Parser(
         prog="hpclm status",
         description="Show the state of runs: all below a folder, or some in detail. Reads the runs' own files, and asks Slurm's "
         "squeue, which may be slow or missing.",
     )
-    several = f"{cli.SEVERAL} (default: all)"
-    cli.completed(options.add_argument("run", nargs="*", type=paths.option, help=several), "runs")
-    cli.add_runs(options)
+    several = f"{SEVERAL} (default: all)"
+    options.add_run(several, nargs="*")
+    options.add_runs_folder()
     options.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
     return options
 

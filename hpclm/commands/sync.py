@@ -1,11 +1,11 @@
 """``hpclm sync``: send a run's sinks the metrics they lack; for runs on nodes without a network."""
 
-import argparse
 from pathlib import Path
 
-from hpclm import cli, files
+from hpclm import failures, files
 from hpclm.config import compose
 from hpclm.errors import ConfigError, HpclmError
+from hpclm.parser import Parser
 from hpclm.rundir import runs
 from hpclm.sinks import lookup
 from hpclm.sinks.feed import Feed, cause, place
@@ -22,16 +22,18 @@ def main(argv: list[str]) -> int:
     names = args.sink or compose.of_run(out, []).log.sinks
     if not names:
         raise ConfigError(f"{out} has no log.sinks; name one: hpclm sync {files.typed(args.run)} --sink wandb")
-    each = cli.PerRunErrors(len(names))
+    each = failures.PerRunErrors(len(names))
     for name in names:
         with each:
             sync(out, name)
     return each.code
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm sync``."""
-    options = cli.run_parser("sync", "Send the metrics that the sinks of a run (log.sinks) lack.")
+    options = Parser(prog="hpclm sync", description="Send the metrics that the sinks of a run (log.sinks) lack.")
+    options.add_run()
+    options.add_runs_folder()
     options.add_argument(
         "--sink", action="append", metavar="NAME", help="another sink than those of the run; repeatable"
     )
@@ -53,7 +55,3 @@ def sync(out: Path, name: str) -> None:
     lost = feed.refused - refused
     all_rows = f"everything but {feed.refused} refused rows" if feed.refused else "everything"
     say(f"{name}: {feed.rows - before - lost} rows sent; it has {all_rows} up to step {step}")
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(main))

@@ -1,6 +1,5 @@
 """The verb ``hpclm top``: all runs below a folder, live, with the course of their losses."""
 
-import argparse
 import os
 import select
 import shutil
@@ -14,8 +13,9 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
-from hpclm import cli, paths, terminal
+from hpclm import paths, terminal
 from hpclm.commands import status as verb
+from hpclm.parser import Parser
 from hpclm.rundir import runs as folders
 from hpclm.rundir.status import Queue, RunStatus
 from hpclm.terminal import say
@@ -53,16 +53,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm top``."""
-    options = terminal.ArgumentParser(
+    options = Parser(
         prog="hpclm top",
         description="Show all runs below a folder, live, until q or Ctrl-C. If the output is not a terminal, print one table.",
     )
     options.add_argument(
         "folder", nargs="?", type=paths.option_path, metavar="FOLDER", help="the same as --runs FOLDER"
     )
-    cli.add_runs(options)
+    options.add_runs_folder()
     options.add_argument(
         "--every", type=float, default=2.0, metavar="SECONDS", help="seconds between updates (default: 2)"
     )

@@ -9,14 +9,15 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hpclm import cli, folders, log
+from hpclm import failures, folders, log
 from hpclm.config import RunConfig
 from hpclm.config.compose import missing_code, named
 from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError, Interrupted
-from hpclm.node import notify, preemption, processes, secrets, threads
+from hpclm.node import environment, notify, preemption, processes, secrets, threads
+from hpclm.parser import EPILOG, Parser, step
 from hpclm.rundir import code, folder, saved
 
 HONOURED = ("job.notify", "job.warn_seconds")
@@ -27,7 +28,7 @@ AGAIN = "run the same call again to continue"
 def main(argv: list[str]) -> int:
     """``hpclm train``."""
     args = parser().parse_intermixed_args(argv)
-    settings = cli.settings(args.settings, argv)
+    settings = environment.settings(args.settings, argv)
     ignored = [key for key in named(args.settings) if key.startswith("job.") and not key.startswith(HONOURED)]
     if ignored:  # in a file it is for hpclm submit, which may read the same file
         raise ConfigError(
@@ -38,20 +39,20 @@ def main(argv: list[str]) -> int:
     return start(settings, resume_step=args.resume_step, began=began)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm train``."""
-    options = cli.Parser(
+    options = Parser(
         prog="hpclm train",
         description="Train a model. The same command continues a run that was stopped, killed or preempted.",
-        epilog=cli.EPILOG,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     files = "one settings file or preset, and overrides"
-    cli.completed(options.add_argument("settings", nargs="+", metavar="FILE | key=value", help=files), "presets")
+    options.add_settings(files, "presets", nargs="+", metavar="FILE | key=value")
     options.add_argument(
         "--from",
         dest="resume_step",
-        type=cli.step,
+        type=step,
         metavar="STEP",
         help="continue from the checkpoint of this step; newer ones are set aside, not deleted. A requeued job does "
         "this only once",
@@ -121,7 +122,7 @@ def start(
             restart.report(ended, parent)
         return ended
     try:
-        ended = cli.run(lambda _: train(settings, world, resume_step), [])
+        ended = failures.run(lambda _: train(settings, world, resume_step), [])
     except SystemExit as end:  # reported by another rank
         ended = end.code if isinstance(end.code, int) else 1
     if world.rank == 0 and world.launcher == "Slurm":

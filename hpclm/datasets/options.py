@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpclm import config, paths, terminal
+from hpclm import config, paths
 from hpclm.config.data import TOKENIZERS
 from hpclm.data import chat_record, tokenizers
 from hpclm.data.loss_mask import prefix_of
@@ -16,6 +16,7 @@ from hpclm.datasets.inputs import LONGEST, MB, Input, Share, find
 from hpclm.datasets.run_text import token_text
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
+from hpclm.parser import Parser
 
 # Megatron's --tokenizer-type: our kind, and the options that name its files
 MEGATRON_TYPES = {
@@ -247,9 +248,9 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm preprocess``."""
-    options = terminal.ArgumentParser(
+    options = Parser(
         prog="hpclm preprocess",
         description="Convert text into a dataset. With srun or mpirun, each process handles a part of the input.",
         allow_abbrev=False,

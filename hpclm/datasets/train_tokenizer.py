@@ -17,7 +17,8 @@ from hpclm.errors import ConfigError
 from hpclm.files import write_bytes
 from hpclm.folders import writable_folder
 from hpclm.node.interruption import prompt_exit
-from hpclm.terminal import ArgumentParser, say
+from hpclm.parser import Parser
+from hpclm.terminal import say
 
 MEASURED = 1000  # random documents for measuring the compression
 LONG = 1 << 16  # characters of such a document, at most
@@ -105,9 +106,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm train-tokenizer``."""
-    options = ArgumentParser(prog="hpclm train-tokenizer", description=__doc__, allow_abbrev=False)
+    options = Parser(prog="hpclm train-tokenizer", description=__doc__, allow_abbrev=False)
     add = options.add_argument
     texts = "what hpclm preprocess --input takes"
     add("--input", type=paths.option, nargs="+", required=True, metavar="FILE", help=texts)

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpclm import cli, config, paths, shipped
+from hpclm import config, paths, shipped
 from hpclm.config import JobConfig, RunConfig
 from hpclm.config.compose import is_override
 from hpclm.config.fields import docs
 from hpclm.config.job import TEMPLATES
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError
+from hpclm.node import environment
+from hpclm.parser import EPILOG, Parser, completed, step
 from hpclm.training import records
 
 # Command-line options -> job settings. Short options are sbatch's.
@@ -54,20 +56,20 @@ class Variant:
     """Added to the run's name and directory: -lr-0.001-seed-2."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of ``hpclm submit``."""
     explained = docs(JobConfig)
-    options = cli.Parser(
+    options = Parser(
         prog="hpclm submit",
         description="Train on Slurm, on the machines of a hostfile, or locally. Settings are checked before anything is "
         "submitted. The same command continues the run.",
-        epilog=cli.EPILOG,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = options.add_argument
     files = "settings file or preset (default: debug), overrides"
-    cli.completed(add("settings", nargs="*", metavar="FILE | key=value", help=files), "presets")
+    options.add_settings(files, "presets", metavar="FILE | key=value")
     add("--config", type=paths.option, metavar="FILE", help="the settings file, as an option")
     job = options.add_argument_group("resources", "Each option overrides the setting job.NAME.")
     for flags, name in FLAGS.items():
@@ -77,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     more = "another option of sbatch: reservation=course"
     job.add_argument("--sbatch", metavar="NAME[=VALUE]", help=more, **repeated)
     bad = "exclude nodes that failed the preflight checks of this run, or corrupted its state"
-    cli.completed(job.add_argument("--exclude-bad", type=paths.option, metavar="RUN", help=bad, **repeated), "runs")
+    completed(job.add_argument("--exclude-bad", type=paths.option, metavar="RUN", help=bad, **repeated), "runs")
     values = "submit a separate run for each value; for each combination if repeated"
     several = options.add_argument_group("several runs")
     several.add_argument("--sweep", "--array", metavar="key=a,b,c", help=values, **repeated)
@@ -97,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     add("--pdb", action="store_true", help="with --debug: start Python's debugger at an exception")
     add("--again", action="store_true", help="submit even if a job of the run is queued, to continue after it")
     back = "continue from the checkpoint of this step; newer ones are set aside, not deleted"
-    add("--from", dest="resume_step", type=cli.step, metavar="STEP", help=back)
+    add("--from", dest="resume_step", type=step, metavar="STEP", help=back)
     return options
 
 
@@ -113,7 +115,7 @@ def compose(args: argparse.Namespace, variant: Variant, typed: Sequence[str]) ->
     for word in args.sbatch:
         name, _, value = word.removeprefix("--").partition("=")
         words.append(f"job.options.{name}={value}")
-    run = cli.settings([*words, *variant.overrides], typed)
+    run = environment.settings([*words, *variant.overrides], typed)
     if variant.suffix:
         run = replace(run, name=run.name + variant.suffix, out=run.out + variant.suffix)
     job, bad = run.job, report.bad_nodes(args.exclude_bad)

@@ -6,10 +6,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpclm import folders, paths
 from hpclm.errors import ConfigError
 from hpclm.node import parent, python
+
+if TYPE_CHECKING:
+    from hpclm.config import RunConfig
 
 SNAPSHOT = "HPCLM_SNAPSHOT"
 """The snapshot of the code that a job runs."""
@@ -165,6 +169,13 @@ def of_a_job(options: Iterable[str], env: Mapping[str, str] = os.environ) -> dic
     """The environment in which sbatch is called, without those variables."""
     unset = set(to_unset(options, env))
     return {name: value for name, value in env.items() if name not in unset}
+
+
+def settings(words: Sequence[str], typed: Sequence[str] = ()) -> "RunConfig":
+    """The settings of ``[FILE] key=value ...`` on top of the site file; ``typed``: all arguments of the verb, for messages."""
+    from hpclm import config  # loads OmegaConf
+
+    return config.from_cli(list(words), site_file(), typed)
 
 
 def site_file(env: Mapping[str, str] = os.environ) -> Path | None:

@@ -4,11 +4,11 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm import files
+from hpclm import failures, files
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import runs
 from hpclm.rundir.lock import HolderWatch
@@ -18,6 +18,7 @@ from hpclm.terminal import say
 log = logging.getLogger(__name__)
 NAMES = ("save-now", "stop")
 KILL_SWITCH = "kill_switch"
+EPILOG = "exit code: 0 · 1 if a run does not comply · 64 if a run is not training"
 INTERVAL = 1.0  # seconds between checks by the run: a shared file system answers slowly
 SQUEUE_SECONDS = 5.0  # that squeue may take
 LATE = 15.0  # seconds without a heartbeat, of which there is one every 5 s, after which a run may have ended
@@ -78,6 +79,23 @@ def request(verb: str, out: Path) -> Path:
         }.get(status.name, "")
         raise ConfigError(f"{files.shown(out)} is not training: {status.how()}{way}")
     return create(out, verb)
+
+
+def request_all(verb: str, chosen: Sequence[Path], seconds: float, done: str) -> int:
+    """Make the request ``verb`` of each run in ``chosen``, and wait for all of them; the exit code.
+
+    ``seconds``: how long to wait; ``done`` is said of a run that has complied, before its name.
+    """
+    per_run, asked = failures.PerRunErrors(len(chosen)), dict[Path, Path]()
+    for out in chosen:
+        with per_run:
+            asked[out] = request(verb, out)
+    until = time.monotonic() + seconds
+    for out, path in asked.items():
+        with per_run:
+            if followed(path, until):
+                say(f"{done} {files.typed(out)}", flush=True)
+    return per_run.code
 
 
 def create(out: Path, verb: str) -> Path:

@@ -141,6 +141,19 @@ def resolve(name: str, runs: Path) -> Path:
     raise ConfigError(f"{name} is not a run directory{absent}{has}{hint(name, known)}")
 
 
+def located(run: Path, runs: Path) -> Path:
+    """``run``, or if there is no such folder the one of that name below ``runs``, for verbs that read a run's model; ConfigError if
+    there is neither."""
+    if run.exists():
+        return run
+    for folder in (run.parent, runs / run.parent):
+        if folder.name == "checkpoints" and folder.is_dir():
+            steps = sorted(path.name for path in folder.glob("step-*"))
+            has = f"has {', '.join(steps[-20:])}" if steps else "has no checkpoints"
+            raise ConfigError(f"{run} does not exist; {folder} {has}")
+    return runs / run if (runs / run).is_dir() else resolve(str(run), runs)
+
+
 def choose(names: Iterable[str], runs: Path) -> list[Path]:
     """The run directories that several names or patterns such as ``sweep-*`` match; each run once."""
     chosen: list[Path] = []

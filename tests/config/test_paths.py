@@ -11,6 +11,7 @@ from hpclm.config import RunConfig, compose, run_file
 from hpclm.config.fields import docs, keys, path_separator, type_of
 from hpclm.errors import ConfigError
 from hpclm.launch.arguments import whole
+from hpclm.node import environment
 
 PATH_SETTINGS = [key for key in keys() if path_separator(key) is not None]
 NO_PATHS = (
@@ -178,7 +179,7 @@ def test_the_config_of_an_older_run_keeps_its_folders(surroundings):
     assert (run.out, run.data.prefix) == (f"{surroundings}/~/runs/x", "/data/$DATA/~")
     assert run.job.container == f"{surroundings}/~/i.sif"
     assert config.load(Path("~/runs/x")).out == f"{surroundings}/~/runs/x"
-    assert cli.settings(["./~/runs/x"]).out == f"{surroundings}/~/runs/x"
+    assert environment.settings(["./~/runs/x"]).out == f"{surroundings}/~/runs/x"
     assert run_file.FIRST != OLD
 
 

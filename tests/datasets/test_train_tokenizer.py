@@ -10,7 +10,6 @@ import pytest
 
 from hpclm import cli
 from hpclm.data import tokenizers
-from hpclm.datasets import train_tokenizer
 from hpclm.datasets.tokenizers.huggingface import with_words_divided
 from hpclm.datasets.tokenizers.sentencepieces import PART, parts_of_line
 from hpclm.datasets.train_tokenizer import Sample
@@ -27,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def train(*words):
-    return cli.run(train_tokenizer.main, list(map(str, words)))
+    return cli.main(["train-tokenizer", *map(str, words)])
 
 
 def figures(told):

@@ -104,6 +104,6 @@ if __name__ == "__main__":
     verb, *rest = sys.argv[1:]
     if verb == "rank":
         rank(*rest)
-    from hpclm import cli
+    from hpclm import failures
 
-    sys.exit(cli.run(lambda words: launch(*words), rest))
+    sys.exit(failures.run(lambda words: launch(*words), rest))

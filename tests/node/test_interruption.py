@@ -14,7 +14,7 @@ SCRIPT = """
 import atexit, hashlib, os, shutil, sys
 from pathlib import Path
 from hpclm import folders
-from hpclm import cli, files
+from hpclm import cli, failures, files
 from hpclm.node.interruption import prompt_exit
 
 
@@ -60,16 +60,16 @@ def again(argv):
         in_a_library(argv)
 
 
-def waits(argv):
+def main(argv):
     atexit.register(hashlib.pbkdf2_hmac, "sha256", b"", b"", 2**31 - 1)  # as libraries that take their time
     print("begun", flush=True)
     sys.stdin.readline()
 
 
 if sys.argv[1] == "waits":
-    cli.VERBS["waits"] = ("__main__:waits", "")
+    cli.VERBS["waits"] = ("__main__", "")
     cli.entry()
-sys.exit(cli.run(globals()[sys.argv[1]]))
+sys.exit(failures.run(globals()[sys.argv[1]]))
 """
 
 

@@ -1,0 +1,5 @@
+"""``hpclm train-tokenizer``: train a tokenizer."""
+
+from hpclm.datasets.train_tokenizer import main, parser
+
+__all__ = ["main", "parser"]

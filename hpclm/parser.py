@@ -1,0 +1,156 @@
+"""The parser of the arguments of all verbs, and the arguments that several of them have."""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hpclm import paths
+from hpclm.node import secrets
+from hpclm.terminal import line, say
+
+ONE = "run directory, or its name below --runs"
+SEVERAL = "run directories, their names below --runs, or patterns of these: 'sweep-*'"
+USAGE = 4  # lines of a usage that are shown with an error
+STARTS_JOBS = ("hpclm submit", "hpclm resume", "hpclm train")
+"""Verbs whose users may think of sbatch's options."""
+STEP = ("--step", "--at-step", "--ckpt-step", "--checkpoint-step", "--load-step")
+NEWEST = "the newest checkpoint is read; hpclm convert reads another one, by its folder: RUN/checkpoints/step-…"
+OF_STEP = {
+    "hpclm evaluate": NEWEST,
+    "hpclm generate": NEWEST,
+    "hpclm convert": "give the folder of the checkpoint instead of the run's: RUN/checkpoints/step-…",
+}
+"""What to do instead of naming the step of a checkpoint, by verb."""
+ALIASES = {
+    **dict.fromkeys(STEP, ("--from",)),
+    **dict.fromkeys(("--input", "--file"), ("--text", "--prompts")),
+}
+"""Options that have another name, the first of these that the verb has."""
+EPILOG = """exit codes: 0 done · 1 error in hpclm · 2 invalid arguments · 64 invalid settings or input files
+            66 no good checkpoint · 75 run directory in use · 85 saved, restart · 93 do not restart
+            128+n ended by signal n"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's; its messages, which quote arguments, are one safe line, and for an unknown option say what was meant."""
+
+    given: Sequence[str] = ()
+    """All arguments, for ``error``."""
+    takes_settings = False
+    """Whether the verb takes settings as key=value, so that an unknown option may be one."""
+
+    def add_settings(self, help: str, complete: str = "settings", **options: Any) -> None:
+        """Settings; ``complete``: what shells complete them with (``completed``)."""
+        self.takes_settings = True
+        completed(
+            self.add_argument("settings", **{"nargs": "*", "metavar": "key=value"} | options, help=help), complete
+        )
+
+    def add_run(self, help: str = ONE, **options: Any) -> None:
+        """A run, or several."""
+        completed(self.add_argument("run", **{"type": paths.option} | options, help=help), "runs")
+
+    def add_runs_folder(self) -> None:
+        """The option --runs."""
+        text = "where runs are (default: runs)"
+        self.add_argument("--runs", type=paths.option_path, default=Path("runs"), metavar="FOLDER", help=text)
+
+    def add_wait(self, help: str) -> None:
+        """The option --wait."""
+        self.add_argument("--wait", type=float, default=300, metavar="SECONDS", help=f"{help} (default: 300)")
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        """As argparse; remembers all arguments, for ``error``."""
+        self.given = self.given or list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """As argparse."""
+        super().exit(status, message and line(message.rstrip("\n")) + "\n")
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse, but without a usage so long that it would hide the message. Of unknown options only names are shown, since
+        values may be secrets."""
+        if message.startswith("unrecog"):
+            message = self._unrecognized(message.partition(": ")[2].split())
+        if self.format_usage().count("\n") <= USAGE:
+            super().error(message)
+        say(f"usage: {self.prog} --help shows all options", file=sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}")
+
+    def _unrecognized(self, unknown: Sequence[str]) -> str:
+        options = [word for word in self.given if word.startswith("-") and word in unknown] or unknown
+        hints, settings = [], []
+        for word in options:
+            option, sign, value = word.partition("=")
+            value = value if sign else self._after(word)
+            meant = self._meant(option, value)
+            if meant is not None:
+                hints += [meant] if meant else []
+            elif self.takes_settings and (setting := _setting(option, value or "...")):
+                settings.append(setting)
+            elif self.takes_settings and secrets.is_secret(option):
+                hints.append(f"export {option.lstrip('-').replace('-', '_').upper()} where you start or submit the run")
+        if settings:
+            hints.append(f"settings are written without dashes, as key=value: {' '.join(settings)}")
+        names = " ".join(word.partition("=")[0] for word in options)
+        return "; ".join([f"unrecognized arguments: {names}", *hints])
+
+    def _after(self, word: str) -> str:
+        """The value that follows the option ``word``, or empty."""
+        from hpclm.config import compose
+
+        if word not in self.given:  # part of an argument with spaces
+            return ""
+        after = [*self.given[list(self.given).index(word) + 1 :], ""][0]
+        return "" if after.startswith("-") or compose.is_override(after) else after
+
+    def _meant(self, option: str, value: str) -> str | None:
+        """What was meant by an unknown option: sbatch's, a misspelt one, or one of another project without a setting here. Empty if
+        it was certainly no setting."""
+        options = re.findall(r"(?<![\w-])--[\w-]+", self.format_usage())
+        if same := [name for name in ALIASES.get(option, ()) if name in options]:
+            return f"did you mean {' '.join([same[0], *([value] if value else [])])}?"
+        if self.takes_settings:
+            from hpclm.config.hints import OTHER_NAMES, is_reason, sbatch_option
+
+            if option in STEP or (option == "--steps" and self.prog in OF_STEP):
+                return f"{option}: {OF_STEP[self.prog]}" if self.prog in OF_STEP else ""
+            of_job = sbatch_option(option, value) if self.prog in STARTS_JOBS else None
+            reason = of_job or OTHER_NAMES.get(option[2:].replace("-", "_"), "")
+            if is_reason(reason):
+                return f"{option}: {reason}"
+        near = [name for name in options if option.endswith(name[1:])] or get_close_matches(
+            option, options, n=1, cutoff=0.85
+        )
+        return f"did you mean {' '.join([near[0], *([value] if value else [])])}?" if near else None
+
+
+def completed(argument: argparse.Action, words: str) -> None:
+    """Have shells complete an argument with ``words``: runs, settings, presets (and settings) or topics, as commands/completion.py
+    defines them."""
+    argument.complete = {shell: f"_hpclm_{words}" for shell in ("bash", "zsh")}  # type: ignore[attr-defined]
+
+
+def step(text: str) -> int:
+    """Parse a step number."""
+    if not text.isdecimal() or len(text) > 15:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step number")
+    return int(text)
+
+
+def _setting(option: str, value: str) -> str | None:
+    """``--optim.lr``, or its name in another project, as key=value; without a value that may be a secret."""
+    from hpclm.config import fields, hints
+
+    name, keys = option[2:].replace("-", "_"), fields.keys()
+    key = name if name in keys else hints.meant(name, keys)
+    if key and hints.is_reason(key):
+        return None
+    if secrets.is_secret(name) and not re.fullmatch(r"[\d.e+-]+", value):
+        value = "..."
+    return key and (key if "=" in key else f"{key}={value}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import cli, config, shipped
+from hpclm import cli, failures, config, shipped
 from hpclm.config.compose import is_override
 from hpclm.launch import arguments
 from tests.runs import ROOT
@@ -72,7 +72,7 @@ def test_a_command_in_the_documentation_is_understood(page, line, words, monkeyp
     with monkeypatch.context() as patch:
         for name in ("parse_args", "parse_intermixed_args"):
             patch.setattr(argparse.ArgumentParser, name, stop(getattr(argparse.ArgumentParser, name)))
-        patch.setattr(cli, "run", lambda verb, argv: verb(argv))
+        patch.setattr(failures, "run", lambda verb, argv: verb(argv))
         with pytest.raises(Understood):
             cli.main(words)
     settings = [word for word in words if is_override(word)]

@@ -140,11 +140,11 @@ def _contradictions(world: World, env: Env, alone: bool) -> Iterator[str]:
         )
     for name in OTHERS.get(launcher, ()):
         if (count := _number(env, name)) > size:
-            known = (
+            launch = (
                 "no launcher started this process" if launcher == "single" else f"{launcher} started {size} processes"
             )
             yield (
-                f"{known}, but {name}={count}: use one of srun, mpirun and torchrun, or clear the variables of another launch that "
+                f"{launch}, but {name}={count}: use one of srun, mpirun and torchrun, or clear the variables of another launch that "
                 f"have leaked into this process's environment (env -u {name} ...)"
             )
     tasks = max(_number(env, "SLURM_NTASKS"), _number(env, "SLURM_STEP_NUM_TASKS"))

@@ -102,15 +102,15 @@ class DistributedContext:
             return [value]
         import torch
 
-        own = json.dumps(value).encode()
+        encoded = json.dumps(value).encode()
         # gloo gathers tensors of one size, so the lengths come first
-        sizes = self._exchange(torch.tensor([len(own)]), unlimited)
+        sizes = self._exchange(torch.tensor([len(encoded)]), unlimited)
         width = int(max(sizes))
-        texts = self._exchange(_text_tensor(own, width), unlimited, everywhere)
+        texts = self._exchange(_text_tensor(encoded, width), unlimited, everywhere)
         return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(texts, sizes, strict=False)]
 
     @waits_in("all_gather")
-    def _exchange(self, own: "torch.Tensor", unlimited: bool, everywhere: bool = True) -> "list[torch.Tensor]":
+    def _exchange(self, tensor: "torch.Tensor", unlimited: bool, everywhere: bool = True) -> "list[torch.Tensor]":
         """Every rank's tensor, on every rank or, unless ``everywhere``, on rank 0; on the others an empty list."""
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
@@ -120,8 +120,8 @@ class DistributedContext:
         options: Any = AllgatherOptions() if everywhere else dist.GatherOptions()
         if unlimited:
             options.timeout = UNLIMITED
-        parts = [own.new_zeros(own.shape) for _ in range(self.size)] if everywhere or self.is_main else []
-        (group.allgather if everywhere else group.gather)([parts] if parts else [], [own], options).wait()
+        parts = [tensor.new_zeros(tensor.shape) for _ in range(self.size)] if everywhere or self.is_main else []
+        (group.allgather if everywhere else group.gather)([parts] if parts else [], [tensor], options).wait()
         return parts
 
     @waits_in("all_reduce")
@@ -134,9 +134,9 @@ class DistributedContext:
         import torch.distributed as dist
 
         # float64, so that steps, bytes and times come back as they were
-        held = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(held, dist.ReduceOp.MAX)
-        return held.tolist()
+        vector = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(vector, dist.ReduceOp.MAX)
+        return vector.tolist()
 
     def run_on_main(self, act: Callable[[], T]) -> T:
         """``act()`` on rank 0 only; its result (JSON), or its HpclmError, on every rank."""
@@ -265,23 +265,23 @@ class DistributedContext:
         heart, shutdown = self.watchdog.heartbeat, self.watchdog.shutdown
         assert heart is not None
         code, text = described(error)
-        own = Failure(self.rank, "raised", code, failure.shortened(secrets.Redactor()(text)))
+        observed = Failure(self.rank, "raised", code, failure.shortened(secrets.Redactor()(text)))
         if failure.lost_a_peer(error) and self.watchdog.watches:
             if heart.failure is None:
                 log.warning(
                     "%s lost its connection to another rank: %s", self.ranks[self.rank], str(error).partition("\n")[0]
                 )
             # only a symptom: the rank that was killed or failed is the cause, and replaces it
-            own = replace(own, kind="disconnected", code=heart.lost_code)
+            observed = replace(observed, kind="disconnected", code=heart.lost_code)
             with suppress(RuntimeError):
-                failure.publish(heart.store, own, self.size)
+                failure.publish(heart.store, observed, self.size)
             time.sleep(CAUSE)
         if heart.failure or heart.lost or not shutdown.claim():
             time.sleep(CAUSE)
         try:
-            first = failure.publish(heart.store, own, self.size)
+            first = failure.publish(heart.store, observed, self.size)
         except RuntimeError:
-            first = own
+            first = observed
         text = first.describe(self.ranks)
         restart.note(code, text)
         shutdown.log_failure(text, heart.store)

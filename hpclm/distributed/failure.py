@@ -59,8 +59,8 @@ def publish(store: SignedStore, failure: Failure, size: int) -> Failure:
     """Put ``failure`` into the store of ``size`` ranks, unless there is a cause already; returns what is there."""
 
     def replaced(present: Any) -> bool:
-        known = parse(present, size)
-        return known is None or (known.symptom and not failure.symptom)
+        earlier = parse(present, size)
+        return earlier is None or (earlier.symptom and not failure.symptom)
 
     return parse(store.put(KEY, asdict(failure), replaced), size) or failure
 

@@ -93,9 +93,9 @@ def culprits(states: Mapping[int, RankState]) -> list[int]:
         ranks = [rank for rank, state in states.items() if state.waits_in == blocking]
         if ranks and len(ranks) < len(states):
             return sorted(ranks)
-    most, *others = _by_activity(states).values()
+    majority, *others = _by_activity(states).values()
     # only what more than half of the ranks do shows what a rank should do
-    return sorted(rank for group in others for rank in group) if 2 * len(most) > len(states) else []
+    return sorted(rank for group in others for rank in group) if 2 * len(majority) > len(states) else []
 
 
 def report(states: Mapping[int, RankState], ranks: Sequence[RankInfo], folder: Path | None) -> str:

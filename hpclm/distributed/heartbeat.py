@@ -75,9 +75,9 @@ class Heartbeat:
 
     def receive(self, size: int) -> bool:
         """Read the first ``size`` ranks' heartbeats; what is none does not count. True once that is done."""
-        own = asdict(self.progress())
+        like = asdict(self.progress())
         for rank, beat in enumerate(self.store.get_all([rank_key("heartbeat", rank) for rank in range(size)]) or []):
-            if _same_shape(beat, own):
+            if _same_shape(beat, like):
                 self.received[rank] = RankState(**beat)
         return True
 

@@ -91,13 +91,13 @@ def reachable(host: str, seconds: float) -> bool:
 
 def addresses() -> dict[str, str]:
     """Interface -> IPv4 address, for interfaces that have one."""
-    known = {}
+    by_interface = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                known[name] = socket.inet_ntoa(answer[20:24])
-    return known
+                by_interface[name] = socket.inet_ntoa(answer[20:24])
+    return by_interface
 
 
 def without_ipv4() -> bool:
@@ -115,9 +115,9 @@ def is_ipv6_only(host: str) -> bool:
 def own_address(host: str) -> str:
     """The address of ``host``, a name of this machine, for other machines; empty if only loopback is known."""
     with suppress(OSError):
-        known = set(addresses().values())
+        local = set(addresses().values())
         for *_, (address, *_) in socket.getaddrinfo(host, None, socket.AF_INET):
-            if address in known and not address.startswith("127."):
+            if address in local and not address.startswith("127."):
                 return str(address)
     return ""
 
@@ -132,7 +132,7 @@ def address_towards(host: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """The interface with the IPv4 ``address``, or None."""
-    return next((name for name, own in addresses().items() if own == address), None)
+    return next((name for name, interface_address in addresses().items() if interface_address == address), None)
 
 
 def check_interface(chosen: str | None, env: Mapping[str, str] = os.environ) -> None:

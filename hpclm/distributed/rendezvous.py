@@ -59,7 +59,7 @@ class RankInfo:
     def of(cls, world: World, address: str = "") -> "RankInfo":
         """This process."""
         numbers = (world.rank, world.size, world.local_rank, world.local_size)
-        networks = " ".join(sorted(own for own in network.addresses().values() if not own.startswith("127.")))
+        networks = " ".join(sorted(ipv4 for ipv4 in network.addresses().values() if not ipv4.startswith("127.")))
         return cls(*numbers, pid=os.getpid(), address=address, machine=files.here(), networks=networks)
 
     @property
@@ -113,9 +113,9 @@ def serve(listener: socket.socket, world: World) -> SignedStore:
     with suppress(ValueError, OSError):  # two connections for each rank
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, port = listener.getsockname()[:2]
-    own, limit = LOOPBACK if host == EVERY else host, timedelta(seconds=60)
+    address, limit = LOOPBACK if host == EVERY else host, timedelta(seconds=60)
     # it need not wait: _decide counts the ranks, and can name those that are missing
-    server = TCPStore(own, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+    server = TCPStore(address, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
     store = SignedStore(server, world.run_id, world.secret)
     store.set(SERVER, True)
     return store
@@ -166,9 +166,9 @@ def _unreachable(world: World, host: str, seconds: float, why: str = "") -> Hpcl
     )
 
 
-def _pause(least: float, clients: int) -> float:
+def _pause(seconds: float, clients: int) -> float:
     """Seconds between two questions of one of ``clients``, of which all together ask no more often than CROWD would."""
-    return least * max(1.0, clients / CROWD)
+    return seconds * max(1.0, clients / CROWD)
 
 
 def _store(world: World, settings: ClusterConfig) -> tuple[SignedStore, str]:
@@ -186,7 +186,7 @@ def _store(world: World, settings: ClusterConfig) -> tuple[SignedStore, str]:
     if comm:
         if listener:
             address, port = listener.getsockname()
-            outward = [own for own in network.addresses().values() if not own.startswith("127.")]
+            outward = [address for address in network.addresses().values() if not address.startswith("127.")]
             hosts, ports = [address] if address != EVERY else [*outward, socket.gethostname()], [port]
         hosts, ports, secret = comm.bcast((hosts, ports, world.secret))
         world = replace(world, secret=secret)

@@ -179,11 +179,11 @@ def unavailable(name: str) -> str | None:
 
 def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:
     """ConfigError for entries of optim.groups that match no weight of these layers. All blocks are alike, so one is built."""
-    own: dict[str, list[str]] = {}
+    weights_of: dict[str, list[str]] = {}
     for spec in specs:
         kind = re.sub(r"\d+$", "", spec.name)
-        own[kind] = own.get(kind) or [name for name, _ in spec.build().named_parameters()]
-    names = [f"{spec.name}.{name}" for spec in specs for name in own[re.sub(r"\d+$", "", spec.name)]]
+        weights_of[kind] = weights_of.get(kind) or [name for name, _ in spec.build().named_parameters()]
+    names = [f"{spec.name}.{name}" for spec in specs for name in weights_of[re.sub(r"\d+$", "", spec.name)]]
     unused = [entry for entry in optim.groups if not any(re.search(entry["match"], name) for name in names)]
     if unused:
         examples = ", ".join(dict.fromkeys(re.sub(r"^block\d+", "block0", name) for name in names))

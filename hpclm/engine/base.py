@@ -71,7 +71,7 @@ class BaseEngine:
         own_block = config.model.block not in BLOCKS
         split = {weight.name for weight in self.weights if weight.placement.data_ranks > 1}
         split = union(split, mesh.pp) if own_block else split  # ours are alike on all stages
-        sharded = self.sharded or any(weight.run for weight in self.weights)
+        sharded = self.sharded or any(weight.local_range for weight in self.weights)
         self.norm = GlobalNorm(self.weights, mesh, sharded, bool(split))
         """Of what this process updates."""
         self.guard = GUARDS[config.optim.guard](self.norm, device)
@@ -212,10 +212,10 @@ class BaseEngine:
 
         ConfigError for a name that another step did not report: ranks would wait for each other."""
         if self._names_reported is None:
-            own = {*self.reported} | ({"z_loss"} if self.config.optim.z_loss else set())
+            names = {*self.reported} | ({"z_loss"} if self.config.optim.z_loss else set())
             shared = self.config.model.block in BLOCKS  # which report nothing that only some stages would know
             # sorted, since all ranks reduce one vector and sets have another order in every process
-            self._names_reported = tuple(sorted(own if shared else union(own, self.mesh.pp)))
+            self._names_reported = tuple(sorted(names if shared else union(names, self.mesh.pp)))
         if unknown := self.reported.keys() - {*self._names_reported}:
             raise ConfigError(
                 f"model.block={self.config.model.block} reports {', '.join(sorted(unknown))} in some steps only; a name must be reported "
@@ -238,9 +238,9 @@ class BaseEngine:
     @cached_property
     def save_plan(self) -> SavePlan:
         """What this process saves and reads."""
-        held = [self.state.held(weight) for weight in self.weights]
+        local_parts = [self.state.local_part(weight) for weight in self.weights]
         bytes_each = 4 + OPTIMIZERS[self.config.optim.name].bytes_per_parameter(self.config.optim)
-        return SavePlan.among(held, self.mesh, self.config.file_mb, bytes_each)
+        return SavePlan.among(local_parts, self.mesh, self.config.file_mb, bytes_each)
 
     @cached_property
     def whole_plans(self) -> list[SavePlan]:
@@ -271,13 +271,13 @@ class BaseEngine:
 
     def scalars(self) -> dict[str, Any]:
         """The optimizer's step count, numbers of its parameter groups, the loss scale, and what optim.guard remembers."""
-        known: dict[str, Any] = {
+        numbers: dict[str, Any] = {
             "optimizer_steps": self.state.steps(),
             "loss_scale": self.scale and asdict(self.scale),
         }
         if self.state.kind.group_state:
-            known["optimizer_groups"] = self.state.group_numbers(self.weights, self.mesh.pp)
-        return known | self.guard.scalars()
+            numbers["optimizer_groups"] = self.state.group_numbers(self.weights, self.mesh.pp)
+        return numbers | self.guard.scalars()
 
     @torch.no_grad()
     def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:
@@ -379,7 +379,9 @@ def stack_of(
 
     def checked(name: str, layer: nn.Module) -> nn.Module:
         check_local_shapes(name, layer, mesh.tp)
-        split = next((f"{name}.{own}" for own, placement in placements(layer) if placement.data_ranks > 1), None)
+        split = next(
+            (f"{name}.{weight_name}" for weight_name, placement in placements(layer) if placement.data_ranks > 1), None
+        )
         if split and not (supports and supports.splits_by_replica):
             able = ", ".join(other for other, can in SUPPORTS.items() if can.splits_by_replica)
             raise ConfigError(

@@ -17,7 +17,7 @@ from hpclm.engine.state import TrainingState
 LARGE = 1 << 18  # values from which a tensor is a piece by itself; smaller ones are concatenated
 
 
-def held(state: TrainingState, weights: Iterable[ShardedParameter], shared: bool) -> Iterator[Tensor]:
+def local_tensors(state: TrainingState, weights: Iterable[ShardedParameter], shared: bool) -> Iterator[Tensor]:
     """This process's values of ``weights``, and of the optimizer's tensors of them. ``shared``: without what only the process that works
     on a matrix keeps."""
     places: Sequence[Where] = ("weight", "everywhere") if shared else ("weight", "everywhere", "matrix")

@@ -66,7 +66,7 @@ class FairScaleEngine(BaseEngine):
 
         def wrap(name: str, layer: nn.Module) -> nn.Module:
             move(layer, device)
-            weights.update((f"{name}.{own}", weight) for own, weight in layer.named_parameters())
+            weights.update((f"{name}.{weight_name}", weight) for weight_name, weight in layer.named_parameters())
             return shard(layer) if name.startswith("block") else layer
 
         model = whole_model(config, mesh, dtype, wrap)
@@ -75,8 +75,8 @@ class FairScaleEngine(BaseEngine):
             fill(weights[name], initial, mesh, device)
         # the token weights divide by the tokens of the whole step; the library would divide by the replicas again
         self.root.set_gradient_divide_factors(1.0, 1.0, recursive=True)
-        own = [sharded(*pair, model.placements, mesh) for pair in weights.items()]
-        super().__init__(config, mesh, device, model, own, self.root)
+        shards = [sharded(*pair, model.placements, mesh) for pair in weights.items()]
+        super().__init__(config, mesh, device, model, shards, self.root)
 
     def finish_backward(self) -> None:
         """Remove the hooks that the library leaves on the weights; otherwise one more is added every step."""

@@ -53,9 +53,9 @@ class FSDP2Engine(BaseEngine):
 
         def wrap(name: str, layer: nn.Module) -> nn.Module:
             move(layer, device)
-            for own, initial in list(uninitialized(layer)):
+            for weight_name, initial in list(uninitialized(layer)):
                 if initial.placement.data_ranks > 1:
-                    place(layer, own, initial.parameter(mesh.tp, device, mesh.dp.rank))
+                    place(layer, weight_name, initial.parameter(mesh.tp, device, mesh.dp.rank))
             split.update(
                 weight
                 for (_, placement), weight in zip(placements(layer), layer.parameters(), strict=True)
@@ -103,10 +103,10 @@ class FSDP2Engine(BaseEngine):
         """Give the optimizer's parameters this replica's rows of the gradients."""
         for axis, members in self._split_gradients:
             all_reduce_in_place([p.grad for p in members if p.grad is not None], axis)
-        for dtensor, own in self._pairs:
+        for dtensor, parameter in self._pairs:
             gradient = dtensor.grad
             # dtensor.grad goes to None, or the next step would add to this one's gradient
-            own.grad, dtensor.grad = gradient.to_local() if isinstance(gradient, DTensor) else None, None
+            parameter.grad, dtensor.grad = gradient.to_local() if isinstance(gradient, DTensor) else None, None
 
     def refresh(self) -> None:
         """Free gathered weights, which are no longer those of the optimizer."""
@@ -141,16 +141,20 @@ def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh) -> tuple[DTenso
     """A sharded weight, and this replica's rows of it, initialised."""
     assert isinstance(weight, DTensor)
     rows, *row = model.placements[name].local(mesh.tp)
-    own = nn.Parameter(weight.to_local().detach())  # the same memory, without DTensor's overhead on every operation
-    size, each = rows * prod(row), -(-rows // mesh.shard.size) * prod(row)
+    rows_here = nn.Parameter(
+        weight.to_local().detach()
+    )  # the same memory, without DTensor's overhead on every operation
+    size, per_rank = rows * prod(row), -(-rows // mesh.shard.size) * prod(row)
 
-    def run(rank: int) -> tuple[int, int]:
-        return min(rank * each, size), min(each, max(0, size - rank * each))
+    def local_range(rank: int) -> tuple[int, int]:
+        return min(rank * per_rank, size), min(per_rank, max(0, size - rank * per_rank))
 
-    begin, _ = run(mesh.shard.rank)
+    begin, _ = local_range(mesh.shard.rank)
     if name in model.init_specs:
-        model.init_specs[name].fill(own.detach().view(-1), begin, mesh.tp)
-    return weight, ShardedParameter(name, own, model.placements[name], begin, copies=mesh.replicate, run=run)
+        model.init_specs[name].fill(rows_here.detach().view(-1), begin, mesh.tp)
+    return weight, ShardedParameter(
+        name, rows_here, model.placements[name], begin, copies=mesh.replicate, local_range=local_range
+    )
 
 
 def groups(model: Stack) -> Iterator[FSDPModule]:

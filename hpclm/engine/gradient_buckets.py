@@ -140,12 +140,12 @@ def grouped(parameters: Iterable[nn.Parameter], size_mb: float, first: int = FIR
     """Parameters in order, in buckets of about ``size_mb`` megabytes, of which the first has at most ``first`` bytes."""
     group: list[nn.Parameter] = []
     limit = int(size_mb * (1 << 20))
-    size, most = 0, min(first, limit)
+    size, room = 0, min(first, limit)
     for parameter in parameters:
         bytes_ = parameter.numel() * parameter.element_size()
-        if group and size + bytes_ > most:
+        if group and size + bytes_ > room:
             yield group
-            group, size, most = [], 0, limit
+            group, size, room = [], 0, limit
         group.append(parameter)
         size += bytes_
     if group:

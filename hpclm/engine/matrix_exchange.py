@@ -28,7 +28,7 @@ class MatrixExchange:
                     "dimensions, of which they split the first, or choose optim.name=adamw"
                 )
         self.weights, self.tp = weights, mesh.tp
-        self.holders = mesh.holders if any(weight.run for weight in weights) else mesh.tp
+        self.holders = mesh.holders if any(weight.local_range for weight in weights) else mesh.tp
         """The processes that together hold one copy."""
         self.copies = weights[0].copies if weights else mesh.dp
         # Newton-Schulz multiplies about prod(shape) x min(shape) times, and a round lasts as long as its slowest matrix
@@ -44,18 +44,19 @@ class MatrixExchange:
         return [self.weights[numbers[slot]].name for numbers in self.rounds if slot < len(numbers)]
 
     def __call__(
-        self, numbers: Sequence[int], held: Sequence[Tensor], work: Callable[[int, Tensor], Tensor]
+        self, numbers: Sequence[int], local_values: Sequence[Tensor], work: Callable[[int, Tensor], Tensor]
     ) -> Sequence[Tensor]:
         """This process's values of each matrix of a round -> its values of ``work(number, matrix)``, flattened."""
         size, rank, weights = self.holders.size, self.holders.rank, [self.weights[number] for number in numbers]
         first = self.copies.rank * size
-        own = dict(enumerate(range(first, min(first + size, len(numbers)))))
+        matrix_of = dict(enumerate(range(first, min(first + size, len(numbers)))))
         """Rank among the holders -> index of its matrix, of those that this copy of the weights works on."""
-        flat = [values.flatten() for values in held]
-        sent = [flat[i] if self._gives(weights[i], rank, owner) else flat[i][:0] for owner, i in own.items()]
-        matrix, results = weights[own[rank]] if rank in own else None, list[Tensor]()
+        flat = [values.flatten() for values in local_values]
+        sent = [flat[i] if self._gives(weights[i], rank, owner) else flat[i][:0] for owner, i in matrix_of.items()]
+        matrix, results = weights[matrix_of[rank]] if rank in matrix_of else None, list[Tensor]()
         counts = [
-            (matrix and self._gives(matrix, peer, rank) and self._run(matrix, peer)[1]) or 0 for peer in range(size)
+            (matrix and self._gives(matrix, peer, rank) and self._local_range(matrix, peer)[1]) or 0
+            for peer in range(size)
         ]
         pieces = all_to_all(sent, counts, flat[0], self.holders)
         if matrix:
@@ -63,35 +64,39 @@ class MatrixExchange:
             for peer, piece in enumerate(pieces):
                 for place, block in self._blocks(matrix, peer, piece):
                     whole[place] = block
-            whole = work(numbers[own[rank]], whole)
+            whole = work(numbers[matrix_of[rank]], whole)
             for peer in range(size):
-                results.append(whole.new_empty(self._run(matrix, peer)[1]))
+                results.append(whole.new_empty(self._local_range(matrix, peer)[1]))
                 for place, block in self._blocks(matrix, peer, results[-1]):
                     block.copy_(whole[place])
-        scattered = all_to_all(results, [len(flat[i]) for i in own.values()], flat[0], self.holders)
+        scattered = all_to_all(results, [len(flat[i]) for i in matrix_of.values()], flat[0], self.holders)
         # all_to_all returns a vector for every process, the last ones empty in a round that is not full
-        for i, values in zip(own.values(), scattered, strict=False):
+        for i, values in zip(matrix_of.values(), scattered, strict=False):
             flat[i] = values
         # each matrix comes from the copy of the weights that worked on it; all broadcasts are under way before one is
         # waited for
         every = enumerate(flat) if self.copies.size > 1 else ()
         group, ranks = self.copies.group, self.copies.ranks
-        for each in [dist.broadcast(values, ranks[i // size], group, async_op=True) for i, values in every]:
-            each.wait()
+        for broadcast in [dist.broadcast(values, ranks[i // size], group, async_op=True) for i, values in every]:
+            broadcast.wait()
         return flat
 
     def _gives(self, weight: ShardedParameter, peer: int, owner: int) -> bool:
         """Whether a process sends its values to the owner of a matrix; of tensor-parallel copies only one does."""
         return weight.placement.dim is not None or peer % self.tp.size == owner % self.tp.size
 
-    def _run(self, weight: ShardedParameter, peer: int) -> tuple[int, int]:
+    def _local_range(self, weight: ShardedParameter, peer: int) -> tuple[int, int]:
         """The index of the first value of the tensor-parallel slice that a process holds, and how many it holds."""
-        return weight.run(peer // self.tp.size) if weight.run else (0, prod(weight.placement.local(self.tp)))
+        return (
+            weight.local_range(peer // self.tp.size)
+            if weight.local_range
+            else (0, prod(weight.placement.local(self.tp)))
+        )
 
     def _blocks(
         self, weight: ShardedParameter, peer: int, values: Tensor
     ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """Where in the matrix the values of a process lie, in blocks."""
         tp = Axis(self.tp.size, peer % self.tp.size)
-        for start, block in blocks(weight, self._run(weight, peer)[0], values, tp):
+        for start, block in blocks(weight, self._local_range(weight, peer)[0], values, tp):
             yield tuple(slice(low, low + n) for low, n in zip(start, block.shape, strict=True)), block

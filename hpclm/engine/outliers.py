@@ -22,7 +22,7 @@ class UpdateGuard:
     """optim.guard=none."""
 
     name, columns = "none", 0
-    sigma, least, correction = 0.0, 0, 0
+    sigma, min_steps, correction = 0.0, 0, 0
     lr = 0.0
     """Of the current step."""
     counted: Tensor | None = None
@@ -43,14 +43,14 @@ class UpdateGuard:
 
     def limits(self, values: Tensor) -> Tensor:
         """What [columns] values may be at most by the steps before; then they enter the window."""
-        known = self.window.isfinite()
-        count = known.sum(0)
-        mean = self.window.where(known, 0.0).sum(0) / count
-        variance = (self.window - mean).square().where(known, 0.0).sum(0) / (count - self.correction)
+        finite = self.window.isfinite()
+        count = finite.sum(0)
+        mean = self.window.where(finite, 0.0).sum(0) / count
+        variance = (self.window - mean).square().where(finite, 0.0).sum(0) / (count - self.correction)
         values = values.double()
         # the values enter after their limits are computed: an outlier must not raise its own limit
         self.window = torch.cat([self.window[1:], values.where(values.isfinite(), torch.nan)[None]])
-        return torch.where(count >= self.least, mean + self.sigma * variance.sqrt(), torch.inf)
+        return torch.where(count >= self.min_steps, mean + self.sigma * variance.sqrt(), torch.inf)
 
     def scalars(self) -> dict[str, Any]:
         """The window, as JSON."""
@@ -70,7 +70,7 @@ class SkipStep(UpdateGuard):
     """optim.guard=skip_step."""
 
     name, columns = "skip_step", 2
-    sigma, least, correction = 6.0, 63, 1
+    sigma, min_steps, correction = 6.0, 63, 1
 
     @contextmanager
     def around(self, loss: Tensor, norm: Tensor, bad: Tensor) -> Iterator[Tensor]:
@@ -89,7 +89,7 @@ class ClipUpdate(UpdateGuard):
     """optim.guard=clip_update; needs a copy of the weights during an update."""
 
     name, columns = "clip_update", 1
-    sigma, least, correction = 3.0, 64, 0
+    sigma, min_steps, correction = 3.0, 64, 0
 
     @contextmanager
     def around(self, loss: Tensor, norm: Tensor, bad: Tensor) -> Iterator[Tensor]:

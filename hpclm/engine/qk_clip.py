@@ -57,8 +57,8 @@ class QKClip:
         )  # of each layer, the factor of each row of its fused weight
         for layer, weight in self.weights:
             values, used = weight.parameter.view(-1), 0
-            held = rectangles(weight.placement.local(self.mesh.tp), weight.begin, weight.begin + weight.count)
-            for (first, *_), size in held:
+            rows_here = rectangles(weight.placement.local(self.mesh.tp), weight.begin, weight.begin + weight.count)
+            for (first, *_), size in rows_here:
                 block = values[used : used + prod(size)].view(size[0], -1)
                 block.mul_(rows[layer, first : first + size[0], None])
                 used += block.numel()

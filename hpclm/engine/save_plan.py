@@ -35,11 +35,11 @@ class SavePlan:
 
     @classmethod
     def among(
-        cls, weights: Sequence[ShardedParameter], mesh: Mesh, least: float = 0.0, bytes_each: int = 12
+        cls, weights: Sequence[ShardedParameter], mesh: Mesh, least_mb: float = 0.0, bytes_each: int = 12
     ) -> "SavePlan":
         """The plan for ``weights``. What all tensor-parallel ranks hold, they save together too. Only so many processes take part
-        that each has ``least`` MB or more. ``bytes_each``: of a value of a weight, with the optimizer's state."""
-        least = least / bytes_each
+        that each has ``least_mb`` MB or more. ``bytes_each``: of a value of a weight, with the optimizer's state."""
+        least_millions = least_mb / bytes_each
         tp = mesh.tp
         saved: list[Span] = [(0, 0)] * len(weights)
         read: list[Sequence[Span]] = [()] * len(weights)
@@ -51,9 +51,9 @@ class SavePlan:
             pools.setdefault((weight.copies, everywhere, weight.duplicate), []).append(number)
         for (copies, everywhere, duplicate), members in pools.items():
             slots, slot = (tp.size, tp.rank) if everywhere else (1, 0)
-            held = [weights[number] for number in members]
-            writers = among_ranks(held, copies.size * slots, tp, least)
-            readers = among_ranks(held, copies.size, tp, least)
+            alike = [weights[number] for number in members]
+            writers = among_ranks(alike, copies.size * slots, tp, least_millions)
+            readers = among_ranks(alike, copies.size, tp, least_millions)
             for number, saved_spans, read_spans in zip(members, writers, readers, strict=True):
                 # of a tied embedding on two stages only the first saves its copy; both read it
                 saved[number] = (0, 0) if duplicate else saved_spans[copies.rank * slots + slot]
@@ -73,20 +73,20 @@ class SavePlan:
         blocks_of = []
         for weight, (low, high) in zip(self.weights, self.saved, strict=True):
             # on the meta device: only shapes and strides are needed
-            held = torch.empty(weight.count, device="meta")[low:high]
-            parts = blocks(weight, weight.begin + low, held, self.tp)
+            values = torch.empty(weight.count, device="meta")[low:high]
+            parts = blocks(weight, weight.begin + low, values, self.tp)
             blocks_of.append([(at, tuple(part.shape), part.stride(), int(part.storage_offset())) for at, part in parts])
         return blocks_of
 
     def load(self, number: int, name: str, saved: SavedState, target: Tensor) -> None:
         """Load the values of the tensor ``name`` that this process holds into ``target``, as of weight ``number``; a collective over
         the processes that hold the same ones."""
-        weight, run = self.weights[number], target.view(-1)
-        run[weight.count :] = 0  # padding
+        weight, values = self.weights[number], target.view(-1)
+        values[weight.count :] = 0  # padding
         for rank, (low, high) in enumerate(self.read[number]):
             if low == high:
                 continue
-            part = run[low:high]
+            part = values[low:high]
             # one process reads and passes on: N replicas would read the same bytes N times from a shared disk
             if rank == weight.copies.rank:
                 for start, block in blocks(weight, weight.begin + low, part, self.tp):
@@ -94,11 +94,11 @@ class SavePlan:
             broadcast(part, weight.copies, rank)
 
 
-def among_ranks(weights: Sequence[ShardedParameter], size: int, tp: Axis, least: float) -> list[list[Span]]:
-    """Of each weight, the values for each of ``size`` ranks. If an even part has less than ``least`` million values, fewer ranks
+def among_ranks(weights: Sequence[ShardedParameter], size: int, tp: Axis, least_millions: float) -> list[list[Span]]:
+    """Of each weight, the values for each of ``size`` ranks. If an even part has less than ``least_millions`` million values, fewer ranks
     get one; they are spread over all, and so over nodes."""
     millions = sum(weight.count for weight in weights) / 1e6
-    parts = max(1, int(min(size, millions / least))) if least else size
+    parts = max(1, int(min(size, millions / least_millions))) if least_millions else size
     chosen = {part * size // parts: part for part in range(parts)}
     return [
         [spans[chosen[rank]] if rank in chosen else (0, 0) for rank in range(size)]

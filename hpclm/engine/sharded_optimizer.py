@@ -56,20 +56,20 @@ class ShardedOptimizerEngine(BaseEngine):
             for kind in dict.fromkeys(leaves[m].dtype for m in members)
             for group in grouped((m for m in reversed(members) if leaves[m].dtype == kind), size)
         ]
-        runs = {p: (bucket, own) for bucket in self.buckets for p, own in bucket.own()}
+        part_of = {p: (bucket, shard_part) for bucket in self.buckets for p, shard_part in bucket.shard_parameters()}
         self.whole = [
-            ShardedParameter(name, master, model.placements[name], copies=runs[master][0].mesh.dp)
+            ShardedParameter(name, master, model.placements[name], copies=part_of[master][0].mesh.dp)
             for name, _, master in named
         ]
         weights = [
             ShardedParameter(
-                *(name, own, model.placements[name], bucket.run(master)(bucket.mesh.shard.rank)[0]),
+                *(name, shard_part, model.placements[name], bucket.local_range(master)(bucket.mesh.shard.rank)[0]),
                 copies=bucket.mesh.replicate,
-                run=bucket.run(master),
+                local_range=bucket.local_range(master),
                 data_rank=mesh.dp.rank,
             )
             for name, _, master in named
-            for bucket, own in [runs[master]]
+            for bucket, shard_part in [part_of[master]]
         ]
         super().__init__(config, mesh, device, model, weights)
         self.norm_of_whole = GlobalNorm(self.whole, mesh, False, self.norm.split)
@@ -109,7 +109,7 @@ class ShardedBucket(Bucket):
             self.masters = self.buffer.new_zeros(share)
         self._adopt(parameters)
 
-    def run(self, parameter: nn.Parameter) -> Callable[[int], tuple[int, int]]:
+    def local_range(self, parameter: nn.Parameter) -> Callable[[int], tuple[int, int]]:
         """Rank of a replica -> where the run of a parameter's values in its shard begins, and how many they are."""
         start = next(start for p, start in zip(self.parameters, self.starts, strict=True) if p is parameter)
         size, share = parameter.numel(), self.share
@@ -120,24 +120,24 @@ class ShardedBucket(Bucket):
 
         return of
 
-    def own(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    def shard_parameters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Each parameter, and the run of its values in this replica's shard, perhaps empty, as a parameter of the optimizer."""
         for parameter, start in zip(self.parameters, self.starts, strict=True):
-            begin, count = self.run(parameter)(self.mesh.shard.rank)
+            begin, count = self.local_range(parameter)(self.mesh.shard.rank)
             low = start + begin
             at = min(max(low - self.begin, 0), len(self.masters))
-            own = nn.Parameter(self.masters[at : at + count])
-            own.grad = self.buffer[low : low + count]
-            yield parameter, own
+            part = nn.Parameter(self.masters[at : at + count])
+            part.grad = self.buffer[low : low + count]
+            yield parameter, part
 
     def gather(self) -> Any:
         """Start to all-gather the weights from the replicas' shards; the work to wait for, if there is any."""
-        own = self.weights[self.begin : self.end]
-        if self.masters.dtype != own.dtype:
+        shard_values = self.weights[self.begin : self.end]
+        if self.masters.dtype != shard_values.dtype:
             # cast before it is sent: in bf16 the all-gather carries half of fp32's bytes
-            own.copy_(self.masters)
+            shard_values.copy_(self.masters)
         shard = self.mesh.shard
-        return gather_into(self.weights, own, group=shard.group, async_op=True) if shard.size > 1 else None
+        return gather_into(self.weights, shard_values, group=shard.group, async_op=True) if shard.size > 1 else None
 
     @torch.no_grad()
     def _adopt(self, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
@@ -176,15 +176,15 @@ class ShardedBuckets(GradientBuckets):
             super()._reduce(bucket)
             return
         bucket.sent = bucket.buffer.to(self.dtype)
-        own, mesh = bucket.sent[bucket.begin : bucket.end], bucket.mesh
+        shard_sums, mesh = bucket.sent[bucket.begin : bucket.end], bucket.mesh
         if mesh.shard.size == 1:  # what all ranks of the axis hold whole
             super()._reduce(bucket)
             return
-        bucket.work = scatter_into(own, bucket.sent, group=mesh.shard.group, async_op=True)
+        bucket.work = scatter_into(shard_sums, bucket.sent, group=mesh.shard.group, async_op=True)
         if mesh.replicate.size > 1:
             with torch.cuda.stream(self._stream):
                 bucket.work.wait()
-                bucket.work = dist.all_reduce(own, group=mesh.replicate.group, async_op=True)
+                bucket.work = dist.all_reduce(shard_sums, group=mesh.replicate.group, async_op=True)
 
 
 def aligned(count: int, unit: int) -> int:

@@ -25,7 +25,7 @@ class ShardedParameter:
     """How many it holds; None: all of ``parameter``, which has no padding then."""
     copies: Axis = SINGLE
     """The ranks of the data axis that hold the same values; they share the work of saving and loading them."""
-    run: Callable[[int], tuple[int, int]] | None = None
+    local_range: Callable[[int], tuple[int, int]] | None = None
     """Rank of mesh.shard -> index of the first value that it holds, and how many it holds; None: each rank holds all."""
     duplicate: bool = False
     """Whether another pipeline stage holds it too, and that stage saves and counts it."""
@@ -43,14 +43,14 @@ class ShardedParameter:
         return self.parameter.numel() if self.values is None else self.values
 
 
-def blocks(weight: ShardedParameter, begin: int, run: Tensor, tp: Axis) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+def blocks(weight: ShardedParameter, begin: int, values: Tensor, tp: Axis) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """The blocks of the whole weight that ``run``, flattened values of the slice from ``begin`` on, consists of: the offset of each in the
     whole weight, and a view of it."""
     placement, used = weight.placement, 0
     dim = placement.dim
     pieces = list(placement.pieces(tp, weight.data_rank))
-    for start, size in rectangles(placement.local(tp), begin, begin + run.numel()):
-        block = run[used : used + prod(size)].view(size)
+    for start, size in rectangles(placement.local(tp), begin, begin + values.numel()):
+        block = values[used : used + prod(size)].view(size)
         used += block.numel()
         # more than one piece where parts of a weight are split separately: a block may reach from the gate into up
         for piece in pieces:

@@ -90,8 +90,8 @@ def measured(config: EngineSettings, spec: LayerSpec, mesh: Mesh, device: torch.
 
 def by_kind(specs: Sequence[LayerSpec], cost: Callable[[LayerSpec], float]) -> list[float]:
     """The cost of each layer; all blocks are alike, so only one is evaluated."""
-    known: dict[str, float] = {}
+    costs: dict[str, float] = {}
     for spec in specs:
         kind = "block" if is_block(spec) else str(spec.number)
-        known[kind] = known[kind] if kind in known else cost(spec)
-    return [known["block" if is_block(spec) else str(spec.number)] for spec in specs]
+        costs[kind] = costs[kind] if kind in costs else cost(spec)
+    return [costs["block" if is_block(spec) else str(spec.number)] for spec in specs]

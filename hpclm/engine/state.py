@@ -45,7 +45,7 @@ class TrainingState:
         """What the optimizer keeps of a weight, by its name and shape."""
         return self.kind.state(name, shape, self.optim)
 
-    def held(self, weight: ShardedParameter) -> ShardedParameter:
+    def local_part(self, weight: ShardedParameter) -> ShardedParameter:
         """``weight``, with the run of its values that this process keeps."""
         return weight
 
@@ -102,9 +102,9 @@ class TrainingState:
                     if name not in kept and (tensor.where != "matrix" or weight.name in self.works_on):
                         yield f"{name!r} of {weight.name}"
 
-    def whole(self, weights: Sequence[ShardedParameter], mesh: Mesh, least: float) -> list[SavePlan]:
+    def whole(self, weights: Sequence[ShardedParameter], mesh: Mesh, least_mb: float) -> list[SavePlan]:
         """The plans for the optimizer's tensors that are not divided as their weights, which stand there as weights called TENSOR.WEIGHT.
-        ``least``: as of SavePlan.among."""
+        ``least_mb``: as of SavePlan.among."""
 
         def those(where: Where, weights: Sequence[ShardedParameter], copies: Axis) -> list[ShardedParameter]:
             return [
@@ -122,7 +122,7 @@ class TrainingState:
 
         mine = [weight for weight in weights if weight.name in self.works_on]
         return [
-            SavePlan.among(those("everywhere", weights, mesh.dp), mesh, least, 4),
+            SavePlan.among(those("everywhere", weights, mesh.dp), mesh, least_mb, 4),
             SavePlan.among(those("matrix", mine, SINGLE), ALONE),
         ]
 
@@ -180,8 +180,8 @@ class TrainingState:
         names = {weight.parameter: weight.name for weight in weights}
         numbers = {name: entry["numbers"] for entry in saved for name in entry["weights"]}
         for before, group in zip(self._groups, self.optimizer.param_groups, strict=True):
-            known = (numbers[names[p]] for p in group["params"] if names[p] in numbers)
-            entry = next(known, saved[0]["numbers"] if saved else before)
+            saved_of_members = (numbers[names[p]] for p in group["params"] if names[p] in numbers)
+            entry = next(saved_of_members, saved[0]["numbers"] if saved else before)
             for key in group.keys() & {*self.kind.group_state} & entry.keys():
                 now = group[key]
                 group[key] = torch.full_like(now, entry[key]) if isinstance(now, Tensor) else entry[key]

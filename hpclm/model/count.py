@@ -51,9 +51,9 @@ def _norms(config: ModelConfig) -> int:
 def unsplit(config: ModelConfig, blocks: int, first: bool, last: bool) -> int:
     """Parameters of a pipeline stage that every tensor-parallel rank holds whole: norms, positions, biases of row-parallel layers."""
     _, out, mlp = config.biases
-    each = _norms(config) + config.hidden * (out + mlp) + 2 * (config.activation == "xielu")
+    per_block = _norms(config) + config.hidden * (out + mlp) + 2 * (config.activation == "xielu")
     before = embedding(config) - config.padded_vocab * config.hidden
-    return blocks * each + first * before + last * norm(config)
+    return blocks * per_block + first * before + last * norm(config)
 
 
 def attended(config: ModelConfig, causal: bool = True) -> float:
@@ -87,7 +87,7 @@ def loss_chunk(tokens: int, vocab: int, memory: float) -> int:
     """Tokens of a micro-batch of ``tokens`` whose logits are computed at a time, without engine.loss_chunk, on a GPU with ``memory`` bytes, which has ``vocab`` entries of
     the vocabulary: equal chunks if possible, so that compiled code sees one shape."""
     room = ROOM if memory >= LARGE else 0
-    most = max(CHUNK, room // (PER_LOGIT * vocab))
-    least = max(1, -(-tokens // most))
-    count = next((parts for parts in range(least, 2 * least) if tokens % parts == 0), least)
+    largest = max(CHUNK, room // (PER_LOGIT * vocab))
+    fewest = max(1, -(-tokens // largest))
+    count = next((parts for parts in range(fewest, 2 * fewest) if tokens % parts == 0), fewest)
     return -(-tokens // count)

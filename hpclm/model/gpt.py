@@ -129,10 +129,10 @@ def layers(
             call=partial(_tied_head if config.tied else _head, shape=shape),
         )
     )
-    own = config.block not in BLOCKS  # user-defined blocks initialise their own weights
+    custom = config.block not in BLOCKS  # user-defined blocks initialise their own weights
     return [
         # as shapes, so that every process can list all layers and fill only what it keeps
-        replace(spec, number=number, on_meta=not (own and spec.name.startswith("block")))
+        replace(spec, number=number, on_meta=not (custom and spec.name.startswith("block")))
         for number, spec in enumerate(specs)
     ]
 
@@ -189,9 +189,9 @@ class InputEmbedding(TensorParallelModule):
         table = self.fixed if self.table is None else self.replicated(self.table)
         if table is not None:
             mine = slice(self.tp.rank * len(x), (self.tp.rank + 1) * len(x))
-            own = metadata.positions
+            positions = metadata.positions
             # added in the compute type; the fp32 table would promote the whole residual stream to fp32
-            x = x + (table[mine, None] if own is None else F.embedding(own.t()[mine], table)).to(x.dtype)
+            x = x + (table[mine, None] if positions is None else F.embedding(positions.t()[mine], table)).to(x.dtype)
         if self.norm is not None:
             x = self.norm(x)
         return dropout(x, self.dropout if self.training else 0.0, metadata.keys, 0, self.tp.rank, metadata.part)

@@ -79,15 +79,15 @@ def split_nll_and_gradient(
     mine = labels - first
     outside = (mine < 0) | (mine >= logits.shape[-1])
     mine = mine.masked_fill(outside, 0)[:, None]
-    most = all_reduce_max(scores.amax(-1), tp)
+    largest = all_reduce_max(scores.amax(-1), tp)
     # the largest logit of all ranks, not of this one, or their exponentials could not be added
-    scores -= most[:, None]
+    scores -= largest[:, None]
     target = scores.gather(-1, mine)[:, 0].masked_fill(outside, 0.0)
     p = scores.exp_()
     normaliser, target = all_reduce(torch.stack([p.sum(-1), target]), tp)
     log, factors, penalties = normaliser.log(), weights, None
     if z_loss:
-        z = log + most
+        z = log + largest
         factors, penalties = weights * (1 + 2 * z_loss * z), z_loss * z.square() * weights
     gradient = p.mul_((factors / normaliser)[:, None])
     gradient.scatter_add_(-1, mine, -weights.masked_fill(outside, 0.0)[:, None])

@@ -73,9 +73,9 @@ def rotary(
 def rotary_rates(config: ModelConfig, layer: str, length: int, device: torch.device) -> Rates:
     """The frequencies of a kind of layers, and the factor of their cosines and sines."""
     windowed = config.window_of(layer) is not None
-    own = config.window_rope_base if windowed else None
+    base = config.window_rope_base if windowed else None
     scaling = config.rope_scaling if config.window_rope_scaled or not windowed else {}
-    return frequencies(config.rotated, own or config.rope_base, scaling, config.context, length, device)
+    return frequencies(config.rotated, base or config.rope_base, scaling, config.context, length, device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -124,8 +124,8 @@ def frequencies(
         factors = given["long_factor" if length > original else "short_factor"]
         factor = given.get("factor", context / original)
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-        own: float = given.get("attention_factor", scale)
-        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * base**steps), own
+        attention_factor: float = given.get("attention_factor", scale)
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * base**steps), attention_factor
     return plain, 1.0
 
 

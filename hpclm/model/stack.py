@@ -92,14 +92,14 @@ class Stack(nn.Module):
             with offload.next_block() if offload and group[0].name.startswith("block") else nullcontext():
                 if group[0].recompute and self.training and torch.is_grad_enabled():
                     # what is random is seeded, also when it is recomputed
-                    made = checkpoint(
+                    output = checkpoint(
                         self._run, group, value, layouts, keys, use_reentrant=False, preserve_rng_state=False
                     )
                 else:
-                    made = self._run(group, value, layouts, keys)
-            value = made.value
+                    output = self._run(group, value, layouts, keys)
+            value = output.value
             # returned through the checkpoint rather than kept aside: a recomputation would report them twice
-            add(scalars, made.scalars)
+            add(scalars, output.scalars)
         if isinstance(value, Head) and batch.labels is not None and batch.weights is not None:
             value, more = self.loss(value, batch.labels, batch.weights)
             add(scalars, more)
@@ -119,9 +119,9 @@ class Stack(nn.Module):
         """Compile the blocks and the other layers between embedding and loss, ``whole``: each as one graph. ``replicas``: those that
         reduce gradients in the order in which backward passes make them, and so must run the blocks in one way."""
         names = [name for name in self.layers if name.startswith("block") or name in ("entry", "norm")]
-        own = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
+        foreign = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
         self.compilation.layers = compile_layers(
-            [self.layers[name] for name in names], whole and not own, axes=(self.tp, self.cp, replicas)
+            [self.layers[name] for name in names], whole and not foreign, axes=(self.tp, self.cp, replicas)
         )
 
     def weights(self) -> list[tuple[str, nn.Parameter]]:
@@ -189,10 +189,10 @@ def placements(layer: nn.Module) -> Iterator[tuple[str, Placement]]:
 def check_local_shapes(name: str, layer: nn.Module, tp: Axis) -> None:
     """ConfigError for a weight of a layer, on one process, that has another shape than its placement says: a checkpoint would lack a part of
     it, or have it twice."""
-    for (own, placement), weight in zip(placements(layer), layer.parameters(), strict=True):
+    for (weight_name, placement), weight in zip(placements(layer), layer.parameters(), strict=True):
         if tuple(weight.shape) != placement.local(tp):
             raise ConfigError(
-                f"{name}.{own} has shape {tuple(weight.shape)}, and its placement says {placement.local(tp)}, of {placement.shape} in all; "
+                f"{name}.{weight_name} has shape {tuple(weight.shape)}, and its placement says {placement.local(tp)}, of {placement.shape} in all; "
                 "make it of that shape, as new_parameter does, or declare where it is"
             )
 

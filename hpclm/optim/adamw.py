@@ -63,10 +63,10 @@ def fused_adamw(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Op
 
 def apex_adam(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:
     """NVIDIA apex's FusedAdam; PyTorch's, with a warning, if apex is not installed."""
-    made = apex.fused_adam(groups(weights, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps)
-    if made is not None:
+    optimizer = apex.fused_adam(groups(weights, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    if optimizer is not None:
         log.info("optimizer: NVIDIA apex's FusedAdam")
-        return made
+        return optimizer
     log.warning("optim.name=apex_adam: NVIDIA apex is not usable here; using PyTorch's fused AdamW")
     return fused_adamw(weights, optim)
 

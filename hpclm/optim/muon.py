@@ -35,10 +35,10 @@ class Muon(Scaled, torch.optim.Optimizer):
         self.matrices = [weight for weight in weights if block_matrix(weight.name, weight.shape)]
         others = groups([w for w in weights if not block_matrix(w.name, w.shape)], optim) or [{"params": []}]
         self.adamw = AdamW(others, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
-        own = groups(self.matrices, optim)
-        super().__init__([*self.adamw.param_groups, *own], dict(lr=optim.lr))
+        matrix_groups = groups(self.matrices, optim)
+        super().__init__([*self.adamw.param_groups, *matrix_groups], dict(lr=optim.lr))
         self.adamw.state = self.state
-        self._group = {p: group for group in own for p in group["params"]}
+        self._group = {p: group for group in matrix_groups for p in group["params"]}
 
     def share(self, exchange: Exchange, model: ModelConfig) -> None:
         """Work on whole matrices by ``exchange``, which has them in the order of ``matrices``."""

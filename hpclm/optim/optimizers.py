@@ -39,10 +39,10 @@ class Exchange(Protocol):
     def __call__(
         self,
         numbers: Sequence[int],
-        held: "Sequence[torch.Tensor]",
+        local_values: "Sequence[torch.Tensor]",
         work: "Callable[[int, torch.Tensor], torch.Tensor]",
     ) -> "Sequence[torch.Tensor]":
-        """``held``: this process's values of each of a round's matrices -> its values of ``work(number, matrix)``."""
+        """``local_values``: this process's values of each of a round's matrices -> its values of ``work(number, matrix)``."""
 
 
 class MatrixOptimizer(Protocol):
@@ -65,5 +65,5 @@ def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tup
 
 def optimizer_of(weights: Sequence[Weight], optim: "OptimConfig") -> "torch.optim.Optimizer":
     """The configured optimizer; the learning rate is set before each step."""
-    made: torch.optim.Optimizer = registry.load(OPTIMIZERS[optim.name].path)(weights, optim)
-    return made
+    optimizer: torch.optim.Optimizer = registry.load(OPTIMIZERS[optim.name].path)(weights, optim)
+    return optimizer

@@ -99,7 +99,7 @@ class Watch:
         usual, deviation = before.usual, before.deviation
         if len(recent) >= LEAST:
             usual = median(recent)
-            deviation = 1.4826 * median(abs(each - usual) for each in recent)
+            deviation = 1.4826 * median(abs(value - usual) for value in recent)
         return replace(self, health=Health(loss, usual, deviation, since, in_a_row), recent=recent)
 
 

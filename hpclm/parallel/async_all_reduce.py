@@ -28,11 +28,11 @@ class AsyncAllReduce:
 
         A collective: every rank sends the same names, with the same kinds of values, in the same order.
         """
-        known = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+        on_host = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
         queued = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        names = [*known, *queued]
+        names = [*on_host, *queued]
         # float64 holds counts of tokens and samples exactly; fp32 rounds integers above 2^24
-        host = torch.tensor(list(known.values()), dtype=torch.float64, pin_memory=self._stream is not None)
+        host = torch.tensor(list(on_host.values()), dtype=torch.float64, pin_memory=self._stream is not None)
         # from pageable memory this copy would make the host wait
         vector = host.to(self.device, non_blocking=True)
         if queued:

@@ -29,7 +29,7 @@ from hpclm.distributed import restart
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
 from hpclm.engine.base import BaseEngine
-from hpclm.engine.checksum import checksums, counts, held, pieces
+from hpclm.engine.checksum import checksums, counts, local_tensors, pieces
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.errors import CorruptedError, DivergedError
 from hpclm.node import hardware
@@ -126,7 +126,7 @@ class Verifier:
         self._close()
         answer = {
             "shared": [
-                (*group, _digest(self._sums(pieces(held(self.engine.state, weights, shared=True)))))
+                (*group, _digest(self._sums(pieces(local_tensors(self.engine.state, weights, shared=True)))))
                 for group, weights in self._shared.items()
             ],
             "changed": bool(self._changed),
@@ -141,7 +141,7 @@ class Verifier:
     def _differing(self, group: Group) -> tuple[str, ...]:
         """The weights of a group whose values or optimizer state are not the same on all its ranks; a collective."""
         digests = {
-            weight.name: _digest(self._sums(pieces(held(self.engine.state, [weight], shared=True))))
+            weight.name: _digest(self._sums(pieces(local_tensors(self.engine.state, [weight], shared=True))))
             for weight in self._shared.get(group, ())
         }
         answers = [answer for answer in self.context.all_gather(digests) if answer]
@@ -166,7 +166,7 @@ class Verifier:
         if anew or len(self.engine.optimizer.state) != self._entries:
             self._entries = len(self.engine.optimizer.state)
             self._pieces = pieces(
-                [*held(self.engine.state, self._weights, shared=False), *counts(self.engine.optimizer)]
+                [*local_tensors(self.engine.state, self._weights, shared=False), *counts(self.engine.optimizer)]
             )
         self._before = self._sums(self._pieces)
 

@@ -68,7 +68,7 @@ def recorded(engine: BaseEngine, keep: Keep) -> Iterator[list[dict[str, Any]]]:
         for weight in engine.weights:
             gradient = engine.state.gradient(weight)
             if gradient is not None:
-                held = engine.state.held(weight)
+                held = engine.state.local_part(weight)
                 updates[-1][weight.name] = keep(held, gradient.detach().flatten()[: held.count] / scale)
 
     hook = engine.optimizer.register_step_pre_hook(record)
@@ -82,7 +82,7 @@ def copies(engine: BaseEngine) -> list[ShardedParameter]:
     """The weights as this process holds them, with copies of their values, without padding."""
     copied = []
     for weight in engine.weights:
-        held, values = engine.state.held(weight), engine.state.values(weight)
+        held, values = engine.state.local_part(weight), engine.state.values(weight)
         values = values if held.values is None else values.flatten()[: held.count]
         copied.append(replace(held, parameter=nn.Parameter(values.clone()), values=None))
     return copied
@@ -98,7 +98,7 @@ def sample(held: ShardedParameter, values: Tensor, mesh: Mesh) -> Sample:
 
 def weights_of(state: TrainingState, weights: Sequence[ShardedParameter], mesh: Mesh) -> Samples:
     """Samples of the weights, by their names."""
-    return {weight.name: sample(state.held(weight), state.values(weight), mesh) for weight in weights}
+    return {weight.name: sample(state.local_part(weight), state.values(weight), mesh) for weight in weights}
 
 
 def outcome(
@@ -107,11 +107,12 @@ def outcome(
     """What came of update ``number``: the change of each weight since ``before``, and what the optimizer keeps."""
     results = {f"updates after update {number}": of_whole(state.steps())}
     for weight in weights:
-        first, values, _ = sample(state.held(weight), state.values(weight), mesh)
+        first, values, _ = sample(state.local_part(weight), state.values(weight), mesh)
         change = values - before[weight.name].values
         results[f"change of {weight.name} by update {number}"] = Sample(first, change, ROUNDINGS * float(values.norm()))
         kept = {
-            name: sample(state.held(weight), state.values(weight, name), mesh) for name in state.names(weight, "weight")
+            name: sample(state.local_part(weight), state.values(weight, name), mesh)
+            for name in state.names(weight, "weight")
         }
         kept |= {name: of_whole(state.values(weight, name)) for name in state.names(weight, "everywhere")}
         results |= {f"{name} of {weight.name} after update {number}": values for name, values in kept.items()}

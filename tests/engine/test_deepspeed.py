@@ -51,7 +51,7 @@ def compared(words):
     run, engine, batches, _ = sharded.made(words)
     sharded.steps(run, engine, batches, 0, 2)
     found = {}
-    for weight in map(engine.state.held, engine.weights):
+    for weight in map(engine.state.local_part, engine.weights):
         for moment in (None, "exp_avg", "exp_avg_sq"):
             if moment:
                 whole = utils.safe_get_full_optimizer_state(weight.parameter, moment)

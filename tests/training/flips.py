@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpclm.engine.checksum import held
+from hpclm.engine.checksum import local_tensors
 from hpclm.engine.native import NativeEngine
 from hpclm.model.gpt import Block
 from hpclm.optim.schedules import learning_rate
@@ -20,7 +20,7 @@ from tests.parity import STEPS
 
 def state(engine):
     """All values that this rank keeps, where it keeps them."""
-    return [tensor.detach() for tensor in held(engine.state, engine.weights, shared=False) if tensor.numel()]
+    return [tensor.detach() for tensor in local_tensors(engine.state, engine.weights, shared=False) if tensor.numel()]
 
 
 def flip(engine, draw):

@@ -115,10 +115,10 @@ class PipelineEngine(WrappedEngine):
             weight.parameter.ds_pipe_replicated = weight.duplicate  # type: ignore[attr-defined]  # the norm counts it once
         optimizer = self.optimizer
         equalize_groups(optimizer, mesh, device)
-        held = [list(group["params"]) for group in optimizer.param_groups]
+        group_weights = [list(group["params"]) for group in optimizer.param_groups]
         tree = settings(config, library.NAMES[dtype])
         self.engine = library.initialize(model=pipeline, optimizer=optimizer, config=tree)
-        self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, config.optim, held, mesh.dp)
+        self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, config.optim, group_weights, mesh.dp)
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:
         """All micro-batches through all stages, and the update, in which DeepSpeed reduces, clips, and skips what is not finite."""
@@ -171,13 +171,13 @@ def equalize_groups(optimizer: torch.optim.Optimizer, mesh: Mesh, device: torch.
     """Give the optimizer of every stage as many groups of weights as the stage with the most has, by splitting groups: DeepSpeed's
     gradient norm is a collective of all stages for each group."""
     groups = optimizer.param_groups
-    most = int(all_reduce_max(torch.tensor([float(len(groups))], device=device), mesh.pp).item())
-    while len(groups) < most:
+    count = int(all_reduce_max(torch.tensor([float(len(groups))], device=device), mesh.pp).item())
+    while len(groups) < count:
         widest = max(groups, key=lambda group: len(group["params"]))
         half = len(widest["params"]) // 2
         if not half:
             raise ConfigError(
-                f"optim.groups makes {most} groups of weights on one stage, but another stage has {len(groups)} weights; lower parallel.pipeline"
+                f"optim.groups makes {count} groups of weights on one stage, but another stage has {len(groups)} weights; lower parallel.pipeline"
             )
         groups.append({**widest, "params": widest["params"][half:]})
         widest["params"] = widest["params"][:half]

@@ -114,7 +114,7 @@ class PartitionedOptimizer(PartitionedState):
                 self.places[weight] = low - start if low < high else 0, flat, slice(low, high)
         super().__init__(optimizer, optim, flats)
 
-    def held(self, weight: ShardedParameter) -> ShardedParameter:
+    def local_part(self, weight: ShardedParameter) -> ShardedParameter:
         """``weight``, with the run of its values that is in this process's partition."""
         return replace(weight, begin=self.places[weight.parameter][0], values=self.size(weight))
 
@@ -149,7 +149,7 @@ class PartitionedWeights(PartitionedState):
         self.wrapper, self.shard = wrapper, shard
         super().__init__(optimizer, optim, wrapper.fp32_partitioned_groups_flat)
 
-    def held(self, weight: ShardedParameter) -> ShardedParameter:
+    def local_part(self, weight: ShardedParameter) -> ShardedParameter:
         """``weight``, with the run of its values that is in this process's partition."""
         begin = self.shard.rank * self.size(weight)
         whole: int = weight.parameter.ds_numel  # type: ignore[attr-defined]

@@ -109,13 +109,13 @@ class ZeroEngine(WrappedEngine):
         library.mark_split(weights)
         super().__init__(config, mesh, device, model, weights)
         optimizer, optim = self.optimizer, config.optim
-        held = [list(group["params"]) for group in optimizer.param_groups]
+        group_weights = [list(group["params"]) for group in optimizer.param_groups]
         self.engine = library.initialize(model=model, optimizer=optimizer, config=tree, mpu=library.MeshView(mesh))
         self.forward, wrapper = self.engine, self.engine.optimizer
         if stage == 3:
             self.state = PartitionedWeights(wrapper, optimizer, optim, mesh.shard)
         else:
-            self.state = PartitionedOptimizer(wrapper, optimizer, optim, held, mesh.dp)
+            self.state = PartitionedOptimizer(wrapper, optimizer, optim, group_weights, mesh.dp)
         self.mean_over = mesh.dp.size if stage == 3 else 1
         """DeepSpeed averages gradients, rather than sums them, over this many replicas."""
         self.divisor = 1.0
@@ -163,11 +163,13 @@ def partition(tree: dict[str, Any], mesh: Mesh, device: torch.device, dtype: tor
         for weight in layer.parameters():  # DeepSpeed shards a weight in the type that it has
             weight.data = weight.data.to(dtype)
         with library.refusals():
-            made = deepspeed.zero.Init(
+            initialized = deepspeed.zero.Init(
                 module=layer, data_parallel_group=group, mpu=view, config_dict_or_path=tree, **shared
             )
         # without these, DeepSpeed would make a swapper with its buffers, and process groups, for every layer
-        shared.update(param_swapper=made.param_swapper, zero_param_parallel_group=made.zero_param_process_group)
+        shared.update(
+            param_swapper=initialized.param_swapper, zero_param_parallel_group=initialized.zero_param_process_group
+        )
         return layer
 
     return wrap

@@ -129,7 +129,7 @@ class Layouts:
             weights = weights.t().chunk(self.tp.size)[self.tp.rank]
         # layers with one window share a mask, of which only documents make another in every micro-batch
         masks = cache(partial(self._block_mask, kind, batch.documents, part))
-        made = {}
+        layouts = {}
         for layer in self.layers:
             window, flex = seen(self.config, layer, length), None
             special = (batch.documents, slopes, window) != (None, None, None)
@@ -138,8 +138,8 @@ class Layouts:
                 flex = Flex(masks(window), slopes, None if part is None else part.places, run)
             prepared = Prepared(slopes, flex, starts, part, self._rates(kind, layer))
             layout = attention_metadata(self.config, kind, self.tp, batch, layer, prepared)
-            made[layer] = layout._replace(weights=weights)
-        return made
+            layouts[layer] = layout._replace(weights=weights)
+        return layouts
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` returned the first time."""
@@ -195,15 +195,15 @@ def attention_metadata(
         places = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
         # rounded only here: bf16 has no more than 8 bits, so positions above 256 would fall together
         cos, sin = (x.to(dtype) for x in rotary(places, config, layer, length, rates))
-    made = AttentionMetadata(positions, None, cos, sin, batch.seed, flex, part=part)
+    metadata = AttentionMetadata(positions, None, cos, sin, batch.seed, flex, part=part)
     biased = POSITIONS[config.positions].slopes is not None
     if flex:
-        return made._replace(window=window, documents=documents)
+        return metadata._replace(window=window, documents=documents)
     if config.attention_dropout or (biased and (documents, window, part) == (None, None, None)):
-        return made._replace(mask=dense_mask(config, kind, tp, documents, slopes, window))
+        return metadata._replace(mask=dense_mask(config, kind, tp, documents, slopes, window))
     if biased:
         slopes = alibi_slopes(config.heads, device, tp) if slopes is None else slopes
-    return made._replace(window=window, documents=documents, starts=starts, slopes=slopes if biased else None)
+    return metadata._replace(window=window, documents=documents, starts=starts, slopes=slopes if biased else None)
 
 
 def seen(config: ModelConfig, layer: str, length: int) -> int | None:

@@ -91,15 +91,16 @@ def train(words, steps, first=0, saved=None, device="cpu"):
     from hpclm.data.batches import Batches
     from hpclm.data.synthetic import synthetic
     from hpclm.optim.schedules import learning_rate
+    from hpclm.parallel.compute import Compute
     from hpclm.parallel.mesh import Mesh
 
     run = config.load(None, [*TINY, *words])
     size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = Mesh.build(dist.get_rank() if size > 1 else 0, size, run.parallel)
-    where = torch.device(device)
     source = synthetic(run.data, run.model.context, run.seed, run.model.vocab_size)
-    batches = Batches(source.samples("train", 1000), run, run.plan(size), source.eod, where, mesh)
-    engine = engines.build(run.for_engine(mesh.world.size), mesh, where, TYPES[run.engine.precision])
+    compute = Compute(torch.device(device), TYPES[run.engine.precision], mesh)
+    batches = Batches(source.samples("train", 1000), run.plan(size), run.data, run.model, source.eod, compute)
+    engine = engines.build(run.for_engine(mesh.world.size), compute)
     each = run.batch.global_size
     if saved:
         engine.load(Kept({name: torch.from_numpy(array) for name, array in saved[0].items()}), saved[1])

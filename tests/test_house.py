@@ -186,6 +186,16 @@ SAFE = {
 """Files that print something else, and what it is."""
 
 
+def test_a_mesh_travels_with_its_device_and_type():
+    """As a Compute; the model alone takes a mesh and a type, because its layers get their device as they are built."""
+    for name in NAMES:
+        for node in (node for node in nodes_of(name) if isinstance(node, ast.FunctionDef)):
+            arguments = [*node.args.args, *node.args.kwonlyargs]
+            kinds = {ast.unparse(argument.annotation) for argument in arguments if argument.annotation}
+            apart = kinds & {"Mesh", "torch.device", "torch.dtype"}
+            assert "Mesh" not in apart or apart == {"Mesh"} or name == "model/stack.py", f"{name}: {node.name}"
+
+
 def test_no_files_import_each_other_in_a_circle():
     """But hpclm/__init__.py, which loads what it offers when it is used."""
     named = {".".join(path.relative_to(HOUSE.parent).with_suffix("").parts): path for path in FILES}

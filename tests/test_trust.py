@@ -212,6 +212,47 @@ def test_what_is_named_is_of_the_expected_kind_before_it_is_called(name, mine):
     assert not mine.exists()
 
 
+OLD = """
+from hpclm.engine.native import NativeEngine
+
+class Four(NativeEngine):
+    def __init__(self, config, mesh, device, dtype):
+        pass
+
+class Defaults(NativeEngine):
+    def __init__(self, config, mesh, device=None, dtype=None):
+        pass
+
+class Named(NativeEngine):
+    def __init__(self, config, mesh, *, device, dtype):
+        pass
+
+class Empty(NativeEngine):
+    def __init__(self, config):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("Four", "takes (config, mesh, device, dtype), as engines did before; let it take (config, compute)"),
+        ("Defaults", "takes (config, mesh, device, dtype), as engines did before; let it take (config, compute)"),
+        ("Named", "takes (config, mesh, device, dtype), as engines did before; let it take (config, compute)"),
+        ("Empty", "cannot be called with config, compute"),
+    ],
+)
+def test_an_engine_that_takes_other_arguments_is_refused_with_those_that_engines_take(
+    name, said, tmp_path, monkeypatch
+):
+    (tmp_path / "older_engines.py").write_text(OLD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = [*BUDGET, "engine.device=cpu", f"engine.name=older_engines:{name}"]
+    with pytest.raises(ConfigError) as error:
+        engine_class(config.load(None, words).for_engine(), __import__("torch").device("cpu"))
+    assert f"engine 'older_engines:{name}' {said}" in str(error.value)
+
+
 @pytest.mark.parametrize(
     "name", ["subprocess:check_output", "os:system", "builtins:exec", "runpy:run_path", "a:b.c", ":f"]
 )

@@ -243,14 +243,14 @@ def training(args: argparse.Namespace) -> int:
     from hpclm import config
     from hpclm import engine as engines
     from hpclm.checkpoint import CheckpointStore, Progress, Retention, staging
-    from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.compute import Compute
     from hpclm.parallel.micro_batch import MicroBatch
 
     torch.set_num_threads(1)
     shape = ["model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab_size=1024", "model.context=256"]
     rest = ["batch.global_size=4", "batch.micro_size=4", "data.source=synthetic", "budget.steps=1"]
     run = config.load(None, [*shape, *rest, "engine.precision=fp32", "engine.device=cpu"])
-    engine = engines.build(run.for_engine(), Mesh(), torch.device("cpu"), torch.float32)
+    engine = engines.build(run.for_engine(), Compute(torch.device("cpu"), torch.float32))
     tokens = torch.randint(1024, (4, 257), generator=torch.Generator().manual_seed(0))
     batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     saved = EngineState(state(args.megabytes, args.tensors))

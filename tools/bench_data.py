@@ -255,6 +255,7 @@ def reading(folder: Path, rounds: int, tokens: int) -> Figures:
 
     from hpclm.config import BatchConfig, BudgetConfig, ModelConfig, RunConfig
     from hpclm.data.batches import Batches
+    from hpclm.parallel.compute import Compute
 
     config = RunConfig(
         model=ModelConfig(context=CONTEXT),
@@ -262,7 +263,7 @@ def reading(folder: Path, rounds: int, tokens: int) -> Figures:
         batch=BatchConfig(global_size=64, micro_size=64),
         budget=BudgetConfig(steps=1),
     )
-    checked = Batches(one, config, config.plan(), None, torch.device("cpu"))
+    checked = Batches(one, config.plan(), config.data, config.model, None, Compute(torch.device("cpu"), torch.float32))
 
     def batched() -> float:
         began = time.perf_counter()

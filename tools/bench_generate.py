@@ -25,7 +25,7 @@ from hpclm.engine import build
 from hpclm.inference import run_model
 from hpclm.inference.generation import continue_all
 from hpclm.inference.generation_settings import Sampling
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.compute import Compute
 
 SMALL = ["model.layers=6", "model.hidden=512", "model.heads=8", "model.vocab_size=32000", "model.context=1024"]
 LLAMA = ["model.positions=rope", "model.norm=rmsnorm", "model.activation=swiglu", "model.bias=false"]
@@ -65,10 +65,10 @@ def models(config: RunConfig, folder: Path, device: torch.device, dtype: torch.d
     run = folder / "run"
     run.mkdir(0o700)
     configs.dump(config, run / "config.yaml")
-    engine = build(config.for_engine(), Mesh.build(0, 1, config.parallel), torch.device("cpu"), dtype)
+    engine = build(config.for_engine(), Compute(torch.device("cpu"), dtype))
     CheckpointStore(run / "checkpoints", Retention(), {}).save(engine, Progress(step=1))
     convert([str(run), str(folder / "hf")])
-    ours, _ = run_model.load_model(run, config, None, device, dtype)
+    ours, _ = run_model.load_model(run, config, None, Compute(device, dtype))
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=dtype)
     return ours.to(dtype), theirs.to(device).eval()
 

@@ -49,11 +49,12 @@ LAYOUTS = {
 def engine_step(args: argparse.Namespace, words: list[str], size: int, rank: int, device: Any, dtype: Any) -> Step:
     """A step of an engine, as the loop calls it."""
     from hpclm import engine as engines
+    from hpclm.parallel.compute import Compute
     from hpclm.parallel.mesh import Mesh
 
     run = settings(args, words)
     mesh = Mesh.build(rank, size, run.parallel)
-    engine = engines.build(run.for_engine(mesh.world.size), mesh, device, dtype)
+    engine = engines.build(run.for_engine(mesh.world.size), Compute(device, dtype, mesh))
     batches = micro_batches(args, run, mesh.dp.size, mesh.dp.rank, device)
 
     def step() -> None:
@@ -175,13 +176,14 @@ def one_of_many(args: argparse.Namespace, rank: int, size: int, store: str, answ
 
     from hpclm import engine as engines
     from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
+    from hpclm.parallel.compute import Compute
     from hpclm.parallel.mesh import Mesh
 
     device, dtype, words = prepare(args, rank, size, store)
     run = settings(args, [f"batch.global_size={args.micro * size}"])
     mesh = Mesh.build(rank, size, run.parallel)
     engine, vector = (
-        engines.build(run.for_engine(mesh.world.size), mesh, device, dtype),
+        engines.build(run.for_engine(mesh.world.size), Compute(device, dtype, mesh)),
         AsyncAllReduce(mesh.world, device),
     )
     shape = argparse.Namespace(**vars(args) | {"batch": args.micro * size})

@@ -46,7 +46,7 @@ def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: b
     """hpclm's step, as its loop calls it."""
     from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, OptimConfig, RunConfig
     from hpclm.engine.native import NativeEngine
-    from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.compute import Compute
     from hpclm.parallel.micro_batch import MicroBatch
 
     config = RunConfig(
@@ -57,7 +57,7 @@ def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: b
         optim=OptimConfig(lr=1e-4, min_lr=1e-5),
         engine=EngineConfig(compile=compiled),
     )
-    engine = NativeEngine(config.for_engine(), Mesh(), rows.device, dtype)
+    engine = NativeEngine(config.for_engine(), Compute(rows.device, dtype))
     batch = MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
     def step() -> None:

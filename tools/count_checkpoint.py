@@ -181,6 +181,7 @@ def engine_after_a_step(args: argparse.Namespace, words: list[str], rank: int, s
 
     from hpclm import config
     from hpclm import engine as engines
+    from hpclm.parallel.compute import Compute
     from hpclm.parallel.mesh import Mesh
     from hpclm.parallel.micro_batch import MicroBatch
 
@@ -194,7 +195,7 @@ def engine_after_a_step(args: argparse.Namespace, words: list[str], rank: int, s
     ]
     run = config.load(None, [*model, *rest, "data.source=synthetic", "budget.steps=1", "engine.device=cpu", *words])
     mesh = Mesh.build(rank, size, run.parallel)
-    engine = engines.build(run.for_engine(mesh.world.size), mesh, torch.device("cpu"), torch.float32)
+    engine = engines.build(run.for_engine(mesh.world.size), Compute(torch.device("cpu"), torch.float32, mesh))
     draw = torch.Generator().manual_seed(mesh.dp.rank)
     rows = torch.randint(1024, (1, 17), generator=draw)
     each = MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())

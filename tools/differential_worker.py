@@ -183,6 +183,7 @@ def hpclm(case: dict[str, Any], inputs: dict[str, Any], rank: int) -> dict[str, 
     from hpclm import config
     from hpclm import engine as engines
     from hpclm.errors import ConfigError
+    from hpclm.parallel.compute import Compute
     from hpclm.parallel.mesh import Mesh
     from hpclm.parallel.micro_batch import MicroBatch
 
@@ -190,7 +191,7 @@ def hpclm(case: dict[str, Any], inputs: dict[str, Any], rank: int) -> dict[str, 
     try:
         run = config.load(None, case["words"])
         mesh = Mesh.build(rank, size, run.parallel)
-        engine: Any = engines.build(run.for_engine(size), mesh, cpu, torch.float32)
+        engine: Any = engines.build(run.for_engine(size), Compute(cpu, torch.float32, mesh))
         engine.load(Weights(inputs["weights"]), {"optimizer_steps": 0, "loss_scale": None})
     except ConfigError as error:
         raise RefusedError(error.problems[0]) from None

@@ -87,6 +87,7 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
     from hpclm import engine as engines
     from hpclm.model.attention import backend as attention_backend
     from hpclm.node.gpus import KINDS
+    from hpclm.parallel.compute import Compute
     from hpclm.parallel.mesh import Mesh
     from hpclm.parallel.micro_batch import MicroBatch
     from hpclm.planning import forecast
@@ -100,7 +101,7 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
     world = run.job.nodes * run.job.gpus
     if world > 1:  # the others are not there, and sums are wrong
         torch.distributed.init_process_group("fake", rank=0, world_size=world)
-    engine = engines.build(run.for_engine(world), Mesh.build(0, world, run.parallel), device, dtype)
+    engine = engines.build(run.for_engine(world), Compute(device, dtype, Mesh.build(0, world, run.parallel)))
 
     def batch(rows: int) -> MicroBatch:
         ids = torch.zeros(rows, context + 1, dtype=torch.int64).to(device)

@@ -130,13 +130,13 @@ def _print_tasks(args: argparse.Namespace) -> None:
         from hpclm.inference.harness import Tasks, naming_tasks
     text = run_text.of_run(args.run, config.data, config.model.vocab_size)
     tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)
-    device, dtype = run_model.place(config)
-    model, progress = run_model.load_model(args.run, config, text.tokenizer.fingerprint, device, dtype)
+    compute = run_model.place(config)
+    model, progress = run_model.load_model(args.run, config, text.tokenizer.fingerprint, compute)
     signal.signal(
         signal.SIGTERM, signal.SIG_DFL
     )  # the library ends its processes by it, and would wait where it is ignored
     with naming_tasks():
-        scores, samples = tasks.score(model.to(dtype), text, args.batch or 16)
+        scores, samples = tasks.score(model.to(compute.dtype), text, args.batch or 16)
     if args.json:
         rows = {task: finite(row) for task, row in scores.items()}
         print(json.dumps({"tasks": rows, "samples": samples, "step": progress.step}))
@@ -168,14 +168,14 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
     from hpclm.parallel.mesh import SINGLE
     from hpclm.progress import Bar
 
-    device, dtype = run_model.place(config)
-    model, progress = run_model.load_model(run, config, source.fingerprint.get("tokenizer"), device, dtype)
+    compute = run_model.place(config)
+    model, progress = run_model.load_model(run, config, source.fingerprint.get("tokenizer"), compute)
     read = source.samples(part, samples)
     count = len(read) if samples is None else samples
     plan = config.plan()
-    batches = Batches(read, config, plan, source.eod, device).take(0, count)
+    batches = Batches(read, plan, config.data, config.model, source.eod, compute).take(0, count)
     with Bar(batches, total=-(-count // plan.micro_size), unit="batch", disable=None) as bar:
-        mean = mean_loss(model, bar, device, SINGLE)
+        mean = mean_loss(model, bar, compute.device, SINGLE)
     if mean is None:
         raise ConfigError(
             f"nothing is measured: by the loss mask no token of the {count} samples of {part} counts; read more with --samples, or all "
@@ -224,8 +224,8 @@ def on_documents(
         documents = scoring.of_text(text, content, json_lines, of_run)
     else:
         documents = scoring.of_dataset(dataset, mask, tokenizer)
-    device, dtype = run_model.place(config)
-    model, progress = run_model.load_model(run, config, tokenizer.fingerprint if tokenizer else None, device, dtype)
+    compute = run_model.place(config)
+    model, progress = run_model.load_model(run, config, tokenizer.fingerprint if tokenizer else None, compute)
     with Bar(total=most, unit="token", unit_scale=True, disable=None) as bar:
         score = scoring.score(model, documents, of_run.begin if of_run else None, config.batch.micro_size, most, bar)
     masked = {} if text is not None or mask is None else {"loss_mask": str(mask.prefix)}

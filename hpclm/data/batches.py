@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpclm.config import Plan, RunConfig
+from hpclm.config import DataConfig, ModelConfig, Plan
 from hpclm.data.sources import PADDING, Samples, needs_eod
 from hpclm.errors import ConfigError
 from hpclm.node import hardware, threads
-from hpclm.parallel.mesh import ALONE, Mesh
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.micro_batch import MicroBatch
 
 T = TypeVar("T")
@@ -36,24 +36,25 @@ class Batches:
     def __init__(
         self,
         samples: Samples,
-        config: RunConfig,
         plan: Plan,
+        data: DataConfig,
+        model: ModelConfig,
         eod: int | None,
-        device: torch.device,
-        mesh: Mesh = ALONE,
+        compute: Compute,
     ):
-        data, model = config.data, config.model
+        """``eod``: the end-of-document token. ``compute``: whose device the micro-batches are on, and whose replica they are of."""
         lacking = list(needs_eod(data, eod))
         if lacking:
             raise ConfigError(lacking)
         self.samples: Any = samples
-        self.plan, self.data, self.device, self.replica, self.cp = plan, data, device, mesh.replica, mesh.cp
+        self.plan, self.data, self.device = plan, data, compute.device
+        self.replica, self.cp = compute.mesh.replica, compute.mesh.cp
         self.width, self.vocab_size, self.eod = model.context + 1, model.vocab_size, eod
         self._ahead = Prefetch(
             self._read_step,
             lambda consumed: consumed + plan.batch_size(consumed),
             data.workers,
-            partial(_begin, device),
+            partial(_begin, compute.device),
         )
 
     def step(self, consumed: int) -> list[MicroBatch]:

@@ -5,8 +5,10 @@ import re
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from inspect import isclass, signature
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +22,7 @@ from hpclm.config.supports import SUPPORTS, Supports
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.gpt import LayerSpec
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.registry import class_check, load, lookup
 
@@ -132,21 +134,33 @@ class Engine(Protocol):
         ...
 
 
-CHECK = class_check(
-    "train_step", "evaluate", "tensors", "scalars", "load", made_with=("config", "mesh", "device", "dtype")
-)
-Maker = Callable[[EngineSettings, Mesh, torch.device, torch.dtype], Engine]
+_COMPLETE = class_check("train_step", "evaluate", "tensors", "scalars", "load", made_with=("config", "compute"))
+Maker = Callable[[EngineSettings, Compute], Engine]
 
 
-def build(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Engine:
+def engine_problem(engine_class: Any) -> str | None:
+    """What is wrong with a user-defined engine; None if nothing is."""
+    with suppress(TypeError, ValueError):  # a class that has no signature
+        if isclass(engine_class) and {"mesh", "device", "dtype"} <= signature(engine_class).parameters.keys():
+            return (
+                "takes (config, mesh, device, dtype), as engines did before; let it take (config, compute), and read "
+                "compute.mesh, compute.device and compute.dtype"
+            )
+    return _COMPLETE(engine_class)
+
+
+CHECK = engine_problem
+
+
+def build(config: EngineSettings, compute: Compute) -> Engine:
     """The configured engine, with a freshly initialised model."""
-    maker = engine_class(config, device)
-    compiled, reason = compiles(config, device)
+    maker = engine_class(config, compute.device)
+    compiled, reason = compiles(config, compute.device)
     if reason:
         log.info("torch.compile is off: %s", reason)
     parts = config.engine.compile is None and not missing_compiler()  # null: no blocks, but what needs it on its own
     decided = compiled or (None if parts else False)
-    return maker(replace(config, engine=replace(config.engine, compile=decided)), mesh, device, dtype)
+    return maker(replace(config, engine=replace(config.engine, compile=decided)), compute)
 
 
 def engine_class(config: EngineSettings, device: torch.device) -> Maker:

@@ -34,6 +34,7 @@ from hpclm.optim.adamw import update
 from hpclm.optim.optimizers import MatrixOptimizer, optimizer_of
 from hpclm.optim.stability import LossScale
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, union
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import SINGLE, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, Output, add
 
@@ -53,13 +54,13 @@ class BaseEngine:
     def __init__(
         self,
         config: EngineSettings,
-        mesh: Mesh,
-        device: torch.device,
+        compute: Compute,
         model: Stack | Stages,
         weights: Sequence[ShardedParameter],
         forward: Callable[[MicroBatch], Output] | None = None,
     ):
         """``weights``: what the optimizer updates. ``forward``: as Stack.forward, if not the model itself is to be called."""
+        mesh, device = compute.mesh, compute.device
         self.forward: Callable[[MicroBatch], Output] = forward or model
         self.config, self.mesh, self.device, self.model = config, mesh, device, model
         self.weights = tuple(weights)
@@ -342,10 +343,10 @@ def optimizer_for(
     return optimizer, TrainingState(optimizer, config.optim, exchange.worked_on if exchange else ()), exchange
 
 
-def defer_tp_grad_sum(model: Stack, mesh: Mesh, device: torch.device) -> None:
+def defer_tp_grad_sum(model: Stack, compute: Compute) -> None:
     """On GPUs, sum the gradients of norms and biases over the tensor-parallel ranks once a step and together, rather than six
     times in each block and micro-batch. On CPUs, where messages cost less, the order of the sums stays what it was."""
-    if defers(device) and mesh.tp.size > 1 and model.config.block in BLOCKS:
+    if defers(compute.device) and compute.mesh.tp.size > 1 and model.config.block in BLOCKS:
         for module in model.modules():
             if isinstance(module, TensorParallelModule):
                 module.defer_tp_grad_sum = True
@@ -356,18 +357,15 @@ def defers(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def whole_model(
-    config: EngineSettings, mesh: Mesh, dtype: torch.dtype, wrap: WrapLayer, backward: Backward = "unscaled"
-) -> Stack:
+def whole_model(config: EngineSettings, compute: Compute, wrap: WrapLayer, backward: Backward = "unscaled") -> Stack:
     """The whole model; each layer is passed to ``wrap`` as it is built. ``backward``: as of the loss."""
-    specs = gpt.layers(config.model, config.engine, dtype, config.seed, mesh.tp)
-    return stack_of(config, mesh, dtype, specs, wrap, backward)
+    specs = gpt.layers(config.model, config.engine, compute.dtype, config.seed, compute.mesh.tp)
+    return stack_of(config, compute, specs, wrap, backward)
 
 
 def stack_of(
     config: EngineSettings,
-    mesh: Mesh,
-    dtype: torch.dtype,
+    compute: Compute,
     specs: Sequence[LayerSpec],
     wrap: WrapLayer,
     backward: Backward = "once",
@@ -378,7 +376,7 @@ def stack_of(
     supports = SUPPORTS.get(engine.name)
 
     def checked(name: str, layer: nn.Module) -> nn.Module:
-        check_local_shapes(name, layer, mesh.tp)
+        check_local_shapes(name, layer, compute.mesh.tp)
         split = next(
             (f"{name}.{weight_name}" for weight_name, placement in placements(layer) if placement.data_ranks > 1), None
         )
@@ -391,7 +389,7 @@ def stack_of(
         return wrap(name, layer)
 
     execution = Execution(loss, engine.recompute_every, engine.offload_activations)
-    stack = Stack(config.model, specs, dtype, mesh, checked, execution)
+    stack = Stack(config.model, specs, compute.dtype, compute.mesh, checked, execution)
     # a zero-bubble schedule runs the backward pass of weights apart, for which a compiled one cannot be divided
     stack.compilation.may_compile_attention = engine.compile is None and config.parallel.schedule != "zero_bubble"
     return stack

@@ -25,15 +25,16 @@ from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import InitSpec, move
 from hpclm.parallel.collectives import gather_into, scatter_into
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 from hpclm.parallel.placement import Placement
 
 BACKWARD = (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST)
 
 
-def build(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> BaseEngine:
+def build(config: EngineSettings, compute: Compute) -> BaseEngine:
     """The engine named fairscale; with one replica there is nothing to shard."""
-    return (FairScaleEngine if mesh.dp.size > 1 else NativeEngine)(config, mesh, device, dtype)
+    return (FairScaleEngine if compute.mesh.dp.size > 1 else NativeEngine)(config, compute)
 
 
 class FairScaleEngine(BaseEngine):
@@ -41,7 +42,8 @@ class FairScaleEngine(BaseEngine):
 
     sharded = True
 
-    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, compute: Compute):
+        mesh, device, dtype = compute.mesh, compute.device, compute.dtype
         dp, engine = mesh.dp, config.engine
         modernise()
         if device.type == "cpu":
@@ -69,14 +71,14 @@ class FairScaleEngine(BaseEngine):
             weights.update((f"{name}.{weight_name}", weight) for weight_name, weight in layer.named_parameters())
             return shard(layer) if name.startswith("block") else layer
 
-        model = whole_model(config, mesh, dtype, wrap)
+        model = whole_model(config, compute, wrap)
         self.root = shard(model)
         for name, initial in model.init_specs.items():
-            fill(weights[name], initial, mesh, device)
+            fill(weights[name], initial, compute)
         # the token weights divide by the tokens of the whole step; the library would divide by the replicas again
         self.root.set_gradient_divide_factors(1.0, 1.0, recursive=True)
         shards = [sharded(*pair, model.placements, mesh) for pair in weights.items()]
-        super().__init__(config, mesh, device, model, shards, self.root)
+        super().__init__(config, compute, model, shards, self.root)
 
     def finish_backward(self) -> None:
         """Remove the hooks that the library leaves on the weights; otherwise one more is added every step."""
@@ -105,9 +107,10 @@ def sharded(name: str, weight: nn.Parameter, placements: dict[str, Placement], m
     return ShardedParameter(name, weight, placements[name], begin, min(max(0, count - begin), len(weight)))
 
 
-def fill(weight: nn.Parameter, initial: InitSpec, mesh: Mesh, device: torch.device) -> None:
-    """Allocate this replica's slice of a weight on ``device`` (it is on the meta device) and initialise it."""
-    run, count = torch.zeros(weight.shape, device=device), prod(initial.placement.local(mesh.tp))
+def fill(weight: nn.Parameter, initial: InitSpec, compute: Compute) -> None:
+    """Allocate this replica's slice of a weight on the device (it is on the meta device) and initialise it."""
+    mesh = compute.mesh
+    run, count = torch.zeros(weight.shape, device=compute.device), prod(initial.placement.local(mesh.tp))
     begin = mesh.dp.rank * len(run)
     initial.fill(run[: max(0, count - begin)], begin, mesh.tp)
     there = nn.Parameter(run)

@@ -24,12 +24,13 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import allocate, move, place, uninitialized
 from hpclm.model.stack import Stack, placements
 from hpclm.parallel.collectives import all_reduce_in_place
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 
 
-def build(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> BaseEngine:
+def build(config: EngineSettings, compute: Compute) -> BaseEngine:
     """The engine named fsdp2; with one replica there is nothing to shard."""
-    return (FSDP2Engine if mesh.dp.size > 1 else NativeEngine)(config, mesh, device, dtype)
+    return (FSDP2Engine if compute.mesh.dp.size > 1 else NativeEngine)(config, compute)
 
 
 class FSDP2Engine(BaseEngine):
@@ -38,7 +39,8 @@ class FSDP2Engine(BaseEngine):
     model: Stack
     sharded = True
 
-    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, compute: Compute):
+        mesh, device, dtype = compute.mesh, compute.device, compute.dtype
         engine = config.engine
         # sums of a group are added up over the micro-batches only in fp32
         self._keeps_sums = mesh.replicate.size > 1 and (engine.gradients != "compute" or dtype == torch.float32)
@@ -65,8 +67,8 @@ class FSDP2Engine(BaseEngine):
                 shard(layer, reshard_after_forward=engine.zero_stage != 2)
             return layer
 
-        model = whole_model(config, mesh, dtype, wrap)
-        defer_tp_grad_sum(model, mesh, device)
+        model = whole_model(config, compute, wrap)
+        defer_tp_grad_sum(model, compute)
         if engine.compile:
             model.compile_blocks()
         shard(model, reshard_after_forward=False)  # its backward pass starts with the layers its forward pass ends with
@@ -89,7 +91,7 @@ class FSDP2Engine(BaseEngine):
             else ShardedParameter(name, p, model.placements[name], copies=copies[p], data_rank=mesh.dp.rank)
             for name, p in named.items()
         ]
-        super().__init__(config, mesh, device, model, weights)
+        super().__init__(config, compute, model, weights)
         self._split_gradients = [(home.dp, members) for home, members in homes if members]
 
     def no_sync(self) -> AbstractContextManager:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Axis, Mesh
 from hpclm.parallel.placement import Placement
 
@@ -119,13 +120,14 @@ def _added(buckets: "weakref.ref[GradientBuckets]", number: int, parameter: Tens
         owner.added(number)
 
 
-def megabytes(given: float | None, values: int, mesh: Mesh, device: torch.device) -> float:
+def megabytes(given: float | None, values: int, compute: Compute) -> float:
     """Size of the buckets of ``values`` gradients: as ``given``, or chosen.
 
     A ring over n replicas sends a bucket in n parts, so over the network of several nodes its size must grow with n, or the
     latency of each part takes longer than its transfer. CPUs, where the order of sums depends on the size, keep one size.
     """
-    if given or mesh.nodes == 1 or device.type != "cuda":
+    mesh = compute.mesh
+    if given or mesh.nodes == 1 or compute.device.type != "cuda":
         return given or SIZE
     return max(SIZE, min(PER_REPLICA * mesh.dp.size, values * 4 / (1 << 20) / FEWEST))
 

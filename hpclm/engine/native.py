@@ -12,14 +12,15 @@ from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, by_mesh, grou
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.compute import Compute
 
 
 class NativeEngine(BaseEngine):
     """The engine named native: the model and optimizer replicated on every data-parallel rank."""
 
-    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
-        model = native_model(config, mesh, device, dtype)
+    def __init__(self, config: EngineSettings, compute: Compute):
+        mesh, device = compute.mesh, compute.device
+        model = native_model(config, compute)
         self.copies = ComputeCopies(model, config.in_place and adds_in_place(config.engine, config.model, device))
         leaves = {self.copies.master(p): p for _, p in model.weights()}
         placed = {self.copies.master(p): model.placements[name] for name, p in model.weights()}
@@ -29,11 +30,11 @@ class NativeEngine(BaseEngine):
             ShardedParameter(name, p, placed[p], copies=copies[p], data_rank=mesh.dp.rank)
             for p, (name, _) in zip(leaves, model.weights(), strict=True)
         ]
-        super().__init__(config, mesh, device, model, weights)
+        super().__init__(config, compute, model, weights)
         self.kept_gradients = frozenset(self.copies.masters.values())
         if mesh.dp.size > 1:
             sent = model.dtype if config.engine.gradients == "compute" else torch.float32
-            size = megabytes(config.engine.bucket_mb, sum(p.numel() for p in leaves), mesh, device)
+            size = megabytes(config.engine.bucket_mb, sum(p.numel() for p in leaves), compute)
             # from last to first, the order of the backward pass
             buckets = [Bucket(group, home.dp) for home, members in homes for group in grouped(reversed(members), size)]
             self.gradients = GradientBuckets(buckets, leaves, sent)
@@ -45,10 +46,11 @@ class NativeEngine(BaseEngine):
         self.copies.refresh()
 
 
-def native_model(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Stack:
+def native_model(config: EngineSettings, compute: Compute) -> Stack:
     """The whole model, initialised on every replica."""
-    model = whole_model(config, mesh, dtype, materialize_on(device, mesh.tp, mesh.dp.rank))
-    defer_tp_grad_sum(model, mesh, device)
+    mesh = compute.mesh
+    model = whole_model(config, compute, materialize_on(compute.device, mesh.tp, mesh.dp.rank))
+    defer_tp_grad_sum(model, compute)
     if config.engine.compile:
         model.compile_blocks()
     return model

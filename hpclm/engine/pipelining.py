@@ -32,7 +32,8 @@ from hpclm.model import gpt
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack, Stages
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place
-from hpclm.parallel.mesh import SINGLE, Mesh, sub_axis
+from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import SINGLE, sub_axis
 from hpclm.parallel.micro_batch import MicroBatch, Output, add
 
 SCHEDULES = {
@@ -57,18 +58,18 @@ class PipeliningEngine(BaseEngine):
 
     backward_timer = "forward_backward"  # of several micro-batches at a time
 
-    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
-        engine, late = config.engine, config.parallel.schedule == "zero_bubble"
-        parts = stages(config, gpt.layers(config.model, engine, dtype, config.seed, mesh.tp), mesh, device, dtype)
-        wrap = materialize_on(device, mesh.tp, mesh.dp.rank)
+    def __init__(self, config: EngineSettings, compute: Compute):
+        mesh, engine, late = compute.mesh, config.engine, config.parallel.schedule == "zero_bubble"
+        parts = stages(config, gpt.layers(config.model, engine, compute.dtype, config.seed, mesh.tp), compute)
+        wrap = materialize_on(compute.device, mesh.tp, mesh.dp.rank)
         self.count = len(parts)
         self.stacks = {
-            index: stack_of(config, mesh, dtype, parts[index], wrap, "twice" if late else "once")
+            index: stack_of(config, compute, parts[index], wrap, "twice" if late else "once")
             for index in range(mesh.pp.rank, len(parts), mesh.pp.size)
         }
         """The stages of this process, by their number among all ``count``."""
         for stack in self.stacks.values():
-            defer_tp_grad_sum(stack, mesh, device)
+            defer_tp_grad_sum(stack, compute)
         shared = "tokens.weight" if config.model.tied and self.count > 1 else None
         placed = {p: stack.placements[name] for stack in self.stacks.values() for name, p in stack.weights()}
         homes = list(by_mesh(placed, mesh))
@@ -80,7 +81,7 @@ class PipeliningEngine(BaseEngine):
             for index, stack in self.stacks.items()
             for name, p in stack.weights()
         ]
-        super().__init__(config, mesh, device, Stages([*self.stacks.values()]), weights, self.evaluate_one)
+        super().__init__(config, compute, Stages([*self.stacks.values()]), weights, self.evaluate_one)
         self.tied = [weight.parameter for weight in weights if weight.name == shared]
         """The tied embedding, if the first and the last stage each hold a copy."""
         self.ends = sub_axis(mesh.pp, [0, mesh.pp.size - 1]) if self.tied else SINGLE

@@ -22,15 +22,16 @@ from hpclm.engine.native import NativeEngine, native_model
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.step import GlobalNorm
 from hpclm.parallel.collectives import gather_into, scatter_into
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 
 ALIGN = 64  # values; then CPU kernels use the same vector instructions for a value as without sharding
 
 
-def build(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> BaseEngine:
+def build(config: EngineSettings, compute: Compute) -> BaseEngine:
     """The engine named native; with one replica there is nothing to shard."""
-    sharded = config.engine.zero_stage == 1 and mesh.dp.size > 1
-    return (ShardedOptimizerEngine if sharded else NativeEngine)(config, mesh, device, dtype)
+    sharded = config.engine.zero_stage == 1 and compute.mesh.dp.size > 1
+    return (ShardedOptimizerEngine if sharded else NativeEngine)(config, compute)
 
 
 def scatters(device: torch.device) -> bool:
@@ -42,13 +43,14 @@ def scatters(device: torch.device) -> bool:
 class ShardedOptimizerEngine(BaseEngine):
     """The engine named native with engine.zero_stage=1."""
 
-    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
-        model = native_model(config, mesh, device, dtype)
+    def __init__(self, config: EngineSettings, compute: Compute):
+        mesh, device = compute.mesh, compute.device
+        model = native_model(config, compute)
         self.copies = ComputeCopies(model, config.in_place and adds_in_place(config.engine, config.model, device))
         self.scatter = scatters(device)
         named = [(name, p, self.copies.master(p)) for name, p in model.weights()]
         leaves = {master: p for _, p, master in named}
-        size = megabytes(config.engine.bucket_mb, sum(p.numel() for p in leaves), mesh, device)
+        size = megabytes(config.engine.bucket_mb, sum(p.numel() for p in leaves), compute)
         self.buckets = [
             ShardedBucket([(m, leaves[m]) for m in group], home)
             for home, members in by_mesh({m: model.placements[name] for name, _, m in named}, mesh)
@@ -71,9 +73,9 @@ class ShardedOptimizerEngine(BaseEngine):
             for name, _, master in named
             for bucket, shard_part in [part_of[master]]
         ]
-        super().__init__(config, mesh, device, model, weights)
+        super().__init__(config, compute, model, weights)
         self.norm_of_whole = GlobalNorm(self.whole, mesh, False, self.norm.split)
-        reduced = dtype if config.engine.gradients == "compute" else torch.float32
+        reduced = compute.dtype if config.engine.gradients == "compute" else torch.float32
         self.gradients = ShardedBuckets(self.buckets, leaves, reduced, self.scatter)
         self.copies.attach()
 

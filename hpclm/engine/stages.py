@@ -13,21 +13,19 @@ from hpclm.model.stack import Execution, Stack
 from hpclm.node import hardware
 from hpclm.parallel.balance import balanced
 from hpclm.parallel.collectives import broadcast
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.micro_batch import MicroBatch
 
 REPEATS = 3
 
 
-def stages(
-    config: EngineSettings, specs: Sequence[LayerSpec], mesh: Mesh, device: torch.device, dtype: torch.dtype
-) -> list[list[LayerSpec]]:
+def stages(config: EngineSettings, specs: Sequence[LayerSpec], compute: Compute) -> list[list[LayerSpec]]:
     """The specs of every stage in order, divided as parallel.partition says; each stage has at least one block.
 
     There are parallel.pipeline x parallel.chunks stages. A collective with the same result on every process.
     """
     if config.parallel.partition == "time":
-        costs = seconds(config, specs, mesh, device, dtype)
+        costs = seconds(config, specs, compute)
     else:
         costs = parameters(specs) if config.parallel.partition == "parameters" else blocks(specs)
     count = config.parallel.pipeline * config.parallel.chunks
@@ -58,18 +56,17 @@ def parameters(specs: Sequence[LayerSpec]) -> list[float]:
     return by_kind(specs, lambda spec: float(sum(p.numel() for p in spec.build().parameters())))
 
 
-def seconds(
-    config: EngineSettings, specs: Sequence[LayerSpec], mesh: Mesh, device: torch.device, dtype: torch.dtype
-) -> list[float]:
+def seconds(config: EngineSettings, specs: Sequence[LayerSpec], compute: Compute) -> list[float]:
     """Costs for partition=time: seconds of each layer's forward and backward pass of a micro-batch, measured on rank 0."""
-    costs = by_kind(specs, lambda spec: measured(config, spec, mesh, device, dtype))
+    costs = by_kind(specs, lambda spec: measured(config, spec, compute))
     # all must divide alike: by times of its own, each rank could build other stages
-    return broadcast(torch.tensor(costs, dtype=torch.float64, device=device), mesh.world, 0).tolist()
+    return broadcast(torch.tensor(costs, dtype=torch.float64, device=compute.device), compute.mesh.world, 0).tolist()
 
 
-def measured(config: EngineSettings, spec: LayerSpec, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> float:
+def measured(config: EngineSettings, spec: LayerSpec, compute: Compute) -> float:
     """Seconds of one layer's forward and backward pass; a collective over its tensor- and context-parallel ranks."""
     model, size = config.model, config.plan.micro_size
+    mesh, device, dtype = compute.mesh, compute.device, compute.dtype
     stack = Stack(model, [spec], dtype, mesh, execution=Execution(TokenLoss(config.engine.loss_chunk))).to(device)
     length = model.context // mesh.cp.size
     ids = torch.zeros(size, length, dtype=torch.int64, device=device)

@@ -42,15 +42,15 @@ class Completer:
         _, generation = special_tokens.chat_of_run(run, tokenizers.files_of_run(config.data))
         if ignored := run_text.without_effect(generation):
             log.warning("the model's own settings of generation are not applied: %s", ", ".join(ignored))
-        device, dtype = run_model.place(config)
+        compute = run_model.place(config)
         known = self.text.tokenizer.fingerprint
         if checkpoint is None:
-            model, progress = run_model.load_model(run, config, known, device, dtype)
+            model, progress = run_model.load_model(run, config, known, compute)
         else:
             good = directory.locate(checkpoint)
-            model, progress = run_model.load_checkpoint(*good, config, known, device, dtype)
+            model, progress = run_model.load_checkpoint(*good, config, known, compute)
         self.step = progress.step
-        self.model = model.to(dtype)  # layers would cast their weights for every token
+        self.model = model.to(compute.dtype)  # layers would cast their weights for every token
         self._warned = False
 
     def complete_all(

@@ -33,7 +33,7 @@ class Follower:
         """``config``: the run's settings for one process; ``batch``: texts that are read together."""
         self.out, self.config, self.tasks, self.batch = out, config, tasks, batch
         self.text = run_text.of_run(out, config.data, config.model.vocab_size)
-        self.device, self.dtype = run_model.place(self.config)
+        self.compute = run_model.place(self.config)
         self._scored = {row.get("checkpoint") for row in self._rows()}
 
     def _rows(self) -> Iterator[dict[str, object]]:
@@ -60,14 +60,14 @@ class Follower:
         try:
             manifest = directory.verified(folder)
             model, progress = run_model.load_checkpoint(
-                folder, manifest, self.config, self.text.tokenizer.fingerprint, self.device, self.dtype
+                folder, manifest, self.config, self.text.tokenizer.fingerprint, self.compute
             )
         except (BadCheckpoint, HpclmError) as error:  # pruned meanwhile, or damaged: the run itself says so
             log.warning("%s is not scored: %s", folder.name, error)
             return False
         try:
             text = replace(self.text, chat=chat_record.of_run(self.out))  # a run that had not begun had none
-            tasks, _ = self.tasks.score(model.to(self.dtype), text, self.batch, check_interrupt, errors=False)
+            tasks, _ = self.tasks.score(model.to(self.compute.dtype), text, self.batch, check_interrupt, errors=False)
         except (HpclmError, Interrupted):
             raise
         except Exception as error:  # a task's own code may fail in any way

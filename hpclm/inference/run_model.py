@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.fingerprint import tokenizer_clash
 from hpclm.checkpoint.manifest import Manifest, Progress
@@ -16,26 +14,27 @@ from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Execution, Stack
 from hpclm.node import environment, hardware
+from hpclm.parallel.compute import Compute
 
 
-def place(config: RunConfig) -> tuple[torch.device, torch.dtype]:
-    """The device of a single process, made ready, and the type of its activations."""
+def place(config: RunConfig) -> Compute:
+    """What a single process computes with; its device is made ready."""
     if config.modules():
         environment.for_code_that_may_compile()
     device = hardware.device(config.engine, 0)
     hardware.set_matmul(device)
-    return device, hardware.compute_type(config.engine, device)
+    return Compute(device, hardware.compute_type(config.engine, device))
 
 
 def load_model(
-    run: Path, config: RunConfig, tokenizer: dict[str, Any] | None, device: torch.device, dtype: torch.dtype
+    run: Path, config: RunConfig, tokenizer: dict[str, Any] | None, compute: Compute
 ) -> tuple[Stack, Progress]:
     """The model of the newest good checkpoint in evaluation mode, and its progress; NoCheckpointError if there is none.
 
     ``tokenizer``: fingerprint of the tokenizer in use, if known; ConfigError if the model was trained with another.
     """
     run_settings.check_saved(run)
-    return load_checkpoint(*directory.newest(run / "checkpoints"), config, tokenizer, device, dtype)
+    return load_checkpoint(*directory.newest(run / "checkpoints"), config, tokenizer, compute)
 
 
 def load_checkpoint(
@@ -43,16 +42,15 @@ def load_checkpoint(
     manifest: Manifest,
     config: RunConfig,
     tokenizer: dict[str, Any] | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    compute: Compute,
 ) -> tuple[Stack, Progress]:
     """The model of the checkpoint in the folder ``checkpoint``, as ``load_model``."""
     clash = tokenizer_clash(manifest.fingerprint, tokenizer)
     if clash:
         raise ConfigError(f"{checkpoint}: {clash[0]}; use the run's own data.tokenizer and data.prefix")
-    layers = gpt.layers(config.model, config.engine, dtype, config.seed)
-    stack = Stack(config.model, layers, dtype, execution=Execution(TokenLoss(config.engine.loss_chunk)))
+    layers = gpt.layers(config.model, config.engine, compute.dtype, config.seed)
+    stack = Stack(config.model, layers, compute.dtype, execution=Execution(TokenLoss(config.engine.loss_chunk)))
     with Tensors(checkpoint, manifest) as saved:
         names = [name for name in saved.shapes() if name.startswith("model.")]
         stack.load_weights({name.removeprefix("model."): saved.whole(name) for name in names})
-    return stack.to(device).eval(), Progress.of(manifest.progress)
+    return stack.to(compute.device).eval(), Progress.of(manifest.progress)

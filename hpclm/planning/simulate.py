@@ -12,6 +12,7 @@ from hpclm.config import RunConfig
 from hpclm.config.engine import ENGINES
 from hpclm.engine import CHECK, unavailable
 from hpclm.errors import ConfigError
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.planning.fake_gpu import CUDA, Collective, fake_gpu, peak_memory
@@ -125,7 +126,7 @@ def build(run: RunConfig, mesh: Mesh) -> Any:
     if reason := unavailable(run.engine.name):
         raise ConfigError(reason)
     return lookup("engine", run.engine.name, ENGINES, CHECK)(
-        run.for_engine(mesh.world.size), mesh, CUDA, DTYPES[run.engine.precision]
+        run.for_engine(mesh.world.size), Compute(CUDA, DTYPES[run.engine.precision], mesh)
     )
 
 

@@ -125,7 +125,7 @@ def open_session(
         written, config = config, planner.with_micro_size(config, context, compute.device)
         context.watchdog.enter("data")
         with (
-            open_data(config, context, compute.mesh, compute.device) as data,
+            open_data(config, context, compute) as data,
             open_run_directory(config, context, compute, data, resume_step) as directory,
             # again, before the guard of the run directory reports the error
             planner.memory_errors_explained(config, context),
@@ -279,7 +279,7 @@ def open_state(
     to config.yaml, where batch.micro_size may be auto."""
     messages.kernels(settings.model, compute.device)
     messages.attention(settings.model, attention_backend.use(settings.model, compute.device))
-    engine = engines.build(settings, compute.mesh, compute.device, compute.dtype)
+    engine = engines.build(settings, compute)
     saving, source, out = config.checkpoint, data.source, directory.path
     per_save = math.inf if saving.epochs is None else saving.epochs * source.per_epoch("train")
     retention = Retention(saving.keep_last, saving.keep_every, saving.keep_best, saving.keep_epochs, per_save)

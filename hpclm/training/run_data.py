@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
 from hpclm.checkpoint.fingerprint import differences
 from hpclm.config import Plan, RunConfig, no_effect
 from hpclm.config.length import run_length
@@ -19,7 +17,7 @@ from hpclm.data.sources import Source, samples_per_epoch, without_evaluation
 from hpclm.data.tokenizers import mismatch
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.compute import Compute
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -56,7 +54,7 @@ def on_main(context: DistributedContext, act: Callable[[], T]) -> T | None:
 
 
 @contextmanager
-def open_data(config: RunConfig, context: DistributedContext, mesh: Mesh, device: torch.device) -> Iterator[RunData]:
+def open_data(config: RunConfig, context: DistributedContext, compute: Compute) -> Iterator[RunData]:
     """Open the data of a run, for the replica of this rank.
 
     Rank 0 reads the files first, and writes the index cache; then the first rank of each other node; all others only open
@@ -64,7 +62,7 @@ def open_data(config: RunConfig, context: DistributedContext, mesh: Mesh, device
     """
 
     def build(facts: SharedFacts) -> RunData:
-        return build_data(config, config.plan(context.size), device, mesh, facts)
+        return build_data(config, config.plan(context.size), compute, facts)
 
     def first() -> RunData:
         built = build(facts)
@@ -101,14 +99,14 @@ def open_data(config: RunConfig, context: DistributedContext, mesh: Mesh, device
         data.train.close()
 
 
-def build_data(config: RunConfig, plan: Plan, device: torch.device, mesh: Mesh, facts: SharedFacts) -> RunData:
+def build_data(config: RunConfig, plan: Plan, compute: Compute, facts: SharedFacts) -> RunData:
     """Build what this rank's replica reads, without asking other ranks."""
     source = sources.build(config.data, config.model, config.seed, facts)
     length = run_length(config, plan, samples_per_epoch(source))
 
     def batches(part: str, count: int | None) -> Batches:
         samples = source.samples(part, count)
-        return Batches(samples, config, plan, source.eod, device, mesh)
+        return Batches(samples, plan, config.data, config.model, source.eod, compute)
 
     train, held_out = batches("train", length.samples), []
     if config.evaluate.every and not source.held_out:

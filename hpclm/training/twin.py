@@ -167,7 +167,7 @@ class Twin:
 
 def _built(settings: EngineSettings, compute: Compute) -> BaseEngine:
     """An engine whose dropout, in whatever way it computes, draws what the compiled blocks of a GPU draw."""
-    engine = engines.build(settings, compute.mesh, compute.device, compute.dtype)
+    engine = engines.build(settings, compute)
     assert isinstance(engine, BaseEngine)
     for stack in engine.model.stacks if isinstance(engine.model, Stages) else [engine.model]:
         stack.seeds.by_counter = True

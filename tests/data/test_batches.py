@@ -10,6 +10,7 @@ from hpclm.data import sources
 from hpclm.data.batches import Batches, Prefetch
 from hpclm.data.sources import PADDING
 from hpclm.errors import ConfigError
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Axis, Mesh
 from tests.runs import PATIENCE
 
@@ -57,7 +58,8 @@ def batches(samples=None, replica=0, replicas=1, workers=0, rampup=None, eod=Non
         budget=BudgetConfig(steps=10),
     )
     mesh = Mesh(dp=Axis(replicas, replica))
-    return Batches(samples or Counting(), config, config.plan(replicas), eod, device, mesh)
+    compute = Compute(device, torch.float32, mesh)
+    return Batches(samples or Counting(), config.plan(replicas), config.data, config.model, eod, compute)
 
 
 def first(found):

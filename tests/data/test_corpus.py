@@ -120,14 +120,14 @@ def test_the_end_of_a_held_out_part_can_be_kept(make):
 
 def test_a_runs_own_evaluation_reads_the_kept_end_and_nothing_twice(make):
     from hpclm.config import BatchConfig, ModelConfig, RunConfig
-    from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.compute import Compute
     from hpclm.training.run_data import build_data
 
     prefix = make("a", [23])
     model = ModelConfig(layers=1, hidden=8, heads=2, context=CONTEXT, vocab_size=64)
     data = DataConfig(train=[prefix], valid=[prefix], keep_partial=True)
     config = RunConfig(model=model, data=data, batch=BatchConfig(global_size=2, micro_size=2))
-    [part] = build_data(config, config.plan(), torch.device("cpu"), Mesh(), SharedFacts()).held_out
+    [part] = build_data(config, config.plan(), Compute(torch.device("cpu"), torch.float32), SharedFacts()).held_out
     seen = list(part.batches.take(0, part.size))
     first = sorted(token for batch in seen for token in batch.tokens[:, 0].tolist())
     assert first == [0, 4, 8, 12, 16, 20]

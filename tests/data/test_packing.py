@@ -17,6 +17,7 @@ from hpclm.data.packing import pack
 from hpclm.data.sources import PADDING
 from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError
+from hpclm.parallel.compute import Compute
 from tests.data.test_samples import dataset, rows
 
 DRAW = np.random.default_rng(0)
@@ -85,7 +86,8 @@ def test_a_batch_has_documents_and_positions_of_their_own_and_padding_is_one(tmp
     data = DataConfig(prefix="x", order="packed", reset_attention_mask=True, reset_position_ids=True)
     model = ModelConfig(vocab_size=1000, context=8, hidden=8, heads=1)
     config = RunConfig(model=model, data=data, batch=BatchConfig(global_size=1, micro_size=1))
-    [batch] = Batches(made.samples("train", 1), config, config.plan(), None, torch.device("cpu")).take(0, 1)
+    compute = Compute(torch.device("cpu"), torch.float32)
+    [batch] = Batches(made.samples("train", 1), config.plan(), data, model, None, compute).take(0, 1)
     first = 3 if batch.tokens[0, 0] == 0 else 4
     ids = [*range(3), *range(3, 7)] if first == 3 else [*range(3, 7), *range(3)]
     assert batch.tokens.tolist() == [[*ids, 0]] and batch.labels[0, :6].tolist() == ids[1:]

@@ -12,7 +12,7 @@ from hpclm.config import from_cli
 from hpclm.data.scan import SharedFacts
 from hpclm.datasets.next_command import LARGE_FROM, next_command
 from hpclm.datasets.writer import Writer
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.compute import Compute
 from hpclm.training.run_data import build_data
 from tests.datasets.texts import preprocess
 
@@ -39,7 +39,7 @@ CORPORA = {
 def test_the_next_command_fits_a_corpus_of_any_size(corpus, tmp_path):
     prefix = dataset(tmp_path / "x", CORPORA[corpus])
     config = from_cli(shlex.split(next_command([prefix], 64))[2:], None)
-    opened = build_data(config, config.plan(), torch.device("cpu"), Mesh(), SharedFacts())
+    opened = build_data(config, config.plan(), Compute(torch.device("cpu"), torch.float32), SharedFacts())
     source, train, parts, length = opened.source, opened.train, opened.held_out, opened.length
     assert length.steps >= 10
     warmup = config.optim.warmup or config.optim.warmup_fraction * length.steps

@@ -14,6 +14,7 @@ from hpclm import engine as engines
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.distributed.signed import SignedStore
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 from tests import ranks
 from tests.parity import TINY
@@ -42,7 +43,7 @@ def groups(folder, backend, names):
         words, _ = LAYOUTS[layout]
         context, run = joined(f"{folder}/{layout}"), config.load(None, [*TINY, "batch.micro_size=2", *words])
         mesh = Mesh.build(context.rank, context.size, run.parallel, backend=backend)
-        engines.build(run.for_engine(mesh.world.size), mesh, CPU, torch.float32)
+        engines.build(run.for_engine(mesh.world.size), Compute(CPU, torch.float32, mesh))
         world = dist.distributed_c10d._world
         found[layout] = Counter((world.pg_map[group][0], len(of)) for group, of in world.pg_group_ranks.items())
     return found

@@ -20,6 +20,7 @@ from hpclm.distributed.context import DistributedContext, single
 from hpclm.engine.native import NativeEngine
 from hpclm.model.gpt import Block
 from hpclm.optim.schedules import learning_rate
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 from tests.parity import STEPS, TINY, TYPES
 
@@ -31,9 +32,10 @@ def made(words):
     run = config.load(None, [*TINY, *words])
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mesh = Mesh.build(rank, size, run.parallel)
-    engine = engines.build(run.for_engine(mesh.world.size), mesh, CPU, TYPES[run.engine.precision])
+    compute = Compute(CPU, TYPES[run.engine.precision], mesh)
+    engine = engines.build(run.for_engine(mesh.world.size), compute)
     source = synthetic(run.data, run.model.context, run.seed, run.model.vocab_size)
-    batches = Batches(source.samples("train", 1000), run, run.plan(size), source.eod, CPU, mesh)
+    batches = Batches(source.samples("train", 1000), run.plan(size), run.data, run.model, source.eod, compute)
     alone = single()
     infos = tuple(replace(alone.ranks[0], rank=other, host=f"node{other // 2}") for other in range(size))
     return run, engine, batches, DistributedContext(World("test", rank, size), infos, alone.watchdog)

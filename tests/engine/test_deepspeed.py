@@ -116,6 +116,7 @@ def held_numbers(words):
     from hpclm import engine as engines
     from hpclm.model import count
     from hpclm.model.stack import Stack
+    from hpclm.parallel.compute import Compute
     from hpclm.parallel.mesh import Mesh
 
     run = config.load(None, [*TINY, *words])
@@ -136,7 +137,7 @@ def held_numbers(words):
         made(self, *rest, lambda name, layer: (place(name, layer), seen.append(numbers()))[0], execution)
 
     Stack.__init__ = watched
-    engine = engines.build(run.for_engine(mesh.world.size), mesh, torch.device("cpu"), torch.float32)
+    engine = engines.build(run.for_engine(mesh.world.size), Compute(torch.device("cpu"), torch.float32, mesh))
     held = {p.ds_tensor.untyped_storage().data_ptr(): p.ds_tensor for p in engine.model.parameters()}
     held = sum(t.untyped_storage().nbytes() // 4 for t in held.values()) + sum(
         p.numel() for p in engine.model.parameters()

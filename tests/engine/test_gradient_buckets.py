@@ -6,6 +6,7 @@ from torch import nn
 
 from hpclm.engine import pipelining
 from hpclm.engine.gradient_buckets import GradientBuckets, grouped, megabytes
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Axis, Mesh
 from tests import ranks
 from tests.engine import sharded
@@ -27,9 +28,9 @@ BILLION = 1_300_000_000
 )
 def test_buckets_grow_with_the_replicas_on_several_nodes(replicas, nodes, values, expected):
     mesh = Mesh(dp=Axis(replicas), nodes=nodes)
-    assert megabytes(None, values, mesh, GPU) == pytest.approx(expected)
-    assert megabytes(7.5, values, mesh, GPU) == 7.5
-    assert megabytes(None, values, mesh, CPU) == 25  # the order of sums on CPUs is what it was
+    assert megabytes(None, values, Compute(GPU, torch.float32, mesh)) == pytest.approx(expected)
+    assert megabytes(7.5, values, Compute(GPU, torch.float32, mesh)) == 7.5
+    assert megabytes(None, values, Compute(CPU, torch.float32, mesh)) == 25  # the order of sums on CPUs is what it was
 
 
 def test_parameters_are_divided_into_buckets_of_which_the_first_is_small():

@@ -19,7 +19,7 @@ from hpclm.model import count, offload, stack
 from hpclm.node import environment
 from hpclm.optim import adamw
 from hpclm.optim.stability import LossScale
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.compute import Compute
 from tests import ranks, weights
 from tests.forks import hpclm
 from tests.model.test_offload import Recorded
@@ -52,11 +52,13 @@ def settings(model, engine=None, optim=None, batch=None, data=None):
 
 def batches_of(config):
     source = synthetic(config.data, config.model.context, 7, config.model.vocab_size)
-    return Batches(source.samples("train", 1000), config, config.plan(), source.eod, CPU)
+    return Batches(
+        source.samples("train", 1000), config.plan(), config.data, config.model, source.eod, Compute(CPU, torch.float32)
+    )
 
 
 def engine_of(config, dtype=torch.float32):
-    return engines.build(config.for_engine(), Mesh(), CPU, dtype)
+    return engines.build(config.for_engine(), Compute(CPU, dtype))
 
 
 def train(config, steps=4, dtype=torch.float32):

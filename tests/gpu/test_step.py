@@ -11,7 +11,7 @@ from hpclm import config
 from hpclm import engine as engines
 from hpclm.node.gpus import KINDS
 from hpclm.parallel import main_gradients
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.planning import forecast
 from tests import parity, ranks
@@ -36,7 +36,7 @@ def stepper(device, *words):
     place = [f"engine.device={device.type}", "engine.compile=false"]
     run = config.load(None, [SHAPES[os.environ.get("HPCLM_TEST_SHAPE", device.type)], BATCH, *REST, *place, *words])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    engine = engines.build(run.for_engine(), Mesh(), device, dtype)
+    engine = engines.build(run.for_engine(), Compute(device, dtype))
     rows = torch.randint(
         0, run.model.vocab_size, (4, run.model.context + 1), generator=torch.Generator().manual_seed(0)
     ).to(device)

@@ -11,6 +11,7 @@ from hpclm import cli
 from hpclm import config as configs
 from hpclm.config import load
 from hpclm.inference import run_model, run_settings, scoring
+from hpclm.parallel.compute import Compute
 from tests.interop import made
 from tests.runs import exit_code
 
@@ -33,7 +34,7 @@ def evaluate(capsys, *words, code=0):
 def by_hand(run, documents):
     """Nats and tokens of documents, straight from the logits: a window of the context at a time, the last one whole as well."""
     config = load(run / "config.yaml")
-    model, _ = run_model.load_model(run, config, None, torch.device("cpu"), torch.float32)
+    model, _ = run_model.load_model(run, config, None, Compute(torch.device("cpu"), torch.float32))
     nats = count = 0
     for document in documents:
         ids = [256, *document]

@@ -9,6 +9,7 @@ from hpclm.errors import ConfigError
 from hpclm.inference import run_model
 from hpclm.inference.generation import Batch, choose, continue_all, window_start
 from hpclm.inference.generation_settings import Sampling
+from hpclm.parallel.compute import Compute
 from tests.interop import made
 
 GREEDY = Sampling(temperature=0)
@@ -17,7 +18,7 @@ PROMPTS = [[5, 17, 40], [9], [88, 3, 3, 61, 20, 7], [1, 2]]
 
 def model_of(folder):
     config = load(folder / "config.yaml")
-    return run_model.load_model(folder, config, None, torch.device("cpu"), torch.float32)[0]
+    return run_model.load_model(folder, config, None, Compute(torch.device("cpu"), torch.float32))[0]
 
 
 def continued(model, prompts, most=9, sampling=GREEDY, ended=lambda number, new: False):

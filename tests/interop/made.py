@@ -7,6 +7,7 @@ from hpclm.config import DataConfig, ModelConfig, RunConfig, dump, load
 from hpclm.engine import Shard
 from hpclm.inference import run_model
 from hpclm.interop.rules import placements
+from hpclm.parallel.compute import Compute
 
 SHAPE = dict(vocab_size=93, vocab_multiple=8, layers=2, hidden=48, heads=6, context=16)
 LLAMA = dict(
@@ -78,7 +79,7 @@ def run(folder, network, blocks=1, fingerprint=None, **data):
 def logits(folder, tokens=TOKENS):
     """What the newest checkpoint of a run gives for tokens."""
     config = load(folder / "config.yaml")
-    model, _ = run_model.load_model(folder, config, None, torch.device("cpu"), torch.float32)
+    model, _ = run_model.load_model(folder, config, None, Compute(torch.device("cpu"), torch.float32))
     with torch.no_grad():
         return model.head(tokens).logits()
 

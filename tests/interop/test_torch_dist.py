@@ -29,6 +29,7 @@ from hpclm.checkpoint.tensors import Tensors
 from hpclm.commands.convert import main
 from hpclm.config import ModelConfig, load
 from hpclm.errors import ConfigError
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 from hpclm.parallel.micro_batch import MicroBatch
 from tests.interop import made, mcore_run
@@ -268,8 +269,7 @@ def test_a_run_of_megatron_core_goes_on_with_the_losses_that_it_has_there(option
     convert(there, tmp_path / "run", "model.vocab_size=128")
     config = load(tmp_path / "run/config.yaml", ["data.source=synthetic", "engine.device=cpu"])
     alone = Mesh.build(0, 1, config.parallel, timedelta(minutes=1))
-    device = torch.device("cpu")
-    engine = engines.build(config.for_engine(), alone, device, torch.float32)
+    engine = engines.build(config.for_engine(), Compute(torch.device("cpu"), torch.float32, alone))
     progress = CheckpointStore(Path(config.out) / "checkpoints", Retention(), {}).resume(engine, "require")
     assert progress.step == 4 and progress.samples == 16
     for number, (loss, norm) in enumerate(json.loads((there / "losses.json").read_text())[4:], 5):

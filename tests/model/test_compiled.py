@@ -18,6 +18,7 @@ from hpclm.model import compiled, loss, stack
 from hpclm.model.attention import layout
 from hpclm.model.stack import Stack
 from hpclm.node import environment
+from hpclm.parallel.compute import Compute
 from tests import ranks
 from tests.engine import sharded
 from tests.parity import STYLES, TINY
@@ -268,7 +269,7 @@ def test_without_a_compiler_gpus_run_uncompiled_and_the_log_says_so(monkeypatch,
     run = config.load(None, [word for word in TINY if word != "engine.device=cpu"])
     caplog.set_level("INFO")
     monkeypatch.setattr(engines, "engine_class", lambda *_: lambda *_: None)  # there is no GPU to build it on
-    engines.build(run.for_engine(), sharded.Mesh(), CUDA, torch.float32)
+    engines.build(run.for_engine(), Compute(CUDA, torch.float32))
     assert "torch.compile is off: it needs a C++ compiler on the PATH" in caplog.text
 
 
@@ -277,7 +278,7 @@ def test_an_engine_learns_whether_it_is_to_compile(monkeypatch):
     monkeypatch.setattr(Stack, "compile_blocks", lambda stack, whole=True: asked.append(whole))
     monkeypatch.setattr(engines, "compiles", lambda *_: (True, None))
     run = config.load(None, TINY)
-    engine = engines.build(run.for_engine(), sharded.Mesh(), torch.device("cpu"), torch.float32)
+    engine = engines.build(run.for_engine(), Compute(torch.device("cpu"), torch.float32))
     assert asked == [True] and engine.config.engine.compile
 
 

@@ -9,7 +9,7 @@ from hpclm.engine.stages import is_block
 from hpclm.engine.stages import stages as divided
 from hpclm.model import count, gpt
 from hpclm.node.gpus import KINDS
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.compute import Compute
 from hpclm.planning import engines, memory, suggest, time
 from hpclm.planning.layout import Layout, micro_batches_held, parameters, stages
 
@@ -114,7 +114,7 @@ def test_the_planner_divides_a_model_as_it_runs(by, pipeline, layers):
     cpu = torch.device("cpu")
     specs = gpt.layers(run.model, run.engine, torch.float32, 1)
     running = [
-        sum(map(is_block, stage)) for stage in divided(run.for_engine(pipeline), specs, Mesh(), cpu, torch.float32)
+        sum(map(is_block, stage)) for stage in divided(run.for_engine(pipeline), specs, Compute(cpu, torch.float32))
     ]
     planned = [stage.blocks for stage in stages(run.model, Layout(pipeline=pipeline, partition=by))]
     assert planned == running and sum(planned) == layers

@@ -1,21 +1,21 @@
 """DeepSpeed: ZeRO (Rajbhandari et al. 2020), and its pipeline. The only folder that imports it."""
 
-import torch
-
 from hpclm.config import EngineSettings
 from hpclm.config.deepspeed import stage_of
 from hpclm.engine import Engine
 from hpclm.node import environment
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.compute import Compute
 
 
-def build(config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Engine:
+def build(config: EngineSettings, compute: Compute) -> Engine:
     """The engine for the settings' ZeRO stage and number of pipeline stages."""
     builds = config.optim.name == "cpu_adam" or config.engine.offload_folder is not None
-    environment.for_deepspeed(device.type, device.index or 0, builds)  # it is read when DeepSpeed is imported
+    environment.for_deepspeed(
+        compute.device.type, compute.device.index or 0, builds
+    )  # it is read when DeepSpeed is imported
     from hpclm.engine.deepspeed.pipeline import PipelineEngine
     from hpclm.engine.deepspeed.zero import ReplicatedEngine, ZeroEngine
 
-    if mesh.pp.size > 1:
-        return PipelineEngine(config, mesh, device, dtype)
-    return (ZeroEngine if stage_of(config.engine) else ReplicatedEngine)(config, mesh, device, dtype)
+    if compute.mesh.pp.size > 1:
+        return PipelineEngine(config, compute)
+    return (ZeroEngine if stage_of(config.engine) else ReplicatedEngine)(config, compute)

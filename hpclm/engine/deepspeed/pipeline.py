@@ -31,6 +31,7 @@ from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import all_reduce, all_reduce_max
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 from hpclm.parallel.micro_batch import MicroBatch, add
 
@@ -95,11 +96,12 @@ class PipelineEngine(WrappedEngine):
 
     backward_timer = "forward_backward"
 
-    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, compute: Compute):
+        mesh, device, dtype = compute.mesh, compute.device, compute.dtype
         library.begin(device)
         specs = gpt.layers(config.model, config.engine, dtype, config.seed, mesh.tp)
-        parts = stages(config, specs, mesh, device, dtype)
-        model = stack_of(config, mesh, dtype, parts[mesh.pp.rank], materialize_on(device, mesh.tp))
+        parts = stages(config, specs, compute)
+        model = stack_of(config, compute, parts[mesh.pp.rank], materialize_on(device, mesh.tp))
         if config.engine.compile:
             model.compile_blocks(whole=False, replicas=mesh.dp)  # its hooks break graphs
         first = {name: holders[0] for name, holders in owners(parts).items() if mesh.pp.rank in holders}
@@ -108,13 +110,13 @@ class PipelineEngine(WrappedEngine):
             for name, p in model.weights()
         ]
         library.mark_split(weights)
-        super().__init__(config, mesh, device, model, weights)
+        super().__init__(config, compute, model, weights)
         pipeline = Pipeline(model, parts, mesh)
         self.part: Any = pipeline.forward_funcs[0]
         for weight in weights:
             weight.parameter.ds_pipe_replicated = weight.duplicate  # type: ignore[attr-defined]  # the norm counts it once
         optimizer = self.optimizer
-        equalize_groups(optimizer, mesh, device)
+        equalize_groups(optimizer, compute)
         group_weights = [list(group["params"]) for group in optimizer.param_groups]
         tree = settings(config, library.NAMES[dtype])
         self.engine = library.initialize(model=pipeline, optimizer=optimizer, config=tree)
@@ -167,11 +169,12 @@ class PipelineEngine(WrappedEngine):
         return total / counted if counted else None
 
 
-def equalize_groups(optimizer: torch.optim.Optimizer, mesh: Mesh, device: torch.device) -> None:
+def equalize_groups(optimizer: torch.optim.Optimizer, compute: Compute) -> None:
     """Give the optimizer of every stage as many groups of weights as the stage with the most has, by splitting groups: DeepSpeed's
     gradient norm is a collective of all stages for each group."""
     groups = optimizer.param_groups
-    count = int(all_reduce_max(torch.tensor([float(len(groups))], device=device), mesh.pp).item())
+    counts = torch.tensor([float(len(groups))], device=compute.device)
+    count = int(all_reduce_max(counts, compute.mesh.pp).item())
     while len(groups) < count:
         widest = max(groups, key=lambda group: len(group["params"]))
         half = len(widest["params"]) // 2

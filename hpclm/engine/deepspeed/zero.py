@@ -19,16 +19,16 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.step import StepInputs
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack, WrapLayer
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.compute import Compute
 
 
-def stack(config: EngineSettings, mesh: Mesh, dtype: torch.dtype, wrap: WrapLayer) -> Stack:
+def stack(config: EngineSettings, compute: Compute, wrap: WrapLayer) -> Stack:
     """The whole model."""
-    model = whole_model(config, mesh, dtype, wrap, backward="once")
+    model = whole_model(config, compute, wrap, backward="once")
     if config.engine.compile:
         if stage_of(config.engine) == 3 and not config.engine.offload_folder:  # from disks a few weights come at a time
             gather_blocks(model)
-        model.compile_blocks(whole=False, replicas=mesh.dp)  # its hooks break graphs
+        model.compile_blocks(whole=False, replicas=compute.mesh.dp)  # its hooks break graphs
     return model
 
 
@@ -43,14 +43,15 @@ class ReplicatedEngine(BaseEngine):
     """Stage 0: nothing is sharded, and DeepSpeed all-reduces the gradients. Clipping and the update are ours, because
     DeepSpeed's do not skip non-finite steps at this stage."""
 
-    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, compute: Compute):
+        mesh, device = compute.mesh, compute.device
         library.begin(device)
-        tree = settings(config, library.NAMES[dtype])
-        model = stack(config, mesh, dtype, materialize_on(device, mesh.tp))
+        tree = settings(config, library.NAMES[compute.dtype])
+        model = stack(config, compute, materialize_on(device, mesh.tp))
         self.engine = library.initialize(model=model, config=tree, mpu=library.MeshView(mesh))
         self.engine.enable_backward_allreduce = False  # gradients are reduced once per step
         weights = [ShardedParameter(name, p, model.placements[name], copies=mesh.dp) for name, p in model.weights()]
-        super().__init__(config, mesh, device, model, weights, self.engine)
+        super().__init__(config, compute, model, weights, self.engine)
         self.engine.optimizer = self.optimizer
 
     def close(self) -> None:
@@ -97,17 +98,18 @@ class WrappedEngine(BaseEngine):
 class ZeroEngine(WrappedEngine):
     """Stages 1 to 3."""
 
-    def __init__(self, config: EngineSettings, mesh: Mesh, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: EngineSettings, compute: Compute):
         if config.engine.offload_folder:
             library.check_disks()
+        mesh, device = compute.mesh, compute.device
         library.begin(device)
-        tree = settings(config, library.NAMES[dtype])
+        tree = settings(config, library.NAMES[compute.dtype])
         stage = stage_of(config.engine)
-        wrap = partition(tree, mesh, device, dtype) if stage == 3 else materialize_on(device, mesh.tp)
-        model = stack(config, mesh, dtype, wrap)
+        wrap = partition(tree, compute) if stage == 3 else materialize_on(device, mesh.tp)
+        model = stack(config, compute, wrap)
         weights = [ShardedParameter(name, p, model.placements[name]) for name, p in model.weights()]
         library.mark_split(weights)
-        super().__init__(config, mesh, device, model, weights)
+        super().__init__(config, compute, model, weights)
         optimizer, optim = self.optimizer, config.optim
         group_weights = [list(group["params"]) for group in optimizer.param_groups]
         self.engine = library.initialize(model=model, optimizer=optimizer, config=tree, mpu=library.MeshView(mesh))
@@ -153,15 +155,16 @@ def finite_or_nan(loss: Tensor) -> Tensor:
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
 
-def partition(tree: dict[str, Any], mesh: Mesh, device: torch.device, dtype: torch.dtype) -> WrapLayer:
+def partition(tree: dict[str, Any], compute: Compute) -> WrapLayer:
     """Stage 3: shard each layer as soon as it is built; one layer at a time is whole."""
     shared: dict[str, Any] = {}  # shared by all layers: the NVMe swapper, and hpZ's process groups
-    view, group, materialize = library.MeshView(mesh), library.group(mesh.dp), materialize_on(device, mesh.tp)
+    mesh = compute.mesh
+    view, group, materialize = library.MeshView(mesh), library.group(mesh.dp), materialize_on(compute.device, mesh.tp)
 
     def wrap(name: str, layer: nn.Module) -> nn.Module:
         materialize(name, layer)
         for weight in layer.parameters():  # DeepSpeed shards a weight in the type that it has
-            weight.data = weight.data.to(dtype)
+            weight.data = weight.data.to(compute.dtype)
         with library.refusals():
             initialized = deepspeed.zero.Init(
                 module=layer, data_parallel_group=group, mpu=view, config_dict_or_path=tree, **shared

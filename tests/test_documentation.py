@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import cli, failures, config, shipped
+from hpclm import cli, config, failures, shipped
 from hpclm.config.compose import is_override
 from hpclm.launch import arguments
 from tests.runs import ROOT

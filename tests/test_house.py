@@ -134,6 +134,33 @@ def test_importing_hpclm_and_its_verbs_loads_no_heavy_library():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
+METRICS, ATTEMPTS = "rundir/metrics_file.py", "rundir/attempts.py"
+RUN_FILES = {
+    **dict.fromkeys(("metrics.jsonl", "metrics.lost.jsonl", "metrics.rolled-back", "scores.jsonl"), METRICS),
+    **dict.fromkeys(("attempts.jsonl", "ends.jsonl"), ATTEMPTS),
+    "jobs.jsonl": "rundir/submissions.py",
+}
+"""Files of a run, and the one module that opens each."""
+LOOKS = {"config/run_file.py": "asks which of them exist; it stands below rundir/"}
+"""A module that has their names and opens none."""
+
+
+def test_one_module_opens_a_file_of_a_run():
+    """Others have its name only in messages, which have spaces, and take none from that module."""
+    constants = {"NAME", "LOST", "ENDS", "SCORES"}
+    for file in NAMES.keys() - LOOKS.keys():
+        for node in nodes_of(file):
+            text = str(node.value) if isinstance(node, ast.Constant) else ""
+            doors = {door for name, door in RUN_FILES.items() if name in text and not set(text) & set(" \n")}
+            assert doors <= {file}, f"{file} names {text}; only {doors} may"
+            if isinstance(node, ast.Attribute) and room_of(file) != "rundir":
+                assert ast.unparse(node) not in {f"{door}.{name}" for door in DOORS_OF_RUNS for name in constants}, file
+            if isinstance(node, ast.ImportFrom) and (node.module or "").removeprefix("hpclm.rundir.") in DOORS_OF_RUNS:
+                assert not constants & {alias.name for alias in node.names}, file
+
+
+DOORS_OF_RUNS = {Path(door).stem for door in RUN_FILES.values()}
+
 # Files that the kernel provides are not part of a run: reading them does not wait, and they have no size.
 OF_THE_KERNEL = (
     *(

@@ -36,15 +36,15 @@ def peak():
 
 def python(out):
     import hpclm
-    from hpclm.rundir import metrics_file, scores
+    from hpclm.rundir import metrics_file
     from hpclm.rundir.summary import RunSummary
     from hpclm.training import records
     run = hpclm.open(out)
     for read in (
         lambda: run.rows, lambda: run.status, lambda: repr(run), lambda: run.settings, lambda: run.checkpoints,
-        lambda: RunSummary(Path(out)).resume(metrics_file.forget_after(Path(out) / "metrics.jsonl", 50)),
-        lambda: scores.forget_after(Path(out), 50), lambda: list(scores.Scores(Path(out)).new()),
-        lambda: metrics_file.move_after(Path(out) / "metrics.jsonl", 50), lambda: records.check_progress(Path(out), 0),
+        lambda: RunSummary(Path(out)).resume(metrics_file.forget_after(Path(out), 50)),
+        lambda: metrics_file.forget_scores_after(Path(out), 50), lambda: list(metrics_file.NewScores(Path(out)).rows()),
+        lambda: metrics_file.move_after(Path(out), 50), lambda: records.check_progress(Path(out), 0),
     ):
         with contextlib.suppress(HpclmError, OSError):
             read()

@@ -14,7 +14,7 @@ from hpclm.data import sources
 from hpclm.datasets.writer import Writer
 from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
-from hpclm.rundir import runs, submissions
+from hpclm.rundir import attempts, runs, submissions
 from hpclm.rundir.submissions import Submission
 from hpclm.training import loop, records
 from tests.checkpoint.state import State, progress
@@ -154,7 +154,7 @@ def test_each_attempt_says_which_version_of_the_settings_it_used(tmp_path, tiny)
     (tmp_path / "run").mkdir()
     for lr in ("1e-3", "1e-3", "2e-3"):
         records.start(from_cli(tiny("run", f"optim.lr={lr}")), single(), 4, records.Beginning(0, 12))
-    found = [each["config"] for each in records.rows(tmp_path / "run/attempts.jsonl", {})]
+    found = [each["config"] for each in attempts.read(tmp_path / "run")]
     assert found == ["config-history/0001.yaml"] * 2 + ["config-history/0002.yaml"]
     assert (tmp_path / "run" / found[2]).read_bytes() == (tmp_path / "run/config.yaml").read_bytes()
     assert "config-history/0002.yaml" in hpclm("status", tmp_path / "run", check=0).stdout

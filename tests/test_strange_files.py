@@ -19,7 +19,7 @@ from hpclm.diagnostics import report
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.log import also_to, instead_to
-from hpclm.rundir import folder, lock, rows, runs, saved, submissions
+from hpclm.rundir import attempts, folder, lock, rows, runs, submissions
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.logs import follow, last, whole
 from hpclm.rundir.metrics_file import forget_after
@@ -61,17 +61,17 @@ READERS = {
     "config.yaml": [lambda out: config.load(out / "config.yaml"), lambda out: config.of_run(out, [])],
     "jobs.jsonl": [lambda out: submissions.read(out), runs.read],
     "attempts.jsonl": [
-        lambda out: records.rows(out / "attempts.jsonl", {}),
+        lambda out: attempts.read(out),
         lambda out: records.check_progress(out, 0),
     ],
-    "metrics.jsonl": [lambda out: list(forget_after(out / "metrics.jsonl", 1))],
+    "metrics.jsonl": [lambda out: list(forget_after(out, 1))],
     "log.txt": [lambda out: rows.tail(out / "log.txt"), lambda out: last(out / "log.txt", 1)],
     "summary.json": [runs.read],
     "lock": [lambda out: lock.read(out / "lock"), lambda out: lock.refuse_if_held(out)],
     "preflight.json": [lambda out: report.bad_nodes([str(out)])],
     "checkpoints/step-00000001/MANIFEST.json": [
         lambda out: manifests.read(out / "checkpoints/step-00000001"),
-        lambda out: saved.survey(out / "checkpoints"),
+        lambda out: folder.survey_checkpoints(out / "checkpoints"),
         lambda out: directory.newest(out / "checkpoints"),
     ],
     "checkpoints/.bad-step-00000001/REASON.txt": [lambda out: cli.main(["checkpoints", str(out)])],
@@ -96,7 +96,7 @@ def read(name, kind, out):
 @pytest.mark.parametrize("kind", KINDS)
 def test_status_shows_a_run_whose_files_are_none_and_the_others(kind, tmp_path):
     for name in (*folder.FILES, "checkpoints/step-00000001/MANIFEST.json", "logs/job-1.log"):
-        if not (kind == "loop" and name in runs.MARKS):
+        if not (kind == "loop" and name in folder.MARKS):
             put(tmp_path / "strange" / name, kind)
     (tmp_path / "strange" / "config.yaml").exists() or (tmp_path / "strange" / "config.yaml").touch()
     make(tmp_path / "usual", [attempt()], ended=("done", "done at step 20, 80 samples", 0))

@@ -27,7 +27,7 @@ RESUME = """
 from pathlib import Path
 from hpclm.rundir import metrics_file
 from hpclm.rundir.summary import RunSummary
-RunSummary(Path({out!r})).resume(metrics_file.forget_after(Path({out!r}) / "metrics.jsonl", {step}))
+RunSummary(Path({out!r})).resume(metrics_file.forget_after(Path({out!r}), {step}))
 """
 HISTORY = "from pathlib import Path; from hpclm.reporting import history; history.read(Path({out!r}))"
 SAVES = """

@@ -108,7 +108,7 @@ class Run(os.PathLike[str]):
         try:
             return history.by_step(self.path)
         except OSError as error:
-            raise unread(error, self.path / "metrics.jsonl", "look at what it is") from error
+            raise unread(error, error.filename or self.path, "look at what it is") from error
 
     @property
     def checkpoints(self) -> list[Checkpoint]:

@@ -98,7 +98,7 @@ def roll_back(out: Path) -> int | None:
     files.sync(folder)
     files.write_text(folder / "latest", saved[step].name + "\n")
     with suppress(FileNotFoundError):
-        metrics_file.move_after(out / metrics_file.NAME, step)
+        metrics_file.move_after(out, step)
     submissions.withdraw_rollback(out)
     newer = ", ".join(f"step {number}" for number in sorted(saved) if number > step) or "nothing, it is the newest"
     log.warning("rolling back to step %d as requested by --from; set aside: %s", step, newer)

@@ -14,7 +14,7 @@ from hpclm.config import ParallelConfig
 from hpclm.errors import REQUEUE
 from hpclm.node import secrets
 from hpclm.node.preemption import WARNINGS, Preemption
-from hpclm.rundir import folder, lock, runs, scores
+from hpclm.rundir import folder, lock, metrics_file, runs
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.status import Queue
 from hpclm.terminal import say
@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
     log.setup(0, redact=secrets.Redactor())
     tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)
     queue = Queue(PATIENCE)
-    with lock.held(args.run, scores.LOCK), Preemption() as preemption:
+    with lock.held(args.run, metrics_file.SCORES_LOCK), Preemption() as preemption:
         follower = Follower(args.run, config, tasks, args.batch or 16)
 
         def interrupted() -> bool:
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
             return REQUEUE
         if status.name == "done":
             complete(args.run)
-    logger.info("%s is %s, and its checkpoints are scored: %s", args.run, status.name, args.run / scores.FILE)
+    logger.info("%s is %s, and its checkpoints are scored: %s/scores.jsonl", args.run, status.name, args.run)
     if status.name == "done":
         logger.info("hpclm sync %s sends the last scores to the run's sinks", files.typed(args.run))
     return 0
@@ -107,4 +107,4 @@ def wait(seconds: float, interrupted: Callable[[], bool]) -> None:
 def complete(out: Path) -> None:
     """Copy the scores that a run has not copied before it was done to its metrics.jsonl."""
     with Lease(out):
-        scores.copy(out)
+        metrics_file.copy_scores(out)

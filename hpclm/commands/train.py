@@ -18,7 +18,8 @@ from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError, Interrupted
 from hpclm.node import environment, notify, preemption, processes, secrets, threads
 from hpclm.parser import EPILOG, Parser, step
-from hpclm.rundir import code, folder, saved
+from hpclm.rundir import code, folder
+from hpclm.rundir.attempts import check_attempts_readable
 
 HONOURED = ("job.notify", "job.warn_seconds")
 """Settings of the section job that a training process follows; all others are for what starts it."""
@@ -110,7 +111,7 @@ def start(
 
         with log.silent():  # training reads the files again
             prechecks.check_files(settings, records.requested_step(Path(settings.out), resume_step))
-        records.check_attempts(Path(settings.out))
+        check_attempts_readable(Path(settings.out))
     if world.local_size < world.size:
         network.hide_lookup_warnings()
     if world.local_size > 1:
@@ -159,10 +160,10 @@ def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: 
         with log.restored():
             ended = start(settings, alone=True, resume_step=resume_step, quiet=quiet)
     except KeyboardInterrupt:
-        raise Interrupted(f"{settings.out}: {saved.unsaved(settings.out)}; {AGAIN}") from None
+        raise Interrupted(f"{settings.out}: {folder.unsaved(settings.out)}; {AGAIN}") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if ended == REQUEUE:
-        newest, _ = saved.survey(f"{settings.out}/checkpoints")
+        newest, _ = folder.survey_checkpoints(f"{settings.out}/checkpoints")
         raise Interrupted(f"{settings.out}: saved{f' at step {newest[0]}' if newest else ''}; {AGAIN}")

@@ -16,8 +16,7 @@ from hpclm.datasets import run_text
 from hpclm.errors import HpclmError
 from hpclm.inference import run_model
 from hpclm.inference.harness import Tasks
-from hpclm.rundir import scores
-from hpclm.rundir.scores import Scores
+from hpclm.rundir import metrics_file
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class Follower:
 
     def _rows(self) -> Iterator[dict[str, object]]:
         names = set(self.tasks.names)
-        return (row for row in Scores(self.out).new() if names <= set(row["tasks"]))
+        return (row for row in metrics_file.NewScores(self.out).rows() if names <= set(row["tasks"]))
 
     def score_new(self, interrupted: Callable[[], bool]) -> int:
         """Score what is new, oldest first; how many checkpoints were. Interrupted, between two batches, where that asks for it."""
@@ -75,7 +74,7 @@ class Follower:
             return False
         if digest(folder) not in (name, None):  # another attempt has saved this step again
             return False
-        scores.append(self.out, progress.step, progress.samples, time.time(), tasks, name)
+        metrics_file.append_scores(self.out, progress.step, progress.samples, time.time(), tasks, name)
         for task, row in tasks.items():
             shown = "  ".join(f"{metric} {value:.4f}" for metric, value in row.items())
             log.info("step %d  %s  %s  (%.0f s)", progress.step, task, shown, time.monotonic() - began)

@@ -18,6 +18,7 @@ from hpclm.config import DataConfig, RunConfig
 from hpclm.config.data import OF_FILES
 from hpclm.config.fields import as_word
 from hpclm.errors import ConfigError, HpclmError
+from hpclm.rundir import metrics_file
 from hpclm.rundir.lease import Lease
 from hpclm.terminal import say
 
@@ -46,7 +47,7 @@ def run(changed: RunConfig, changes: list[str], train: Callable[[RunConfig], int
         (out / MARK).touch()
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
         (out / "checkpoints.saved").unlink(missing_ok=True)
-        (out / "metrics.jsonl").unlink(missing_ok=True)
+        metrics_file.remove(out)
     settings.dump(changed, out / "config.yaml")
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # a GPU's error appears where its cause is
     faulthandler.enable()

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm import files
 from hpclm.errors import MACHINE, unread
-from hpclm.rundir import metrics_file, rows, submissions, summary
+from hpclm.rundir import attempts, metrics_file, submissions, summary
 from hpclm.rundir.metrics_file import StepRows
 from hpclm.rundir.status import moment
 
@@ -26,7 +25,7 @@ log = logging.getLogger(__name__)
 LATEST = 1 << 36  # seconds since 1970 that are a time
 RESTARTED = "why the last one ended: "
 FIGURES = {
-    **rows.STEP,
+    **metrics_file.STEP,
     **dict.fromkeys(("memory", "mfu", "data_seconds", "data_fraction", "validation_perplexity"), float),
 }
 CODES = {0: "finished", 85: "preempted; saved, will be requeued", 93: "diverged"}
@@ -157,8 +156,8 @@ class History:
 def read(out: Path) -> History:
     """The history of the run in ``out``; HpclmError if the disk fails."""
     kept, lost = _Rows(), _Rows()
-    _known(out / metrics_file.NAME, kept.read)
-    _known(out / rows.LOST, lost.read)
+    _known(lambda: kept.read(out))
+    _known(lambda: lost.read(out, lost=True))
     redone = lost.steps()
     stamps = np.stack([redone["step"], redone["time"]], axis=1)  # a kill may have repeated them
     redone = redone.taken(np.sort(np.unique(stamps, axis=0, return_index=True)[1]))
@@ -168,9 +167,7 @@ def read(out: Path) -> History:
         _last_of_each(kept.steps()),
         tuple(row for row in kept.others if "validation_loss" in row),
         redone,
-        tuple(row for row in rows.parsed_lines(rows.tail(out / metrics_file.NAME), FIGURES, ["step"]) if "loss" in row)[
-            -RECENT:
-        ],
+        tuple(row for row in metrics_file.last(out, FIGURES) if "loss" in row)[-RECENT:],
         kept.memory,
         tuple(row for row in kept.others if "tasks" in row),
         state if (state := summary.read(out).get("state", "")) in summary.ENDED else "",
@@ -183,7 +180,7 @@ def by_step(out: Path) -> list[dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     others = []
     with suppress(FileNotFoundError):
-        for row in rows.stream(out / metrics_file.NAME, FIGURES, ["step"]):
+        for row in metrics_file.stream(out, FIGURES):
             if "loss" in row:
                 steps[row["step"]] = row
             elif "validation_loss" in row or "tasks" in row:
@@ -200,9 +197,9 @@ class _Rows:
         self.others = list[Row]()
         self.damaged, self.memory = 0, 0.0
 
-    def read(self, path: Path) -> None:
-        """Read the file; OSError if that fails."""
-        for block in metrics_file.scan(path, (*COLUMNS, "memory"), FIGURES):
+    def read(self, out: Path, lost: bool = False) -> None:
+        """Read the file of the run in ``out``, or that of its lost steps; OSError if that fails."""
+        for block in metrics_file.blocks(out, (*COLUMNS, "memory"), FIGURES, lost):
             for part in block.parts:
                 self._add(part)
             self.damaged += block.parts.count(None) - (not block.lines.endswith(b"\n"))
@@ -262,16 +259,16 @@ def _signs(kept: StepTable, lost: StepTable, others: list[Row]) -> list[_Signs]:
     return [*measured, _Signs.of(beside, none, none)]
 
 
-def _known(path: Path, read: Callable[[Path], Content]) -> Content | None:
+def _known(read: Callable[[], Content]) -> Content | None:
     """What ``read`` makes of a file; None, with a warning, for what is no file that hpclm has written. HpclmError for the disk."""
     try:
-        return read(path)
+        return read()
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno in MACHINE:
-            raise unread(error, path, "") from error
-        log.warning("%s is left out: %s", path, error.strerror)
+            raise unread(error, error.filename, "") from error
+        log.warning("%s is left out: %s", error.filename, error.strerror)
         return None
 
 
@@ -286,20 +283,10 @@ def _last_of_each(table: StepTable) -> StepTable:
 
 def _attempts(out: Path, signs: list[_Signs]) -> Iterator[Attempt]:
     """The attempts; each has the rows of metrics.jsonl and metrics.lost.jsonl from its start to the next one's."""
-    begun = (
-        _known(out / "attempts.jsonl", lambda path: list(rows.stream(path, rows.ATTEMPT, ["time"], files.LARGEST)))
-        or []
-    )
-    begun = [row for row in begun if moment(row["time"])]
-    ends = (
-        _known(out / "ends.jsonl", lambda path: list(rows.stream(path, rows.END, ["attempt", "code"], files.LARGEST)))
-        or []
-    )
-    end_of = {row["attempt"]: row for row in ends}
+    begun = [row for row in _known(lambda: list(attempts.stream(out))) or [] if moment(row["time"])]
+    end_of = {row["attempt"]: row for row in _known(lambda: list(attempts.stream_ends(out))) or []}
     submitted = {
-        each.job_id: when
-        for each in _known(out / submissions.NAME, lambda path: submissions.read(out)) or []
-        if (when := moment(each.time))
+        each.job_id: when for each in _known(lambda: submissions.read(out)) or [] if (when := moment(each.time))
     }
     bounds = [*map(_started, begun), float("inf")]
     before: Attempt | None = None

@@ -1,17 +1,19 @@
-"""Check a run directory without writing to it, then create it with access for its owner only."""
+"""What a run directory has in it: check it without writing to it, create it with access for its owner only, see how far it was saved."""
 
 import errno
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 
+from hpclm import files
 from hpclm.errors import MACHINE, ConfigError, unread, unwritten
 from hpclm.folders import OTHERS, check_private, make_folder
-from hpclm.rundir.runs import MARKS
+from hpclm.rundir import attempts, metrics_file, submissions
 
 FILES = (
-    *("config.yaml", "jobs.jsonl", "attempts.jsonl", "ends.jsonl", "metrics.jsonl", "log.txt", "lock", "lock.beat"),
+    *("config.yaml", submissions.NAME, attempts.NAME, attempts.ENDS, metrics_file.NAME, "log.txt", "lock", "lock.beat"),
     *(
         "ranks.json",
         "preflight.json",
@@ -19,11 +21,17 @@ FILES = (
         "corruption.jsonl",
         "hang.json",
         "checkpoints.saved",
-        "rollback.json",
+        submissions.ROLLBACK,
         "summary.json",
         "chat.json",
     ),
 )
+MARKS = ("config.yaml", submissions.NAME, attempts.NAME)
+"""Files of which a run directory has at least one."""
+LASTING = (attempts.NAME, attempts.ENDS, submissions.NAME, metrics_file.NAME, "log.txt")
+"""Files that grow line by line, and are read after a power cut."""
+MANIFEST = "MANIFEST.json"
+STEP = re.compile("step-[0-9]+")
 FOLDERS = ("checkpoints", "config-history", "logs", "job", "tensorboard")
 TRUSTED = ("checkpoints", "logs", "job")  # created for their owner only, whatever the umask; may be links to elsewhere
 KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a named pipe"}
@@ -100,6 +108,35 @@ def make(out: Path) -> None:
             make_folder(folder, 0o700)
     except OSError as error:
         raise unwritten(error, out, "choose another out, or free some space") from None
+
+
+def sync(out: Path) -> None:
+    """fsync logs and metrics of the run in ``out``, before a checkpoint is published."""
+    for name in LASTING:
+        with suppress(FileNotFoundError):
+            files.sync(out / name)
+    files.sync(out)
+
+
+def survey_checkpoints(folder: Path | str) -> tuple[tuple[int, float] | None, int]:
+    """The newest checkpoint in ``folder`` (its step, and when it was made in seconds since 1970; None without one), and how many
+    were set aside as bad."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = os.listdir(folder)  # noqa: PTH208 - a tenth of the time
+    bad = sum(name.startswith(".bad-") for name in names)
+    for step, name in sorted(((int(n[5:]), n) for n in names if STEP.fullmatch(n)), reverse=True):
+        with suppress(OSError):
+            manifest = os.stat(f"{folder}/{name}/{MANIFEST}")  # noqa: PTH116
+            if stat.S_ISREG(manifest.st_mode):
+                return (step, manifest.st_mtime), bad
+    return None, bad
+
+
+def unsaved(out: Path | str) -> str:
+    """Of a run that ends without saving: what it loses."""
+    newest, _ = survey_checkpoints(f"{out}/checkpoints")
+    return f"not saved since step {newest[0]}" if newest else "nothing saved"
 
 
 def _check_room(out: Path, folder: Path) -> None:

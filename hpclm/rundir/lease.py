@@ -22,7 +22,7 @@ from typing import IO
 from hpclm import files
 from hpclm.errors import MACHINE, HpclmError, LockedError, unread
 from hpclm.rundir import rows
-from hpclm.rundir.lock import FLAGS, LARGEST, Holder, described, in_use, named, read, shares_locks, try_lock
+from hpclm.rundir.lock import FIELDS, FLAGS, LARGEST, Holder, described, in_use, named, read, shares_locks, try_lock
 
 log = logging.getLogger(__name__)
 SECONDS = 30.0  # without a heartbeat after which a holder on another machine counts as dead
@@ -109,7 +109,7 @@ class Lease:
         text = ""
         with suppress(FileNotFoundError, files.Unfit):
             text = files.read_text(self.path, LARGEST, errors="replace")
-        named = rows.parsed(text, rows.HOLDER) or {}
+        named = rows.parsed(text, FIELDS) or {}
         if "token" in named:
             return bool(named["token"] == self._me["token"])
         return bool((named.get("generation") or 0) <= self.generation)

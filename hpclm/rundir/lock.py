@@ -13,9 +13,15 @@ from typing import IO, Any
 from hpclm import files
 from hpclm.errors import HpclmError, LockedError
 from hpclm.rundir import rows
+from hpclm.rundir.attempts import is_job_id
 
 Holder = dict[str, Any]
 LARGEST = 1 << 16  # bytes of a lock file
+FIELDS: dict[str, rows.Kind] = {
+    **dict.fromkeys(("host", "machine", "token"), str),
+    **dict.fromkeys(("pid", "generation", "start"), int),
+    "job": is_job_id,
+}
 FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
 
 
@@ -28,7 +34,7 @@ def read(path: Path | str) -> Holder:
 
 def named(path: Path | str) -> Holder:
     """The last holder that a lock file names; empty if it names none. OSError if it cannot be read."""
-    return rows.parsed(files.read_text(path, LARGEST, errors="replace"), rows.HOLDER) or {}
+    return rows.parsed(files.read_text(path, LARGEST, errors="replace"), FIELDS) or {}
 
 
 def holder(path: Path | str) -> Holder | None:

@@ -1,10 +1,15 @@
-"""metrics.jsonl as a stream: a run of millions of steps has gigabytes of rows, of which each reader needs a few figures.
+"""metrics.jsonl, what a run measures; nothing else opens it. With it scores.jsonl, whose rows are copied there.
 
-Rows of steps are read by a regular expression for the fields that they have in this file, in their order, in a fraction of the
-time that JSON takes. Whatever it does not match, which is any row that is unusual in any way, is read as JSON and checked.
+A run of millions of steps has gigabytes of rows, of which each reader needs a few figures, so the file is read as a stream. Rows
+of steps are read by a regular expression for the fields that they have in this file, in their order, in a fraction of the time
+that JSON takes. Whatever it does not match, which is any row that is unusual in any way, is read as JSON and checked.
+
+scores.jsonl has the scores of each checkpoint at tasks, from ``hpclm evaluate --follow``: one process writes it, while it holds
+scores.lock. Only the run itself writes metrics.jsonl, and appends those scores.
 """
 
 import filecmp
+import io
 import json
 import logging
 import os
@@ -18,14 +23,33 @@ from typing import Any
 
 from hpclm import files
 from hpclm.rundir import rows
-from hpclm.rundir.rows import LOST, STEP, Kind, Row
+from hpclm.rundir.rows import Kind, Row, fits
+from hpclm.side_path import AppendedFile
 
 log = logging.getLogger(__name__)
 NAME = "metrics.jsonl"
+LOST = "metrics.lost.jsonl"  # lines of metrics.jsonl whose steps a later attempt did again
+SCORES, SCORES_LOCK = "scores.jsonl", "scores.lock"
 INTEGER = rb"0|[1-9]\d{0,14}"
 FLOAT = rb"-?(?:0|[1-9]\d{0,19})(?:\.\d{1,25})?(?:[eE][-+]?\d{1,2})?"
 """Numbers that ``rows.fits`` accepts whatever their value."""
 NULL = b"null"
+
+
+def are_scores(value: Any) -> bool:
+    """Whether ``value`` has scores at tasks: task -> metric -> number, or None where it is not finite."""
+    tables = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(table, dict) and all(fits(score, float) for score in table.values()) for table in tables)
+
+
+STEP: dict[str, Kind] = {
+    **dict.fromkeys(("step", "samples", "spiking_since"), int),
+    **dict.fromkeys(("loss", "validation_loss", "grad_norm", "lr", "loss_scale"), float),
+    **dict.fromkeys(("step_seconds", "tokens_per_second", "time"), float),
+    "part": str,
+    "tasks": are_scores,
+}
+"""The fields that are read. A row may lack some of them, and may have others."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +165,51 @@ def scan(path: Path, names: Sequence[str], fields: Mapping[str, Kind] = STEP, be
             layout = Layout.of(unusual[-1], names, fields)
 
 
-def forget_after(path: Path, step: int) -> Iterator[Row]:
+def blocks(out: Path, names: Sequence[str], fields: Mapping[str, Kind], lost: bool = False) -> Iterator[Block]:
+    """The lines of the run in ``out``, as ``scan`` gives them; ``lost``: those whose steps were done again."""
+    return scan(out / (LOST if lost else NAME), names, fields)
+
+
+def stream(out: Path, fields: Mapping[str, Kind] = STEP) -> Iterator[dict[str, Any]]:
+    """The rows of the run in ``out``, with all of their fields; OSError if the file cannot be read."""
+    return rows.stream(out / NAME, fields, ["step"])
+
+
+def last(out: Path, fields: Mapping[str, Kind] = STEP) -> list[Row]:
+    """The last rows, as many as the end of the file has; none if it cannot be read."""
+    return rows.parsed_lines(rows.tail(out / NAME), fields, ["step"])
+
+
+def added(out: Path, begin: int) -> Iterator[tuple[int, list[Row]]]:
+    """The rows in the complete lines from the offset ``begin`` on, some at a time, each time with the offset after them; OSError if
+    the file cannot be read."""
+    for end, lines in _complete(out / NAME, begin):
+        yield end, [row for line in io.BytesIO(lines) if (row := _row(line, STEP))]
+
+
+def rollbacks(out: Path) -> int:
+    """How often rows were moved to a file of their own, since the run went back to an older checkpoint."""
+    return sum(1 for _ in out.glob("metrics.rolled-back-*.jsonl"))
+
+
+def appended(out: Path) -> AppendedFile:
+    """The file of the run in ``out``, to append to."""
+    return AppendedFile(out / NAME)
+
+
+def remove(out: Path) -> None:
+    """Remove the file of the run in ``out``, if there is one."""
+    (out / NAME).unlink(missing_ok=True)
+
+
+def forget_after(out: Path, step: int) -> Iterator[Row]:
     """The rows up to ``step``: evaluations, scores, and of steps ``step`` and ``loss``, with ``time`` and ``spiking_since`` at
     least in the last one. When all have been taken, the lines of later steps, which will be repeated, and those that are not
     rows are dropped from the file.
 
     What later steps cost stays known: their lines go to metrics.lost.jsonl. OSError if the file cannot be read or written.
     """
+    path = out / NAME
     first: int | None = None
     """Where the first block begins of which lines are dropped."""
     with suppress(FileNotFoundError):
@@ -160,15 +222,14 @@ def forget_after(path: Path, step: int) -> Iterator[Row]:
                 elif part and part["step"] <= step:
                     yield part
     if first is not None:
-        lost = path.with_name(LOST)
-        dropped = cut(path, step, first, lambda lines: _append(lost, lines))
+        dropped = _cut(path, step, first, lambda lines: _append(out / LOST, lines))
         log.info("%s: %d lines past step %d are dropped; those steps will be repeated", path.name, dropped, step)
 
 
-def move_after(path: Path, step: int) -> None:
+def move_after(out: Path, step: int) -> None:
     """Move the rows past ``step`` to a file metrics.rolled-back-N.jsonl beside it; again after a kill, with the same result."""
+    path, base = out / NAME, out / "metrics.rolled-back.jsonl"
     first: int | None = None
-    base = path.with_name("metrics.rolled-back.jsonl")
     files.sweep(base)
     later = files.aside(base)
     try:
@@ -181,18 +242,72 @@ def move_after(path: Path, step: int) -> None:
         if later.exists():
             files.sync(later)
             number = 1
-            while (target := path.with_name(f"metrics.rolled-back-{number}.jsonl")).exists():
+            while (target := out / f"metrics.rolled-back-{number}.jsonl").exists():
                 if filecmp.cmp(target, later, shallow=False):
                     break  # written by an attempt that was killed here
                 number += 1
             later.replace(target)
-            files.sync(path.parent)
-        cut(path, step, first)
+            files.sync(out)
+        _cut(path, step, first)
     finally:
         later.unlink(missing_ok=True)
 
 
-def cut(path: Path, step: int, begin: int = 0, later: Callable[[bytes], object] = lambda lines: None) -> int:
+def scores_key(row: Row) -> tuple[int, tuple[str, ...]]:
+    """What a row with scores measures: the step, and its tasks."""
+    return row["step"], tuple(sorted(row["tasks"]))
+
+
+def append_scores(out: Path, step: int, samples: int, time: float, tasks: Mapping[str, Row], checkpoint: str) -> None:
+    """Add the scores of a checkpoint, which is named by the hash of its manifest; on the disk when this returns."""
+    scores = {task: rows.finite(row) for task, row in tasks.items()}
+    row = dict(step=step, samples=samples, time=round(time, 3), tasks=scores, checkpoint=checkpoint)
+    rows.append(out / SCORES, row)
+    files.sync(out / SCORES)
+
+
+def forget_scores_after(out: Path, step: int) -> None:
+    """Drop the scores of checkpoints past ``step``, where the run resumes: it will save those steps again."""
+    with suppress(FileNotFoundError):
+        if not all(block.is_until(step) for block in scan(out / SCORES, ("step",))):
+            _cut(out / SCORES, step)
+
+
+def copy_scores(out: Path) -> None:
+    """Append the scores that metrics.jsonl lacks to it, for a run that is done; call it while holding its lease."""
+    parts = (part for block in scan(out / NAME, ("step",)) for part in block.parts)
+    copied = {scores_key(part) for part in parts if isinstance(part, dict) and "tasks" in part}
+    for row in NewScores(out).rows():
+        if scores_key(row) not in copied:
+            rows.append(out / NAME, row)
+
+
+class NewScores:
+    """The rows of scores.jsonl, each given once."""
+
+    def __init__(self, out: Path):
+        self._path, self._offset = out / SCORES, 0
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Rows that were added since the last call; at first all of them."""
+        with suppress(OSError):
+            for end, lines in _complete(self._path, self._offset):
+                self._offset = end
+                for line in io.BytesIO(lines):
+                    row = rows.parsed(line.decode(errors="replace"), STEP, ["step", "tasks"])
+                    if row is not None:
+                        yield row
+
+
+def _complete(path: Path, begin: int) -> Iterator[tuple[int, bytes]]:
+    """The complete lines from the offset ``begin`` on, some at a time, each time with the offset after them."""
+    for offset, lines in rows.blocks(path, begin):
+        if not lines.endswith(b"\n"):  # it is being written
+            return
+        yield offset + len(lines), lines
+
+
+def _cut(path: Path, step: int, begin: int = 0, later: Callable[[bytes], object] = lambda lines: None) -> int:
     """Keep of the lines from the offset ``begin`` on only rows up to ``step``, atomically; ``later`` gets the lines of later
     steps. Returns how many are dropped. OSError if the file cannot be read or written."""
     files.sweep(path)
@@ -200,7 +315,7 @@ def cut(path: Path, step: int, begin: int = 0, later: Callable[[bytes], object] 
     try:
         with files.naming(kept), os.fdopen(files.opened(kept, flags, 0o644), "wb") as file:
             with files.reader(path) as before:
-                while part := before.read(min(rows.BLOCK, begin - file.tell())):
+                while part := before.read(min(rows.BLOCK_BYTES, begin - file.tell())):
                     file.write(part)
             for block in scan(path, ("step",), begin=begin):
                 lines = _lines(block)

@@ -1,6 +1,6 @@
-"""The fields of the JSON lines in a run's files: read while they are written, and after disks that were full.
+"""Files of JSON lines, as a run has several: read while they are written, and after disks that were full.
 
-A line that is truncated, or that hpclm could not have written, is skipped.
+A line that is truncated, or that hpclm could not have written, is skipped. Which fields a file has, its own module says.
 """
 
 import json
@@ -16,51 +16,11 @@ from hpclm import files
 Row = Mapping[str, Any]
 Kind = Callable[[Any], Any]
 """Of a field: int (at least 0), float (finite), str, list (of numbers or strings), or a check. Null is always possible."""
-TAIL = 1 << 16  # bytes at the end of a file that are read
-BLOCK = 1 << 20  # bytes that are read at once
-LONGEST_LINE = 1 << 22  # bytes of a row
-LARGEST = 1 << 32  # bytes of a file of rows: some ten million steps
-LONGEST = 4096  # characters of a name or a path
-LOST = "metrics.lost.jsonl"  # lines of metrics.jsonl whose steps a later attempt did again
-
-
-def job(value: Any) -> bool:
-    """A job ID."""
-    return fits(value, int) or fits(value, str)
-
-
-def scores(value: Any) -> bool:
-    """Scores at tasks: task -> metric -> number, or None where it is not finite."""
-    tables = value.values() if isinstance(value, dict) else [None]
-    return all(isinstance(table, dict) and all(fits(each, float) for each in table.values()) for table in tables)
-
-
-# The fields that are read. A row may lack some of them, and may have others.
-STEP: dict[str, Kind] = {
-    **dict.fromkeys(("step", "samples", "spiking_since"), int),
-    **dict.fromkeys(("loss", "validation_loss", "grad_norm", "lr", "loss_scale"), float),
-    **dict.fromkeys(("step_seconds", "tokens_per_second", "time"), float),
-    "part": str,
-    "tasks": scores,
-}
-ATTEMPT: dict[str, Kind] = {
-    **dict.fromkeys(("time", "host", "machine", "launcher", "after", "config", "git", "code"), str),
-    **dict.fromkeys(("from_step", "steps", "size", "nodes", "pid", "restart", "back_to", "micro_size"), int),
-    "hosts": list,
-    "job_id": job,
-    "began": float,
-}
-END: dict[str, Kind] = {"attempt": int, "code": int, "step": int, "ending": str, "time": str}
-SUBMISSION: dict[str, Kind] = {
-    **dict.fromkeys(("cluster", "job_id", "host", "machine", "time", "log", "folder", "script", "slurm_cluster"), str),
-    **dict.fromkeys(("nodes", "tasks_per_node", "steps"), int),
-}
-HOLDER: dict[str, Kind] = {
-    **dict.fromkeys(("host", "machine", "token"), str),
-    **dict.fromkeys(("pid", "generation", "start"), int),
-    "job": job,
-}
-SLOW: dict[str, Kind] = {"rank": int, "host": str, "times": float}
+TAIL_BYTES = 1 << 16  # bytes at the end of a file that are read
+BLOCK_BYTES = 1 << 20  # bytes that are read at once
+MAX_LINE_BYTES = 1 << 22  # bytes of a row
+MAX_FILE_BYTES = 1 << 32  # bytes of a file of rows: some ten million steps
+MAX_TEXT_LENGTH = 4096  # characters of a name or a path
 
 
 def fits(value: Any, kind: Kind) -> bool:
@@ -72,7 +32,7 @@ def fits(value: Any, kind: Kind) -> bool:
     if kind is float:
         return type(value) in (int, float) and -1e300 < value < 1e300
     if kind is str:
-        return isinstance(value, str) and len(value) <= LONGEST
+        return isinstance(value, str) and len(value) <= MAX_TEXT_LENGTH
     if kind is list:
         return isinstance(value, list) and None not in value and all(fits(v, str) or fits(v, float) for v in value)
     return bool(kind(value))
@@ -99,27 +59,27 @@ def parsed_lines(text: str, fields: Mapping[str, Kind], needs: Iterable[str] = (
 
 
 def stream(
-    path: Path | str, fields: Mapping[str, Kind], needs: Iterable[str] = (), most: int = LARGEST
+    path: Path | str, fields: Mapping[str, Kind], needs: Iterable[str] = (), max_bytes: int = MAX_FILE_BYTES
 ) -> Iterator[dict[str, Any]]:
-    """The valid rows of a file, of which a block at a time is read; OSError if it cannot be, or has more than ``most`` bytes."""
-    for _, lines in blocks(path, most=most):
+    """The valid rows of a file, of which a block at a time is read; OSError if it cannot be, or has more than ``max_bytes`` bytes."""
+    for _, lines in blocks(path, max_bytes=max_bytes):
         for line in lines.split(b"\n"):
             if (row := parsed(line.decode(errors="replace"), fields, needs)) is not None:
                 yield row
 
 
-def blocks(path: Path | str, begin: int = 0, most: int = LARGEST) -> Iterator[tuple[int, bytes]]:
+def blocks(path: Path | str, begin: int = 0, max_bytes: int = MAX_FILE_BYTES) -> Iterator[tuple[int, bytes]]:
     """The lines of a file from the offset ``begin`` on, some at a time: their offset and content.
 
-    A line that is longer than LONGEST_LINE, which no row is, comes as an empty one. Only the last may lack its line break.
-    OSError if the file cannot be read, or has more than ``most`` bytes.
+    A line that is longer than MAX_LINE_BYTES, which no row is, comes as an empty one. Only the last may lack its line break.
+    OSError if the file cannot be read, or has more than ``max_bytes`` bytes.
     """
     with files.reader(path) as file, files.naming(path):
-        files.check_size(file, path, most)
+        files.check_size(file, path, max_bytes)
         offset, rest, long = file.seek(begin), b"", False
-        while block := file.read(BLOCK):
+        while block := file.read(BLOCK_BYTES):
             hole = 0 if block.strip(b"\0") else files.hole_at(file)
-            if hole > LONGEST_LINE:  # is not read: it may be gigabytes
+            if hole > MAX_LINE_BYTES:  # is not read: it may be gigabytes
                 if not long:
                     yield offset, b"\n"
                 offset, rest, long = file.seek(hole, os.SEEK_CUR), b"", True
@@ -133,7 +93,7 @@ def blocks(path: Path | str, begin: int = 0, most: int = LARGEST) -> Iterator[tu
             if end:
                 yield offset, block[:end]
             offset, rest = offset + end, block[end:]
-            if len(rest) > LONGEST_LINE:
+            if len(rest) > MAX_LINE_BYTES:
                 yield offset, b"\n"
                 offset, rest, long = offset + len(rest), b"", True
         if rest:
@@ -159,7 +119,7 @@ def append(path: Path, row: Row) -> None:
         os.close(handle)
 
 
-def tail(path: Path | str, size: int = TAIL) -> str:
+def tail(path: Path | str, size: int = TAIL_BYTES) -> str:
     """The last ``size`` bytes of a regular file, from the beginning of a line; empty without a file."""
     with suppress(OSError), files.reader(path) as file:
         begin = max(0, file.seek(0, os.SEEK_END) - size)

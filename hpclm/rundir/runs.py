@@ -15,13 +15,14 @@ from hpclm import files
 from hpclm.errors import MACHINE, ConfigError, unread
 from hpclm.node.slurm import JobState
 from hpclm.registry import hint
-from hpclm.rundir import lock, rows, saved, submissions, summary
+from hpclm.rundir import attempts, lock, rows, submissions, summary
+from hpclm.rundir.folder import MARKS, survey_checkpoints
 from hpclm.rundir.rows import Row
 from hpclm.rundir.submissions import Submission
 
-MARKS = ("config.yaml", submissions.NAME, "attempts.jsonl")
 RUNS = Path("runs")
 """Where runs are, unless settings or a verb's --runs say otherwise."""
+SLOW: dict[str, rows.Kind] = {"rank": int, "host": str, "times": float}
 DEPTH = 3  # folders below the one that is searched
 
 
@@ -203,15 +204,14 @@ def read(out: Path) -> Run:
     """Read the run directory ``out``. Files that are missing, incomplete or broken are ignored."""
     # strings: making a Path takes longer than reading a small file
     standing, holder = summary.read(out), lock.holder(f"{out}/lock")
-    checkpoint, bad = saved.survey(f"{out}/checkpoints")
+    checkpoint, bad = survey_checkpoints(f"{out}/checkpoints")
     submitted, owner = list[Submission](), 0
     with suppress(OSError):
         owner = out.stat().st_uid
         submitted = submissions.read(out)
     attempt = standing.get("attempt")
     if not attempt:
-        begun = rows.parsed_lines(rows.tail(f"{out}/attempts.jsonl"), rows.ATTEMPT)
-        attempt = begun[-1] if begun else {}
+        attempt = attempts.last(out)
         standing = standing or _clean_end(out, attempt)
     return Run(
         out=out,
@@ -229,10 +229,9 @@ def read(out: Path) -> Run:
 
 def _clean_end(out: Path, attempt: Row) -> Row:
     """What summary.json would say of the end of the last attempt, if it were there and ends.jsonl has that end."""
-    ends = rows.parsed_lines(rows.tail(f"{out}/ends.jsonl"), rows.END, ("time", "code", "step", "ending"))
-    if not (attempt.get("time") and ends and ends[-1]["time"] >= attempt["time"]):
+    end = attempts.last_end(out)
+    if not (attempt.get("time") and end and end["time"] >= attempt["time"]):
         return {}
-    end = ends[-1]
     state = "exited" if end["code"] else end["ending"].partition(" ")[0]
     last = {"steps": attempt["steps"]} if "steps" in attempt else {}
     return {"state": state, "attempt": attempt, **last, **{name: end[name] for name in ("step", "ending", "code")}}
@@ -241,5 +240,5 @@ def _clean_end(out: Path, attempt: Row) -> Row:
 def _slow(path: str) -> list[Row]:
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         slow = json.loads(files.read_text(path, errors="replace"))["slow"]
-        return [row for row in slow if rows.sane(row, rows.SLOW, rows.SLOW)]
+        return [row for row in slow if rows.sane(row, SLOW, SLOW)]
     return []

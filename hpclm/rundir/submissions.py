@@ -17,6 +17,10 @@ from hpclm.rundir import rows
 
 NAME = "jobs.jsonl"
 ROLLBACK = "rollback.json"
+FIELDS: dict[str, rows.Kind] = {
+    **dict.fromkeys(("cluster", "job_id", "host", "machine", "time", "log", "folder", "script", "slurm_cluster"), str),
+    **dict.fromkeys(("nodes", "tasks_per_node", "steps"), int),
+}
 NEEDED = ("cluster", "job_id", "host", "nodes", "tasks_per_node", "log", "time")
 
 
@@ -63,7 +67,7 @@ def read(out: Path) -> list[Submission]:
     """Every submission, oldest first; lines that are not a submission are skipped. OSError if the file cannot be read."""
     submitted: list[Submission] = []
     with suppress(FileNotFoundError):
-        for row in rows.stream(f"{out}/{NAME}", rows.SUBMISSION, NEEDED):
+        for row in rows.stream(f"{out}/{NAME}", FIELDS, NEEDED):
             with suppress(TypeError):  # it lacks something, or has too much
                 submitted.append(Submission(**row))
     return submitted
@@ -81,7 +85,7 @@ def rollback(out: Path) -> int | None:
     if not path.exists():
         return None
     try:
-        text = files.read_text(path, rows.TAIL, errors="replace")
+        text = files.read_text(path, rows.TAIL_BYTES, errors="replace")
     except OSError as error:
         raise unread(error, path, "remove it, and repeat --from STEP") from None
     row = rows.parsed(text, {"step": int, "time": str}, ["step"])

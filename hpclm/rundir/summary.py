@@ -14,9 +14,11 @@ from typing import Any
 from hpclm import files
 from hpclm.errors import HpclmError
 from hpclm.node.secrets import Redactor
-from hpclm.rundir import lock, rows, saved
+from hpclm.rundir import lock, rows
+from hpclm.rundir.attempts import ATTEMPT
+from hpclm.rundir.folder import survey_checkpoints, unsaved
 from hpclm.rundir.lease import Lease
-from hpclm.rundir.rows import ATTEMPT, Row
+from hpclm.rundir.rows import Row
 from hpclm.side_path import SidePath
 
 NAME = "summary.json"
@@ -226,7 +228,7 @@ class RunSummary:
 
     def interrupted(self) -> str:
         """The run ends at once, by a second interrupt or one before its first step; how, for the log. Empty if it had ended before."""
-        ending = f"interrupted: {saved.unsaved(self._out)}, exiting"
+        ending = f"interrupted: {unsaved(self._out)}, exiting"
         return ending if self.end("exited", ending, 128 + signal.SIGINT) else ""
 
     def tick(self) -> None:
@@ -239,7 +241,7 @@ class RunSummary:
         with self._lock:
             self._adopt_ending()
             self._changed, self._written = False, time.monotonic()
-            newest, _ = saved.survey(self._out / "checkpoints")
+            newest, _ = survey_checkpoints(self._out / "checkpoints")
             facts: dict[str, Any] = {**self._facts, "time": round(time.time(), 3), "checkpoint": newest and newest[0]}
             if recent := list(self._recent):
                 seconds, tokens = map(sum, zip(*recent, strict=True))
@@ -260,4 +262,4 @@ def one_line(text: str) -> str:
     first = lines[0]
     if first.endswith(TRACE):
         first = first.removesuffix(TRACE) + next((line for line in lines[1:] if not line.startswith(" ")), TRACE)
-    return "".join(char if char.isprintable() else " " for char in first)[: rows.LONGEST]
+    return "".join(char if char.isprintable() else " " for char in first)[: rows.MAX_TEXT_LENGTH]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpclm import files
 from hpclm.config import compose
-from hpclm.rundir import rows
+from hpclm.rundir import metrics_file, rows
 from hpclm.sinks import RefusedError, Row, RunInfo, Sink, lookup
 
 MOST = 10_000  # rows that are held at once
@@ -36,7 +36,7 @@ class Feed:
     def __init__(self, name: str, out: Path):
         """Create one only while holding the lock."""
         self.name, self.out = name, out
-        self.rollbacks = sum(1 for _ in out.glob("metrics.rolled-back-*.jsonl"))
+        self.rollbacks = metrics_file.rollbacks(out)
         self.id, self.rows, self.steps = secrets.token_hex(4), 0, dict[str, int]()
         """Of the run in the sink; the rows that it has; and of each kind of row the last step that it has."""
         self.refused = 0
@@ -119,12 +119,11 @@ class Feed:
     def _read(self) -> bool:
         """Add the complete new lines of metrics.jsonl to what is pending; whether anything is. OSError if it cannot be read."""
         with suppress(FileNotFoundError):
-            for offset, lines in rows.blocks(self.out / "metrics.jsonl", self._offset):
-                if not lines.endswith(b"\n") or len(self._pending) >= MOST:  # the last line is being written
+            for end, read in metrics_file.added(self.out, self._offset):
+                if len(self._pending) >= MOST:
                     break
-                self._offset = offset + len(lines)
-                read = (rows.parsed(line.decode(errors="replace"), rows.STEP, ["step"]) for line in lines.split(b"\n"))
-                self._pending += [row for row in read if row and row["step"] > self.steps.get(kind(row), 0)]
+                self._offset = end
+                self._pending += [row for row in read if row["step"] > self.steps.get(kind(row), 0)]
         return bool(self._pending)
 
 

@@ -16,7 +16,7 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.model import count
 from hpclm.model.attention import backend as attention_backend
 from hpclm.node import apex, hardware, threads
-from hpclm.rundir import saved
+from hpclm.rundir import folder
 from hpclm.terminal import ranges
 from hpclm.training.control import RunControl
 
@@ -109,7 +109,7 @@ def other_budget(progress: Progress, samples: int | None) -> None:
 def way_back(config: RunConfig) -> str:
     """What to do about a run that has diverged."""
     calmer = "a lower optim.lr or optim.clip" if config.optim.clip else "a lower optim.lr, or optim.clip=1"
-    if saved.survey(Path(config.out) / "checkpoints")[0] is None:
+    if folder.survey_checkpoints(Path(config.out) / "checkpoints")[0] is None:
         return f"Nothing was saved: start again with a new out=, and {calmer}"
     run = files.typed(config.out)
     return (

@@ -14,10 +14,10 @@ from hpclm.errors import unread
 from hpclm.log import LIVE
 from hpclm.model import count
 from hpclm.progress import ProgressBar
-from hpclm.rundir import metrics_file, scores
+from hpclm.rundir import metrics_file
 from hpclm.rundir.rows import Row, finite
 from hpclm.rundir.summary import RunSummary
-from hpclm.side_path import AppendedFile, SidePath
+from hpclm.side_path import SidePath
 from hpclm.training import log_lines
 from hpclm.training.tensorboard import EventFile
 from hpclm.training.writer import WriterThread
@@ -61,16 +61,17 @@ class Meter:
     ):
         """``start``: the step and samples the run resumes from. ``total``: its last step, where that is known."""
         self.every, (self.start, self.samples), self.total, self.speed = config.every, start, total, speed
-        self.path = out / "metrics.jsonl"
+        self.out, self._file = out, metrics_file.appended(out)
+        self.path = self._file.path
         self.losses: dict[tuple[int, str], float | None] = {}
         """On held-out data, by step and part, since the run was resumed and of the step it was resumed from."""
-        self._scores = scores.Scores(out)
+        self._scores = metrics_file.NewScores(out)
         self.folder = out / "tensorboard" if config.tensorboard else None
         self.summary = summary
         self._open, self._writer = ExitStack(), WriterThread(idle=summary.tick)
         self._since: list[dict[str, Any]] = []
         self._warned: set[str] = set()
-        self._file, self._rows = AppendedFile(self.path), SidePath(f"{self.path} cannot be written")
+        self._rows = SidePath(f"{self.path} cannot be written")
         self._boards: tuple[EventFile, EventFile] | None = None
         self._boards_written = time.monotonic()
         self._board_files = SidePath(f"TensorBoard's files in {self.folder} cannot be written")
@@ -86,11 +87,11 @@ class Meter:
         self._board_files.attempt(self._open_boards)
         self._bar = self._open.enter_context(ProgressBar(self.total, initial=self.start, desc="step ", unit=""))
         try:
-            scores.forget_after(self.path.parent, self.start)
+            metrics_file.forget_scores_after(self.out, self.start)
         except OSError as error:
             log.warning("%s cannot be rewritten: %s; training continues", error.filename, error.strerror)
-        for row in self._scores.new():
-            if scores.key(row) not in copied:
+        for row in self._scores.rows():
+            if metrics_file.scores_key(row) not in copied:
                 self._scored(row)
         self._open.enter_context(self._writer)
         return self
@@ -98,9 +99,9 @@ class Meter:
     def _resumed(self, copied: set[Any]) -> Iterator[Row]:
         """The rows so far, without those past the step that the run resumes from; ``copied`` gets the keys of scores."""
         try:
-            for row in metrics_file.forget_after(self.path, self.start):
+            for row in metrics_file.forget_after(self.out, self.start):
                 if "tasks" in row:
-                    copied.add(scores.key(row))
+                    copied.add(metrics_file.scores_key(row))
                 elif "validation_loss" in row and row["step"] == self.start:
                     self.losses[self.start, row.get("part", "valid")] = row["validation_loss"]
                 yield row
@@ -224,7 +225,7 @@ class Meter:
         steps = log_lines.Interval(rows, row, seconds, self.total, first=step == self.start + 1)
         log.info("%s", log_lines.step_line(steps), extra=LIVE)
         self._flush_boards()
-        for scored in self._scores.new():
+        for scored in self._scores.rows():
             self._scored(scored)
 
     def _write(self, row: dict[str, Any], suffix: str = "") -> None:

@@ -35,7 +35,8 @@ from hpclm.optim.stability import Guard
 from hpclm.parallel.async_all_reduce import AsyncAllReduce
 from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
-from hpclm.rundir import submissions
+from hpclm.rundir import folder, submissions
+from hpclm.rundir.attempts import check_attempts_readable
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary, failed_without_main, recorded_ending
@@ -157,7 +158,7 @@ def open_session(
 
                 def flush() -> None:
                     meter.flush()
-                    records.sync(out)
+                    folder.sync(out)
 
                 warn_seconds, per_save = config.job.warn_seconds, state.samples_per_save
                 saving = replace(config.checkpoint, background=proven.background)
@@ -258,7 +259,7 @@ def _lease(out: Path) -> Lease:
 def check_start(config: RunConfig, data: RunData, resume_step: int | None) -> None:
     """ConfigError where the run cannot start, or resume, with these settings from the checkpoint that it would take."""
     out = Path(config.out)
-    records.check_attempts(out)
+    check_attempts_readable(out)
     now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name)
     candidate = resumable.candidate(out, records.requested_step(out, resume_step))
     resumable.check_resumable(candidate, config.checkpoint.resume, now)

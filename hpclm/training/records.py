@@ -1,6 +1,5 @@
 """What was run: the settings, and for every attempt its command, versions and git revision."""
 
-import json
 import logging
 import os
 import platform
@@ -21,22 +20,18 @@ from hpclm.config.compose import dumped
 from hpclm.config.data import mixture
 from hpclm.distributed import bootstrap, restart
 from hpclm.distributed.context import DistributedContext
-from hpclm.errors import ConfigError, DivergedError, unread
+from hpclm.errors import ConfigError, DivergedError
 from hpclm.node import python, secrets
-from hpclm.rundir import code, config_history
-from hpclm.rundir.rows import ATTEMPT, END, Kind, append, blocks, sane
+from hpclm.rundir import attempts, code, config_history, folder
 
 log = logging.getLogger(__name__)
 LIBRARIES = (
     *("torch", "numpy", "deepspeed", "fairscale", "safetensors"),
     *("tokenizers", "gigatoken", "sentencepiece", "omegaconf"),
 )
-LASTING = ("attempts.jsonl", "ends.jsonl", "jobs.jsonl", "metrics.jsonl", "log.txt")
-"""Files that grow line by line, and are read after a power cut."""
 OF_FIRST_STEP = ("model.init_std", "scaler.initial", "checkpoint.init_from")
 """Settings of the state before the first step."""
 MAX_STARTS = 3  # of a job from one step, without a checkpoint in between
-WAY_OUT = "move it away, or choose another out"
 
 
 @dataclass(frozen=True)
@@ -84,11 +79,11 @@ def start(
         "python": platform.python_version(),
         "versions": versions(),
     }
-    last: Mapping[str, Any] = next(iter(rows(out / "attempts.jsonl", ATTEMPT)[-1:]), {})
+    last: Mapping[str, Any] = next(reversed(attempts.read(out)), {})
     warn_of_other_code(last, line)
     tell_changes(out, str(last.get("config", "")), used, begins.step)
-    append(out / "attempts.jsonl", line)
-    return rows(out / "attempts.jsonl", ATTEMPT)
+    attempts.append(out, line)
+    return attempts.read(out)
 
 
 def tell_changes(out: Path, before: str, now: str, step: int) -> None:
@@ -134,18 +129,10 @@ def end(out: Path, attempt: int, code: int, step: int, ending: str) -> None:
         "ending": ending,
     }
     try:
-        append(out / "ends.jsonl", line)
-        sync(out)
+        attempts.append_end(out, line)
+        folder.sync(out)
     except OSError as error:  # the exit code says the same, and the state is saved
-        log.warning("%s cannot be written: %s", out / "ends.jsonl", error.strerror)
-
-
-def sync(out: Path) -> None:
-    """fsync logs and metrics of the run in ``out``, before a checkpoint is published."""
-    for name in LASTING:
-        with suppress(FileNotFoundError):
-            files.sync(out / name)
-    files.sync(out)
+        log.warning("%s cannot be written: %s", error.filename or out, error.strerror)
 
 
 def requested_step(out: Path, step: int | None) -> int | None:
@@ -155,7 +142,7 @@ def requested_step(out: Path, step: int | None) -> int | None:
         row.get("back_to") == step
         and row.get("job_id") == job["job_id"]
         and (row.get("restart") or 0) < int(job["restart"])
-        for row in (rows(out / "attempts.jsonl", ATTEMPT) if job and step is not None else [])
+        for row in (attempts.read(out) if job and step is not None else [])
     )
     return None if done else step
 
@@ -169,7 +156,7 @@ def tell_restart(out: Path, context: DistributedContext, ending: str) -> str:
     if inside := restart.inside_the_job():
         ending = inside
     elif job.get("restart") and context.launcher != "local":
-        before = rows(out / "attempts.jsonl", ATTEMPT)
+        before = attempts.read(out)
         troubles = scheduler.named("slurm").troubles(before[-1].get("hosts") or [] if before else [])
         why = [ending or "it ended before training started", *troubles]
         ending = f"start {int(job['restart']) + 1} of job {job['job_id']}; why the last one ended: {'; '.join(why)}"
@@ -186,8 +173,8 @@ def check_progress(out: Path, step: int) -> None:
     cleanly does not where Slurm has not started the job again: somebody did so by hand.
     """
     job = bootstrap.job()
-    before = rows(out / "attempts.jsonl", ATTEMPT)
-    orderly = {row.get("attempt") for row in rows(out / "ends.jsonl", END)}
+    before = attempts.read(out)
+    orderly = {row.get("attempt") for row in attempts.read_ends(out)}
     failed, later = 0, int(job.get("restart", 0))
     for number in range(len(before), 0, -1):
         row = before[number - 1]
@@ -204,35 +191,6 @@ def check_progress(out: Path, step: int) -> None:
             f"job {job['job_id']} has started {failed} times from step {step} and never reached a checkpoint: it is not started again. "
             f"See {out / 'log.txt'} for how the starts ended, then hpclm resume {files.typed(out)}"
         )
-
-
-def check_attempts(out: Path) -> None:
-    """ConfigError, or HpclmError for the disk, if ``rows`` could not read the attempts of the run in ``out``; they are not read."""
-    for path in (out / "attempts.jsonl", out / "ends.jsonl"):
-        try:
-            with files.reader(path) as file:
-                files.check_size(file, path, files.LARGEST)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise unread(error, path, WAY_OUT) from None
-
-
-def rows(path: Path, fields: Mapping[str, Kind]) -> list[dict[str, Any]]:
-    """The lines of a file of JSON objects, empty where ``fields`` are not what they must be; none where there is no file.
-    ConfigError if it cannot be read, HpclmError for the disk: its attempts must not be forgotten."""
-    read = []
-    try:
-        for _, lines in blocks(path, most=files.LARGEST):
-            for line in lines.split(b"\n"):
-                with suppress(ValueError, RecursionError):
-                    row = json.loads(line.decode(errors="replace"))
-                    read.append(row if sane(row, fields) else {})
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise unread(error, path, WAY_OUT) from None
-    return read
 
 
 def absolute(data: config.DataConfig) -> config.DataConfig:

@@ -58,7 +58,7 @@ def test_what_is_newer_is_set_aside_once(out):
     assert resumable.roll_back(out) == 2
     check(out, before)
     assert resumable.roll_back(out) is None
-    assert list(forget_after(out / "metrics.jsonl", 2))[-1]["step"] == 2
+    assert list(forget_after(out, 2))[-1]["step"] == 2
 
 
 def test_it_can_be_done_again_and_again(out):

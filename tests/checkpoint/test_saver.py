@@ -13,7 +13,7 @@ from hpclm.config import CheckpointConfig, from_cli
 from hpclm.engine import Shard
 from hpclm.errors import ConfigError, DivergedError
 from hpclm.rundir.control_files import ControlFiles
-from hpclm.rundir.rows import LARGEST
+from hpclm.rundir.rows import MAX_FILE_BYTES
 from hpclm.training import records
 from hpclm.training.control import Saver
 from hpclm.training.sync import ControlState
@@ -290,7 +290,7 @@ def test_attempts_that_cannot_be_read_are_never_taken_for_none(name, kind, tmp_p
         path.mkdir()
     elif kind == "too large":
         path.touch()
-        os.truncate(path, LARGEST + 1)
+        os.truncate(path, MAX_FILE_BYTES + 1)
     else:
         path.symlink_to(path)
     with pytest.raises(ConfigError, match=f"{name} cannot be read"):

@@ -39,7 +39,7 @@ LINES = st.lists(STEPS.map(json.dumps) | st.sampled_from(OTHERS), max_size=30)
 def plain(path):
     """Every line as JSON."""
     lines = path.read_bytes().decode(errors="replace").split("\n")[:-1]
-    return [rows.parsed(line, rows.STEP, ["step"]) for line in lines]
+    return [rows.parsed(line, metrics_file.STEP, ["step"]) for line in lines]
 
 
 def streamed(path, names):
@@ -64,7 +64,7 @@ def test_the_rows_up_to_a_step_are_kept_and_those_past_it_are_lost(tmp_path_fact
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     path.write_text("".join(line + "\n" for line in lines))
     valid = [(line, row) for line, row in zip(lines, plain(path), strict=True) if row]
-    kept = list(metrics_file.forget_after(path, step))
+    kept = list(metrics_file.forget_after(path.parent, step))
     said = [(row["step"], row.get("loss"), "validation_loss" in row, "tasks" in row) for row in kept]
     assert said == [
         (row["step"], row.get("loss"), "validation_loss" in row, "tasks" in row)
@@ -80,7 +80,7 @@ def test_the_rows_up_to_a_step_are_kept_and_those_past_it_are_lost(tmp_path_fact
 def test_what_is_not_a_number_is_none_whatever_its_row(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": 2.0}\n')
-    assert [row["loss"] for row in metrics_file.forget_after(path, 2)] == [None, 2.0]
+    assert [row["loss"] for row in metrics_file.forget_after(path.parent, 2)] == [None, 2.0]
     [block] = metrics_file.scan(path, ("step", "loss"))
     [part] = block.parts
     assert math.isnan(part.column("loss")[0]) and math.isnan(part.column("absent")[1])
@@ -90,12 +90,12 @@ def test_a_line_without_end_is_no_row_and_costs_no_memory(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with path.open("wb") as file:
         file.write(b'{"step": 1, "loss": 1.0}\n')
-        file.truncate(3 * rows.LONGEST_LINE)
+        file.truncate(3 * rows.MAX_LINE_BYTES)
         file.seek(0, 2)
         file.write(b'\n{"step": 2, "loss": 2.0}\n')
-    assert max(len(lines) for _, lines in rows.blocks(path)) <= rows.LONGEST_LINE + rows.BLOCK
+    assert max(len(lines) for _, lines in rows.blocks(path)) <= rows.MAX_LINE_BYTES + rows.BLOCK_BYTES
     assert list(streamed(path, ("step", "loss"))) == [{"step": 1, "loss": 1.0}, None, {"step": 2, "loss": 2.0}]
-    assert [row["step"] for row in metrics_file.forget_after(path, 1)] == [1]
+    assert [row["step"] for row in metrics_file.forget_after(path.parent, 1)] == [1]
     assert path.read_text() == '{"step": 1, "loss": 1.0}\n'
 
 
@@ -104,10 +104,10 @@ def test_later_rows_move_to_a_file_of_their_own_once_whenever_that_is_killed(tmp
     lines = [f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 7)]
     path.write_text("".join(lines))
     (tmp_path / "metrics.rolled-back-1.jsonl").write_text(lines[5])  # of another time
-    metrics_file.move_after(path, 3)
+    metrics_file.move_after(path.parent, 3)
     assert path.read_text() == "".join(lines[:3])
     path.write_text("".join(lines))  # as if it had been killed between the two
-    metrics_file.move_after(path, 3)
+    metrics_file.move_after(path.parent, 3)
     assert path.read_text() == "".join(lines[:3])
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
         "metrics.jsonl": "".join(lines[:3]),

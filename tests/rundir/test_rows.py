@@ -10,8 +10,7 @@ from hpclm import files
 from hpclm.commands import resume, status
 from hpclm.commands.cancel import outcome
 from hpclm.errors import ConfigError
-from hpclm.rundir import rows, runs, submissions
-from hpclm.rundir.metrics_file import forget_after
+from hpclm.rundir import attempts, metrics_file, rows, runs, submissions
 from hpclm.rundir.status import process_here, status_of
 from hpclm.rundir.summary import RunSummary
 from hpclm.training import records
@@ -48,16 +47,16 @@ def test_the_lines_around_a_hole_are_those_of_a_file_of_nul_bytes(before, hole, 
 
 def test_the_hole_of_a_file_of_rows_is_not_read(tmp_path):
     with (tmp_path / "metrics.jsonl").open("wb") as file:
-        file.truncate(rows.LARGEST - 1)
-    assert calls(lambda: list(rows.stream(tmp_path / "metrics.jsonl", rows.STEP))) < 1000  # of 4,096 blocks
+        file.truncate(rows.MAX_FILE_BYTES - 1)
+    assert calls(lambda: list(rows.stream(tmp_path / "metrics.jsonl", metrics_file.STEP))) < 1000  # of 4,096 blocks
 
 
-@pytest.mark.parametrize("name", ["attempts.jsonl", "ends.jsonl"])
-def test_attempts_in_a_file_that_is_too_large_are_refused_before_it_is_read(name, tmp_path):
+@pytest.mark.parametrize("name, read", [("attempts.jsonl", attempts.read), ("ends.jsonl", attempts.read_ends)])
+def test_attempts_in_a_file_that_is_too_large_are_refused_before_it_is_read(name, read, tmp_path):
     with (tmp_path / name).open("wb") as file:
         file.truncate(files.LARGEST + 1)
     with pytest.raises(ConfigError, match=rf"{name} cannot be read: larger than 67.1 MB, the limit; move it away"):
-        records.rows(tmp_path / name, rows.ATTEMPT)
+        read(tmp_path)
 
 
 ODD = [
@@ -134,7 +133,7 @@ def test_commands_work_with_any_value_in_a_field(name, tmp_path):
         (tmp_path / name).write_text(line(GOOD[name] | change) * times)
         told(tmp_path)
         records.check_progress(tmp_path, 0)
-        list(forget_after(tmp_path / "metrics.jsonl", 100))
+        list(metrics_file.forget_after(tmp_path, 100))
 
     whatever()
 
@@ -177,8 +176,8 @@ def test_an_invalid_row_is_skipped(name, change, tmp_path):
 
 def test_lines_that_are_nested_too_deep_or_have_too_many_digits_are_no_rows():
     for text in ("[" * 100_000, '{"step": ' * 10_000, '{"step": 1' + "0" * 5000 + "}", '{"step": 1', "\xff"):
-        assert rows.parsed(text, rows.STEP, ["step"]) is None
-    assert rows.parsed('{"step": 1, "new": [1]}', rows.STEP, ["step"]) == {"step": 1, "new": [1]}
+        assert rows.parsed(text, metrics_file.STEP, ["step"]) is None
+    assert rows.parsed('{"step": 1, "new": [1]}', metrics_file.STEP, ["step"]) == {"step": 1, "new": [1]}
 
 
 def test_no_command_ends_in_a_traceback_on_odd_files(tmp_path):
@@ -200,7 +199,7 @@ def test_the_line_after_a_truncated_one_is_read(tmp_path):
     path.write_bytes(path.read_bytes() + b'{"from_st\0\0')
     rows.append(path, {"from_step": 2})
     rows.append(path, {"from_step": 3})
-    assert [each["from_step"] for each in rows.parsed_lines(path.read_text(errors="replace"), rows.ATTEMPT)] == [
+    assert [each["from_step"] for each in rows.parsed_lines(path.read_text(errors="replace"), attempts.ATTEMPT)] == [
         1,
         2,
         3,

@@ -1,0 +1,100 @@
+"""attempts.jsonl, a line for each attempt at a run, and ends.jsonl, one for each attempt that exited cleanly; nothing else opens them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpclm import files
+from hpclm.errors import unread
+from hpclm.rundir import rows
+from hpclm.rundir.rows import Kind, Row, fits
+
+NAME, ENDS = "attempts.jsonl", "ends.jsonl"
+WAY_OUT = "move it away, or choose another out"
+
+
+def is_job_id(value: Any) -> bool:
+    """Whether ``value`` may be the ID of a job."""
+    return fits(value, int) or fits(value, str)
+
+
+ATTEMPT: dict[str, Kind] = {
+    **dict.fromkeys(("time", "host", "machine", "launcher", "after", "config", "git", "code"), str),
+    **dict.fromkeys(("from_step", "steps", "size", "nodes", "pid", "restart", "back_to", "micro_size"), int),
+    "hosts": list,
+    "job_id": is_job_id,
+    "began": float,
+}
+"""The fields of an attempt that are read. A row may lack some of them, and may have others."""
+END: dict[str, Kind] = {"attempt": int, "code": int, "step": int, "ending": str, "time": str}
+
+
+def append(out: Path, attempt: Row) -> None:
+    """Add the line of an attempt that begins."""
+    rows.append(out / NAME, attempt)
+
+
+def append_end(out: Path, end: Row) -> None:
+    """Add the line of an attempt that ends cleanly; OSError if it cannot be written."""
+    rows.append(out / ENDS, end)
+
+
+def check_attempts_readable(out: Path) -> None:
+    """ConfigError, or HpclmError for the disk, if ``read`` or ``read_ends`` could not read its file; they are not read."""
+    for path in (out / NAME, out / ENDS):
+        try:
+            with files.reader(path) as file:
+                files.check_size(file, path, files.LARGEST)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise unread(error, path, WAY_OUT) from None
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    """The attempts at the run in ``out``, oldest first: empty where a line is damaged; none where there is no file.
+    ConfigError if it cannot be read, HpclmError for the disk: its attempts must not be forgotten."""
+    return _read(out / NAME, ATTEMPT)
+
+
+def read_ends(out: Path) -> list[dict[str, Any]]:
+    """How attempts ended; otherwise as ``read``."""
+    return _read(out / ENDS, END)
+
+
+def _read(path: Path, fields: Mapping[str, Kind]) -> list[dict[str, Any]]:
+    read = []
+    try:
+        for _, lines in rows.blocks(path, max_bytes=files.LARGEST):
+            for line in lines.split(b"\n"):
+                with suppress(ValueError, RecursionError):
+                    row = json.loads(line.decode(errors="replace"))
+                    read.append(row if rows.sane(row, fields) else {})
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise unread(error, path, WAY_OUT) from None
+    return read
+
+
+def stream(out: Path) -> Iterator[dict[str, Any]]:
+    """The attempts that have a time, oldest first; OSError if the file cannot be read."""
+    return rows.stream(out / NAME, ATTEMPT, ["time"], files.LARGEST)
+
+
+def stream_ends(out: Path) -> Iterator[dict[str, Any]]:
+    """How attempts ended; OSError if the file cannot be read."""
+    return rows.stream(out / ENDS, END, ["attempt", "code"], files.LARGEST)
+
+
+def last(out: Path) -> Row:
+    """The last attempt, quickly; empty without one, or if the file cannot be read."""
+    return next(reversed(rows.parsed_lines(rows.tail(f"{out}/{NAME}"), ATTEMPT)), {})
+
+
+def last_end(out: Path) -> Row:
+    """How the last attempt that exited cleanly ended, quickly; empty without one, or if the file cannot be read."""
+    ends = rows.parsed_lines(rows.tail(f"{out}/{ENDS}"), END, ("time", "code", "step", "ending"))
+    return next(reversed(ends), {})

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import secrets
 import socket
@@ -101,8 +102,15 @@ class Ranks:
         return found
 
     def wait_for(self, out, step):
-        """Wait until metrics.jsonl has ``step``."""
-        until(lambda: has_step(out, step), f"step {step}")
+        """Wait until metrics.jsonl has ``step``; no rank that runs now may end before."""
+        running = {rank: process for rank, process in self.processes.items() if process.poll() is None}
+
+        def happened():
+            ended = [rank for rank, process in running.items() if process.poll() is not None]
+            assert not ended or has_step(out, step), f"rank {ended[0]} ended: {running[ended[0]].communicate()}"
+            return has_step(out, step)
+
+        until(happened, f"step {step}")
 
 
 def until(happened, what="it", alive=None):
@@ -130,10 +138,12 @@ def exit_code(words):
 
 
 def free_port():
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that is free, and not of those that connections are given: none of another test takes it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def lines(path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpclm import cli, config, failures, shipped
+from hpclm.commands import submit
 from hpclm.config.compose import is_override
 from hpclm.launch import arguments
 from tests.runs import ROOT
@@ -90,7 +91,7 @@ def test_a_run_of_the_documentation_lacks_nothing_and_its_batch_can_be_divided(p
     """On as many processes as it says."""
     monkeypatch.chdir(ROOT)
     if words[0] == "submit":
-        run = arguments.compose(arguments.parser().parse_intermixed_args(words[1:]), arguments.Variant(()), words[1:])
+        run = arguments.compose(submit.request(words[1:]), arguments.Variant())
     else:
         run = config.from_cli(words[1:], None)
     assert run.missing() == []

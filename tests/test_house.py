@@ -208,7 +208,7 @@ SAFE = {
     "commands/status.py": "lines whose cells are plain already",
     "commands/data.py": "numbers",
     "launch/torchrun.py": "the launcher's own lines",
-    "commands/submit.py": "numbers",
+    "launch/submit.py": "numbers",
 }
 """Files that print something else, and what it is."""
 

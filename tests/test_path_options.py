@@ -6,10 +6,9 @@ import pytest
 
 import hpclm
 from hpclm import cli
-from hpclm.commands import resume
 from hpclm.config import compose, load
 from hpclm.errors import ConfigError
-from hpclm.launch import setup
+from hpclm.launch import resume, setup
 from hpclm.node import environment
 from hpclm.rundir import runs
 

@@ -8,12 +8,12 @@ import pytest
 from hpclm import cli
 from hpclm.checkpoint import CheckpointStore, Retention
 from hpclm.checkpoint.fingerprint import fingerprint
-from hpclm.commands import resume
 from hpclm.config import dump, from_cli
 from hpclm.data import sources
 from hpclm.datasets.writer import Writer
 from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
+from hpclm.launch import resume
 from hpclm.rundir import attempts, runs, submissions
 from hpclm.rundir.submissions import Submission
 from hpclm.training import loop, records

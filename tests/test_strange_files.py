@@ -14,10 +14,11 @@ import pytest
 from hpclm import cli, config, files, folders
 from hpclm.checkpoint import directory
 from hpclm.checkpoint import manifest as manifests
-from hpclm.commands import logs, train
+from hpclm.commands import logs
 from hpclm.diagnostics import report
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, HpclmError
+from hpclm.launch import process
 from hpclm.log import also_to, instead_to
 from hpclm.rundir import attempts, folder, lock, rows, runs, submissions
 from hpclm.rundir.lease import Lease
@@ -184,7 +185,7 @@ def test_a_run_directory_that_is_not_ones_own_alone_is_not_trained_in(what, tmp_
 def refuse(words, out):
     """Nothing trains in a run directory that is spoilt."""
     for start in (
-        lambda settings: train.train(settings, World("single", 0, 1)),
+        lambda settings: process.train(settings, World("single", 0, 1)),
         lambda settings: folder.check(Path(settings.out)),
     ):
         with pytest.raises(ConfigError, match=f"{out}.* (is a|belongs to another user|can be written by others)"):

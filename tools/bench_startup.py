@@ -290,9 +290,9 @@ def rank(words: list[str], below: str, report: str) -> None:
 
     leave, os._exit = os._exit, end  # type: ignore[assignment]
     mmap.mmap = Kept  # type: ignore[misc]
-    from hpclm.commands.train import main as train
+    from hpclm import cli
 
-    os._exit(train(words))
+    os._exit(cli.function("train")(words))
 
 
 def read_files(clients: int, folder: Path) -> list[dict[str, Any]]:

@@ -99,8 +99,8 @@ def submit(
         ConfigError: everything that a start would refuse, before anything is queued.
         LockedError: a job of this run is queued or running.
     """
-    from hpclm.commands.submit import from_python, queue_of
     from hpclm.launch.arguments import whole
+    from hpclm.launch.submit import from_python, queue_of
 
     wanted = Options(steps, lr, seed, out, device, nodes, gpus, time, partition)
     queue_of(options.compose(base, [*wanted.changes(), *changes]).job)  # before a dataset is written

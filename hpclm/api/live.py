@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import extras
-from hpclm.commands import train as verb
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError, HpclmError
+from hpclm.launch import process
 from hpclm.reporting import figures, history
 from hpclm.rundir.status import span
 
@@ -52,15 +52,15 @@ class Snapshot:
 
 
 def train(run: RunConfig, resume_step: int | None) -> None:
-    """Train ``run``, as ``commands.train.in_this_process`` does."""
+    """Train ``run``, as ``launch.process.in_this_process`` does."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("hpclm.train catches signals, so it must be called in the main thread")
     with computing():
         if not in_notebook():
-            verb.in_this_process(run, resume_step)
+            process.in_this_process(run, resume_step)
             return
         with _shown(run):
-            verb.in_this_process(run, resume_step, quiet=True)
+            process.in_this_process(run, resume_step, quiet=True)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from hpclm import __version__, cli, extras, shipped
 from hpclm.commands.docs import topics
 from hpclm.config import fields
-from hpclm.launch import arguments
 from hpclm.parser import Parser
 from hpclm.terminal import say
 
@@ -140,7 +139,7 @@ def _of_resume() -> Parser:
     run = Parser(prog="hpclm resume")
     run.add_run()
     run.add_runs_folder()
-    return Parser(parents=[run, arguments.parser()], add_help=False, conflict_handler="resolve", prog="hpclm resume")
+    return Parser(parents=[run, cli.parser("submit")], add_help=False, conflict_handler="resolve", prog="hpclm resume")
 
 
 def _quoted(words: Iterable[str]) -> str:

@@ -1,35 +1,50 @@
-"""The verb ``hpclm submit``: check settings, then train on Slurm, on other machines with mpirun, or locally."""
+"""``hpclm submit``: train on Slurm, on the machines of a hostfile, or locally."""
 
 import argparse
-import math
-import shutil
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
-from importlib import import_module
-from pathlib import Path
+from typing import Any
 
-from hpclm import config, files
-from hpclm.commands import train
-from hpclm.config import JobConfig, RunConfig
-from hpclm.config.job import seconds_of
-from hpclm.config.length import planned_inside_warmup
-from hpclm.errors import ConfigError, HpclmError, LockedError
-from hpclm.launch import arguments, debug, prechecks, send, setup
-from hpclm.launch.arguments import parser
-from hpclm.node import gpus, secrets
-from hpclm.rundir import runs as folders
-from hpclm.rundir import submissions
-from hpclm.rundir.status import span, status_of
-from hpclm.scheduler import Scheduler, named
-from hpclm.terminal import say
+from hpclm import paths
+from hpclm.config import JobConfig
+from hpclm.config.fields import docs
+from hpclm.launch import submit
+from hpclm.launch.arguments import Request
+from hpclm.parser import EPILOG, Parser, completed, step
 
-STARTED_BY = {"local": "hpclm.launch.local", "mpirun": "hpclm.launch.mpi", "interactive": "hpclm.launch.srun"}
+# Command-line options -> job settings. Short options are sbatch's.
+FLAGS = {
+    ("--nodes", "-N"): "nodes",
+    ("--gpus",): "gpus",  # no -G, because sbatch counts those per job
+    ("--time", "-t"): "time",
+    ("--partition", "-p"): "partition",
+    ("--account", "-A"): "options.account",
+    ("--qos", "-q"): "options.qos",
+    ("--constraint", "-C"): "options.constraint",
+    ("--exclude", "-x"): "exclude",
+    ("--nodelist", "-w", "--include", "-i"): "nodelist",
+    ("--mem",): "mem",
+    ("--cpus-per-task", "-c"): "cpus_per_task",
+    ("--job-name", "-J"): "options.job-name",
+    ("--dependency", "-d"): "options.dependency",
+    ("--template",): "template",
+    ("--cluster",): "cluster",
+    ("--hostfile", "-H"): "hostfile",
+}
+MODES = {
+    "--dry-run": "print the job script, and write nothing",
+    "--interactive": "start the processes in the current allocation (salloc)",
+    "--debug": "run one process in the foreground, with additional checks",
+}
+METAVARS = {"nodes": "N", "gpus": "N", "cpus_per_task": "N", "hostfile": "FILE", "template": "NAME|FILE", "mem": "SIZE"}
 
 
 def main(argv: list[str]) -> int:
     """``hpclm submit``."""
+    return submit.start(request(argv))
+
+
+def request(argv: Sequence[str]) -> Request:
+    """What the arguments ask for; exits with 2 if they are contradictory."""
     options = parser()
     args = options.parse_intermixed_args(argv)
     if args.ranks and not args.dry_run:
@@ -38,250 +53,61 @@ def main(argv: list[str]) -> int:
         options.error("--pdb is for --debug")
     if args.resume_step is not None and (args.debug or args.sweep or args.again):
         options.error("--from is for a single run that is not running; it excludes --debug, --sweep and --again")
-    runs = [arguments.compose(args, variant, argv) for variant in arguments.variants(args.sweep)]
-    command = [*map(secrets.Redactor(), ("hpclm", "submit", *argv))]
-    where = _where(args, runs[0].job)
-    if len(runs) == 1 and where != "debug" and args.resume_step is None and _is_toy(args):
-        runs = [_own_directory(runs[0])]
-    queues = where not in (*STARTED_BY, "debug")
-    if len(runs) > 1 and not queues:
-        raise ConfigError(f"--sweep needs a scheduler, not {where}: start the runs one after another")
-    reasons = [reason for run in runs for reason in prechecks.check(run, where, args.again, args.resume_step)]
-    if args.ranks:
-        return _ranks(runs, args.ranks, args.gpus_kind)
-    if where == "debug":
-        changes = debug.overrides(runs[0])
-        changed = arguments.compose(args, arguments.Variant(tuple(changes)), argv)
-        return debug.run(changed, changes, lambda run: train.start(run, alone=True), args.pdb)
-    if not queues:
-        return _preview(where, runs[0]) if args.dry_run else _here(where, runs[0], command, args.resume_step)
-    scheduler = named(where)
-    scripts = _scripts(scheduler, runs, args.resume_step, reasons)
-    if args.dry_run:
-        return _show(scheduler, runs, scripts)
-    return _submit(scheduler, runs, scripts, command, args.again, args.resume_step)
-
-
-def from_python(run: RunConfig, resume_step: int | None = None) -> None:
-    """Submit ``run`` as a job; ConfigError with every problem, or where there is no queue."""
-    where = queue_of(run.job)
-    reasons = prechecks.check(run, where, resume_step=resume_step)
-    scheduler = named(where)
-    scripts = _scripts(scheduler, [run], resume_step, reasons)
-    _submit(scheduler, [run], scripts, ["hpclm", "submit", f"{run.out}/config.yaml"], False, resume_step)
-
-
-def queue_of(job: JobConfig) -> str:
-    """The scheduler of a job's settings; ConfigError where there is no queue."""
-    where = _of_job(job)
-    if where not in STARTED_BY:
-        return where
-    none = f"job.cluster={where} has no queue"
-    if job.cluster == "auto":
-        none = "job.hostfile means mpirun, which has no queue" if job.hostfile else "no Slurm here (sbatch not found)"
-    raise ConfigError(
-        f"{none}; hpclm.train trains in this process, and hpclm submit in a terminal starts several processes"
+    job = [f"{key}={value}" for key, value in vars(args).items() if key.startswith("job.") and value is not None]
+    for word in args.sbatch:
+        name, _, value = word.removeprefix("--").partition("=")
+        job.append(f"job.options.{name}={value}")
+    return Request(
+        settings=[*([paths.literal(args.config)] if args.config else []), *args.settings],
+        options=job,
+        typed=argv,
+        **{name: getattr(args, name) for name in ("sweep", "exclude_bad", "dry_run", "interactive", "debug", "pdb")},
+        **{name: getattr(args, name) for name in ("ranks", "gpus_kind", "again", "resume_step")},
     )
 
 
-def _where(args: argparse.Namespace, job: JobConfig) -> str:
-    """How to run: local, mpirun, interactive, debug, or the name of a scheduler."""
-    if args.debug or args.interactive:
-        return "debug" if args.debug else "interactive"
-    where = _of_job(job)
-    return "slurm" if args.dry_run and where == "local" and job.cluster == "auto" else where
-
-
-def _of_job(job: JobConfig) -> str:
-    """How the settings of a job say to run."""
-    if job.cluster != "auto":
-        return job.cluster
-    if job.hostfile:
-        return "mpirun"
-    return "slurm" if shutil.which("sbatch") else "local"
-
-
-class DoneError(ConfigError):
-    """The run has already done everything its settings ask for."""
-
-
-def refuse_done(run: RunConfig) -> None:
-    """DoneError if there is nothing left to do for this run."""
-    ending, before = _ending(run)
-    if ending and (before is None or _same_length(run, before)):
-        raise DoneError(
-            f"{run.out} is done: {ending}; extend it, for example with a larger budget.steps, go back with --from STEP, "
-            "or choose another out"
-        )
-
-
-def _ending(run: RunConfig) -> tuple[str, RunConfig | None]:
-    """How the run in the directory of ``run`` has completed, empty if it has not; and its settings, if they can be read."""
-    out, before = Path(run.out), None
-    if not folders.is_run(out):
-        return "", None
-    status = status_of(folders.read(out), None)
-    with suppress(ConfigError):
-        before = config.load(out / "config.yaml")
-    return status.ending or "done" if status.name == "done" or "(stop_at)" in status.ending else "", before
-
-
-def _same_length(run: RunConfig, before: RunConfig) -> bool:
-    return (run.budget, run.stop_at) == (before.budget, before.stop_at)
-
-
-def _is_toy(args: argparse.Namespace) -> bool:
-    """Whether the run is the toy model, in a run directory that was not chosen."""
-    words = [*filter(None, [args.config]), *args.settings]
-    chosen = {"out", "name"} & set(config.compose.named(words))
-    return not chosen and [word for word in words if not config.compose.is_override(word)] in ([], ["debug"])
-
-
-def _own_directory(toy: RunConfig) -> RunConfig:
-    """``toy``, in runs/debug-2, -3, … if runs/debug has a run that is done, or one of another length."""
-    run, number = toy, 1
-    while folders.is_run(Path(run.out)):
-        ending, before = _ending(run)
-        if not ending and (before is None or _same_length(run, before)):
-            return run  # to be continued
-        number += 1
-        run = replace(toy, name=f"{toy.name}-{number}", out=f"{toy.out}-{number}")
-    return run
-
-
-def _warn(runs: Sequence[RunConfig], reasons: Sequence[str]) -> None:
-    """Warn of what may go wrong in a job, and of runs that have trained outside of one. ``reasons``: why settings change nothing."""
-    warmups = [short for run in runs if (short := planned_inside_warmup(run))]
-    for warning in dict.fromkeys([*warmups, *reasons]):  # runs that start at once say so themselves
-        say(f"warning: {warning}", file=sys.stderr)
-    prechecks.warn_of_missing_paths(runs[0])
-    for out in (Path(run.out) for run in runs if folders.is_run(Path(run.out))):
-        last = folders.read(out).attempt
-        if last and (not last.get("job_id") or last.get("launcher") == "local"):
-            say(
-                f"{out} trained on {last.get('host')} so far; from now on in a Slurm job (--cluster local: here)",
-                file=sys.stderr,
-            )
-
-
-def _scripts(
-    scheduler: Scheduler, runs: Sequence[RunConfig], resume_step: int | None, reasons: Sequence[str]
-) -> list[str]:
-    """The job script of each run, after warnings of what may go wrong; DoneError if there is nothing left to do."""
-    _warn(runs, reasons)
-    scripts = [_script(scheduler, run) for run in runs]
-    if len(runs) == 1 and resume_step is None:
-        refuse_done(runs[0])
-    return scripts
-
-
-def _script(scheduler: Scheduler, run: RunConfig) -> str:
-    path = Path(run.out) / "config.yaml"
-    folders = [Path(prefix).parent for prefix in run.data.prefixes()]
-    folders += [Path(file).parent for file in run.data.tokenizer_files]
-    text = scheduler.script(run, path, list(setup.lines(run, path, folders)))
-    if scheduler.name == "slurm":
-        prechecks.refuse_without_room(Path(run.out), text)
-    return text
-
-
-def _show(scheduler: Scheduler, runs: Sequence[RunConfig], scripts: Sequence[str]) -> int:
-    """Print the scripts, and the scheduler's opinion of them."""
-    for run, text in zip(runs, scripts, strict=True):
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        if opinion := scheduler.check(text):
-            say(opinion, file=sys.stderr)
-        if run.job.time:
-            say(f"time limit: {_limit(run.job.time)}", file=sys.stderr)
-    return 0
-
-
-def _preview(where: str, run: RunConfig) -> int:
-    """Print the command of mpirun."""
-    if where != "mpirun":
-        raise ConfigError(f"--dry-run shows the script of a job; with job.cluster={where} there is none")
-    from hpclm.launch import mpi
-
-    sys.stdout.write(mpi.preview(run, Path(run.out) / "config.yaml"))
-    return 0
-
-
-def _ranks(runs: Sequence[RunConfig], ranks: str, kind: str) -> int:
-    """Print what some ranks of the run hold and send."""
-    from hpclm.planning.ranks import parse_ranks, report  # loads torch
-
-    run = runs[0]
-    if len(runs) > 1:
-        raise ConfigError("--ranks is for one run, without --sweep")
-    numbers = parse_ranks(ranks, run.job.nodes * run.job.gpus)
-    for line in report(run, numbers, gpus.known(kind)):
-        say(line)
-    return 0
-
-
-def _here(where: str, run: RunConfig, command: list[str], resume_step: int | None) -> int:
-    """Train in processes started by this one."""
-    with send.held(run, resume_step):
-        return int(import_module(STARTED_BY[where]).run(run, Path(run.out) / "config.yaml", command=command))
-
-
-def _submit(
-    scheduler: Scheduler,
-    runs: Sequence[RunConfig],
-    scripts: Sequence[str],
-    command: list[str],
-    again: bool,
-    resume_step: int | None,
-) -> int:
-    """Submit every run; one that fails because it is already queued or done does not affect the others."""
-    code = 0
-    for number, (run, text) in enumerate(zip(runs, scripts, strict=True)):
-        if number:
-            print()
-        try:
-            if resume_step is None:
-                refuse_done(run)
-            job, new = send.send(run, text, command, scheduler, again, resume_step)
-        except (DoneError, LockedError) as error:
-            if len(runs) == 1:
-                raise
-            say(f"error: {error}", file=sys.stderr)
-            code = code or error.exit_code
-            continue
-        except HpclmError:
-            left = len(runs) - number
-            if len(runs) > 1:
-                print(
-                    f"error: {left} of {len(runs)} runs {'was' if left == 1 else 'were'} not submitted; repeat the command to continue",
-                    file=sys.stderr,
-                )
-            raise
-        out = files.typed(_short(run.out))
-        state = (
-            f"submitted{f' to cluster {job.slurm_cluster}' * bool(job.slurm_cluster)}"
-            if new
-            else "already queued: an earlier submission was interrupted"
-        )
-        limit = f"; time limit {_limit(run.job.time)}" if run.job.time else ""
-        nodes, size = run.job.nodes, run.job.nodes * run.job.gpus
-        ranks = f"{size} process{'es' * (size > 1)} on {nodes} node{'s' * (nodes > 1)}"
-        say(f"job {job.job_id}: {ranks}, {state}{limit}")
-        say(f"run directory  {run.out}\nlog            {job.log}")
-        if (step := submissions.rollback(Path(run.out))) is not None:
-            say(f"rolls back to  step {step} ({submissions.ROLLBACK})")
-        say(f"follow         hpclm logs -f {out}\nstop           hpclm cancel {out}\nresume         hpclm resume {out}")
-        sys.stdout.flush()
-    return code
-
-
-def _limit(time: str) -> str:
-    """A time limit in words: Slurm reads 24:00 as 24 minutes."""
-    seconds = seconds_of(time)
-    return span(seconds) if math.isfinite(seconds) else "none"
-
-
-def _short(out: str) -> str:
-    """``out`` relative to the current folder, if it is inside."""
-    path = Path(out)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else out
+def parser() -> Parser:
+    """The parser of ``hpclm submit``."""
+    explained = docs(JobConfig)
+    options = Parser(
+        prog="hpclm submit",
+        description="Train on Slurm, on the machines of a hostfile, or locally. Settings are checked before anything is "
+        "submitted. The same command continues the run.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = options.add_argument
+    files = "settings file or preset (default: debug), overrides"
+    options.add_settings(files, "presets", metavar="FILE | key=value")
+    add("--config", type=paths.option, metavar="FILE", help="the settings file, as an option")
+    job = options.add_argument_group("resources", "Each option overrides the setting job.NAME.")
+    for flags, name in FLAGS.items():
+        text = explained.get(name, f"job.{name}").partition(". ")[0].replace("%", "%%")
+        job.add_argument(*flags, dest=f"job.{name}", metavar=METAVARS.get(name, "TEXT"), help=text)
+    repeated: dict[str, Any] = dict(action="append", default=[])
+    more = "another option of sbatch: reservation=course"
+    job.add_argument("--sbatch", metavar="NAME[=VALUE]", help=more, **repeated)
+    bad = "exclude nodes that failed the preflight checks of this run, or corrupted its state"
+    completed(job.add_argument("--exclude-bad", type=paths.option, metavar="RUN", help=bad, **repeated), "runs")
+    values = "submit a separate run for each value; for each combination if repeated"
+    several = options.add_argument_group("several runs")
+    several.add_argument("--sweep", "--array", metavar="key=a,b,c", help=values, **repeated)
+    how = options.add_argument_group("how").add_mutually_exclusive_group()
+    for name, text in MODES.items():
+        how.add_argument(name, action="store_true", help=text)
+    several_ranks = (
+        "with --dry-run: build these ranks here, without a GPU, and trace a step, instead of printing the script"
+    )
+    add("--ranks", metavar="0,511", help=several_ranks)
+    add(
+        "--gpus-kind",
+        default="H100",
+        metavar="KIND",
+        help="with --ranks: kind of GPU, for batch.micro_size=auto (H100)",
+    )
+    add("--pdb", action="store_true", help="with --debug: start Python's debugger at an exception")
+    add("--again", action="store_true", help="submit even if a job of the run is queued, to continue after it")
+    back = "continue from the checkpoint of this step; newer ones are set aside, not deleted"
+    add("--from", dest="resume_step", type=step, metavar="STEP", help=back)
+    return options

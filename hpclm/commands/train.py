@@ -1,29 +1,17 @@
-"""The verb ``hpclm train``: checks settings, joins the other ranks, and runs training/loop.py."""
+"""``hpclm train``: train a model, or continue a run."""
 
 import argparse
-import logging
 import os
-import signal
 import sys
-from contextlib import suppress
-from dataclasses import asdict, replace
-from pathlib import Path
 
-from hpclm import failures, folders, log
-from hpclm.config import RunConfig
-from hpclm.config.compose import missing_code, named
-from hpclm.distributed import bootstrap, network, restart
-from hpclm.distributed import context as distributed
-from hpclm.distributed.bootstrap import World
-from hpclm.errors import REQUEUE, ConfigError, Interrupted
-from hpclm.node import environment, notify, preemption, processes, secrets, threads
+from hpclm.config.compose import named
+from hpclm.errors import ConfigError
+from hpclm.launch import process
+from hpclm.node import environment, processes
 from hpclm.parser import EPILOG, Parser, step
-from hpclm.rundir import code, folder
-from hpclm.rundir.attempts import check_attempts_readable
 
 HONOURED = ("job.notify", "job.warn_seconds")
 """Settings of the section job that a training process follows; all others are for what starts it."""
-AGAIN = "run the same call again to continue"
 
 
 def main(argv: list[str]) -> int:
@@ -37,7 +25,7 @@ def main(argv: list[str]) -> int:
         )
     commanded = sys.argv[-len(argv) :] == argv  # otherwise a program, which may be old, calls the verb
     began = processes.started(os.getpid()) if commanded else None
-    return start(settings, resume_step=args.resume_step, began=began)
+    return process.start(settings, resume_step=args.resume_step, began=began)
 
 
 def parser() -> Parser:
@@ -59,111 +47,3 @@ def parser() -> Parser:
         "this only once",
     )
     return options
-
-
-def start(
-    settings: RunConfig,
-    alone: bool = False,
-    resume_step: int | None = None,
-    quiet: bool = False,
-    began: float | None = None,
-) -> int:
-    """Join the other ranks and train. ``alone``: as a single process, even in a job of several tasks.
-
-    ``resume_step``: the step of the checkpoint to continue from, instead of the newest. ``quiet``: print warnings only.
-    ``began``: when the attempt began, in seconds since 1970; None: now.
-    """
-    threads.note_cores()
-    code.check_snapshot()
-    wrong = (
-        settings.missing()
-        + settings.engine.problems_on_cpu()
-        + settings.missing_libraries()
-        + missing_code(settings)
-        + notify.missing(settings.job.notify)
-        + secrets.problems(asdict(settings))
-    )
-    if wrong:
-        raise ConfigError(wrong)
-    world, parent = bootstrap.detect(alone=alone), os.getppid()
-    world = world if began is None else replace(world, began=began)
-    log.setup(world.rank, redact=secrets.Redactor(), quiet=quiet)
-    try:
-        settings.plan(world.size)  # before PyTorch is loaded, which takes seconds
-    except ConfigError as error:
-        if world.rank:
-            raise SystemExit(error.exit_code) from None
-        raise
-    try:
-        network.check_interface(settings.cluster.interface)
-    except ConfigError as error:  # of this machine
-        if world.size == 1:
-            logging.getLogger(__name__).warning("%s; one process needs none", error)
-        elif world.local_rank:
-            raise SystemExit(error.exit_code) from None
-        else:
-            raise
-    if not world.local_rank:
-        folders.sweep_temporary()
-    if world.size == 1:  # several ranks must meet before one of them may fail
-        from hpclm.launch import prechecks
-        from hpclm.training import records
-
-        with log.silent():  # training reads the files again
-            prechecks.check_files(settings, records.requested_step(Path(settings.out), resume_step))
-        check_attempts_readable(Path(settings.out))
-    if world.local_size < world.size:
-        network.hide_lookup_warnings()
-    if world.local_size > 1:
-        os.environ["OMP_NUM_THREADS"] = str(threads.per_process(world.local_size))
-
-    if world.size == 1 or world.launcher in bootstrap.OF_MPI:  # MPI must be finalised
-        ended = train(settings, world, resume_step)
-        if world.launcher == "Slurm":
-            restart.report(ended, parent)
-        return ended
-    try:
-        ended = failures.run(lambda _: train(settings, world, resume_step), [])
-    except SystemExit as end:  # reported by another rank
-        ended = end.code if isinstance(end.code, int) else 1
-    if world.rank == 0 and world.launcher == "Slurm":
-        restart.report(ended, parent)
-    restart.note(ended)
-    # skip the interpreter's shutdown, which may abort while exceptions refer to the process group
-    with suppress(OSError):  # closed by the reader
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(ended)
-
-
-def train(settings: RunConfig, world: World, resume_step: int | None = None) -> int:
-    """Join the other ranks of ``world``, and train; returns the exit code."""
-    with distributed.join(world, settings.cluster) as context:
-        if context.is_main:
-            folders.check_private(settings.out, "run directory")
-            folder.check_inside(Path(settings.out))
-        from hpclm.planning import fit
-        from hpclm.training import loop
-
-        context.exit_code = loop.run(settings, context, resume_step, fit)
-        return context.exit_code
-
-
-def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: bool = False) -> None:
-    """Train in the calling process, for notebooks and scripts; the same settings continue the run.
-
-    ``quiet``: print warnings only. Interrupted after a signal, such as a notebook's interrupt: the run has saved then.
-    Other errors are HpclmError.
-    """
-    before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
-    try:
-        with log.restored():
-            ended = start(settings, alone=True, resume_step=resume_step, quiet=quiet)
-    except KeyboardInterrupt:
-        raise Interrupted(f"{settings.out}: {folder.unsaved(settings.out)}; {AGAIN}") from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    if ended == REQUEUE:
-        newest, _ = folder.survey_checkpoints(f"{settings.out}/checkpoints")
-        raise Interrupted(f"{settings.out}: saved{f' at step {newest[0]}' if newest else ''}; {AGAIN}")

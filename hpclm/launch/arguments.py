@@ -1,50 +1,46 @@
-"""The command line of ``hpclm submit``, and the settings that it gives: one run, or one for each value of a sweep."""
+"""What ``hpclm submit`` is asked for, and the settings that this gives: one run, or one for each value of a sweep."""
 
-import argparse
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hpclm import config, paths, shipped
-from hpclm.config import JobConfig, RunConfig
+from hpclm.config import RunConfig
 from hpclm.config.compose import is_override
-from hpclm.config.fields import docs
 from hpclm.config.job import TEMPLATES
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError
 from hpclm.node import environment
-from hpclm.parser import EPILOG, Parser, completed, step
 from hpclm.training import records
 
-# Command-line options -> job settings. Short options are sbatch's.
-FLAGS = {
-    ("--nodes", "-N"): "nodes",
-    ("--gpus",): "gpus",  # no -G, because sbatch counts those per job
-    ("--time", "-t"): "time",
-    ("--partition", "-p"): "partition",
-    ("--account", "-A"): "options.account",
-    ("--qos", "-q"): "options.qos",
-    ("--constraint", "-C"): "options.constraint",
-    ("--exclude", "-x"): "exclude",
-    ("--nodelist", "-w", "--include", "-i"): "nodelist",
-    ("--mem",): "mem",
-    ("--cpus-per-task", "-c"): "cpus_per_task",
-    ("--job-name", "-J"): "options.job-name",
-    ("--dependency", "-d"): "options.dependency",
-    ("--template",): "template",
-    ("--cluster",): "cluster",
-    ("--hostfile", "-H"): "hostfile",
-}
-MODES = {
-    "--dry-run": "print the job script, and write nothing",
-    "--interactive": "start the processes in the current allocation (salloc)",
-    "--debug": "run one process in the foreground, with additional checks",
-}
 DEFAULT = shipped.folder("configs") / "debug.yaml"
-METAVARS = {"nodes": "N", "gpus": "N", "cpus_per_task": "N", "hostfile": "FILE", "template": "NAME|FILE", "mem": "SIZE"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``hpclm submit`` is asked for."""
+
+    settings: Sequence[str]
+    """A settings file or preset, if any, and key=value."""
+    options: Sequence[str] = ()
+    """What options say of the job, as job.key=value; it wins over ``settings``."""
+    typed: Sequence[str] = ()
+    """All arguments, for messages and the record of the run."""
+    sweep: Sequence[str] = ()
+    """key=a,b,c each."""
+    exclude_bad: Sequence[str] = ()
+    """Run directories whose bad nodes are excluded."""
+    dry_run: bool = False
+    interactive: bool = False
+    debug: bool = False
+    pdb: bool = False
+    ranks: str | None = None
+    """Ranks to be simulated, instead of a script that is shown."""
+    gpus_kind: str = "H100"
+    again: bool = False
+    resume_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,69 +52,15 @@ class Variant:
     """Added to the run's name and directory: -lr-0.001-seed-2."""
 
 
-def parser() -> Parser:
-    """The parser of ``hpclm submit``."""
-    explained = docs(JobConfig)
-    options = Parser(
-        prog="hpclm submit",
-        description="Train on Slurm, on the machines of a hostfile, or locally. Settings are checked before anything is "
-        "submitted. The same command continues the run.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = options.add_argument
-    files = "settings file or preset (default: debug), overrides"
-    options.add_settings(files, "presets", metavar="FILE | key=value")
-    add("--config", type=paths.option, metavar="FILE", help="the settings file, as an option")
-    job = options.add_argument_group("resources", "Each option overrides the setting job.NAME.")
-    for flags, name in FLAGS.items():
-        text = explained.get(name, f"job.{name}").partition(". ")[0].replace("%", "%%")
-        job.add_argument(*flags, dest=f"job.{name}", metavar=METAVARS.get(name, "TEXT"), help=text)
-    repeated: dict[str, Any] = dict(action="append", default=[])
-    more = "another option of sbatch: reservation=course"
-    job.add_argument("--sbatch", metavar="NAME[=VALUE]", help=more, **repeated)
-    bad = "exclude nodes that failed the preflight checks of this run, or corrupted its state"
-    completed(job.add_argument("--exclude-bad", type=paths.option, metavar="RUN", help=bad, **repeated), "runs")
-    values = "submit a separate run for each value; for each combination if repeated"
-    several = options.add_argument_group("several runs")
-    several.add_argument("--sweep", "--array", metavar="key=a,b,c", help=values, **repeated)
-    how = options.add_argument_group("how").add_mutually_exclusive_group()
-    for name, text in MODES.items():
-        how.add_argument(name, action="store_true", help=text)
-    several_ranks = (
-        "with --dry-run: build these ranks here, without a GPU, and trace a step, instead of printing the script"
-    )
-    add("--ranks", metavar="0,511", help=several_ranks)
-    add(
-        "--gpus-kind",
-        default="H100",
-        metavar="KIND",
-        help="with --ranks: kind of GPU, for batch.micro_size=auto (H100)",
-    )
-    add("--pdb", action="store_true", help="with --debug: start Python's debugger at an exception")
-    add("--again", action="store_true", help="submit even if a job of the run is queued, to continue after it")
-    back = "continue from the checkpoint of this step; newer ones are set aside, not deleted"
-    add("--from", dest="resume_step", type=step, metavar="STEP", help=back)
-    return options
-
-
-def compose(args: argparse.Namespace, variant: Variant, typed: Sequence[str]) -> RunConfig:
-    """The settings of one run, with absolute paths; ``typed`` is the command line."""
-    words = [*args.settings]
-    if args.config:
-        words.insert(0, paths.literal(args.config))
-    if not any(not config.compose.is_override(word) for word in words):
+def compose(request: Request, variant: Variant) -> RunConfig:
+    """The settings of one run, with absolute paths."""
+    words = [*request.settings, *request.options]
+    if not any(not config.compose.is_override(word) for word in request.settings):
         words.insert(0, paths.literal(DEFAULT))
-    given = {key: value for key, value in vars(args).items() if key.startswith("job.") and value is not None}
-    words += [f"{key}={value}" for key, value in given.items()]
-    for word in args.sbatch:
-        name, _, value = word.removeprefix("--").partition("=")
-        words.append(f"job.options.{name}={value}")
-    run = environment.settings([*words, *variant.overrides], typed)
+    run = environment.settings([*words, *variant.overrides], request.typed)
     if variant.suffix:
         run = replace(run, name=run.name + variant.suffix, out=run.out + variant.suffix)
-    job, bad = run.job, report.bad_nodes(args.exclude_bad)
+    job, bad = run.job, report.bad_nodes(request.exclude_bad)
     if bad:
         between = "@" if job.hostfile else ","  # DeepSpeed's syntax, or Slurm's
         job = replace(job, exclude=between.join(dict.fromkeys([*filter(None, [job.exclude]), *bad])))

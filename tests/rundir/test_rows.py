@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpclm import files
-from hpclm.commands import resume, status
-from hpclm.commands.cancel import outcome
+from hpclm.commands import status
 from hpclm.errors import ConfigError
+from hpclm.launch import cancel, resume
 from hpclm.rundir import attempts, metrics_file, rows, runs, submissions
 from hpclm.rundir.status import process_here, status_of
 from hpclm.rundir.summary import RunSummary
@@ -119,7 +119,7 @@ def told(out):
     standing = status_of(run, {})
     parts = [*status.table([standing]), *status.detail(standing), json.dumps(status.values(standing), allow_nan=False)]
     RunSummary(out).write()
-    parts += [outcome(out), *resume.words(run, []), *run.jobs, str(process_here(run))]
+    parts += [cancel.outcome(out), *resume.words(run, []), *run.jobs, str(process_here(run))]
     "\n".join(parts).encode()
     return standing
 

@@ -6,7 +6,7 @@ import sys
 import time
 
 from hpclm import config
-from hpclm.commands.train import in_this_process
+from hpclm.launch.process import in_this_process
 from tests.runs import ROOT
 
 IMPORTS = 3.0  # seconds that they take at least

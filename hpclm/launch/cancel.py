@@ -1,0 +1,185 @@
+"""Have runs save and exit, and keep Slurm from starting them again."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpclm import failures, files
+from hpclm.errors import HpclmError
+from hpclm.launch import send
+from hpclm.node.processes import NoAnswerError
+from hpclm.node.slurm import JobState
+from hpclm.rundir import control_files
+from hpclm.rundir import runs as folders
+from hpclm.rundir.lock import HolderWatch, is_here
+from hpclm.rundir.runs import Run
+from hpclm.rundir.status import jobs_by_scheduler, process_here, query
+from hpclm.scheduler import Scheduler, named
+from hpclm.terminal import say
+
+PATIENCE = 10.0  # seconds squeue may take
+POLL = 0.5  # seconds between checks whether it has exited
+PROGRESS = 10.0  # seconds between progress lines
+ENDED = 10.0  # seconds that a job may take to end after its run
+SILENT = 120.0  # seconds without a heartbeat after which no process of a run is alive
+COMPLETING = 30.0  # seconds that Slurm may take to end a job whose run has ended
+UNHEARD = 20.0  # seconds after which a run that ignores the signal gets a stop file
+
+
+@dataclass(eq=False)
+class Target:
+    """A job or process of a run that was asked to exit."""
+
+    out: Path
+    scheduler: Scheduler
+    job: JobState
+    name: str
+    saves: bool
+    """Whether it is a job whose run is to save first."""
+    asked: float = field(default_factory=time.monotonic)
+    cancelled: float | None = None
+    """When the job itself was cancelled, because its run cannot comply."""
+
+    def __post_init__(self) -> None:
+        self.watch = HolderWatch(self.out)
+
+    def ended(self, now: JobState | None) -> bool:
+        """Whether it has exited if its scheduler says ``now``, or its run has, whatever Slurm still has to do."""
+        completing = now is not None and now.name == "COMPLETING" and self.cancelled is not None
+        late = completing and time.monotonic() - (self.cancelled or 0) > COMPLETING
+        return now is None or not now.live or late
+
+    def insist(self) -> None:
+        """End a job whose run cannot comply: none of its processes is alive, or Slurm's signal did not reach it."""
+        if not self.saves or self.cancelled is not None:
+            return
+        ended, silent = self.watch.silent()
+        if silent > (ENDED if ended else SILENT):
+            self.cancelled = time.monotonic()
+            why = "its run has ended" if ended else "its run sends no heartbeat"
+            say(f"{self.name}: {why}; the job itself is cancelled", flush=True)
+            self.scheduler.cancel(self.job.id)
+        elif not ended and time.monotonic() - self.asked > UNHEARD and not (self.out / "stop").exists():
+            control_files.create(self.out, "stop")  # a dead slurmstepd forwards no signal
+
+
+def cancel(chosen: Sequence[Path], now: bool, seconds: float) -> int:
+    """End runs, without saving if ``now``, and wait until they have exited, at most ``seconds``; the exit code."""
+    per_run, stopped = failures.PerRunErrors(len(chosen)), dict[Path, list[Target]]()
+    for out in chosen:
+        with per_run:
+            stopped[out] = stop(out, now)
+    late = wait([target for targets in stopped.values() for target in targets], seconds)
+    for out, targets in stopped.items():
+        with per_run:
+            if names := ", ".join(target.name for target in targets if target in late):
+                again = "" if now else f", or end it without saving: hpclm cancel --now {files.typed(out)}"
+                raise HpclmError(
+                    f"{names} has not exited after {seconds:g} s; Slurm will not start it again. "
+                    f"Look at it with hpclm status {files.typed(out)}{again}"
+                )
+            if targets:
+                (out / "stop").unlink(missing_ok=True)  # or it would end the next attempt
+                say(outcome(out))
+    return per_run.code
+
+
+def stop(out: Path, now: bool) -> list[Target]:
+    """Ask all jobs and processes of a run to exit; returns them."""
+    folders.check_own(out, "cancelled")
+    if other := folders.other_owner(out):
+        say(f"{files.shown(out)} belongs to {other}, and root may cancel it")
+    run = folders.read(out)
+    targets = [*jobs_of(run, now)] or [*processes_of(run)]
+    for target in targets:
+        if now:
+            target.scheduler.cancel(target.job.id)
+        else:
+            target.scheduler.stop(target.job, run.attempt, PATIENCE)
+        saves = not now and not target.job.waits
+        say(f"{target.name}: {'asked to save and exit' if saves else 'cancelled'}", flush=True)
+    if not targets:
+        say(f"{files.shown(out)} is not running: {query([run], PATIENCE)[0].how()}")
+    return targets
+
+
+def jobs_of(run: Run, now: bool) -> Iterator[Target]:
+    """Jobs of a run that are pending or running; HpclmError if neither the scheduler nor the run's files tell."""
+    jobs = jobs_by_scheduler(run)
+    if not jobs:  # it may have been submitted by a command that was killed
+        jobs[named("slurm").for_script(send.last_script(run.out))] = []
+    if (run.out / "job").is_dir():
+        for scheduler, recorded in jobs.items():
+            with suppress(NoAnswerError):  # asked again below
+                unrecorded = {job.job_id for job in send.queued(run.out, [scheduler], PATIENCE)}
+                recorded += sorted(unrecorded - {*recorded})
+    try:
+        states = {scheduler: scheduler.states(ids, (), PATIENCE) for scheduler, ids in jobs.items() if ids}
+    except NoAnswerError as error:
+        if process_here(run) is not None:
+            return
+        raise HpclmError(
+            f"{error}. Is {files.shown(run.out)} running? Its last job is {run.jobs[-1]}; try again later"
+        ) from None
+    for scheduler, known in states.items():
+        for job in known.values():
+            if job.live and run.owns(job):
+                yield Target(run.out, scheduler, job, f"job {job.id}", saves=not (job.waits or now))
+
+
+def processes_of(run: Run) -> Iterator[Target]:
+    """The process of a run on this machine; HpclmError if it runs on a host that cannot be reached from here."""
+    here, holder = process_here(run), run.holder
+    if here is not None:
+        scheduler = named("local")
+        for job in scheduler.states([str(here)]).values():
+            yield Target(run.out, scheduler, job, f"process {here}", saves=False)
+    elif holder and not is_here(holder) and not run.attempt.get("job_id"):
+        raise HpclmError(
+            f"{files.shown(run.out)} was last used by process {holder.get('pid')} on {holder.get('host')}, which has not released it; "
+            f"if it still runs, cancel it there: ssh {holder.get('host')} hpclm cancel {files.typed(run.out.absolute())}"
+        )
+
+
+def wait(left: list[Target], seconds: float) -> list[Target]:
+    """Wait until all have exited, with progress lines; returns those that have not after ``seconds``."""
+    began = reported = time.monotonic()
+    while True:
+        left = [target for scheduler in {each.scheduler for each in left} for target in running(scheduler, left)]
+        now = time.monotonic()
+        if not left or now - began > seconds:
+            return left
+        if now - reported > PROGRESS:
+            names = ", ".join(target.name for target in left)
+            say(f"waiting for {names} to exit: {now - began:.0f} s", file=sys.stderr, flush=True)
+            reported = now
+        time.sleep(POLL)
+
+
+def running(scheduler: Scheduler, targets: list[Target]) -> Iterator[Target]:
+    """Those of ``targets`` that are the scheduler's and have not exited; all if it does not answer."""
+    mine = [target for target in targets if target.scheduler is scheduler]
+    try:
+        states = scheduler.states([target.job.id for target in mine], (), PATIENCE)
+    except NoAnswerError:
+        states = {target.job.id: target.job for target in mine}
+    for target in mine:
+        job = states.get(target.job.id)
+        if not target.ended(job):
+            if job and job.name not in ("SUSPENDED", "STOPPED"):  # whose processes cannot respond
+                target.insist()
+            yield target
+
+
+def outcome(out: Path) -> str:
+    """The outcome, and how to continue."""
+    run = folders.read(out)
+    if not run.attempt:
+        return f"{files.shown(out)} has not trained; next: hpclm resume {files.typed(out)}"
+    saved = f"saved at step {run.checkpoint[0]}" if run.checkpoint else "nothing is saved"
+    lost = max(0, run.step - run.checkpoint[0]) if run.checkpoint else run.step
+    ended = f"stopped at step {run.step}, {saved}, {lost} steps lost" if lost else f"stopped and {saved}"
+    return f"{files.shown(out)} {ended}; next: hpclm resume {files.typed(out)}"

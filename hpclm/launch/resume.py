@@ -1,0 +1,87 @@
+"""Submit a run again, with its settings and the size of its last job, and with changes if any."""
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hpclm import failures, files, paths
+from hpclm.errors import ConfigError, LockedError
+from hpclm.node import slurm
+from hpclm.rundir import runs as folders
+from hpclm.rundir.runs import Run
+from hpclm.rundir.status import RunStatus, query
+from hpclm.terminal import say
+
+PATIENCE = 5.0  # seconds squeue may take
+SETTING = re.compile(r"[A-Za-z_][\w.-]*\s*=")
+EXTENDS = ("budget", "stop_at", "--from")  # changes that let a run that is done continue
+
+
+def resume(chosen: Sequence[Run], changes: list[str], submit: Callable[[list[str]], int]) -> int:
+    """Submit the runs ``chosen`` again, with ``changes``, by ``submit``, which takes the arguments of hpclm submit; the exit code."""
+    per_run = failures.PerRunErrors(len(chosen))
+    for number, status in enumerate(query(chosen, PATIENCE), start=1):
+        with per_run:
+            folders.check_own(status.run.out, "resumed")
+            may_start(status, changes)
+            code = submit(words(status.run, changes))
+            if code:  # of a run that trained here, in the foreground
+                if left := len(chosen) - number:
+                    say(f"{files.shown(status.run.out)} ended with {code}; the {left} after it are not started")
+                return code
+    return per_run.code
+
+
+def split(given: list[str], runs: Path) -> tuple[list[str], list[str]]:
+    """The arguments that name runs, and those that change them, which begin with the first option or setting."""
+    for number, word in enumerate(given[1:], start=1):
+        if word.startswith("-") or (SETTING.match(word) and not any(map(folders.is_run, (Path(word), runs / word)))):
+            return [given[0], *map(paths.expanded, given[1:number])], given[number:]
+    return [given[0], *map(paths.expanded, given[1:])], []
+
+
+def may_start(status: RunStatus, changes: list[str]) -> None:
+    """LockedError if the run is waiting or running, ConfigError if it is done or has no config.yaml."""
+    out, where = status.run.out, status.where()
+    if status.live:
+        raise LockedError(
+            f"{out} is {status.name}{f' ({where})' if where else ''}; wait for it, or end it: hpclm cancel {files.typed(out)}"
+        )
+    if status.name == "done" and not any(word.startswith(EXTENDS) for word in changes):
+        raise ConfigError(
+            f"{out} is done: {status.ending}; to continue, extend it: hpclm resume {files.typed(out)} budget.steps=..., "
+            "or go back: --from STEP"
+        )
+    if "(stop_at)" in status.ending and not any(word.startswith(EXTENDS) for word in changes):
+        raise ConfigError(f"{out} {status.ending}; to continue: hpclm resume {files.typed(out)} stop_at=null")
+    if not (out / "config.yaml").is_file():
+        raise ConfigError(f"{out} has no config.yaml; start it with hpclm submit")
+
+
+def _names_clusters(run: Run, changes: list[str]) -> bool:
+    """Whether the settings of the next job, or the user's variables, say which clusters of Slurm it may go to."""
+    from hpclm.config import compose  # loads OmegaConf
+
+    if slurm.clusters() or any(re.match(r"(--sbatch=|job\.options\.)?clusters=", word) for word in changes):
+        return True
+    with suppress(ConfigError):  # hpclm submit says what is wrong with the settings
+        return "clusters" in (compose.flat_of_run(run.out).get("job.options") or {})
+    return False
+
+
+def words(run: Run, changes: list[str]) -> list[str]:
+    """The arguments of hpclm submit that submit ``run`` again, on the cluster and with the size of its last job, or of its own
+    processes if it was started by hand: ``changes`` come last, so that they win."""
+    if run.submissions:
+        last = run.submissions[-1]
+        choices = {"cluster": last.cluster, "nodes": last.nodes, "gpus": last.tasks_per_node}
+        if last.slurm_cluster and not _names_clusters(run, changes):
+            changes = ["--sbatch", f"clusters={last.slurm_cluster}", *changes]
+    else:
+        nodes = int(run.attempt.get("nodes") or len(run.attempt.get("hosts") or [1]))
+        choices = {"nodes": nodes, "gpus": max(1, int(run.attempt.get("size") or 1) // nodes)}
+    changed = [name for name in choices for word in changes if re.match(rf"--{name}(=|$)|job\.{name}=", word)]
+    kept = [word for name, value in choices.items() if name not in changed for word in (f"--{name}", str(value))]
+    out = run.out.absolute()
+    return ["--config", paths.literal(out / "config.yaml"), *kept, f"out={paths.literal(out)}", *changes]

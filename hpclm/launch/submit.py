@@ -1,0 +1,277 @@
+"""Start runs: check settings, then train on Slurm, on other machines with mpirun, or locally."""
+
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+from hpclm import config, files
+from hpclm.config import JobConfig, RunConfig
+from hpclm.config.job import seconds_of
+from hpclm.config.length import planned_inside_warmup
+from hpclm.errors import ConfigError, HpclmError, LockedError
+from hpclm.launch import arguments, debug, prechecks, process, send, setup
+from hpclm.launch.arguments import Request
+from hpclm.node import gpus, secrets
+from hpclm.rundir import runs as folders
+from hpclm.rundir import submissions
+from hpclm.rundir.status import span, status_of
+from hpclm.scheduler import Scheduler, named
+from hpclm.terminal import say
+
+STARTED_BY = {"local": "hpclm.launch.local", "mpirun": "hpclm.launch.mpi", "interactive": "hpclm.launch.srun"}
+
+
+def start(request: Request) -> int:
+    """Start what ``request`` asks for; the exit code. ConfigError with every problem, before anything is written."""
+    runs = [arguments.compose(request, variant) for variant in arguments.variants(request.sweep)]
+    command = [*map(secrets.Redactor(), ("hpclm", "submit", *request.typed))]
+    where, resume_step = _where(request, runs[0].job), request.resume_step
+    if len(runs) == 1 and where != "debug" and resume_step is None and _is_toy(request):
+        runs = [_own_directory(runs[0])]
+    queues = where not in (*STARTED_BY, "debug")
+    if len(runs) > 1 and not queues:
+        raise ConfigError(f"--sweep needs a scheduler, not {where}: start the runs one after another")
+    reasons = [reason for run in runs for reason in prechecks.check(run, where, request.again, resume_step)]
+    if request.ranks:
+        return _ranks(runs, request.ranks, request.gpus_kind)
+    if where == "debug":
+        changes = debug.overrides(runs[0])
+        changed = arguments.compose(request, arguments.Variant(tuple(changes)))
+        return debug.run(changed, changes, lambda run: process.start(run, alone=True), request.pdb)
+    if not queues:
+        return _preview(where, runs[0]) if request.dry_run else _here(where, runs[0], command, resume_step)
+    scheduler = named(where)
+    scripts = _scripts(scheduler, runs, resume_step, reasons)
+    if request.dry_run:
+        return _show(scheduler, runs, scripts)
+    return _submit(scheduler, runs, scripts, command, request.again, resume_step)
+
+
+def from_python(run: RunConfig, resume_step: int | None = None) -> None:
+    """Submit ``run`` as a job; ConfigError with every problem, or where there is no queue."""
+    where = queue_of(run.job)
+    reasons = prechecks.check(run, where, resume_step=resume_step)
+    scheduler = named(where)
+    scripts = _scripts(scheduler, [run], resume_step, reasons)
+    _submit(scheduler, [run], scripts, ["hpclm", "submit", f"{run.out}/config.yaml"], False, resume_step)
+
+
+def queue_of(job: JobConfig) -> str:
+    """The scheduler of a job's settings; ConfigError where there is no queue."""
+    where = _of_job(job)
+    if where not in STARTED_BY:
+        return where
+    none = f"job.cluster={where} has no queue"
+    if job.cluster == "auto":
+        none = "job.hostfile means mpirun, which has no queue" if job.hostfile else "no Slurm here (sbatch not found)"
+    raise ConfigError(
+        f"{none}; hpclm.train trains in this process, and hpclm submit in a terminal starts several processes"
+    )
+
+
+def _where(request: Request, job: JobConfig) -> str:
+    """How to run: local, mpirun, interactive, debug, or the name of a scheduler."""
+    if request.debug or request.interactive:
+        return "debug" if request.debug else "interactive"
+    where = _of_job(job)
+    return "slurm" if request.dry_run and where == "local" and job.cluster == "auto" else where
+
+
+def _of_job(job: JobConfig) -> str:
+    """How the settings of a job say to run."""
+    if job.cluster != "auto":
+        return job.cluster
+    if job.hostfile:
+        return "mpirun"
+    return "slurm" if shutil.which("sbatch") else "local"
+
+
+class DoneError(ConfigError):
+    """The run has already done everything its settings ask for."""
+
+
+def refuse_done(run: RunConfig) -> None:
+    """DoneError if there is nothing left to do for this run."""
+    ending, before = _ending(run)
+    if ending and (before is None or _same_length(run, before)):
+        raise DoneError(
+            f"{run.out} is done: {ending}; extend it, for example with a larger budget.steps, go back with --from STEP, "
+            "or choose another out"
+        )
+
+
+def _ending(run: RunConfig) -> tuple[str, RunConfig | None]:
+    """How the run in the directory of ``run`` has completed, empty if it has not; and its settings, if they can be read."""
+    out, before = Path(run.out), None
+    if not folders.is_run(out):
+        return "", None
+    status = status_of(folders.read(out), None)
+    with suppress(ConfigError):
+        before = config.load(out / "config.yaml")
+    return status.ending or "done" if status.name == "done" or "(stop_at)" in status.ending else "", before
+
+
+def _same_length(run: RunConfig, before: RunConfig) -> bool:
+    return (run.budget, run.stop_at) == (before.budget, before.stop_at)
+
+
+def _is_toy(request: Request) -> bool:
+    """Whether the run is the toy model, in a run directory that was not chosen."""
+    words = list(request.settings)
+    chosen = {"out", "name"} & set(config.compose.named(words))
+    return not chosen and [word for word in words if not config.compose.is_override(word)] in ([], ["debug"])
+
+
+def _own_directory(toy: RunConfig) -> RunConfig:
+    """``toy``, in runs/debug-2, -3, … if runs/debug has a run that is done, or one of another length."""
+    run, number = toy, 1
+    while folders.is_run(Path(run.out)):
+        ending, before = _ending(run)
+        if not ending and (before is None or _same_length(run, before)):
+            return run  # to be continued
+        number += 1
+        run = replace(toy, name=f"{toy.name}-{number}", out=f"{toy.out}-{number}")
+    return run
+
+
+def _warn(runs: Sequence[RunConfig], reasons: Sequence[str]) -> None:
+    """Warn of what may go wrong in a job, and of runs that have trained outside of one. ``reasons``: why settings change nothing."""
+    warmups = [short for run in runs if (short := planned_inside_warmup(run))]
+    for warning in dict.fromkeys([*warmups, *reasons]):  # runs that start at once say so themselves
+        say(f"warning: {warning}", file=sys.stderr)
+    prechecks.warn_of_missing_paths(runs[0])
+    for out in (Path(run.out) for run in runs if folders.is_run(Path(run.out))):
+        last = folders.read(out).attempt
+        if last and (not last.get("job_id") or last.get("launcher") == "local"):
+            say(
+                f"{out} trained on {last.get('host')} so far; from now on in a Slurm job (--cluster local: here)",
+                file=sys.stderr,
+            )
+
+
+def _scripts(
+    scheduler: Scheduler, runs: Sequence[RunConfig], resume_step: int | None, reasons: Sequence[str]
+) -> list[str]:
+    """The job script of each run, after warnings of what may go wrong; DoneError if there is nothing left to do."""
+    _warn(runs, reasons)
+    scripts = [_script(scheduler, run) for run in runs]
+    if len(runs) == 1 and resume_step is None:
+        refuse_done(runs[0])
+    return scripts
+
+
+def _script(scheduler: Scheduler, run: RunConfig) -> str:
+    path = Path(run.out) / "config.yaml"
+    folders = [Path(prefix).parent for prefix in run.data.prefixes()]
+    folders += [Path(file).parent for file in run.data.tokenizer_files]
+    text = scheduler.script(run, path, list(setup.lines(run, path, folders)))
+    if scheduler.name == "slurm":
+        prechecks.refuse_without_room(Path(run.out), text)
+    return text
+
+
+def _show(scheduler: Scheduler, runs: Sequence[RunConfig], scripts: Sequence[str]) -> int:
+    """Print the scripts, and the scheduler's opinion of them."""
+    for run, text in zip(runs, scripts, strict=True):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        if opinion := scheduler.check(text):
+            say(opinion, file=sys.stderr)
+        if run.job.time:
+            say(f"time limit: {_limit(run.job.time)}", file=sys.stderr)
+    return 0
+
+
+def _preview(where: str, run: RunConfig) -> int:
+    """Print the command of mpirun."""
+    if where != "mpirun":
+        raise ConfigError(f"--dry-run shows the script of a job; with job.cluster={where} there is none")
+    from hpclm.launch import mpi
+
+    sys.stdout.write(mpi.preview(run, Path(run.out) / "config.yaml"))
+    return 0
+
+
+def _ranks(runs: Sequence[RunConfig], ranks: str, kind: str) -> int:
+    """Print what some ranks of the run hold and send."""
+    from hpclm.planning.ranks import parse_ranks, report  # loads torch
+
+    run = runs[0]
+    if len(runs) > 1:
+        raise ConfigError("--ranks is for one run, without --sweep")
+    numbers = parse_ranks(ranks, run.job.nodes * run.job.gpus)
+    for line in report(run, numbers, gpus.known(kind)):
+        say(line)
+    return 0
+
+
+def _here(where: str, run: RunConfig, command: list[str], resume_step: int | None) -> int:
+    """Train in processes started by this one."""
+    with send.held(run, resume_step):
+        return int(import_module(STARTED_BY[where]).run(run, Path(run.out) / "config.yaml", command=command))
+
+
+def _submit(
+    scheduler: Scheduler,
+    runs: Sequence[RunConfig],
+    scripts: Sequence[str],
+    command: list[str],
+    again: bool,
+    resume_step: int | None,
+) -> int:
+    """Submit every run; one that fails because it is already queued or done does not affect the others."""
+    code = 0
+    for number, (run, text) in enumerate(zip(runs, scripts, strict=True)):
+        if number:
+            print()
+        try:
+            if resume_step is None:
+                refuse_done(run)
+            job, new = send.send(run, text, command, scheduler, again, resume_step)
+        except (DoneError, LockedError) as error:
+            if len(runs) == 1:
+                raise
+            say(f"error: {error}", file=sys.stderr)
+            code = code or error.exit_code
+            continue
+        except HpclmError:
+            left = len(runs) - number
+            if len(runs) > 1:
+                print(
+                    f"error: {left} of {len(runs)} runs {'was' if left == 1 else 'were'} not submitted; repeat the command to continue",
+                    file=sys.stderr,
+                )
+            raise
+        out = files.typed(_short(run.out))
+        state = (
+            f"submitted{f' to cluster {job.slurm_cluster}' * bool(job.slurm_cluster)}"
+            if new
+            else "already queued: an earlier submission was interrupted"
+        )
+        limit = f"; time limit {_limit(run.job.time)}" if run.job.time else ""
+        nodes, size = run.job.nodes, run.job.nodes * run.job.gpus
+        ranks = f"{size} process{'es' * (size > 1)} on {nodes} node{'s' * (nodes > 1)}"
+        say(f"job {job.job_id}: {ranks}, {state}{limit}")
+        say(f"run directory  {run.out}\nlog            {job.log}")
+        if (step := submissions.rollback(Path(run.out))) is not None:
+            say(f"rolls back to  step {step} ({submissions.ROLLBACK})")
+        say(f"follow         hpclm logs -f {out}\nstop           hpclm cancel {out}\nresume         hpclm resume {out}")
+        sys.stdout.flush()
+    return code
+
+
+def _limit(time: str) -> str:
+    """A time limit in words: Slurm reads 24:00 as 24 minutes."""
+    seconds = seconds_of(time)
+    return span(seconds) if math.isfinite(seconds) else "none"
+
+
+def _short(out: str) -> str:
+    """``out`` relative to the current folder, if it is inside."""
+    path = Path(out)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else out

@@ -24,7 +24,7 @@ def evil_run(folder_):
         [attempt(host="elsewhere")],
         log_txt=f"10:00:00 I run directory x a new run\n10:00:01 E {EVIL}\n",
     )
-    made = state.store(out / "checkpoints", made={"engine": EVIL, "time": EVIL, "processes": EVIL})
+    made = state.store(out / "checkpoints", attempt={"engine": EVIL, "time": EVIL, "processes": EVIL})
     made.save(state.State(1.0), state.progress(1))
     bad = out / "checkpoints" / f".bad-step-00000002{EVIL}"
     bad.mkdir()

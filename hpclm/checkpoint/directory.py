@@ -45,8 +45,8 @@ def steps(folder: Path) -> list[Path]:
 
 def has_history(folder: Path) -> bool:
     """Whether a run has ever saved here, even if nothing is left, not even the directory."""
-    known = any(name == "latest" or name.startswith(("step-", ".bad-", ".rolled-back-")) for name in names(folder))
-    return known or marker(folder).exists()
+    named = any(name == "latest" or name.startswith(("step-", ".bad-", ".rolled-back-")) for name in names(folder))
+    return named or marker(folder).exists()
 
 
 def marker(folder: Path) -> Path:

@@ -33,8 +33,8 @@ def fingerprint(
     ``data``: the fingerprint of its source; None if that is unknown. ``optimizer``: optim.name.
     """
     shape = {key: value for key, value in vars(model).items() if key not in FREE}
-    known = {"model": shape, "seed": seed, "optim": {"name": OPTIMIZERS[optimizer].family}}
-    return known | ({} if data is None else {"data": data})
+    identity = {"model": shape, "seed": seed, "optim": {"name": OPTIMIZERS[optimizer].family}}
+    return identity | ({} if data is None else {"data": data})
 
 
 def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -47,8 +47,8 @@ def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, 
 
 def tokenizer_clash(saved: Mapping[str, Any], tokenizer: Mapping[str, Any] | None) -> list[str]:
     """How the tokenizer in a checkpoint's fingerprint and another differ, naming both; empty if one is unknown."""
-    known = saved.get("data", {}).get("tokenizer")
-    clash = mismatch(known, dict(tokenizer)) if known and tokenizer else None
+    saved_tokenizer = saved.get("data", {}).get("tokenizer")
+    clash = mismatch(saved_tokenizer, dict(tokenizer)) if saved_tokenizer and tokenizer else None
     return [f"the checkpoint's tokenizer is different: {clash}"] if clash else []
 
 

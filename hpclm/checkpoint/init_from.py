@@ -53,13 +53,13 @@ def begin_from(path: Path, engine: "Engine", context: DistributedContext, finger
     return folder
 
 
-def check_init_from(path: str | None, own: Path, fingerprint: Mapping[str, Any]) -> None:
+def check_init_from(path: str | None, checkpoints: Path, fingerprint: Mapping[str, Any]) -> None:
     """ConfigError or NoCheckpointError if a run cannot start from ``path``, its checkpoint.init_from.
 
-    Reads names, sizes and manifests only. ``own``: the run's checkpoints, from which it resumes where there are any;
+    Reads names, sizes and manifests only. ``checkpoints``: the run's checkpoints, from which it resumes where there are any;
     ``fingerprint``: of the run, without its data if they are unknown.
     """
-    if path is not None and not (own.is_dir() and directory.steps(own)):
+    if path is not None and not (checkpoints.is_dir() and directory.steps(checkpoints)):
         _check_model(*_located(Path(path), hashes=False), fingerprint)
 
 

@@ -77,7 +77,7 @@ class Manifest:
     @property
     def fields(self) -> dict[str, Any]:
         """What makes this manifest up, for other processes (JSON): ``Manifest(**fields)`` is equal to it."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
     @property
     def why(self) -> str | None:
@@ -170,8 +170,8 @@ def _parsed(text: str, folder: Path) -> Manifest:
     return manifest
 
 
-def _repeated(part: dict[str, Any], most: int) -> list[dict[str, Any]]:
-    """The parts that ``part`` stands for, up to ``most``.
+def _repeated(part: dict[str, Any], limit: int) -> list[dict[str, Any]]:
+    """The parts that ``part`` stands for, up to ``limit``.
 
     Earlier versions saved parts that follow each other in even steps, each in the file of another rank, as one with
     ``repeat``: their number, and the step in ranks and in rows.
@@ -186,7 +186,7 @@ def _repeated(part: dict[str, Any], most: int) -> list[dict[str, Any]]:
             "file": f"{prefix}{int(rank) + number * ranks:05d}{rest}",
             "start": [part["start"][0] + number * rows, *part["start"][1:]],
         }
-        for number in range(min(count, most))
+        for number in range(min(count, limit))
     ]
 
 

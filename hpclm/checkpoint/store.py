@@ -55,12 +55,12 @@ class CheckpointStore:
         fingerprint: dict[str, Any],
         context: DistributedContext | None = None,
         lease: Lease | None = None,
-        made: dict[str, Any] | None = None,
+        attempt: dict[str, Any] | None = None,
     ):
-        """``fingerprint``: what must not change when the run is resumed; ``made``: information on the attempt that saves.
+        """``fingerprint``: what must not change when the run is resumed; ``attempt``: information on the attempt that saves.
         ``lease`` (on rank 0) is checked before a checkpoint gets its final name."""
         self.folder, self.retention, self.fingerprint = folder, retention, fingerprint
-        self.context, self.lease, self.made = context or single(), lease, made or {}
+        self.context, self.lease, self.attempt = context or single(), lease, attempt or {}
         self.pending: PendingSave | None = None
         self._snapshot, self._complete = Snapshot(), CompleteCheckpoints()
 
@@ -232,7 +232,7 @@ class CheckpointStore:
             log.warning("older checkpoints are kept: %s", error)
 
     def _describe(self, pending: PendingSave, written: Sequence[dict[str, Any]]) -> Manifest:
-        made = self.made | {
+        origin = self.attempt | {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seconds": round(time.time() - pending.began, 3),
             "generation": self.generation,
@@ -243,7 +243,7 @@ class CheckpointStore:
             tensors.setdefault(name, {"shape": shape, "parts": []})["parts"].append(part)
         all_files = {name: info for one in written for name, info in one["files"].items()}
         progress = asdict(pending.progress)
-        return Manifest(progress, pending.scalars, self.fingerprint, tensors, all_files, made, pending.validation)
+        return Manifest(progress, pending.scalars, self.fingerprint, tensors, all_files, origin, pending.validation)
 
     def _candidates(self, policy: str) -> list[str]:
         directory.restore(self.folder)

@@ -246,8 +246,8 @@ def _settings_file(path: str | Path) -> Path:
     if file.exists():
         return file
     beside = {other.stem: str(other) for other in file.parent.glob("*.yaml")} if file.parent.is_dir() else {}
-    known = beside | {preset.rpartition("/")[2]: preset for preset in presets}
-    near = [known[stem] for stem in get_close_matches(file.stem, known, n=1)]
+    candidates = beside | {preset.rpartition("/")[2]: preset for preset in presets}
+    near = [candidates[stem] for stem in get_close_matches(file.stem, candidates, n=1)]
     runs = {str(run.relative_to("runs")): str(run) for run in Path("runs").glob("*") if run_file.is_run(run)}
     near = near or [runs[name] for name in get_close_matches(name, runs, n=1)]
     near = [str(run) for run in [Path("runs", path)] if run_file.is_run(run)] or near
@@ -276,8 +276,10 @@ def _leaves(content: reading.Content, path: Path) -> list[Setting]:
     """The settings of a file, without removed ones at the value that changes nothing; ConfigError for one that it has twice."""
     leaves = [setting for key, value in content.tree.items() for setting in _flat(key, value, str(path), key.line)]
     unchanged = {key: default for key, (default, _) in run_file.REMOVED.items()}
-    leaves = [each for each in leaves if each.key not in run_file.HARMLESS]
-    leaves = _renamed(each for each in leaves if each.key not in unchanged or unchanged[each.key] != each.value)
+    leaves = [setting for setting in leaves if setting.key not in run_file.HARMLESS]
+    leaves = _renamed(
+        setting for setting in leaves if setting.key not in unchanged or unchanged[setting.key] != setting.value
+    )
     if repeated := list(_repeated(leaves)):
         raise ConfigError(f"{problem} ({path})" for problem in repeated)
     return leaves
@@ -315,9 +317,9 @@ def _without_mail(setting: Setting) -> Setting:
 def _renamed(settings: Iterable[Setting]) -> list[Setting]:
     """The settings by their names of today; renamed ones last, since a mapping that they are in may be emptied first."""
     settings = list(settings)
-    renamed = [each for each in settings if each.key in run_file.RENAMED and each.value is not None]
-    return [each for each in settings if each.key not in run_file.RENAMED] + [
-        each._replace(key=run_file.RENAMED[each.key]) for each in renamed
+    renamed = [setting for setting in settings if setting.key in run_file.RENAMED and setting.value is not None]
+    return [setting for setting in settings if setting.key not in run_file.RENAMED] + [
+        setting._replace(key=run_file.RENAMED[setting.key]) for setting in renamed
     ]
 
 

@@ -124,7 +124,7 @@ class DataConfig(Checked):
         """The prefixes of all datasets."""
         mixtures = [mixture(entries, "data") for entries in (self.blend, self.train, self.valid, self.test) if entries]
         mixtures += named(self.validation, "data.validation").values()
-        paths = [prefix for each in mixtures for prefix in each.prefixes]
+        paths = [prefix for entry in mixtures for prefix in entry.prefixes]
         return [self.prefix, *paths] if self.prefix else paths
 
     def _listing(self) -> Iterator[str]:
@@ -181,14 +181,14 @@ def mixture(entries: list[str], setting: str) -> Mixture:
             f"{setting}={entries} must be alternating weights and paths, such as [0.3, a, 0.7, b], or only paths; "
             "write ./2024 for a path that looks like a number"
         )
-    known = tuple(weight for weight in weights if weight is not None)
-    if not all(weight > 0 and math.isfinite(weight) for weight in known):
+    given = tuple(weight for weight in weights if weight is not None)
+    if not all(weight > 0 and math.isfinite(weight) for weight in given):
         raise ConfigError(
             f"{setting}={entries}: weights must be more than 0; leave out datasets that should not be read"
         )
     if len(set(prefixes)) != len(prefixes):
         raise ConfigError(f"{setting}={entries} contains a dataset twice; add up its weights")
-    return Mixture(tuple(prefixes), known)
+    return Mixture(tuple(prefixes), given)
 
 
 def named(entries: list[str], setting: str) -> dict[str, Mixture]:

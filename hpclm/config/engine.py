@@ -159,9 +159,9 @@ class EngineConfig(Checked):
 def torch_too_old(name: str, installed: str) -> str:
     """The message that an engine needs a newer PyTorch than the installed one, and which engines do not."""
     others = [
-        f"engine.name={other} (parallel.schedule={', '.join(its.schedules)})"
-        for other, its in SUPPORTS.items()
-        if its.pipeline_stages and not its.torch
+        f"engine.name={other} (parallel.schedule={', '.join(supports.schedules)})"
+        for other, supports in SUPPORTS.items()
+        if supports.pipeline_stages and not supports.torch
     ]
     return (
         f"engine.name={name} needs PyTorch {SUPPORTS[name].torch} or newer, but PyTorch {installed} is installed; "
@@ -185,7 +185,7 @@ def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConf
     name, pipeline, chosen = engine.name, parallel.pipeline, engine.chosen()
     allowed = can.pipeline_stages if pipeline > 1 else can.zero_stages
     if pipeline > 1 and not allowed:
-        able = ", ".join(sorted(other for other, its in SUPPORTS.items() if its.pipeline_stages))
+        able = ", ".join(sorted(other for other, supports in SUPPORTS.items() if supports.pipeline_stages))
         yield f"engine {name!r} does not support parallel.pipeline={pipeline}; engines that do: {able}"
         return
     if pipeline == 1 and not can.alone:
@@ -201,7 +201,11 @@ def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConf
         return
     stage = allowed[0] if stage is None else stage
     if parallel.shard is not None and (pipeline > 1 or stage not in can.hybrid):
-        ways = [f"engine.name={other} engine.zero_stage={at}" for other, its in SUPPORTS.items() for at in its.hybrid]
+        ways = [
+            f"engine.name={other} engine.zero_stage={at}"
+            for other, supports in SUPPORTS.items()
+            for at in supports.hybrid
+        ]
         with_pipeline = f" and parallel.pipeline={pipeline}" if pipeline > 1 else ""
         yield (
             f"engine {name!r} at engine.zero_stage={stage}{with_pipeline} does not support parallel.shard={parallel.shard}; set "
@@ -214,19 +218,19 @@ def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConf
         way_out = f"it supports {', '.join(ways)}" if ways else "engines that do: deepspeed"
         yield f"engine {name!r} does not support engine.offload={engine.offload} at engine.zero_stage={stage}; {way_out}"
     if parallel.context > 1 and not can.context:
-        able = ", ".join(other for other, its in SUPPORTS.items() if its.context)
+        able = ", ".join(other for other, supports in SUPPORTS.items() if supports.context)
         yield f"engine {name!r} does not support parallel.context={parallel.context}; engines that do: {able}"
     for option in OPTIONAL:
         if option in chosen and option not in can.options:
-            able = ", ".join(other for other, its in SUPPORTS.items() if option in its.options)
+            able = ", ".join(other for other, supports in SUPPORTS.items() if option in supports.options)
             yield f"engine.{option}={chosen[option]} has no effect with engine {name!r}; it applies to {able}"
     if optim.name not in (names := optimizers(can, optim)):
         yield f"engine {name!r} does not support optim.name={optim.name}; it supports {', '.join(names)}"
     if optim.guard != "none" and not can.guards:
-        able = ", ".join(other for other, its in SUPPORTS.items() if its.guards)
+        able = ", ".join(other for other, supports in SUPPORTS.items() if supports.guards)
         yield f"engine {name!r} does not support optim.guard={optim.guard}, since its updates are the library's; engines that do: {able}"
     if optim.qk_clip is not None and not can.clips_qk:
-        able = ", ".join(other for other, its in SUPPORTS.items() if its.clips_qk)
+        able = ", ".join(other for other, supports in SUPPORTS.items() if supports.clips_qk)
         yield f"engine {name!r} does not support optim.qk_clip={optim.qk_clip:g}; engines that do: {able}"
 
 

@@ -49,7 +49,7 @@ def path_separator(key: str) -> str | None:
 def required(kind: Any) -> Any:
     """``X`` of ``X | None``; any other type unchanged."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:  # Literal | None is the latter
-        return next(each for each in typing.get_args(kind) if each is not types.NoneType)
+        return next(member for member in typing.get_args(kind) if member is not types.NoneType)
     return kind
 
 

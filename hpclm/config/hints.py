@@ -78,11 +78,11 @@ FLAGS = re.compile("contiguous|exclusive|kill-on-invalid-dep|overcommit|oversubs
 SHORT = dict(D="chdir", e="error", G="gpus", m="distribution", n="ntasks", o="output")
 
 
-def hint(key: str, known: Sequence[str]) -> str:
-    """The end of a message about ``key``, which is not in ``known`` (dotted keys)."""
+def hint(key: str, keys: Sequence[str]) -> str:
+    """The end of a message about ``key``, which is not in ``keys`` (dotted keys)."""
     if option := _option_of_job(key):
         return f": {option}"
-    suggestion = meant(key, known)
+    suggestion = meant(key, keys)
     if suggestion is None and key.startswith("job."):
         return ". Options of sbatch are job.options.NAME. See hpclm config --reference for all settings."
     if suggestion is None:
@@ -107,21 +107,21 @@ def is_reason(suggestion: str) -> bool:
     return " " in suggestion
 
 
-def meant(key: str, known: Sequence[str]) -> str | None:
-    """The one of ``known`` that ``key`` stands for, perhaps as key=value, or why there is none; None if it is unclear."""
+def meant(key: str, keys: Sequence[str]) -> str | None:
+    """The one of ``keys`` that ``key`` stands for, perhaps as key=value, or why there is none; None if it is unclear."""
     parts = key.lstrip("-").replace("-", "_").lower().split(".")
     for start in range(len(parts)):  # with and without its sections: fp16.enabled is not our checkpoint.enabled
         name = "_".join(parts[start:])
-        if exact := OTHER_NAMES.get(name) or _setting_named(name, parts, known):
+        if exact := OTHER_NAMES.get(name) or _setting_named(name, parts, keys):
             return exact
-    names = {setting.rpartition(".")[2] for setting in known}
+    names = {setting.rpartition(".")[2] for setting in keys}
     near = get_close_matches(parts[-1], sorted(names | OTHER_NAMES.keys()), n=1, cutoff=NEAR)
-    return (OTHER_NAMES.get(near[0]) or _setting_named(near[0], parts, known)) if near else None
+    return (OTHER_NAMES.get(near[0]) or _setting_named(near[0], parts, keys)) if near else None
 
 
-def _setting_named(name: str, parts: Sequence[str], known: Sequence[str]) -> str | None:
+def _setting_named(name: str, parts: Sequence[str], keys: Sequence[str]) -> str | None:
     """The setting whose last part is ``name``, in the section most like that of ``parts``."""
-    same = [setting for setting in known if setting.rpartition(".")[2] == name]
+    same = [setting for setting in keys if setting.rpartition(".")[2] == name]
     return next(iter(get_close_matches(".".join(parts), same, n=1, cutoff=0.0)), None)
 
 

@@ -235,8 +235,8 @@ class ModelConfig(Checked):
     @property
     def biases(self) -> tuple[bool, bool, bool]:
         """Whether q, k and v, attention's output projection and the MLP have biases."""
-        own = self.qkv_bias, self.out_bias, self.mlp_bias
-        qkv, out, mlp = (self.bias if each is None else each for each in own)
+        given = self.qkv_bias, self.out_bias, self.mlp_bias
+        qkv, out, mlp = (self.bias if bias is None else bias for bias in given)
         return qkv, out, mlp
 
     @property

@@ -87,7 +87,7 @@ def _of_held_out(run: RunConfig) -> Iterator[str]:
         name: mixture(getattr(data, name), name).prefixes for name in ("train", "valid", "test") if getattr(data, name)
     }
     lists["validation"] = tuple(
-        prefix for each in named(data.validation, "validation").values() for prefix in each.prefixes
+        prefix for entry in named(data.validation, "validation").values() for prefix in entry.prefixes
     )
     trained = set(map(realpath, lists.pop("train", ())))
     for name, prefixes in lists.items():
@@ -158,7 +158,7 @@ def _of_checkpoints(run: RunConfig) -> Iterator[str]:
 
 def by_processes(run: RunConfig, plan: Plan) -> Iterator[str]:
     """Settings without effect because of the number of processes."""
-    engine, shard, most = run.engine, run.parallel.shard, max(plan.accumulations())
+    engine, shard, accumulations = run.engine, run.parallel.shard, max(plan.accumulations())
     ranks = plan.data * run.parallel.context  # that hold the same weights
     if ranks == 1 and engine.name in SUPPORTS and engine.name != "deepspeed":  # whose way to compute these select too
         names = [name for name in OF_REPLICAS if name != "zero_stage" or engine.zero_stage]
@@ -166,9 +166,9 @@ def by_processes(run: RunConfig, plan: Plan) -> Iterator[str]:
             yield f"{idle(words)} with one data-parallel replica"
     elif shard and shard >= ranks:
         yield f"parallel.shard={shard} has no effect with {ranks} data-parallel ranks: all are in one group"
-    if engine.defer_reduction and ranks > 1 and most == 1:
+    if engine.defer_reduction and ranks > 1 and accumulations == 1:
         yield "engine.defer_reduction=true has no effect: a step has one micro-batch per replica"
-    if run.batch.loss_norm == "microbatch" and most * plan.data == 1:
+    if run.batch.loss_norm == "microbatch" and accumulations * plan.data == 1:
         yield "batch.loss_norm=microbatch has no effect: a step has one micro-batch"
 
 

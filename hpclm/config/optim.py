@@ -204,8 +204,8 @@ class ScalerConfig(Checked):
 
     def reset(self) -> str:
         """The words of a command line that return what was changed to the defaults."""
-        changed = (each for each in fields(self) if getattr(self, each.name) != each.default)
-        return " ".join(f"scaler.{each.name}={json.dumps(each.default)}" for each in changed)
+        changed = (entry for entry in fields(self) if getattr(self, entry.name) != entry.default)
+        return " ".join(f"scaler.{entry.name}={json.dumps(entry.default)}" for entry in changed)
 
     def problems(self) -> Iterator[str]:
         """Invalid loss-scale settings."""

@@ -111,11 +111,11 @@ def momentum(name: str, shape: Shape, optim: Settings) -> State:
 
 def newton_schulz(optim: Settings, parts: Sequence[tuple[int, int]]) -> MatrixCost:
     """Muon's iterations: X X^T, its square, and their sum times X (Jordan et al. 2024)."""
-    own, element = sum(map(prod, parts)), 2 if optim.newton_schulz_type == "bf16" else 4
+    values, element = sum(map(prod, parts)), 2 if optim.newton_schulz_type == "bf16" else 4
     parts = parts if optim.split else [(sum(rows for rows, _ in parts), parts[0][1])]
     small = [(min(part), max(part)) for part in parts]
     flops = sum(optim.newton_schulz_steps * (4 * a * a * b + 2 * a**3) for a, b in small)
-    return MatrixCost(flops, element, element * 2 * (own + max(a for a, _ in small) ** 2))
+    return MatrixCost(flops, element, element * 2 * (values + max(a for a, _ in small) ** 2))
 
 
 MOMENTS, MOMENTUM = like_weight("exp_avg", "exp_avg_sq"), like_weight("momentum_buffer")
@@ -159,6 +159,6 @@ def described() -> str:
 
 def without_effect(name: str, changed: Callable[[str], bool]) -> Iterator[tuple[str, list[str]]]:
     """The settings that were ``changed`` but that the optimizer called ``name`` does not read, and the optimizers that do."""
-    for setting in dict.fromkeys(each for kind in OPTIMIZERS.values() for each in kind.settings):
+    for setting in dict.fromkeys(name for kind in OPTIMIZERS.values() for name in kind.settings):
         if changed(setting) and name not in (able := readers(setting)):
             yield setting, able

@@ -31,11 +31,11 @@ class Plan:
         sizes = {"batch.global_size": global_size}
         if rampup:
             sizes |= {"batch.rampup's start": rampup.start, "batch.rampup's increment": rampup.increment}
-        each, left = divmod(global_size, max(processes, 1))
+        per_replica, left = divmod(global_size, max(processes, 1))
         way_out = (
             f"batch.global_size={-(-global_size // max(unit, 1)) * unit}"
             if left
-            else f"batch.micro_size={gcd(each, micro_size)}"
+            else f"batch.micro_size={gcd(per_replica, micro_size)}"
         )
         fits = "" if rampup else f"; {way_out} fits"
         wrong = [

@@ -116,14 +116,14 @@ def shared(prefixes: Sequence[str]) -> ChatRecord | None:
                 f"datasets {first} and {prefix} were made with different chat templates, but a run is tuned with one: {difference}; "
                 "preprocess one of them again with the template of the other (hpclm preprocess --chat-template FILE), or leave it out"
             )
-    ends = {text: id for each in records.values() for text, id in each.ends.items()}
-    tokens = {name: text for each in records.values() for name, text in each.tokens.items()}
+    ends = {text: id for entry in records.values() for text, id in entry.ends.items()}
+    tokens = {name: text for entry in records.values() for name, text in entry.tokens.items()}
     return ChatRecord(record.template, {**tokens, **record.tokens}, dict(sorted(ends.items())))
 
 
 def _difference(one: ChatRecord, other: ChatRecord) -> str | None:
     """How two templates write different text; None if they write the same."""
-    if difference := _text_difference(*(_normal(each.template) for each in (one, other))):
+    if difference := _text_difference(*(_normal(entry.template) for entry in (one, other))):
         return difference
     for name in sorted(one.named.keys() | other.named.keys()):
         if one.named.get(name) != other.named.get(name):

@@ -67,14 +67,14 @@ def hash_of_blocks(blocks: str) -> str:
 def check_some(dataset: IndexedDataset, content: DatasetContent, count: int, rng: random.Random) -> int:
     """Verify ``count`` random blocks of the tokens, or all if there are fewer; how many. ConfigError if one does not match."""
     total = len(content.blocks) // DIGEST
-    each = BLOCK // dataset.dtype.itemsize
-    if total != -(-dataset.token_count // each):
+    tokens = BLOCK // dataset.dtype.itemsize
+    if total != -(-dataset.token_count // tokens):
         raise damaged(dataset, [], total)
     chosen = sorted(rng.sample(range(total), min(count, total)))
     wrong = [
         number
         for number in chosen
-        if xxhash.xxh3_64_hexdigest(dataset.raw(number * each, min((number + 1) * each, dataset.token_count)))
+        if xxhash.xxh3_64_hexdigest(dataset.raw(number * tokens, min((number + 1) * tokens, dataset.token_count)))
         != content.block(number)
     ]
     dataset.release()
@@ -83,10 +83,12 @@ def check_some(dataset: IndexedDataset, content: DatasetContent, count: int, rng
     return len(chosen)
 
 
-def differing(dataset: IndexedDataset, known: DatasetContent, blocks: str) -> ConfigError:
+def differing(dataset: IndexedDataset, expected: DatasetContent, blocks: str) -> ConfigError:
     """The error for tokens whose block hashes are ``blocks``."""
-    count = max(len(blocks), len(known.blocks)) // DIGEST
-    return damaged(dataset, [n for n in range(count) if blocks[DIGEST * n : DIGEST * (n + 1)] != known.block(n)], count)
+    count = max(len(blocks), len(expected.blocks)) // DIGEST
+    return damaged(
+        dataset, [n for n in range(count) if blocks[DIGEST * n : DIGEST * (n + 1)] != expected.block(n)], count
+    )
 
 
 def index_damaged(dataset: IndexedDataset) -> ConfigError:

@@ -38,7 +38,7 @@ class Corpus:
             for prefix in entry.prefixes:
                 if prefix not in self._datasets:
                     self._datasets[prefix] = opened(prefix, facts)
-        masks = {prefix: loss_mask.opened(each, settings) for prefix, each in self._datasets.items()}
+        masks = {prefix: loss_mask.opened(dataset, settings) for prefix, dataset in self._datasets.items()}
         self._masks = {prefix: mask for prefix, mask in masks.items() if mask is not None}
         tokenizer = facts.find("tokenizer", lambda: shared_tokenizer(settings, list(self._datasets), vocab_size))
         if not tokenizer:
@@ -70,14 +70,14 @@ class Corpus:
         ConfigError if one differs.
         """
         datasets = self._datasets | {str(mask.prefix): mask for mask in self._masks.values()}
-        each, draw = max(1, SAMPLED // len(datasets)), random.Random()
+        blocks, draw = max(1, SAMPLED // len(datasets)), random.Random()
         looked, total, unknown = 0, 0, []
         for prefix, dataset in datasets.items():
             content = noted(prefix)
             if content is None:
                 unknown.append(prefix)
                 continue
-            looked += check_some(dataset, content, each, draw)
+            looked += check_some(dataset, content, blocks, draw)
             total += len(content.blocks) // DIGEST
         said = []
         if looked:
@@ -107,10 +107,10 @@ class Corpus:
             said.append("data.loss_mask=ignore has no effect: no dataset has a loss mask")
         for name, split in self.splits.items():
             said += [
-                f"{each.masked_out:,} of {len(each.span):,} sequences of the {name} split of {each.dataset.prefix} have no token that "
+                f"{part.masked_out:,} of {len(part.span):,} sequences of the {name} split of {part.dataset.prefix} have no token that "
                 "counts in the loss: they are read, and teach nothing; preprocess again without them"
-                for each in split.slices
-                if each.masked_out
+                for part in split.slices
+                if part.masked_out
             ]
         return said
 
@@ -134,7 +134,7 @@ class Corpus:
     def _fingerprint(self, tokenizer: dict[str, Any]) -> dict[str, Any]:
         train = self.splits["train"]
         return {
-            "datasets": [each.fingerprint() for each in train.slices],
+            "datasets": [part.fingerprint() for part in train.slices],
             "weights": train.weights and list(train.weights),
             "order": self.settings.order,
             "break_mode": self.settings.break_mode,
@@ -228,26 +228,26 @@ def shared_chat(prefixes: list[str]) -> dict[str, Any]:
 def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int) -> dict[str, Any]:
     """Fingerprint of the tokenizer of settings and datasets; {} if unknown. ConfigError if they differ, or if the model's
     vocabulary is smaller."""
-    known: list[tuple[str, dict[str, Any]]] = []
+    fingerprints: list[tuple[str, dict[str, Any]]] = []
     if settings.tokenizer is not None:
         tokenizer = tokenizers.build(settings.tokenizer, settings.tokenizer_files, settings.eod)
-        known.append(("data.tokenizer", tokenizer.fingerprint))
+        fingerprints.append(("data.tokenizer", tokenizer.fingerprint))
     for prefix in prefixes:
         note = sidecar(prefix)
         if "tokenizer" in note:
-            known.append((f"dataset {prefix}", note["tokenizer"]))
-    for place, fingerprint in known[1:]:
-        differs = tokenizers.mismatch(fingerprint, known[0][1])
+            fingerprints.append((f"dataset {prefix}", note["tokenizer"]))
+    for place, fingerprint in fingerprints[1:]:
+        differs = tokenizers.mismatch(fingerprint, fingerprints[0][1])
         if differs:
             way_out = (
                 "leave data.tokenizer out to use the dataset's own"
                 if settings.tokenizer
                 else "make the datasets with one tokenizer"
             )
-            raise ConfigError(f"{place} and {known[0][0]} do not have the same tokenizer: {differs}; {way_out}")
-    if not known:
+            raise ConfigError(f"{place} and {fingerprints[0][0]} do not have the same tokenizer: {differs}; {way_out}")
+    if not fingerprints:
         return {}
-    place, fingerprint = known[0]
+    place, fingerprint = fingerprints[0]
     if fingerprint["size"] > vocab_size:
         raise ConfigError(
             f"model.vocab_size={vocab_size} is smaller than the {fingerprint['size']} entries of the {fingerprint['kind']} "

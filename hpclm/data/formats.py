@@ -115,6 +115,6 @@ def _dtype(path: Path, version: int, code: int) -> np.dtype:
             f"{path} has dtype code {code} ({FLOATS[code]}): it holds floating-point numbers, not token ids"
         )
     if code not in DTYPES:
-        known = {code: dtype.name for code, dtype in DTYPES.items()}
-        raise ConfigError(f"{path} has dtype code {code}; tokens have one of {known}")
+        names = {code: dtype.name for code, dtype in DTYPES.items()}
+        raise ConfigError(f"{path} has dtype code {code}; tokens have one of {names}")
     return DTYPES[code]

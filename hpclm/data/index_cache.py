@@ -35,10 +35,10 @@ def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays], facts: 
     """
     about = {"format": FORMAT, **key}
     entry = folder / hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
-    name, known = f"index {entry}", facts.known if facts else {}
-    if name in known:
+    name, verified = f"index {entry}", facts.values if facts else {}
+    if name in verified:
         with suppress(OSError, ValueError, EOFError):  # removed since
-            return _mapped(entry, known[name])
+            return _mapped(entry, verified[name])
     stored = built = None
     try:
         stored = _load(entry, about)
@@ -54,7 +54,7 @@ def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays], facts: 
     except OSError as error:
         log.warning("the index cannot be kept in %s (%s); it is rebuilt at every start", folder, error.strerror)
     if stored:
-        known[name] = list(stored)
+        verified[name] = list(stored)
     return stored or built or build()
 
 

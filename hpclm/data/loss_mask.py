@@ -30,9 +30,9 @@ def exists(dataset: IndexedDataset) -> bool:
 
 def opened(dataset: IndexedDataset, settings: DataConfig) -> IndexedDataset | None:
     """The loss mask of ``dataset``; None if it has none, or is to be read without. ConfigError if the two do not match."""
-    prefix, known = prefix_of(dataset.prefix), dataset.find(KEY, lambda: sidecar(dataset.prefix).get(KEY))
+    prefix, noted_hash = prefix_of(dataset.prefix), dataset.find(KEY, lambda: sidecar(dataset.prefix).get(KEY))
     there = exists(dataset)
-    if settings.loss_mask == "ignore" or not (there or known or settings.loss_mask == "require"):
+    if settings.loss_mask == "ignore" or not (there or noted_hash or settings.loss_mask == "require"):
         return None
     if settings.order != "packed":
         raise ConfigError(f"dataset {dataset.prefix} has a loss mask, {prefix}; set data.order=packed, or {WITHOUT}")
@@ -42,7 +42,7 @@ def opened(dataset: IndexedDataset, settings: DataConfig) -> IndexedDataset | No
     content = mask.find("content", lambda: getattr(noted(prefix), "bin", None))
     if len(mask) != len(dataset) or not mask.find("fits", lambda: bool(np.array_equal(mask.sizes, dataset.sizes))):
         differ = f"its {len(mask)} sequences do not have the lengths of the dataset's {len(dataset)}"
-    elif known and content and content != known:
+    elif noted_hash and content and content != noted_hash:
         differ = f"{files(dataset.prefix)[2]} names another mask's hash"
     else:
         return mask

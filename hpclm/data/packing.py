@@ -58,7 +58,7 @@ def _best_fit(counts: NDArray[np.int64], room: int) -> NDArray[np.int64]:
     so there are O(room log room), however many pieces there are.
     """
     samples = np.empty(int(counts.sum()), np.int64)
-    done = made = 0
+    done = opened = 0
     groups: list[tuple[int, int, int]] = []  # sorted: what is left in each sample, the first sample, their number
     for size in np.flatnonzero(counts)[::-1].tolist():
         pieces = int(counts[size])
@@ -66,16 +66,16 @@ def _best_fit(counts: NDArray[np.int64], room: int) -> NDArray[np.int64]:
             place = bisect_left(groups, (size, 0, 0))
             if place == len(groups):
                 number = -(-pieces // (room // size))
-                groups.append((room, made, number))
-                made += number
+                groups.append((room, opened, number))
+                opened += number
             left, first, number = groups.pop(place)
-            each = min(left // size, pieces)
-            filled = min(number, pieces // each)
-            samples[done : done + filled * each] = np.repeat(np.arange(first, first + filled), each)
-            done += filled * each
-            pieces -= filled * each
-            if left - each * size >= SHORTEST:
-                insort(groups, (left - each * size, first, filled))
+            per_sample = min(left // size, pieces)
+            filled = min(number, pieces // per_sample)
+            samples[done : done + filled * per_sample] = np.repeat(np.arange(first, first + filled), per_sample)
+            done += filled * per_sample
+            pieces -= filled * per_sample
+            if left - per_sample * size >= SHORTEST:
+                insort(groups, (left - per_sample * size, first, filled))
             if filled < number:
                 insort(groups, (left, first + filled, number - filled))
     return samples

@@ -97,7 +97,7 @@ class DocumentSamples:
         """``flat``: all tokens of the dataset; ``mask``: 1 for each that counts in the loss, None: all of them."""
         self.flat, self.mask = flat, mask
         self._starts, self._sizes, self._bounds = (
-            _view(each) for each in (packing.starts, packing.sizes, packing.bounds)
+            _view(array) for array in (packing.starts, packing.sizes, packing.bounds)
         )
         self._order = _view(order)
 

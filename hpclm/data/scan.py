@@ -101,19 +101,19 @@ class SharedFacts:
     The names of files carry their lengths and dates, so that a process that sees other files finds nothing and reads them.
     """
 
-    def __init__(self, known: Mapping[str, Any] | None = None):
-        """``known``: of another process (JSON)."""
-        self.known: dict[str, Any] = dict(known or {})
+    def __init__(self, values: Mapping[str, Any] | None = None):
+        """``values``: of another process (JSON)."""
+        self.values: dict[str, Any] = dict(values or {})
 
     def find(self, name: str, read: Callable[[], T]) -> T:
         """The fact ``name``; if it is not known, what ``read`` returns (JSON)."""
-        if name not in self.known:
-            self.known[name] = read()
-        fact: T = self.known[name]
+        if name not in self.values:
+            self.values[name] = read()
+        fact: T = self.values[name]
         return fact
 
     def once(self, name: str, check: Callable[[], object]) -> None:
         """``check``, unless it is known to have passed."""
-        if name not in self.known:
+        if name not in self.values:
             check()
-            self.known[name] = True
+            self.values[name] = True

@@ -67,14 +67,14 @@ def build(data: DataConfig, model: ModelConfig, seed: int, facts: SharedFacts | 
     """
     make = lookup("data.source", data.source, SOURCES, CHECK)
     more = {"facts": facts} if facts and "facts" in signature(make).parameters else {}
-    made: Source = make(data, model.context, seed, model.vocab_size, **more)
-    lacks = [name for name in REQUIRED if not hasattr(made, name)]
+    source: Source = make(data, model.context, seed, model.vocab_size, **more)
+    lacks = [name for name in REQUIRED if not hasattr(source, name)]
     if lacks:
         raise ConfigError(
-            f"data.source {data.source} gives {type(made).__name__}, which lacks {', '.join(lacks)}; "
+            f"data.source {data.source} gives {type(source).__name__}, which lacks {', '.join(lacks)}; "
             "hpclm/data/sources.py says what a source needs"
         )
-    return made
+    return source
 
 
 def check_content(source: Source) -> list[str]:

@@ -88,14 +88,14 @@ class DatasetSlice:
                 f"{len(self.span)} sequences; preprocess again, set another data.split, or {loss_mask.WITHOUT}"
             )
         if self.sampling.break_mode or self.sampling.packed:
-            often, size, each = -(-(requested or 1) // self.per_epoch), 8 * (requested or 0), 8 * self.per_epoch
+            often, size, per_pass = -(-(requested or 1) // self.per_epoch), 8 * (requested or 0), 8 * self.per_epoch
         else:
             order = self._order(requested)
             often, size = passes(self.tokens, order), index_bytes(len(self.span), self.tokens, order)
-            each = size // often
+            per_pass = size // often
         if often <= MANY_PASSES or size <= LARGE_INDEX:
             return
-        fits = max(MANY_PASSES, LARGE_INDEX // max(1, each))
+        fits = max(MANY_PASSES, LARGE_INDEX // max(1, per_pass))
         raise ConfigError(
             f"{requested:,} samples of model.context={self.sampling.context} tokens are {often:,} passes over the {split} split of "
             f"{self.dataset.prefix}, which has {self.tokens:,} tokens, and their index would take {size / 2**30:.1f} GiB of "
@@ -201,7 +201,7 @@ class Split:
     @property
     def per_epoch(self) -> int:
         """Samples in one epoch: all, or with weights until the first dataset is exhausted."""
-        counts = [each.per_epoch for each in self.slices]
+        counts = [part.per_epoch for part in self.slices]
         if self.weights is None or len(counts) == 1:
             return sum(counts)
         passes = [count * sum(self.weights) / weight for count, weight in zip(counts, self.weights, strict=True)]
@@ -209,14 +209,14 @@ class Split:
 
     def check(self, requested: int | None, settings: DataConfig, context: int) -> None:
         """ConfigError, naming the dataset, if ``samples`` would give none or not fit in memory."""
-        for each in self.slices:
-            if not each.per_epoch:
-                raise ConfigError(self._too_small(each, settings, context))
+        for part in self.slices:
+            if not part.per_epoch:
+                raise ConfigError(self._too_small(part, settings, context))
         asked: list[int | None] = [requested]
         if len(self.slices) > 1:
             asked = [None] * len(self.slices) if self._once(requested) else [*self._shares(requested, settings)[0]]
-        for each, number in zip(self.slices, asked, strict=True):
-            each.check(number, self.name)
+        for part, number in zip(self.slices, asked, strict=True):
+            part.check(number, self.name)
 
     def samples(self, requested: int | None, settings: DataConfig, context: int) -> Samples:
         """At least ``requested`` samples, or one epoch; ConfigError names a dataset that has none."""
@@ -224,14 +224,16 @@ class Split:
         if len(self.slices) == 1:
             return self.slices[0].samples(requested)
         if self._once(requested):
-            counts = [each.per_epoch for each in self.slices]
+            counts = [part.per_epoch for part in self.slices]
             blend_index = self._blend_index({"counts": counts}, sum(counts), lambda: blend.exhaustive(counts))
-            return BlendedSamples([each.samples(None) for each in self.slices], blend_index)
+            return BlendedSamples([part.samples(None) for part in self.slices], blend_index)
         weights = self._weights()
         asked, total = self._shares(requested, settings)
         blend_index = self._blend_index({"weights": list(weights)}, total, lambda: blend.weighted(weights, total))
-        sizes = [max(number, least) for number, least in zip(asked, blend.counts(blend_index, len(asked)), strict=True)]
-        samples = [each.samples(size) for each, size in zip(self.slices, sizes, strict=True)]
+        sizes = [
+            max(number, needed) for number, needed in zip(asked, blend.counts(blend_index, len(asked)), strict=True)
+        ]
+        samples = [part.samples(size) for part, size in zip(self.slices, sizes, strict=True)]
         return BlendedSamples(samples, blend_index)
 
     def _once(self, requested: int | None) -> bool:
@@ -239,7 +241,7 @@ class Split:
         return self.weights is None and (requested is None or requested <= self.per_epoch)
 
     def _weights(self) -> Sequence[float]:
-        return [each.per_epoch for each in self.slices] if self.weights is None else self.weights
+        return [part.per_epoch for part in self.slices] if self.weights is None else self.weights
 
     def _shares(self, requested: int | None, settings: DataConfig) -> tuple[list[int], int]:
         return blend.shares(self._weights(), self.per_epoch if requested is None else requested, settings.order)
@@ -251,25 +253,25 @@ class Split:
         first, key = self.slices[0], {**key, "total": total}
         return blend.BlendIndex(**index_cache.kept(first.folder, key, lambda: vars(take()), first.dataset.facts))
 
-    def _too_small(self, each: DatasetSlice, settings: DataConfig, context: int) -> str:
-        if each.sampling.packed:
+    def _too_small(self, part: DatasetSlice, settings: DataConfig, context: int) -> str:
+        if part.sampling.packed:
             return (
-                f"the {self.name} split of {each.dataset.prefix} has no document of at least {SHORTEST} tokens "
-                f"({len(each.span)} of {len(each.dataset)} sequences); set another data.split, or give more data"
+                f"the {self.name} split of {part.dataset.prefix} has no document of at least {SHORTEST} tokens "
+                f"({len(part.span)} of {len(part.dataset)} sequences); set another data.split, or give more data"
             )
         if settings.short_part == "repeat":
             ways = (
                 "set another data.split, or give more data: there is nothing that data.short_part=repeat could repeat"
             )
-        elif not each.tokens:
+        elif not part.tokens:
             ways = "set another data.split, or give more data"
         else:
             ways = (
                 "set a shorter model.context or another data.split, give more data, or set data.short_part=repeat to read it "
                 "several times for one sample, as Megatron does"
             )
-        share = f", data.split={settings.split}" if len(each.span) < len(each.dataset) else ""
+        share = f", data.split={settings.split}" if len(part.span) < len(part.dataset) else ""
         return (
-            f"the {self.name} split of {each.dataset.prefix} has {each.tokens} tokens ({len(each.span)} of "
-            f"{len(each.dataset)} sequences{share}), but one sample needs model.context + 1 = {context + 1}; {ways}"
+            f"the {self.name} split of {part.dataset.prefix} has {part.tokens} tokens ({len(part.span)} of "
+            f"{len(part.dataset)} sequences{share}), but one sample needs model.context + 1 = {context + 1}; {ways}"
         )

@@ -110,21 +110,21 @@ def build(kind: str, files: list[str], eod: str | None = None) -> Tokenizer:
     make = lookup("tokenizer", kind, TOKENIZERS, CHECK)
     arguments = [files] if eod is None else [files, eod]
     if kind in TOKENIZERS:
-        known: Tokenizer = make(*arguments)
-        return known
+        registered: Tokenizer = make(*arguments)
+        return registered
     try:
-        own: Tokenizer = make(*arguments)
+        tokenizer: Tokenizer = make(*arguments)
     except TypeError as error:
         raise ConfigError(f"tokenizer {kind} cannot be built from a list of files: {error}") from error
-    missing = [name for name in REQUIRED if not hasattr(own, name)]
+    missing = [name for name in REQUIRED if not hasattr(tokenizer, name)]
     if missing:
         raise ConfigError(f"tokenizer {kind} lacks {', '.join(missing)}; hpclm/data/tokenizers.py says what it needs")
-    if draws_at_random(own):
+    if draws_at_random(tokenizer):
         raise ConfigError(
             f"tokenizer {kind} gives other ids each time it encodes a text, so that no dataset or score could be made twice; "
             "let encode() return the same ids for the same text"
         )
-    return own
+    return tokenizer
 
 
 def draws_at_random(tokenizer: Tokenizer) -> bool:

@@ -69,9 +69,9 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
     values, copies = sum(prod(whole(parts)) for _, parts in every) / holders, size // holders
     gathered = 2 * sum(max(prod(whole(parts)) for _, parts in some) for some in rounds) * (holders - 1) / holders
     name, parts = max(every, key=lambda weight: prod(whole(weight[1])))
-    own, element = prod(whole(parts)), costs[name].element
+    largest, element = prod(whole(parts)), costs[name].element
     # the gathered pieces, the matrix, and what is made of it
-    working = element * (1 + (holders > 1)) * own + costs[name].scratch
+    working = element * (1 + (holders > 1)) * largest + costs[name].scratch
     moved = max(sum(prod(whole(parts)) for _, parts in some) for some in rounds) / holders
     kept = [
         sum(_bytes(held(state[some[slot][0]], "matrix").values()) for some in rounds if slot < len(some))
@@ -80,7 +80,7 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
     return Exchange(
         flops=sum(max(costs[name].flops for name, _ in some) for some in rounds),
         sent=element * (gathered + values * (copies - 1) / copies),
-        memory=element * moved + max(UPDATING * own / holders, working),
+        memory=element * moved + max(UPDATING * largest / holders, working),
         state=everywhere + max(kept),
     )
 

@@ -55,14 +55,14 @@ def of_stages(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Me
 def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> Memory:
     """Memory of one GPU of a stage at the fullest moment of a step: while the loss has its logits, while the last block is in its
     backward pass (and recomputed, if it is), or while the optimizer works on whole matrices."""
-    own = parameters(model, layout, stage)
+    weight_count = parameters(model, layout, stage)
     weights, gradients, optimizer = (
-        part.on(layout.sharing) * own for part in (costs.weights, costs.gradients, costs.optimizer)
+        part.on(layout.sharing) * weight_count for part in (costs.weights, costs.gradients, costs.optimizer)
     )
-    of_others = own - stage.blocks * count.block(model) / layout.tensor
+    of_others = weight_count - stage.blocks * count.block(model) / layout.tensor
     optimizer += costs.outside * of_others / (layout.sharing if costs.zero else 1)
     if costs.deferred and layout.accumulation > 1:
-        gradients = costs.reduced * own  # whole until the last backward pass
+        gradients = costs.reduced * weight_count  # whole until the last backward pass
     held = activations(model, layout, costs, stage)
     tokens, table = layout.tokens(model), model.padded_vocab * model.hidden / layout.tensor
     rows = min(costs.loss_chunk or count.loss_chunk(tokens, model.padded_vocab // layout.tensor, costs.memory), tokens)
@@ -81,7 +81,7 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     prefetched += stage.last * table * costs.table / 2 * (model.tied or costs.working > 0)
     matrices = exchange(model, layout, costs.optim, costs.zero, stage)
     optimizer += matrices.state
-    updating = costs.gathered.replicated * own + costs.buckets + matrices.memory
+    updating = costs.gathered.replicated * weight_count + costs.buckets + matrices.memory
     held, copied, scored = max(
         (held + of_loss, copied + stage.last * table * costs.table * several, logits),
         (in_backward, copied + prefetched, 0.0),
@@ -94,9 +94,9 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
 
 def copies(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
     """Weights that were cast or gathered, while one block computes, and buckets."""
-    own, block = parameters(model, layout, stage), count.block(model) / layout.tensor
-    at_once = max(own - (stage.blocks - 1) * block, min(own, costs.kept))
-    gathered = costs.gathered.replicated * own + costs.gathered.sharded * at_once
+    weight_count, block = parameters(model, layout, stage), count.block(model) / layout.tensor
+    at_once = max(weight_count - (stage.blocks - 1) * block, min(weight_count, costs.kept))
+    gathered = costs.gathered.replicated * weight_count + costs.gathered.sharded * at_once
     return gathered + casts(model, layout, costs, stage) + costs.buckets
 
 

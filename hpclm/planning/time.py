@@ -97,7 +97,7 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
     keys = 2 * model.groups * model.head_width * layout.tokens(model) * costs.element / t
     rows = []
     for stage in stages(model, layout):
-        own = parameters(model, layout, stage)
+        weight_count = parameters(model, layout, stage)
         recomputed = 4 * (layout.recompute == "full")
         collectives = stage.blocks * (10 + recomputed) + 2 * (stage.first + stage.last)
         pipeline = 0.0
@@ -106,7 +106,7 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
             if model.tied:  # the two copies of the embedding sum their gradients
                 pipeline += 4 * model.hidden * model.padded_vocab / t * (stage.first or stage.last)
         each_time = costs.zero >= 2 and not costs.deferred
-        shards = own / layout.sharing * costs.reduced * (m if each_time and costs.reduced < 4 else 1)
+        shards = weight_count / layout.sharing * costs.reduced * (m if each_time and costs.reduced < 4 else 1)
         rows.append(
             Volume(
                 collectives * (t - 1) / t * line * m,
@@ -128,13 +128,13 @@ def busiest(every: list[Volume]) -> Volume:
 
 def _with_replicas(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage, reductions: int) -> float:
     """Bytes of gradients and weights that a GPU of a stage exchanges with an endless number of replicas."""
-    own = parameters(model, layout, stage)
-    gradients = own * costs.reduced * reductions
+    weight_count = parameters(model, layout, stage)
+    gradients = weight_count * costs.reduced * reductions
     if costs.zero == 0:
         return 2 * gradients
     blocks = stage.blocks * count.block(model) / layout.tensor if costs.gathers else 0
     times = layout.accumulation if costs.gathers else 1
-    return gradients * (1 + costs.all_reduced) + times * costs.sent * (own + (costs.gathers - 1) * blocks)
+    return gradients * (1 + costs.all_reduced) + times * costs.sent * (weight_count + (costs.gathers - 1) * blocks)
 
 
 def step(
@@ -162,9 +162,9 @@ def step(
     slowest = max(range(p), key=lambda i: computing[i] + talking[i])
     last = computing[slowest] * 2 / 3  # the backward pass of the last micro-batch
     hidden = {3: m * computing[slowest], 2: m * last}.get(costs.zero, last) * costs.overlap
-    most = busiest(sent)
-    data = most.data / _rate(layout, kind, layout.sharing, t)
-    replicate = most.replicate / _rate(layout, kind, layout.copies, t * layout.sharing)
+    largest = busiest(sent)
+    data = largest.data / _rate(layout, kind, layout.sharing, t)
+    replicate = largest.replicate / _rate(layout, kind, layout.copies, t * layout.sharing)
     # fp32: reads w, g, m and v, writes w, m and v
     update = max(parameters(model, layout, stage) for stage in every) * 28 / (layout.sharing if costs.zero else 1)
     matrices = [exchange(model, layout, costs.optim, costs.zero, stage) for stage in every]
@@ -175,7 +175,7 @@ def step(
         tensor=m * (talking[slowest] - between[slowest]),
         context=m * between[slowest],
         bubble=(sum(computing) + sum(talking)) / p * idle(layout),
-        pipeline=most.pipeline / _rate(layout, kind, p, t * layout.ranks),
+        pipeline=largest.pipeline / _rate(layout, kind, p, t * layout.ranks),
         data=_exposed(data, hidden),
         replicate=_exposed(replicate, last * costs.overlap),
         optimizer=update / kind.bandwidth + whole,

@@ -77,15 +77,15 @@ def open_data(config: RunConfig, context: DistributedContext, compute: Compute) 
 
     facts = SharedFacts()
     built = on_main(context, first)
-    known = context.run_on_main(lambda: facts.known)
+    known = context.run_on_main(lambda: facts.values)
     problems: list[str] = []
     if built is None and (context.rank == context.first_on_node or not known):  # a source without facts: all at once
         try:
             built = build(facts)
-            problems = _differences(known.get("fingerprint", {}), facts.known.get("fingerprint", {}))
+            problems = _differences(known.get("fingerprint", {}), facts.values.get("fingerprint", {}))
         except ConfigError as error:
             problems = error.problems
-    other = facts.known if built and facts.known != known else None  # such as the dates of a node's own copies
+    other = facts.values if built and facts.values != known else None  # such as the dates of a node's own copies
     gathered = context.all_gather((problems, other), unlimited=True)
     for info, (wrong, _) in zip(context.ranks, gathered, strict=True):
         if wrong:

@@ -87,5 +87,5 @@ def test_an_index_that_is_gone_when_the_others_come_is_made_again(node, tmp_path
     facts = SharedFacts()
     kept(tmp_path / "index", {"seed": 1}, lambda: {"a": np.arange(3)}, facts)
     shutil.rmtree(tmp_path / "index")
-    again = kept(tmp_path / "index", {"seed": 1}, lambda: {"a": np.arange(3)}, SharedFacts(facts.known))
+    again = kept(tmp_path / "index", {"seed": 1}, lambda: {"a": np.arange(3)}, SharedFacts(facts.values))
     assert again["a"].tolist() == [0, 1, 2] and list(Path(tmp_path / "index").glob("*/a.npy"))

@@ -27,9 +27,9 @@ from hpclm.errors import ConfigError, unread
 
 log = logging.getLogger(__name__)
 HASHED = 1 << 18  # bytes of each block in a file's fingerprint
-BLOCKS = 64  # in a fingerprint
+FINGERPRINT_BLOCKS = 64
 ABANDONED = 24 * 3600  # seconds after which unfinished files of other machines are removed
-LARGEST = 1 << 26  # default limit, in bytes, for reading a file
+MAX_READ_BYTES = 1 << 26  # default limit, in bytes, for reading a file
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -94,7 +94,7 @@ def overwrite(path: str | Path, text: str) -> None:
         file.write(text)
 
 
-def read(path: str | Path, most: int = LARGEST) -> tuple[bytes, os.stat_result]:
+def read(path: str | Path, most: int = MAX_READ_BYTES) -> tuple[bytes, os.stat_result]:
     """The content of a regular file, and its status; OSError, before it is read, if it has more than ``most`` bytes."""
     with reader(path) as file, naming(path):
         status = check_size(file, path, most)
@@ -128,12 +128,12 @@ def naming(path: str | Path) -> Iterator[None]:
         raise
 
 
-def read_bytes(path: str | Path, most: int = LARGEST) -> bytes:
+def read_bytes(path: str | Path, most: int = MAX_READ_BYTES) -> bytes:
     """The content of a regular file; OSError if it has more than ``most`` bytes."""
     return read(path, most)[0]
 
 
-def read_text(path: str | Path, most: int = LARGEST, errors: str = "strict") -> str:
+def read_text(path: str | Path, most: int = MAX_READ_BYTES, errors: str = "strict") -> str:
     """The content of a regular file as text; UnicodeDecodeError if it is not UTF-8."""
     return read(path, most)[0].decode("utf-8", errors)
 
@@ -226,9 +226,9 @@ def sweep(path: Path) -> None:
 def fingerprint(content: mmap.mmap | bytes) -> str:
     """blake2b of evenly spaced blocks of a file, including both ends; of all of a short file."""
     digest, size = hashlib.blake2b(digest_size=16), len(content)
-    whole = size <= HASHED * BLOCKS
-    for k in range(BLOCKS):
-        begin = k * HASHED if whole else (size - HASHED) * k // (BLOCKS - 1)
+    whole = size <= HASHED * FINGERPRINT_BLOCKS
+    for k in range(FINGERPRINT_BLOCKS):
+        begin = k * HASHED if whole else (size - HASHED) * k // (FINGERPRINT_BLOCKS - 1)
         digest.update(content[begin : begin + HASHED])
     return digest.hexdigest()
 

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from hpclm import terminal
 
-LEAST = 10  # columns of the bar
+MIN_COLUMNS = 10  # columns of the bar
 NARROW = 80  # columns of a terminal that does not say
 LEFT = len(" 00:00:00 left")
 
@@ -47,7 +47,7 @@ class ProgressBar(Bar):
         shown = tqdm.format_sizeof if self.unit_scale else str
         total = "" if self.total is None else f"/{shown(self.total)}"
         count = f"{values['prefix']}{shown(self.n)}{total}{self.unit}"
-        room = (values["ncols"] or NARROW) - terminal.width(count) - 1 - LEAST - LEFT
+        room = (values["ncols"] or NARROW) - terminal.width(count) - 1 - MIN_COLUMNS - LEFT
         figures = ""
         for part in self.beside:
             if terminal.width(f"{figures}  {part}") > room:

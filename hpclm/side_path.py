@@ -10,7 +10,7 @@ from pathlib import Path
 from hpclm import files
 
 log = logging.getLogger(__name__)
-FIRST, LONGEST = 1.0, 60.0  # seconds until the next try after a failure; doubled each time
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0  # seconds until the next try after a failure; doubled each time
 KEPT = 1 << 26  # bytes that a file which cannot be written keeps in memory
 
 
@@ -29,7 +29,7 @@ class SidePath:
         try:
             act()
         except Exception as error:  # of a disk, a library, a server
-            self._pause = min(LONGEST, max(FIRST, 2 * self._pause))
+            self._pause = min(MAX_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * self._pause))
             self._next = time.monotonic() + self._pause
             if not self._failing:
                 self._failing = True  # before it is logged: the log may be what fails

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import wcwidth
 
-from hpclm.progress import LEAST, ProgressBar
+from hpclm.progress import MIN_COLUMNS, ProgressBar
 
 TOLD = ("loss 3.2134", "412,345 tokens/s", "MFU 45.1%", "lr 0.0006")
 
@@ -35,7 +35,7 @@ def shown(width, done, **options):
 def test_the_bar_stays_a_bar_and_the_most_important_is_told_beside_it(width, parts):
     line = shown(width, 1000, total=2000, desc="step ", unit="")
     assert wcwidth.width(line) <= width and line.startswith("step 1000/2000 ") and " left" in line
-    assert line.count("█") >= LEAST // 2 and [part for part in TOLD if part in line] == [*TOLD[:parts]]
+    assert line.count("█") >= MIN_COLUMNS // 2 and [part for part in TOLD if part in line] == [*TOLD[:parts]]
 
 
 def test_without_a_known_end_there_is_a_count(capfd):

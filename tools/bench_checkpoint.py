@@ -171,7 +171,7 @@ class Subjects:
         """The same bytes: copied, written and synced, read into tensors that are there; and each with their hash."""
         import xxhash
 
-        from hpclm.checkpoint.format import BLOCK, memory
+        from hpclm.checkpoint.format import HASH_BLOCK_BYTES, memory
 
         copy = timed(lambda: self._copy(self.tensors))
         views = [memory(tensor) for tensor in self.tensors.values()]
@@ -179,8 +179,8 @@ class Subjects:
         def write() -> None:
             handle = os.open(folder / "x", os.O_WRONLY | os.O_CREAT, 0o600)
             for view in views:
-                for begin in range(0, len(view), BLOCK):
-                    block = view[begin : begin + BLOCK]
+                for begin in range(0, len(view), HASH_BLOCK_BYTES):
+                    block = view[begin : begin + HASH_BLOCK_BYTES]
                     while len(block):
                         block = block[os.write(handle, block) :]
             os.fsync(handle)

@@ -11,7 +11,7 @@ from pathlib import Path
 NAME = "gpu-proof.tar.gz"
 LIMIT = 15 * 1000 * 1000
 """Bytes of the archive."""
-LARGEST = 64 * 2**20
+MAX_FILE_BYTES = 64 * 2**20
 """Bytes of a file that is read to see whether it fits."""
 PATTERNS = (
     *("summary.txt", "report.md", "results.json", "facts.json", "versions.txt", "*.json", "*.log"),
@@ -26,7 +26,7 @@ def renew(out: Path, folder: Path) -> Path:
     packed = 0
     for path in chosen(out):
         with suppress(OSError):  # a stage may be renaming it
-            if path.stat().st_size > LARGEST:
+            if path.stat().st_size > MAX_FILE_BYTES:
                 left_out.append(path)
                 continue
             data = path.read_bytes()

@@ -8,7 +8,7 @@ from decimal import Decimal
 from numbers import Integral, Real
 from typing import Any
 
-from hpclm.config.checks import LARGEST_INTEGER
+from hpclm.config.checks import MAX_INTEGER
 
 BYTES = (bytes, bytearray, memoryview)
 
@@ -63,7 +63,7 @@ def whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise UnfitError
     number = operator.index(value)
-    if abs(number) > LARGEST_INTEGER:
+    if abs(number) > MAX_INTEGER:
         raise UnfitError
     return number
 

@@ -32,8 +32,8 @@ NAMES = {
     torch.uint8: "U8",
 }
 TYPES = {name: dtype for dtype, name in NAMES.items()}
-LARGEST = 1 << 28  # bytes of a header
-BLOCK = 1 << 22  # bytes of a tensor that share a hash
+MAX_HEADER_BYTES = 1 << 28  # bytes of a header
+HASH_BLOCK_BYTES = 1 << 22  # bytes of a tensor that share a hash
 DIGEST = 16  # characters of a hash: xxh3 of 64 bits, in hex
 
 
@@ -60,7 +60,10 @@ def write(path: Path, tensors: Named) -> FileInfo:
         for _, tensor in tensors:
             content = memory(tensor.detach().cpu().contiguous())
             size += len(content)
-            digests += [_put(handle, content[begin : begin + BLOCK]) for begin in range(0, len(content), BLOCK)]
+            digests += [
+                _put(handle, content[begin : begin + HASH_BLOCK_BYTES])
+                for begin in range(0, len(content), HASH_BLOCK_BYTES)
+            ]
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -126,7 +129,7 @@ class File:
         try:
             length = self._read(info.offset, 8)
             begin = 8 + struct.unpack("<Q", length)[0]
-            if begin > min(info.size, LARGEST):
+            if begin > min(info.size, MAX_HEADER_BYTES):
                 raise self._differs()
             text = self._read(info.offset + 8, begin - 8)
             self._verify(memoryview(length + text), 0)
@@ -135,7 +138,7 @@ class File:
             self.close()
             raise
         self._begin = info.offset + begin
-        blocks = [-(-self._size(name) // BLOCK) for name in self._entries]
+        blocks = [-(-self._size(name) // HASH_BLOCK_BYTES) for name in self._entries]
         self._first = dict(zip(self._entries, accumulate(blocks, initial=1), strict=False))
         """Index of the hash of each tensor's first block."""
 
@@ -147,9 +150,9 @@ class File:
 
     def check(self) -> list[str]:
         """Read and verify the whole file; the names of tensors with values that are not finite."""
-        scratch, not_finite = memoryview(bytearray(BLOCK)), []
+        scratch, not_finite = memoryview(bytearray(HASH_BLOCK_BYTES)), []
         for name, entry in self._entries.items():
-            blocks = (self._block(name, begin, scratch) for begin in range(0, self._size(name), BLOCK))
+            blocks = (self._block(name, begin, scratch) for begin in range(0, self._size(name), HASH_BLOCK_BYTES))
             if not all([_finite(block, TYPES[entry["dtype"]]) for block in blocks]):  # reads every block
                 not_finite.append(name)
         return not_finite
@@ -175,20 +178,20 @@ class File:
         """Read the bytes of a tensor from ``begin`` on into ``target``."""
         end = begin + len(target)
         scratch: memoryview | None = None
-        for first in range(begin - begin % BLOCK, end, BLOCK):
-            last = min(first + BLOCK, self._size(name))
+        for first in range(begin - begin % HASH_BLOCK_BYTES, end, HASH_BLOCK_BYTES):
+            last = min(first + HASH_BLOCK_BYTES, self._size(name))
             if begin <= first and last <= end:
                 self._block(name, first, target[first - begin :])
                 continue
-            scratch = scratch or memoryview(bytearray(BLOCK))
+            scratch = scratch or memoryview(bytearray(HASH_BLOCK_BYTES))
             block, low, high = self._block(name, first, scratch), max(first, begin), min(last, end)
             target[low - begin : high - begin] = block[low - first : high - first]
 
     def _block(self, name: str, begin: int, target: memoryview) -> memoryview:
         """Read the block of a tensor that starts at ``begin`` into the first bytes of ``target``, and return those."""
-        target = target[: min(BLOCK, self._size(name) - begin)]
+        target = target[: min(HASH_BLOCK_BYTES, self._size(name) - begin)]
         self._read_into(self._begin + int(self._entries[name]["data_offsets"][0]) + begin, target)
-        self._verify(target, self._first[name] + begin // BLOCK)
+        self._verify(target, self._first[name] + begin // HASH_BLOCK_BYTES)
         return target
 
     def _verify(self, content: memoryview, number: int) -> None:

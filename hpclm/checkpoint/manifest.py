@@ -22,7 +22,7 @@ from hpclm.optim.stability import Health
 NAME = "MANIFEST.json"
 SCHEMA = 4
 READABLE = (3, SCHEMA, 5)  # 3 has no sizes of parts; 5 may have one file for the ranks of a node
-LARGEST = 1 << 30  # bytes of a manifest
+MAX_MANIFEST_BYTES = 1 << 30  # bytes of a manifest
 USUAL = 1 << 24  # bytes beyond which it is looked at before it is read
 TAIL = 1 << 10
 END = re.compile(rb'"blake2b": *"[0-9a-f]{128}"\s*\}\s*$')
@@ -138,7 +138,7 @@ def read(folder: Path) -> Manifest:
 def _content(path: Path) -> str:
     """The text of a manifest; ValueError for a large file that cannot be one, before much of it is in memory."""
     with files.reader(path) as file, files.naming(path):
-        size = files.check_size(file, path, LARGEST).st_size
+        size = files.check_size(file, path, MAX_MANIFEST_BYTES).st_size
         if size > USUAL:
             file.seek(-TAIL, os.SEEK_END)
             if END.search(file.read()) is None:
@@ -148,7 +148,7 @@ def _content(path: Path) -> str:
                 if b"\0" in block:
                     raise ValueError("it has bytes that are not text")
             file.seek(0)
-        return file.read(LARGEST + 1).decode()
+        return file.read(MAX_MANIFEST_BYTES + 1).decode()
 
 
 def _parsed(text: str, folder: Path) -> Manifest:

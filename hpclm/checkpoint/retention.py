@@ -12,7 +12,7 @@ from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
 from hpclm.errors import HpclmError
 
 log = logging.getLogger(__name__)
-LEAST = 2  # complete checkpoints: one may become corrupt
+MIN_COMPLETE = 2  # complete checkpoints: one may become corrupt
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Retention:
     def prunable(self, complete: Sequence[tuple[Path, Manifest]]) -> list[Path]:
         """The ones among the ``complete`` checkpoints (oldest first) that can be removed.
 
-        Of the regular ones, the newest ``last`` healthy ones are kept, and the newest LEAST in any case.
+        Of the regular ones, the newest ``last`` healthy ones are kept, and the newest MIN_COMPLETE in any case.
         """
         good = healthy([manifest for _, manifest in complete])
         regular = [folder for folder, manifest in complete if manifest.why is None]
         kept = {
-            *[folder for folder in regular if good[int(folder.name[5:])]][-max(self.last, LEAST) :],
-            *regular[-LEAST:],
+            *[folder for folder in regular if good[int(folder.name[5:])]][-max(self.last, MIN_COMPLETE) :],
+            *regular[-MIN_COMPLETE:],
         }
         kept |= {folder for folder, _ in complete[-1:]}  # of those saved on exit only the newest is kept
-        kept |= {folder for folder, _ in complete[-LEAST:] if len(kept) < LEAST}
+        kept |= {folder for folder, _ in complete[-MIN_COMPLETE:] if len(kept) < MIN_COMPLETE}
         if self.every:
             kept |= {folder for folder, manifest in complete if manifest.progress["step"] % self.every == 0}
         measured = [(m.validation, -m.progress["step"], folder) for folder, m in complete if m.validation is not None]

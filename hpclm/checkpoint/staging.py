@@ -14,7 +14,7 @@ from hpclm.checkpoint.format import write
 from hpclm.engine import Shard
 from hpclm.node import threads
 
-LARGEST = 4 << 30  # bytes of tensors in a file, so that reading and verification can be parallelised
+MAX_FILE_BYTES = 4 << 30  # bytes of tensors in a file, so that reading and verification can be parallelised
 
 
 class Arena:
@@ -23,21 +23,21 @@ class Arena:
     PyTorch rounds each pinned allocation up to a power of two, so that a buffer for each tensor could take twice its bytes.
     """
 
-    SMALLEST, LARGEST, ALIGN = 1 << 21, 1 << 28, 256  # bytes
+    MIN_BLOCK, MAX_BLOCK, ALIGN = 1 << 21, 1 << 28, 256  # bytes
 
     def __init__(self, pinned: bool = False):
-        self.pinned, self._next = pinned, self.SMALLEST
+        self.pinned, self._next = pinned, self.MIN_BLOCK
         self._block, self._used = torch.empty(0, dtype=torch.uint8), 0
 
     def empty(self, like: Tensor) -> Tensor:
         """A contiguous tensor of the shape and type of ``like``, not filled."""
         size = like.numel() * like.element_size()
-        if size > self.LARGEST:
+        if size > self.MAX_BLOCK:
             return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.pinned)
         if self._used + size > len(self._block):
             block = max(self._next, 1 << (size - 1).bit_length())
             self._block = torch.empty(block, dtype=torch.uint8, pin_memory=self.pinned)
-            self._used, self._next = 0, min(self.LARGEST, 2 * block)
+            self._used, self._next = 0, min(self.MAX_BLOCK, 2 * block)
         begin = self._used
         self._used += -(-size // self.ALIGN) * self.ALIGN
         return self._block[begin : begin + size].view(like.dtype).view(like.shape)
@@ -91,7 +91,9 @@ def size(shards: Sequence[Shard]) -> int:
     return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards)
 
 
-def write_shards(staging_dir: Path, rank: int, shards: Sequence[Shard], largest: int = LARGEST) -> dict[str, Any]:
+def write_shards(
+    staging_dir: Path, rank: int, shards: Sequence[Shard], largest: int = MAX_FILE_BYTES
+) -> dict[str, Any]:
     """Write the shards of ``rank`` into ``staging_dir``; the files' sizes and hashes and the place of each part, or the error."""
     parts, files = [], {}
     try:

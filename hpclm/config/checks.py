@@ -6,8 +6,8 @@ from typing import Any
 
 from hpclm.errors import ConfigError
 
-LARGEST_INTEGER = 2**63 - 1  # integers beyond 64 bits are refused
-LONGEST = 200  # characters of a value in a message
+MAX_INTEGER = 2**63 - 1  # integers beyond 64 bits are refused
+MAX_SHOWN_CHARACTERS = 200  # characters of a value in a message
 DOC = "doc"
 """In the metadata of a field: its documentation, where that is made of a table and no string below the field."""
 PATH = "path"
@@ -102,4 +102,4 @@ def shown(value: Any) -> str:
     except Exception:  # of an object that is half made, nested too deeply, or a number of thousands of digits
         text = f"<{type(value).__name__}>"
     text = " ".join(text.split()) if "\n" in text else text
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"

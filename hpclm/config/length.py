@@ -4,7 +4,7 @@ from hpclm.config.plan import Length, Plan
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
 
-LARGEST_COUNT = 2**53 - 1  # samples; larger integers do not mean the same to every program that reads JSON
+MAX_SAMPLES = 2**53 - 1  # samples; larger integers do not mean the same to every program that reads JSON
 
 
 def run_length(config: RunConfig, plan: Plan, samples_per_epoch: int | None) -> Length:
@@ -28,10 +28,10 @@ def run_length(config: RunConfig, plan: Plan, samples_per_epoch: int | None) -> 
             )
     steps = min(ends, default=None)
     length = Length(steps, None if steps is None else plan.samples_after(steps))
-    if (length.samples or 0) > LARGEST_COUNT:
+    if (length.samples or 0) > MAX_SAMPLES:
         raise ConfigError(
             f"the budget is {length.samples} samples: {steps} steps of batch.global_size={config.batch.global_size}; at most "
-            f"{LARGEST_COUNT} samples can be counted, so lower the budget"
+            f"{MAX_SAMPLES} samples can be counted, so lower the budget"
         )
     wrong = config.optim.outlasting(length.in_unit(config.optim.unit))
     if wrong:

@@ -14,7 +14,7 @@ from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError
 
 from hpclm import paths
 from hpclm.config import hints, reading, run_file
-from hpclm.config.checks import LARGEST_INTEGER, PATH, URL, shown, texts
+from hpclm.config.checks import MAX_INTEGER, PATH, URL, shown, texts
 from hpclm.config.fields import (
     as_word,
     as_yaml,
@@ -155,10 +155,9 @@ def _normal(key: str, kind: Any, value: Any) -> Any:
     else:
         value = _number(value, inner)
     if any(
-        isinstance(part, int) and abs(part) > LARGEST_INTEGER
-        for part in (value if isinstance(value, list) else [value])
+        isinstance(part, int) and abs(part) > MAX_INTEGER for part in (value if isinstance(value, list) else [value])
     ):
-        raise ConfigError(f"{key}={shown(value)} must be {expected} of at most {LARGEST_INTEGER:,}")
+        raise ConfigError(f"{key}={shown(value)} must be {expected} of at most {MAX_INTEGER:,}")
     if path_separator(key) is not None:
         try:
             return _with_variables(value)

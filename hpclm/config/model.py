@@ -11,7 +11,7 @@ from hpclm.registry import problem
 
 BLOCKS = {"gpt": "hpclm.model.gpt:Block"}
 LAYER_KINDS = ("full", "window", "nope", "window_nope")
-MOST_LAYERS, WIDEST, LONGEST = 10_000, 1 << 24, 1 << 31
+MAX_LAYERS, MAX_WIDTH, MAX_TOKENS = 10_000, 1 << 24, 1 << 31
 """Limits that keep a wrong number from building layers for hours, and products of sizes within 64 bits."""
 
 
@@ -114,10 +114,10 @@ class ModelConfig(Checked):
         positive = dict(layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn)
         positive |= dict(vocab_size=self.vocab_size, vocab_multiple=self.vocab_multiple, context=self.context)
         wrong = list(at_least(1, "model", **positive))
-        wrong += at_most(MOST_LAYERS, "model", layers=self.layers)
-        wrong += at_most(WIDEST, "model", hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn)
-        wrong += at_most(LONGEST, "model", vocab_size=self.vocab_size, vocab_multiple=self.vocab_multiple)
-        wrong += at_most(LONGEST, "model", context=self.context)
+        wrong += at_most(MAX_LAYERS, "model", layers=self.layers)
+        wrong += at_most(MAX_WIDTH, "model", hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn)
+        wrong += at_most(MAX_TOKENS, "model", vocab_size=self.vocab_size, vocab_multiple=self.vocab_multiple)
+        wrong += at_most(MAX_TOKENS, "model", context=self.context)
         yield from wrong
         yield from at_least(0, "model", init_std=self.init_std, norm_eps=self.norm_eps)
         yield from fraction("model", dropout=self.dropout, attention_dropout=self.attention_dropout)

@@ -7,7 +7,7 @@ from hpclm import extras
 from hpclm.config.checks import Checked, at_least
 from hpclm.registry import problem
 
-MOST_PROFILED = 100  # steps
+MAX_PROFILED_STEPS = 100
 SINKS = {
     "wandb": "hpclm.sinks.wandb:WandbSink",
     "mlflow": "hpclm.sinks.mlflow:MlflowSink",
@@ -71,8 +71,8 @@ class ProfileConfig(Checked):
 
     def problems(self) -> Iterator[str]:
         """What cannot work in the profile settings."""
-        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1] < self.steps[0] + MOST_PROFILED:
+        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1] < self.steps[0] + MAX_PROFILED_STEPS:
             yield (
-                f"profile.steps={list(self.steps)} must be [first, last], from step 1, in order, and at most {MOST_PROFILED} "
+                f"profile.steps={list(self.steps)} must be [first, last], from step 1, in order, and at most {MAX_PROFILED_STEPS} "
                 "steps: a trace is held in memory"
             )

@@ -11,7 +11,7 @@ import yaml
 from hpclm import files, folders
 from hpclm.errors import ConfigError, unread
 
-LARGEST = 4 << 20  # bytes of a settings file
+MAX_SETTINGS_BYTES = 4 << 20  # bytes of a settings file
 DIGITS = 400  # of a number; the largest float has 309
 NUMBERS = {
     "tag:yaml.org,2002:int": re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),
@@ -151,7 +151,7 @@ def typed(text: str) -> Any:
 def content(path: Path, what: str) -> Content:
     """The mapping in a YAML file, {} if it is empty; ConfigError, which calls the file ``what``, if there is none."""
     try:
-        raw, status = files.read(path, LARGEST)
+        raw, status = files.read(path, MAX_SETTINGS_BYTES)
         text = raw.decode("utf-8")
         tree = typed(text)
     except OSError as error:

@@ -23,7 +23,7 @@ from hpclm.errors import ConfigError
 from hpclm.extras import EXTRAS
 from hpclm.registry import load
 
-MOST = 10**9  # epochs, or hours
+MAX_BUDGET = 10**9  # epochs, or hours
 BESIDE_TRAINING = ("log", "job")
 """Sections of settings whose code does not run in the processes that train, or only reads what they measure."""
 OWN_CODE = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
@@ -83,8 +83,8 @@ class BudgetConfig(Checked):
         given = dict(steps=self.steps, samples=self.samples, tokens=self.tokens)
         yield from at_least(1, "budget", **given)
         for name, value in (("epochs", self.epochs), ("hours", self.hours)):
-            if value is not None and not 0 < value <= MOST:
-                yield f"budget.{name}={value} must be a finite number of more than 0, at most {MOST:,}"
+            if value is not None and not 0 < value <= MAX_BUDGET:
+                yield f"budget.{name}={value} must be a finite number of more than 0, at most {MAX_BUDGET:,}"
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from hpclm.errors import ConfigError
 
 log = logging.getLogger(__name__)
-MOST = 2**15 - 1  # datasets; their indices are int16
-BLOCK = 1 << 20  # numbers held at a time
+MAX_DATASETS = 2**15 - 1  # datasets; their indices are int16
+NUMBERS_PER_BLOCK = 1 << 20  # numbers held at a time
 SECONDS = 1e-6  # a sample takes, whatever the number of datasets
-MANY = 5_000_000  # samples: from here it is worth a line
+SAMPLES_WORTH_A_LINE = 5_000_000  # samples: from here it is worth a line
 SURPLUS = 1.005  # the other projects request half a percent more than needed from each dataset
 
 
@@ -56,20 +56,22 @@ def exhaustive(sizes: Sequence[int]) -> BlendIndex:
 def counts(blend_index: BlendIndex, datasets: int) -> list[int]:
     """Number of samples from each dataset."""
     totals = np.zeros(datasets, np.int64)
-    for first in range(0, len(blend_index.which), BLOCK):
-        totals += np.bincount(blend_index.which[first : first + BLOCK], minlength=datasets)
+    for first in range(0, len(blend_index.which), NUMBERS_PER_BLOCK):
+        totals += np.bincount(blend_index.which[first : first + NUMBERS_PER_BLOCK], minlength=datasets)
     return totals.tolist()
 
 
 def _blended(weights: NDArray[np.float64], limits: NDArray[np.int64], total: int) -> BlendIndex:
     """``limits`` [K]: samples that each dataset has."""
-    if len(weights) > MOST:
-        raise ConfigError(f"a blend of {len(weights)} datasets is too large: at most {MOST}; merge some of them")
-    if total > MANY:
+    if len(weights) > MAX_DATASETS:
+        raise ConfigError(
+            f"a blend of {len(weights)} datasets is too large: at most {MAX_DATASETS}; merge some of them"
+        )
+    if total > SAMPLES_WORTH_A_LINE:
         log.info("blending %s samples takes about %.0f s, once", f"{total:,}", total * SECONDS)
     blend_index = BlendIndex(np.empty(total, np.int16), np.empty(total, np.int64))
     counts, left = np.where(limits > 0, 0.0, np.inf), limits.tolist()  # inf: no sample is left
-    rows = max(1, BLOCK // len(weights))
+    rows = max(1, NUMBERS_PER_BLOCK // len(weights))
     for first in range(0, total, rows):
         which, index = [], []
         due = np.maximum(np.arange(first, min(first + rows, total), dtype=np.float64), 1.0)

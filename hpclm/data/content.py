@@ -17,7 +17,7 @@ import xxhash
 from hpclm.data.indexed import IndexedDataset, files, sidecar, whereabouts
 from hpclm.errors import ConfigError
 
-BLOCK = 1 << 20  # bytes
+HASH_BLOCK_BYTES = 1 << 20  # bytes
 DIGEST = 16  # characters of a block's hash
 KEY = "content"  # in PREFIX.json
 
@@ -36,7 +36,7 @@ class DatasetContent:
     def note(self) -> dict[str, Any]:
         """The entry in PREFIX.json."""
         hashes = {name: value for name, value in asdict(self).items() if value is not None}
-        return {"hash": "xxh3", "block_bytes": BLOCK, **hashes}
+        return {"hash": "xxh3", "block_bytes": HASH_BLOCK_BYTES, **hashes}
 
     def block(self, number: int) -> str:
         """The hash of a block of the tokens."""
@@ -50,7 +50,7 @@ def noted(prefix: str | Path) -> DatasetContent | None:
         return None
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         content = DatasetContent(entry["bin"], entry["idx"], entry["blocks"], entry.get("added"))
-        known = (entry["hash"], entry["block_bytes"]) == ("xxh3", BLOCK) and isinstance(content.idx, str)
+        known = (entry["hash"], entry["block_bytes"]) == ("xxh3", HASH_BLOCK_BYTES) and isinstance(content.idx, str)
         if known and hash_of_blocks(content.blocks) == content.bin:
             return content
     raise ConfigError(
@@ -67,7 +67,7 @@ def hash_of_blocks(blocks: str) -> str:
 def check_some(dataset: IndexedDataset, content: DatasetContent, count: int, rng: random.Random) -> int:
     """Verify ``count`` random blocks of the tokens, or all if there are fewer; how many. ConfigError if one does not match."""
     total = len(content.blocks) // DIGEST
-    tokens = BLOCK // dataset.dtype.itemsize
+    tokens = HASH_BLOCK_BYTES // dataset.dtype.itemsize
     if total != -(-dataset.token_count // tokens):
         raise damaged(dataset, [], total)
     chosen = sorted(rng.sample(range(total), min(count, total)))
@@ -105,7 +105,7 @@ def damaged(dataset: IndexedDataset, wrong: Sequence[int], checked: int) -> Conf
         return ConfigError(
             f"{dataset.bin_path} does not have the length that was hashed: it was replaced, or belongs to another dataset"
         )
-    place = min(wrong[0] * BLOCK // dataset.dtype.itemsize, max(0, dataset.token_count - 1))
+    place = min(wrong[0] * HASH_BLOCK_BYTES // dataset.dtype.itemsize, max(0, dataset.token_count - 1))
     return ConfigError(
         f"{dataset.bin_path} is corrupt: {len(wrong)} of {checked} blocks of 1 MiB do not match the content hash in "
         f"{files(dataset.prefix)[2]}, the first one at {whereabouts(dataset, place)}. Copy or create the dataset again; if it was "

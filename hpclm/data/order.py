@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 LAST_EPOCH_APART = {"mcore": 0.80, "bigscience": 0.95, "dse": 0.0}
 """The last epoch is shuffled separately if less than this fraction of it is requested."""
-BLOCK = 1 << 16  # documents processed at a time, to stay in the processor's cache
+DOCUMENTS_PER_BLOCK = 1 << 16  # documents processed at a time, to stay in the processor's cache
 SEPARATOR = 1  # tokens of a line that ends a document: only </s>
 
 
@@ -136,8 +136,9 @@ def _starts(sizes: NDArray[np.int32], documents: NDArray[np.integer], total: int
     """
     rows = np.empty((total + 1, 2), documents.dtype)
     end = done = 0
-    for first in range(0, len(documents), BLOCK):
-        lengths = np.take(sizes, documents[first : first + BLOCK], mode="clip")  # "clip" skips the bounds check
+    for first in range(0, len(documents), DOCUMENTS_PER_BLOCK):
+        # "clip" skips the bounds check
+        lengths = np.take(sizes, documents[first : first + DOCUMENTS_PER_BLOCK], mode="clip")
         ends = np.cumsum(lengths, dtype=np.int64)
         ends += end
         reached = np.minimum(-(-ends // context), total + 1)  # starts before the end of each document
@@ -196,8 +197,8 @@ def _whole_lines(sizes: NDArray[np.int32], longest: int, by_document: bool) -> N
         stops = np.append(np.flatnonzero(alone), len(sizes))
         after = np.where(alone, following, np.minimum(after, stops[np.searchsorted(stops, following)]))
     firsts, line = [np.empty(0, np.int64)], 0
-    for begin in range(0, len(sizes), BLOCK):
-        jumps, reached = after[begin : begin + BLOCK].tolist(), []
+    for begin in range(0, len(sizes), DOCUMENTS_PER_BLOCK):
+        jumps, reached = after[begin : begin + DOCUMENTS_PER_BLOCK].tolist(), []
         while line < begin + len(jumps):
             reached.append(line)
             line = jumps[line - begin]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hpclm.data.formats import IndexFile
 from hpclm.errors import ConfigError
 
-BLOCK = 1 << 18  # sequences or document bounds that are checked at a time
+ITEMS_PER_CHECK = 1 << 18  # sequences or document bounds that are checked at a time
 T = TypeVar("T")
 
 
@@ -47,8 +47,8 @@ def check_all(index: IndexFile, idx: Path, size: int, progress: Callable[[int], 
     """
     n, width = len(index.sizes), index.dtype.itemsize
     end, last = 0, size
-    for start in range(0, n, BLOCK):
-        sizes = index.sizes[start : start + BLOCK].astype(np.int64)
+    for start in range(0, n, ITEMS_PER_CHECK):
+        sizes = index.sizes[start : start + ITEMS_PER_CHECK].astype(np.int64)
         if sizes.min() < 0:
             place = int(np.argmax(sizes < 0))
             raise _negative(idx, start + place, int(sizes[place]))
@@ -58,7 +58,7 @@ def check_all(index: IndexFile, idx: Path, size: int, progress: Callable[[int], 
                 f"{idx}: sequence {start + place} has {sizes[place]} tokens, but all tokens together have {size} bytes"
             )
         expected = end + np.concatenate(([0], np.cumsum(sizes * width)))
-        actual = index.starts[start : start + BLOCK]
+        actual = index.starts[start : start + ITEMS_PER_CHECK]
         wrong = expected[:-1] != actual
         if wrong.any():
             place = int(np.argmax(wrong))
@@ -72,8 +72,8 @@ def check_all(index: IndexFile, idx: Path, size: int, progress: Callable[[int], 
 
 
 def _check_documents(documents: NDArray[np.int64], idx: Path, progress: Callable[[int], object]) -> None:
-    for start in range(0, len(documents) - 1, BLOCK):
-        block = documents[start : start + BLOCK + 1]
+    for start in range(0, len(documents) - 1, ITEMS_PER_CHECK):
+        block = documents[start : start + ITEMS_PER_CHECK + 1]
         falls = block[1:] < block[:-1]
         if falls.any():
             place = int(np.argmax(falls))

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hpclm.data.content import BLOCK, DatasetContent, differing, hash_of_blocks
+from hpclm.data.content import HASH_BLOCK_BYTES, DatasetContent, differing, hash_of_blocks
 from hpclm.data.indexed import IndexedDataset
 
 TOKENS = 1 << 21  # tokens, sequences or documents that are read at a time; documents are not split
@@ -19,7 +19,7 @@ class Hasher:
 
     def __init__(self) -> None:
         self._blocks: list[str] = []
-        self._block, self._room = xxhash.xxh3_64(), BLOCK
+        self._block, self._room = xxhash.xxh3_64(), HASH_BLOCK_BYTES
 
     def update(self, piece: Any) -> None:
         """Add the next bytes: anything with a contiguous buffer."""
@@ -33,14 +33,14 @@ class Hasher:
 
     def end(self) -> tuple[str, str]:
         """The hash of the file, and those of its blocks; call it last."""
-        if self._room < BLOCK:
+        if self._room < HASH_BLOCK_BYTES:
             self._end_block()
         blocks = "".join(self._blocks)
         return hash_of_blocks(blocks), blocks
 
     def _end_block(self) -> None:
         self._blocks.append(self._block.hexdigest())
-        self._block, self._room = xxhash.xxh3_64(), BLOCK
+        self._block, self._room = xxhash.xxh3_64(), HASH_BLOCK_BYTES
 
 
 class HashedFile:

@@ -21,7 +21,7 @@ from hpclm.errors import ConfigError
 from hpclm.files import readable, reader
 
 CHUNK = 1 << 19  # bytes of text in a chunk, unless a single line is longer
-LONGEST = 256  # MB of a line, unless --longest-line says otherwise
+MAX_LINE_MB = 256  # MB of a line, unless --longest-line says otherwise
 MB = 10**6
 STORED_AS = {"gz": ".gz", "zst": ".zst"}
 
@@ -115,7 +115,7 @@ def _matches(name: str, format: Format | None) -> list[str]:
     return files
 
 
-def chunks(inputs: list[Input], share: Share = Share(), longest: int = LONGEST * MB) -> Iterator[InputChunk]:
+def chunks(inputs: list[Input], share: Share = Share(), longest: int = MAX_LINE_MB * MB) -> Iterator[InputChunk]:
     """The chunks of a share of the inputs, in order; ConfigError for a corrupt compressed file.
 
     ConfigError also for a line, or with format "files" a file, of more than ``longest`` bytes of text.

@@ -18,7 +18,7 @@ from hpclm.terminal import many
 
 SHOWN = 300  # characters of a document
 READ = 4 * SHOWN  # tokens that are decoded for them: a character has at most 4 bytes of UTF-8
-BLOCK = 1 << 18  # documents whose lengths are read at a time
+DOCUMENTS_PER_READ = 1 << 18  # documents whose lengths are read at a time
 PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -82,14 +82,14 @@ def as_text(report: dict[str, Any]) -> str:
 
 def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
     """Tokens in each document, in blocks; the index must have been checked."""
-    for start in range(0, dataset.document_count, BLOCK):
-        yield np.diff(dataset.places(dataset.bounds(start, min(start + BLOCK, dataset.document_count))))
+    for start in range(0, dataset.document_count, DOCUMENTS_PER_READ):
+        yield np.diff(dataset.places(dataset.bounds(start, min(start + DOCUMENTS_PER_READ, dataset.document_count))))
         dataset.release()
 
 
 def _sequence_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int32]]:
-    for start in range(0, len(dataset), BLOCK):
-        yield dataset.sizes[start : start + BLOCK]
+    for start in range(0, len(dataset), DOCUMENTS_PER_READ):
+        yield dataset.sizes[start : start + DOCUMENTS_PER_READ]
         dataset.release()
 
 

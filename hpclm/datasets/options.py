@@ -12,7 +12,7 @@ from hpclm.data import chat_record, tokenizers
 from hpclm.data.loss_mask import prefix_of
 from hpclm.datasets.chat import Chat, chat_of, with_end
 from hpclm.datasets.encode import Job
-from hpclm.datasets.inputs import LONGEST, MB, Input, Share, find
+from hpclm.datasets.inputs import MAX_LINE_MB, MB, Input, Share, find
 from hpclm.datasets.run_text import token_text
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
@@ -33,7 +33,7 @@ LANGUAGES = dict(
     turkish="tr",
 )  # fmt: skip
 FAIRSEQ_ONLY = ("only_source", "trainpref", "validpref", "testpref", "srcdict", "destdir")
-LONGEST_LINE = f"refuse a longer line, or with --format files a longer file; default: {LONGEST} MB"
+LONGEST_LINE = f"refuse a longer line, or with --format files a longer file; default: {MAX_LINE_MB} MB"
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def parser() -> Parser:
     add("--format", choices=["jsonl", "lines", "files"], help=documents)
     keys = "keys, or columns, of the texts; a dataset is written for each; default: text"
     add("--json-keys", "--json-key", "--columns", "--column", nargs="+", metavar="KEY", help=keys)
-    add("--longest-line", type=int, default=LONGEST, metavar="MB", help=LONGEST_LINE)
+    add("--longest-line", type=int, default=MAX_LINE_MB, metavar="MB", help=LONGEST_LINE)
     add("--part", metavar="I/N", help="process part I (from 0) of N of the input; the last to finish joins the parts")
 
     add = options.add_argument_group("conversations").add_argument

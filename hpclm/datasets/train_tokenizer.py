@@ -9,7 +9,7 @@ from pathlib import Path
 from hpclm import log, paths
 from hpclm.data import tokenizers
 from hpclm.datasets.encode import read_texts
-from hpclm.datasets.inputs import LONGEST, MB, chunks, find
+from hpclm.datasets.inputs import MAX_LINE_MB, MB, chunks, find
 from hpclm.datasets.options import LONGEST_LINE
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from hpclm.datasets.tokenizers.sentencepieces import SENTENCES, train_sentencepiece
@@ -117,7 +117,7 @@ def parser() -> Parser:
     )
     add("--format", choices=["jsonl", "lines", "files"], help=documents)
     add("--json-key", "--column", metavar="KEY", help="key, or column, of the text; default: text")
-    add("--longest-line", type=int, default=LONGEST, metavar="MB", help=LONGEST_LINE)
+    add("--longest-line", type=int, default=MAX_LINE_MB, metavar="MB", help=LONGEST_LINE)
     output = "x.json: byte-level BPE, with <|endoftext|>; x.model: sentencepiece"
     add("--output", type=paths.option, required=True, metavar="FILE", help=output)
     add("--kind", choices=["bpe", "unigram"], default="bpe", help="unigram is for x.model only")

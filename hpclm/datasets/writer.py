@@ -21,8 +21,8 @@ from hpclm.datasets.hashing import HashedFile
 from hpclm.errors import ConfigError
 from hpclm.files import aside, locked, sweep, sync
 
-LONGEST = 2**31 - 1  # tokens in a sequence: sizes are int32
-BLOCK = 1 << 20  # sequences or tokens that are written at a time
+MAX_SEQUENCE_TOKENS = 2**31 - 1  # tokens in a sequence: sizes are int32
+ITEMS_PER_WRITE = 1 << 20  # sequences or tokens that are written at a time
 
 Layout = Literal["megatron", "fairseq"]
 Own = TypeVar("Own", bound="Writer")
@@ -76,8 +76,10 @@ class Writer:
             if self.sequences != self._modes.tell():
                 raise ValueError("either all sequences have modes or none")
             self._modes.write(modes.astype("i1").tobytes())
-        if sizes.size and sizes.max() > LONGEST:
-            raise ConfigError(f"a sequence of {sizes.max()} tokens is too long: an index holds at most {LONGEST}")
+        if sizes.size and sizes.max() > MAX_SEQUENCE_TOKENS:
+            raise ConfigError(
+                f"a sequence of {sizes.max()} tokens is too long: an index holds at most {MAX_SEQUENCE_TOKENS}"
+            )
         if self.layout == "fairseq" and (modes is not None or (documents != 1).any()):
             number = int(np.argmax(documents != 1))
             what = (
@@ -88,8 +90,8 @@ class Writer:
             raise ConfigError(f"fairseq's layout cannot store this: {what}; choose --layout megatron")
         self._sizes.write(sizes.astype("<i4", copy=False).tobytes())
         self._bounds.write((self.sequences + np.cumsum(documents)).astype("<i8", copy=False).tobytes())
-        for start in range(0, tokens.size, BLOCK):
-            self._stream.write(self._fitting(tokens[start : start + BLOCK]).data)
+        for start in range(0, tokens.size, ITEMS_PER_WRITE):
+            self._stream.write(self._fitting(tokens[start : start + ITEMS_PER_WRITE]).data)
         self.tokens += tokens.size
         self.sequences += sizes.size
         self.documents += documents.size
@@ -165,7 +167,7 @@ class Writer:
         _copy(self._sizes, self._indexed)
         self._sizes.seek(0)
         end = 0
-        while block := self._sizes.read(4 * BLOCK):
+        while block := self._sizes.read(4 * ITEMS_PER_WRITE):
             bytes_ = np.frombuffer(block, "<i4").astype("<i8") * self.dtype.itemsize
             ends = end + np.cumsum(bytes_)
             self._indexed.write((ends - bytes_).tobytes())

@@ -16,7 +16,7 @@ from hpclm.errors import CODES, HpclmError
 from hpclm.terminal import ranges
 
 KEY = "hpclm/failure"
-LONGEST = 1 << 16  # characters of a failure's text that are kept
+MAX_TEXT_CHARACTERS = 1 << 16  # characters of a failure's text that are kept
 # gloo raises plain RuntimeErrors, which only their text tells apart
 LOST = re.compile("connection (closed|reset) by peer|broken pipe|gloo|nccl|socket|tcpstore", re.IGNORECASE)
 CLOSED = re.compile("connection (closed|reset|refused)|broken pipe|remote process exited", re.IGNORECASE)
@@ -82,8 +82,8 @@ def parse(value: Any, size: int) -> Failure | None:
 
 def shortened(text: str) -> str:
     """``text``, or its beginning and end if it is very long."""
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]}\n[...]\n{text[-half:]}"
+    half = MAX_TEXT_CHARACTERS // 2
+    return text if len(text) <= MAX_TEXT_CHARACTERS else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def named(lost: Sequence[int], ranks: Sequence[RankInfo]) -> str:

@@ -23,7 +23,7 @@ SECRET = "HPCLM_SECRET"
 """The variable with the secret."""
 SIGNED = "SLURM_HPCLM_SIGNED"
 """Set by the job's script if it has made a secret: Slurm hands variables of this prefix on to every step."""
-LARGEST = 1 << 26  # bytes of a value
+MAX_VALUE_BYTES = 1 << 26  # bytes of a value
 TRIES = 10  # to replace a value that others keep writing
 
 
@@ -81,7 +81,7 @@ class SignedStore:
 
     def opened(self, key: str, data: bytes) -> Any:
         """The value that ``sealed`` made ``data`` of; None if it did not."""
-        signature, _, text = data[:LARGEST].partition(b" ")
+        signature, _, text = data[:MAX_VALUE_BYTES].partition(b" ")
         # in constant time: == would tell how much of a forged signature is right
         if not hmac.compare_digest(signature, self._signature(key, text).encode()):
             return None

@@ -21,7 +21,7 @@ from hpclm.distributed.hang import RankState
 from hpclm.distributed.rendezvous import RankInfo
 
 log = logging.getLogger(__name__)
-LEAST, RECENT = 10, 20  # steps of which a rank's usual work is the median
+MIN_STEPS, RECENT_STEPS = 10, 20  # steps of which a rank's usual work is the median
 SLOW = 1.5  # multiple of the others' median work per step
 NOTABLE = 0.2  # fraction of a step's time that a slow rank must cost
 
@@ -37,7 +37,7 @@ class WorkTimer:
         self.on_gpu, self.steps = False, 0
         self.work = self.seconds = 0.0
         """The medians of recent steps; 0 while there are too few."""
-        self._recent = deque[tuple[float, float]](maxlen=RECENT)
+        self._recent = deque[tuple[float, float]](maxlen=RECENT_STEPS)
         self._began = self._ran = self._read = 0.0
 
     def begin(self) -> None:
@@ -49,7 +49,7 @@ class WorkTimer:
         seconds = time.monotonic() - self._began
         self._recent.append((min(seconds, self._running() - self._ran + self._read), seconds))
         self.steps += 1
-        if len(self._recent) >= LEAST:
+        if len(self._recent) >= MIN_STEPS:
             self.work, self.seconds = map(median_low, zip(*self._recent, strict=True))
 
     @contextmanager

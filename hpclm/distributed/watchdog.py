@@ -44,7 +44,8 @@ SILENCE = 15.0  # seconds without a heartbeat after which the host is probed
 STEP, FIRST = "step", "first step"
 FOREVER = 1e6  # seconds
 UNLIMITED = ("", "data")  # phases that may take any time: before the first one; building datasets
-PATIENT, LEAST = 6.0, 120.0  # times the limit, and at least so many seconds, for other phases than steps
+PATIENCE_FACTOR = 6.0  # times the limit, for other phases than steps
+MIN_PATIENCE_SECONDS = 120.0  # for these phases, however short the limit is
 WAKE = 5.0  # seconds that ranks have to learn that the run hangs, after some had to be woken
 
 
@@ -152,7 +153,7 @@ class Watchdog:
 
     def progress(self) -> RankState:
         """What this rank sends the others in its heartbeats."""
-        patience = FOREVER if self.phase in UNLIMITED else max(PATIENT * self.limit, LEAST)
+        patience = FOREVER if self.phase in UNLIMITED else max(PATIENCE_FACTOR * self.limit, MIN_PATIENCE_SECONDS)
         if self.phase == STEP:
             # a run whose regular steps take longer than the limit must not be taken for one that hangs
             patience = max(self.limit, 2 * self._longest)

@@ -14,7 +14,7 @@ from hpclm.config.optimizers import Where
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
 
-LARGE = 1 << 18  # values from which a tensor is a piece by itself; smaller ones are concatenated
+MIN_PIECE_VALUES = 1 << 18  # values from which a tensor is a piece by itself; smaller ones are concatenated
 
 
 def local_tensors(state: TrainingState, weights: Iterable[ShardedParameter], shared: bool) -> Iterator[Tensor]:
@@ -40,15 +40,15 @@ def pieces(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     small: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         bits = tensor.detach().view(-1).view(torch.int32)
-        even = len(bits) // 2 * 2 if len(bits) >= LARGE and bits.storage_offset() % 2 == 0 else 0
+        even = len(bits) // 2 * 2 if len(bits) >= MIN_PIECE_VALUES and bits.storage_offset() % 2 == 0 else 0
         if even:
             divided.append([bits[:even].view(torch.int64)])
-        small.setdefault(bits.device, []).extend(part for part in bits[even:].split(LARGE) if len(part))
+        small.setdefault(bits.device, []).extend(part for part in bits[even:].split(MIN_PIECE_VALUES) if len(part))
     for parts in small.values():
         begin, count = 0, 0
         for end, part in enumerate(parts, 1):
             count += len(part)
-            if count >= LARGE or end == len(parts):
+            if count >= MIN_PIECE_VALUES or end == len(parts):
                 divided.append(parts[begin:end] + [part.new_zeros(1)] * (count % 2))
                 begin, count = end, 0
     return divided

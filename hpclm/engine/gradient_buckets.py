@@ -21,10 +21,10 @@ from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Axis, Mesh
 from hpclm.parallel.placement import Placement
 
-FIRST = 1 << 20  # bytes of the first bucket; small, so that the first all-reduce starts early (as in PyTorch)
-SIZE = 25.0  # megabytes of the others (as in PyTorch)
-PER_REPLICA = 4.0  # megabytes a replica on several nodes: a million fp32 gradients (as in Megatron-LM)
-FEWEST = 4  # buckets on several nodes, so that most of the communication overlaps with the backward pass
+FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first all-reduce starts early (as in PyTorch)
+BUCKET_MB = 25.0  # megabytes of the others (as in PyTorch)
+MB_PER_REPLICA = 4.0  # megabytes a replica on several nodes: a million fp32 gradients (as in Megatron-LM)
+MIN_BUCKETS = 4  # buckets on several nodes, so that most of the communication overlaps with the backward pass
 
 
 class Bucket:
@@ -128,8 +128,8 @@ def megabytes(given: float | None, values: int, compute: Compute) -> float:
     """
     mesh = compute.mesh
     if given or mesh.nodes == 1 or compute.device.type != "cuda":
-        return given or SIZE
-    return max(SIZE, min(PER_REPLICA * mesh.dp.size, values * 4 / (1 << 20) / FEWEST))
+        return given or BUCKET_MB
+    return max(BUCKET_MB, min(MB_PER_REPLICA * mesh.dp.size, values * 4 / (1 << 20) / MIN_BUCKETS))
 
 
 def by_mesh(weights: Mapping[nn.Parameter, Placement], mesh: Mesh) -> Iterator[tuple[Mesh, list[nn.Parameter]]]:
@@ -138,7 +138,9 @@ def by_mesh(weights: Mapping[nn.Parameter, Placement], mesh: Mesh) -> Iterator[t
         yield mesh.of_weights(data_ranks), [p for p, placement in weights.items() if placement.data_ranks == data_ranks]
 
 
-def grouped(parameters: Iterable[nn.Parameter], size_mb: float, first: int = FIRST) -> Iterator[list[nn.Parameter]]:
+def grouped(
+    parameters: Iterable[nn.Parameter], size_mb: float, first: int = FIRST_BUCKET_BYTES
+) -> Iterator[list[nn.Parameter]]:
     """Parameters in order, in buckets of about ``size_mb`` megabytes, of which the first has at most ``first`` bytes."""
     group: list[nn.Parameter] = []
     limit = int(size_mb * (1 << 20))

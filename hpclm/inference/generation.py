@@ -11,7 +11,7 @@ from hpclm.inference.generation_settings import Sampling
 from hpclm.model.cache import KeyValueCache
 from hpclm.model.stack import Stack
 
-MANY = 16  # new tokens from which a transposed copy of the output weights is worth making
+MIN_TOKENS_TO_TRANSPOSE = 16  # new tokens from which a transposed copy of the output weights is worth making
 
 Ended = Callable[[int, list[int]], bool]
 """Called with a sequence's number and its new tokens after each of them: whether it ends here."""
@@ -104,7 +104,7 @@ class Batch:
     def _last(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """[rows, V] logits after the last of [rows, T] ids."""
         head = self.model.head(ids, cache)
-        if self.device.type == "cpu" and self.most >= MANY:
+        if self.device.type == "cpu" and self.most >= MIN_TOKENS_TO_TRANSPOSE:
             if self._output is None:
                 dtype = torch.float32 if head.shape.fp32 else head.hidden.dtype
                 self._output = head.weight[: self.vocabulary].to(dtype).t().contiguous()

@@ -10,7 +10,7 @@ from hpclm.datasets import kinds
 from hpclm.datasets.lines import without_end
 from hpclm.errors import ConfigError, unread
 
-LARGEST = 1 << 32  # bytes of a text
+MAX_TEXT_BYTES = 1 << 32  # bytes of a text
 BOM = "\ufeff"  # byte order mark
 PLAIN = ".txt"
 
@@ -52,7 +52,7 @@ def text_of(path: str, option: str = "") -> str:
     """
     name = f"{option} {path}".lstrip()
     try:
-        text = sys.stdin.buffer.read().decode() if path == "-" else files.read_text(path, LARGEST)
+        text = sys.stdin.buffer.read().decode() if path == "-" else files.read_text(path, MAX_TEXT_BYTES)
     except UnicodeError:
         raise ConfigError(f"{name} is not UTF-8 text") from None
     except OSError as error:

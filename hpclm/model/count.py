@@ -6,7 +6,7 @@ CHUNK = 4096
 """Tokens whose logits any GPU computes at a time: enough for fast matrix products."""
 ROOM = 4 << 30
 """Bytes for logits and what the loss makes of them on a large GPU: fewer chunks add to the gradient of the embedding less often."""
-LARGE = 60 << 30
+LARGE_GPU_BYTES = 60 << 30
 """Bytes of memory of a large GPU. It is a threshold, not a fraction, so that GPUs of one kind choose alike."""
 PER_LOGIT = 8
 """Bytes: in 16 bits a logit, its log-probability in fp32, and its gradient."""
@@ -86,7 +86,7 @@ def recompute_flops(config: ModelConfig, recompute: str) -> float:
 def loss_chunk(tokens: int, vocab: int, memory: float) -> int:
     """Tokens of a micro-batch of ``tokens`` whose logits are computed at a time, without engine.loss_chunk, on a GPU with ``memory`` bytes, which has ``vocab`` entries of
     the vocabulary: equal chunks if possible, so that compiled code sees one shape."""
-    room = ROOM if memory >= LARGE else 0
+    room = ROOM if memory >= LARGE_GPU_BYTES else 0
     largest = max(CHUNK, room // (PER_LOGIT * vocab))
     fewest = max(1, -(-tokens // largest))
     count = next((parts for parts in range(fewest, 2 * fewest) if tokens % parts == 0), fewest)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-SMALL = 1 << 16  # values; smaller activations are not worth offloading
+MIN_OFFLOADED_VALUES = 1 << 16  # values; smaller activations are not worth offloading
 AHEAD = 2
 """Blocks whose activations may be on the GPU at a time: the one that computes and the one that is copied."""
 
@@ -77,7 +77,7 @@ class Saved:
 class ActivationOffload:
     """Moves what the blocks of one micro-batch save for the backward pass."""
 
-    def __init__(self, streams: Streams, small: int = SMALL):
+    def __init__(self, streams: Streams, small: int = MIN_OFFLOADED_VALUES):
         self.streams, self.small = streams, small
         self.blocks: list[BlockActivations] = []
 

@@ -17,7 +17,7 @@ from hpclm.node import secrets
 
 log = logging.getLogger(__name__)
 SECONDS = 2.0  # that a run may wait for a message when it ends; it is killed soon after
-LONGEST = 4000  # characters of a message
+MAX_MESSAGE_CHARACTERS = 4000  # characters of a message
 EVENTS = {"failed": "has failed", "finished": "has finished", "restarted": "was restarted"}
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -67,7 +67,11 @@ class Notifier:
 
     def send(self, event: Literal["failed", "finished", "restarted"], message: str, seconds: float = SECONDS) -> None:
         """Send to all targets at once, and wait ``seconds`` for them; with 0 it continues in the background."""
-        content = {"event": event, **self._about, "message": secrets.Redactor(self.env)(message)[:LONGEST]}
+        content = {
+            "event": event,
+            **self._about,
+            "message": secrets.Redactor(self.env)(message)[:MAX_MESSAGE_CHARACTERS],
+        }
         content["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         content["text"] = "hpclm: {run} {what} ({out} on {host}): {message}".format(what=EVENTS[event], **content)
         threads = [

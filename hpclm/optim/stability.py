@@ -3,7 +3,7 @@
 A spike is a loss that is not where it usually is. The usual loss is the median of the last WINDOW steps that were not spikes. The deviation is 1.4826 times the median absolute
 deviation, an estimate of the standard deviation for normal noise. A step is a spike if its loss exceeds the usual loss by
 more than FACTOR deviations and by more than ``rise`` nats. Spikes do not enter the median, so a spike lasts until the loss
-recovers, however long that takes. Nothing is flagged before LEAST steps are known.
+recovers, however long that takes. Nothing is flagged before MIN_STEPS steps are known.
 
 All of this depends only on the losses, so it is the same on every rank.
 """
@@ -19,7 +19,7 @@ from hpclm.config import OptimConfig, ScalerConfig
 from hpclm.errors import DivergedError
 
 WINDOW = 100
-LEAST = 8
+MIN_STEPS = 8
 FACTOR = 10.0
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Watch:
         # or a spike would become the usual loss after half a window
         recent = self.recent if spike else (*self.recent, loss)[-WINDOW:]
         usual, deviation = before.usual, before.deviation
-        if len(recent) >= LEAST:
+        if len(recent) >= MIN_STEPS:
             usual = median(recent)
             deviation = 1.4826 * median(abs(value - usual) for value in recent)
         return replace(self, health=Health(loss, usual, deviation, since, in_a_row), recent=recent)

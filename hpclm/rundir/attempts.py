@@ -46,7 +46,7 @@ def check_attempts_readable(out: Path) -> None:
     for path in (out / NAME, out / ENDS):
         try:
             with files.reader(path) as file:
-                files.check_size(file, path, files.LARGEST)
+                files.check_size(file, path, files.MAX_READ_BYTES)
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -67,7 +67,7 @@ def read_ends(out: Path) -> list[dict[str, Any]]:
 def _read(path: Path, fields: Mapping[str, Kind]) -> list[dict[str, Any]]:
     read = []
     try:
-        for _, lines in rows.blocks(path, max_bytes=files.LARGEST):
+        for _, lines in rows.blocks(path, max_bytes=files.MAX_READ_BYTES):
             for line in lines.split(b"\n"):
                 with suppress(ValueError, RecursionError):
                     row = json.loads(line.decode(errors="replace"))
@@ -81,12 +81,12 @@ def _read(path: Path, fields: Mapping[str, Kind]) -> list[dict[str, Any]]:
 
 def stream(out: Path) -> Iterator[dict[str, Any]]:
     """The attempts that have a time, oldest first; OSError if the file cannot be read."""
-    return rows.stream(out / NAME, ATTEMPT, ["time"], files.LARGEST)
+    return rows.stream(out / NAME, ATTEMPT, ["time"], files.MAX_READ_BYTES)
 
 
 def stream_ends(out: Path) -> Iterator[dict[str, Any]]:
     """How attempts ended; OSError if the file cannot be read."""
-    return rows.stream(out / ENDS, END, ["attempt", "code"], files.LARGEST)
+    return rows.stream(out / ENDS, END, ["attempt", "code"], files.MAX_READ_BYTES)
 
 
 def last(out: Path) -> Row:

@@ -12,8 +12,8 @@ from hpclm.config import compose
 from hpclm.rundir import metrics_file, rows
 from hpclm.sinks import RefusedError, Row, RunInfo, Sink, lookup
 
-MOST = 10_000  # rows that are held at once
-LARGEST = 1 << 20  # bytes of a position
+MAX_PENDING_ROWS = 10_000  # rows that are held at once
+MAX_POSITION_BYTES = 1 << 20  # bytes of a position
 POSITION: dict[str, rows.Kind] = {
     **{"id": str, "rollbacks": int, "rows": int},
     "steps": lambda steps: isinstance(steps, dict) and all(rows.fits(step, int) for step in steps.values()),
@@ -46,7 +46,7 @@ class Feed:
         self.sink: Sink | None = None
         self._offset, self._pending = 0, list[Row]()
         with suppress(FileNotFoundError):
-            text = files.read_text(place(out, name, "json"), LARGEST, errors="replace")
+            text = files.read_text(place(out, name, "json"), MAX_POSITION_BYTES, errors="replace")
             before = rows.parsed(text, POSITION, NEEDED)
             if (
                 before and before["rollbacks"] == self.rollbacks
@@ -120,7 +120,7 @@ class Feed:
         """Add the complete new lines of metrics.jsonl to what is pending; whether anything is. OSError if it cannot be read."""
         with suppress(FileNotFoundError):
             for end, read in metrics_file.added(self.out, self._offset):
-                if len(self._pending) >= MOST:
+                if len(self._pending) >= MAX_PENDING_ROWS:
                     break
                 self._offset = end
                 self._pending += [row for row in read if row["step"] > self.steps.get(kind(row), 0)]

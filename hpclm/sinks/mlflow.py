@@ -13,7 +13,7 @@ from hpclm.sinks import RefusedError, Row, RunInfo, figures
 from hpclm.sinks.names import TrackerNames, is_path
 
 ID = "hpclm.id"
-MOST, LONGEST = 1000, 6000  # numbers in a request, characters of a parameter
+MAX_METRICS_PER_REQUEST, MAX_PARAMETER_CHARACTERS = 1000, 6000  # numbers in a request, characters of a parameter
 PARAMETERS = 40  # in a request, which may have 1 MB
 SHORT = 250  # characters of a parameter that every version takes
 LATER = {401, 403, 404, 408, 425, 429}
@@ -45,7 +45,9 @@ class MlflowSink:
         """Add settings; a value that the server refuses is cut, and left out if that does not help."""
         try:
             with refusals():
-                self.client.log_batch(self.id, params=[Param(name, value[:LONGEST]) for name, value in values])
+                self.client.log_batch(
+                    self.id, params=[Param(name, value[:MAX_PARAMETER_CHARACTERS]) for name, value in values]
+                )
         except RefusedError:
             for name, value in values:
                 with suppress(RefusedError), refusals():
@@ -58,9 +60,9 @@ class MlflowSink:
             for row in rows
             for key, value in figures(row).items()
         ]
-        for start in range(0, len(metrics), MOST):
+        for start in range(0, len(metrics), MAX_METRICS_PER_REQUEST):
             with refusals():
-                self.client.log_batch(self.id, metrics[start : start + MOST])
+                self.client.log_batch(self.id, metrics[start : start + MAX_METRICS_PER_REQUEST])
 
     def close(self, code: int) -> None:
         """Set the run's status."""

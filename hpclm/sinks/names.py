@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from posixpath import normpath
 
-LONGEST = 250  # characters of a name
+MAX_NAME_CHARACTERS = 250  # characters of a name
 DIGEST = 6  # characters of a hash that keep names apart
 
 
@@ -32,16 +32,27 @@ def substitute(name: str) -> str:
     """A name of letters, digits, and ``_ - . space /``, which a hash keeps apart from those of other names."""
     digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:DIGEST]
     parts = [part for part in re.sub(r"[^\w\-. /]", "_", name).split("/") if part.strip(". ")]
-    begin = "/".join(parts).lstrip("_ ")[: LONGEST - DIGEST - 1] or "name"
+    begin = "/".join(parts).lstrip("_ ")[: MAX_NAME_CHARACTERS - DIGEST - 1] or "name"
     return f"{begin}-{digest}"
 
 
 def is_path(name: str) -> bool:
     """Whether MLflow takes a name: as a path it must stand for itself, and it has only some characters besides letters."""
-    normal = 0 < len(name) <= LONGEST and normpath(name) == name and name != "." and not name.startswith(("..", "/"))
+    normal = (
+        0 < len(name) <= MAX_NAME_CHARACTERS
+        and normpath(name) == name
+        and name != "."
+        and not name.startswith(("..", "/"))
+    )
     return normal and re.fullmatch(r"[/\w.\- :]*", name) is not None
 
 
 def is_key(name: str) -> bool:
     """Whether W&B takes a name for a metric: it is text, not its own ``_step`` or the like, and not the axis of all charts."""
-    return bool(name.strip()) and len(name) <= LONGEST and name.isprintable() and name[0] != "_" and name != "step"
+    return (
+        bool(name.strip())
+        and len(name) <= MAX_NAME_CHARACTERS
+        and name.isprintable()
+        and name[0] != "_"
+        and name != "step"
+    )

@@ -18,7 +18,7 @@ from hpclm.node.preemption import WARNINGS
 from hpclm.sinks.feed import Feed, cause, place
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
-FIRST, LONGEST = 5.0, 300.0  # seconds until the next try after a failure; doubled each time
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 300.0  # seconds until the next try after a failure; doubled each time
 LAST, KILLED = 60, 3  # seconds after which SIGALRM ends this process once the attempt has ended, or rank 0 was killed
 
 
@@ -61,7 +61,7 @@ def main(name: str, out: Path) -> int:
             except Exception as error:
                 if failure != cause(error):
                     warn(f"{cause(error)}; training continues; retrying")
-                failure, pause = cause(error), min(LONGEST, max(FIRST, 2 * pause))
+                failure, pause = cause(error), min(MAX_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
             if last:
                 feed.close(ending.code)
                 return bool(failure)

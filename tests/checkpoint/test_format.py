@@ -22,7 +22,7 @@ WRONG = r"^x\.safetensors differs from what was saved \(its hash is wrong\)$"
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "BLOCK", BLOCK)
+        patch.setattr(files, "HASH_BLOCK_BYTES", BLOCK)
         yield
 
 

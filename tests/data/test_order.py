@@ -68,7 +68,7 @@ def test_samples_start_where_walking_over_the_tokens_finds_them(sizes, span, con
     if not (samples_in(tokens, context, partial) or (tokens and wanted)):
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(orders, "BLOCK", block)
+        patch.setattr(orders, "DOCUMENTS_PER_BLOCK", block)
         index = build_index(sizes, span, Order(context, 5, policy, wanted, partial))
     total = len(index.shuffle)
     assert total >= (wanted or 1)
@@ -229,7 +229,7 @@ def test_blocks_of_whole_lines_are_filled_line_by_line(separator, sizes, longest
         end += size or 0
         start = end if size == separator else start
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(orders, "BLOCK", 7)
+        patch.setattr(orders, "DOCUMENTS_PER_BLOCK", 7)
         found = blocks(np.array(sizes, np.int32), longest, "complete" if separator is None else "complete_doc")
     assert found.bounds.tolist() == wanted
 

@@ -14,7 +14,7 @@ from hpclm import cli
 from hpclm.checkpoint.fingerprint import differences, fingerprint
 from hpclm.config import from_cli
 from hpclm.data import content, sources, tokenizers
-from hpclm.data.content import BLOCK, DIGEST
+from hpclm.data.content import DIGEST, HASH_BLOCK_BYTES
 from hpclm.data.corpus import SAMPLED
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets.hashing import Hasher
@@ -29,7 +29,7 @@ from tests.datasets.test_merge import TOKENIZER, write
 def by_hand(path):
     """What the module's first lines say, word for word."""
     data = path.read_bytes()
-    digests = [xxhash.xxh3_64_digest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+    digests = [xxhash.xxh3_64_digest(data[at : at + HASH_BLOCK_BYTES]) for at in range(0, len(data), HASH_BLOCK_BYTES)]
     return xxhash.xxh3_128_hexdigest(b"".join(digests)), b"".join(digests).hex()
 
 
@@ -39,7 +39,7 @@ def large(tmp_path):
     with Writer(tmp_path / "x", "u2") as writer:
         draw = np.random.default_rng(0)
         for _ in range(40):
-            tokens = draw.integers(0, 300, BLOCK + 77, dtype="u2")
+            tokens = draw.integers(0, 300, HASH_BLOCK_BYTES + 77, dtype="u2")
             writer.extend(tokens, np.array([1000, len(tokens) - 1000]), np.array([1, 1]))
         writer.note = {"tokenizer": TOKENIZER | {"size": 300}}
     return tmp_path / "x"
@@ -51,11 +51,13 @@ def zero(path, begin, end):
         file.write(bytes(end - begin))
 
 
-@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+@pytest.mark.parametrize(
+    "size", [0, 1, HASH_BLOCK_BYTES - 1, HASH_BLOCK_BYTES, HASH_BLOCK_BYTES + 1, 3 * HASH_BLOCK_BYTES + 5]
+)
 def test_the_hash_does_not_depend_on_the_pieces(size, tmp_path):
     data = random.Random(size).randbytes(size)
     (tmp_path / "x").write_bytes(data)
-    for largest in (17_000, 300_000, 5 * BLOCK):
+    for largest in (17_000, 300_000, 5 * HASH_BLOCK_BYTES):
         hasher, draw, at = Hasher(), random.Random(largest), 0
         while at < size:
             piece = data[at : at + draw.randrange(1, largest)]
@@ -73,18 +75,18 @@ def test_a_dataset_stores_the_hashes_of_its_files(large):
 
 def test_zeros_are_found_and_where_they_begin(large, capsys):
     """Zeros are tokens like others: nothing but the hash tells."""
-    zero(large.with_suffix(".bin"), 3 * BLOCK + 10, 50 * BLOCK)
+    zero(large.with_suffix(".bin"), 3 * HASH_BLOCK_BYTES + 10, 50 * HASH_BLOCK_BYTES)
     assert cli.main(["data", "verify", str(large)]) == 64
     said = capsys.readouterr().err
     assert "x.bin is corrupt: 47 of 81 blocks of 1 MiB do not match" in said
-    assert f"the first one at byte {3 * BLOCK} (document 3, sequence 3, offset" in said
+    assert f"the first one at byte {3 * HASH_BLOCK_BYTES} (document 3, sequence 3, offset" in said
 
 
 def test_a_hash_that_is_added_later_vouches_for_nothing_before_it(large, capsys):
     large.with_suffix(".json").unlink()
     assert cli.main(["data", "hash", str(large)]) == 0
     assert "it cannot detect earlier damage" in capsys.readouterr().out
-    zero(large.with_suffix(".bin"), 3 * BLOCK + 10, 50 * BLOCK)
+    zero(large.with_suffix(".bin"), 3 * HASH_BLOCK_BYTES + 10, 50 * HASH_BLOCK_BYTES)
     large.with_suffix(".json").unlink()
     for _ in range(2):  # the second time it compares
         assert cli.main(["data", "hash", str(large)]) == 0
@@ -113,7 +115,7 @@ def test_an_index_that_is_sound_but_not_the_one_that_was_written_is_found(tmp_pa
 
 
 def test_a_corrupt_dataset_is_neither_merged_nor_converted(large, tmp_path, capsys):
-    zero(large.with_suffix(".bin"), BLOCK, 2 * BLOCK)
+    zero(large.with_suffix(".bin"), HASH_BLOCK_BYTES, 2 * HASH_BLOCK_BYTES)
     for words in (["merge", tmp_path / "m", large, large], ["convert", large, tmp_path / "m", "--layout", "fairseq"]):
         assert cli.main(["data", *map(str, words)]) == 64
         assert "x.bin is corrupt" in capsys.readouterr().err
@@ -258,7 +260,7 @@ def test_a_run_logs_its_checks_and_does_not_train_on_corrupt_data(large, tiny, t
     with caplog.at_level("INFO"):
         assert loop.run(config, single()) == 0
     assert "data: 64 of 81 blocks of 1 MiB, chosen at random, are intact" in caplog.text
-    zero(large.with_suffix(".bin"), BLOCK, 60 * BLOCK)
+    zero(large.with_suffix(".bin"), HASH_BLOCK_BYTES, 60 * HASH_BLOCK_BYTES)
     with pytest.raises(ConfigError, match="is corrupt"):
         loop.run(dataclasses.replace(config, out=str(tmp_path / "other")), single())
     assert not (tmp_path / "other").exists()

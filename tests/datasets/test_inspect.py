@@ -143,7 +143,7 @@ def test_bins_are_adjacent_and_contain_every_length_once(spread):
 
 def test_lengths_are_exact_over_many_blocks(tmp_path):
     rng = np.random.default_rng(1)
-    documents = rng.integers(0, 3, 2 * inspect.BLOCK + 9)
+    documents = rng.integers(0, 3, 2 * inspect.DOCUMENTS_PER_READ + 9)
     sizes = rng.integers(0, 50, documents.sum())
     with Writer(tmp_path / "x", "u1") as writer:
         writer.extend(np.zeros(sizes.sum(), "u1"), sizes, documents)

@@ -14,7 +14,7 @@ from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.distributed.hang import RankState, culprits, report
 from hpclm.distributed.rendezvous import RankInfo
-from hpclm.distributed.stragglers import LEAST, Stragglers, WorkTimer
+from hpclm.distributed.stragglers import MIN_STEPS, Stragglers, WorkTimer
 from tests import ranks
 from tests.runs import until
 
@@ -128,7 +128,7 @@ def test_a_rank_is_slow_by_its_own_part_of_the_steps(seconds, stages, slow, tmp_
 
 def test_a_step_that_takes_long_by_chance_is_not_the_usual_work():
     timer, took = WorkTimer(), []
-    for number in range(LEAST):
+    for number in range(MIN_STEPS):
         assert timer.seconds == 0.0
         began = time.perf_counter()
         timer.begin()

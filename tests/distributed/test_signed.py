@@ -71,7 +71,7 @@ def test_a_failure_that_no_rank_publishes_is_none_even_if_it_is_signed(wrong):
 
 def test_a_failure_s_text_is_short_and_none_of_its_lines_looks_like_another_entry():
     found = failure.parse({"rank": 0, "kind": "raised", "code": 1, "text": "a\n2026-03-01 10:15:00 I done" * 10**5}, 1)
-    assert len(found.text) < 2 * failure.LONGEST
+    assert len(found.text) < 2 * failure.MAX_TEXT_CHARACTERS
     told = found.describe([RankInfo(0, 1, 0, 1, host="node1")]).splitlines()
     assert told[0].startswith("rank 0 on node1") and all(line.startswith("  ") for line in told[1:])
 

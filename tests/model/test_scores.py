@@ -9,7 +9,7 @@ from hpclm.config import ModelConfig
 from hpclm.model import position
 from hpclm.model.attention import layout
 from hpclm.model.attention.layout import ActivationSpec, Flex, attention_metadata, block_mask, block_starts
-from hpclm.model.attention.scores import BLOCK, LONGEST, Scores, attend, flex_attention
+from hpclm.model.attention.scores import MAX_SAVED_CONTEXT, ROWS_PER_BLOCK, Scores, attend, flex_attention
 from hpclm.parallel.mesh import SINGLE
 from hpclm.parallel.micro_batch import MicroBatch
 
@@ -40,7 +40,7 @@ def in_full(q, k, v, documents, window, slopes, how):
 CASES = list(itertools.product([None, 50, 200], [False, True], [None, 2.0], [False, True], ["none", "alibi"]))
 
 
-@pytest.mark.parametrize("length", [300, LONGEST + 90])
+@pytest.mark.parametrize("length", [300, MAX_SAVED_CONTEXT + 90])
 def test_every_combination_is_what_whole_scores_give_with_its_gradients(length):
     draw = torch.Generator().manual_seed(length)
     shapes = [(2, heads, length, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
@@ -48,14 +48,14 @@ def test_every_combination_is_what_whole_scores_give_with_its_gradients(length):
     sinks, outer = torch.randn(HEADS, generator=draw).requires_grad_(), torch.randn(shapes[0], generator=draw)
     texts = torch.stack([torch.arange(length) // 37, torch.arange(length) // 290])
     kind = ActivationSpec(length, torch.float32, torch.device("cpu"))
-    for window, several, cap, sink, positions in CASES if length < LONGEST else CASES[::5]:
+    for window, several, cap, sink, positions in CASES if length < MAX_SAVED_CONTEXT else CASES[::5]:
         layer = "full" if window is None else "window"
         config = ModelConfig(
             hidden=64, heads=HEADS, kv_heads=GROUPS, positions=positions, pattern=[layer], window=window
         )
         documents = texts if several else None
         how = Scores(0.3 if cap else None, cap, sinks=sinks if sink else None)
-        starts = block_starts(texts, range(0, length, BLOCK)) if several else None
+        starts = block_starts(texts, range(0, length, ROWS_PER_BLOCK)) if several else None
         batch, prepared = MicroBatch(torch.empty(0), documents=documents), layout.Prepared(starts=starts)
         metadata = attention_metadata(config, kind, SINGLE, batch, layer, prepared)
         slopes = position.alibi_slopes(HEADS, kind.device) if positions == "alibi" else None
@@ -83,4 +83,4 @@ def test_flex_attention_takes_windows_caps_and_sinks():
 
 def test_columns_that_no_row_of_a_block_attends_to_are_not_computed():
     texts = torch.tensor([[0] * 130 + [1] * 270, [0] * 100 + [1] * 200 + [2] * 100])
-    assert block_starts(texts, range(0, 400, BLOCK)) == (0, 0, 100, 130)
+    assert block_starts(texts, range(0, 400, ROWS_PER_BLOCK)) == (0, 0, 100, 130)

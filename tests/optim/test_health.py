@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpclm.config import OptimConfig
-from hpclm.optim.stability import FACTOR, LEAST, Health, Watch
+from hpclm.optim.stability import FACTOR, MIN_STEPS, Health, Watch
 
 RISE = OptimConfig.spike
 CURVES = json.loads((Path(__file__).parent / "curves.json").read_text())
@@ -32,7 +32,7 @@ def alarms(losses):
 def test_no_step_of_an_ordinary_run_is_a_spike_and_one_in_it_is_found_at_once(name):
     losses = CURVES[name]
     assert not alarms(losses)
-    for step in range(LEAST + 1, len(losses) - 2, 7):
+    for step in range(MIN_STEPS + 1, len(losses) - 2, 7):
         spoilt = [*losses[:step], losses[step] + 100.0, *losses[step + 1 :]]
         assert alarms(spoilt) == [step + 1], step
 
@@ -70,7 +70,7 @@ def test_a_loss_must_rise_by_more_than_it_usually_moves():
 
 
 def test_nothing_is_judged_before_enough_is_known_or_where_it_is_not_wanted():
-    assert not alarms([3.4] * (LEAST - 1) + [666.0]) and alarms([3.4] * LEAST + [666.0])
+    assert not alarms([3.4] * (MIN_STEPS - 1) + [666.0]) and alarms([3.4] * MIN_STEPS + [666.0])
     watch = Watch(0.0)
     for step, loss in enumerate([3.4] * 50 + [666.0], 1):
         watch = watch.after(step, loss, skipped=False)

@@ -54,7 +54,7 @@ def test_the_hole_of_a_file_of_rows_is_not_read(tmp_path):
 @pytest.mark.parametrize("name, read", [("attempts.jsonl", attempts.read), ("ends.jsonl", attempts.read_ends)])
 def test_attempts_in_a_file_that_is_too_large_are_refused_before_it_is_read(name, read, tmp_path):
     with (tmp_path / name).open("wb") as file:
-        file.truncate(files.LARGEST + 1)
+        file.truncate(files.MAX_READ_BYTES + 1)
     with pytest.raises(ConfigError, match=rf"{name} cannot be read: larger than 67.1 MB, the limit; move it away"):
         read(tmp_path)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpclm.diagnostics.report import bad_nodes
-from hpclm.engine.checksum import LARGE, checksums, counts, pieces
+from hpclm.engine.checksum import MIN_PIECE_VALUES, checksums, counts, pieces
 from hpclm.engine.native import NativeEngine
 from hpclm.errors import ConfigError
 from hpclm.training.corruption import Verifier, findings
@@ -156,8 +156,15 @@ def test_losses_must_be_equal_to_the_last_bit_only_where_kernels_give_the_same_b
 
 
 def test_every_bit_of_every_value_counts_in_a_checksum():
-    whole = torch.randn(2 * LARGE + 5)
-    tensors = [torch.randn(3, 5), whole[1:], torch.zeros(0), torch.randn(1), whole[: LARGE + 1], torch.ones(())]
+    whole = torch.randn(2 * MIN_PIECE_VALUES + 5)
+    tensors = [
+        torch.randn(3, 5),
+        whole[1:],
+        torch.zeros(0),
+        torch.randn(1),
+        whole[: MIN_PIECE_VALUES + 1],
+        torch.ones(()),
+    ]
     divided = pieces(tensors)
     before = checksums(divided, torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)

@@ -299,7 +299,7 @@ def test_a_run_goes_on_where_tensorboard_cannot_be_imported(right, tmp_path, mon
 def befallen(out, fault, paths, mends, more, monkeypatch, capfd):
     """The exit code of a run to whose ``paths`` the ``fault`` happens, and what it says."""
     folder = out.parent
-    monkeypatch.setattr(side_path, "FIRST", 0.0)  # the run is shorter than the pause before the next try
+    monkeypatch.setattr(side_path, "FIRST_PAUSE_SECONDS", 0.0)  # the run is shorter than the pause before the next try
     for name, value in (("FAULT", fault), ("RUN", out), ("PATHS", " ".join(paths)), *[("MENDS", "1")] * mends):
         monkeypatch.setenv(f"TEST_{name}", str(value))
     (folder / "code").mkdir()  # in a folder of its own: a run lists all code beside that which it uses

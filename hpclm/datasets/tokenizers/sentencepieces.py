@@ -15,11 +15,11 @@ from hpclm.datasets.tokenizers.vocabulary import expect, id_of_end, load
 from hpclm.errors import ConfigError
 
 SENTENCES = 1_000_000  # lines that a model is trained on by default
-FEWEST = 101  # lines that the library takes a random sample of
-LONGEST = 1 << 20  # bytes of a line; the library drops longer ones
+MIN_SAMPLED_LINES = 101  # lines that the library takes a random sample of
+MAX_LINE_BYTES = 1 << 20  # bytes of a line; the library drops longer ones
 PART = 1 << 16  # characters of a part of such a line, at most
 RESERVED = "\u2585"  # the library drops lines with this character, which stands for unknown ones
-LARGEST = 2**31 - 1  # number that it takes
+MAX_OPTION_VALUE = 2**31 - 1  # number that it takes
 ENDS = ("。", "！", "？", "…", ". ", "! ", "? ")
 """Ends of sentences, at which long lines are divided."""
 USER_DEFINED = 4  # ModelProto.SentencePiece.Type
@@ -119,9 +119,9 @@ def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int, senten
 
     Decoding restores the text: no normalisation, and byte fallback. The lines are in memory. ConfigError if it cannot be trained.
     """
-    for option, number, least in (("--vocab-size", vocab_size, 1), ("--sentences", sentences, FEWEST)):
-        if not least <= number <= LARGEST:
-            raise ConfigError(f"{option} {number} must be from {least} to {LARGEST} for sentencepiece")
+    for option, number, least in (("--vocab-size", vocab_size, 1), ("--sentences", sentences, MIN_SAMPLED_LINES)):
+        if not least <= number <= MAX_OPTION_VALUE:
+            raise ConfigError(f"{option} {number} must be from {least} to {MAX_OPTION_VALUE} for sentencepiece")
     with extras.needed_for("a sentencepiece tokenizer"):
         from sentencepiece import SentencePieceTrainer, set_random_generator_seed
 
@@ -138,7 +138,7 @@ def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int, senten
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-            max_sentence_length=LONGEST,
+            max_sentence_length=MAX_LINE_BYTES,
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -147,12 +147,12 @@ def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int, senten
 
 
 def parts_of_line(line: str) -> Iterator[str]:
-    """``line`` in parts that the library does not drop: without RESERVED, and of at most LONGEST bytes.
+    """``line`` in parts that the library does not drop: without RESERVED, and of at most MAX_LINE_BYTES.
 
     A longer one is divided after the last end of a sentence of PART characters, or else at the last space, or else anywhere.
     """
     for text in line.split(RESERVED):
-        if 4 * len(text) <= LONGEST or len(text.encode()) <= LONGEST:
+        if 4 * len(text) <= MAX_LINE_BYTES or len(text.encode()) <= MAX_LINE_BYTES:
             if text:
                 yield text
             continue

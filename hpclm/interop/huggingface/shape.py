@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpclm.config import ModelConfig
-from hpclm.config.model import MOST_LAYERS
+from hpclm.config.model import MAX_LAYERS
 from hpclm.config.rope import KINDS
 from hpclm.errors import ConfigError
 
@@ -145,7 +145,7 @@ def layers(
 def whole(tree: Json, key: str) -> int:
     """A number of config.json that is checked elsewhere; 0 if it is none."""
     value = tree.get(key)
-    return value if type(value) is int and value < MOST_LAYERS * MOST_LAYERS else 0
+    return value if type(value) is int and value < MAX_LAYERS * MAX_LAYERS else 0
 
 
 def period(kinds: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ LAYER = re.compile(r"^(input_layernorm|self_attention|attention)\.")
 """How names in a layer's own file begin."""
 NO_WEIGHTS = re.compile(r"(\._extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)$")
 OUTER = re.compile(r"^(module\.)*(model\.)?(language_model\.)?")
-LONGEST = 1 << 10  # bytes of a file that names the newest checkpoint
+MAX_TRACKER_BYTES = 1 << 10  # bytes of a file that names the newest checkpoint
 
 
 @dataclass
@@ -55,7 +55,7 @@ def recognised(source: Path) -> Path | None:
     for note, pattern in (("latest_checkpointed_iteration.txt", "iter_{:07d}"), ("latest", None)):
         if (source / note).is_file():
             try:
-                text = files.read_text(source / note, LONGEST).strip()
+                text = files.read_text(source / note, MAX_TRACKER_BYTES).strip()
             except OSError as error:
                 raise unread(error, source / note) from None
             except UnicodeDecodeError as error:

@@ -32,7 +32,7 @@ from hpclm.interop.megatron.layout import NO_WEIGHTS, MegatronState
 from hpclm.interop.pickles import load, refused
 
 log = logging.getLogger(__name__)
-LARGEST = 1 << 31  # bytes of .metadata
+MAX_METADATA_BYTES = 1 << 31  # bytes of .metadata
 CLASSES = {
     "torch.distributed.checkpoint.metadata": "Metadata StorageMeta TensorStorageMetadata ChunkStorageMetadata TensorProperties "
     "BytesStorageMetadata MetadataIndex _MEM_FORMAT_ENCODING",
@@ -45,7 +45,7 @@ STACKED = re.compile(r"((?:encoder|transformer|decoder)\.layers)\.(?!\d)(.+)")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 NO_TENSORS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
 MOMENTS = tuple(OPTIMIZERS["adamw"].state(*EXAMPLES[0], OptimConfig()))
-MOST = 1 << 20  # tensors of single layers; the largest networks have thousands
+MAX_LAYER_TENSORS = 1 << 20  # tensors of single layers; the largest networks have thousands
 
 Shape = tuple[int, ...]
 
@@ -127,8 +127,12 @@ def read(folder: Path, weights_only: bool = False) -> MegatronState:
     described: Mapping[str, Any] = metadata.state_dict_metadata
     weights = [key for key in described if not (NO_TENSORS.match(key) or NO_WEIGHTS.search(key))]
     shapes: dict[str, Shape] = {key: tuple(described[key].size) for key in weights}
-    if (count := sum(shape[0] for key, shape in shapes.items() if shape and STACKED.fullmatch(key))) > MOST:
-        raise ConfigError(f"{folder / '.metadata'} describes {count} tensors of layers; at most {MOST} are read")
+    if (
+        count := sum(shape[0] for key, shape in shapes.items() if shape and STACKED.fullmatch(key))
+    ) > MAX_LAYER_TENSORS:
+        raise ConfigError(
+            f"{folder / '.metadata'} describes {count} tensors of layers; at most {MAX_LAYER_TENSORS} are read"
+        )
     kept: dict[str, dict[str, str]] = {}
     for key in described:
         if (named := STATE.fullmatch(key)) and named[2] in shapes:
@@ -166,7 +170,7 @@ def _metadata(folder: Path) -> Metadata:
     if not path.is_file():
         raise ConfigError(f"{folder} has no .metadata: it was not saved completely")
     try:
-        metadata = _Unpickler(io.BytesIO(files.read_bytes(path, LARGEST))).load()
+        metadata = _Unpickler(io.BytesIO(files.read_bytes(path, MAX_METADATA_BYTES))).load()
         tensors = {
             name: one for name, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)
         }

@@ -18,7 +18,7 @@ from hpclm.parallel.mesh import Axis
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.parallel.sequence import SequencePart, pieces, row_blocks
 
-BLOCK = 128  # rows of scores that are computed together
+ROWS_PER_BLOCK = 128  # rows of scores that are computed together
 
 
 class Cache(Protocol):
@@ -153,7 +153,7 @@ class Layouts:
         reads = kind.device.type == "cpu" and not torch.cuda.is_available()
         if documents is None or not reads or self.compilation.works:
             return None
-        return block_starts(documents, [begin for begin, _ in row_blocks(pieces(self.cp, kind.length), BLOCK)])
+        return block_starts(documents, [begin for begin, _ in row_blocks(pieces(self.cp, kind.length), ROWS_PER_BLOCK)])
 
     def _is_flexible(self, device: torch.device, special: bool, part: SequencePart | None) -> bool:
         """Whether FlexAttention computes a kind of layers; ``special``: with documents, slopes or a window."""

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hpclm.model.attention.layout import BLOCK, AttentionMetadata, Flex
+from hpclm.model.attention.layout import ROWS_PER_BLOCK, AttentionMetadata, Flex
 from hpclm.parallel.sequence import SequencePart, row_blocks
 
-LONGEST = 512  # beyond it, the probabilities that blocked() saves for the backward pass take too much memory
+MAX_SAVED_CONTEXT = 512  # beyond it, the probabilities that blocked() saves for the backward pass take too much memory
 
 
 class Scores(NamedTuple):
@@ -60,7 +60,7 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
     grouped = q.shape[1] != k.shape[1]
     if not how.plain:
         return weighted(grouped_scores(q, k, how), v, mask, how)
-    if not q.is_cuda and mask is None and not how.dropout and not grouped and q.shape[2] <= LONGEST:
+    if not q.is_cuda and mask is None and not how.dropout and not grouped and q.shape[2] <= MAX_SAVED_CONTEXT:
         return blocked(q, k, v, how)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=how.dropout, enable_gqa=grouped, scale=how.scale
@@ -119,7 +119,7 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: Atte
     scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
     q, k, v = (z.contiguous() for z in (q * scale, k, v))  # otherwise each product copies its operands
     how = how._replace(scale=1.0)
-    again = k.shape[2] > LONGEST and torch.is_grad_enabled()
+    again = k.shape[2] > MAX_SAVED_CONTEXT and torch.is_grad_enabled()
     out = []
     for number, ((begin, end), rows) in enumerate(_by_blocks(q, k, metadata)):
         columns = slice(_first(number, begin, metadata), end)
@@ -131,7 +131,7 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: Atte
 def _by_blocks(q: Tensor, k: Tensor, metadata: AttentionMetadata | None) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Begin and end of each block of at most BLOCK rows, and their queries."""
     part = None if metadata is None else metadata.part
-    blocks = list(row_blocks(((0, k.shape[2]),) if part is None else part.pieces, BLOCK))
+    blocks = list(row_blocks(((0, k.shape[2]),) if part is None else part.pieces, ROWS_PER_BLOCK))
     return zip(blocks, q.split([end - begin for begin, end in blocks], 2), strict=True)
 
 
@@ -141,7 +141,7 @@ def _first(number: int, begin: int, metadata: AttentionMetadata | None) -> int:
         return 0
     document = metadata.starts[number] if metadata.starts else 0
     window = 0 if metadata.window is None else max(0, begin + 1 - metadata.window)
-    return max(document, window) // BLOCK * BLOCK
+    return max(document, window) // ROWS_PER_BLOCK * ROWS_PER_BLOCK
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, begin: int, how: Scores, metadata: AttentionMetadata | None) -> Tensor:

@@ -1,8 +1,15 @@
 """Print text of other origin safely: without control characters, which could control the terminal."""
 
 import codecs
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import TextIO
 
@@ -97,3 +104,27 @@ def sparkline(values: Sequence[float]) -> str:
     low, high = min(values, default=0.0), max(values, default=0.0)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((value - low) * scale)] for value in values)
+
+
+@contextmanager
+def quit_key() -> Iterator[Callable[[float], bool]]:
+    """A function that returns whether q was pressed within some seconds. Inside the context, the terminal does not show what is typed."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: bool(select.select([], [], [], seconds)[0])  # a wait
+        return
+    keyboard = sys.stdin.fileno()
+
+    def pressed(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while select.select([keyboard], [], [], max(0.0, until - time.monotonic()))[0]:
+            keys = os.read(keyboard, 1024)
+            if not keys or b"q" in keys:  # nothing: the terminal is gone
+                return True
+        return False
+
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

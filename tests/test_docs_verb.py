@@ -5,8 +5,7 @@ import re
 import pytest
 
 from hpclm import cli, shipped
-from hpclm.commands import config
-from hpclm.config import fields
+from hpclm.config import documentation, fields
 
 
 def shown(capsys, *words, code=0):
@@ -25,7 +24,7 @@ def test_every_page_is_listed_and_shown(capsys):
 
 
 def test_a_setting_and_a_section_are_explained_as_in_the_reference(capsys):
-    keys, rows = fields.keys(), config.reference().splitlines()
+    keys, rows = fields.keys(), documentation.reference().splitlines()
     for key in keys[::20]:
         head, kind, *text = shown(capsys, "docs", key).splitlines()
         default = kind.partition("; default: ")[2]

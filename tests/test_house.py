@@ -21,6 +21,7 @@ FLOORS = [
     {"config"},
     {"node"},
     {"failures", "parser"},
+    {"completion"},
     {"scheduler"},
     {"distributed"},
     {"rundir"},

@@ -10,7 +10,7 @@ from hpclm import failures
 from hpclm.commands import planner
 from hpclm.model import count
 from hpclm.node import environment
-from hpclm.planning import forecast, suggest
+from hpclm.planning import forecast, suggest, tables
 from tests.forks import hpclm
 from tests.runs import ROOT
 
@@ -73,7 +73,7 @@ def test_what_saves_memory_is_said_to(less, more, capsys):
 
 def test_over_a_slow_network_weights_are_best_sharded_within_a_node():
     run = environment.settings([LLAMA, "job.nodes=2", "job.gpus=8", "parallel.shard=null"])
-    ranked = suggest.ranked(run, planner.kind_of("H100", network=3))
+    ranked = suggest.ranked(run, tables.kind_of("H100", network=3))
     best = next(
         one for one in ranked if one.options == ("parallel.shard=8", "batch.micro_size=2", "engine.zero_stage=3")
     )
@@ -84,7 +84,7 @@ def test_over_a_slow_network_weights_are_best_sharded_within_a_node():
 
 def test_suggestions_fit_are_ranked_and_are_what_their_words_give(capsys):
     asked = [LLAMA, "job.nodes=2", "job.gpus=4", "batch.global_size=256", "engine.compile=false"]
-    kind = planner.kind_of("A100")
+    kind = tables.kind_of("A100")
     best = suggest.ranked(environment.settings(asked), kind)
     assert len(best) > 10
     speeds = [one.forecast.tokens_per_second for one in best]

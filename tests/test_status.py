@@ -55,9 +55,10 @@ def rows(count):
 
 def patient():
     """Let Slurm take as long to answer as a busy machine makes it."""
-    from hpclm.commands import status, top
+    from hpclm.commands import status
+    from hpclm.reporting import run_table
 
-    status.LEAST = top.PATIENCE = PATIENCE
+    status.LEAST = run_table.PATIENCE = PATIENCE
 
 
 def hpclm(*words, before=patient, **more):

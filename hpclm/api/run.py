@@ -113,7 +113,7 @@ class Run(os.PathLike[str]):
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first; their hashes are not verified."""
-        from hpclm.commands.checkpoints import rows
+        from hpclm.checkpoint.listing import rows
 
         folder = self.path / "checkpoints"
         return [

@@ -1,40 +1,28 @@
 """``hpclm checkpoints``: list a run's checkpoints, and verify them."""
 
 import json
-from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
-from hpclm import files, terminal
-from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
+from hpclm.checkpoint import listing
+from hpclm.errors import ConfigError
 from hpclm.parser import Parser
-from hpclm.rundir import runs as folders
+from hpclm.rundir import runs
 from hpclm.terminal import say
-
-LONGEST = 1 << 16  # bytes of a reason
 
 
 def main(argv: list[str]) -> int:
     """``hpclm checkpoints``."""
     args = parser().parse_args(argv)
-    folder = folders.resolve(args.run, args.runs) / "checkpoints"
+    folder = runs.resolve(args.run, args.runs) / "checkpoints"
     if not folder.is_dir():
         wrong = "is a file and must be a folder" if folder.exists() else "does not exist: the run has saved nothing yet"
         raise ConfigError(f"{folder} {wrong}")
-    found = []
-    for row in rows(folder, verify=not args.no_verify):
-        found.append(row)
-        say(json.dumps(row) if args.json else line(row), flush=True)
-    usable = [row for row in found if row["state"] in ("good", "complete")]
-    healthy = [row for row in usable if row["healthy"]]
-    if healthy and not usable[-1]["healthy"] and not args.json:
-        out = files.typed(folder.parent)
-        say(f"to go back to the newest healthy one: hpclm resume {files.typed(out)} --from {healthy[-1]['step']}")
-    if not usable and (unreadable := [row["reason"] for row in found if row["state"] == "unreadable"]):
-        raise HpclmError(f"checkpoints in {folder} cannot be read now: {unreadable[0]}")
-    if not usable:
-        raise NoCheckpointError(f"no good checkpoint in {folder}")
+    listed = []
+    for row in listing.rows(folder, verify=not args.no_verify):
+        listed.append(row)
+        say(json.dumps(row) if args.json else listing.line(row), flush=True)
+    if not args.json and (way_back := listing.to_go_back(folder, listed)):
+        say(way_back)
+    listing.check_usable(folder, listed)
     return 0
 
 
@@ -51,70 +39,3 @@ def parser() -> Parser:
     options.add_argument("--no-verify", action="store_true", help="check only names and sizes, which is quick")
     options.add_argument("--json", action="store_true", help="print one JSON object per line")
     return options
-
-
-def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
-    """One row for each checkpoint in ``folder``, and for each one that was set aside."""
-    from hpclm.checkpoint import directory, retention
-    from hpclm.checkpoint import manifest as manifests
-    from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
-    from hpclm.progress import Bar
-
-    steps, read, problems = directory.steps(folder), dict[Path, Manifest](), dict[Path, Exception]()
-    for step in steps:
-        try:
-            read[step] = manifests.read(step)
-        except (BadCheckpoint, OSError, ConfigError) as error:
-            problems[step] = error
-    healthy = retention.healthy([*read.values()])
-    for step in steps:
-        row: dict[str, Any] = {"name": step.name, "state": "complete", "reason": ""}
-        try:
-            if step in problems:
-                raise problems[step]
-            manifest = read[step]
-            made, number = manifest.made, manifest.progress["step"]
-            row |= {"step": number, "bytes": manifest.size, "files": len(manifest.files)}
-            row |= {"validation_loss": manifest.validation, "time": made.get("time"), "seconds": made.get("seconds")}
-            row |= {"engine": made.get("engine"), "processes": made.get("processes")}
-            row |= {"why": manifest.why, "healthy": healthy.get(number, True), "health": manifest.health.describe()}
-            if not row["healthy"] and not row["health"]:
-                row["health"] = "the loss spiked in the next step"
-            manifests.check_sizes(step, manifest)
-            if verify:
-                from hpclm.checkpoint import format  # imports PyTorch
-
-                nan: list[str] = []
-                for name in Bar(manifest.files, desc=step.name, unit="file", disable=None, leave=False):
-                    nan += format.verify(step, manifest, [name])
-                row["state"] = "good"
-                if nan:
-                    more = f" and {len(nan) - 1} other tensors" if len(nan) > 1 else ""
-                    row |= {"healthy": False, "health": f"values are not finite in {nan[0]}{more}"}
-        except BadCheckpoint as error:
-            row |= {"state": "bad", "reason": str(error)}
-        except (OSError, ConfigError) as error:
-            row |= {"state": "unreadable", "reason": str(error)}
-        yield row
-    for away in sorted([*folder.glob(".bad-*"), *folder.glob(".rolled-back-*")]):
-        reason = ""
-        with suppress(OSError):
-            reason = files.read_text(away / "REASON.txt", LONGEST, errors="replace").strip()
-        yield {"name": away.name, "state": "set aside", "reason": reason}
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row for people."""
-    row = {name: terminal.line(value) if isinstance(value, str) else value for name, value in row.items()}
-    if "bytes" not in row:
-        return f"{row['name']:<28}{row['state']:<11}{row['reason']}"
-    loss = f"validation loss {row['validation_loss']:.4f}" if row["validation_loss"] is not None else ""
-    what = f"{row['bytes'] / 1e6:,.1f} MB in {row['files']} file{'s' * (row['files'] != 1)}"
-    who = (
-        f"{row['engine']} on {row['processes']} process{'es' * (row['processes'] != 1)}"
-        if row["engine"]
-        else "imported"
-    )
-    left = f"saved on {row['why']}" if row["why"] else ""
-    parts = [what, f"{row['time']}", who, loss, left, row["health"], row["reason"]]
-    return f"{row['name']:<28}{row['state']:<11}{'  '.join(part for part in parts if part)}"

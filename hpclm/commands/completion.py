@@ -1,91 +1,15 @@
-"""``hpclm completion``: scripts with which a shell completes verbs, options, presets, settings and names of runs.
+"""``hpclm completion``: print a script for completion in bash or zsh."""
 
-shtab makes them from the parsers of all verbs; the functions here add what only the shell or the settings know. A script has everything
-but the names of runs in it, so that no Python starts at a Tab.
-"""
-
-import re
-import shlex
-from collections.abc import Iterable
-
-from hpclm import __version__, cli, extras, shipped
-from hpclm.commands.docs import topics
-from hpclm.config import fields
+from hpclm import __version__, cli
+from hpclm.completion import PREAMBLES, script
+from hpclm.config.documentation import topics
 from hpclm.parser import Parser
 from hpclm.terminal import say
-
-ZSH_FIXES = {
-    r'^( *")\(\*\)::?': r"\1*:",  # an argument that may be repeated: zsh would complete only the first of them
-    r':"$': r':_files"',  # one that nothing completes: a file, as in bash
-    r"== eval \]\]": "== (eval|file) ]]",  # a script that is sourced, too
-}
-"""Corrections of what shtab writes."""
-COMMON = r"""
-_hpclm_run_names() {  # of the runs below the folder of --runs
-  local folder=runs previous= word mark
-  for word in "${words[@]}"; do
-    [ "$previous" = --runs ] && folder=$word
-    previous=$word
-  done
-  for mark in "$folder"/*/config.yaml "$folder"/*/*/config.yaml "$folder"/*/*/*/config.yaml; do
-    [ -e "$mark" ] || continue
-    mark=${mark%/config.yaml}
-    printf '%s\n' "${mark#"$folder"/}"
-  done
-}
-_hpclm_keys() {  # WORD: sections, or after a dot their settings
-  case "$1" in
-  *.*) printf '%s\n' @KEYS ;;
-  *) printf '%s\n' @SECTIONS ;;
-  esac
-}
-"""
-BASH = r"""
-_hpclm_runs() {
-  local name
-  _hpclm_run_names | while IFS= read -r name; do [[ $name == "$1"* ]] && printf '%q\n' "$name"; done
-}
-_hpclm_settings() { compgen -W "$(_hpclm_keys "$1")" -- "$1"; }
-_hpclm_presets() { compgen -W "@PRESETS" -- "$1"; _hpclm_settings "$1"; }
-_hpclm_topics() { compgen -W "@TOPICS" -- "$1"; }
-"""
-BASH_END = r"""
-_hpclm() {  # as shtab's function, for words that have = and : in them
-  local line=${COMP_LINE:0:COMP_POINT} current i
-  local -a words
-  read -a words <<< "$line"  # without -r: a name may have "\ "
-  [[ $line == *[[:space:]] ]] && words+=("")
-  local -a COMP_WORDS=("${words[@]}")
-  local COMP_CWORD=$((${#words[@]} - 1))
-  current=${words[COMP_CWORD]}
-  _shtab_hpclm
-  [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace 2> /dev/null
-  if [[ $current == *=* && $COMP_WORDBREAKS == *=* ]]; then  # bash replaces only what follows the sign
-    for i in "${!COMPREPLY[@]}"; do COMPREPLY[i]=${COMPREPLY[i]#"${current%"${current##*=}"}"}; done
-  fi
-}
-complete -o bashdefault -o default -F _hpclm hpclm
-"""
-ZSH = r"""
-_hpclm_runs() {
-  setopt local_options no_nomatch
-  compadd -- ${(f)"$(_hpclm_run_names)"}
-  (( compstate[nmatches] )) || _files
-}
-_hpclm_settings() { compadd -S '' -- $(_hpclm_keys "$PREFIX"); }
-_hpclm_presets() {
-  compadd -- @PRESETS
-  _hpclm_settings
-  (( compstate[nmatches] )) || _files
-}
-_hpclm_topics() { compadd -- @TOPICS; }
-"""
-PREAMBLES = {"bash": COMMON + BASH, "zsh": COMMON + ZSH}
 
 
 def main(argv: list[str]) -> int:
     """``hpclm completion``."""
-    say(script(parser().parse_args(argv).shell), end="")
+    say(script(parser().parse_args(argv).shell, _all_verbs(), topics()), end="")
     return 0
 
 
@@ -98,28 +22,6 @@ def parser() -> Parser:
     )
     options.add_argument("shell", choices=list(PREAMBLES), help="bash or zsh")
     return options
-
-
-def script(shell: str) -> str:
-    """The script for ``shell``, with what hpclm has now; ConfigError without shtab."""
-    with extras.needed_for("hpclm completion"):
-        import shtab
-    keys = fields.keys()
-    sections = (key.partition(".")[0] + ("." if "." in key else "=") for key in keys)
-    preamble = PREAMBLES[shell]
-    for name, words in (
-        ("@KEYS", (f"{key}=" for key in keys if "." in key)),
-        ("@SECTIONS", dict.fromkeys(sections)),
-        ("@PRESETS", shipped.presets()),
-        ("@TOPICS", topics()),
-    ):
-        preamble = preamble.replace(name, _quoted(words))
-    text = shtab.complete(_all_verbs(), shell, preamble=preamble)
-    if shell == "bash":
-        return text + BASH_END
-    for pattern, correction in ZSH_FIXES.items():
-        text = re.sub(pattern, correction, text, flags=re.MULTILINE)
-    return text
 
 
 def _all_verbs() -> Parser:
@@ -140,7 +42,3 @@ def _of_resume() -> Parser:
     run.add_run()
     run.add_runs_folder()
     return Parser(parents=[run, cli.parser("submit")], add_help=False, conflict_handler="resolve", prog="hpclm resume")
-
-
-def _quoted(words: Iterable[str]) -> str:
-    return " ".join(map(shlex.quote, words))

@@ -2,14 +2,12 @@
 
 import json
 import logging
-from typing import Any
 
 from hpclm.diagnostics import facts, verdict
-from hpclm.diagnostics.facts import Facts
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
 from hpclm.parser import Parser
-from hpclm.terminal import many, say
+from hpclm.terminal import say
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +25,7 @@ def main(argv: list[str]) -> int:
     if args.json:
         say(json.dumps({"ok": not problems, "problems": problems, "hints": hints, "found": own}))
         return bool(problems)
-    lines = [line(own)] if args.ranks or world.rank else listed(own)
+    lines = [facts.line(own)] if args.ranks or world.rank else facts.lines(own)
     lines += [*(f"problem: {text}" for text in problems), *(f"hint: {text}" for text in hints)]
     say("\n".join(lines if problems or hints or world.rank else [*lines, "no problems found"]))
     return bool(problems)
@@ -44,34 +42,3 @@ def parser() -> Parser:
     options.add_argument("--json", action="store_true", help="print everything as JSON, an object for each process")
     options.add_argument("--ranks", action="store_true", help="print only a line for each process")
     return options
-
-
-def listed(own: Facts) -> list[str]:
-    """All facts, a line for each."""
-    lines = []
-    for name, value in own.items():
-        if isinstance(value, dict) and name in ("collect_env", "network", "variables"):
-            lines += [name, *(f"  {inner:<24}{shown(part)}" for inner, part in value.items())]
-        else:
-            lines.append(f"{name:<26}{shown(value)}")
-    return lines
-
-
-def line(own: Facts) -> str:
-    """One process in a line."""
-    gpus, visible = own.get("gpus"), own["visible"]
-    device = f"{gpus} x {own['device_name']}" if gpus else "CPU"
-    device += f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-    rank = f"rank {own['rank']}/{own['size']}  {own['host']}  local {own['local_rank']}/{own['local_size']}"
-    return f"{rank}  {own['launcher']}  {device}  {many(own['threads'], 'thread')}  python {own['python']}  torch {own['torch']}"
-
-
-def shown(value: Any) -> str:
-    """A value for people: bytes in GiB, lists and objects in one line."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {shown(part)}" for name, part in value.items())
-    if isinstance(value, list):
-        return "; ".join(map(shown, value)) or "none"
-    if isinstance(value, int) and value >= 1 << 24:
-        return f"{value / (1 << 30):.1f} GiB"
-    return "none" if value is None else str(value).replace("\n", "; ")

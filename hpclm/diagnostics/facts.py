@@ -20,7 +20,7 @@ from hpclm.distributed import network
 from hpclm.distributed.bootstrap import World
 from hpclm.node import environment, import_errors, python, secrets, shadows, threads
 from hpclm.node.shadows import Shadow
-from hpclm.terminal import ranges
+from hpclm.terminal import many, ranges
 
 if TYPE_CHECKING:
     import torch
@@ -207,3 +207,34 @@ def _numbers(version: str) -> list[int]:
     """The release of a version, as numbers that can be compared."""
     start = re.match(r"[\d.]*", version)
     return [int(part) for part in (start[0] if start else "").split(".") if part]
+
+
+def lines(own: Facts) -> list[str]:
+    """All facts, a line for each."""
+    text = []
+    for name, value in own.items():
+        if isinstance(value, dict) and name in ("collect_env", "network", "variables"):
+            text += [name, *(f"  {inner:<24}{_shown(part)}" for inner, part in value.items())]
+        else:
+            text.append(f"{name:<26}{_shown(value)}")
+    return text
+
+
+def line(own: Facts) -> str:
+    """One process in a line."""
+    gpus, visible = own.get("gpus"), own["visible"]
+    device = f"{gpus} x {own['device_name']}" if gpus else "CPU"
+    device += f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    rank = f"rank {own['rank']}/{own['size']}  {own['host']}  local {own['local_rank']}/{own['local_size']}"
+    return f"{rank}  {own['launcher']}  {device}  {many(own['threads'], 'thread')}  python {own['python']}  torch {own['torch']}"
+
+
+def _shown(value: Any) -> str:
+    """A value for people: bytes in GiB, lists and objects in one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(_shown, value)) or "none"
+    if isinstance(value, int) and value >= 1 << 24:
+        return f"{value / (1 << 30):.1f} GiB"
+    return "none" if value is None else str(value).replace("\n", "; ")

@@ -1,7 +1,8 @@
-"""Print and follow logs, which may be large, replaced or without line breaks."""
+"""Find, print and follow the logs of a run, which may be large, replaced or without line breaks."""
 
 import os
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -9,13 +10,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from hpclm import files
+from hpclm import files, terminal
+from hpclm.errors import ConfigError
+from hpclm.rundir import runs
+from hpclm.rundir.runs import Run
+from hpclm.rundir.status import Queue, RunStatus, status_of
 
 NULS = re.compile(rb"\x00{32,}")
 """What is left out of a log: a power cut may leave gigabytes of them."""
 LONGEST = 1 << 20  # bytes of a line; a file need not have lines
 LARGEST = 1 << 28  # bytes at the end of a log in which its last lines are looked for
 PAUSE = 0.2  # seconds between reads of a log that has not grown
+LOOK = 0.5  # seconds between looks for a log that does not exist yet
 ASK = 2.0  # seconds between checks whether the run is over
 
 
@@ -122,3 +128,74 @@ def _replaced(file: BinaryIO, path: Path) -> bool:
     except OSError:
         return False  # still the one to read, until another takes its name
     return (now.st_dev, now.st_ino) != (held.st_dev, held.st_ino) or now.st_size < file.tell()
+
+
+def find_log(out: Path, rank: int | None, job: bool, queue: Queue, wait: bool) -> Path:
+    """The requested log; if ``wait``, as soon as it exists. ConfigError if it never will."""
+    noted, run = "", runs.read(out)
+    while not (path := _existing(run, rank, job)):
+        [status] = queue.statuses([run])
+        if not (wait and _goes_on(status)):
+            raise _missing(status, rank, job)
+        text = f"waiting for the log; {status.name}: {status.where()}".removesuffix(": ")
+        if text != noted:
+            _note(text)
+        noted = text
+        time.sleep(LOOK)
+        run = runs.read(out)
+    return path
+
+
+def _existing(run: Run, rank: int | None, job: bool) -> Path | None:
+    """The requested log, if it exists; the job's if training has not started and no rank was given."""
+    path = run.out / (f"logs/rank-{rank:05d}.log" if rank else "log.txt")
+    if not job and files.is_file(path):
+        return path
+    of_job = run.job_log() if rank is None else None
+    if of_job and not job:
+        _note(f"training has not started; this is the job's log, {of_job}:")
+    return of_job
+
+
+def _missing(status: RunStatus, rank: int | None, job: bool) -> ConfigError:
+    """The error for a log that does not exist."""
+    out, submitted = status.run.out, status.run.submissions
+    logs = [Path(submitted[-1].log)] if submitted and submitted[-1].log else []
+    for log in (*([] if job else [out / (f"logs/rank-{rank:05d}.log" if rank else "log.txt")]), *logs):
+        if log.exists() and not files.is_file(log):
+            return ConfigError(
+                f"{files.shown(log)} is no regular file, such as a pipe or a device: it cannot be printed again"
+            )
+    what = f"logs/rank-{rank:05d}.log" if rank else "log of a job" if job else "log yet"
+    kept = sorted(path.name for path in (out / "logs").glob(f"rank-{'[0-9]' * 5}.log"))
+    ranks = f"; ranks with a log: 0 to {int(kept[-1][5:10])}" if rank and kept else ""
+    later = f"; the job will print to {submitted[-1].log}" if status.live and submitted and submitted[-1].log else ""
+    where = f" ({status.where()})" if status.where() else ""
+    return ConfigError(f"{files.shown(out)} has no {what}{ranks}; it is {status.name}{where}{later}")
+
+
+def over(out: Path, queue: Queue) -> Callable[[], bool]:
+    """A function that returns whether the run is over, as far as can be seen from here, and then prints how it ended."""
+
+    def is_over() -> bool:
+        run = runs.read(out)
+        [status] = queue.statuses([run])
+        if run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped"):
+            status = status_of(run, {})  # it has ended, whatever Slurm still has to do
+        elif _goes_on(status):
+            return False
+        _note(f"{files.shown(out)} is over: {status.how()}")
+        return True
+
+    return is_over
+
+
+def _goes_on(status: RunStatus) -> bool:
+    """Whether the run may write more, as far as can be seen from here."""
+    return bool(status.live or status.name == "unknown" or status.asked)
+
+
+def _note(text: str) -> None:
+    """Print something that is not part of the log."""
+    sys.stdout.flush()
+    terminal.say(f"hpclm logs: {text}", file=sys.stderr)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from hpclm import files
 from hpclm.config import compose
+from hpclm.errors import HpclmError
 from hpclm.rundir import metrics_file, rows
 from hpclm.sinks import RefusedError, Row, RunInfo, Sink, lookup
+from hpclm.terminal import say
 
 MAX_PENDING_ROWS = 10_000  # rows that are held at once
 MAX_POSITION_BYTES = 1 << 20  # bytes of a position
@@ -144,3 +146,20 @@ def is_refusal(error: Exception) -> bool:
 def cause(error: Exception) -> str:
     """An error of a sink, in one line."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
+def send_rest(out: Path, name: str) -> None:
+    """Send all rows that the sink ``name`` lacks; HpclmError if it fails."""
+    lookup(name)
+    with files.locked(place(out, name, "lock"), f"waiting for the process of {out} that sends to {name}"):
+        feed = Feed(name, out)
+        before, refused = feed.rows, feed.refused
+        try:
+            feed.send(lambda text: say(f"{name}: {text}"))
+        except Exception as error:
+            raise HpclmError(f"{name}: {cause(error).rstrip('.')}; repeat the command to send the rest") from None
+        feed.close(0)
+    step = max(feed.steps.values(), default=0)
+    lost = feed.refused - refused
+    all_rows = f"everything but {feed.refused} refused rows" if feed.refused else "everything"
+    say(f"{name}: {feed.rows - before - lost} rows sent; it has {all_rows} up to step {step}")

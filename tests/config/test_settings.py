@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from hpclm import config
-from hpclm.commands import config as command
-from hpclm.config import ModelConfig, RunConfig, compose
+from hpclm.config import ModelConfig, RunConfig, compose, documentation
 from hpclm.config.fields import docs, keys
 from hpclm.config.length import run_length
 from hpclm.config.plan import Length
@@ -218,7 +217,7 @@ def test_every_setting_is_explained_and_the_reference_page_is_current():
         if is_dataclass(field.type):
             assert docs(field.type).keys() == {f.name for f in fields(field.type)}
     page = (ROOT / "docs/settings.md").read_text()
-    assert page == command.reference(), "run: hpclm config --reference > docs/settings.md"
+    assert page == documentation.reference(), "run: hpclm config --reference > docs/settings.md"
 
 
 def test_config_prints_settings_that_load_as_the_same_run(tmp_path):

@@ -17,8 +17,8 @@ import pytest
 import wcwidth
 
 from hpclm import cli, terminal
-from hpclm.commands import status, top
-from hpclm.commands.top import TopScreen
+from hpclm.reporting import run_table
+from hpclm.reporting.run_table import TopScreen
 from tests import runs
 from tests.rundir.test_runs import make
 
@@ -67,13 +67,13 @@ def test_slurm_is_not_asked_at_every_look(tmp_path, monkeypatch):
     (tmp_path / "squeue").write_text(f"#!/bin/bash\necho asked >> {tmp_path}/asked\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(top, "PATIENCE", runs.PATIENCE)
+    monkeypatch.setattr(run_table, "PATIENCE", runs.PATIENCE)
     run = make(tmp_path / "runs" / "a", [attempt(job_id="7")], ROWS[:5])
     watch = TopScreen(tmp_path / "runs")
-    first = top.row(watch.look()[0])
-    assert top.row(watch.look()[0]) == first and (tmp_path / "asked").read_text() == "asked\n"
+    first = run_table.live_row(watch.look()[0])
+    assert run_table.live_row(watch.look()[0]) == first and (tmp_path / "asked").read_text() == "asked\n"
     make(run, [attempt(job_id="7"), attempt(job_id="8")], ROWS)
-    assert top.row(watch.look()[0])[4] != first[4] and (tmp_path / "asked").read_text() == "asked\n" * 2
+    assert run_table.live_row(watch.look()[0])[4] != first[4] and (tmp_path / "asked").read_text() == "asked\n" * 2
 
 
 @pytest.mark.parametrize("by", ["q", "Ctrl-C"])
@@ -129,7 +129,7 @@ def test_names_and_states_stay_whole_however_narrow_the_terminal_is(width, point
         lock="{}",
     )
     watch = TopScreen(Path("runs"))
-    live, table = watch.screen(width, 24), [*status.table(watch.look(), width)]
+    live, table = watch.screen(width, 24), [*run_table.table(watch.look(), width)]
     for lines in (live[2:], watch.lines(watch.look(), width), table):
         assert max(map(wcwidth.width, lines)) <= width
         head = next(line for line in lines if line.startswith("RUN"))
@@ -141,7 +141,7 @@ def test_names_and_states_stay_whole_however_narrow_the_terminal_is(width, point
     assert curve[0] == "█" and curve[-1] == "▁" and len(curve) == points
     assert "".join(line.strip() for line in table[2:]).count("lower optim.lr") == 3
     make(Path(f"runs/{'long-' * 20}"), [attempt()], ROWS[:3], ("stopped", "stopped at step 3", 0), lock="{}")
-    lines = [*status.table(watch.look(), 60)]
+    lines = [*run_table.table(watch.look(), 60)]
     after = lines[lines.index(f"runs/{'long-' * 20}") + 1]  # only this name has a line of its own
     assert after.index("stopped") == lines[0].index("STATE")
     assert any(re.match(r"runs/gpt2-124m +running +30/40 ", line) for line in lines)

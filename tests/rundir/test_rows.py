@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpclm import files
-from hpclm.commands import status
 from hpclm.errors import ConfigError
 from hpclm.launch import cancel, resume
+from hpclm.reporting import run_table
 from hpclm.rundir import attempts, metrics_file, rows, runs, submissions
 from hpclm.rundir.status import process_here, status_of
 from hpclm.rundir.summary import RunSummary
@@ -117,7 +117,11 @@ def told(out):
     """All that the verbs make of a run's files, in the text that they print."""
     run = runs.read(out)
     standing = status_of(run, {})
-    parts = [*status.table([standing]), *status.detail(standing), json.dumps(status.values(standing), allow_nan=False)]
+    parts = [
+        *run_table.table([standing]),
+        *run_table.detail(standing),
+        json.dumps(run_table.values(standing), allow_nan=False),
+    ]
     RunSummary(out).write()
     parts += [cancel.outcome(out), *resume.words(run, []), *run.jobs, str(process_here(run))]
     "\n".join(parts).encode()

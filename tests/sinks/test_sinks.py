@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpclm import cli, config
-from hpclm.commands.config import explained
+from hpclm.config.documentation import explained
 from hpclm.sinks import figures
 from hpclm.sinks.feed import Feed, kind
 from tests.forks import Ranks, hpclm

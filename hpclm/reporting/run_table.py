@@ -1,0 +1,229 @@
+"""Runs as a table, and one in detail: for ``hpclm status``, and live for ``hpclm top``."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from hpclm import files, terminal
+from hpclm.errors import ConfigError, DivergedError
+from hpclm.rundir import runs as folders
+from hpclm.rundir import submissions
+from hpclm.rundir.status import Queue, RunStatus, span
+
+COLUMNS = ("RUN", "STATE", "STEP", "LOSS", "TOKENS/S", "LEFT", "LAST STEP", "CHECKPOINT", "")
+
+CURVE, NOTES = "LOSS CURVE", ""
+WORTH = ("RUN", "STATE", "STEP", "LOSS", CURVE, "LEFT", "TOKENS/S", NOTES, "LAST STEP", "CHECKPOINT")
+"""Columns, the most important first."""
+NARROWEST = {CURVE: len(CURVE), NOTES: 24}
+"""How narrow a column may become: a curve by fewer points, notes by an ellipsis."""
+GAP = 2
+LIVE_COLUMNS = (*COLUMNS[:4], CURVE, *COLUMNS[4:])
+PATIENCE = 0.75  # seconds that Slurm has for an answer, again and again
+ORDER = ("running", "starting", "completing", "waiting", "failed", "ended", "unknown")
+"""Of the states, those worth looking at first."""
+
+
+def table(statuses: Sequence[RunStatus], width: int | None = None) -> Iterator[str]:
+    """A header, and a line for each run. ``width``: columns of the terminal; where the lines are longer, notes go below them."""
+    rows = [COLUMNS, *map(row, statuses)]
+    lines = terminal.columns(rows)
+    if width is None:
+        yield from lines
+    else:
+        yield from _fitted(rows, lines, width)
+    silent = {status.asked for status in statuses if status.asked}
+    yield from (f"queue: unknown ({terminal.line(why)})" for why in sorted(silent))
+
+
+def _fitted(rows: Sequence[Sequence[str]], lines: Sequence[str], width: int) -> Iterator[str]:
+    """``lines`` of ``rows``; those that are too long, with their notes on lines of their own."""
+    import wcwidth
+
+    bare = [cells[:-1] for cells in rows]
+    blocks = fitted(bare[0], bare[1:], width)
+    aligned = blocks == [[line] for line in terminal.columns(bare)]
+    for line, block, (*_, note) in zip(lines, blocks, rows, strict=True):
+        if aligned and terminal.width(line) <= width:
+            yield line
+        else:
+            yield from block
+            yield from (f"    {part}" for part in wcwidth.wrap(note, width - 4, break_on_hyphens=False))
+
+
+def row(status: RunStatus) -> tuple[str, ...]:
+    """One run's line of the table."""
+    run, speed = status.run, status.run.summary.get("tokens_per_second")
+    notes = [status.where() if status.live else status.ending, *status.warnings()]
+    cells = (
+        files.shown(run.out),
+        status.name,
+        f"{run.step}/{run.total}" if run.total else str(run.step) if run.attempt else "-",
+        loss(status) or "-",
+        f"{speed:,.0f}" if speed else "-",
+        "-" if status.left is None else span(status.left),
+        "-" if status.age is None else f"{span(status.age)} ago",
+        str(run.checkpoint[0]) if run.checkpoint else "-",
+        " · ".join(note for note in notes if note),
+    )
+    return tuple(map(terminal.line, cells))
+
+
+def detail(status: RunStatus) -> Iterator[str]:
+    """Everything about one run, one line each: the columns of the table, and what has no room there."""
+    cells = dict(zip(COLUMNS[:-1], row(status)[:-1], strict=True))
+    lines = [(name.lower(), cell) for name, cell in cells.items() if cell != "-"]
+    for name, text in (*lines, *_more(status)):
+        if text:
+            yield f"{name:<12}{terminal.line(text)}"
+    out = terminal.line(files.typed(status.run.out))
+    if status.live:
+        yield f"{'next':<12}hpclm logs -f {out} · hpclm cancel {out}"
+    elif status.name == "cancelled":
+        yield f"{'next':<12}hpclm resume {out}"
+    elif status.name in ("exited", "ended", "failed", "stopped"):
+        change = " key=value" if status.run.summary.get("code") == DivergedError.exit_code else ""
+        yield f"{'next':<12}hpclm logs {out} · hpclm resume {out}{change}"
+
+
+def _more(status: RunStatus) -> Iterator[tuple[str, str]]:
+    run, summary, attempt = status.run, status.run.summary, status.run.attempt
+    yield "job", status.where()
+    yield "queue", f"unknown ({status.asked})" if status.asked else ""
+    yield "ended", "" if status.live else status.ending
+    if summary.get("validation_loss") is not None:
+        yield "validation", f"{summary['validation_loss']:.4f} at step {summary.get('validation_step')}"
+    if attempt:
+        size, launcher = attempt.get("size"), attempt.get("launcher")
+        by = f" by {launcher}" if launcher not in ("single", "local") else ", launched locally"
+        ranks = f", {size} rank{'s' * (size != 1)}{by}" if size and launcher else ""
+        begun = f"from step {attempt.get('from_step')} on {attempt.get('host')}{ranks}, {attempt.get('time')}"
+        used = f", settings in {attempt['config']}" if attempt.get("config") else ""
+        yield "attempts", f"{summary.get('attempts', 'several')}, the last {begun}{used}"
+    with suppress(OSError, ConfigError):
+        rollback = submissions.rollback(run.out)
+        yield "rollback", "" if rollback is None else f"the next attempt resumes from step {rollback}"
+    logs = [path for path in (run.out / "log.txt", run.job_log()) if path and files.is_file(path)]
+    yield "logs", " · ".join(map(files.shown, logs))
+    yield from (("warning", text) for text in status.warnings())
+
+
+def loss(status: RunStatus) -> str:
+    """The last step's loss."""
+    value = status.run.summary.get("loss", "")
+    return "not finite" if value is None else f"{value:.4f}" if value != "" else ""
+
+
+def values(status: RunStatus) -> dict[str, Any]:
+    """One run for programs: times in seconds, null if unknown."""
+    run, summary = status.run, status.run.summary
+    return {
+        "run": str(run.out),
+        "state": status.name,
+        "queue": f"unknown: {status.asked}" if status.asked else None,
+        "job": asdict(status.job) if status.job else None,
+        "process": status.process,
+        "step": run.step,
+        "total_steps": run.total,
+        **{name: summary.get(name) for name in ("loss", "tokens_per_second", "step_seconds")},
+        "seconds_left": status.left,
+        "last_step_age": status.age,
+        "checkpoint": run.checkpoint[0] if run.checkpoint else None,
+        "attempts": summary.get("attempts"),
+        "from_step": run.attempt.get("from_step"),
+        "host": run.attempt.get("host"),
+        "ending": status.ending or None,
+        "exit_code": summary.get("code"),
+        "slow": run.slow if status.live else [],
+        "warnings": list(status.warnings()),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def fitted(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+    """The lines of the header, then of each row, ``width`` columns wide. A name that takes more than half of that is on a line of
+    its own."""
+    above = [[row[0]] if terminal.width(row[0]) > width // 2 else [] for row in rows]
+    rest = [("", *row[1:]) if name else row for name, row in zip(above, rows, strict=True)]
+    header, *lines = _lines([heads, *rest], width)
+    return [[header], *([*name, line] for name, line in zip(above, lines, strict=True))]
+
+
+def _lines(table: Sequence[Sequence[str]], width: int) -> list[str]:
+    widths = _widths(table, width)
+    shown = [(number, name) for number, name in enumerate(table[0]) if name in widths]
+    return terminal.columns([[_cut(name, row[number], widths[name]) for number, name in shown] for row in table])
+
+
+def _widths(table: Sequence[Sequence[str]], width: int) -> dict[str, int]:
+    """The columns that there is room for, and how wide each is."""
+    whole = {column[0]: max(map(terminal.width, column)) for column in zip(*table, strict=True)}
+    widths, room = {}, width + GAP
+    for name in WORTH:
+        least = min(whole.get(name, 0), NARROWEST.get(name, width))
+        if least and least + GAP <= room:
+            widths[name] = least
+            room -= least + GAP
+    for name, most in ((NOTES, room // 2), (CURVE, room), (NOTES, room)):
+        if name in widths:
+            more = min(whole[name] - widths[name], most, room)
+            widths[name] += more
+            room -= more
+    return widths
+
+
+def _cut(name: str, cell: str, width: int) -> str:
+    if name == CURVE and len(cell) > width:
+        return "".join(cell[number * (len(cell) - 1) // (width - 1)] for number in range(width))
+    return terminal.shortened(cell, width)
+
+
+class TopScreen:
+    """Looks at the runs below a folder again and again."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._queue = Queue(PATIENCE)
+
+    def look(self) -> list[RunStatus]:
+        """How the runs stand now, the most interesting first."""
+        statuses = self._queue.statuses([folders.read(out) for out in folders.find(self.folder)])
+        order = {name: number for number, name in enumerate(ORDER)}
+        stepped = {status.run.out: status.run.summary.get("stepped") or 0.0 for status in statuses}
+        return sorted(statuses, key=lambda status: (order.get(status.name, len(ORDER)), -stepped[status.run.out]))
+
+    def lines(self, statuses: list[RunStatus], width: int | None = None) -> list[str]:
+        """The table, ``width`` columns wide; None: the whole one."""
+        rows = [*map(live_row, statuses)]
+        blocks = [terminal.columns([LIVE_COLUMNS, *rows])] if width is None else fitted(LIVE_COLUMNS, rows, width)
+        return [*chain.from_iterable(blocks), *self._silent()]
+
+    def _silent(self) -> list[str]:
+        return [f"queue: unknown ({terminal.line(self._queue.silent)})"] if self._queue.silent else []
+
+    def screen(self, width: int, height: int) -> list[str]:
+        """The table below a title, as much of it as there is room for."""
+        statuses = self.look()
+        counts = Counter(status.name for status in statuses)
+        states = ", ".join(f"{count} {name}" for name, count in counts.items()) or "no runs"
+        title = terminal.line(f"{self.folder}  {time.strftime('%H:%M:%S')}  {states}  (q exits)")
+        header, *blocks = fitted(LIVE_COLUMNS, [*map(live_row, statuses)], width)
+        lines = [title, *(self._silent() or [""]), *header]
+        for number, block in enumerate(blocks):
+            left = len(blocks) - number
+            if len(lines) + len(block) + (left > 1) > height:
+                lines.append(f"and {left} more")
+                break
+            lines += block
+        return [terminal.shortened(line, width) for line in lines[:height]]
+
+
+def live_row(status: RunStatus) -> tuple[str, ...]:
+    """One run's line of ``TopScreen``: that of the table, with its loss curve."""
+    cells = row(status)
+    return (*cells[:4], terminal.sparkline(status.run.summary.get("curve", [])) or "-", *cells[4:])

@@ -163,7 +163,7 @@ class DistributedContext:
                 failed = getattr(errors, received["error"], HpclmError)(received["problems"])
             result = received.get("result")
         if failed:
-            # all ranks raise it, so that guard() need not tell anybody
+            # all ranks raise it, so that exit_on_error() need not tell anybody
             failed.shared = True
             raise failed
         return result
@@ -199,7 +199,7 @@ class DistributedContext:
         dist.init_process_group(backend, store=self._store.raw, rank=self.rank, world_size=self.size, timeout=limit)
 
     @contextmanager
-    def guard(self, run_log: Path | None = None) -> Iterator[None]:
+    def exit_on_error(self, run_log: Path | None = None) -> Iterator[None]:
         """During the block, a failure of this rank ends all ranks, and the first failure is logged.
 
         ``run_log``: the file of rank 0's log, to which another rank writes the failure if rank 0 cannot. An error that
@@ -215,7 +215,7 @@ class DistributedContext:
             if getattr(error, "shared", False):
                 raise
             self._fail(error)
-            error.shared = True  # type: ignore[attr-defined]  # an outer guard only passes it on
+            error.shared = True  # type: ignore[attr-defined]  # an outer one only passes it on
             raise
 
     def finish(self) -> None:
@@ -327,8 +327,8 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
     watchdog.start(met.store, launcher)
     context = DistributedContext(world, met.ranks, watchdog, met.store)
     try:
-        with context.guard():
-            # inside guard(): an interface that one node lacks ends all ranks with its message
+        with context.exit_on_error():
+            # inside exit_on_error(): an interface that one node lacks ends all ranks with its message
             network.use_interface(settings.interface, met.interface)
             yield context
             sys.stdout.flush()

@@ -21,7 +21,7 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.errors import ConfigError
 from hpclm.optim.adamw import set_state, steps_by_group, steps_taken
 from hpclm.parallel.collectives import all_gather_objects
-from hpclm.parallel.mesh import ALONE, SINGLE, Axis, Mesh
+from hpclm.parallel.mesh import SINGLE, SINGLE_MESH, Axis, Mesh
 from hpclm.parallel.placement import Placement
 
 SET_EVERY_STEP = ("params", "lr")
@@ -123,7 +123,7 @@ class TrainingState:
         mine = [weight for weight in weights if weight.name in self.works_on]
         return [
             SavePlan.among(those("everywhere", weights, mesh.dp), mesh, least_mb, 4),
-            SavePlan.among(those("matrix", mine, SINGLE), ALONE),
+            SavePlan.among(those("matrix", mine, SINGLE), SINGLE_MESH),
         ]
 
     def tensors(self, plan: SavePlan, whole: Sequence[SavePlan]) -> Iterator[Shard]:

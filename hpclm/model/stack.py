@@ -23,7 +23,7 @@ from hpclm.model.gpt import Head, LayerSpec
 from hpclm.model.init import InitSpec
 from hpclm.model.loss import TokenLoss
 from hpclm.model.offload import ActivationOffload, Streams
-from hpclm.parallel.mesh import ALONE, SINGLE, Axis, Mesh
+from hpclm.parallel.mesh import SINGLE, SINGLE_MESH, Axis, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, Output, add
 from hpclm.parallel.placement import Placement
 
@@ -49,7 +49,7 @@ class Stack(nn.Module):
         config: ModelConfig,
         specs: Sequence[LayerSpec],
         dtype: torch.dtype,
-        mesh: Mesh = ALONE,
+        mesh: Mesh = SINGLE_MESH,
         wrap: WrapLayer | None = None,
         execution: Execution | None = None,
     ):

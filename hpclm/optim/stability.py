@@ -110,7 +110,7 @@ def is_spike(loss: float, usual: float | None, deviation: float | None, rise: fl
     return loss - usual > max(FACTOR * deviation, rise)
 
 
-class Guard:
+class NonfiniteGuard:
     """Counts skipped steps, logs them and loss spikes, and stops the run when the settings say so."""
 
     def __init__(self, optim: OptimConfig, skipped: int = 0, health: Health = Health()):

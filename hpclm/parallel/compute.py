@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hpclm.parallel.mesh import ALONE, SINGLE, Mesh
+from hpclm.parallel.mesh import SINGLE, SINGLE_MESH, Mesh
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Compute:
     device: torch.device
     dtype: torch.dtype
     """Of activations and matrix products."""
-    mesh: Mesh = ALONE
+    mesh: Mesh = SINGLE_MESH
 
     @property
     def alone(self) -> "Compute":

@@ -140,7 +140,7 @@ class Mesh:
         return replace(self, dp=dp, shard=shard, replicate=sub_axis(dp, range(dp.rank % size, dp.size, size)))
 
 
-ALONE = Mesh()
+SINGLE_MESH = Mesh()
 """A single process."""
 
 

@@ -20,7 +20,7 @@ from hpclm.engine import Engine, keep_going
 from hpclm.engine.state import UnsavableStateError
 from hpclm.errors import REQUEUE, HpclmError, LockedError
 from hpclm.node.preemption import WARNINGS, Preemption
-from hpclm.optim.stability import Guard
+from hpclm.optim.stability import NonfiniteGuard
 from hpclm.training.sync import ControlState, ControlSync
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class RunControl:
     """Saves and exits, and abandons a step that cannot be finished in time, decided alike on every rank."""
 
     def __init__(
-        self, config: RunConfig, length: Length, engine: Engine, sync: ControlSync, saver: Saver, guard: Guard
+        self, config: RunConfig, length: Length, engine: Engine, sync: ControlSync, saver: Saver, guard: NonfiniteGuard
     ):
         self.config, self.length, self.engine = config, length, engine
         self.sync, self.saver, self.guard = sync, saver, guard

@@ -31,7 +31,7 @@ from hpclm.node import bus_error, environment, hardware, secrets
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
 from hpclm.optim.schedules import shape
-from hpclm.optim.stability import Guard
+from hpclm.optim.stability import NonfiniteGuard
 from hpclm.parallel.async_all_reduce import AsyncAllReduce
 from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
@@ -140,7 +140,10 @@ def open_session(
                 Profile(config.profile, out, context.rank, compute.device) as profile,
             ):
                 progress = state.progress
-                clock, guard = StepClock(progress.seconds), Guard(config.optim, progress.skipped, progress.health)
+                clock, guard = (
+                    StepClock(progress.seconds),
+                    NonfiniteGuard(config.optim, progress.skipped, progress.health),
+                )
                 control_files = ControlFiles(out, config.kill_switch) if context.is_main else None
                 compilations = AgreedCompilations(state.engine, context)
                 set_up = max(0.0, time.time() - context.began) / 60
@@ -223,7 +226,7 @@ def open_run_directory(
         context.watchdog.shutdown.listeners.insert(0, summary.failed if summary else failed_without_main(out))
         context.watchdog.shutdown.recorded = recorded_ending(out)
         stack.enter_context(
-            context.guard()
+            context.exit_on_error()
         )  # the summary, left after it, must not say that a connection was lost, but why
         if config.cluster.preflight:
             room = 12 * count.parameters(config.model)  # bytes of a checkpoint: weights and Adam's two moments in fp32
@@ -232,7 +235,7 @@ def open_run_directory(
             stack.enter_context(logs.also_to(out / "log.txt", secrets.Redactor()))
         else:
             logs.instead_to(out / "logs" / f"rank-{context.rank:05d}.log", secrets.Redactor())
-        stack.enter_context(context.guard(out / "log.txt"))
+        stack.enter_context(context.exit_on_error(out / "log.txt"))
         restarted = records.tell_restart(out, context, summary.before) if summary else ""
         stacks = context.run_on_main(lambda: time.strftime("stacks-%Y%m%d-%H%M%S"))
         context.watchdog.write_to(out, stacks, config.parallel.pipeline)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpclm.checkpoint import Progress
 from hpclm.engine import StepResult
-from hpclm.optim.stability import Guard
+from hpclm.optim.stability import NonfiniteGuard
 from hpclm.parallel.async_all_reduce import Reduction
 from hpclm.training.metrics import Meter
 from hpclm.training.sync import ControlState, ControlSync, StepClock
@@ -35,7 +35,7 @@ class QueuedStep:
 class Results:
     """Takes every step as it is queued, and reads it when the next one is, or when it is asked to."""
 
-    def __init__(self, sync: ControlSync, clock: StepClock, guard: Guard, meter: Meter, least_scale: float):
+    def __init__(self, sync: ControlSync, clock: StepClock, guard: NonfiniteGuard, meter: Meter, least_scale: float):
         """``least_scale``: the smallest fp16 loss scale."""
         self.sync, self.clock, self.guard, self.meter = sync, clock, guard, meter
         self.least_scale = least_scale

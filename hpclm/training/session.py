@@ -17,7 +17,7 @@ from hpclm.engine import Engine
 from hpclm.errors import DivergedError
 from hpclm.node import hardware
 from hpclm.node.notify import Notifier
-from hpclm.optim.stability import Guard
+from hpclm.optim.stability import NonfiniteGuard
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.sinks.process import Sinks
 from hpclm.training import corruption, messages, records
@@ -45,7 +45,7 @@ class Session:
     schedule: Schedule
     engine: Engine
     compilations: AgreedCompilations
-    guard: Guard
+    guard: NonfiniteGuard
     control: RunControl
     verifier: Verifier | None
     results: Results

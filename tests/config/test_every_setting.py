@@ -24,7 +24,7 @@ from hpclm.errors import ConfigError
 from hpclm.launch import prechecks, setup
 from hpclm.launch.local import unused
 from hpclm.optim.schedules import learning_rate
-from hpclm.optim.stability import Guard, LossScale
+from hpclm.optim.stability import LossScale, NonfiniteGuard
 from hpclm.parallel.mesh import Mesh
 from hpclm.scheduler.template import render
 from hpclm.training.corruption import verifier
@@ -90,7 +90,7 @@ def plans(run, folder):
 
 def spikes(run, folder):
     """Whether a loss that rises is a spike."""
-    guard = Guard(run.optim)
+    guard = NonfiniteGuard(run.optim)
     for step in range(1, 30):
         guard.observe(step, 1.0 + 0.001 * (step % 3) + (step == 29), False, False)
     return guard.health.spiking_since

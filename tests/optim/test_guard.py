@@ -4,7 +4,7 @@ import pytest
 
 from hpclm.config import OptimConfig
 from hpclm.errors import DivergedError
-from hpclm.optim.stability import Guard
+from hpclm.optim.stability import NonfiniteGuard
 
 
 def step(guard, number, loss, norm, skipped, searching):
@@ -13,7 +13,7 @@ def step(guard, number, loss, norm, skipped, searching):
 
 
 def test_a_loss_scale_may_search_but_not_for_ever():
-    guard = Guard(OptimConfig(nonfinite_limit=3))
+    guard = NonfiniteGuard(OptimConfig(nonfinite_limit=3))
     for number in range(100):
         step(guard, number, 2.0, math.inf, True, searching=True)
     assert guard.skipped == 100
@@ -23,7 +23,7 @@ def test_a_loss_scale_may_search_but_not_for_ever():
 
 
 def test_a_good_step_starts_the_count_anew():
-    guard = Guard(OptimConfig(nonfinite_limit=2))
+    guard = NonfiniteGuard(OptimConfig(nonfinite_limit=2))
     for skipped in (True, False, True, False, True):
         step(guard, 1, math.nan if skipped else 1.0, 1.0, skipped, searching=False)
     assert guard.skipped == 3
@@ -31,14 +31,14 @@ def test_a_good_step_starts_the_count_anew():
 
 def test_a_limit_of_one_stops_at_the_first():
     with pytest.raises(DivergedError, match=r"1 step was not finite \(optim\.nonfinite_limit\)"):
-        step(Guard(OptimConfig(nonfinite_limit=1)), 5, math.nan, 1.0, True, searching=False)
+        step(NonfiniteGuard(OptimConfig(nonfinite_limit=1)), 5, math.nan, 1.0, True, searching=False)
 
 
 def test_steps_skipped_in_a_row_are_counted_over_attempts():
-    first = Guard(OptimConfig(nonfinite_limit=5))
+    first = NonfiniteGuard(OptimConfig(nonfinite_limit=5))
     for number in range(1, 4):
         step(first, number, 2.0, math.inf, True, searching=False)
-    second = Guard(OptimConfig(nonfinite_limit=5), first.skipped, first.health)
+    second = NonfiniteGuard(OptimConfig(nonfinite_limit=5), first.skipped, first.health)
     step(second, 4, 2.0, math.inf, True, searching=False)
     with pytest.raises(DivergedError, match="5 steps in a row"):
         step(second, 5, 2.0, math.inf, True, searching=False)
@@ -46,7 +46,7 @@ def test_steps_skipped_in_a_row_are_counted_over_attempts():
 
 @pytest.mark.parametrize("limit, skipped, ends", [(1000, 79, True), (1000, 20, True), (1000, 19, False), (3, 2, False)])
 def test_a_run_does_not_end_well_after_many_skipped_steps_whatever_its_policy(limit, skipped, ends):
-    guard = Guard(OptimConfig(nonfinite_limit=limit))
+    guard = NonfiniteGuard(OptimConfig(nonfinite_limit=limit))
     for number in range(1, skipped + 1):
         step(guard, number, 2.0, math.inf, True, searching=False)
     if not ends:
@@ -59,7 +59,7 @@ def test_a_run_does_not_end_well_after_many_skipped_steps_whatever_its_policy(li
     "held_out, skipped, ends", [([None], 1, True), ([2.0, math.nan], 1, True), ([None], 0, False), ([2.0], 1, False)]
 )
 def test_a_skipped_last_step_is_enough_where_held_out_data_has_no_finite_loss(held_out, skipped, ends):
-    guard = Guard(OptimConfig())
+    guard = NonfiniteGuard(OptimConfig())
     for number in range(1, skipped + 1):
         step(guard, number, math.nan, math.nan, True, searching=False)
     if not ends:
@@ -69,7 +69,7 @@ def test_a_skipped_last_step_is_enough_where_held_out_data_has_no_finite_loss(he
 
 
 def test_a_spike_is_told_when_it_begins_and_when_it_ends(caplog):
-    guard = Guard(OptimConfig())
+    guard = NonfiniteGuard(OptimConfig())
     with caplog.at_level("INFO"):
         for number, loss in enumerate([3.4] * 20 + [666.0] * 5 + [3.4] * 5, 1):
             step(guard, number, loss, 1.0, False, searching=False)

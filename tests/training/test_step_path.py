@@ -19,7 +19,7 @@ from hpclm.distributed.watchdog import Watchdog
 from hpclm.engine import StepResult
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
-from hpclm.optim.stability import Guard
+from hpclm.optim.stability import NonfiniteGuard
 from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
 from hpclm.parallel.mesh import Mesh
 from hpclm.planning import simulate
@@ -112,7 +112,7 @@ def simulated(tmp_path, *words):
         store, clock = CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context), StepClock(0.0)
         local = LocalState(context, store, Preemption(), clock, None, None)
         sync = ControlSync(local, AsyncAllReduce(mesh.world, CUDA), None)
-        guard, saver, plan = Guard(run.optim), Saver(store, run.checkpoint), run.plan(RANKS)
+        guard, saver, plan = NonfiniteGuard(run.optim), Saver(store, run.checkpoint), run.plan(RANKS)
         length, meter = config.plan.Length(None, None), NullMeter({})
 
         def step(samples):

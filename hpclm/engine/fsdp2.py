@@ -84,11 +84,11 @@ class FSDP2Engine(BaseEngine):
         pairs = {name: sharded(name, weight, model, mesh) for name, weight in named.items() if weight not in split}
         self._pairs = [(dtensor, weight.parameter) for dtensor, weight in pairs.values()]
         homes = list(by_mesh({p: model.placements[name] for name, p in named.items() if p in split}, mesh))
-        copies = {p: home.dp for home, members in homes for p in members}
+        replicas = {p: home.dp for home, members in homes for p in members}
         weights = [
             pairs[name][1]
             if name in pairs
-            else ShardedParameter(name, p, model.placements[name], copies=copies[p], data_rank=mesh.dp.rank)
+            else ShardedParameter(name, p, model.placements[name], replicas=replicas[p], data_rank=mesh.dp.rank)
             for name, p in named.items()
         ]
         super().__init__(config, compute, model, weights)
@@ -155,7 +155,7 @@ def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh) -> tuple[DTenso
     if name in model.init_specs:
         model.init_specs[name].fill(rows_here.detach().view(-1), begin, mesh.tp)
     return weight, ShardedParameter(
-        name, rows_here, model.placements[name], begin, copies=mesh.replicate, local_range=local_range
+        name, rows_here, model.placements[name], begin, replicas=mesh.replicate, local_range=local_range
     )
 
 

@@ -30,17 +30,17 @@ class MatrixExchange:
         self.weights, self.tp = weights, mesh.tp
         self.holders = mesh.holders if any(weight.local_range for weight in weights) else mesh.tp
         """The processes that together hold one copy."""
-        self.copies = weights[0].copies if weights else mesh.dp
+        self.replicas = weights[0].replicas if weights else mesh.dp
         # Newton-Schulz multiplies about prod(shape) x min(shape) times, and a round lasts as long as its slowest matrix
         order = sorted(range(len(weights)), key=lambda n: -prod(weights[n].shape) * min(weights[n].shape))
-        size = self.holders.size * self.copies.size
+        size = self.holders.size * self.replicas.size
         self.rounds = [order[first : first + size] for first in range(0, len(order), size)]
         """Matrices that take about the same time; the n-th belongs to the n-th process, counted copy by copy."""
 
     @property
     def worked_on(self) -> list[str]:
         """Names of the matrices that this process works on."""
-        slot = self.copies.rank * self.holders.size + self.holders.rank
+        slot = self.replicas.rank * self.holders.size + self.holders.rank
         return [self.weights[numbers[slot]].name for numbers in self.rounds if slot < len(numbers)]
 
     def __call__(
@@ -48,7 +48,7 @@ class MatrixExchange:
     ) -> Sequence[Tensor]:
         """This process's values of each matrix of a round -> its values of ``work(number, matrix)``, flattened."""
         size, rank, weights = self.holders.size, self.holders.rank, [self.weights[number] for number in numbers]
-        first = self.copies.rank * size
+        first = self.replicas.rank * size
         matrix_of = dict(enumerate(range(first, min(first + size, len(numbers)))))
         """Rank among the holders -> index of its matrix, of those that this copy of the weights works on."""
         flat = [values.flatten() for values in local_values]
@@ -75,8 +75,8 @@ class MatrixExchange:
             flat[i] = values
         # each matrix comes from the copy of the weights that worked on it; all broadcasts are under way before one is
         # waited for
-        every = enumerate(flat) if self.copies.size > 1 else ()
-        group, ranks = self.copies.group, self.copies.ranks
+        every = enumerate(flat) if self.replicas.size > 1 else ()
+        group, ranks = self.replicas.group, self.replicas.ranks
         for broadcast in [dist.broadcast(values, ranks[i // size], group, async_op=True) for i, values in every]:
             broadcast.wait()
         return flat

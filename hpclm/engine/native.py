@@ -25,9 +25,9 @@ class NativeEngine(BaseEngine):
         leaves = {self.copies.master(p): p for _, p in model.weights()}
         placed = {self.copies.master(p): model.placements[name] for name, p in model.weights()}
         homes = list(by_mesh(placed, mesh))
-        copies = {p: home.dp for home, members in homes for p in members}
+        replicas = {p: home.dp for home, members in homes for p in members}
         weights = [
-            ShardedParameter(name, p, placed[p], copies=copies[p], data_rank=mesh.dp.rank)
+            ShardedParameter(name, p, placed[p], replicas=replicas[p], data_rank=mesh.dp.rank)
             for p, (name, _) in zip(leaves, model.weights(), strict=True)
         ]
         super().__init__(config, compute, model, weights)

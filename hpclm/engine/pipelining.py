@@ -73,10 +73,10 @@ class PipeliningEngine(BaseEngine):
         shared = "tokens.weight" if config.model.tied and self.count > 1 else None
         placed = {p: stack.placements[name] for stack in self.stacks.values() for name, p in stack.weights()}
         homes = list(by_mesh(placed, mesh))
-        copies = {p: home.dp for home, members in homes for p in members}
+        replicas = {p: home.dp for home, members in homes for p in members}
         weights = [
             ShardedParameter(
-                name, p, placed[p], copies=copies[p], duplicate=name == shared and index > 0, data_rank=mesh.dp.rank
+                name, p, placed[p], replicas=replicas[p], duplicate=name == shared and index > 0, data_rank=mesh.dp.rank
             )
             for index, stack in self.stacks.items()
             for name, p in stack.weights()

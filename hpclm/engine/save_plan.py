@@ -31,7 +31,7 @@ class SavePlan:
     saved: Sequence[Span]
     """Of each weight: the values, counted from the first that this process holds, that it saves."""
     read: Sequence[Sequence[Span]]
-    """Of each weight: the values that each rank of ``copies`` reads."""
+    """Of each weight: the values that each rank of ``replicas`` reads."""
 
     @classmethod
     def among(
@@ -48,15 +48,15 @@ class SavePlan:
         pools: dict[Any, list[int]] = {}
         for number, weight in enumerate(weights):
             everywhere = tp.size > 1 and weight.placement.dim is None
-            pools.setdefault((weight.copies, everywhere, weight.duplicate), []).append(number)
-        for (copies, everywhere, duplicate), members in pools.items():
+            pools.setdefault((weight.replicas, everywhere, weight.duplicate), []).append(number)
+        for (replicas, everywhere, duplicate), members in pools.items():
             slots, slot = (tp.size, tp.rank) if everywhere else (1, 0)
             alike = [weights[number] for number in members]
-            writers = among_ranks(alike, copies.size * slots, tp, least_millions)
-            readers = among_ranks(alike, copies.size, tp, least_millions)
+            writers = among_ranks(alike, replicas.size * slots, tp, least_millions)
+            readers = among_ranks(alike, replicas.size, tp, least_millions)
             for number, saved_spans, read_spans in zip(members, writers, readers, strict=True):
                 # of a tied embedding on two stages only the first saves its copy; both read it
-                saved[number] = (0, 0) if duplicate else saved_spans[copies.rank * slots + slot]
+                saved[number] = (0, 0) if duplicate else saved_spans[replicas.rank * slots + slot]
                 read[number] = read_spans
         return cls(weights, tp, saved, read)
 
@@ -88,10 +88,10 @@ class SavePlan:
                 continue
             part = values[low:high]
             # one process reads and passes on: N replicas would read the same bytes N times from a shared disk
-            if rank == weight.copies.rank:
+            if rank == weight.replicas.rank:
                 for start, block in blocks(weight, weight.begin + low, part, self.tp):
                     block.copy_(saved.block(name, start, tuple(block.shape)))
-            broadcast(part, weight.copies, rank)
+            broadcast(part, weight.replicas, rank)
 
 
 def among_ranks(weights: Sequence[ShardedParameter], size: int, tp: Axis, least_millions: float) -> list[list[Span]]:

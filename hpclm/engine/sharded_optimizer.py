@@ -60,13 +60,13 @@ class ShardedOptimizerEngine(BaseEngine):
         ]
         part_of = {p: (bucket, shard_part) for bucket in self.buckets for p, shard_part in bucket.shard_parameters()}
         self.whole = [
-            ShardedParameter(name, master, model.placements[name], copies=part_of[master][0].mesh.dp)
+            ShardedParameter(name, master, model.placements[name], replicas=part_of[master][0].mesh.dp)
             for name, _, master in named
         ]
         weights = [
             ShardedParameter(
                 *(name, shard_part, model.placements[name], bucket.local_range(master)(bucket.mesh.shard.rank)[0]),
-                copies=bucket.mesh.replicate,
+                replicas=bucket.mesh.replicate,
                 local_range=bucket.local_range(master),
                 data_rank=mesh.dp.rank,
             )

@@ -23,7 +23,7 @@ class ShardedParameter:
     """Index in the flattened slice of the first value that this process holds."""
     values: int | None = None
     """How many it holds; None: all of ``parameter``, which has no padding then."""
-    copies: Axis = SINGLE
+    replicas: Axis = SINGLE
     """The ranks of the data axis that hold the same values; they share the work of saving and loading them."""
     local_range: Callable[[int], tuple[int, int]] | None = None
     """Rank of mesh.shard -> index of the first value that it holds, and how many it holds; None: each rank holds all."""

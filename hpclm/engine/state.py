@@ -106,7 +106,7 @@ class TrainingState:
         """The plans for the optimizer's tensors that are not divided as their weights, which stand there as weights called TENSOR.WEIGHT.
         ``least_mb``: as of SavePlan.among."""
 
-        def those(where: Where, weights: Sequence[ShardedParameter], copies: Axis) -> list[ShardedParameter]:
+        def those(where: Where, weights: Sequence[ShardedParameter], replicas: Axis) -> list[ShardedParameter]:
             return [
                 replace(
                     weight,
@@ -114,7 +114,7 @@ class TrainingState:
                     placement=Placement(it.shape),
                     begin=0,
                     values=prod(it.shape),
-                    copies=copies,
+                    replicas=replicas,
                 )
                 for weight in weights
                 for name, it in held(self.declared(weight.name, weight.shape), where).items()

@@ -129,8 +129,8 @@ class GlobalNorm:
             square = all_reduce(square, mesh.dp)
             square = square / mesh.replicate.size if mesh.replicate.size > 1 else square
         if self.split:  # summed over all ranks, which each count the part that falls to them of what others hold too
-            split = [(value, weight.copies) for weight, value in counted if weight.placement.data_ranks > 1]
-            parts = [value.float().square().sum() / copies.size for value, copies in split]
+            split = [(value, weight.replicas) for weight, value in counted if weight.placement.data_ranks > 1]
+            parts = [value.float().square().sum() / replicas.size for value, replicas in split]
             square = square + all_reduce(sum(parts, start=torch.zeros((), device=device)), mesh.world)
         return square.sqrt()
 

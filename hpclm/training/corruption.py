@@ -149,12 +149,12 @@ class Verifier:
 
     def _group(self, weight: ShardedParameter) -> Group | None:
         """The ranks that hold the same values of a weight as this one; None: no others."""
-        tp, copies = self.mesh.tp, weight.copies
+        tp, replicas = self.mesh.tp, weight.replicas
         everywhere = tp.size > 1 and weight.placement.dim is None
-        if copies.size == 1 and not everywhere:
+        if replicas.size == 1 and not everywhere:
             return None
-        first = copies.ranks[0] if copies.size > 1 else self.context.rank
-        return first - tp.rank * everywhere, copies.size, everywhere  # tensor-parallel ranks are consecutive
+        first = replicas.ranks[0] if replicas.size > 1 else self.context.rank
+        return first - tp.rank * everywhere, replicas.size, everywhere  # tensor-parallel ranks are consecutive
 
     def _sums(self, divided: Iterable[list[Tensor]]) -> Tensor:
         return checksums(divided, self.engine.device)

@@ -156,7 +156,7 @@ def replayed(
         return torch.rand(values.shape, generator=draw, device=values.device).sub(0.5).mul(2 * EPS).add(1.0)
 
     mesh = compute.alone.mesh if plain else compute.mesh
-    slices: dict[str, Any] = dict(begin=0, values=None, copies=SINGLE, run=None) if plain else {}
+    slices: dict[str, Any] = dict(begin=0, values=None, replicas=SINGLE, local_range=None) if plain else {}
     weights = [
         replace(weight, parameter=nn.Parameter(given(weight, weight.parameter)), **slices) for weight in updates.weights
     ]
@@ -186,7 +186,7 @@ def whole(weight: ShardedParameter, values: Tensor, compute: Compute) -> Tensor:
     mesh = compute.mesh
     shape = weight.placement.local(mesh.tp)
     values = values.detach().to(compute.device).flatten()
-    if weight.copies.size == mesh.dp.size:
+    if weight.replicas.size == mesh.dp.size:
         return values.clone().view(shape)
     out = torch.zeros(math.prod(shape), device=compute.device)
     out[weight.begin : weight.begin + weight.count] = values

@@ -44,15 +44,15 @@ def test_small_parts_are_written_by_fewer_ranks_that_are_spread_over_all():
 
 def test_each_value_is_saved_once_and_read_once_by_the_ranks_that_hold_it():
     """4 replicas with 2 tensor-parallel slices each: a weight that is split, one that all hold, and one that another stage saves."""
-    copies, slots = Axis(4, ranks=(0, 2, 4, 6)), Axis(2)
+    replicas, slots = Axis(4, ranks=(0, 2, 4, 6)), Axis(2)
     saved, read = torch.zeros(3, 12, 4), torch.zeros(3, 12, 4)
     for rank in range(8):
         mesh = Mesh(tp=Axis(2, rank % 2))
         held = [Placement((12, 4), 0), Placement((12, 4)), Placement((12, 4), 1)]
-        own = Axis(4, rank // 2, ranks=copies.ranks)
+        own = Axis(4, rank // 2, ranks=replicas.ranks)
         weights = [
             ShardedParameter(
-                "w", nn.Parameter(torch.ones(placement.local(slots))), placement, copies=own, duplicate=n == 2
+                "w", nn.Parameter(torch.ones(placement.local(slots))), placement, replicas=own, duplicate=n == 2
             )
             for n, placement in enumerate(held)
         ]

@@ -50,7 +50,7 @@ class ReplicatedEngine(BaseEngine):
         model = stack(config, compute, materialize_on(device, mesh.tp))
         self.engine = library.initialize(model=model, config=tree, mpu=library.MeshView(mesh))
         self.engine.enable_backward_allreduce = False  # gradients are reduced once per step
-        weights = [ShardedParameter(name, p, model.placements[name], copies=mesh.dp) for name, p in model.weights()]
+        weights = [ShardedParameter(name, p, model.placements[name], replicas=mesh.dp) for name, p in model.weights()]
         super().__init__(config, compute, model, weights, self.engine)
         self.engine.optimizer = self.optimizer
 

@@ -1,7 +1,8 @@
 """When a run saves and when it exits, decided alike on every rank; and what follows a signal that comes during a long step.
 
-The log says what follows, and a step that outlasts the time left ends with its process. The watchdog's thread does both: the main
-thread is in the step, perhaps inside a library that runs no Python.
+Every step sends what each rank knows of signals, requests and the time along in the vector that brings the step's metrics. The answer,
+a ``ControlState``, is read when the next step has been queued, so nothing waits for it. Where something depends on it, the ranks poll
+one another.
 """
 
 import logging
@@ -9,30 +10,147 @@ import math
 import shlex
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from hpclm.checkpoint import CheckpointStore, Progress
-from hpclm.config import CheckpointConfig, RunConfig
+from hpclm.config import CheckpointConfig
 from hpclm.config.plan import Length
-from hpclm.distributed.watchdog import Watchdog
-from hpclm.engine import Engine, keep_going
+from hpclm.engine import Engine
 from hpclm.engine.state import UnsavableStateError
 from hpclm.errors import REQUEUE, HpclmError, LockedError
 from hpclm.node.preemption import WARNINGS, Preemption
 from hpclm.optim.stability import NonfiniteGuard
-from hpclm.training.sync import ControlState, ControlSync
+from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
+from hpclm.rundir.control_files import KILL_SWITCH, ControlFiles
+from hpclm.rundir.lease import Lease
+from hpclm.training.compiling import AgreedCompilations
+from hpclm.training.run_context import RunContext
+from hpclm.training.run_state import RunState
 
 log = logging.getLogger(__name__)
-POLL_SECONDS = 1.0  # between two polls within a step or an evaluation, about
 LATE_STEPS = 3  # steps that may pass until a signal is acted on where answers are read late
 MARGIN = 1.5  # a save may take so much longer than the longest one before
 LONG = 2.0  # seconds that a step goes on after a signal until the log says what follows
 LATE = 5.0  # seconds beyond the time that a signal leaves until the step is given up
+SIGNALS = tuple(number.name for number in WARNINGS)
+STOPS = (None, "stop", KILL_SWITCH)
+"""What ends a run for good, by its number in the control vector: a kill switch, which also ends the next start, outranks ``stop``."""
 
 
-class StepAbandoned(Exception):
-    """The step was not finished: weights and optimizer state are what they were before it."""
+@dataclass(frozen=True)
+class ControlState:
+    """What all ranks agree on: each has an equal copy."""
+
+    since: Mapping[str, float] = field(default_factory=dict)
+    """Seconds since any rank was first warned by a signal, for each signal by its name."""
+    stop: str | None = None
+    """The request that ends the run for good: "stop" or "kill_switch"."""
+    out_of_time: bool = False
+    """The attempt has lasted as long as exit_minutes allows, set-up included."""
+    save: bool = False
+    """A save-now request."""
+    written: bool = True
+    """Every rank has written its part of the checkpoint that is being saved."""
+    minutes: float = 0.0
+    """Of rank 0's clock, since training began in this attempt."""
+    trained: float = 0.0
+    """Seconds of all steps whose results are known, by the slowest rank."""
+    micro_batch: float = 0.0
+    """Seconds of a micro-batch of the last of them, by the slowest rank; 0 before the first."""
+    compiled_unlike: bool = False
+    """Some rank can no longer compile what others can."""
+    lost: bool = False
+    """Another attempt may have taken the run directory over."""
+
+    @property
+    def signal(self) -> str | None:
+        """The signal that came first."""
+        return max(self.since, key=lambda name: self.since[name], default=None)
+
+    @property
+    def leaving(self) -> str | None:
+        """Why the run must exit now, in a word or two. stop wins over a signal, after which the run would start again."""
+        return self.stop or self.signal or ("exit_minutes" if self.out_of_time else None)
+
+
+class ControlSync:
+    """All-reduces what the ranks know of signals and requests. Every rank must call it at the same places."""
+
+    def __init__(self, run: RunContext, state: RunState, lease: Lease | None, preemption: Preemption):
+        """``lease``: rank 0's."""
+        self.context, self.store, self.lease, self.preemption = run.distributed, state.store, lease, preemption
+        self.compilations = AgreedCompilations(state.engine, self.context)
+        self.control_files = ControlFiles(run.out, run.config.kill_switch) if self.context.is_main else None
+        self.vector = AsyncAllReduce(run.compute.mesh.world, run.compute.device)
+        self.exit_minutes = math.inf if run.config.exit_minutes is None else run.config.exit_minutes
+        self.trained, self.micro_batch = state.progress.seconds, 0.0
+        """Seconds by this rank's clock: of all attempts' steps whose results are known; of a micro-batch of the last of them."""
+        self._began, self._set_up_minutes = time.monotonic(), max(0.0, time.time() - self.context.began) / 60
+
+    def values(self) -> dict[str, float]:
+        """Numbers of which the greatest of all ranks counts. The prefix keeps them apart from a step's metrics."""
+        requests, failed = self.control_files, self.compilations.failed_late()
+        minutes = (time.monotonic() - self._began) / 60
+        values = {
+            "uncompiled": failed,
+            "least_uncompiled": -failed,
+            "writing": not self.store.written(),
+            "stop": self._stop(),
+            "save": bool(requests and requests.requested("save-now")),
+            "lost": bool(self.lease and self.lease.lost),
+            "minutes": minutes if self.context.is_main else 0.0,
+            "attempt_minutes": self._set_up_minutes + minutes,
+            "trained": self.trained,
+            "micro_batch": self.micro_batch,
+            **{name: self.preemption.seconds(name) for name in SIGNALS},
+        }
+        return {f"control/{name}": float(value) for name, value in values.items()}
+
+    def _stop(self, now: bool = False) -> int:
+        """The number in STOPS of what is requested; ``now``: look in any case."""
+        if self.control_files is None:
+            return 0
+        stop = self.control_files.requested("stop", now)
+        return 2 if self.control_files.requested(KILL_SWITCH) else int(stop)
+
+    def remove(self, request: str) -> None:
+        """A request has been granted."""
+        if self.control_files:
+            self.control_files.remove(request)
+
+    def poll(self) -> ControlState:
+        """What holds now; a collective. LockedError on every rank when another attempt has taken the run directory over."""
+        values = self.values()
+        state = self.state(dict(zip(values, self.context.all_reduce_max(*values.values()), strict=True)))
+        if state.lost:
+            self.context.run_on_main(lambda: self.lease.check() if self.lease else None)
+        if state.since and not state.stop:  # it wins over a signal, and may have been requested since the last look
+            state = replace(state, stop=STOPS[int(self.context.all_reduce_max(self._stop(now=True))[0])])
+        return state
+
+    def start(self, metrics: Mapping[str, float | Tensor]) -> Reduction:
+        """Send what this rank knows, and a step's ``metrics``, without waiting; ``state`` reads the answer."""
+        self.context.watchdog.tick()
+        return self.vector.start({**self.values(), **metrics})
+
+    def state(self, answer: Mapping[str, float]) -> ControlState:
+        """What an answer says."""
+        return ControlState(
+            since={name: answer[f"control/{name}"] for name in SIGNALS if answer[f"control/{name}"]},
+            stop=STOPS[int(answer["control/stop"])],
+            out_of_time=answer["control/attempt_minutes"] >= self.exit_minutes,
+            save=bool(answer["control/save"]),
+            written=not answer["control/writing"],
+            minutes=answer["control/minutes"],
+            trained=answer["control/trained"],
+            micro_batch=answer["control/micro_batch"],
+            compiled_unlike=answer["control/uncompiled"] != -answer["control/least_uncompiled"],
+            lost=bool(answer["control/lost"]),
+        )
 
 
 class Saver:
@@ -76,27 +194,22 @@ class Saver:
     def save(self, engine: Engine, progress: Progress, validation: float | None, state: ControlState) -> None:
         """Save. A failure is logged, and training continues with the earlier checkpoints."""
         self._minutes, self._passes = state.minutes, int(progress.samples / self.samples_per_save)
-        try:
+        with self._failures_logged():
             self._begin(engine, progress, validation, self.settings.background)
-        except (LockedError, UnsavableStateError):
-            raise
-        except HpclmError as error:
-            log.error("%s; training continues; the checkpoints before it are untouched", error)
         if not self.settings.background:
-            self.wait()
-
-    def poll(self, state: ControlState) -> None:
-        """Publish what every rank has written meanwhile."""
-        if state.written:
             self.wait()
 
     def wait(self) -> None:
         """Wait for what is on its way, and publish it; every rank must come here. A failure is logged."""
-        if not self.store.pending:
-            return
+        if self.store.pending:
+            with self._failures_logged():
+                self._commit()
+
+    @contextmanager
+    def _failures_logged(self) -> Iterator[None]:
         try:
-            self._commit()
-        except LockedError:
+            yield
+        except (LockedError, UnsavableStateError):
             raise
         except HpclmError as error:
             log.error("%s; training continues; the checkpoints before it are untouched", error)
@@ -126,12 +239,6 @@ class Saver:
             if isinstance(error, (LockedError, UnsavableStateError)) or not again:
                 raise
             log.error("%s; the steps after %d will be repeated", error, self.step)
-
-    def outcome(self) -> str:
-        """What is saved and what follows for a run that exits, for the log."""
-        if self.step:
-            return f"saved at step {self.step}, exiting; the same command resumes from here"
-        return "nothing saved, exiting; the same command starts again"
 
     def seconds(self) -> float:
         """Seconds that a save may take; 0 before the first."""
@@ -167,29 +274,29 @@ class Saver:
 
 
 class RunControl:
-    """Saves and exits, and abandons a step that cannot be finished in time, decided alike on every rank."""
+    """When the ranks must agree on something, what is due then, and whether the run exits; decided alike on every rank."""
 
-    def __init__(
-        self, config: RunConfig, length: Length, engine: Engine, sync: ControlSync, saver: Saver, guard: NonfiniteGuard
-    ):
-        self.config, self.length, self.engine = config, length, engine
-        self.sync, self.saver, self.guard = sync, saver, guard
-        self.first_step, self.state = saver.step, ControlState()
-        self._save_pending = False
+    def __init__(self, run: RunContext, length: Length, state: RunState, sync: ControlSync, saver: Saver):
+        self.run, self.config, self.length, self.engine = run, run.config, length, state.engine
+        self.guard = NonfiniteGuard(run.config.optim, state.progress.skipped, state.progress.health)
+        self.sync, self.saver, self.first_step, self.state = sync, saver, saver.step, ControlState()
+        self._save_pending = self._announced = False
         self._answer: ControlState | None = None
         self._must_synchronize = True
-        self._micro_batch = 0.0
+        self.micro_batch = 0.0
+        """Seconds of a micro-batch by the slowest rank; 0 before a step's time is known."""
 
     def poll(self) -> None:
         """Poll all ranks for signals and requests, and publish a checkpoint that all have written."""
         self.state = self.sync.poll()
         self._answer, self._must_synchronize = None, False
-        self._micro_batch = self.state.micro_batch
-        self.saver.poll(self.state)
+        self.micro_batch = self.state.micro_batch
+        if self.state.written:
+            self.saver.wait()
 
     def apply(self, answer: ControlState) -> None:
         """Take note of what held on all ranks after the step before the last one."""
-        self._answer, self._micro_batch = answer, answer.micro_batch
+        self._answer, self.micro_batch = answer, answer.micro_batch
 
     def synchronize_soon(self) -> None:
         """Synchronize before the next step."""
@@ -199,10 +306,10 @@ class RunControl:
         """Whether something may have to be done after this step, the next of which has ``micro_batches``."""
         answer = self._answer or ControlState(written=False)
         requested = answer.leaving or answer.save or answer.lost or (answer.written and self.saver.store.pending)
-        evaluation = due(self.config.evaluate.every, progress)
         return bool(
-            self._must_synchronize or self._save_pending or requested or evaluation or self._ends(progress)
-            or self.saver.due(progress, answer) or not self._can_check_signals_late(micro_batches)
+            self._must_synchronize or self._save_pending or requested or self._ends(progress)
+            or due(self.config.evaluate.every, progress)
+            or self.saver.due(progress, answer) or not self.can_check_signals_late(micro_batches)
         )  # fmt: skip
 
     def finished(self, progress: Progress) -> bool:
@@ -238,7 +345,7 @@ class RunControl:
         if self.state.save and not self._save_pending:
             if not self.saver.settings.enabled:
                 log.warning("save-now: checkpoint.enabled=false, so nothing is saved")
-            self._remove("save-now")
+            self.sync.remove("save-now")
 
     def exit(self, progress: Progress, validation: float | None, unmeasured: bool = False) -> int:
         """Save before the run exits; its exit code. ``unmeasured``: a run that has finished needs another start to be measured."""
@@ -246,91 +353,48 @@ class RunControl:
         requeue = bool(self.state.signal and not over and not self.state.stop)
         self.saver.exit(self.engine, progress, validation, self.state, requeue)
         if self.saver.step == progress.step:
-            self._remove("save-now")
+            self.sync.remove("save-now")
         if self.state.stop:
-            self._remove("stop")
+            self.sync.remove("stop")
         return REQUEUE if requeue else 0
 
-    def _remove(self, request: str) -> None:
-        if self.sync.local.control_files:
-            self.sync.local.control_files.remove(request)
-
-    def micro_batches_per_poll(self) -> int:
-        """Micro-batches of about POLL_SECONDS; 1 before a step's time is known."""
-        return max(1, round(POLL_SECONDS / self._micro_batch)) if self._micro_batch else 1
-
-    def _can_check_signals_late(self, micro_batches: int) -> bool:
+    def can_check_signals_late(self, micro_batches: int) -> bool:
         """Whether there is time to save even where all ranks hear of a signal only after another step of so many micro-batches.
         Before a step's time is known, and where steps are long, there is not."""
-        late, save = LATE_STEPS * micro_batches * self._micro_batch, self.saver.seconds()
+        late, save = LATE_STEPS * micro_batches * self.micro_batch, self.saver.seconds()
         return late > 0 and not any(save < limit <= save + late for limit in self.saver.limits.values())
 
-    def check_interrupt(self, micro_batches: int) -> Callable[[int], None]:
-        """What a step of so many micro-batches calls between two of them, with how many are done.
+    def watch_signals(self) -> None:
+        """Say what follows a signal, once, or end this process, if a step goes on all the time that the signal leaves.
 
-        It raises StepAbandoned on every rank where the rest of the step, and a save, would take longer than there is.
+        The watchdog's thread calls this again and again: the main thread is in the step, perhaps inside a library that runs no Python.
         """
-        if self._can_check_signals_late(micro_batches):
-            return keep_going
-        began, every = time.monotonic(), self.micro_batches_per_poll()
-
-        def check(done: int) -> None:
-            if done % every:
-                return
-            state = self.sync.poll()
-            left, remaining = self.saver.seconds_left(state), micro_batches - done
-            if left is None:
-                return
-            (needed,) = self.sync.context.all_reduce_max((time.monotonic() - began) / done * remaining)
-            if needed + self.saver.seconds() < left:
-                return
-            text = "%s: %.0f s left but the other %d of %d micro-batches may take %.0f s; step abandoned; it will be redone"
-            log.warning(text, state.signal, left, remaining, micro_batches, needed)
-            raise StepAbandoned
-
-        return check
-
-
-def due(every: int, progress: Progress) -> bool:
-    """Whether something that happens ``every`` steps happens now; 0 is never."""
-    return bool(every) and progress.step > 0 and progress.step % every == 0
-
-
-class SignalWatch:
-    """Called again and again while a run trains."""
-
-    def __init__(self, config: RunConfig, preemption: Preemption, saver: Saver, watchdog: Watchdog):
-        self.out, self.warns, self.grace = Path(config.out), config.job.warn_seconds, config.checkpoint.grace_seconds
-        self.preemption, self.saver, self.watchdog = preemption, saver, watchdog
-        self._announced = False
-
-    def __call__(self) -> None:
-        """Say what follows a signal, once, or end this process, if a step is going on all that time."""
-        since = {name: self.preemption.seconds(name) for name in (number.name for number in WARNINGS)}
-        name = max(since, key=lambda each: since[each])
-        if not since[name] or not self.watchdog.in_step:
+        watchdog, limits = self.run.distributed.watchdog, self.saver.limits
+        since = {name: self.sync.preemption.seconds(name) for name in SIGNALS}
+        name = max(since, key=lambda name: since[name])
+        if not since[name] or not watchdog.in_step:
             return
-        limits = self.saver.limits
         for late, limit in limits.items():
             if since.get(late, 0) > limit + LATE:
-                self.watchdog.end(
-                    f"{late}: step {self.watchdog.step} has gone on for {since[late]:.0f} s since, and {self._setting(late)} has "
+                watchdog.end(
+                    f"{late}: step {watchdog.step} has gone on for {since[late]:.0f} s since, and {self._setting(late)} has "
                     f"passed: exiting without saving; the steps after {self.saver.step} will be repeated"
                 )
         if since[name] >= LONG and not self._announced:
             self._announced = True
             left = f" within {self._setting(name)}" if name in limits else ""
-            end = f"hpclm cancel --now {shlex.quote(str(self.out))}"
+            end = f"hpclm cancel --now {shlex.quote(str(self.run.out))}"
             sooner = "press Ctrl-C again" if name == signal.SIGINT.name else end
-            log.warning(
-                "%s: once step %d ends%s, the run saves, if there is time, and exits; to end it sooner, without saving: %s",
-                name,
-                self.watchdog.step,
-                left,
-                sooner,
-            )
+            text = "%s: once step %d ends%s, the run saves, if there is time, and exits; to end it sooner, without saving: %s"
+            log.warning(text, name, watchdog.step, left, sooner)
 
     def _setting(self, name: str) -> str:
         """The setting that says how many seconds the signal leaves."""
-        warned = name != signal.SIGTERM.name and self.warns
-        return f"job.warn_seconds={self.warns}" if warned else f"checkpoint.grace_seconds={self.grace:g}"
+        warned = self.config.job.warn_seconds if name != signal.SIGTERM.name else None
+        grace = f"checkpoint.grace_seconds={self.config.checkpoint.grace_seconds:g}"
+        return f"job.warn_seconds={warned}" if warned else grace
+
+
+def due(every: int, progress: Progress) -> bool:
+    """Whether something that happens ``every`` steps happens now; 0 is never."""
+    return bool(every) and progress.step > 0 and progress.step % every == 0

@@ -18,7 +18,6 @@ from hpclm.model.attention import backend as attention_backend
 from hpclm.node import apex, hardware, threads
 from hpclm.rundir import folder
 from hpclm.terminal import ranges
-from hpclm.training.control import RunControl
 
 logger = logging.getLogger(__name__)
 
@@ -134,28 +133,3 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
     usable = config.data.source == "indexed" and config.checkpoint.enabled
     generate = f" · hpclm generate {out} --prompt ..." if usable else ""
     return f"done at step {progress.step}, {progress.samples:,} samples; next: hpclm report {out}{generate}"
-
-
-def log_end(
-    config: RunConfig, length: Length, progress: Progress, control: RunControl, code: int, unmeasured: bool
-) -> tuple[str, str]:
-    """Log how the run ends, and what follows; its state and ending for summary.json.
-
-    ``unmeasured``: it has finished, but its last step has yet to be measured.
-    """
-    leaving = control.state.leaving
-    if unmeasured:
-        logger.warning("%s left no time to measure the model after step %d, the last one", leaving, progress.step)
-    if not progress.health.good:
-        logger.warning(
-            "%s; hpclm checkpoints %s shows which are healthy", progress.health.describe(), files.typed(config.out)
-        )
-    if code:
-        state, text = "exited", f"{control.state.signal}: {control.saver.outcome()}"
-        logger.warning("%s", text)
-    else:
-        over = control.finished(progress) and not unmeasured
-        text = ending(config, length, progress, "" if over else leaving or "exit_interval")
-        state = text.partition(" ")[0]
-        logger.info("%s", text)
-    return state, text.partition(";")[0]

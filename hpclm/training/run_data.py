@@ -18,6 +18,7 @@ from hpclm.data.tokenizers import mismatch
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError
 from hpclm.parallel.compute import Compute
+from hpclm.training.run_context import RunContext
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -54,15 +55,16 @@ def on_main(context: DistributedContext, act: Callable[[], T]) -> T | None:
 
 
 @contextmanager
-def open_data(config: RunConfig, context: DistributedContext, compute: Compute) -> Iterator[RunData]:
+def open_data(run: RunContext) -> Iterator[RunData]:
     """Open the data of a run, for the replica of this rank.
 
     Rank 0 reads the files first, and writes the index cache; then the first rank of each other node; all others only open
     what they train on. ConfigError if the data of another node differ from rank 0's.
     """
+    config, context = run.config, run.distributed
 
     def build(facts: SharedFacts) -> RunData:
-        return build_data(config, config.plan(context.size), compute, facts)
+        return build_data(config, config.plan(context.size), run.compute, facts)
 
     def first() -> RunData:
         built = build(facts)

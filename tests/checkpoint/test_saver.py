@@ -15,8 +15,7 @@ from hpclm.errors import ConfigError, DivergedError
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.rows import MAX_FILE_BYTES
 from hpclm.training import records
-from hpclm.training.control import Saver
-from hpclm.training.sync import ControlState
+from hpclm.training.control import ControlState, Saver
 from tests import forks
 from tests.forks import Hpclm, hpclm
 from tests.runs import PATIENCE, lines, losses, until
@@ -173,7 +172,7 @@ def test_a_save_that_would_not_be_done_in_time_is_not_begun(tmp_path, caplog, gr
     store = CheckpointStore(tmp_path, Retention(), {})
     saver = Saver(store, CheckpointConfig(grace_seconds=grace))
     saver.save(State(), Progress(1), None, ControlState())
-    saver.poll(ControlState())
+    saver.wait()
     saver._longest = 1.0  # as if the disk were slow
     saver.exit(State(), Progress(2), None, ControlState({"SIGTERM": 0.1}))
     assert [path.name for path in steps(tmp_path)][-1] == f"step-0000000{2 if saves else 1}"

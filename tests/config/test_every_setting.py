@@ -28,7 +28,7 @@ from hpclm.optim.stability import LossScale, NonfiniteGuard
 from hpclm.parallel.mesh import Mesh
 from hpclm.scheduler.template import render
 from hpclm.training.corruption import verifier
-from hpclm.training.opening import open_devices
+from hpclm.training.run_context import open_devices
 from tests.engine.test_native import batches_of, engine_of
 from tests.forks import hpclm
 from tests.runs import ROOT

@@ -17,6 +17,7 @@ from hpclm.distributed.context import DistributedContext, single
 from hpclm.errors import ConfigError
 from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
+from hpclm.training.run_context import RunContext
 from hpclm.training.run_data import open_data
 
 
@@ -44,9 +45,8 @@ def reads(folders, words):
     indexed.fingerprint = index_cache.fingerprint = counted
     sys.addaudithook(watch)
     run = config.load(None, words)
-    with open_data(
-        run, context, Compute(torch.device("cpu"), torch.float32, Mesh.build(rank, size, run.parallel))
-    ) as data:
+    compute = Compute(torch.device("cpu"), torch.float32, Mesh.build(rank, size, run.parallel))
+    with open_data(RunContext(run, context, compute)) as data:
         source, train, held = data.source, data.train, data.held_out
         rows = np.empty((3, run.model.context + 1), train.samples.dtype)
         for index, row in enumerate(rows):

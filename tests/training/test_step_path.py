@@ -19,23 +19,21 @@ from hpclm.distributed.watchdog import Watchdog
 from hpclm.engine import StepResult
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
-from hpclm.optim.stability import NonfiniteGuard
 from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
+from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 from hpclm.planning import simulate
 from hpclm.planning.fake_gpu import CUDA, fake_gpu
 from hpclm.sinks.process import Sinks
 from hpclm.training import loop
-from hpclm.training.compiling import AgreedCompilations
-from hpclm.training.control import RunControl, Saver
+from hpclm.training.control import ControlSync, RunControl, Saver
 from hpclm.training.corruption import Verifier
 from hpclm.training.metrics import NullMeter
 from hpclm.training.profile import Profile
-from hpclm.training.results import Results
+from hpclm.training.run_context import RunContext
 from hpclm.training.run_data import RunData
-from hpclm.training.schedule import Schedule
-from hpclm.training.session import Session
-from hpclm.training.sync import ControlSync, LocalState, StepClock
+from hpclm.training.run_state import RunState
+from hpclm.training.session import Outputs, Results, Session
 
 STEPS, RANKS = 8, 2
 WORDS = ["model.layers=1", "model.hidden=64", "model.heads=2", "model.vocab_size=256", "model.context=32"]
@@ -109,36 +107,22 @@ def simulated(tmp_path, *words):
         mesh = Mesh.build(0, RANKS, run.parallel)
         engine = simulate.build(run, mesh)
         turns.append(Turns(engine, counter))
-        store, clock = CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context), StepClock(0.0)
-        local = LocalState(context, store, Preemption(), clock, None, None)
-        sync = ControlSync(local, AsyncAllReduce(mesh.world, CUDA), None)
-        guard, saver, plan = NonfiniteGuard(run.optim), Saver(store, run.checkpoint), run.plan(RANKS)
-        length, meter = config.plan.Length(None, None), NullMeter({})
+        state = RunState(engine, CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context), Progress())
+        plan, length = run.plan(RANKS), config.plan.Length(None, None)
 
         def step(samples):
             turns[0].begin()
             return [simulate.micro_batch(run)] * plan.accumulation(samples)
 
+        whole = RunContext(run, context, Compute(CUDA, torch.bfloat16, mesh))
+        sync = ControlSync(whole, state, None, Preemption())
+        control = RunControl(whole, length, state, sync, Saver(state.store, run.checkpoint))
+        data = RunData(plan, length, None, SimpleNamespace(step=step), [])
         profile = Profile(run.profile, tmp_path, 0, CUDA)
-        yield Session(
-            config=run,
-            context=context,
-            device=CUDA,
-            data=RunData(plan, length, None, SimpleNamespace(step=step), []),
-            schedule=Schedule(run.optim, plan, length),
-            engine=engine,
-            compilations=AgreedCompilations(engine, context),
-            guard=guard,
-            control=RunControl(run, length, engine, sync, saver, guard),
-            verifier=Verifier(engine, mesh, context, math.inf),
-            results=Results(sync, clock, guard, meter, run.scaler.minimum),
-            meter=meter,
-            progress=Progress(),
-            profile=profile,
-            attempt=None,
-            sinks=Sinks([], tmp_path),
-            notifier=Notifier([], run.name, run.out),
-        )
+        outputs = Outputs(NullMeter({}), Sinks([], tmp_path), profile, Notifier([], run.name, run.out))
+        opened = Session(whole, data, state, control, outputs)
+        opened.verifier = Verifier(engine, mesh, context, math.inf)
+        yield opened
 
     with pytest.MonkeyPatch.context() as patched, fake_gpu(0, RANKS) as counter:
         patched.setattr(loop, "open_session", session)

@@ -10,7 +10,7 @@ import pytest
 
 from hpclm import cli
 from hpclm.checkpoint import store as stores
-from hpclm.training import control, metrics, writer
+from hpclm.training import metrics, session, writer
 from hpclm.training.control import ControlSync
 from hpclm.training.writer import WriterThread
 from tests.runs import PATIENCE, lines, losses, until
@@ -114,7 +114,7 @@ def test_all_steps_of_a_checkpoint_are_on_the_disk_before_it_is_there(background
 
 def test_an_evaluation_asks_the_ranks_no_more_often_than_is_due(tiny, tmp_path, monkeypatch):
     """Each has 40 micro-batches, which take no longer than the time between two questions."""
-    monkeypatch.setattr(control, "POLL_SECONDS", PATIENCE)
+    monkeypatch.setattr(session, "POLL_SECONDS", PATIENCE)
     asked = []
     poll = ControlSync.poll
     monkeypatch.setattr(ControlSync, "poll", lambda self: [asked.append(1), poll(self)][1])

@@ -9,8 +9,8 @@ from hpclm.checkpoint.directory import steps
 from hpclm.config import from_cli
 from hpclm.distributed.context import single
 from hpclm.errors import DivergedError
+from hpclm.launch.jobs import query
 from hpclm.rundir import runs
-from hpclm.rundir.status import query
 from hpclm.training import loop
 from hpclm.training.tensorboard import EventFile
 from tests.forks import hpclm

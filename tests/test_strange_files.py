@@ -20,6 +20,7 @@ from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.launch import process
 from hpclm.log import also_to, instead_to
+from hpclm.node.job import Job
 from hpclm.rundir import attempts, folder, lock, rows, runs, submissions
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.logs import follow, last, whole
@@ -63,7 +64,7 @@ READERS = {
     "jobs.jsonl": [lambda out: submissions.read(out), runs.read],
     "attempts.jsonl": [
         lambda out: attempts.read(out),
-        lambda out: records.check_progress(out, 0),
+        lambda out: records.check_progress(out, 0, Job()),
     ],
     "metrics.jsonl": [lambda out: list(forget_after(out, 1))],
     "log.txt": [lambda out: rows.tail(out / "log.txt"), lambda out: last(out / "log.txt", 1)],

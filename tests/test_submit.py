@@ -14,9 +14,9 @@ from hpclm.errors import ConfigError
 from hpclm.launch import arguments
 from hpclm.node import environment
 from tests.forks import hpclm
+from tests.launch.schedulers.test_slurm import NOT_CONFIGURED
 from tests.rundir.test_runs import make
 from tests.runs import ROOT, until
-from tests.scheduler.test_slurm import NOT_CONFIGURED
 
 SMALL = ["budget.steps=5", "optim.warmup=0", "engine.device=cpu", "evaluate={every: 0, batches: 10}"]
 

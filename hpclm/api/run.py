@@ -16,8 +16,9 @@ from hpclm.api.options import Change, Options
 from hpclm.config import RunConfig
 from hpclm.config.checks import is_utf8, shown
 from hpclm.errors import ConfigError, unread
+from hpclm.launch.jobs import query
 from hpclm.rundir import runs
-from hpclm.rundir.status import RunStatus, query
+from hpclm.rundir.status import RunStatus
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -6,6 +6,7 @@ import logging
 from hpclm.diagnostics import facts, verdict
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
+from hpclm.launch.schedulers import current_job
 from hpclm.parser import Parser
 from hpclm.terminal import say
 
@@ -19,7 +20,7 @@ def main(argv: list[str]) -> int:
         world, contradictions = bootstrap.detect(alone=False), []
     except ConfigError as error:
         world, contradictions = bootstrap.World("single", 0, 1), error.problems
-    own = facts.everything(world)
+    own = facts.everything(world, current_job().node)
     problems = [*contradictions, *verdict.problems(own)]
     hints = [*verdict.hints(own), *(finding.text for finding in verdict.memory([own] * world.local_size))]
     if args.json:

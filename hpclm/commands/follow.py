@@ -9,19 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpclm import extras, files, log
-from hpclm import scheduler as schedulers
 from hpclm.config import ParallelConfig
 from hpclm.errors import REQUEUE
+from hpclm.launch import jobs, schedulers
 from hpclm.node import secrets
+from hpclm.node.job import Job
 from hpclm.node.preemption import WARNINGS, Preemption
 from hpclm.rundir import folder, lock, metrics_file, runs
 from hpclm.rundir.lease import Lease
-from hpclm.rundir.status import Queue
 from hpclm.terminal import say
 
 logger = logging.getLogger(__name__)
 POLL = 10.0  # seconds between looks for new checkpoints
-PATIENCE = 5.0  # seconds squeue may take
+PATIENCE = 5.0  # seconds a scheduler may take
 OVER = ("done", "stopped", "exited", "failed", "ended")
 """Statuses in which nothing trains the run, and nothing is going to."""
 
@@ -39,8 +39,9 @@ def main(args: argparse.Namespace) -> int:
     runs.check_own(args.run, "scored")
     log.setup(0, redact=secrets.Redactor())
     tasks = Tasks(args.tasks.split(","), args.tasks_path, args.samples, args.shots)
-    queue = Queue(PATIENCE)
-    with lock.held(args.run, metrics_file.SCORES_LOCK), Preemption() as preemption:
+    queue = jobs.queue(PATIENCE)
+    job = schedulers.current_job(config.job.cluster)
+    with lock.held(args.run, metrics_file.SCORES_LOCK, job), Preemption() as preemption:
         follower = Follower(args.run, config, tasks, args.batch or 16)
 
         def interrupted() -> bool:
@@ -57,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
             logger.info("interrupted; the same command scores the checkpoints that are left")
             return REQUEUE
         if status.name == "done":
-            complete(args.run)
+            complete(args.run, job)
     logger.info("%s is %s, and its checkpoints are scored: %s/scores.jsonl", args.run, status.name, args.run)
     if status.name == "done":
         logger.info("hpclm sync %s sends the last scores to the run's sinks", files.typed(args.run))
@@ -104,7 +105,7 @@ def wait(seconds: float, interrupted: Callable[[], bool]) -> None:
         time.sleep(min(0.2, seconds))
 
 
-def complete(out: Path) -> None:
+def complete(out: Path, job: Job) -> None:
     """Copy the scores that a run has not copied before it was done to its metrics.jsonl."""
-    with Lease(out):
+    with Lease(out, job=job):
         metrics_file.copy_scores(out)

@@ -4,10 +4,10 @@ import re
 import sys
 
 from hpclm import terminal
+from hpclm.launch import jobs
 from hpclm.parser import Parser
 from hpclm.rundir import runs as folders
 from hpclm.rundir.logs import find_log, follow, last, matching, over, whole
-from hpclm.rundir.status import Queue
 
 FOLLOWED = 20  # lines that following begins with
 PATIENCE = 5.0  # seconds squeue may take
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
         re.compile(args.grep or "")
     except re.error as error:
         options.error(f"--grep {args.grep!r} is not a regular expression: {error}")
-    queue, out = Queue(PATIENCE), folders.resolve(args.run, args.runs)
+    queue, out = jobs.queue(PATIENCE), folders.resolve(args.run, args.runs)
     path = find_log(out, args.rank, args.job, queue, args.follow)
     if args.follow:
         lines = follow(path, FOLLOWED if args.lines is None else args.lines, args.grep, over(out, queue))

@@ -1,5 +1,6 @@
 """``hpclm save-now``: have runs save a checkpoint, and continue."""
 
+from hpclm.launch.jobs import jobs_of
 from hpclm.parser import SEVERAL, Parser
 from hpclm.rundir import control_files, runs
 
@@ -8,7 +9,7 @@ def main(argv: list[str]) -> int:
     """``hpclm save-now``."""
     args = parser().parse_args(argv)
     chosen = runs.choose(args.run, args.runs)
-    return control_files.request_all("save-now", chosen, args.wait, "saving; see: hpclm checkpoints")
+    return control_files.request_all("save-now", chosen, args.wait, "saving; see: hpclm checkpoints", jobs_of)
 
 
 def parser() -> Parser:

@@ -6,11 +6,11 @@ import shutil
 import sys
 import time
 
+from hpclm.launch.jobs import query
 from hpclm.node import processes
 from hpclm.parser import SEVERAL, Parser
 from hpclm.reporting.run_table import detail, table, values
 from hpclm.rundir import runs as folders
-from hpclm.rundir.status import query
 from hpclm.terminal import say
 
 DEADLINE = 0.75  # seconds after the start of this process by which squeue must have answered

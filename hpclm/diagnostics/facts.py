@@ -51,11 +51,11 @@ DISTRIBUTIONS = {"yaml": "PyYAML"}
 """The names of packages that differ from that of their module."""
 
 
-def of_process(launcher: str, env: Mapping[str, str] = os.environ) -> Facts:
-    """The node at this moment, and versions; PyTorch is not loaded."""
+def of_process(node: str, env: Mapping[str, str] = os.environ) -> Facts:
+    """The node at this moment, of which the scheduler's name is ``node``, and versions; PyTorch is not loaded."""
     allowed = threads.noted_cores(env)
     return {
-        "node": node_name(launcher, env),
+        "node": node,
         "host": socket.gethostname(),
         "machine": files.network_of(files.here()),
         "pid": os.getpid(),
@@ -70,14 +70,6 @@ def of_process(launcher: str, env: Mapping[str, str] = os.environ) -> Facts:
         "shm": shutil.disk_usage("/dev/shm")._asdict() if Path("/dev/shm").is_dir() else None,
         "driver": driver(),
     }
-
-
-def node_name(launcher: str, env: Mapping[str, str] = os.environ) -> str:
-    """This machine's name in Slurm, otherwise its host name.
-
-    HOSTNAME is that of the machine the job script runs on; under mpirun, SLURMD_NODENAME may be, too.
-    """
-    return (launcher == "Slurm" and env.get("SLURMD_NODENAME")) or socket.gethostname()
 
 
 def version(package: str) -> str | None:
@@ -147,15 +139,15 @@ def pytorch() -> Facts:
     }
 
 
-def everything(world: World, env: Mapping[str, str] = os.environ) -> Facts:
-    """What ``hpclm doctor`` shows of this process, which its launcher calls ``world``.
+def everything(world: World, node: str, env: Mapping[str, str] = os.environ) -> Facts:
+    """What ``hpclm doctor`` shows of this process, which its launcher calls ``world``, on the node that its scheduler calls ``node``.
 
     PyTorch is asked in a process of its own, so that one that crashes or hangs is an answer too: {"error": reason}.
     """
     redact = secrets.Redactor(env)
     return {
         **{name: getattr(world, name) for name in ("launcher", "rank", "size", "local_rank", "local_size")},
-        **of_process(world.launcher, env),
+        **of_process(node, env),
         "torch": None,
         **python.ask(TORCH, env, seconds=120),
         "outside": [f"{library}; {library.way_out}" for library in shadows.outside()],

@@ -45,9 +45,9 @@ def check(
     checkpoint in the run directory ``out`` may take.
     """
     began = time.monotonic()
-    node = facts.node_name(context.launcher, env)
+    node = context.job.node
     check_code(context, modules, node)
-    ranks = context.all_gather(facts.of_process(context.launcher, env) | facts.of_device(device))
+    ranks = context.all_gather(facts.of_process(node, env) | facts.of_device(device))
     nodes = verdict.nodes_of(ranks)
     token = context.run_on_main(lambda: probes.mark(out))
     probed = context.all_gather(

@@ -5,14 +5,15 @@ Contradictions are refused here, before anything waits for processes that will n
 """
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpclm.distributed.signed import SECRET, SIGNED
+from hpclm.distributed.signed import SECRET
 from hpclm.errors import REQUEUE, ConfigError
+from hpclm.node import slurm
+from hpclm.node.job import JobIdentity
 
 Env = Mapping[str, str]
 
@@ -51,8 +52,10 @@ def detect(env: Env = os.environ, alone: bool = True) -> World:
     return world
 
 
+SRUN = "Slurm"
+"""The launcher srun."""
 MARKERS = {
-    "Slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    SRUN: (slurm.JOB, slurm.STEP),
     "Open MPI": ("PMIX_NAMESPACE",),
     "torchrun": ("TORCHELASTIC_RUN_ID",),
     "local": ("TORCHELASTIC_RUN_ID",),
@@ -83,31 +86,26 @@ def _hydra(env: Env) -> World:
     return World("MPI", *_values("MPI", env, int, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
 
 
-def _slurm(env: Env) -> World:
-    numbers = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
-    # of the step, not of the job: srun may use fewer nodes, and SLURM_NTASKS is stale after a requeue with other nodes
-    texts = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")
-    rank, size, local_rank, node = _values("Slurm", env, int, *numbers)
-    nodes, tasks, job = _values("Slurm", env, str, *texts)
-    counts, names = tasks_per_node(tasks), expand(nodes)
+def _srun(env: Env) -> World:
+    # of the step, not of the job: srun may use fewer nodes, and that of its tasks is stale after a requeue with other nodes
+    rank, size, local_rank, node = _values(SRUN, env, int, *slurm.NUMBERS_OF_RANK)
+    nodes, tasks, _ = _values(SRUN, env, str, slurm.NODES_OF_STEP, slurm.TASKS_OF_NODES, slurm.JOB)
+    counts, names = slurm.tasks_per_node(tasks), slurm.expand(nodes)
     if len(names) != len(counts) or node >= len(counts):
         raise ConfigError(
-            f"SLURM_STEP_NODELIST={nodes}, SLURM_STEP_TASKS_PER_NODE={tasks} and SLURM_NODEID={node} contradict each other"
+            f"{slurm.NODES_OF_STEP}={nodes}, {slurm.TASKS_OF_NODES}={tasks} and {slurm.NODE_OF_STEP}={node} contradict each other"
         )
-    # a requeued job keeps its number: without the count, ranks that outlive a dead slurmd could join the next attempt
-    run_id = ".".join([job, env["SLURM_STEP_ID"], env.get("SLURM_RESTART_COUNT", "0")])
     hosts = tuple(name for name, count in zip(names, counts, strict=True) for _ in range(count))
-    return World("Slurm", rank, size, local_rank, counts[node], run_id, hosts)
+    return World(SRUN, rank, size, local_rank, counts[node], slurm.run_id(env), hosts)
 
 
 # The first row whose variable is set wins. Launchers nest, so the innermost come first: torchrun and mpirun run inside
-# Slurm jobs. SLURM_STEP_ID, unlike SLURM_PROCID, is set by srun and not in a batch script; under mpirun
-# SLURM_PROCID is that of the daemon which started the rank.
+# steps of srun.
 LAUNCHERS: tuple[tuple[str, Callable[[Env], World]], ...] = (
     ("TORCHELASTIC_RUN_ID", _torchrun),
     ("OMPI_COMM_WORLD_RANK", _open_mpi),
     ("MPI_LOCALRANKID", _hydra),  # MPICH and Intel MPI
-    ("SLURM_STEP_ID", _slurm),
+    (slurm.STEP, _srun),
 )
 
 
@@ -116,8 +114,8 @@ OF_MPI = ("Open MPI", "MPI")
 
 
 OTHERS = {
-    "Slurm": ("SLURM_NTASKS",),
-    **dict.fromkeys(OF_MPI, ("SLURM_STEP_NUM_TASKS",)),  # of mpirun's daemons there are no more than of its ranks
+    SRUN: (slurm.TASKS,),
+    **dict.fromkeys(OF_MPI, (slurm.TASKS_OF_STEP,)),  # of mpirun's daemons there are no more than of its ranks
     **dict.fromkeys(("torchrun", "local"), ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")),
     "single": ("WORLD_SIZE", "PMI_SIZE"),
 }
@@ -131,15 +129,15 @@ def _contradictions(world: World, env: Env, alone: bool) -> Iterator[str]:
             f"{launcher} says rank {world.rank} of {size}, and {world.local_rank} of {world.local_size} on this host, "
             "which is impossible"
         )
-    if (launcher != "single" or not alone) and _number(env, "SLURM_HET_SIZE") > 1:
+    if (launcher != "single" or not alone) and slurm.number(env, slurm.COMPONENTS) > 1:
         yield "this is a heterogeneous Slurm job, of which the run would use one component; submit one job of equal nodes"
-    if size > 1 and launcher in ("Slurm", "torchrun") and SIGNED in env and not world.secret:
+    if size > 1 and launcher in (SRUN, "torchrun") and slurm.SIGNED in env and not world.secret:
         yield (
             f"the job's script made a secret for its ranks, with which they sign what they tell one another, but this rank has no "
             f"{SECRET}: start the ranks with srun --export=ALL, and pass the variables HPCLM_* into a container"
         )
     for name in OTHERS.get(launcher, ()):
-        if (count := _number(env, name)) > size:
+        if (count := slurm.number(env, name)) > size:
             launch = (
                 "no launcher started this process" if launcher == "single" else f"{launcher} started {size} processes"
             )
@@ -147,11 +145,11 @@ def _contradictions(world: World, env: Env, alone: bool) -> Iterator[str]:
                 f"{launch}, but {name}={count}: use one of srun, mpirun and torchrun, or clear the variables of another launch that "
                 f"have leaked into this process's environment (env -u {name} ...)"
             )
-    tasks = max(_number(env, "SLURM_NTASKS"), _number(env, "SLURM_STEP_NUM_TASKS"))
-    if not alone and size == 1 and launcher in ("single", *OF_MPI) and "SLURM_JOB_ID" in env and tasks > 1:
+    tasks = max(slurm.number(env, slurm.TASKS), slurm.number(env, slurm.TASKS_OF_STEP))
+    if not alone and size == 1 and launcher in ("single", *OF_MPI) and slurm.JOB in env and tasks > 1:
         yield (
-            f"this Slurm job has {tasks} tasks (SLURM_NTASKS), but this process was started alone, without srun or by an mpirun "
-            "of one process; put srun before the command, or env -u SLURM_NTASKS to train on one process"
+            f"this Slurm job has {tasks} tasks ({slurm.TASKS}), but this process was started alone, without srun or by an mpirun "
+            f"of one process; put srun before the command, or env -u {slurm.TASKS} to train on one process"
         )
 
 
@@ -165,47 +163,10 @@ def _values(launcher: str, env: Env, kind: type, *names: str) -> Any:  # as many
     raise ConfigError(text)
 
 
-def _number(env: Env, name: str) -> int:
-    text = env.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() else 0
-
-
-def lost_code(launcher: str, env: Env = os.environ) -> int:
-    """Exit code of the other ranks if one is killed: Slurm can requeue the job, and may not know that a node is down.
+def lost_code(launcher: str, job: JobIdentity | None, env: Env = os.environ) -> int:
+    """Exit code of the other ranks if one is killed: the scheduler can requeue the job, and may not know that a node is down.
 
     Not if torchrun's agent restarts the ranks, which it does not after an exit with 85.
     """
-    restarts = _number(env, "TORCHELASTIC_RESTART_COUNT") < _number(env, "TORCHELASTIC_MAX_RESTARTS")
-    return REQUEUE if job(env) and launcher != "local" and not restarts else 1
-
-
-def job(env: Env = os.environ) -> dict[str, str | int]:
-    """Slurm's number of the job this process is in (12_3 for an array's task) and how often it was restarted; or {}."""
-    if "SLURM_JOB_ID" not in env:
-        return {}
-    array = env.get("SLURM_ARRAY_JOB_ID")
-    number = f"{array}_{env.get('SLURM_ARRAY_TASK_ID', 0)}" if array else env["SLURM_JOB_ID"]
-    return {"job_id": number, "restart": _number(env, "SLURM_RESTART_COUNT")}
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """Slurm's ``4(x2),3`` -> [4, 4, 3]."""
-    return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
-
-
-def expand(nodes: str) -> list[str]:
-    """Slurm's node list, host by host: ``gpu[07-08,12]-ib,login1`` -> gpu07-ib, gpu08-ib, gpu12-ib, login1."""
-    expanded = []
-    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):
-        hosts = [""]
-        for text, listed in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
-            ends = [text] if text else [number for span in listed.split(",") for number in _span(span)]
-            hosts = [host + end for host in hosts for end in ends]
-        expanded += hosts
-    return expanded
-
-
-def _span(text: str) -> list[str]:
-    """``07-09`` -> 07, 08, 09; ``12`` -> 12."""
-    first, _, last = text.partition("-")
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    restarts = slurm.number(env, "TORCHELASTIC_RESTART_COUNT") < slurm.number(env, "TORCHELASTIC_MAX_RESTARTS")
+    return REQUEUE if job and launcher != "local" and not restarts else 1

@@ -28,6 +28,7 @@ from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.node import parent, preemption, processes, secrets
+from hpclm.node.job import Job
 
 if TYPE_CHECKING:
     import torch
@@ -61,12 +62,19 @@ def waits_in(name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
 class DistributedContext:
     """This rank among its peers. With one process there is no process group, and everything here is free."""
 
-    def __init__(self, world: World, ranks: tuple[RankInfo, ...], watchdog: Watchdog, store: SignedStore | None = None):
+    def __init__(
+        self,
+        world: World,
+        ranks: tuple[RankInfo, ...],
+        watchdog: Watchdog,
+        store: SignedStore | None = None,
+        job: Job | None = None,
+    ):
         self.launcher, self.rank, self.size = world.launcher, world.rank, world.size
         self.local_rank, self.local_size = world.local_rank, world.local_size
         self.began = world.began
         """When this rank began, in seconds since 1970."""
-        self.ranks, self.watchdog = ranks, watchdog
+        self.ranks, self.watchdog, self.job = ranks, watchdog, job or Job()
         self.hosts = tuple({info.node: info.host for info in ranks}.values())
         """The host name of every node, in the order of ranks; several nodes may have the same one."""
         me = ranks[world.rank]
@@ -291,27 +299,28 @@ class DistributedContext:
         exit_after(LATEST, code)
 
 
-def single(settings: ClusterConfig | None = None) -> DistributedContext:
-    """The context of a process without peers; ``settings``: for its watchdog."""
+def single(settings: ClusterConfig | None = None, job: Job | None = None) -> DistributedContext:
+    """The context of a process without peers; ``settings``: for its watchdog, ``job``: that it is part of."""
     world = World("single", 0, 1)
     me = RankInfo.of(world)
     watchdog = Watchdog(settings or ClusterConfig(hang_minutes=0), (me,), me, Shutdown(me, (me,)))
-    return DistributedContext(world, (me,), watchdog)
+    return DistributedContext(world, (me,), watchdog, job=job)
 
 
 @contextmanager
-def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
-    """Connect to the other ranks of ``world``, and disconnect at the end of the block.
+def join(world: World, settings: ClusterConfig, job: Job | None = None) -> Iterator[DistributedContext]:
+    """Connect to the other ranks of ``world``, in the job ``job``, and disconnect at the end of the block.
 
     ConfigError if the ranks contradict each other, HpclmError if some do not arrive. An error that all ranks raise is
     printed by rank 0 only.
     """
-    # a run survives the death of its slurmstepd: Slurm, or the end of the run, ends the job
-    launcher = None if world.launcher in ("single", "Slurm") else parent.launcher()
+    # a run survives the death of the process by which srun started it: Slurm, or the end of the run, ends the job
+    launcher = None if world.launcher in ("single", bootstrap.SRUN) else parent.launcher()
+    job = job or Job()
     if world.launcher != "single":
         processes.adopt_orphans()  # so that orphans of its children end with this rank
     if world.size == 1:
-        context = single(settings)
+        context = single(settings, job)
         context.launcher, context.began = world.launcher, world.began
         context.watchdog.start(launcher=launcher)
         try:
@@ -323,9 +332,9 @@ def join(world: World, settings: ClusterConfig) -> Iterator[DistributedContext]:
     preemption.ranks_have_met()
     me = met.ranks[world.rank]
     shutdown = Shutdown(me, met.ranks, bootstrap.marker(world))
-    watchdog = Watchdog(settings, met.ranks, me, shutdown, bootstrap.lost_code(world.launcher))
+    watchdog = Watchdog(settings, met.ranks, me, shutdown, bootstrap.lost_code(world.launcher, job.identity), job)
     watchdog.start(met.store, launcher)
-    context = DistributedContext(world, met.ranks, watchdog, met.store)
+    context = DistributedContext(world, met.ranks, watchdog, met.store, job)
     try:
         with context.exit_on_error():
             # inside exit_on_error(): an interface that one node lacks ends all ranks with its message

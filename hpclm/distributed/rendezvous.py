@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hpclm import __version__, extras, files
 from hpclm.config import ClusterConfig
 from hpclm.distributed import network
-from hpclm.distributed.bootstrap import OF_MPI, World
+from hpclm.distributed.bootstrap import OF_MPI, SRUN, World
 from hpclm.distributed.signed import SignedStore
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.node.processes import wait_until
@@ -158,7 +158,7 @@ def check_ipv4(world: World) -> None:
 
 
 def _unreachable(world: World, host: str, seconds: float, why: str = "") -> HpclmError:
-    if world.launcher == "Slurm" and network.is_ipv6_only(host):
+    if world.launcher == SRUN and network.is_ipv6_only(host):
         why = f" ({host} has only an IPv6 address, and these ranks meet over IPv4: use job.template=torchrun){why}"
     return HpclmError(
         f"rank {world.rank} on {socket.gethostname()} could not reach rank 0 at {host} within {seconds:g} s{why}; look at rank 0's "

@@ -21,8 +21,6 @@ log = logging.getLogger(__name__)
 
 SECRET = "HPCLM_SECRET"
 """The variable with the secret."""
-SIGNED = "SLURM_HPCLM_SIGNED"
-"""Set by the job's script if it has made a secret: Slurm hands variables of this prefix on to every step."""
 MAX_VALUE_BYTES = 1 << 26  # bytes of a value
 TRIES = 10  # to replace a value that others keep writing
 

@@ -21,9 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpclm import scheduler
 from hpclm.config import ClusterConfig
-from hpclm.distributed import bootstrap, failure, hang, network, restart
+from hpclm.distributed import failure, hang, network, restart
 from hpclm.distributed.failure import Failure
 from hpclm.distributed.hang import RankState
 from hpclm.distributed.heartbeat import Heartbeat
@@ -33,6 +32,7 @@ from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.stragglers import Stragglers, WorkTimer
 from hpclm.errors import REQUEUE
 from hpclm.node import parent, processes
+from hpclm.node.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,16 @@ class Watchdog:
     """Tracks where this rank is, and whether the run makes progress."""
 
     def __init__(
-        self, settings: ClusterConfig, ranks: Sequence[RankInfo], me: RankInfo, shutdown: Shutdown, lost_code: int = 1
+        self,
+        settings: ClusterConfig,
+        ranks: Sequence[RankInfo],
+        me: RankInfo,
+        shutdown: Shutdown,
+        lost_code: int = 1,
+        job: Job | None = None,
     ):
-        """``lost_code``: exit code when another rank is lost."""
+        """``lost_code``: exit code when another rank is lost; ``job``: that this rank is part of."""
+        self.job = job or Job()
         self.ranks, self.me, self.shutdown, self.lost_code = ranks, me, shutdown, lost_code
         self.neighbours = me.neighbours(ranks)
         self.heartbeat: Heartbeat | None = None
@@ -261,8 +268,9 @@ class Watchdog:
             if state.silent > SILENCE and self._unreachable(rank):
                 info = self.ranks[rank]
                 text = f"{info} was lost: no heartbeat for {state.silent:.0f} s, and its host does not answer"
-                trouble = scheduler.named("slurm").troubles([info.host], seconds=2.0) if bootstrap.job() else []
-                self._fail(Failure(rank, "lost", self.lost_code, ". Slurm says that ".join([text, *trouble])))
+                trouble = self.job.troubles([info.host], seconds=2.0)
+                says = f". {self.job.scheduler} says that "
+                self._fail(Failure(rank, "lost", self.lost_code, says.join([text, *trouble])))
         if self.me.rank and states.get(0, RankState()).silent <= self.limit:
             return  # rank 0 judges
         late = all(state.idle > state.patience for state in states.values())

@@ -10,14 +10,15 @@ from pathlib import Path
 from hpclm import failures, files
 from hpclm.errors import HpclmError
 from hpclm.launch import send
+from hpclm.launch.jobs import jobs_by_scheduler, query
+from hpclm.launch.schedulers import Scheduler, named
+from hpclm.node.job import JobState
 from hpclm.node.processes import NoAnswerError
-from hpclm.node.slurm import JobState
 from hpclm.rundir import control_files
 from hpclm.rundir import runs as folders
 from hpclm.rundir.lock import HolderWatch, is_here
 from hpclm.rundir.runs import Run
-from hpclm.rundir.status import jobs_by_scheduler, process_here, query
-from hpclm.scheduler import Scheduler, named
+from hpclm.rundir.status import process_here
 from hpclm.terminal import say
 
 PATIENCE = 10.0  # seconds squeue may take

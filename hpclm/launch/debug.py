@@ -18,6 +18,7 @@ from hpclm.config import DataConfig, RunConfig
 from hpclm.config.data import OF_FILES
 from hpclm.config.fields import as_word
 from hpclm.errors import ConfigError, HpclmError
+from hpclm.launch.schedulers import current_job
 from hpclm.rundir import metrics_file
 from hpclm.rundir.lease import Lease
 from hpclm.terminal import say
@@ -43,7 +44,7 @@ def run(changed: RunConfig, changes: list[str], train: Callable[[RunConfig], int
     if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
         raise ConfigError(f"{out} is not the directory of a debug run, and would be overwritten; choose another out=")
     folders.private_folder(out, "run directory")
-    with Lease(out):  # another debug run may be in it
+    with Lease(out, job=current_job(changed.job.cluster)):  # another debug run may be in it
         (out / MARK).touch()
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
         (out / "checkpoints.saved").unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.launch import foreground, hostfile, local
 from hpclm.launch.hostfile import Resources
-from hpclm.node import environment, gpus, processes
+from hpclm.node import environment, gpus, processes, slurm
 from hpclm.node.processes import NoAnswerError
 
 Flavour = Literal["Open MPI", "MPICH", "Intel MPI"]
@@ -93,7 +93,7 @@ def plan(config: RunConfig) -> MpiPlan:
         listed = [f"{host} ({', '.join(map(str, slots))})" for host, slots in hosts.items()]
         note = f"{kind}: {sum(map(len, hosts.values()))} processes on {', '.join(listed)}"
         return MpiPlan(env, mpirun, kind, hosts, len(hosts), max(map(len, hosts.values())), note)
-    if "SLURM_JOB_ID" not in env:
+    if slurm.JOB not in env:
         if nodes > 1:
             raise ConfigError(f"job.nodes={nodes} with mpirun needs job.hostfile, or a Slurm allocation around it")
         count = local.process_count(config, 0 if config.engine.device == "cpu" else gpus.count(env))

@@ -25,7 +25,8 @@ from hpclm.config.no_effect import check_finished
 from hpclm.config.optim import SCHEDULES
 from hpclm.errors import ConfigError
 from hpclm.launch import local
-from hpclm.node import notify, secrets, slurm
+from hpclm.launch.schedulers import slurm_commands as slurm
+from hpclm.node import notify, secrets
 from hpclm.node.processes import NoAnswerError
 from hpclm.registry import lookup
 from hpclm.rundir import folder, summary

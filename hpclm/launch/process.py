@@ -15,7 +15,9 @@ from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import REQUEUE, ConfigError, Interrupted
+from hpclm.launch.schedulers import current_job
 from hpclm.node import notify, preemption, secrets, threads
+from hpclm.node.job import Job
 from hpclm.rundir import code, folder
 from hpclm.rundir.attempts import check_attempts_readable
 
@@ -47,6 +49,7 @@ def start(
     if wrong:
         raise ConfigError(wrong)
     world, parent = bootstrap.detect(alone=alone), os.getppid()
+    job = current_job(settings.job.cluster)
     world = world if began is None else replace(world, began=began)
     log.setup(world.rank, redact=secrets.Redactor(), quiet=quiet)
     try:
@@ -71,7 +74,7 @@ def start(
         from hpclm.training import records
 
         with log.silent():  # training reads the files again
-            prechecks.check_files(settings, records.requested_step(Path(settings.out), resume_step))
+            prechecks.check_files(settings, records.requested_step(Path(settings.out), resume_step, job))
         check_attempts_readable(Path(settings.out))
     if world.local_size < world.size:
         network.hide_lookup_warnings()
@@ -79,16 +82,16 @@ def start(
         os.environ["OMP_NUM_THREADS"] = str(threads.per_process(world.local_size))
 
     if world.size == 1 or world.launcher in bootstrap.OF_MPI:  # MPI must be finalised
-        ended = train(settings, world, resume_step)
-        if world.launcher == "Slurm":
-            restart.report(ended, parent)
+        ended = train(settings, world, job, resume_step)
+        if world.launcher == bootstrap.SRUN and os.getppid() != parent:
+            job.end_step(ended)
         return ended
     try:
-        ended = failures.run(lambda _: train(settings, world, resume_step), [])
+        ended = failures.run(lambda _: train(settings, world, job, resume_step), [])
     except SystemExit as end:  # reported by another rank
         ended = end.code if isinstance(end.code, int) else 1
-    if world.rank == 0 and world.launcher == "Slurm":
-        restart.report(ended, parent)
+    if world.rank == 0 and world.launcher == bootstrap.SRUN and os.getppid() != parent:
+        job.end_step(ended)
     restart.note(ended)
     # skip the interpreter's shutdown, which may abort while exceptions refer to the process group
     with suppress(OSError):  # closed by the reader
@@ -97,9 +100,9 @@ def start(
     os._exit(ended)
 
 
-def train(settings: RunConfig, world: World, resume_step: int | None = None) -> int:
-    """Join the other ranks of ``world``, and train; returns the exit code."""
-    with distributed.join(world, settings.cluster) as context:
+def train(settings: RunConfig, world: World, job: Job, resume_step: int | None = None) -> int:
+    """Join the other ranks of ``world``, all in ``job``, and train; returns the exit code."""
+    with distributed.join(world, settings.cluster, job) as context:
         if context.is_main:
             folders.check_private(settings.out, "run directory")
             folder.check_inside(Path(settings.out))

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from hpclm import failures, files, paths
 from hpclm.errors import ConfigError, LockedError
-from hpclm.node import slurm
+from hpclm.launch.jobs import query
+from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import Run
-from hpclm.rundir.status import RunStatus, query
+from hpclm.rundir.status import RunStatus
 from hpclm.terminal import say
 
 PATIENCE = 5.0  # seconds squeue may take

@@ -14,9 +14,9 @@ from hpclm.config import RunConfig
 from hpclm.config.compose import dumped
 from hpclm.config.length import run_length
 from hpclm.errors import ConfigError, LockedError
+from hpclm.launch.schedulers import Queued, Scheduler, current_job
 from hpclm.rundir import code, config_history, folder, lock, submissions
 from hpclm.rundir.submissions import Submission
-from hpclm.scheduler import Queued, Scheduler
 
 
 def send(
@@ -92,7 +92,7 @@ def held(config: RunConfig, resume_step: int | None = None) -> Iterator[None]:
     """
     out = Path(config.out)
     folder.make(out)
-    with lock.held(out, "job/launch"):
+    with lock.held(out, "job/launch", current_job(config.job.cluster)):
         lock.refuse_if_held(out)
         with _prepared(config, resume_step):
             yield

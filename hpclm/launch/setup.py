@@ -38,12 +38,9 @@ def lines(config: RunConfig, path: Path, folders: Iterable[Path] = ()) -> Iterat
     ``folders``: to mount in a container, besides job.mounts.
     """
     job = config.job
-    yield "unset SLURM_CLUSTERS SLURM_JWT"  # in the job, Slurm's commands ask its own cluster, as any user of the node
     if job.modules:
         yield "command -v module > /dev/null || . /etc/profile"
         yield f"module load {shlex.join(job.modules)} || exit 64"
-    if job.template not in TEMPLATES:  # whose steps would take the job's own --export
-        yield "export SLURM_EXPORT_ENV=ALL SRUN_EXPORT_ENV=ALL"
     yield from _python(job)
     for variable, value in job.env.items():
         yield f"export {variable}={shlex.quote(value)}"

@@ -10,7 +10,7 @@ from hpclm.config import JobConfig, RunConfig
 from hpclm.distributed.signed import SECRET
 from hpclm.errors import ConfigError
 from hpclm.launch import foreground, local
-from hpclm.node import environment
+from hpclm.node import environment, slurm
 
 SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1)
 """srun forwards USR1 and USR2 to the ranks; others end it, and them."""
@@ -25,14 +25,14 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     allocation. srun itself refuses one that is too small.
     """
     env, job = environment.inherited(needs=config.libraries()), config.job
-    allocation = env.get("SLURM_JOB_ID")
+    allocation = env.get(slurm.JOB)
     if not allocation:
         cores = f" --cpus-per-task={job.cpus_per_task}" * bool(job.cpus_per_task)
         raise ConfigError(
-            "--interactive runs inside a Slurm allocation, but SLURM_JOB_ID is not set; get one first with "
+            f"--interactive runs inside a Slurm allocation, but {slurm.JOB} is not set; get one first with "
             f"salloc --nodes={job.nodes} --ntasks-per-node={job.gpus} --gpus-per-node={job.gpus}{cores}"
         )
-    inside = "SLURM_STEP_ID" in env  # which then holds the resources
+    inside = slurm.STEP in env  # which then holds the resources
     env = {name: value for name, value in env.items() if not STALE.fullmatch(name)} | job.env
     env[SECRET] = secrets.token_hex(16)
     per_node = f"{job.gpus} on each of {job.nodes} node{'s' * (job.nodes != 1)}"

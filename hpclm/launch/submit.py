@@ -16,11 +16,11 @@ from hpclm.config.length import planned_inside_warmup
 from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.launch import arguments, debug, prechecks, process, send, setup
 from hpclm.launch.arguments import Request
+from hpclm.launch.schedulers import Scheduler, named
 from hpclm.node import gpus, secrets
 from hpclm.rundir import runs as folders
 from hpclm.rundir import submissions
 from hpclm.rundir.status import span, status_of
-from hpclm.scheduler import Scheduler, named
 from hpclm.terminal import say
 
 STARTED_BY = {"local": "hpclm.launch.local", "mpirun": "hpclm.launch.mpi", "interactive": "hpclm.launch.srun"}

@@ -1,6 +1,6 @@
 """Start the ranks of this machine through torchrun's public API, and end with the exit code of the run.
 
-On one machine, ``run_here`` does so. In a Slurm job of several nodes, the template runs this module once on each. What torchrun
+On one machine, ``run_here`` does so. In a job of several nodes, the template runs this module once on each. What torchrun
 itself does not do: signals are forwarded to the ranks so that they can save, the exit code says why the run ended, and ranks that
 ended on purpose are not restarted. For that each rank leaves its exit code in the file that TORCHELASTIC_ERROR_FILE names
 (``restart.note``).
@@ -42,11 +42,13 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hpclm import files
-from hpclm.distributed import bootstrap, network, restart
+from hpclm.distributed import network, restart
 from hpclm.distributed.signed import SECRET
 from hpclm.errors import REQUEUE
 from hpclm.launch.foreground import Forward
-from hpclm.node import parent, processes, python
+from hpclm.launch.schedulers import current_job
+from hpclm.node import parent, processes, python, slurm
+from hpclm.node.job import Job
 
 FINAL = (64, 66, 75, 93)
 """Exit codes of a rank that must not be restarted; neither must one that has saved and exits with 85."""
@@ -125,11 +127,11 @@ def run_here(command: Sequence[str], count: int, restarts: int = 0) -> int:
     """Run ``count`` ranks of ``command`` on this machine; the exit code."""
     os.environ |= {"HPCLM_LAUNCHER": "local", SECRET: secrets.token_hex(16)}
     rendezvous_handler_registry.register(LOOPBACK, Loopback)
-    return launch(command, 1, count, restarts, run_id=secrets.token_hex(8), rdzv_backend=LOOPBACK)
+    return launch(command, 1, count, restarts, current_job(), run_id=secrets.token_hex(8), rdzv_backend=LOOPBACK)
 
 
-def main(argv: list[str]) -> int:
-    """Run this node's ranks in a Slurm job of several nodes."""
+def main(argv: list[str], job: Job) -> int:
+    """Run this node's ranks in a job of several nodes."""
     parser = argparse.ArgumentParser(prog="hpclm.launch.torchrun")
     for option in ("--nnodes", "--nproc-per-node", "--max-restarts"):
         parser.add_argument(option, type=int, default=0 if option == "--max-restarts" else 1)
@@ -147,15 +149,16 @@ def main(argv: list[str]) -> int:
         args.nnodes,
         args.nproc_per_node,
         args.max_restarts,
+        job,
         run_id=args.rdzv_id,
         rdzv_backend="static",  # all nodes restart together, since a rank that loses another ends too
         rdzv_endpoint=args.rdzv_endpoint,
-        rdzv_configs={"rank": int(os.environ.get("SLURM_NODEID", "0"))},
+        rdzv_configs={"rank": slurm.node_number()},
     )
 
 
-def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, **rendezvous: Any) -> int:
-    """Run this node's ``ranks`` to their end; the exit code."""
+def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: Job, **rendezvous: Any) -> int:
+    """Run this node's ``ranks`` to their end, in the job ``job``; the exit code."""
     threads.unbind()  # or the ranks would begin with the core to which PyTorch may have bound this process
     os.environ[parent.PID] = f"{rendezvous['run_id']} {os.getpid()}"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log what happened
@@ -193,7 +196,7 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, **rend
                 return 128 + signal.SIGINT
             except (RendezvousError, DistError) as error:  # the first node is lost
                 _report(f"torchrun on {socket.gethostname()} lost its connection to the others: {error}")
-                return REQUEUE if bootstrap.job() else 1
+                return REQUEUE if job.identity else 1
             finally:
                 processes.kill_children()
 
@@ -231,9 +234,10 @@ def exit_code(codes: Sequence[int], noted: Collection[int | None] = (), received
 
 
 if __name__ == "__main__":
-    slurmstepd = os.getppid()
-    code = main(sys.argv[1:])
-    restart.report(code, slurmstepd)
+    started_by, job = os.getppid(), current_job()
+    code = main(sys.argv[1:], job)
+    if os.getppid() != started_by:
+        job.end_step(code)
     sys.stdout.flush()
     sys.stderr.flush()
     # srun ends all tasks if one exits with a code other than 0: a late signal must not change this one's

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpclm import folders, paths
 from hpclm.errors import ConfigError
-from hpclm.node import parent, python
+from hpclm.node import parent, python, slurm
 
 if TYPE_CHECKING:
     from hpclm.config import RunConfig
@@ -23,22 +23,14 @@ INDUCTOR_FOLDER = "hpclm-inductor"
 """How the name of hpclm's folder for that begins."""
 PRECOMPILED_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 """Whether PyTorch precompiles headers for C++: 1 or 0."""
-LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET", "SLURM_HPCLM_SIGNED", parent.PID)
+LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET", slurm.SIGNED, parent.PID)
 """Set by hpclm for its ranks; a launch inside another must not inherit them."""
 NOWHERE = "/proc/self"
 """A folder that exists, in which nothing can be written."""
 
-# Set by Slurm, by mpirun and by torchrun for the processes that they start.
+# Set by mpirun and by torchrun for the processes that they start.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(GROUP|ROLE)_NAME|MASTER_(ADDR|PORT)")
 MPI = re.compile(r"(OMPI|PMIX|PMI|PRTE|ORTE|HYDRA|HYDI|MPI)_\w+|MPIR_\w+")
-SLURM = re.compile(
-    r"(SLURM|SLURMD|SRUN|SBATCH|SALLOC)_\w+|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
-)
-OPTIONS = {
-    f"SBATCH_{option.upper()}": option
-    for option in ("account", "clusters", "constraint", "partition", "qos", "reservation", "wckey")
-}
-"""Variables that a user may set for all jobs; they count unless the job's own settings give the option."""
 COMPUTING = ("TORCH", "PYTORCH", "TRITON", "NVIDIA_", "CUBLAS", "CUDNN", "NCCL_", "MKL_", "DNNL_")
 """How variables begin by which PyTorch, its compiler and the vendors' libraries may compute otherwise."""
 
@@ -88,10 +80,9 @@ def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMappi
     env["LOCAL_RANK"] = str(index)
     if "OMPI_COMM_WORLD_LOCAL_RANK" in env:  # must equal LOCAL_RANK; it does not if each task sees only one GPU
         env["OMPI_COMM_WORLD_LOCAL_RANK"] = str(index)
-    if builds and "TORCH_EXTENSIONS_DIR" not in env and "SLURM_JOB_ID" in env:
-        name = f"hpclm-extensions-{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT', '0')}"
+    if builds and "TORCH_EXTENSIONS_DIR" not in env and (start := slurm.start_of_job(env)):
         try:
-            env["TORCH_EXTENSIONS_DIR"] = str(folders.own_temporary(name))
+            env["TORCH_EXTENSIONS_DIR"] = str(folders.own_temporary(f"hpclm-extensions-{start}"))
         except OSError as error:
             raise folders.no_temporary(error) from None
 
@@ -144,23 +135,17 @@ def _default_of_inductor() -> str:
 def to_unset(options: Iterable[str], env: Mapping[str, str] = os.environ) -> list[str]:
     """Variables that sbatch must not see; ``options``: those that the job sets itself.
 
-    SBATCH_* variables and SLURM_CLUSTERS override a script's options, and sbatch passes all other variables on to the job. Those by
-    which Slurm's other commands find a cluster and log in to it are sbatch's too.
+    Some override a script's options, and sbatch passes all others on to the job. Those by which Slurm's other commands find a cluster
+    and log in to it are sbatch's too.
     """
-    options = set(options)
-    in_job, in_mpi = "SLURM_JOB_ID" in env, "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env or "PMI_RANK" in env
-    kept = {"SLURM_CONF", "SLURM_JWT", "HPCLM_SITE"}
-    if not in_job:
-        kept |= {name for name, option in OPTIONS.items() if option not in options}
-        kept |= {name for name in env if name.endswith("_VISIBLE_DEVICES")}
-    if "clusters" not in options and not ("SBATCH_CLUSTERS" in kept and env.get("SBATCH_CLUSTERS")):
-        kept.add("SLURM_CLUSTERS")
+    in_mpi = "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env or "PMI_RANK" in env
+    kept = {"HPCLM_SITE"} | slurm.kept_for_sbatch(options, env)
     if not in_mpi:  # OMPI_MCA_* and the like were then set by the user
         kept |= {name for name in env if MPI.fullmatch(name) and not name.startswith("PMI_")}
     found = (
         name
         for name in env
-        if name.startswith("HPCLM_") or any(launcher.fullmatch(name) for launcher in (SLURM, MPI, TORCHRUN))
+        if name.startswith("HPCLM_") or any(launcher.fullmatch(name) for launcher in (slurm.VARIABLES, MPI, TORCHRUN))
     )
     return sorted(name for name in found if name not in kept)
 

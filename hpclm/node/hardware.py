@@ -11,12 +11,11 @@ import torch
 
 from hpclm.config import EngineConfig
 from hpclm.errors import ConfigError, HpclmError
+from hpclm.node import slurm
 from hpclm.node.gpus import named
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {kind: name for name, kind in TYPES.items()}
-ASKED = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
-"""Variables of a job that has GPUs."""
 
 
 def device(
@@ -29,7 +28,7 @@ def device(
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and not gpus:
         raise ConfigError(next(config.problems_without_gpu()))
-    asked = next((f"{name}={env[name]}" for name in ASKED if env.get(name) and "SLURM_JOB_ID" in env), None)
+    asked = slurm.asked_gpus(env)
     visible = env.get("CUDA_VISIBLE_DEVICES", "")
     why = f"this job asked Slurm for GPUs ({asked})" if asked else None
     if not why and visible[:1].isalnum() and visible != "NoDevFiles":  # Slurm's word for none

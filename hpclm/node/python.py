@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from hpclm import shipped
-from hpclm.node import processes, shadows
+from hpclm.node import processes, shadows, slurm
 from hpclm.node.processes import NoAnswerError
 
-LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", "SLURM_STEP")
+LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", slurm.STEPS)
 """Prefixes of variables by which a library takes a process for a launcher's rank."""
 
 WITHOUT_FOLDER = "import sys; sys.path[:] = filter(None, sys.path)"

@@ -1,267 +1,130 @@
-"""Slurm's commands: every call has a time limit, and its answer may be garbage.
+"""The variables that Slurm sets for the processes of a job: which job it is, what it may use, and what others must not inherit.
 
-squeue and scontrol only: sacct needs a database that many clusters lack.
+No other file below launch/ reads them; Slurm's commands are called in ``hpclm.launch.schedulers`` only.
 """
 
 import os
 import re
-import subprocess
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
-from hpclm.errors import HpclmError
-from hpclm.node import environment, processes
-from hpclm.node.processes import OURS, Env, NoAnswerError
+from hpclm.node.job import JobIdentity
+from hpclm.node.parent import LAUNCHED
 
-FORMAT = "%i|%T|%M|%L|%S|%D|%N|%r|%o"
-SQUEUE = ["squeue", "-h", "-r", "-a", "-t", "all", "-o", FORMAT]
-TEMPORARY = re.compile("Unable to contact|timed out|temporarily|Connection refused|try again", re.IGNORECASE)
-WAITING = frozenset(
-    ["PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"]
+Env = Mapping[str, str]
+JOB, STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
+"""STEP, unlike SLURM_PROCID, is set by srun and not in a batch script; under mpirun SLURM_PROCID is that of the daemon which
+started the rank."""
+STEPS = "SLURM_STEP"
+"""How the variables of a step begin."""
+TASKS, TASKS_OF_STEP, COMPONENTS = "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_HET_SIZE"
+NUMBERS_OF_RANK = ("SLURM_PROCID", TASKS_OF_STEP, "SLURM_LOCALID", "SLURM_NODEID")
+"""Rank, ranks, local rank and number of the node among those of the step."""
+NODES_OF_STEP, TASKS_OF_NODES, NODE_OF_STEP = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"
+SIGNED = "SLURM_HPCLM_SIGNED"
+"""Set by the job's script if it has made a secret: Slurm hands variables of this prefix on to every step."""
+GPUS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
+"""Variables of a job that has GPUs."""
+VARIABLES = re.compile(
+    r"(SLURM|SLURMD|SRUN|SBATCH|SALLOC)_\w+|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
 )
-RUNNING = frozenset(["RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT", "COMPLETING"])
-NEVER = re.compile(
-    "PartitionConfig|PartitionNodeLimit|PartitionTimeLimit|BadConstraints|MaxMemPerLimit|DependencyNeverSatisfied|Invalid(Account|QOS)"
-    r"|AccountNotAllowed|QOSNotAllowed|(QOS|Assoc)(Max|Min)\w*(PerJob|PerNode|NotSatisfied)\w*|.*can't[ _]use[ _]this[ _]partition.*"
-)
-"""Reasons for which a job stays pending until somebody changes it, or the cluster."""
-FAULTY = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|REBOOT|POWER", re.IGNORECASE)
-"""States of a node that has a problem."""
+"""Set by Slurm for the processes that it starts, and by its users for its commands."""
+CLUSTERS, CLUSTERS_OF_SBATCH = "SLURM_CLUSTERS", "SBATCH_CLUSTERS"
+"""Variables that name the clusters that the commands ask, and the one that sbatch submits to."""
+FINDS_CLUSTER = ("SLURM_CONF", "SLURM_JWT")
+"""Variables by which all its commands find a cluster and log in to it."""
+OPTIONS = {
+    f"SBATCH_{option.upper()}": option
+    for option in ("account", "clusters", "constraint", "partition", "qos", "reservation", "wckey")
+}
+"""Variables that a user may set for all jobs; they count unless the job's own settings give the option."""
 
 
-Options = dict[str, str | None]
-"""Options of sbatch: long name -> value; "" for a flag; None removes one from a template."""
-
-
-@dataclass(frozen=True)
-class JobState:
-    """A job as squeue shows it."""
-
-    id: str
-    """Job ID; of an array task 12_3."""
-    name: str
-    """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, CANCELLED, TIMEOUT, …"""
-    elapsed: str
-    """Run time, as D-HH:MM:SS."""
-    left: str
-    """Time until its limit, in the same format."""
-    start: str
-    """Actual or expected start: YYYY-MM-DDTHH:MM:SS, or N/A."""
-    nodes: int
-    nodelist: str
-    reason: str
-    """Why it is pending, or how it ended."""
-    script: str = ""
-    """Path of its script, as it was submitted; "" if unknown."""
-
-    @property
-    def live(self) -> bool:
-        """Whether it is pending or running."""
-        return self.name in WAITING or self.name in RUNNING
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is pending."""
-        return self.name in WAITING
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether it is pending for a reason that does not pass."""
-        return self.waits and NEVER.fullmatch(self.reason) is not None
-
-
-def states(
-    ids: Collection[str], users: Collection[int] = (), seconds: float = 10, env: Env = os.environ
-) -> dict[str, JobState]:
-    """Jobs among ``ids`` that Slurm still knows, including those that ended some minutes ago. NoAnswerError if it does not answer.
-
-    ``users``: owners of the jobs, so that squeue does not list every job of a large cluster.
-    """
-    if not ids:
-        return {}
-    only = ["-u", ",".join(map(str, users))] if users and len(ids) > 1 else ["-j", ",".join(sorted(ids))]
-    code, answer, error = ask([*SQUEUE, *only], seconds, env)
-    if code and "Invalid job id" in error:
-        return {}
-    if code:
-        raise NoAnswerError(_of_squeue(code, error))
-    lines = [line for _, line in by_cluster(answer)]
-    jobs = [state for line in lines if (state := _state(line))]
-    if lines and not jobs:
-        raise NoAnswerError(f"squeue's answer cannot be parsed: {lines[0][:60]!r}")
-    return {state.id: state for state in jobs if state.id in ids or state.id.partition("_")[0] in ids}
-
-
-def options_in(script: str) -> Options:
-    """The options that a script sets, by their long names."""
-    return dict(re.findall(r'^#SBATCH --([a-z-]+)(?:="?([^"\n]*))?', script, re.MULTILINE))
-
-
-def clusters(options: Mapping[str, str | None] = {}, env: Env = os.environ) -> str:
-    """The clusters that sbatch may send a job with these options to, as they were named: "a,b"; empty: the one it is called on."""
-    allowed = environment.of_a_job(options, env)
-    return options.get("clusters") or allowed.get("SBATCH_CLUSTERS") or allowed.get("SLURM_CLUSTERS") or ""
-
-
-def env_for(names: str, env: Env = os.environ) -> dict[str, str]:
-    """The environment in which Slurm's commands ask these clusters; empty: the one they are called on."""
-    others = {name: value for name, value in env.items() if name != "SLURM_CLUSTERS"}
-    return others | ({"SLURM_CLUSTERS": names} if names else {})
-
-
-def by_cluster(answer: str) -> Iterator[tuple[str, str]]:
-    """The lines of squeue's answer, each with the name of its cluster: in a heading, where clusters were named, else empty."""
-    cluster = ""
-    for line in answer.splitlines():
-        if heading := re.fullmatch(r"CLUSTER: (\S+)\s*", line):
-            cluster = heading[1]
-        elif line.strip():
-            yield cluster, line
-
-
-def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:
-    """Names of a job's running steps."""
-    code, answer, error = ask(["squeue", "-h", "-s", "-j", job, "-o", "%i|%j"], seconds, env)
-    if code:
-        raise NoAnswerError(_of_squeue(code, error))
-    rows = [line.strip().partition("|") for line in answer.splitlines()]
-    return [name for step, _, name in rows if re.fullmatch(r".*\.\d+", step)]
-
-
-def shown(kind: str, name: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str]:
-    """The fields that scontrol shows of a job, a partition or a node; {} if it does not know it. NoAnswerError as in ``states``."""
-    code, answer, _ = ask(["scontrol", "show", kind, name, "--oneliner"], seconds, env)
-    return _fields(answer) if not code else {}
-
-
-def default_time(partition: str = "", seconds: float = 10, env: Env = os.environ) -> tuple[str, str]:
-    """A partition, the one named or the cluster's default, and the time limit of its jobs that ask for none; empty where unknown.
-
-    Of several partitions, of which a job takes any, the first counts. NoAnswerError as in ``states``.
-    """
-    name = partition.partition(",")[0]
-    code, answer, _ = ask(["scontrol", "show", "partition", *filter(None, [name]), "--oneliner"], seconds, env)
-    for shown in map(_fields, answer.splitlines() if not code else []):
-        if name or shown.get("Default") == "YES":
-            times = [time for time in (shown.get("DefaultTime"), shown.get("MaxTime")) if time and time != "NONE"]
-            return shown.get("PartitionName", name), times[0] if times else ""
-    return name, ""
-
-
-def setting(name: str, default: str, seconds: float = 5, env: Env = os.environ) -> str:
-    """A setting of slurm.conf, as scontrol shows it; ``default`` if it does not."""
-    try:
-        _, answer, _ = ask(["scontrol", "show", "config"], seconds, env)
-    except NoAnswerError:
-        return default
-    match = re.search(rf"^{name} *= (.*)$", answer, re.MULTILINE)
-    return match[1].strip() if match else default
-
-
-def troubles(hosts: Sequence[str], seconds: float = 5, env: Env = os.environ) -> list[str]:
-    """The problems of those nodes that have one, asked once for all: ``node2 is DOWN (Not responding [root@...])``."""
-    names = ",".join(host.partition(".")[0] for host in hosts)
-    try:
-        code, answer, _ = ask(["scontrol", "show", "node", "--oneliner", names], seconds, env) if hosts else (1, "", "")
-    except NoAnswerError:
-        return []
-    nodes = [_fields(line) for line in answer.splitlines()] if not code else []
-    return [
-        f"{node['NodeName']} is {node['State']}" + (f" ({node['Reason']})" if "Reason" in node else "")
-        for node in nodes
-        if "NodeName" in node and FAULTY.search(node.get("State", ""))
-    ]
-
-
-def update(job: str, env: Env = os.environ, **fields: str | int) -> bool:
-    """Change a job: ``update("12", requeue=0)``; whether that worked."""
-    words = [f"{name}={value}" for name, value in fields.items()]
-    return retry(["scontrol", "update", f"jobid={job}", *words], env) == ""
-
-
-def requeue(job: str, env: Env = os.environ) -> bool:
-    """Requeue a running job; whether it is requeued, by this call or by Slurm itself."""
-    wrong = retry(["scontrol", "requeue", job], env)
-    return wrong == "" or "pending execution" in wrong
-
-
-def send(job: str, name: str, whole: bool = False, env: Env = os.environ) -> bool:
-    """Send the signal ``name`` to a job's steps, or to the ``whole`` job with its script; whether the job still existed."""
-    return _gone_or(retry(["scancel", *(["--full"] if whole else []), "-s", name, job], env))
-
-
-def signal_process(job: str, node: str, pid: int, name: str, seconds: float = 10, env: Env = os.environ) -> bool:
-    """Send the signal ``name`` to one process of hpclm in a running job, by an overlapping job step."""
-    overlapping = ["--overlap", "-N1", "-n1", "--mem=0", "--gres=none", "--quiet"]
-    step = ["srun", f"--jobid={job}", f"--nodelist={node}", *overlapping]
-    act = f"tr '\\0' '\\n' < /proc/{int(pid)}/cmdline | grep -Eqx '{OURS}' && kill -s {name} {int(pid)}"
-    outside = {key: value for key, value in env.items() if not re.match("SLURM_(?!CONF$|CLUSTERS$)|SRUN_", key)}
-    try:
-        return ask([*step, "--chdir=/", "/bin/sh", "-c", act], seconds, outside)[0] == 0
-    except NoAnswerError:
-        return False
-
-
-def cancel(job: str, env: Env = os.environ) -> bool:
-    """scancel a job: TERM to its processes, KILL some seconds later; whether the job still existed."""
-    return _gone_or(retry(["scancel", job], env))
-
-
-def retry(words: list[str], env: Env = os.environ, tries: int = 3, seconds: float = 10, pause: float = 1) -> str:
-    """Run a command of Slurm, again if it does not answer; returns its error, or "". NoAnswerError if it never answers."""
-    for attempt in range(tries):
-        time.sleep(pause if attempt else 0)
-        try:
-            code, _, error = ask(words, seconds, env)
-        except NoAnswerError as missing:
-            failure = missing
-            continue
-        if not code or not TEMPORARY.search(error):
-            return "" if not code else _last_line(error) or f"exit code {code}"
-        failure = NoAnswerError(f"{words[0]}: {_last_line(error)}")
-    raise failure
-
-
-def ask(words: list[str], seconds: float, env: Env = os.environ) -> tuple[int, str, str]:
-    """As ``processes.ask``, for a command of Slurm."""
-    return processes.finish(start(words, env), seconds)
-
-
-def start(words: list[str], env: Env = os.environ) -> subprocess.Popen[bytes]:
-    """As ``processes.start``, for a command of Slurm."""
-    # SQUEUE_PARTITION, SCANCEL_INTERACTIVE and the like are meant for the user's own commands
-    clean = {name: value for name, value in env.items() if not re.match("(SQUEUE|SCANCEL|SCONTROL)_", name)}
-    return processes.start(words, {**clean, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
-
-
-def _state(line: str) -> JobState | None:
-    parts = line.strip().split("|", 7)
-    if len(parts) != 8 or not re.fullmatch(r"\d+(_\d+|\+\d+)?", parts[0]) or not re.fullmatch("[A-Z_]+", parts[1]):
+def identity(env: Env = os.environ) -> JobIdentity | None:
+    """The job of a process with these variables; None outside Slurm."""
+    if JOB not in env:
         return None
-    job, name, elapsed, left, start, nodes, nodelist, rest = parts
-    reason, _, path = rest.removesuffix("|(null)").partition("|/")
-    script = path and f"/{path}"
-    return JobState(job, name, elapsed, left, start, int(nodes) if nodes.isdecimal() else 0, nodelist, reason, script)
+    array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID", "0")
+    ends = env.get("SLURM_JOB_END_TIME", "")
+    return JobIdentity(
+        scheduler="Slurm",
+        id=f"{array}_{task}" if array else env[JOB],  # the array's own number means all tasks
+        restart=number(env, "SLURM_RESTART_COUNT"),
+        array_task=task if array else "",
+        hosts=tuple(expand(env.get("SLURM_JOB_NODELIST", ""))),
+        node=env.get("SLURMD_NODENAME", "") if STEP in env and not any(name in env for name in LAUNCHED) else "",
+        deadline=float(ends) if ends.isascii() and ends.isdigit() else None,
+    )
 
 
-def _fields(line: str) -> dict[str, str]:
-    """The fields ``Name=value`` of a line of scontrol; values may contain spaces."""
-    return dict(re.findall(r"(\S+?)=(.*?)(?=\s+[A-Za-z/:]+=|\s*$)", line))
+def start_of_job(env: Env = os.environ) -> str:
+    """A name for the present start of the job, as a part of folder names; empty outside Slurm."""
+    return f"{env[JOB]}-{env.get('SLURM_RESTART_COUNT', '0')}" if JOB in env else ""
 
 
-def _gone_or(wrong: str) -> bool:
-    """True without an error, False if the job is already over; HpclmError for any other error."""
-    if re.search("Invalid job id|already (completing|completed)|Job/step already", wrong, re.IGNORECASE):
-        return False
-    if wrong:
-        raise HpclmError(f"Slurm refused: {wrong}")
-    return True
+def run_id(env: Env) -> str:
+    """A name for the present start of the step."""
+    # a requeued job keeps its number: without the count, ranks that outlive a dead slurmd could join the next attempt
+    return ".".join([env[JOB], env[STEP], env.get("SLURM_RESTART_COUNT", "0")])
 
 
-def _of_squeue(code: int, error: str) -> str:
-    return f"squeue: {_last_line(error).removeprefix('squeue: ') or f'exit code {code}'}"
+def node_number(env: Env = os.environ) -> int:
+    """The number of this node among those of the step; 0 outside one."""
+    return number(env, NODE_OF_STEP)
 
 
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+def cores_per_task(env: Env) -> int:
+    """The cores that the job asked for each of its tasks; 0 if it did not."""
+    return number(env, "SLURM_CPUS_PER_TASK")
+
+
+def cores_on_node(env: Env) -> int:
+    """The cores that the job has on this node; 0 outside Slurm."""
+    return number(env, "SLURM_CPUS_ON_NODE")
+
+
+def asked_gpus(env: Env) -> str:
+    """The variable that says that this job asked for GPUs, as NAME=VALUE; empty if it did not."""
+    return next((f"{name}={env[name]}" for name in GPUS if env.get(name) and JOB in env), "")
+
+
+def kept_for_sbatch(options: Iterable[str], env: Env) -> set[str]:
+    """The variables of Slurm that sbatch must see when it submits a job that sets ``options`` itself.
+
+    SBATCH_* variables and SLURM_CLUSTERS override a script's options.
+    """
+    options, kept = set(options), set(FINDS_CLUSTER)
+    if JOB not in env:
+        kept |= {name for name, option in OPTIONS.items() if option not in options}
+        kept |= {name for name in env if name.endswith("_VISIBLE_DEVICES")}
+    if "clusters" not in options and not (CLUSTERS_OF_SBATCH in kept and env.get(CLUSTERS_OF_SBATCH)):
+        kept.add(CLUSTERS)
+    return kept
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's ``4(x2),3`` -> [4, 4, 3]."""
+    return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+
+
+def expand(nodes: str) -> list[str]:
+    """Slurm's node list, host by host: ``gpu[07-08,12]-ib,login1`` -> gpu07-ib, gpu08-ib, gpu12-ib, login1."""
+    expanded = []
+    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):
+        hosts = [""]
+        for text, listed in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
+            ends = [text] if text else [number for span in listed.split(",") for number in _span(span)]
+            hosts = [host + end for host in hosts for end in ends]
+        expanded += hosts
+    return expanded
+
+
+def number(env: Env, name: str) -> int:
+    """The number that a variable holds; 0 without one."""
+    text = env.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _span(text: str) -> list[str]:
+    """``07-09`` -> 07, 08, 09; ``12`` -> 12."""
+    first, _, last = text.partition("-")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
+from hpclm.node import slurm
+
 SYS = Path("/sys")
 CORES = "HPCLM_CORES"
 """Variable with the PID of a process of hpclm and the cores that it could use when it began, for itself and what it starts."""
@@ -25,9 +27,8 @@ def per_process(local_size: int, env: Mapping[str, str] = os.environ, system: Pa
         return int(chosen)
     allowed = noted_cores(env)
     cores = physical(allowed, system)
-    given = env.get("SLURM_CPUS_PER_TASK", "")
-    if given.isdigit() and int(given):
-        return max(1, min(int(given), cores))
+    if given := slurm.cores_per_task(env):
+        return max(1, min(given, cores))
     if not bound(allowed, env):
         return max(1, cores // local_size)
     # a launcher that binds to sockets gives several processes the same cores
@@ -39,12 +40,12 @@ def bound(allowed: Collection[int], env: Mapping[str, str] = os.environ) -> bool
 
     Only srun and MPI's launchers bind. Under any other launcher, all processes share the cores that are allowed.
     """
-    if not any(name in env for name in ("SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")):
+    if not any(name in env for name in (slurm.STEP, "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")):
         return False
     if "TORCHELASTIC_RUN_ID" in env:  # started by one process of such a step
         return False
-    job = env.get("SLURM_CPUS_ON_NODE", "")
-    return len(allowed) < min(int(job) if job.isdigit() else os.cpu_count() or 1, os.cpu_count() or 1)
+    machine = os.cpu_count() or 1
+    return len(allowed) < min(slurm.cores_on_node(env) or machine, machine)
 
 
 def physical(cores: Collection[int], system: Path = SYS) -> int:
@@ -116,8 +117,7 @@ def available(env: Mapping[str, str] = os.environ) -> int:
     thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    job = env.get("SLURM_CPUS_ON_NODE", "")
-    return min(len(allowed), int(job) if job.isdigit() and int(job) else len(allowed))
+    return min(len(allowed), slurm.cores_on_node(env) or len(allowed))
 
 
 def prepare() -> None:

@@ -13,7 +13,7 @@ from hpclm import files, terminal
 from hpclm.errors import ConfigError, DivergedError
 from hpclm.rundir import runs as folders
 from hpclm.rundir import submissions
-from hpclm.rundir.status import Queue, RunStatus, span
+from hpclm.rundir.status import JobsOf, Queue, RunStatus, span
 
 COLUMNS = ("RUN", "STATE", "STEP", "LOSS", "TOKENS/S", "LEFT", "LAST STEP", "CHECKPOINT", "")
 
@@ -24,7 +24,7 @@ NARROWEST = {CURVE: len(CURVE), NOTES: 24}
 """How narrow a column may become: a curve by fewer points, notes by an ellipsis."""
 GAP = 2
 LIVE_COLUMNS = (*COLUMNS[:4], CURVE, *COLUMNS[4:])
-PATIENCE = 0.75  # seconds that Slurm has for an answer, again and again
+PATIENCE = 0.75  # seconds that a scheduler has for an answer, again and again
 ORDER = ("running", "starting", "completing", "waiting", "failed", "ended", "unknown")
 """Of the states, those worth looking at first."""
 
@@ -186,9 +186,9 @@ def _cut(name: str, cell: str, width: int) -> str:
 class TopScreen:
     """Looks at the runs below a folder again and again."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, jobs_of: JobsOf):
         self.folder = folder
-        self._queue = Queue(PATIENCE)
+        self._queue = Queue(jobs_of, PATIENCE)
 
     def look(self) -> list[RunStatus]:
         """How the runs stand now, the most interesting first."""

@@ -14,13 +14,13 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from hpclm import files
 from hpclm.errors import MACHINE, HpclmError, LockedError, unread
+from hpclm.node.job import Job
 from hpclm.rundir import rows
 from hpclm.rundir.lock import FIELDS, FLAGS, LARGEST, Holder, described, in_use, named, read, shares_locks, try_lock
 
@@ -31,20 +31,22 @@ SECONDS = 30.0  # without a heartbeat after which a holder on another machine co
 class Lease:
     """Holds ``folder`` while the block runs; LockedError names the holder if another process has it.
 
-    The lease of an earlier attempt of the same Slurm job is taken over: Slurm restarts a job only after it has given up the
+    The lease of an earlier attempt of the same job is taken over: a scheduler restarts a job only after it has given up the
     earlier attempt. The lease of a process on another machine is taken over after ``seconds`` without a heartbeat.
     """
 
-    def __init__(self, folder: Path, seconds: float = SECONDS, env: Mapping[str, str] = os.environ):
+    def __init__(self, folder: Path, seconds: float = SECONDS, job: Job | None = None):
+        """``job``: that this process is part of."""
         self.path, self._beats, self.seconds = folder / "lock", folder / "lock.beat", seconds
         self.generation = 0
         """Of this holder, from 1."""
+        identity = job and job.identity
         self._me: Holder = {
             "host": socket.gethostname(),
             "machine": files.here(),
             "pid": os.getpid(),
-            "job": env.get("SLURM_JOB_ID"),
-            "start": int(env.get("SLURM_RESTART_COUNT") or 0),
+            "job": identity and identity.id,
+            "start": identity.restart if identity else 0,
             "token": secrets.token_hex(8),
         }
         self._file: IO[bytes] | None = None

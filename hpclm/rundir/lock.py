@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from hpclm import files
 from hpclm.errors import HpclmError, LockedError
+from hpclm.node.job import Job
 from hpclm.rundir import rows
 from hpclm.rundir.attempts import is_job_id
 
@@ -88,8 +89,8 @@ def refuse_if_held(folder: Path, name: str = "lock") -> None:
 
 
 @contextmanager
-def held(folder: Path, name: str) -> Iterator[None]:
-    """Hold ``folder`` by the file ``name`` in it during the block; LockedError names the holder if another process has it."""
+def held(folder: Path, name: str, job: Job) -> Iterator[None]:
+    """Hold ``folder`` by the file ``name`` in it during the block, from the job ``job``; LockedError names the holder if another process has it."""
     with os.fdopen(files.opened(folder / name, FLAGS), "a+") as file:
         if not try_lock(file, folder / name):
             raise in_use(folder, read(folder / name))
@@ -100,7 +101,7 @@ def held(folder: Path, name: str) -> Iterator[None]:
                     "host": socket.gethostname(),
                     "machine": files.here(),
                     "pid": os.getpid(),
-                    "job": os.environ.get("SLURM_JOB_ID"),
+                    "job": job.row().get("job_id"),
                 }
             )
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpclm import files
 from hpclm.errors import MACHINE, ConfigError, unread
-from hpclm.node.slurm import JobState
+from hpclm.node.job import JobState
 from hpclm.registry import hint
 from hpclm.rundir import attempts, lock, rows, submissions, summary
 from hpclm.rundir.folder import MARKS, survey_checkpoints
@@ -28,7 +28,7 @@ DEPTH = 3  # folders below the one that is searched
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run directory tell; Slurm is not asked."""
+    """What the files of a run directory tell; no scheduler is asked."""
 
     out: Path
     submissions: list[Submission]

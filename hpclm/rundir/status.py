@@ -1,24 +1,24 @@
-"""The status of runs: from their directories, from Slurm, and from the processes of this host."""
+"""The status of runs: from their directories, from their schedulers, and from the processes of this host."""
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from hpclm import files
 from hpclm.node import processes
+from hpclm.node.job import JobState
 from hpclm.node.processes import NoAnswerError
-from hpclm.node.slurm import JobState
 from hpclm.rundir import rows
 from hpclm.rundir.lock import is_here
 from hpclm.rundir.runs import Run
 from hpclm.rundir.summary import ENDED, KILLED
-from hpclm.scheduler import Scheduler, named, of_job
 
 SILENT = 30.0  # seconds without a heartbeat after which a run that cannot be seen from here does not count as running
-ASK = 60.0  # seconds between questions to Slurm of one command, since many people watch many runs
+ASK = 60.0  # seconds between questions to a scheduler of one command, since many people watch many runs
 OWN = re.compile(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\S* [DIW] ")
 """A line that the run logged before it ended."""
 NOISE = re.compile(
@@ -40,8 +40,8 @@ CANCELLED = re.compile(
     re.MULTILINE,
 )
 """Lines of a job's log that say that somebody ended it: Slurm's warning of the time limit is USR2, mpirun's ranks get USR1."""
-BY_SLURM = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
-"""States of jobs that Slurm has ended by itself."""
+BY_SCHEDULER = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+"""States of jobs that the scheduler has ended by itself."""
 START = re.compile(r"^start \d+ of job ", re.MULTILINE)
 
 UNLIMITED = re.compile(r"UNLIMITED|36[45]-")
@@ -56,9 +56,9 @@ class RunStatus:
     name: str
     """waiting, starting, running, completing, done, stopped, exited, cancelled, failed, ended, or unknown; new: never started."""
     job: JobState | None
-    """The Slurm job that is running, otherwise pending, otherwise the last one that Slurm remembers."""
+    """The job that is running, otherwise pending, otherwise the last one that its scheduler remembers."""
     asked: str
-    """Why Slurm did not answer; "" if it did."""
+    """Why the scheduler did not answer; "" if it did."""
     process: int | None
     """PID of the run or its launcher, if it is on this host."""
     ending: str
@@ -112,7 +112,7 @@ class RunStatus:
             more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
             yield f"slower than the others: {', '.join(ranks[:8])}{more}"
         if self.job and self.job.hopeless:
-            yield f"Slurm can never start job {self.job.id} ({self.job.reason}): hpclm cancel {out}"
+            yield f"job {self.job.id} can never start ({self.job.reason}): hpclm cancel {out}"
         if run.summary.get("spiking_since"):
             healthy = f": hpclm checkpoints {out}" if run.checkpoint else ""
             yield f"loss spike since step {run.summary['spiking_since']}{healthy}"
@@ -120,20 +120,31 @@ class RunStatus:
             yield f"{run.bad} bad checkpoint{'s' * (run.bad > 1)} set aside in {files.shown(run.out)}/checkpoints"
 
 
-class Queue:
-    """The status of runs, again and again: Slurm is asked at most every ASK seconds, or when there are new jobs."""
+class KnowsJobs(Protocol):
+    """A scheduler, as far as the status of runs needs one."""
 
-    def __init__(self, seconds: float):
-        """``seconds``: that Slurm has for an answer."""
-        self.seconds = seconds
+    def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, JobState]:
+        """The jobs among ``ids`` that it still knows; ``users``: their owners. NoAnswerError."""
+
+
+JobsOf = Callable[[Run], Iterable[tuple[KnowsJobs, list[str]]]]
+"""The IDs of a run's jobs, oldest first, by the scheduler that knows them."""
+
+
+class Queue:
+    """The status of runs, again and again: schedulers are asked at most every ASK seconds, or when there are new jobs."""
+
+    def __init__(self, jobs_of: JobsOf, seconds: float):
+        """``seconds``: that a scheduler has for an answer."""
+        self.jobs_of, self.seconds = jobs_of, seconds
         self.silent = ""
-        """Why Slurm did not answer; "" if it did."""
-        self._states: dict[Scheduler, dict[str, JobState]] | None = {}
+        """Why a scheduler did not answer; "" if all did."""
+        self._states: dict[KnowsJobs, dict[str, JobState]] | None = {}
         self._asked = -ASK
         self._known: set[str] = set()
 
     def statuses(self, runs: Sequence[Run]) -> list[RunStatus]:
-        """How the runs stand now, by what Slurm said of their jobs less than a minute ago."""
+        """How the runs stand now, by what schedulers said of their jobs less than a minute ago."""
         jobs = {job for run in runs for job in run.jobs}
         if time.monotonic() - self._asked >= ASK or not jobs <= self._known:
             self._ask(runs, jobs)
@@ -146,16 +157,16 @@ class Queue:
         answers = self._states
         return {
             job: answers[scheduler][job]
-            for scheduler, jobs in jobs_by_scheduler(run).items()
+            for scheduler, jobs in self.jobs_of(run)
             for job in jobs
             if job in answers.get(scheduler, {})
         }
 
     def _ask(self, runs: Sequence[Run], jobs: set[str]) -> None:
         self._asked, self._known, self._states, self.silent = time.monotonic(), jobs, {}, ""
-        asked, owners = dict[Scheduler, set[str]](), sorted({run.owner for run in runs if run.jobs})
+        asked, owners = dict[KnowsJobs, set[str]](), sorted({run.owner for run in runs if run.jobs})
         for run in runs:
-            for scheduler, mine in jobs_by_scheduler(run).items():
+            for scheduler, mine in self.jobs_of(run):
                 asked.setdefault(scheduler, set()).update(mine)
         try:
             self._states = {each: each.states(ids, owners, self.seconds) for each, ids in asked.items()}
@@ -163,31 +174,15 @@ class Queue:
             self._states, self.silent = None, str(silent)
 
 
-def jobs_by_scheduler(run: Run) -> dict[Scheduler, list[str]]:
-    """The IDs of a run's jobs, oldest first, by the scheduler that knows them: that of each submission; Slurm, for one by hand."""
-    submitted = {each.job_id: each for each in run.submissions if each.is_job}
-    jobs = dict[Scheduler, list[str]]()
-    for job in run.jobs:
-        known = submitted.get(job)
-        scheduler = of_job(known.cluster, known.slurm_cluster, run.owner) if known else named("slurm")
-        jobs.setdefault(scheduler, []).append(job)
-    return jobs
-
-
-def query(runs: Sequence[Run], seconds: float) -> list[RunStatus]:
-    """The status of runs. Each scheduler is asked once for all of them, and has ``seconds`` to answer."""
-    return Queue(seconds).statuses(runs)
-
-
 def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") -> RunStatus:
-    """The status of ``run`` if Slurm knows ``states``; None: it did not answer, for the reason ``asked``."""
+    """The status of ``run`` if its scheduler knows ``states``; None: it did not answer, for the reason ``asked``."""
     mine = [states[job] for job in run.jobs if job in states and run.owns(states[job])] if states else []
     job = max(reversed(mine), key=lambda each: (each.live, each.live and not each.waits), default=None)
     over = run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped")
     here, unanswered = None if over else process_here(run), states is None  # it may take a while to exit
     elsewhere = run.holder is not None and not is_here(run.holder)
     if run.attempt.get("job_id") and not unanswered:
-        elsewhere = False  # Slurm knows better than its files
+        elsewhere = False  # the scheduler knows better than its files
     if job and job.live:
         ends = over or job.name == "COMPLETING"
         name, text = "waiting" if job.waits else "completing" if ends else _working(run, job), ""
@@ -198,12 +193,12 @@ def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") 
     if job and not job.live and name in ("failed", "ended") and job.name != "COMPLETED":
         because = f" ({job.reason})" if job.reason not in ("", "None", "NonZeroExitCode") else ""
         text = f"{text}; job {job.id} {job.name}{because}"
-    needless = over and name == "done"  # whatever Slurm would have answered
+    needless = over and name == "done"  # whatever the scheduler would have answered
     return RunStatus(run, name, job, "" if needless else asked, here, text, time.time())
 
 
 def _over(run: Run, unanswered: bool, elsewhere: bool, job: JobState | None) -> tuple[str, str]:
-    """State of a run that does not seem to be running, and how it ended; ``unanswered``: Slurm did not answer, ``elsewhere``: a
+    """State of a run that does not seem to be running, and how it ended; ``unanswered``: the scheduler did not answer, ``elsewhere``: a
     process that is not visible from here holds the run directory."""
     said = run.summary.get("state") in ENDED
     name, text = (run.summary["state"], run.summary["ending"]) if said else ("", "")
@@ -223,8 +218,8 @@ def _over(run: Run, unanswered: bool, elsewhere: bool, job: JobState | None) -> 
 
 
 def _was_cancelled(log: Path, job: JobState | None) -> bool:
-    """Whether somebody has ended a job before it trained, by what Slurm still knows of it and by its log."""
-    if job and (job.name == "CANCELLED" or job.name in BY_SLURM):
+    """Whether somebody has ended a job before it trained, by what its scheduler still knows of it and by its log."""
+    if job and (job.name == "CANCELLED" or job.name in BY_SCHEDULER):
         return job.name == "CANCELLED"
     if not files.is_file(log):
         return job is None
@@ -260,7 +255,7 @@ def process_here(run: Run) -> int | None:
 
 
 def job_words(job: JobState) -> str:
-    """A Slurm job in one line."""
+    """A job in one line."""
     if job.waits:
         when = f", expected to start {job.start}" if re.match(r"\d{4}-", job.start) else ""
         return f"job {job.id} {job.name} ({job.reason}){when}"

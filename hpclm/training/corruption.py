@@ -25,7 +25,6 @@ from torch import Tensor
 
 from hpclm import files
 from hpclm.diagnostics import facts, report
-from hpclm.distributed import restart
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
 from hpclm.engine.base import BaseEngine
@@ -280,9 +279,9 @@ def end_run(
     out: Path,
 ) -> None:
     """CorruptedError on every rank for the ``problems`` detected after ``step``. The nodes at fault are noted in ``out``, and excluded if
-    this is a job that Slurm may requeue. ``saved``: the step of the newest checkpoint, which was good; 0 without one."""
+    this is a job that its scheduler may requeue. ``saved``: the step of the newest checkpoint, which was good; 0 without one."""
     own = " ".join(filter(None, [hardware.describe(device), facts.of_device(device).get("uuid")]))
-    places = context.all_gather([facts.node_name(context.launcher), own, files.network_of(files.here())])
+    places = context.all_gather([context.job.node, own, files.network_of(files.here())])
     all_nodes = {(node, machine) for node, _, machine in places}
 
     def tell() -> None:
@@ -300,8 +299,8 @@ def end_run(
             lambda: rows.append(out / report.CORRUPTION, noted)
         )
         way = f"The run resumes from step {saved}, which was good when it was saved" if saved else "Nothing was saved"
-        if bad and context.launcher not in ("single", "local") and restart.requeue_without(sorted(bad)):
-            way += f"; Slurm was asked to start the job again without {names}"
+        if bad and context.launcher not in ("single", "local") and context.job.requeue(sorted(bad)):
+            way += f"; {context.job.scheduler} was asked to start the job again without {names}"
         elif bad:
             way += f"; to exclude {names}: hpclm resume {run} --exclude-bad {run}"
         raise CorruptedError(f"{text}. {way}")

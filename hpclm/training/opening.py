@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpclm.config import RunConfig
-from hpclm.distributed import bootstrap
 from hpclm.distributed.context import DistributedContext
 from hpclm.node import hardware
 from hpclm.node.notify import Notifier
@@ -33,7 +32,7 @@ def open_session(
     ``resume_step``: the step of a checkpoint to resume from, in place of the newest.
     """
     planner, out = planner or NoPlanner(), Path(config.out).absolute()
-    notifier = Notifier(config.job.notify, out.name, str(out), bootstrap.job())
+    notifier = Notifier(config.job.notify, out.name, str(out), context.job.row())
     context.watchdog.shutdown.listeners.append(notifier.failed)
     with (
         Preemption() as preemption,

@@ -14,14 +14,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hpclm import __version__, config, files, scheduler
+from hpclm import __version__, config, files
 from hpclm.config import compose
 from hpclm.config.compose import dumped
 from hpclm.config.data import mixture
-from hpclm.distributed import bootstrap, restart
+from hpclm.distributed import restart
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError, DivergedError
 from hpclm.node import python, secrets
+from hpclm.node.job import Job
 from hpclm.rundir import attempts, code, config_history, folder
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def start(
         "launcher": context.launcher,
         "size": context.size,
         "hosts": list(context.hosts),
-        **bootstrap.job(),
+        **context.job.row(),
         **({"after": begins.restarted} if begins.restarted else {}),
         "began": round(context.began, 3),
         "command": shlex.join(map(secrets.Redactor(), python.readable([sys.executable, *sys.orig_argv[1:]]))),
@@ -135,47 +136,45 @@ def end(out: Path, attempt: int, code: int, step: int, ending: str) -> None:
         log.warning("%s cannot be written: %s", error.filename or out, error.strerror)
 
 
-def requested_step(out: Path, step: int | None) -> int | None:
-    """The step to go back to, which --from named; None if this job has gone back to it before Slurm started it again."""
-    job = bootstrap.job()
-    done = any(
-        row.get("back_to") == step
-        and row.get("job_id") == job["job_id"]
-        and (row.get("restart") or 0) < int(job["restart"])
-        for row in (attempts.read(out) if job and step is not None else [])
+def requested_step(out: Path, step: int | None, job: Job) -> int | None:
+    """The step to go back to, which --from named; None if ``job``, this one, has gone back to it before it was started again."""
+    this = job.identity
+    done = this is not None and any(
+        row.get("back_to") == step and row.get("job_id") == this.id and (row.get("restart") or 0) < this.restart
+        for row in (attempts.read(out) if step is not None else [])
     )
     return None if done else step
 
 
 def tell_restart(out: Path, context: DistributedContext, ending: str) -> str:
-    """How the attempt before ended; logged if that is why Slurm has started this job again, or torchrun's agent the ranks.
+    """How the attempt before ended; logged if that is why the scheduler has started this job again, or torchrun's agent the ranks.
 
     ``ending``: what its summary says.
     """
-    job = bootstrap.job()
+    job = context.job.identity
     if inside := restart.inside_the_job():
         ending = inside
-    elif job.get("restart") and context.launcher != "local":
+    elif job and job.restart and context.launcher != "local":
         before = attempts.read(out)
-        troubles = scheduler.named("slurm").troubles(before[-1].get("hosts") or [] if before else [])
+        troubles = context.job.troubles(before[-1].get("hosts") or [] if before else [])
         why = [ending or "it ended before training started", *troubles]
-        ending = f"start {int(job['restart']) + 1} of job {job['job_id']}; why the last one ended: {'; '.join(why)}"
+        ending = f"start {job.restart + 1} of job {job.id}; why the last one ended: {'; '.join(why)}"
     else:
         return ending
     log.warning("%s", ending)
     return ending
 
 
-def check_progress(out: Path, step: int) -> None:
-    """DivergedError when Slurm has started this very job again and again from ``step``, and no start lived to a checkpoint.
+def check_progress(out: Path, step: int, job: Job) -> None:
+    """DivergedError when the scheduler has started this very ``job`` again and again from ``step``, and no start lived to a checkpoint.
 
     A start counts however it ended: killed, warned before it had saved anything, or so early that it left no row. One that exited
-    cleanly does not where Slurm has not started the job again: somebody did so by hand.
+    cleanly does not where the scheduler has not started the job again: somebody did so by hand.
     """
-    job = bootstrap.job()
+    this = job.identity
     before = attempts.read(out)
     orderly = {row.get("attempt") for row in attempts.read_ends(out)}
-    failed, later = 0, int(job.get("restart", 0))
+    failed, later = 0, this.restart if this else 0
     for number in range(len(before), 0, -1):
         row = before[number - 1]
         if not row:  # damaged: it neither counts, nor does it hide the starts before it
@@ -183,12 +182,12 @@ def check_progress(out: Path, step: int) -> None:
         restart = row.get("restart")
         restart = later if restart is None else restart
         by_hand = number in orderly and restart == later
-        if not job or row.get("job_id") != job["job_id"] or row.get("from_step") != step or by_hand:
+        if this is None or row.get("job_id") != this.id or row.get("from_step") != step or by_hand:
             break
         failed, later = failed + max(1, later - restart), restart
-    if failed >= MAX_STARTS:
+    if this and failed >= MAX_STARTS:
         raise DivergedError(
-            f"job {job['job_id']} has started {failed} times from step {step} and never reached a checkpoint: it is not started again. "
+            f"job {this.id} has started {failed} times from step {step} and never reached a checkpoint: it is not started again. "
             f"See {out / 'log.txt'} for how the starts ended, then hpclm resume {files.typed(out)}"
         )
 

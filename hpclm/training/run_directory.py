@@ -12,12 +12,12 @@ from hpclm import log as logs
 from hpclm.checkpoint import Progress, resumable
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.checkpoint.init_from import check_init_from
-from hpclm.config import RunConfig
 from hpclm.config.no_effect import check_finished
 from hpclm.diagnostics import preflight
 from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.node import bus_error, secrets
+from hpclm.node.job import Job
 from hpclm.rundir.attempts import check_attempts_readable
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary, failed_without_main, recorded_ending
@@ -37,7 +37,7 @@ class Directory:
     summary: RunSummary | None
     """Rank 0's."""
     restarted: str
-    """How the attempt before ended, and why Slurm has started the job again, if it has."""
+    """How the attempt before ended, and why the scheduler has started the job again, if it has."""
     resume_step: int | None
     """The step of the checkpoint that this start was asked to continue from."""
 
@@ -49,9 +49,9 @@ def open_run_directory(run: RunContext, data: RunData, resume_step: int | None =
     if context.is_main:
         messages.log_start(config, data.plan, context, data.length, len(data.train.samples))
     context.watchdog.enter("start-up")
-    context.run_on_main(lambda: check_start(config, data, resume_step))
+    context.run_on_main(lambda: check_start(run, data, resume_step))
     with ExitStack() as stack:
-        lease = on_main(context, lambda: stack.enter_context(_lease(out)))
+        lease = on_main(context, lambda: stack.enter_context(_lease(out, context.job)))
         summary = stack.enter_context(RunSummary(out, lease)) if lease else None
         context.watchdog.shutdown.listeners.insert(0, summary.failed if summary else failed_without_main(out))
         context.watchdog.shutdown.recorded = recorded_ending(out)
@@ -82,19 +82,19 @@ def open_run_directory(run: RunContext, data: RunData, resume_step: int | None =
             raise
 
 
-def _lease(out: Path) -> Lease:
+def _lease(out: Path, job: Job) -> Lease:
     folders.private_folder(out, "run directory")
     if (out / "checkpoints").exists():  # perhaps a link to another disk
         folders.writable_folder(out / "checkpoints", "folder of checkpoints")
-    return Lease(out)
+    return Lease(out, job=job)
 
 
-def check_start(config: RunConfig, data: RunData, resume_step: int | None) -> None:
+def check_start(run: RunContext, data: RunData, resume_step: int | None) -> None:
     """ConfigError where the run cannot start, or resume, with these settings from the checkpoint that it would take."""
-    out = Path(config.out)
+    config, out = run.config, run.out
     check_attempts_readable(out)
     now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name)
-    candidate = resumable.candidate(out, records.requested_step(out, resume_step))
+    candidate = resumable.candidate(out, records.requested_step(out, resume_step, run.distributed.job))
     resumable.check_resumable(candidate, config.checkpoint.resume, now)
     if candidate:
         check_finished(config, Progress.of(candidate[1].progress).step, data.length.steps)

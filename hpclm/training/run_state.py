@@ -11,10 +11,10 @@ from hpclm import engine as engines
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.config import EngineSettings
-from hpclm.distributed import bootstrap
 from hpclm.engine import Engine
 from hpclm.model.attention import backend as attention_backend
 from hpclm.node import hardware
+from hpclm.node.job import Job
 from hpclm.rundir import submissions
 from hpclm.training import messages, records, schedule, tuning
 from hpclm.training.run_context import RunContext
@@ -45,9 +45,9 @@ def open_state(run: RunContext, data: RunData, directory: Directory, settings: E
     messages.attention(settings.model, attention_backend.use(settings.model, run.compute.device))
     engine = engines.build(settings, run.compute)
     store, context, out = open_store(run, data, directory), run.distributed, run.out
-    rolled_back = context.run_on_main(lambda: roll_back(out, directory.resume_step))
+    rolled_back = context.run_on_main(lambda: roll_back(out, directory.resume_step, context.job))
     progress = load(run, engine, store, data)
-    context.run_on_main(lambda: records.check_progress(out, progress.step))
+    context.run_on_main(lambda: records.check_progress(out, progress.step, context.job))
     context.run_on_main(lambda: tuning.keep(run.config, data.source, progress.step))
     attempt = None
     if directory.summary:
@@ -75,13 +75,13 @@ def open_store(run: RunContext, data: RunData, directory: Directory) -> Checkpoi
     )
     now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name)
     origin = dict(processes=context.size, engine=config.engine.name, parallel=vars(config.parallel), hpclm=__version__)
-    origin |= {"precision": hardware.NAMES[run.compute.dtype], **bootstrap.job()}
+    origin |= {"precision": hardware.NAMES[run.compute.dtype], **run.distributed.job.row()}
     return CheckpointStore(run.out / "checkpoints", retention, now, context, directory.lease, origin)
 
 
-def roll_back(out: Path, resume_step: int | None) -> int | None:
+def roll_back(out: Path, resume_step: int | None, job: Job) -> int | None:
     """Set aside checkpoints newer than the one that this start was asked to continue from; its step, if there is one."""
-    step = records.requested_step(out, resume_step)
+    step = records.requested_step(out, resume_step, job)
     if step is not None:
         submissions.roll_back(out, step)
     return resumable.roll_back(out)

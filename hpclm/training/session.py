@@ -10,7 +10,6 @@ from typing import Any
 
 from hpclm import files
 from hpclm.checkpoint import Progress
-from hpclm.distributed import restart
 from hpclm.engine import StepResult, keep_going
 from hpclm.errors import DivergedError
 from hpclm.node import hardware
@@ -312,8 +311,8 @@ class Session:
         self.outputs.sinks.code = code
         if self.context.is_main and self.control.finished(progress) and not code:
             self.outputs.notifier.send("finished", messages.ending(self.config, self.data.length, progress, ""))
-        if code and self.context.is_main and restart.abandoned():
-            logger.warning("the job's script was killed (JobLaunchFailure): Slurm was asked to start the job again")
+        if code and self.context.is_main and (why := self.context.job.requeue_if_abandoned()):
+            logger.warning("%s: %s was asked to start the job again", why, self.context.job.scheduler)
         return code
 
     def _log_end(self, progress: Progress, code: int, unmeasured: bool) -> tuple[str, str]:

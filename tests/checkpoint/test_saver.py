@@ -12,6 +12,7 @@ from hpclm.checkpoint.directory import checked, steps
 from hpclm.config import CheckpointConfig, from_cli
 from hpclm.engine import Shard
 from hpclm.errors import ConfigError, DivergedError
+from hpclm.node.job import Job, JobIdentity
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.rows import MAX_FILE_BYTES
 from hpclm.training import records
@@ -227,24 +228,26 @@ def test_the_verb_lists_and_verifies(tiny, tmp_path):
     assert "is not a run directory" in hpclm("checkpoints", tmp_path, check=64).stderr
 
 
-def test_a_job_that_starts_again_and_again_without_a_checkpoint_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+def test_a_job_that_starts_again_and_again_without_a_checkpoint_is_stopped(tmp_path):
+    job = Job(JobIdentity("Slurm", "7"))
     path = tmp_path / "attempts.jsonl"
 
     def attempts(*rows):
-        path.write_text("".join(json.dumps({"job_id": job, "from_step": step}) + "\n" for job, step in rows))
+        path.write_text("".join(json.dumps({"job_id": number, "from_step": step}) + "\n" for number, step in rows))
 
     attempts(("7", 0), ("7", 10), ("7", 10))
-    records.check_progress(tmp_path, 10)
+    records.check_progress(tmp_path, 10, job)
     attempts(("7", 0), ("7", 10), ("7", 10), ("7", 10))
     with pytest.raises(DivergedError, match="has started 3 times from step 10"):
-        records.check_progress(tmp_path, 10)
-    records.check_progress(tmp_path, 20)
+        records.check_progress(tmp_path, 10, job)
+    records.check_progress(tmp_path, 20, job)
     attempts(("7", 0), ("6", 10), ("7", 10), ("7", 10))  # a person has started it anew
-    records.check_progress(tmp_path, 10)
+    records.check_progress(tmp_path, 10, job)
     attempts(("7", 10), ("7", 10), ("7", 10))
     (tmp_path / "ends.jsonl").write_text(json.dumps({"attempt": 2, "code": 85}) + "\n")
-    records.check_progress(tmp_path, 10)  # one exited cleanly, and was started again by hand in the same allocation
+    records.check_progress(
+        tmp_path, 10, job
+    )  # one exited cleanly, and was started again by hand in the same allocation
 
 
 # restart, step, whether it exited cleanly; then the restart that asks, and whether the job ends
@@ -264,9 +267,8 @@ STARTS = {
 
 
 @pytest.mark.parametrize("starts, restart, ends", STARTS.values(), ids=STARTS)
-def test_starts_that_reach_no_checkpoint_count_however_they_end(starts, restart, ends, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+def test_starts_that_reach_no_checkpoint_count_however_they_end(starts, restart, ends, tmp_path):
+    job = Job(JobIdentity("Slurm", "7", restart))
     lines = [json.dumps({"job_id": "7", "restart": number, "from_step": step}) for number, step, _ in starts]
     (tmp_path / "attempts.jsonl").write_text("\n".join([*lines, ""]))
     orderly = [json.dumps({"attempt": n, "code": 85}) for n, (*_, clean) in enumerate(starts, 1) if clean]
@@ -274,16 +276,15 @@ def test_starts_that_reach_no_checkpoint_count_however_they_end(starts, restart,
     step = next(step for _, step, _ in reversed(starts) if step != "x")
     if ends:
         with pytest.raises(DivergedError, match=r"job 7 has started [34] times from step"):
-            records.check_progress(tmp_path, step)
+            records.check_progress(tmp_path, step, job)
     else:
-        records.check_progress(tmp_path, step)
+        records.check_progress(tmp_path, step, job)
 
 
 @pytest.mark.parametrize("name", ["attempts.jsonl", "ends.jsonl"])
 @pytest.mark.parametrize("kind", ["a folder", "too large", "a link to itself"])
-def test_attempts_that_cannot_be_read_are_never_taken_for_none(name, kind, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+def test_attempts_that_cannot_be_read_are_never_taken_for_none(name, kind, tmp_path):
+    job = Job(JobIdentity("Slurm", "7", 3))
     path = tmp_path / name
     if kind == "a folder":
         path.mkdir()
@@ -293,4 +294,4 @@ def test_attempts_that_cannot_be_read_are_never_taken_for_none(name, kind, tmp_p
     else:
         path.symlink_to(path)
     with pytest.raises(ConfigError, match=f"{name} cannot be read"):
-        records.check_progress(tmp_path, 0)
+        records.check_progress(tmp_path, 0, job)

@@ -23,10 +23,10 @@ from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
 from hpclm.launch import prechecks, setup
 from hpclm.launch.local import unused
+from hpclm.launch.schedulers.slurm_script import render
 from hpclm.optim.schedules import learning_rate
 from hpclm.optim.stability import LossScale, NonfiniteGuard
 from hpclm.parallel.mesh import Mesh
-from hpclm.scheduler.template import render
 from hpclm.training.corruption import verifier
 from hpclm.training.run_context import open_devices
 from tests.engine.test_native import batches_of, engine_of
@@ -406,7 +406,7 @@ def test_what_needs_a_whole_run_or_several_processes_is_set_by_the_test_that_the
 def test_a_setting_changes_what_the_table_says(word, datasets, monkeypatch):
     look, needs = ACTS[word]
     if look is scripts:
-        monkeypatch.setattr("hpclm.scheduler.template.node_kinds", lambda job: [])
+        monkeypatch.setattr("hpclm.launch.schedulers.slurm_script.node_kinds", lambda job: [])
     before = look(made(*with_data(needs, datasets)), datasets)
     after = look(made(*with_data([*needs, word], datasets)), datasets)
     assert after != before

@@ -12,6 +12,7 @@ from hpclm import config
 from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap, context
 from hpclm.errors import HpclmError
+from hpclm.launch.schedulers import current_job
 from tests.forks import Hpclm
 from tests.runs import PATIENCE
 
@@ -25,7 +26,7 @@ def main(out, *words):
     torch.set_num_threads(1)
     settings = config.from_cli([f"out={out}", "data.source=synthetic", *words])
     try:
-        with context.join(bootstrap.detect(), settings.cluster) as ours:
+        with context.join(bootstrap.detect(), settings.cluster, current_job()) as ours:
             ours.init_process_group(torch.device("cpu"), 1)
             preflight.check(ours, torch.device("cpu"), settings.modules(), Path(out))
     except HpclmError as error:

@@ -1,17 +1,19 @@
 import json
 import os
+import socket
 
 import pytest
 import torch
 
 from hpclm.diagnostics import facts
 from hpclm.distributed.bootstrap import World
+from hpclm.launch.schedulers import current_job
 from hpclm.node import python
 from tests.runs import PATIENCE
 
 
 def test_facts_are_json_and_pytorch_reports_itself():
-    own = facts.everything(World("single", 0, 1))
+    own = facts.everything(World("single", 0, 1), "node1")
     assert json.loads(json.dumps(own)) == own
     assert own["torch"] == torch.__version__ and own["collect_env"]["torch_version"] == own["torch"]
     assert own["broken"] == [] and own["threads"] >= 1 and "lo" in own["network"]
@@ -24,8 +26,9 @@ def test_the_driver_does_not_matter_to_a_run_on_cpus(monkeypatch):
 
 
 def test_the_name_of_a_node_is_slurms_only_for_its_own_ranks():
-    env = {"SLURMD_NODENAME": "node1"}
-    assert facts.node_name("Slurm", env) == "node1" != facts.node_name("Open MPI", env)
+    env = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURMD_NODENAME": "node1"}
+    names = [current_job(env=env | more).node for more in ({}, {"OMPI_COMM_WORLD_RANK": "0"})]
+    assert names == ["node1", socket.gethostname()]
 
 
 @pytest.mark.parametrize(

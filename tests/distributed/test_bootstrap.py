@@ -1,6 +1,6 @@
 import pytest
 
-from hpclm.distributed.bootstrap import World, detect, expand, job, tasks_per_node
+from hpclm.distributed.bootstrap import World, detect
 from hpclm.errors import ConfigError
 
 SLURM = {
@@ -95,28 +95,3 @@ def test_a_process_without_its_peers_may_look_but_not_train():
         detect(BATCH, alone=False)
     assert detect(BATCH | {"SLURM_NTASKS": "1"}, alone=False).size == 1
     assert detect(BATCH | LOCAL, alone=False).size == 2
-
-
-@pytest.mark.parametrize(
-    "nodes, first",
-    [
-        ("node1", "node1"),
-        ("gpu[07-09,12],login1", "gpu07"),
-        ("a,b[1-2]", "a"),
-        ("r[1-2]n[03,05]", "r1n03"),
-        ("gpu[3]-ib,x", "gpu3-ib"),
-    ],
-)
-def test_rank_0_is_on_the_first_host_of_a_node_list(nodes, first):
-    assert expand(nodes)[0] == first
-
-
-def test_task_counts_are_written_out():
-    assert tasks_per_node("4(x2),3") == [4, 4, 3] and tasks_per_node("8") == [8]
-
-
-def test_a_job_is_named_as_squeue_names_it():
-    assert job(BATCH | {"SLURM_RESTART_COUNT": ""})["restart"] == 0
-    assert job({}) == {} and job(BATCH) == {"job_id": "7", "restart": 0}
-    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"}
-    assert job(BATCH | array) == {"job_id": "5_3", "restart": 1}

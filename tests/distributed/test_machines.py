@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpclm import files
+from hpclm.launch import jobs
 from hpclm.rundir import runs, status
 from hpclm.rundir.lease import Lease
 from tests.rundir.test_runs import make
@@ -96,7 +97,7 @@ def test_a_process_of_a_machine_with_the_same_name_is_neither_looked_up_nor_ende
             run = make(tmp_path / f"run-{here}", [record | began], lock=json.dumps(record), lock_beat="1 1")
             assert status.process_here(runs.read(run)) == (bystander.pid if here else None)
         run = tmp_path / "run-False"
-        [standing] = status.query([runs.read(run)], 1)
+        [standing] = jobs.query([runs.read(run)], 1)
         assert standing.live and "according to its files" in standing.where()
         assert "cancel it there" in hpclm("cancel", run, check=1).stderr
         assert bystander.poll() is None

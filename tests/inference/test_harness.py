@@ -11,6 +11,7 @@ import pytest
 import hpclm
 from hpclm import cli
 from hpclm.data import tokenizers
+from hpclm.node.job import Job
 from hpclm.rundir import lock
 from tests.forks import Ranks
 from tests.interop import made
@@ -273,7 +274,7 @@ def test_an_interrupted_follower_ends_with_85_and_the_next_one_scores_the_rest(p
     said, _ = follower.communicate(timeout=PATIENCE)
     complete = follower.returncode == 0  # it was faster than the signal
     assert complete or (follower.returncode == 85 and "the same command scores" in said), said
-    with lock.held(out, "scores.lock"):
+    with lock.held(out, "scores.lock", Job()):
         code, said = followed(capfd, place, out)
         assert code == 75 and "is in use" in said
     code, said = followed(capfd, place, out)

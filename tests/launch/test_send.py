@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from hpclm import config
+from hpclm.launch.schedulers.slurm_script import directive
 from hpclm.rundir import submissions
-from hpclm.scheduler.template import directive
+from tests.launch.schedulers.test_template import NASTY, script
 from tests.runs import ROOT, until
-from tests.scheduler.test_template import NASTY, script
 
 SMALL = ["budget.steps=5", "engine.device=cpu", "evaluate.every=0", "log.tensorboard=false"]
 HOLD = ["--sbatch", "hold"]

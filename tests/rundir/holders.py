@@ -3,19 +3,20 @@
 import os
 
 from hpclm.errors import HpclmError, LockedError
+from hpclm.node.job import Job, JobIdentity
 from hpclm.rundir.lease import Lease
 from tests.checkpoint.state import State, progress, store
 from tests.runs import until
 
 
 def job(start, number="7"):
-    """What Slurm says to a job's ``start``-th restart."""
-    return {"SLURM_JOB_ID": number, "SLURM_RESTART_COUNT": str(start)}
+    """A job in its ``start``-th restart."""
+    return Job(JobIdentity("Slurm", number, start))
 
 
-def hold(gate, folder, env):
+def hold(gate, folder, held_by):
     """Hold it until, after the second gate, a heartbeat finds it lost; whether it was, and what a check then says."""
-    with Lease(folder, seconds=0.6, env=env) as lease:
+    with Lease(folder, seconds=0.6, job=held_by) as lease:
         gate()
         gate()
         until(lambda: lease.lost, "the loss of the lease")
@@ -28,7 +29,7 @@ def hold(gate, folder, env):
 
 def save_late(gate, folder, value):
     """An attempt that does not know that it was given up saves step 3."""
-    with Lease(folder, env=job(0)) as lease:
+    with Lease(folder, job=job(0)) as lease:
         made = store(folder / "c", keep=3, lease=lease)
         gate()
         try:
@@ -40,16 +41,16 @@ def save_late(gate, folder, value):
 
 def sign_off(gate, folder):
     """Hold it, and leave it at the gate."""
-    with Lease(folder, env=job(0)):
+    with Lease(folder, job=job(0)):
         gate()
 
 
-def contend(gate, folder, env, count):
+def contend(gate, folder, held_by, count):
     """Take it, if it can be had, and look whether it is still held when all ``count`` attempts have tried."""
     gate()
     tried = folder / f"tried-{os.getpid()}"
     try:
-        with Lease(folder, env=env) as lease:
+        with Lease(folder, job=held_by) as lease:
             tried.touch()
             until(lambda: len(list(folder.glob("tried-*"))) == count, "the other attempts")
             lease.check()

@@ -23,9 +23,9 @@ needs_strace = pytest.mark.skipif(not traced.usable(), reason="strace is not ins
 ELSEWHERE = {"generation": 4, "host": "elsewhere", "pid": 1, "job": "9", "start": 0, "token": "x"}
 
 
-def holding(folder, env):
+def holding(folder, held_by):
     """A process that holds ``folder``."""
-    process = traced.Traced(hold, folder, env, calls=None)
+    process = traced.Traced(hold, folder, held_by, calls=None)
     process.go()
     word, process.tid = process._hear()
     assert word == "gate"
@@ -40,7 +40,7 @@ def taken(folder, **options):
 
 def test_the_lease_of_a_dead_process_is_taken_over_at_once_and_generations_only_grow(tmp_path, caplog):
     caplog.set_level("INFO")
-    with holding(tmp_path, {}) as process:
+    with holding(tmp_path, None) as process:
         with pytest.raises(LockedError, match=f"process {process.tid} on {socket.gethostname()}"), Lease(tmp_path):
             pass
         os.kill(process.tid, signal.SIGKILL)
@@ -85,10 +85,14 @@ def test_a_requeued_job_takes_over_at_once_and_the_earlier_attempt_finds_out(tmp
     with holding(tmp_path, job(0)) as zombie:
         if stopped:
             os.kill(zombie.tid, signal.SIGSTOP)
-        for env in (job(0), job(1, "8"), {}):  # neither the same start, nor another job, nor a process outside any job
-            with pytest.raises(LockedError), Lease(tmp_path, env=env):
+        for other in (
+            job(0),
+            job(1, "8"),
+            None,
+        ):  # neither the same start, nor another job, nor a process outside any job
+            with pytest.raises(LockedError), Lease(tmp_path, job=other):
                 pass
-        with Lease(tmp_path, env=job(1)) as lease:
+        with Lease(tmp_path, job=job(1)) as lease:
             assert lease.generation == 2 and "waiting" not in caplog.text
             os.kill(zombie.tid, signal.SIGCONT)
             zombie._pipe.send("go")
@@ -125,7 +129,7 @@ def test_an_attempt_that_was_given_up_at_any_system_call_of_a_save_takes_nothing
         with traced.Traced(save_late, run, 3.0, inject=f"{call}:delay_enter={traced.HELD}:when={number}") as old:
             old.go()
             old.wait_until_held(call, number)
-            with Lease(run, env=job(1)) as lease:
+            with Lease(run, job=job(1)) as lease:
                 new, state = store(run / "c", lease=lease), State()
                 begun = new.resume(state, "require").step  # 3 where the old one had published when it was given up
                 assert state.is_of(begun), line
@@ -157,7 +161,7 @@ def test_an_attempt_that_was_given_up_while_it_signs_off_leaves_the_next_one_its
         with traced.Traced(sign_off, tmp_path, inject=f"{call}:delay_enter={traced.HELD}:when={number}") as old:
             old.go()
             old.wait_until_held(call, number)
-            with Lease(tmp_path, env=job(1)) as lease:
+            with Lease(tmp_path, job=job(1)) as lease:
                 old.release()
                 old.end()
                 lease.check()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hpclm import files
 from hpclm.errors import ConfigError
 from hpclm.launch import cancel, resume
+from hpclm.node.job import Job
 from hpclm.reporting import run_table
 from hpclm.rundir import attempts, metrics_file, rows, runs, submissions
 from hpclm.rundir.status import process_here, status_of
@@ -136,7 +137,7 @@ def test_commands_work_with_any_value_in_a_field(name, tmp_path):
             (tmp_path / each).write_text(line(row))
         (tmp_path / name).write_text(line(GOOD[name] | change) * times)
         told(tmp_path)
-        records.check_progress(tmp_path, 0)
+        records.check_progress(tmp_path, 0, Job())
         list(metrics_file.forget_after(tmp_path, 100))
 
     whatever()

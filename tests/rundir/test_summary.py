@@ -97,9 +97,9 @@ def test_no_secret_reaches_it(tmp_path, monkeypatch):
 
 
 def test_an_attempt_that_was_given_up_writes_no_more(tmp_path):
-    with Lease(tmp_path, env=job(0)) as lease, RunSummary(tmp_path, lease) as old:
+    with Lease(tmp_path, job=job(0)) as lease, RunSummary(tmp_path, lease) as old:
         old.measured(step(1))
-        with Lease(tmp_path, env=job(1)) as later, RunSummary(tmp_path, later) as new:
+        with Lease(tmp_path, job=job(1)) as later, RunSummary(tmp_path, later) as new:
             new.measured(step(7))
             old.end("exited", "SIGTERM: saved at step 1, exiting", 85)
             assert (summary.read(tmp_path)["state"], summary.read(tmp_path)["step"]) == ("running", 7)

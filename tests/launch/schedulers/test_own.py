@@ -3,20 +3,20 @@
 import json
 import os
 
-from hpclm.scheduler import of_job
+from hpclm.launch.schedulers import of_job
 from tests.runs import ROOT, hpclm, lines, until
 
 
 def test_code_that_another_user_s_run_directory_names_is_not_loaded():
     owners = {os.getuid(): "Own", os.getuid() + 1: "Slurm"}
     for owner, name in owners.items():
-        assert type(of_job("tests.scheduler.own:Own", "", owner)).__name__ == name
+        assert type(of_job("tests.launch.schedulers.own:Own", "", owner)).__name__ == name
 
 
 def test_a_scheduler_of_ones_own_submits_shows_and_cancels(tmp_path, tiny):
     env = os.environ | {"PYTHONPATH": str(ROOT), "HPCLM_SITE": "", "OMP_NUM_THREADS": "1"}
     out = tmp_path / "run"
-    words = [*tiny("run", "budget.steps=1000000"), "job.cluster=tests.scheduler.own:Own"]
+    words = [*tiny("run", "budget.steps=1000000"), "job.cluster=tests.launch.schedulers.own:Own"]
     done = hpclm("submit", *words, "--dry-run", check=0, env=env)
     assert "-m hpclm.train" in done.stdout and "it looks well" in done.stderr and not out.exists()
     done = hpclm("submit", *words, check=0, env=env)

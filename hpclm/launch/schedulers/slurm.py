@@ -6,6 +6,7 @@ whole script of the job, whose end it never passes.
 
 import contextlib
 import io
+import os
 import re
 import shutil
 import sys
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpclm import files
-from hpclm.errors import ConfigError, HpclmError
-from hpclm.node import environment, processes, python, slurm
+from hpclm.errors import REQUEUE, ConfigError, HpclmError
+from hpclm.launch.schedulers import Queued, Scheduler
+from hpclm.launch.schedulers import slurm_commands as slurm
+from hpclm.node import environment, processes, python
+from hpclm.node import slurm as variables
+from hpclm.node.job import JobIdentity, JobState
 from hpclm.node.processes import NoAnswerError
-from hpclm.node.slurm import JobState
-from hpclm.scheduler import Queued, Scheduler
 from hpclm.terminal import say
 
 if TYPE_CHECKING:
@@ -40,6 +43,10 @@ REQUESTS = {
     "TimeLimit": "time",
     "Dependency": "dependency",
 }
+OF_ITS_OWN_JOB = 5.0  # seconds that each command may take which a process calls for its own job
+WITHOUT = """trap '' TERM
+scontrol requeue "$1" || exit
+for _ in 1 2 3; do scontrol update jobid="$1" excnodelist="$2" && exit; sleep 1; done; exit 1"""
 LIMITS = re.compile(r"Max(Nodes|Time|MemPerNode|MemPerCPU|CPUsPerNode)|Allow(Accounts|Qos)|TotalNodes")
 # What sbatch says when it is not known whether the job is in the queue.
 UNANSWERED = re.compile(
@@ -84,9 +91,9 @@ class Slurm(Scheduler):
 
     def script(self, run: "RunConfig", path: Path, setup: Sequence[str]) -> str:
         """A template of slurm/, filled in."""
-        from hpclm.scheduler import template  # with the settings
+        from hpclm.launch.schedulers import slurm_script  # with the settings
 
-        return template.render(run, path, setup)
+        return slurm_script.render(run, path, setup)
 
     def check(self, script: str) -> str:
         """The answer of ``sbatch --test-only``."""
@@ -110,7 +117,7 @@ class Slurm(Scheduler):
             raise ConfigError("sbatch is not installed here; give --cluster local to train here")
         text = files.read_text(script)
         env, target = environment.of_a_job(slurm.options_in(text)), self.for_script(text)
-        command = python.command("hpclm.scheduler.slurm", str(script), str(lock))
+        command = python.command("hpclm.launch.schedulers.slurm", str(script), str(lock))
         code, answer, message = processes.ask(command, SUBMISSION, env)
         if code:
             raise refused(message)
@@ -186,6 +193,47 @@ class Slurm(Scheduler):
     def troubles(self, hosts: Sequence[str], seconds: float = 5) -> list[str]:
         """From scontrol, asked once for all."""
         return slurm.troubles(hosts, seconds, self.env)
+
+    def identity(self, env: Mapping[str, str]) -> JobIdentity | None:
+        """By the variables that Slurm has set."""
+        return variables.identity(env)
+
+    def requeue(self, job: JobIdentity, without: Sequence[str] = ()) -> bool:
+        """scontrol requeue, which may be refused (--no-requeue).
+
+        Slurm changes the nodes of pending jobs only, so this comes after the request to requeue, which ends this step: the commands
+        outlive its SIGTERM.
+        """
+        if not without:
+            return slurm.requeue(job.id, self.env)
+        shown = self._this_start(job)
+        if shown.get("JobState") != "RUNNING" or shown.get("Requeue") != "1":
+            return False
+        before = shown.get("ExcNodeList", "").partition("(")[0]
+        excluded = ",".join([*filter(None, [before]), *without])
+        code, _, _ = slurm.ask(["sh", "-c", WITHOUT, "sh", job.id, excluded], 4 * OF_ITS_OWN_JOB, self.env)
+        return code == 0
+
+    def abandoned(self, job: JobIdentity) -> str:
+        """Whether its script was killed, which would have requeued it."""
+        shown = self._this_start(job)
+        killed = shown.get("Reason") == "JobLaunchFailure" and shown.get("Requeue") == "1"
+        return "the job's script was killed (JobLaunchFailure)" if killed else ""
+
+    def end_step(self, job: JobIdentity, code: int) -> None:
+        """End the step, or requeue the job, since the slurmstepd of this process is dead: srun would wait forever."""
+        step = os.environ.get(variables.STEP)
+        if step is None or self._this_start(job).get("JobState") != "RUNNING":
+            return
+        slurm.requeue(job.id, self.env) if code == REQUEUE else slurm.cancel(f"{job.id}.{step}", self.env)
+
+    def _this_start(self, job: JobIdentity) -> dict[str, str]:
+        """What scontrol shows of a job; {} without an answer, or if Slurm has restarted it meanwhile."""
+        shown = dict[str, str]()
+        with contextlib.suppress(NoAnswerError):
+            shown = slurm.shown("job", job.id, OF_ITS_OWN_JOB, self.env)
+        # a rank that outlives a requeue sees the next start's state, on which it must not act
+        return shown if shown.get("Restarts") == str(job.restart) else {}
 
     def _check_startable(self, job: str, shown: dict[str, str]) -> None:
         """ConfigError if Slurm has accepted a job that it can never start, by what it shows of it; the job is cancelled then."""

@@ -13,10 +13,10 @@ from hpclm.config import JobConfig
 from hpclm.config.job import TEMPLATES
 from hpclm.errors import ConfigError
 from hpclm.launch import setup
+from hpclm.launch.schedulers import slurm_script as template
+from hpclm.launch.schedulers.slurm_script import directive, name, options_of
 from hpclm.node import python
 from hpclm.paths import expanded
-from hpclm.scheduler import template
-from hpclm.scheduler.template import directive, name, options_of
 from tests.runs import PATIENCE
 
 SHIPPED = sorted(shipped.folder("slurm").glob("*.sbatch"))

@@ -7,9 +7,10 @@ import os
 
 import pytest
 
-from hpclm.node import environment, slurm
+from hpclm.launch.schedulers import named, of_job
+from hpclm.launch.schedulers import slurm_commands as slurm
+from hpclm.node import environment
 from hpclm.rundir import submissions
-from hpclm.scheduler import named, of_job
 from tests.forks import hpclm
 from tests.runs import ROOT
 

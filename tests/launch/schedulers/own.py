@@ -5,9 +5,9 @@ import signal
 import subprocess
 from pathlib import Path
 
+from hpclm.launch.schedulers import Queued, Scheduler
 from hpclm.node import processes
-from hpclm.node.slurm import JobState
-from hpclm.scheduler import Queued, Scheduler
+from hpclm.node.job import JobState
 
 
 class Own(Scheduler):

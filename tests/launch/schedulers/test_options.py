@@ -6,8 +6,8 @@ import pytest
 from hpclm import config
 from hpclm.config import run_file
 from hpclm.errors import ConfigError
-from hpclm.scheduler import template
-from hpclm.scheduler.template import of_nodes, options_of
+from hpclm.launch.schedulers import slurm_script as template
+from hpclm.launch.schedulers.slurm_script import of_nodes, options_of
 
 BIG, SMALL = "128|1031000|gpu:a100:8(S:0-1)\n", "64+|515000|gpu:4\n"
 

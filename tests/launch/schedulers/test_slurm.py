@@ -3,7 +3,7 @@
 import pytest
 
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.scheduler.slurm import refused
+from hpclm.launch.schedulers.slurm import refused
 
 NOT_CONFIGURED = """sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
 sbatch: error: fetch_config: DNS SRV lookup failed

@@ -12,9 +12,10 @@ from hpclm import files, shipped
 from hpclm.config import JobConfig, RunConfig
 from hpclm.config.job import TEMPLATES
 from hpclm.errors import ConfigError, unread
-from hpclm.node import processes, slurm
+from hpclm.launch.schedulers import slurm_commands as slurm
+from hpclm.launch.schedulers.slurm_commands import Options
+from hpclm.node import processes
 from hpclm.node.processes import NoAnswerError
-from hpclm.node.slurm import Options
 
 MARK = "# SET-UP"
 LARGEST = 1 << 20  # bytes of a template
@@ -33,11 +34,19 @@ def render(config: RunConfig, path: Path, setup: Sequence[str]) -> str:
     """The script of the job that trains with the settings at ``path``, OUT/config.yaml, after the lines of shell ``setup``;
     ConfigError if bash cannot parse it."""
     source = template(config.job)
+    setup = [*_variables(config.job), *setup]
     text = "\n".join(_filled(_lines(source), options_of(config, path.parent), setup)) + "\n"
     code, _, errors = processes.ask(["bash", "-n"], 30.0, text=text)
     if code or errors.strip():  # an unterminated here-document is only a warning, and would swallow the rest
         raise ConfigError(f"bash cannot read the script made from {source} and job.setup: {errors.strip()}")
     return text
+
+
+def _variables(job: JobConfig) -> Iterator[str]:
+    """Lines of shell that change the variables by which Slurm's commands in the job go."""
+    yield "unset SLURM_CLUSTERS SLURM_JWT"  # they ask the job's own cluster, as any user of the node
+    if job.template not in TEMPLATES:  # whose steps would take the job's own --export
+        yield "export SLURM_EXPORT_ENV=ALL SRUN_EXPORT_ENV=ALL"
 
 
 def template(job: JobConfig) -> Path:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpclm.errors import ConfigError
+from hpclm.launch.schedulers import Queued, Scheduler
 from hpclm.node import processes
-from hpclm.node.slurm import JobState
-from hpclm.scheduler import Queued, Scheduler
+from hpclm.node.job import JobState
 
 if TYPE_CHECKING:
     from hpclm.config import RunConfig

@@ -1,7 +1,7 @@
 """Why a job was started again, according to the run's summary and to Slurm."""
 
-from hpclm.distributed import restart
 from hpclm.distributed.context import single
+from hpclm.launch.schedulers import current_job
 from hpclm.training import records
 
 SCONTROL = """#!/bin/sh
@@ -11,14 +11,15 @@ echo 'NodeName=node2 Arch=x86_64 State=IDLE'
 """
 
 
-def test_a_task_of_an_array_whose_script_was_killed_asks_about_itself_and_requeues_itself_alone(tmp_path):
+def test_a_task_of_an_array_whose_script_was_killed_asks_about_itself_and_requeues_itself_alone(tmp_path, monkeypatch):
     answer = "JobState=RUNNING Requeue=1 Restarts=0 Reason=JobLaunchFailure"
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked; echo {answer}\n")
     (tmp_path / "scontrol").chmod(0o755)
-    env = {"SLURM_JOB_ID": "9", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for array, name in ({}, "9"), ({"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"}, "9_3"):
-        assert restart.abandoned(env | array) and restart.requeue_without(["node1"], env | array)
-        asked = ["show job --oneliner {}", "requeue {}", "show job --oneliner {}", "requeue {}"]
+        job = current_job(env={"SLURM_JOB_ID": "9"} | array)
+        assert job.requeue_if_abandoned() and job.requeue(["node1"])
+        asked = ["show job {} --oneliner", "requeue {}", "show job {} --oneliner", "requeue {}"]
         expected = [*asked, "update jobid={} excnodelist=node1"]
         assert (tmp_path / "asked").read_text().splitlines() == [line.format(name) for line in expected]
         (tmp_path / "asked").unlink()
@@ -33,10 +34,11 @@ def test_a_job_that_slurm_started_again_says_how_the_last_start_ended_and_what_i
     context = single()
     context.launcher = "Slurm"
     assert records.tell_restart(tmp_path, context, "done at step 5") == "done at step 5"
-    for name, value in {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "PATH": f"{tmp_path}:/usr/bin:/bin"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    context.job = current_job(env={"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
     told = records.tell_restart(tmp_path, context, "rank 1 on node1 was killed")
     drained = "node1 is MIXED+DRAIN (a broken GPU [root@2026])"
     assert told == f"start 2 of job 7; why the last one ended: rank 1 on node1 was killed; {drained}"
     assert (tmp_path / "asked").read_text() == "show node --oneliner node1,node2\n"  # once for all nodes
-    assert not restart.abandoned({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "PATH": "/nowhere"})
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert not context.job.requeue_if_abandoned()

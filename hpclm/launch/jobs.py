@@ -1,0 +1,33 @@
+"""Which scheduler knows the jobs of a run, and how runs stand according to them."""
+
+from collections.abc import ItemsView, Sequence
+
+from hpclm.launch.schedulers import Scheduler, named, of_job
+from hpclm.rundir.runs import Run
+from hpclm.rundir.status import Queue, RunStatus
+
+
+def jobs_by_scheduler(run: Run) -> dict[Scheduler, list[str]]:
+    """The IDs of a run's jobs, oldest first, by the scheduler that knows them: that of its submission; Slurm, for one by hand."""
+    submitted = {each.job_id: each for each in run.submissions if each.is_job}
+    jobs = dict[Scheduler, list[str]]()
+    for job in run.jobs:
+        known = submitted.get(job)
+        scheduler = of_job(known.cluster, known.slurm_cluster, run.owner) if known else named("slurm")
+        jobs.setdefault(scheduler, []).append(job)
+    return jobs
+
+
+def jobs_of(run: Run) -> ItemsView[Scheduler, list[str]]:
+    """``jobs_by_scheduler``, pair by pair."""
+    return jobs_by_scheduler(run).items()
+
+
+def queue(seconds: float) -> Queue:
+    """The status of runs, again and again; a scheduler has ``seconds`` to answer."""
+    return Queue(jobs_of, seconds)
+
+
+def query(runs: Sequence[Run], seconds: float) -> list[RunStatus]:
+    """The status of runs. Each scheduler is asked once for all of them, and has ``seconds`` to answer."""
+    return queue(seconds).statuses(runs)

@@ -1,0 +1,171 @@
+"""Schedulers: what queues jobs, starts them on nodes, preempts them and starts them again. A new one is one file with a subclass of
+Scheduler."""
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpclm import registry
+from hpclm.node.job import Job, JobIdentity, JobState
+
+if TYPE_CHECKING:
+    from hpclm.config import RunConfig
+
+log = logging.getLogger(__name__)
+SCHEDULERS = {"slurm": "hpclm.launch.schedulers.slurm:Slurm", "local": "hpclm.launch.schedulers.here:LocalMachine"}
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A pending or running job of a run directory."""
+
+    job_id: str
+    state: str
+    reason: str
+    script: Path
+    cluster: str = ""
+    """The cluster that it is on, where the scheduler has several."""
+
+    def __str__(self) -> str:
+        return f"job {self.job_id} ({self.state.lower()}{f': {self.reason}' * (self.reason != 'None')})"
+
+
+class Scheduler(ABC):
+    """What hpclm asks of a scheduler. NoAnswerError: it does not answer, or not within ``seconds``."""
+
+    name = ""
+
+    @abstractmethod
+    def script(self, run: "RunConfig", path: Path, setup: Sequence[str]) -> str:
+        """The script of the job that trains with the settings at ``path`` after the lines of shell ``setup``; ConfigError if
+        it cannot work."""
+
+    @abstractmethod
+    def check(self, script: str) -> str:
+        """The scheduler's own opinion of a script, without submitting it; empty without one. ConfigError if it refuses it."""
+
+    @abstractmethod
+    def submit(self, script: Path, lock: Path) -> str:
+        """Submit the script, and give the job's ID, or ID;CLUSTER. ``lock`` stays locked until that has ended, even if this process is killed.
+
+        ConfigError: it was refused, or can never start and was cancelled; another HpclmError: it may be in the queue.
+        """
+
+    def on(self, cluster: str) -> "Scheduler":
+        """The scheduler as it is on one of its clusters, or on several, "a,b"; empty: on the one it is called on."""
+        return self
+
+    def for_script(self, script: str) -> "Scheduler":
+        """The scheduler as it is on the clusters to which it would send the job of ``script``."""
+        return self
+
+    @abstractmethod
+    def queued(self, scripts: Path, seconds: float) -> list[Queued]:
+        """The user's pending and running jobs whose scripts are in the folder ``scripts``, oldest first."""
+
+    @abstractmethod
+    def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, JobState]:
+        """The jobs among ``ids`` that it still knows; ``users``: their owners."""
+
+    @abstractmethod
+    def stop(self, job: JobState, attempt: Mapping[str, Any], seconds: float) -> None:
+        """Have a job save and exit, for good. ``attempt``: host and PID of the run's rank 0, if known."""
+
+    @abstractmethod
+    def cancel(self, job: str) -> None:
+        """End a job now, for good."""
+
+    @abstractmethod
+    def troubles(self, hosts: Sequence[str], seconds: float = 5) -> list[str]:
+        """The problems of those nodes that have one."""
+
+    # What the processes of a job ask; without these methods a scheduler works, and its jobs are requeued by their scripts only.
+
+    def identity(self, env: Mapping[str, str]) -> JobIdentity | None:
+        """The job of a process with the variables ``env``; None if it is in none of this scheduler. Called once by a process."""
+        return None
+
+    def requeue(self, job: JobIdentity, without: Sequence[str] = ()) -> bool:
+        """Have a running job start again, on other nodes than ``without``; whether it will. Its processes ask, and may be ended by
+        this. False, and nothing asked, if the scheduler cannot leave these nodes out."""
+        return False
+
+    def abandoned(self, job: JobIdentity) -> str:
+        """Why the scheduler would end a running job for good, although its exit code asks for another start; empty if it would not."""
+        return ""
+
+    def end_step(self, job: JobIdentity, code: int) -> None:  # noqa: B027  # most need none
+        """Called by a process of the job that exits with ``code`` and whose parent is dead: end what waits for it."""
+
+
+class ScheduledJob(Job):
+    """The job of this process, and its scheduler. The process has something more important to do: what fails here is only logged."""
+
+    def __init__(self, scheduler: Scheduler, identity: JobIdentity):
+        super().__init__(identity)
+        self._asked, self._me = scheduler, identity
+
+    def requeue(self, without: Sequence[str] = ()) -> bool:
+        """``Scheduler.requeue``."""
+        with self._failures_logged():
+            return self._asked.requeue(self._me, without)
+        return False
+
+    def requeue_if_abandoned(self) -> str:
+        """Requeue the job if ``Scheduler.abandoned`` says why."""
+        with self._failures_logged():
+            why = self._asked.abandoned(self._me)
+            return why if why and self.requeue() else ""
+        return ""
+
+    def end_step(self, code: int) -> None:
+        """``Scheduler.end_step``."""
+        with self._failures_logged():
+            self._asked.end_step(self._me, code)
+
+    def troubles(self, hosts: Sequence[str], seconds: float = 5.0) -> list[str]:
+        """``Scheduler.troubles``."""
+        with self._failures_logged():
+            return self._asked.troubles(hosts, seconds)
+        return []
+
+    @contextmanager
+    def _failures_logged(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the scheduler may be the user's own
+            log.warning("%s: %s", self._me.scheduler, str(error).partition("\n")[0] or type(error).__name__)
+
+
+def current_job(cluster: str = "auto", env: Mapping[str, str] = os.environ) -> Job:
+    """The job of this process: of the scheduler that ``cluster`` (job.cluster) names, if that is the user's own, otherwise of the
+    first one that knows these variables. ConfigError if there is no such scheduler."""
+    for name in [*[cluster] * (":" in cluster), *SCHEDULERS]:
+        scheduler = named(name)
+        identity = scheduler.identity(env) if isinstance(scheduler, Scheduler) else None
+        if identity:
+            return ScheduledJob(scheduler, identity)
+    return Job()
+
+
+@cache
+def named(name: str) -> Scheduler:
+    """The scheduler ``name``, or package.module:Name; ConfigError if there is none."""
+    check = registry.class_check("script", "check", "submit", "queued", "states", "stop", "cancel", "troubles")
+    scheduler: Scheduler = registry.lookup("job.cluster", name, SCHEDULERS, check)()
+    return scheduler
+
+
+def of_job(name: str, cluster: str, owner: int) -> Scheduler:
+    """The scheduler called ``name``, on ``cluster``, of a job of a run that belongs to the user ``owner``.
+
+    Code that the run directory of another user names is not loaded: Slurm is asked then.
+    """
+    scheduler = named(name if name in SCHEDULERS or owner == os.getuid() else "slurm")
+    return scheduler.on(cluster) if isinstance(scheduler, Scheduler) else scheduler

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,34 @@ def test_no_file_keeps_global_state_or_reads_the_environment_outside_its_places(
         asked = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
         reads = [node for node in asked if id(node) not in written]
         assert name.startswith(places) or not reads, f"{name}: only {places} read the environment"
+
+
+SLURMS_VARIABLES = ("node/slurm.py", "launch/schedulers/slurm", "launch/srun.py")
+"""The files that name variables of Slurm: who a process is, Slurm's commands and scripts, srun in an allocation."""
+SLURMS_COMMANDS = re.compile(r"scontrol|squeue|sbatch|scancel|sinfo|sacct")
+
+
+def test_only_the_files_of_slurm_name_its_variables_and_call_its_commands():
+    for name in NAMES:
+        texts = [
+            node.value for node in nodes_of(name) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        named = [text for text in texts if "SLURM_" in text]
+        assert name.startswith(SLURMS_VARIABLES) or not named, f"{name}: {named}"
+        called = [text for text in texts if SLURMS_COMMANDS.fullmatch(text)]
+        assert name.startswith(("launch/schedulers/slurm", *KNOW_OF_SBATCH)) or not called, f"{name}: {called}"
+
+
+KNOW_OF_SBATCH = ("diagnostics/facts.py", "launch/submit.py")
+"""Files that look whether sbatch is installed."""
+
+
+def test_what_trains_and_what_keeps_its_files_know_no_scheduler():
+    for name in NAMES:
+        if name.startswith(
+            ("training/", "rundir/", "engine/", "checkpoint/", "distributed/restart", "distributed/watchdog")
+        ):
+            assert not [module for module in imported(name) if module.startswith("hpclm.node.slurm")], name
 
 
 def test_importing_hpclm_and_its_verbs_loads_no_heavy_library():

@@ -1,0 +1,80 @@
+"""PBS as a scheduler of one's own, in one file: job.cluster=tests.launch.schedulers.pbs:Pbs. Its jobs are requeued, and resume."""
+
+import json
+import shlex
+from pathlib import Path
+
+from hpclm import files
+from hpclm.errors import ConfigError
+from hpclm.launch.schedulers import Queued, Scheduler
+from hpclm.node import processes
+from hpclm.node.job import JobIdentity, JobState
+
+STATES = {"Q": "PENDING", "H": "PENDING", "W": "PENDING", "R": "RUNNING", "S": "SUSPENDED", "E": "COMPLETING"}
+SCRIPT = """#!/bin/bash
+#PBS -N hpclm
+#PBS -r y
+exec >> {log}/job-$PBS_JOBID.log 2>&1
+{setup}
+export PBS_RUN_COUNT=$(qstat -f -F json "$PBS_JOBID" | sed -n 's/.*"run_count": *\\([0-9]*\\).*/\\1/p')
+trap : TERM # which PBS sends to all processes of a job that it preempts or deletes: the run saves, and exits with 85
+"$python" -m hpclm.train "$@"
+code=$?
+[ $code != 85 ] || qrerun "$PBS_JOBID"
+exit $code
+"""
+
+
+class Pbs(Scheduler):
+    def script(self, run, path, setup):
+        log = path.parent.absolute() / "logs"
+        return SCRIPT.format(log=shlex.quote(str(log)), setup="\n".join([f"mkdir -p {shlex.quote(str(log))}", *setup]))
+
+    def check(self, script):
+        return ""
+
+    def submit(self, script, lock):
+        with files.locked(lock):
+            code, answer, error = processes.ask(["qsub", str(script.absolute())], 60.0)
+        if code:
+            raise ConfigError(f"qsub: {error.strip()}")
+        return answer.strip()
+
+    def queued(self, scripts, seconds):
+        jobs = [(job, row["job_state"], Path(row["Submit_arguments"])) for job, row in self._jobs(seconds).items()]
+        mine = [(job, state, path) for job, state, path in jobs if path.parent.resolve() == Path(scripts).resolve()]
+        return [Queued(job, STATES[state], "None", path) for job, state, path in mine if state in STATES]
+
+    def states(self, ids, users=(), seconds=10):
+        known = {job: row for job, row in self._jobs(seconds).items() if job in ids}
+        return {
+            job: JobState(job, STATES.get(row["job_state"], "COMPLETED"), "", "", "", 1, row["exec_host"], "")
+            for job, row in known.items()
+        }
+
+    def stop(self, job, attempt, seconds):
+        processes.ask(["qdel", job.id], seconds)
+
+    def cancel(self, job):
+        processes.ask(["qdel", "-W", "force", job], 10.0)
+
+    def troubles(self, hosts, seconds=5):
+        return []
+
+    def identity(self, env):
+        if "PBS_JOBID" not in env:
+            return None
+        hosts = tuple(dict.fromkeys(Path(env["PBS_NODEFILE"]).read_text().split()))
+        restart = int(env.get("PBS_RUN_COUNT") or 1) - 1
+        return JobIdentity("PBS", env["PBS_JOBID"], restart, env.get("PBS_ARRAY_INDEX", ""), hosts)
+
+    def requeue(self, job, without=()):
+        return (
+            not without and processes.ask(["qrerun", job.id], 10.0)[0] == 0
+        )  # the nodes of a job are in its select statement
+
+    def _jobs(self, seconds):
+        code, answer, error = processes.ask(["qstat", "-f", "-F", "json"], seconds)
+        if code:
+            raise processes.NoAnswerError(f"qstat: {error.strip()}")
+        return json.loads(answer)["Jobs"]

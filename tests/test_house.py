@@ -242,6 +242,24 @@ SAFE = {
 """Files that print something else, and what it is."""
 
 
+BELOW_TRAINING = [room for room, floor in FLOOR.items() if FLOOR["config"] < floor < FLOOR["training"]]
+OF_WHOLE_RUNS = {
+    "planning/": "forecasts a run, and tries others that differ in any section",
+    "interop/run.py": "reads a run's config.yaml, and writes that of an imported one",
+    "inference/run_settings.py": "makes the settings of one process from those of a run",
+}
+"""Files below training/ that take all the settings of a run, and why; the others take the sections that they depend on."""
+
+
+def test_below_training_only_what_deals_with_whole_runs_takes_all_settings():
+    for name in NAMES:
+        if room_of(name) not in BELOW_TRAINING or name.startswith(tuple(OF_WHOLE_RUNS)):
+            continue
+        for node in nodes_of(name):
+            if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation:
+                assert "RunConfig" not in ast.unparse(node.annotation), f"{name}:{node.lineno}"
+
+
 def test_a_mesh_travels_with_its_device_and_type():
     """As a Compute; the model alone takes a mesh and a type, because its layers get their device as they are built."""
     for name in NAMES:

@@ -10,7 +10,6 @@ from pathlib import Path
 from hpclm import files
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.manifest import BadCheckpoint
-from hpclm.config import RunConfig
 from hpclm.data import chat_record
 from hpclm.datasets import run_text
 from hpclm.errors import HpclmError
@@ -28,7 +27,7 @@ class Interrupted(Exception):
 class Follower:
     """Scores the checkpoints of the run in ``out`` that scores.jsonl lacks; one process a run, which holds scores.lock."""
 
-    def __init__(self, out: Path, config: RunConfig, tasks: Tasks, batch: int):
+    def __init__(self, out: Path, config: run_model.TrainedModel, tasks: Tasks, batch: int):
         """``config``: the run's settings for one process; ``batch``: texts that are read together."""
         self.out, self.config, self.tasks, self.batch = out, config, tasks, batch
         self.text = run_text.of_run(out, config.data, config.model.vocab_size)

@@ -1,13 +1,13 @@
 """Load a trained model from its run directory, for evaluation and generation."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.fingerprint import tokenizer_clash
 from hpclm.checkpoint.manifest import Manifest, Progress
 from hpclm.checkpoint.tensors import Tensors
-from hpclm.config import RunConfig
+from hpclm.config import DataConfig, EngineConfig, ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.inference import run_settings
 from hpclm.model import gpt
@@ -17,7 +17,35 @@ from hpclm.node import environment, hardware
 from hpclm.parallel.compute import Compute
 
 
-def place(config: RunConfig) -> Compute:
+class TrainedModel(Protocol):
+    """What of a run's settings its model depends on when it is loaded into one process."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Its shape."""
+        ...
+
+    @property
+    def data(self) -> DataConfig:
+        """Whose tokenizer it reads."""
+        ...
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The device, the precision, and how much of the loss is computed at once."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Of what a user-defined block draws as it is built."""
+        ...
+
+    def modules(self) -> set[str]:
+        """Top-level modules of the user's own code."""
+        ...
+
+
+def place(config: TrainedModel) -> Compute:
     """What a single process computes with; its device is made ready."""
     if config.modules():
         environment.for_code_that_may_compile()
@@ -27,7 +55,7 @@ def place(config: RunConfig) -> Compute:
 
 
 def load_model(
-    run: Path, config: RunConfig, tokenizer: dict[str, Any] | None, compute: Compute
+    run: Path, config: TrainedModel, tokenizer: dict[str, Any] | None, compute: Compute
 ) -> tuple[Stack, Progress]:
     """The model of the newest good checkpoint in evaluation mode, and its progress; NoCheckpointError if there is none.
 
@@ -40,7 +68,7 @@ def load_model(
 def load_checkpoint(
     checkpoint: Path,
     manifest: Manifest,
-    config: RunConfig,
+    config: TrainedModel,
     tokenizer: dict[str, Any] | None,
     compute: Compute,
 ) -> tuple[Stack, Progress]:

@@ -31,7 +31,7 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
             sys.stdout.flush()
         return code
     except HpclmError as error:
-        if not getattr(error, "told", False):
+        if not getattr(error, "logged", False):
             _tell(error, redact)
         return error.exit_code
     except KeyboardInterrupt:

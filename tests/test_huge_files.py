@@ -11,7 +11,7 @@ from hpclm.rundir import folder
 from tests.reporting import made
 from tests.runs import ROOT
 
-MOST = 500  # MB, PyTorch not included: these verbs do not import it
+MAX_MB = 500  # PyTorch not included: these verbs do not import it
 SIZES = {"small": 60 << 20, "of a manifest": 900 << 20, "of rows": (4 << 30) - 1, "large": 1 << 40}
 FILES = [
     *folder.FILES,
@@ -108,4 +108,4 @@ def grown(tmp_path, names, size):
     )
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout)
-    assert max(peaks.values()) < MOST, peaks
+    assert max(peaks.values()) < MAX_MB, peaks

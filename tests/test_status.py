@@ -58,7 +58,7 @@ def patient():
     from hpclm.commands import status
     from hpclm.reporting import run_table
 
-    status.LEAST = run_table.PATIENCE = PATIENCE
+    status.MIN_SECONDS = run_table.PATIENCE = PATIENCE
 
 
 def hpclm(*words, before=patient, **more):

@@ -12,7 +12,7 @@ from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
 from hpclm.progress import Bar
 
-LONGEST = 1 << 16  # bytes of a reason
+MAX_REASON_BYTES = 1 << 16  # bytes of a reason
 USABLE = ("good", "complete")
 """States of checkpoints that can be loaded."""
 
@@ -58,7 +58,7 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
     for away in sorted([*folder.glob(".bad-*"), *folder.glob(".rolled-back-*")]):
         reason = ""
         with suppress(OSError):
-            reason = files.read_text(away / "REASON.txt", LONGEST, errors="replace").strip()
+            reason = files.read_text(away / "REASON.txt", MAX_REASON_BYTES, errors="replace").strip()
         yield {"name": away.name, "state": "set aside", "reason": reason}
 
 

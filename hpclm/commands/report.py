@@ -11,7 +11,7 @@ from hpclm.parser import SEVERAL, Parser
 from hpclm.rundir import runs as folders
 from hpclm.terminal import say
 
-MOST = 4  # checkpoints of a run whose samples are shown
+MAX_CHECKPOINTS = 4  # checkpoints of a run whose samples are shown
 
 
 def main(argv: list[str]) -> int:
@@ -88,7 +88,7 @@ def _samples(named: dict[str, Path], prompt: str) -> dict[str, dict[int, str]]:
     written = dict[str, dict[int, str]]()
     for name, out in named.items():
         try:
-            written[name] = samples(out, prompt, 1 if len(named) > 1 else MOST)
+            written[name] = samples(out, prompt, 1 if len(named) > 1 else MAX_CHECKPOINTS)
         except HpclmError as error:
             if len(named) == 1:
                 raise

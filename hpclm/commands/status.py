@@ -14,7 +14,7 @@ from hpclm.rundir import runs as folders
 from hpclm.terminal import say
 
 DEADLINE = 0.75  # seconds after the start of this process by which squeue must have answered
-LEAST = 0.3  # seconds that it has in any case
+MIN_SECONDS = 0.3  # seconds that it has in any case
 
 
 def main(argv: list[str]) -> int:
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
         folders.check_folder(args.runs)
     runs = [folders.read(out) for out in folders.choose(args.run, args.runs) or folders.find(args.runs)]
     began = processes.started(os.getpid())
-    statuses = query(runs, max(LEAST, DEADLINE - (time.time() - began if began else 0)))
+    statuses = query(runs, max(MIN_SECONDS, DEADLINE - (time.time() - began if began else 0)))
     if args.json:
         print(json.dumps([values(status) for status in statuses], indent=2))
     elif args.run:

@@ -293,7 +293,7 @@ class DistributedContext:
         text = first.describe(self.ranks)
         restart.note(code, text)
         shutdown.log_failure(text, heart.store)
-        error.told = self.is_main  # type: ignore[attr-defined]  # the command line need not say it again
+        error.logged = self.is_main  # type: ignore[attr-defined]  # the command line need not say it again
         shutdown.wait_for_others(heart.store)
         shutdown.clean_up()
         exit_after(LATEST, code)

@@ -26,7 +26,7 @@ Sources = Mapping[str, Path]
 
 ROOT = Path(__file__).parents[1]
 NOTE = "SNAPSHOT.json"
-LARGEST = 1 << 26  # bytes of all files
+MAX_CODE_BYTES = 1 << 26  # bytes of all files
 
 
 def sources(modules: Collection[str]) -> Sources:
@@ -71,7 +71,7 @@ def folder(out: Path, code: Sources) -> Path:
 def keep(out: Path, code: Sources) -> Path:
     """Copy the code into the run directory, unless it is there already; returns the snapshot."""
     size = sum(path.stat().st_size for path in code.values())
-    if size > LARGEST:
+    if size > MAX_CODE_BYTES:
         raise ConfigError(
             f"job.snapshot=true would copy {size >> 20} MB of code: move data out of the folders of your modules, or leave "
             "job.snapshot out"

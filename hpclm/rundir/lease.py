@@ -22,7 +22,18 @@ from hpclm import files
 from hpclm.errors import MACHINE, HpclmError, LockedError, unread
 from hpclm.node.job import Job
 from hpclm.rundir import rows
-from hpclm.rundir.lock import FIELDS, FLAGS, LARGEST, Holder, described, in_use, named, read, shares_locks, try_lock
+from hpclm.rundir.lock import (
+    FIELDS,
+    FLAGS,
+    MAX_LOCK_BYTES,
+    Holder,
+    described,
+    in_use,
+    named,
+    read,
+    shares_locks,
+    try_lock,
+)
 
 log = logging.getLogger(__name__)
 SECONDS = 30.0  # without a heartbeat after which a holder on another machine counts as dead
@@ -110,7 +121,7 @@ class Lease:
         """Whether no other attempt has written its name to the file. A missing or damaged file counts as ours."""
         text = ""
         with suppress(FileNotFoundError, files.Unfit):
-            text = files.read_text(self.path, LARGEST, errors="replace")
+            text = files.read_text(self.path, MAX_LOCK_BYTES, errors="replace")
         named = rows.parsed(text, FIELDS) or {}
         if "token" in named:
             return bool(named["token"] == self._me["token"])

@@ -18,8 +18,8 @@ from hpclm.rundir.status import Queue, RunStatus, status_of
 
 NULS = re.compile(rb"\x00{32,}")
 """What is left out of a log: a power cut may leave gigabytes of them."""
-LONGEST = 1 << 20  # bytes of a line; a file need not have lines
-LARGEST = 1 << 28  # bytes at the end of a log in which its last lines are looked for
+MAX_LINE_BYTES = 1 << 20  # bytes of a line; a file need not have lines
+MAX_SEARCHED_BYTES = 1 << 28  # bytes at the end of a log in which its last lines are looked for
 PAUSE = 0.2  # seconds between reads of a log that has not grown
 LOOK = 0.5  # seconds between looks for a log that does not exist yet
 ASK = 2.0  # seconds between checks whether the run is over
@@ -61,9 +61,9 @@ def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]
             if file is None:
                 with suppress(OSError):
                     file = files.reader(path)
-            if file and (part := file.readline(LONGEST)):
+            if file and (part := file.readline(MAX_LINE_BYTES)):
                 rest += part
-                if rest.endswith(b"\n") or len(rest) >= LONGEST:
+                if rest.endswith(b"\n") or len(rest) >= MAX_LINE_BYTES:
                     yield from matching([_new_line(rest, file)], pattern)
                     rest = b""
             elif file and _replaced(file, path):
@@ -83,7 +83,7 @@ def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     nuls = 0
-    while line := file.readline(LONGEST):
+    while line := file.readline(MAX_LINE_BYTES):
         text = line.lstrip(b"\0")
         if not text:
             nuls += len(line) + _skip_hole(file)
@@ -117,7 +117,7 @@ def _left_out(count: int) -> bytes:
 
 def _last(file: BinaryIO, count: int, pattern: str | None) -> deque[bytes]:
     """The last ``count`` lines that match; ``file`` is read to its end."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - LARGEST))
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_SEARCHED_BYTES))
     return deque(matching(_lines(file), pattern), maxlen=count)
 
 

@@ -28,7 +28,7 @@ KILLED = "ended without a message: killed, or its node failed"
 INTERVAL = 2.0  # seconds between writes
 CURVE = 16  # points of a loss curve, at least, if there are so many steps
 RECENT = 50  # steps that speed is averaged over
-LARGEST = 1 << 20  # bytes
+MAX_SUMMARY_BYTES = 1 << 20  # bytes
 TRACE = "Traceback (most recent call last):"
 FIELDS: dict[str, rows.Kind] = {
     **dict.fromkeys(("state", "ending"), str),
@@ -45,7 +45,7 @@ NEEDED = ("state", "ending", "step", "attempts", "attempt")
 def read(out: Path | str) -> Row:
     """The summary of the run in ``out``; empty if there is none, or it is damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(files.read_text(f"{out}/{NAME}", LARGEST))
+        content = json.loads(files.read_text(f"{out}/{NAME}", MAX_SUMMARY_BYTES))
         return content if rows.sane(content, FIELDS, NEEDED) else {}
     return {}
 

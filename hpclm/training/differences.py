@@ -22,7 +22,7 @@ FLOOR = 1e-4  # relative; the order of sums alone changes fp32 by this
 UPDATE_FLOOR = 2e-4  # relative; the order of operations changes an update in fp32 by less
 ZERO = 0.1  # of the floor, for rounding errors of what is 0 in exact arithmetic
 TINY = 1e-30
-MANY = 256  # values of a tensor by which one rank can be judged alone
+MIN_JUDGED_VALUES = 256  # values of a tensor by which one rank can be judged alone
 
 
 def floor(settings: EngineSettings, compute: Compute) -> float:
@@ -90,7 +90,8 @@ def _judged_by_all(
             return f"{unseen[0]} is not there", ""
         wrong, nearest = judge_sums(total)
         alone = [
-            judge_sums({what: five for what, five in theirs.items() if five[4] >= MANY})[0] for theirs, _ in everyone
+            judge_sums({what: five for what, five in theirs.items() if five[4] >= MIN_JUDGED_VALUES})[0]
+            for theirs, _ in everyone
         ]
         bad = [rank for rank, problem in enumerate(alone) if problem]
         if bad and 2 * len(bad) < len(everyone):

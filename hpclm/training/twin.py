@@ -31,7 +31,7 @@ LR = 1e-3
 CLIP = 0.01  # less than the norm of any twin's gradients, so that they are clipped
 EPS = 1e-4  # of the optimizer, for gradients of norm 1: with the usual one, a tiny gradient's rounding error would turn a whole update round
 LOSS_SCALE = 256.0  # so that fp16 overflows in none of the steps
-MOST_TOKENS = 1 << 17  # that the plain way may have to compute in a step
+MAX_PLAIN_TOKENS = 1 << 17  # that the plain way may have to compute in a step
 SHORTEST = 256  # tokens
 ROOM = {"cuda": 0.4, "cpu": 0.1}
 """Part of the memory that the plain way may take."""
@@ -62,7 +62,7 @@ class Twin:
         room = ROOM[compute.device.type] * memory
         size, length = settings.plan.micro_size, model.context
         while size > 1 and (
-            size * length * micro_batches > MOST_TOKENS or _bytes(settings, model, size, length) > room
+            size * length * micro_batches > MAX_PLAIN_TOKENS or _bytes(settings, model, size, length) > room
         ):
             size //= 2
         while (
@@ -73,7 +73,7 @@ class Twin:
             length //= 2
         window = model.window and max(1, min(model.window, length // 2))
         model = replace(model, context=length, window=window)
-        most = max(1, MOST_TOKENS // (model.context * micro_batches * size))
+        most = max(1, MAX_PLAIN_TOKENS // (model.context * micro_batches * size))
         others = max(n for n in range(1, mesh.replicas + 1) if mesh.replicas % n == 0 and n <= most)
         if others < mesh.replicas:  # masks differ from replica to replica
             model = replace(model, dropout=0.0)

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-MOST = 1000  # pieces of work that may wait; then the loop waits too
+MAX_WAITING = 1000  # pieces of work that may wait; then the loop waits too
 IDLE = 1.0  # seconds without work after which the thread does what it does when it is idle
 
 
@@ -18,7 +18,7 @@ class WriterThread:
     def __init__(self, idle: Callable[[], None] = lambda: None) -> None:
         """``idle``: called when there was no work for a while; must not raise."""
         self._idle = idle
-        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST)
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
         self._failed: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 

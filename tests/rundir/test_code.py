@@ -63,7 +63,7 @@ def test_a_copy_is_made_once_whole_and_a_large_one_refused(mine, tmp_path):
     assert json.loads((copy / "SNAPSHOT.json").read_text())["git"] == code.revision()
     assert [path.name for path in (tmp_path / "job").iterdir()] == [copy.name]
     with (mine / "package" / "data.txt").open("wb") as file:
-        file.truncate(code.LARGEST)
+        file.truncate(code.MAX_CODE_BYTES)
     with pytest.raises(ConfigError, match=r"would copy 6\d MB of code: move data out"):
         code.keep(tmp_path, code.sources(run.modules()))
 

@@ -33,7 +33,7 @@ def test_work_is_done_in_order_by_another_thread_and_flush_waits_for_it():
 
 
 def test_more_work_than_may_wait_waits(monkeypatch):
-    monkeypatch.setattr(writer, "MOST", 2)
+    monkeypatch.setattr(writer, "MAX_WAITING", 2)
     door, given = threading.Event(), []
     with WriterThread() as write:
 

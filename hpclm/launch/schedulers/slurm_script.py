@@ -18,7 +18,7 @@ from hpclm.node import processes
 from hpclm.node.processes import NoAnswerError
 
 MARK = "# SET-UP"
-LARGEST = 1 << 20  # bytes of a template
+MAX_TEMPLATE_BYTES = 1 << 20  # bytes of a template
 MEMORY_AND_CORES = {"mem-per-gpu", "mem-per-cpu", "cpus-per-gpu", "exclusive"}
 SAME_NAMES = ("time", "partition", "exclude", "nodelist", "mem")
 GPU_OPTIONS = {"gres", "gpus-per-node", "gpus-per-socket"}
@@ -68,7 +68,7 @@ def template(job: JobConfig) -> Path:
 def _lines(path: Path) -> list[str]:
     """The template's lines; ConfigError if it is not a valid template."""
     try:
-        lines = files.read_text(path, LARGEST).split("\n")
+        lines = files.read_text(path, MAX_TEMPLATE_BYTES).split("\n")
     except UnicodeDecodeError:
         raise ConfigError(f"template {path} is not UTF-8 text") from None
     except OSError as error:

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpclm.commands.convert import main as convert
 from hpclm.config import ClusterConfig, ModelConfig
+from hpclm.diagnostics import self_check
 from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
 from hpclm.inference.generation import Batch, window_start
@@ -24,7 +25,6 @@ from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
 from hpclm.planning import forecast
 from hpclm.planning.simulate import simulate
-from hpclm.training import proof
 from tests import weights
 from tests.engine.test_native import CPU, settings, train
 from tests.interop import made
@@ -124,9 +124,9 @@ def test_every_network_learns(name):
 @pytest.mark.parametrize("name", networks(SAMPLE))
 def test_every_network_passes_the_self_check(name, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run = replace(settings(EVERY[name]), out=str(tmp_path), cluster=ClusterConfig(prove=True))
+    run = replace(settings(EVERY[name]), out=str(tmp_path), cluster=ClusterConfig(self_check=True))
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        proof.check(run, single(), Compute(CPU, torch.float32, Mesh()))
+        self_check.check_computation(run, single(), Compute(CPU, torch.float32, Mesh()))
     report = json.loads((tmp_path / "self-check.json").read_text())
     assert (report["way"], report["problems"]) == ("as set", [])
 

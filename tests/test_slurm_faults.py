@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from tests.diagnostics import flips
 from tests.runs import ROOT, command_of, lines
 from tests.slurm import until
 from tests.test_preemption import Job
-from tests.training import flips
 
 pytestmark = pytest.mark.slurm
 ENDLESS = ["budget.steps=1000000", "optim.schedule=constant"]

@@ -25,7 +25,7 @@ DOCUMENTS = ["data.reset_attention_mask=true", "data.reset_position_ids=true", "
 SMALL = {
     "gpt2-124m": [
         *("model={vocab_size: 320, layers: 2, hidden: 64, heads: 4, context: 64}", "batch.micro_size=4"),
-        "cluster.prove=true",  # as on GPUs
+        "cluster.self_check=true",  # as on GPUs
     ],
     "llama-1b": [
         *("model.vocab_size=320", "model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=2"),
@@ -53,10 +53,12 @@ RUNS = {
         stop_at=20,
     ),
     "llama-1b-documents": Run(
-        "llama-1b", 8, ("batch.global_size=32", "checkpoint.enabled=false", "cluster.prove=false", *DOCUMENTS)
+        "llama-1b", 8, ("batch.global_size=32", "checkpoint.enabled=false", "cluster.self_check=false", *DOCUMENTS)
     ),
     "llama-1b-dropout": Run(
-        "llama-1b", 8, ("batch.global_size=32", "checkpoint.enabled=false", "cluster.prove=false", "model.dropout=0.1")
+        "llama-1b",
+        8,
+        ("batch.global_size=32", "checkpoint.enabled=false", "cluster.self_check=false", "model.dropout=0.1"),
     ),
 }
 

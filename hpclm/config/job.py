@@ -246,7 +246,7 @@ class ClusterConfig(Checked):
     GLOO_SOCKET_IFNAME override it."""
     preflight: bool = True
     """Check nodes, devices, versions, disk and network before a run of several processes."""
-    prove: bool | None = None
+    self_check: bool | None = None
     """Self-check before a run: compare two steps of two blocks with plain ones in fp32, and replace what is wrong by a
     slower way. null: on GPUs."""
     verify_every: int = 500

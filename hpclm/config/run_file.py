@@ -59,6 +59,7 @@ OPTIONS = (
 )
 """Options of sbatch with a value that may be written as settings: job.account for job.options.account."""
 RENAMED = {
+    "cluster.prove": "cluster.self_check",
     "job.name": "job.options.job-name",
     **{f"job.{option.replace('-', '_')}": f"job.options.{option}" for option in OPTIONS},
 }
@@ -133,12 +134,13 @@ def is_run(folder: Path) -> bool:
 
 def _missing(tree: dict[Any, Any]) -> list[str]:
     """Settings that ``tree`` lacks."""
-    lacking = []
+    lacking, former = [], {name: old.rpartition(".")[2] for old, name in RENAMED.items()}
     for field in fields(RunConfig):
         if not is_dataclass(field.type):
             lacking += [field.name] * (field.name not in tree)
         else:
             section = tree.get(field.name)
             names = section if isinstance(section, dict) else {}
-            lacking += [f"{field.name}.{inner.name}" for inner in fields(field.type) if inner.name not in names]
+            settings = {f"{field.name}.{inner.name}": inner.name for inner in fields(field.type)}
+            lacking += [key for key, name in settings.items() if name not in names and former.get(key) not in names]
     return lacking

@@ -20,6 +20,7 @@ from hpclm.checkpoint import CheckpointStore, Progress
 from hpclm.config import CheckpointConfig
 from hpclm.config.plan import Length
 from hpclm.engine import Engine
+from hpclm.engine.compiling import AgreedCompilations
 from hpclm.engine.state import UnsavableStateError
 from hpclm.errors import REQUEUE, HpclmError, LockedError
 from hpclm.node.preemption import WARNINGS, Preemption
@@ -27,7 +28,6 @@ from hpclm.optim.stability import NonfiniteGuard
 from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
 from hpclm.rundir.control_files import KILL_SWITCH, ControlFiles
 from hpclm.rundir.lease import Lease
-from hpclm.training.compiling import AgreedCompilations
 from hpclm.training.run_context import RunContext
 from hpclm.training.run_state import RunState
 

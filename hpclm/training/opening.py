@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpclm.config import RunConfig
+from hpclm.diagnostics import self_check
 from hpclm.distributed.context import DistributedContext
 from hpclm.node import hardware
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
 from hpclm.rundir import folder
 from hpclm.sinks.process import Sinks
-from hpclm.training import proof
 from hpclm.training.control import ControlSync, RunControl, Saver
 from hpclm.training.metrics import Meter, NullMeter, Speed
 from hpclm.training.profile import Profile
@@ -48,7 +48,7 @@ def open_session(
             # again, before the guard of the run directory reports the error
             planner.memory_errors_explained(run.config, context),
         ):
-            checked = proof.check(run.config, context, compute)
+            checked = self_check.check_computation(run.config, context, compute)
             state = open_state(replace(run, config=config), data, directory, checked.settings)
             if state.attempt is not None:
                 notifier.begin(state.attempt, state.progress.step, directory.restarted)

@@ -11,11 +11,12 @@ import torch
 from hpclm import engine as engines
 from hpclm.config import RunConfig, no_effect
 from hpclm.distributed.context import DistributedContext
+from hpclm.engine import compiling
 from hpclm.node import environment, hardware
 from hpclm.optim.schedules import shape
 from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
-from hpclm.training import compiling, messages
+from hpclm.training import messages
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Any
 
 from hpclm import files
 from hpclm.checkpoint import Progress
+from hpclm.diagnostics import corruption
+from hpclm.diagnostics.corruption import verifier
 from hpclm.engine import StepResult, keep_going
 from hpclm.errors import DivergedError
 from hpclm.node import hardware
@@ -17,9 +19,8 @@ from hpclm.node.notify import Notifier
 from hpclm.parallel.async_all_reduce import Reduction
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.sinks.process import Sinks
-from hpclm.training import corruption, messages, records
+from hpclm.training import messages, records
 from hpclm.training.control import ControlState, RunControl, due
-from hpclm.training.corruption import verifier
 from hpclm.training.metrics import Meter
 from hpclm.training.profile import Profile
 from hpclm.training.run_context import RunContext

@@ -19,6 +19,7 @@ from hpclm.config.fields import keys
 from hpclm.config.length import run_length
 from hpclm.data import sources
 from hpclm.datasets.writer import Writer
+from hpclm.diagnostics.corruption import verifier
 from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
 from hpclm.launch import prechecks, setup
@@ -27,7 +28,6 @@ from hpclm.launch.schedulers.slurm_script import render
 from hpclm.optim.schedules import learning_rate
 from hpclm.optim.stability import LossScale, NonfiniteGuard
 from hpclm.parallel.mesh import Mesh
-from hpclm.training.corruption import verifier
 from hpclm.training.run_context import open_devices
 from tests.engine.test_native import batches_of, engine_of
 from tests.forks import hpclm
@@ -376,7 +376,7 @@ ELSEWHERE = {
     "cluster.hang_minutes": "tests/distributed/test_watchdog.py",
     "cluster.interface": "tests/distributed/test_ranks.py",
     "cluster.preflight": "tests/test_layouts.py",
-    "cluster.prove": "tests/training/test_proof.py",
+    "cluster.self_check": "tests/diagnostics/test_self_check.py",
 }
 """Setting: the test of what it does, which sets it."""
 

@@ -84,3 +84,13 @@ def test_an_option_of_sbatch_may_have_its_old_name(tmp_path):
     (tmp_path / "a.yaml").write_text("job: {account: me, qos: null, options: {}}\n")
     options = config.load(tmp_path / "a.yaml", ["job.constraint=[a|b]", "job={qos: high}"]).job.options
     assert options == {"account": "me", "constraint": "[a|b]", "qos": "high"}
+
+
+@pytest.mark.parametrize("value", ["true", "false", "null"])
+def test_a_setting_that_was_renamed_is_read_by_its_old_name(value, tmp_path):
+    text = TEXT.replace("  self_check: null", f"  prove: {value}")
+    assert text != TEXT
+    out = run_directory(tmp_path / "run", text)
+    read = {config.load(out / "config.yaml").cluster.self_check, config.of_run(out, []).cluster.self_check}
+    assert read == {config.load(None, [f"cluster.prove={value}"]).cluster.self_check}
+    assert read == {dict(true=True, false=False, null=None)[value]}

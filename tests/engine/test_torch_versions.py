@@ -102,7 +102,7 @@ def test_ranks_whose_pytorch_lacks_it_write_nothing(tiny, tmp_path):
 
 @pytest.mark.whole
 def test_a_pipeline_of_deepspeed_trains_without_it_and_says_that_steps_are_not_compared(tiny, tmp_path):
-    codes, output = ranks(tiny("run", "engine.name=deepspeed", "parallel.pipeline=2", "cluster.prove=true"))
+    codes, output = ranks(tiny("run", "engine.name=deepspeed", "parallel.pipeline=2", "cluster.self_check=true"))
     assert codes == [0, 0], output
     assert "steps are not compared: engine.name=pipelining needs PyTorch 2.12" in output
     assert len(runs.lines(tmp_path / "run/metrics.jsonl")) >= 12

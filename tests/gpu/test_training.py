@@ -112,7 +112,7 @@ CHECKED = {
 def test_the_self_check_agrees_with_the_settings_as_they_are(name, words):
     if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    ran = words("run", "cluster.prove=true", "budget.steps=2", *CHECKED[name])
+    ran = words("run", "cluster.self_check=true", "budget.steps=2", *CHECKED[name])
     hpclm("train", *ran, check=0)
     out = next(word.partition("=")[2] for word in ran if word.startswith("out="))
     report = json.loads((Path(out) / "self-check.json").read_text())

@@ -11,6 +11,7 @@ import torch
 from hpclm import config
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.config import ClusterConfig
+from hpclm.diagnostics.corruption import Verifier
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext
 from hpclm.distributed.rendezvous import RankInfo
@@ -27,7 +28,6 @@ from hpclm.planning.fake_gpu import CUDA, fake_gpu
 from hpclm.sinks.process import Sinks
 from hpclm.training import loop
 from hpclm.training.control import ControlSync, RunControl, Saver
-from hpclm.training.corruption import Verifier
 from hpclm.training.metrics import NullMeter
 from hpclm.training.profile import Profile
 from hpclm.training.run_context import RunContext

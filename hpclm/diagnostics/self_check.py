@@ -1,9 +1,9 @@
-"""The self-check at the start of a run (cluster.prove): the machine shows that it computes what it should.
+"""The self-check at the start of a run (cluster.self_check): the machine shows that it computes what it should.
 
-Known numbers are summed, gathered and scattered over every process group. Then a small twin of the run trains as the run will
-(its engine, compiled, its attention kernel, its type, asynchronous) and plainly (eager, plain attention, fp32, one replica): what
-both give may differ by what the type itself costs, which the plain way in that type shows. Where the steps must have the same bits
-each time, they are done twice; and a snapshot taken while the device computes must be the state at rest.
+Known numbers are summed, gathered and scattered over every process group. Then a miniature of the run trains as the run will (its
+engine, compiled, its attention kernel, its type, asynchronous) and plainly (eager, plain attention, fp32, one replica): what both give
+may differ by what the type itself costs, which the plain way in that type shows. Where the steps must have the same bits each time,
+they are done twice; and a snapshot taken while the device computes must be the state at rest.
 
 What fails is replaced by the plain way, which is slower and right.
 """
@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,24 +30,25 @@ from hpclm.config import EngineSettings, RunConfig
 from hpclm.config.model import BLOCKS
 from hpclm.config.supports import SUPPORTS
 from hpclm.diagnostics import facts
+from hpclm.diagnostics.known_numbers import lost_matrices, wrong_sums
+from hpclm.diagnostics.miniature import Measured, MiniatureRun, measured
+from hpclm.diagnostics.samples import OF_UPDATES, Samples, Tolerance, differing, of_steps, unequal
 from hpclm.distributed.context import DistributedContext
-from hpclm.engine import Shard
+from hpclm.engine import Shard, compiling
 from hpclm.engine.base import BaseEngine
 from hpclm.errors import HpclmError
 from hpclm.model.attention import backend as attention_backend
 from hpclm.node import environment
 from hpclm.parallel.compute import Compute
 from hpclm.rundir import code
-from hpclm.training import compiling
-from hpclm.training.differences import floor, of_step, of_updates, unequal
-from hpclm.training.known_numbers import lost_matrices, wrong_sums
-from hpclm.training.replay import Updates
-from hpclm.training.twin import Measured, Twin, measured
 
 log = logging.getLogger(__name__)
 FILE = "self-check.json"
 AS_SET = "as set"
-SNAPSHOT = 1 << 30  # bytes of state of which two snapshots are compared
+SNAPSHOT_BYTES = 1 << 30  # of state of which two snapshots are compared
+SNAPSHOT_MOVES = (
+    "a snapshot taken while the device computes differs from the state at rest: saves are not made in the background"
+)
 
 
 @dataclass(frozen=True)
@@ -59,64 +60,61 @@ class SelfCheckResult:
     """Whether checkpoints may be written while training continues."""
 
 
-def check(config: RunConfig, context: DistributedContext, compute: Compute) -> SelfCheckResult:
+def check_computation(config: RunConfig, context: DistributedContext, compute: Compute) -> SelfCheckResult:
     """Check that this run computes what it should, on every rank; HpclmError, the same on every rank, where even the plain way does
     not, or messages arrive changed."""
     settings = compiling.shared_by_all(config.for_engine(context.size), compute.device, context)
-    background = config.checkpoint.background
-    given = SelfCheckResult(settings, background)
-    wanted = compute.device.type == "cuda" if config.cluster.prove is None else config.cluster.prove
-    if not wanted:
-        return given
+    background, on_gpu = config.checkpoint.background, compute.device.type == "cuda"
+    unchecked = SelfCheckResult(settings, background)
+    if not (on_gpu if config.cluster.self_check is None else config.cluster.self_check):
+        return unchecked
     began = time.monotonic()
-    _raise_together(context, list(wrong_sums(compute)))
+    problems = context.all_gather(list(wrong_sums(compute)))
+    wrong = [f"{context.ranks[rank]}: {problem}" for rank, of_rank in enumerate(problems) for problem in of_rank]
+    if wrong:
+        raise _on_all_ranks("\n".join(f"self-check: {line}" for line in wrong[:10]))
     if settings.model.block not in BLOCKS or settings.engine.name not in SUPPORTS:
         log.info("self-check: sums over all process groups are right; your own block or engine is not checked")
-        return given
+        return unchecked
     if settings.parallel.pipeline > 1 and (reason := engines.unavailable("pipelining")):  # which is the plain way
         log.info("self-check: sums over all process groups are right; steps are not compared: %s", reason)
-        return given
+        return unchecked
+    free = torch.cuda.mem_get_info(compute.device)[0] if on_gpu else _free_host_memory()
+    (least,) = context.all_reduce_max(-float(free))  # the same miniature on every rank
     restarts = config.data.reset_attention_mask, config.data.reset_position_ids
-    memory = torch.cuda.mem_get_info(compute.device)[0] if compute.device.type == "cuda" else _host_memory()
-    (least,) = context.all_reduce_max(-float(memory))  # the same twin on every rank
-    twin = Twin.of(settings, compute, int(-least), restarts)
-    kept = _cache(twin, settings, background)
-    known: Mapping[str, Any] | None = context.run_on_main(lambda: _read(kept))
-    report = known or _prove(twin, settings, background, context)
-    way = dict(_ways(settings, compute.device))[report["way"]]
+    miniature = MiniatureRun.of(settings, compute, int(-least), restarts)
+    kept = _cache(miniature, settings, background)
+    remembered: dict[str, Any] | None = context.run_on_main(lambda: _read(kept))
+    report = remembered or _compared(miniature, settings, background, context)
     seconds = time.monotonic() - began
 
     def conclude() -> None:
+        content = json.dumps({**report, "remembered": bool(remembered)}, indent=1) + "\n"
         with suppress(OSError):
-            files.write_text(
-                Path(config.out) / FILE, json.dumps({**report, "remembered": bool(known)}, indent=1) + "\n"
-            )
-        if not known and not report["problems"]:  # one bad GPU must not slow down the others of its kind
+            files.write_text(Path(config.out) / FILE, content)
+        if not remembered and not report["problems"]:  # one bad GPU must not slow down the others of its kind
             with suppress(OSError):
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 files.write_text(kept, json.dumps(report) + "\n")
         for problem in report["problems"]:
             log.warning("self-check: %s", problem)
         how = f"this run computes {report['way']}" if report["problems"] else "the step agrees with a plain one"
-        log.info("self-check: %s%s; %.1f s", how, ", as checked before" if known else "", seconds)
+        log.info("self-check: %s%s; %.1f s", how, ", as checked before" if remembered else "", seconds)
 
     context.run_on_main(conclude)
-    return SelfCheckResult(way, report["background"])
+    return SelfCheckResult(dict(_ways(settings, compute.device))[report["way"]], report["background"])
 
 
-def _host_memory() -> int:
+def _free_host_memory() -> int:
     """Bytes of this machine's memory that are free."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _raise_together(context: DistributedContext, problems: list[str]) -> None:
-    """HpclmError on every rank with the problems of all."""
-    everyone = context.all_gather(problems)
-    wrong = [f"{context.ranks[rank]}: {problem}" for rank, each in enumerate(everyone) for problem in each]
-    if wrong:
-        error = HpclmError("\n".join(f"self-check: {line}" for line in wrong[:10]))
-        error.shared = True
-        raise error
+def _on_all_ranks(text: str) -> HpclmError:
+    """An error that every rank has come to."""
+    error = HpclmError(text)
+    error.shared = True
+    return error
 
 
 def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str, EngineSettings]]:
@@ -135,73 +133,81 @@ def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str,
     yield "uncompiled, with plain attention", replace(settings, engine=eager, model=plain, in_place=False)
 
 
-def _prove(twin: Twin, settings: EngineSettings, background: bool, context: DistributedContext) -> dict[str, Any]:
+def _compared(
+    miniature: MiniatureRun, settings: EngineSettings, background: bool, context: DistributedContext
+) -> dict[str, Any]:
     """The first way that computes what it should, and what is wrong with those before it; HpclmError if none does."""
-    compute, problems = twin.compute, []
+    device, problems = miniature.compute.device, list[str]()
     context.watchdog.enter("self-check")
-    plain = twin.plainly(exact=True)
-    in_type = plain if twin.exact else twin.plainly(exact=False)
+    plain = miniature.plainly(exact=True)
+    in_type = plain if miniature.exact else miniature.plainly(exact=False)
     uncompiled = False
-    for way, tried in _ways(settings, compute.device):
-        if uncompiled and engines.compiles(tried, compute.device)[0]:
+    for way, tried in _ways(settings, device):
+        if uncompiled and engines.compiles(tried, device)[0]:
             continue
-        _begin(tried, compute.device)
-        engine, batches = twin.as_run(tried)
+        _choose_kernels(tried, device)
+        engine, batches = miniature.as_run(tried)
         run = measured(engine, batches)
         failed = compiling.failed_on_some(engine.compilations, context)
         uncompiled, wrong = bool(failed), "".join(f"torch.compile failed on {why}" for why in list(failed.values())[:1])
-        least = floor(tried, compute)
         if not wrong and engine.exchange:
             wrong = next(filter(None, context.all_gather(lost_matrices(engine.exchange))), "")
-        if not wrong:
-            wrong, closest = of_step(0, run, in_type, plain, least, context)
-        loaded = background and not wrong and _snapshot_moves(engine, batches, context)
+        moves = background and not wrong and _snapshot_moves(engine, batches, context)
         engine.close()
         del engine
-        _free(compute.device)  # before there is another
-        if not wrong:
-            wrong, closest_update = _misupdated(twin, run, context)
-        if not wrong:
-            wrong, _ = of_step(1, run, in_type, plain, least, context)
-        if not wrong and (settings.engine.deterministic or compute.device.type == "cpu"):
-            run = replace(run, updates=Updates())
-            engine, batches = twin.as_run(tried)
-            wrong = unequal(run, measured(engine, batches), context)
+        _free(device)  # before there is another
+        closest = list[str]()
+        for what in () if wrong else _comparisons(miniature, run, in_type, plain, of_steps(tried, miniature.compute)):
+            wrong, nearest = differing(*what, context)
+            closest.append(nearest)
+            if wrong:
+                break
+        if not wrong and (settings.engine.deterministic or device.type == "cpu"):
+            run = replace(run, weights=(), gradients=())
+            engine, batches = miniature.as_run(tried)
+            again = measured(engine, batches)
             engine.close()
             del engine
-            _free(compute.device)
+            _free(device)
+            pairs = [(run.first, again.first), (run.second, again.second), (run.outcomes, again.outcomes)]
+            wrong = unequal(pairs, context)
         if wrong:
             problems.append(f"computed {way}, {wrong}")
             continue
-        if loaded:
-            problems.append(
-                "a snapshot taken while the device computes differs from the state at rest: saves are not made in the background"
-            )
-        closest = f"{closest}; {closest_update}"
-        return {"way": way, "background": background and not loaded, "problems": problems, "closest": closest}
-    error = HpclmError(
+        problems += [SNAPSHOT_MOVES] * moves
+        return {
+            "way": way,
+            "background": background and not moves,
+            "problems": problems,
+            "closest": "; ".join(closest),
+        }
+    raise _on_all_ranks(
         "self-check failed in every mode, including eager with math attention:\n"
         + "\n".join(problems)
-        + "\ncheck its GPUs (dcgmi diag -r 3) and drivers; cluster.prove=false trains all the same"
+        + "\ncheck its GPUs (dcgmi diag -r 3) and drivers; cluster.self_check=false trains all the same"
     )
-    error.shared = True  # every rank has come to it
-    raise error
 
 
-def _misupdated(twin: Twin, run: Measured, context: DistributedContext) -> tuple[str, str]:
-    """What the run's optimizer makes of its gradients otherwise than plain PyTorch does, and what comes closest to that."""
-    exact = twin.replayed(run.updates, exact=True, plain=True)
-    rounded = twin.replayed(run.updates, exact=True, plain=True, rounded=True)
-    if twin.exact_updates:
-        return of_updates(run.outcomes, rounded, exact, context)
-    in_type = twin.replayed(run.updates, exact=False, plain=True, rounded=True)
-    wrong, closest = of_updates(run.outcomes, in_type, exact, context)
-    if not wrong:  # what is less than the type costs shows in fp32
-        wrong, _ = of_updates(twin.replayed(run.updates, exact=True, plain=False), rounded, exact, context)
-    return wrong, closest
+def _comparisons(
+    miniature: MiniatureRun, run: Measured, in_type: Measured, plain: Measured, of_step: Tolerance
+) -> Iterator[tuple[Samples, Samples, Samples, Tolerance]]:
+    """All that is compared: what the run gave, what shows the cost of its type, what is exact, and by how much more they may differ.
+
+    What the run's optimizer makes of its gradients is compared with what plain PyTorch makes of them.
+    """
+    yield run.first, in_type.first, plain.first, of_step
+    exact = miniature.replayed(run, exact=True, plain=True)
+    rounded = miniature.replayed(run, exact=True, plain=True, rounded=True)
+    if miniature.exact_updates:
+        yield run.outcomes, rounded, exact, OF_UPDATES
+    else:
+        yield run.outcomes, miniature.replayed(run, exact=False, plain=True, rounded=True), exact, OF_UPDATES
+        # what is less than the type costs shows in fp32
+        yield miniature.replayed(run, exact=True, plain=False), rounded, exact, OF_UPDATES
+    yield run.second, in_type.second, plain.second, of_step
 
 
-def _begin(tried: EngineSettings, device: torch.device) -> None:
+def _choose_kernels(tried: EngineSettings, device: torch.device) -> None:
     """Let this way to compute choose its attention kernel. What is compiled keeps the kernel that it was compiled with, whatever is
     preferred when it runs, so nothing is kept of the way before."""
     attention_backend.use(tried.model, device)
@@ -236,32 +242,26 @@ def _first(engine: BaseEngine) -> Iterator[Shard]:
     used = 0
     for shard in engine.tensors():  # on every rank, all of them
         used += shard.tensor.nbytes
-        if used <= SNAPSHOT:
+        if used <= SNAPSHOT_BYTES:
             yield shard
 
 
-def _cache(twin: Twin, settings: EngineSettings, background: bool) -> Path:
+def _cache(miniature: MiniatureRun, settings: EngineSettings, background: bool) -> Path:
     """Where the user's cache remembers this check: for these devices, versions, code, settings and layout."""
-    device = facts.of_device(twin.compute.device)
+    device = facts.of_device(miniature.compute.device)
     versions = {name: facts.version(name) for name in facts.DECISIVE} | {"driver": facts.driver()}
     versions |= {name: value for name, value in device.items() if name in ("device_name", "torch", "cuda", "nccl")}
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    facts_of = [versions, cudnn, environment.of_computing(), code.digest(code.sources(()))]
-    run = [settings, background, twin.settings, twin.rows.shape, twin.restarts, twin.compute.dtype]
-    return (
-        environment.user_cache()
-        / "self-checks"
-        / f"{hashlib.sha256(repr([facts_of, run]).encode()).hexdigest()[:24]}.json"
-    )
+    installed = [versions, cudnn, environment.of_computing(), code.digest(code.sources(()))]
+    run = [settings, background, miniature.settings, miniature.rows.shape, miniature.restarts, miniature.compute.dtype]
+    digest = hashlib.sha256(repr([installed, run]).encode()).hexdigest()
+    return environment.user_cache() / "self-checks" / f"{digest[:24]}.json"
 
 
 def _read(kept: Path) -> dict[str, Any] | None:
     """What is remembered; None if nothing is."""
     with suppress(OSError, ValueError, TypeError, KeyError):
-        report = json.loads(files.read_text(kept))
-        return (
-            report
-            if report["way"] == AS_SET and report["problems"] == [] and report["background"] in (True, False)
-            else None
-        )
+        report: dict[str, Any] = json.loads(files.read_text(kept))
+        good = report["way"] == AS_SET and report["problems"] == [] and report["background"] in (True, False)
+        return report if good else None
     return None

@@ -42,7 +42,7 @@ MAX_TIME_FRACTION = 0.003
 """Part of the time that checksums before and after updates may take: as many steps are watched as fit into it."""
 TOLERANCE = 1e-3
 """Relative difference of two losses of one micro-batch where kernels need not give the same bits."""
-SHOWN = 8  # ranks, or weights, that a message names
+MAX_NAMED = 8  # ranks, or weights, that a message names
 
 Group = tuple[int, int, bool]
 """Ranks that hold the same state: the first of them, how many data-parallel ranks, and whether tensor-parallel ranks are among them."""
@@ -72,6 +72,16 @@ class CorruptionFinding:
     """Of the state that differs."""
     weights: tuple[str, ...] = ()
     """Names of the weights that differ, or whose optimizer state does."""
+
+    def described(self, names: Sequence[str]) -> str:
+        """Who is at fault, by the ``names`` of all ranks, and what is wrong, with the weights that differ."""
+        weights = f" ({', '.join(_first(self.weights))})" if self.weights else ""
+        return f"{'; '.join(_first([names[rank] for rank in self.ranks]))}: {self.text}{weights}"
+
+
+def _first(names: Sequence[str]) -> list[str]:
+    """The first of these, and how many more there are."""
+    return [*names[:MAX_NAMED], *[f"{len(names) - MAX_NAMED} more"] * (len(names) > MAX_NAMED)]
 
 
 class Verifier:
@@ -124,10 +134,7 @@ class Verifier:
         losses = [(self.engine.evaluate([batch], alone=True) or 0.0).hex() for batch in batches]
         self._close()
         answer = {
-            "shared": [
-                (*group, _digest(self._sums(pieces(local_tensors(self.engine.state, weights, shared=True)))))
-                for group, weights in self._shared.items()
-            ],
+            "shared": [(*group, self._digest(weights)) for group, weights in self._shared.items()],
             "changed": bool(self._changed),
             "replica": self.mesh.replica,
             "losses": losses,
@@ -139,10 +146,7 @@ class Verifier:
 
     def _differing(self, group: Group) -> tuple[str, ...]:
         """The weights of a group whose values or optimizer state are not the same on all its ranks; a collective."""
-        digests = {
-            weight.name: _digest(self._sums(pieces(local_tensors(self.engine.state, [weight], shared=True))))
-            for weight in self._shared.get(group, ())
-        }
+        digests = {weight.name: self._digest([weight]) for weight in self._shared.get(group, ())}
         answers = [answer for answer in self.context.all_gather(digests) if answer]
         return tuple(name for name in answers[0] if len({answer.get(name) for answer in answers}) > 1)
 
@@ -154,6 +158,11 @@ class Verifier:
             return None
         first = replicas.ranks[0] if replicas.size > 1 else self.context.rank
         return first - tp.rank * everywhere, replicas.size, everywhere  # tensor-parallel ranks are consecutive
+
+    def _digest(self, weights: Iterable[ShardedParameter]) -> str:
+        """A hash of the checksums of what other ranks hold too of these weights."""
+        sums = self._sums(pieces(local_tensors(self.engine.state, weights, shared=True)))
+        return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
     def _sums(self, divided: Iterable[list[Tensor]]) -> Tensor:
         return checksums(divided, self.engine.device)
@@ -248,10 +257,6 @@ def _differ(exact: bool, first: str, second: str) -> bool:
     return first != second if exact else abs(a - b) > TOLERANCE * abs(a)
 
 
-def _digest(sums: Tensor) -> str:
-    return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
-
-
 def blame_program(
     problems: Sequence[CorruptionFinding], step: int, saved: int, own_code: Sequence[str], context: DistributedContext
 ) -> NoReturn:
@@ -259,7 +264,7 @@ def blame_program(
 
     ``own_code``: the settings that name it. ``saved``: the step of the newest checkpoint; 0 without one.
     """
-    texts = [f"{_who(each, [str(info) for info in context.ranks])}: {_what(each)}" for each in problems]
+    texts = [each.described([str(info) for info in context.ranks]) for each in problems]
     advice = list(dict.fromkeys(each.advice for each in problems))
     way = f"resumes from step {saved}, which was good when it was saved" if saved else "starts anew: nothing was saved"
     error = DivergedError(
@@ -293,7 +298,9 @@ def end_run(
             faulty = set()
         bad = {name for name, _ in faulty}
         names, run = ", ".join(sorted(bad)), files.typed(out)
-        text = f"silent corruption detected after step {step}: {'; '.join(_described(each, context, places) for each in problems)}"
+        devices = [f"{info}, {device}" for info, (_, device, _) in zip(context.ranks, places, strict=True)]
+        texts = [("" if each.certain else "one of ") + each.described(devices) for each in problems]
+        text = f"silent corruption detected after step {step}: {'; '.join(texts)}"
         noted = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "bad": sorted(bad), "text": text}
         SidePath(f"{out / report.CORRUPTION} cannot be written").attempt(
             lambda: rows.append(out / report.CORRUPTION, noted)
@@ -306,21 +313,3 @@ def end_run(
         raise CorruptedError(f"{text}. {way}")
 
     context.run_on_main(tell)
-
-
-def _described(finding: CorruptionFinding, context: DistributedContext, places: Sequence[Sequence[str]]) -> str:
-    names = [f"{info}, {place[1]}" for info, place in zip(context.ranks, places, strict=True)]
-    return f"{'' if finding.certain else 'one of '}{_who(finding, names)}: {_what(finding)}"
-
-
-def _who(finding: CorruptionFinding, names: Sequence[str]) -> str:
-    more = [f"{len(finding.ranks) - SHOWN} more"] * (len(finding.ranks) > SHOWN)
-    return "; ".join([*(names[rank] for rank in finding.ranks[:SHOWN]), *more])
-
-
-def _what(finding: CorruptionFinding) -> str:
-    """What is wrong, with the weights that differ."""
-    named = ", ".join(
-        [*finding.weights[:SHOWN], *[f"{len(finding.weights) - SHOWN} more"] * (len(finding.weights) > SHOWN)]
-    )
-    return f"{finding.text} ({named})" if named else finding.text

@@ -16,6 +16,8 @@ from hpclm import engine as engines
 from hpclm.checkpoint import staging
 from hpclm.config import ClusterConfig, ParallelConfig
 from hpclm.config.optimizers import OPTIMIZERS
+from hpclm.diagnostics import known_numbers, self_check
+from hpclm.diagnostics.known_numbers import lost_matrices
 from hpclm.distributed.context import single
 from hpclm.engine import base, matrix_exchange, native
 from hpclm.engine.matrix_exchange import MatrixExchange
@@ -29,8 +31,6 @@ from hpclm.optim.muon import Muon
 from hpclm.parallel import main_gradients
 from hpclm.parallel.compute import Compute
 from hpclm.parallel.mesh import Mesh
-from hpclm.training import known_numbers, proof
-from hpclm.training.known_numbers import lost_matrices
 from tests import ranks
 from tests.engine import sharded
 from tests.engine.test_native import LLAMA, SHAPES, settings
@@ -53,9 +53,9 @@ def checked(tmp_path, shape=LLAMA, dtype=torch.bfloat16, optim=None, **engine):
     """How a run computes after its check, and the report."""
     optim = dict(optim or {}, lr=3e-3, min_lr=1e-4, clip=100.0)  # more than the norm of the gradients
     run = settings(shape, engine=dict(dict(precision="auto"), **engine), optim=optim)
-    run = replace(run, out=str(tmp_path), cluster=ClusterConfig(prove=True))
-    proven = proof.check(run, single(), Compute(CPU, dtype, Mesh()))
-    return proven, json.loads((tmp_path / "self-check.json").read_text())
+    run = replace(run, out=str(tmp_path), cluster=ClusterConfig(self_check=True))
+    result = self_check.check_computation(run, single(), Compute(CPU, dtype, Mesh()))
+    return result, json.loads((tmp_path / "self-check.json").read_text())
 
 
 def compiled_wrongly(graph, inputs):
@@ -74,21 +74,21 @@ USUAL = [(shape, "bf16") for shape in SHAPES] + [("gpt2", "fp32"), ("llama", "fp
     ],
 )
 def test_what_is_right_passes_as_it_is_set(shape, precision, tmp_path):
-    proven, report = checked(tmp_path, SHAPES[shape], TYPES[precision], precision=precision)
-    assert (report["way"], report["problems"], proven.background) == ("as set", [], True)
+    result, report = checked(tmp_path, SHAPES[shape], TYPES[precision], precision=precision)
+    assert (report["way"], report["problems"], result.background) == ("as set", [], True)
 
 
 @pytest.mark.parametrize(
     "more", [{}, dict(pattern=["window"], window=8), dict(score_cap=5.0), dict(attention_sinks=True)], ids=str
 )
 def test_on_a_gpu_flash_attention_is_tried_only_where_it_can_do_what_the_model_asks(more):
-    ways = [way for way, _ in proof._ways(settings(dict(LLAMA, **more)).for_engine(), torch.device("cuda"))]
+    ways = [way for way, _ in self_check._ways(settings(dict(LLAMA, **more)).for_engine(), torch.device("cuda"))]
     assert ("with FlashAttention" in ways) == (not more) and ways[-1] == "uncompiled, with plain attention"
 
 
 def test_flash_attention_is_tried_compiled_and_uncompiled(monkeypatch):
     monkeypatch.setattr(engines, "missing_compiler", lambda: None)
-    ways = dict(proof._ways(settings(LLAMA).for_engine(), torch.device("cuda")))
+    ways = dict(self_check._ways(settings(LLAMA).for_engine(), torch.device("cuda")))
     assert list(ways) == [
         *("as set", "with FlashAttention", "uncompiled", "uncompiled, with FlashAttention"),
         "uncompiled, with plain attention",
@@ -119,7 +119,7 @@ def test_what_was_compiled_for_one_way_is_not_used_in_the_next():
 
     compiled = torch.compile(attend, backend=attention_kernels(seen), dynamic=False)
     for attention in ("auto", "auto", "math"):
-        proof._begin(settings(dict(LLAMA, attention=attention)).for_engine(), CPU)
+        self_check._choose_kernels(settings(dict(LLAMA, attention=attention)).for_engine(), CPU)
         compiled(q).sum().backward()
     first, again, plain = seen
     assert "flash" in first[0] and again == first and not any("flash" in name for name in plain)
@@ -144,8 +144,8 @@ def test_muon_passes_as_it_is_set(shape, own, dtype, kind, tmp_path):
 def test_a_compiler_that_is_wrong_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(loss, "Compilation", partial(Compilation, backend="eager"))
     monkeypatch.setattr(stack, "compile_layers", partial(compile_layers, backend=compiled_wrongly))
-    proven, report = checked(tmp_path, compile=True)
-    assert report["way"] == "uncompiled" and proven.settings.engine.compile is False
+    result, report = checked(tmp_path, compile=True)
+    assert report["way"] == "uncompiled" and result.settings.engine.compile is False
     assert "computed as set, " in report["problems"][0] and "times what the type may cost" in report["problems"][0]
 
 
@@ -158,8 +158,8 @@ def test_attention_that_is_wrong_is_not_used(tmp_path, monkeypatch):
         return y if plain else torch.cat([y[:, :, :-1], 1.5 * y[:, :, -1:]], 2)  # wrong in the last row of scores
 
     monkeypatch.setattr(scores, "dot_product_attention", kernel)
-    proven, _ = checked(tmp_path)
-    assert proven.settings.model.attention == "math"
+    result, _ = checked(tmp_path)
+    assert result.settings.model.attention == "math"
 
 
 def test_gradients_that_are_added_wrongly_in_place_are_added_in_the_plain_way(tmp_path, monkeypatch):
@@ -168,14 +168,14 @@ def test_gradients_that_are_added_wrongly_in_place_are_added_in_the_plain_way(tm
 
     monkeypatch.setattr(native, "adds_in_place", lambda *_: True)
     monkeypatch.setattr(main_gradients, "_add_product", product)
-    proven, _ = checked(tmp_path)
-    assert not proven.settings.in_place
+    result, _ = checked(tmp_path)
+    assert not result.settings.in_place
 
 
 def test_gradients_that_are_added_rightly_in_place_stay_so(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "adds_in_place", lambda *_: True)
-    proven, report = checked(tmp_path)
-    assert proven.settings.in_place and report["way"] == "as set"
+    result, report = checked(tmp_path)
+    assert result.settings.in_place and report["way"] == "as set"
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_snapshots_that_are_no_copies_of_the_state_are_taken_in_the_foreground(c
         return [replace(shard, tensor=copied(shard.tensor)) for shard in shards]
 
     monkeypatch.setattr(staging.Snapshot, "take", take)
-    proven, report = checked(tmp_path)
-    assert not proven.background and "snapshot" in report["problems"][0]
+    result, report = checked(tmp_path)
+    assert not result.background and "snapshot" in report["problems"][0]
 
 
 def test_other_bits_the_second_time_are_noticed(tmp_path, monkeypatch):
@@ -205,7 +205,7 @@ def test_other_bits_the_second_time_are_noticed(tmp_path, monkeypatch):
 
 def run_only(monkeypatch, where, what, fault):
     """Have the run's engine compute with a fault that plain steps and plain updates do not have, as a wrong kernel of a device is."""
-    built, stepped, replayed = proof.Twin.as_run, proof.measured, proof.Twin.replayed
+    built, stepped, replayed = self_check.MiniatureRun.as_run, self_check.measured, self_check.MiniatureRun.replayed
 
     def faulty(right):
         def with_fault(*given, **more):
@@ -216,9 +216,9 @@ def run_only(monkeypatch, where, what, fault):
 
         return with_fault
 
-    monkeypatch.setattr(proof.Twin, "as_run", faulty(built))
-    monkeypatch.setattr(proof, "measured", faulty(stepped))
-    monkeypatch.setattr(proof.Twin, "replayed", faulty(replayed))
+    monkeypatch.setattr(self_check.MiniatureRun, "as_run", faulty(built))
+    monkeypatch.setattr(self_check, "measured", faulty(stepped))
+    monkeypatch.setattr(self_check.MiniatureRun, "replayed", faulty(replayed))
 
 
 right_update = base.update
@@ -257,7 +257,7 @@ def test_an_update_that_is_wrong_in_every_way_ends_the_run(where, what, fault, m
     run_only(monkeypatch, where, what, fault)
     with pytest.raises(HpclmError, match=f"(?s)self-check failed in every mode.*{message}") as error:
         checked(tmp_path)
-    assert "cluster.prove=false" in str(error.value)
+    assert "cluster.self_check=false" in str(error.value)
 
 
 def test_a_fused_kernel_that_is_wrong_wherever_it_runs_ends_the_run(tmp_path, monkeypatch):
@@ -361,15 +361,17 @@ def on_two_ranks(folder):
     *_, context = sharded.made(TWO["fsdp2-muon"])
     for name, words in TWO.items():
         OPTIMIZERS["muon"] = declared.KIND if name.endswith("declared") else OPTIMIZERS["muon"]
-        run = config.load(None, [*TINY, *words, "cluster.prove=true", f"out={folder}"])
+        run = config.load(None, [*TINY, *words, "cluster.self_check=true", f"out={folder}"])
         compute = Compute(CPU, TYPES[run.engine.precision], Mesh.build(rank, 2, run.parallel))
-        said[name] = proof.check(run, context, compute) and json.loads((folder / "self-check.json").read_text())
+        said[name] = self_check.check_computation(run, context, compute) and json.loads(
+            (folder / "self-check.json").read_text()
+        )
         if name in ON_ONE_RANK:
             where, what, fault = ON_ONE_RANK[name]
             with pytest.MonkeyPatch.context() as patches, pytest.raises(HpclmError) as error:
                 if rank:
                     run_only(patches, where, what, fault)
-                proof.check(replace(run, seed=2), context, compute)
+                self_check.check_computation(replace(run, seed=2), context, compute)
             faulty[name] = str(error.value)
     return sums(), exchanged(), said, faulty
 
@@ -430,7 +432,7 @@ def test_an_update_that_is_wrong_on_one_rank_only_ends_the_run(layout, two_ranks
 
 def test_what_was_checked_is_remembered_for_the_same_settings_only(tmp_path, monkeypatch):
     checked(tmp_path)
-    monkeypatch.setattr(proof, "_prove", lambda *_: pytest.fail("checked again"))
+    monkeypatch.setattr(self_check, "_compared", lambda *_: pytest.fail("checked again"))
     _, report = checked(tmp_path)
     assert report["remembered"] and report["way"] == "as set"
     monkeypatch.undo()
@@ -442,12 +444,14 @@ def test_what_was_checked_is_remembered_for_the_same_settings_only(tmp_path, mon
 def test_dropout_is_drawn_alike_in_both_ways(tmp_path, monkeypatch):
     _, report = checked(tmp_path, dict(LLAMA, dropout=0.3), torch.float32, precision="fp32")
     assert report["way"] == "as set"
-    right, plain, done = dropout.dropout, proof.Twin.plainly, []
+    right, plain, done = dropout.dropout, self_check.MiniatureRun.plainly, []
 
     def other(x, probability, keys=None, *where):
         return right(x, probability, keys + 1 if done and keys is not None else keys, *where)
 
-    monkeypatch.setattr(proof.Twin, "plainly", lambda twin, exact: (plain(twin, exact), done.append(exact))[0])
+    monkeypatch.setattr(
+        self_check.MiniatureRun, "plainly", lambda miniature, exact: (plain(miniature, exact), done.append(exact))[0]
+    )
     for module in (dropout, gpt):
         monkeypatch.setattr(module, "dropout", other)
     with pytest.raises(HpclmError, match="self-check failed in every mode"):
@@ -478,7 +482,7 @@ LAYOUTS = {
 )
 def test_every_engine_and_layout_is_checked(layout, tiny, tmp_path):
     size, words = LAYOUTS[layout]
-    job = ["--gpus", str(size), "job.cluster=local", "cluster.prove=true", "batch.micro_size=1", "budget.steps=1"]
+    job = ["--gpus", str(size), "job.cluster=local", "cluster.self_check=true", "batch.micro_size=1", "budget.steps=1"]
     hpclm("submit", *tiny("out", *job, *words), check=0)
     report = json.loads((tmp_path / "out/self-check.json").read_text())
     assert (report["way"], report["problems"], report["background"]) == ("as set", [], True)

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hpclm.diagnostics.corruption import Verifier
 from hpclm.engine.checksum import local_tensors
 from hpclm.engine.native import NativeEngine
 from hpclm.model.gpt import Block
 from hpclm.optim.schedules import learning_rate
-from hpclm.training.corruption import Verifier
 from tests.engine.sharded import made
 from tests.parity import STEPS
 
@@ -137,7 +137,7 @@ class Flips(importlib.abc.MetaPathFinder):
 
         def load_and_flip(module):
             load(module)
-            from tests.training import flips
+            from tests.diagnostics import flips
             flips.flipping_memory(module.NativeEngine)
 
         spec.loader.exec_module = load_and_flip

@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from hpclm import engine as engines
 from hpclm.config import ClusterConfig
+from hpclm.diagnostics import self_check
+from hpclm.engine import compiling
+from hpclm.engine.compiling import AgreedCompilations
 from hpclm.errors import ConfigError
 from hpclm.model import loss, stack
 from hpclm.model.compiled import Compilation, compile_layers
 from hpclm.parallel.compute import Compute
-from hpclm.training import compiling, proof
-from hpclm.training.compiling import AgreedCompilations
 from tests import ranks
 from tests.engine import sharded
 from tests.model.test_compiled import broken
@@ -167,9 +168,9 @@ def proven(folder):
     os.environ["XDG_CACHE_HOME"] = folder
     only_rank_0_compiles()
     run, _, _, context = sharded.made([*WORDS, "engine.bucket_mb=0.002"])
-    run = replace(run, out=folder, cluster=ClusterConfig(prove=True), engine=replace(run.engine, compile=True))
+    run = replace(run, out=folder, cluster=ClusterConfig(self_check=True), engine=replace(run.engine, compile=True))
     mesh = sharded.Mesh.build(dist.get_rank(), 2, run.parallel)
-    ended = proof.check(run, context, Compute(torch.device("cpu"), torch.float32, mesh))
+    ended = self_check.check_computation(run, context, Compute(torch.device("cpu"), torch.float32, mesh))
     return ended.settings.engine.compile, (open(f"{folder}/self-check.json").read() if context.is_main else "")
 
 

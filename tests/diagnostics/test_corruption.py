@@ -7,17 +7,17 @@ import re
 import pytest
 import torch
 
+from hpclm.diagnostics.corruption import Verifier, findings
 from hpclm.diagnostics.report import bad_nodes
 from hpclm.engine.checksum import MIN_PIECE_VALUES, checksums, counts, pieces
 from hpclm.engine.native import NativeEngine
 from hpclm.errors import ConfigError
-from hpclm.training.corruption import Verifier, findings
 from tests import ranks
+from tests.diagnostics import flips
 from tests.engine.sharded import made
 from tests.engine.test_exact import LAYOUTS
 from tests.forks import Ranks
 from tests.runs import ROOT, losses
-from tests.training import flips
 
 MANY = {
     **LAYOUTS,
@@ -214,19 +214,23 @@ def test_a_run_ends_with_85_names_rank_and_node_and_resumes_from_a_checkpoint_th
 
 OF_THE_USER = {
     "a weight without copy_to_tp": (
-        ["model.block=tests.training.flips:OneSided", "parallel.tensor=2"],
-        [r"weights or optimizer state \(block\S*0\S*scale", "copy_to_tp", "model.block=tests.training.flips:OneSided"],
+        ["model.block=tests.diagnostics.flips:OneSided", "parallel.tensor=2"],
+        [
+            r"weights or optimizer state \(block\S*0\S*scale",
+            "copy_to_tp",
+            "model.block=tests.diagnostics.flips:OneSided",
+        ],
     ),
     "weights that change in the forward pass": (
-        ["model.block=tests.training.flips:Wandering"],
+        ["model.block=tests.diagnostics.flips:Wandering"],
         ["changed between two updates", "change weights and optimizer state only in the optimizer's step"],
     ),
     "random numbers of its own": (
-        ["model.block=tests.training.flips:Drawing"],
+        ["model.block=tests.diagnostics.flips:Drawing"],
         ["computed twice, had two losses", "without random numbers"],
     ),
     "a schedule that differs": (
-        ["optim.schedule=tests.training.flips:rate_of_rank"],
+        ["optim.schedule=tests.diagnostics.flips:rate_of_rank"],
         [
             r"same weights or optimizer state \(\S+",
             "let nothing in the update depend on the rank",
@@ -234,8 +238,8 @@ OF_THE_USER = {
         ],
     ),
     "an engine that differs": (
-        ["engine.name=tests.training.flips:OwnEngine"],
-        ["let nothing in the update depend on the rank", "engine.name=tests.training.flips:OwnEngine"],
+        ["engine.name=tests.diagnostics.flips:OwnEngine"],
+        ["let nothing in the update depend on the rank", "engine.name=tests.diagnostics.flips:OwnEngine"],
     ),
 }
 
@@ -263,7 +267,7 @@ def test_a_fault_of_the_users_own_code_is_named_as_such_and_excludes_no_node(wor
 
 
 def test_a_bit_that_flips_where_code_of_the_user_takes_part_counts_as_the_programs_fault(run, tmp_path):
-    codes, log = run("optim.schedule=tests.training.flips:constant_rate")
+    codes, log = run("optim.schedule=tests.diagnostics.flips:constant_rate")
     assert codes == {93} and "rank 1 on " in log and "hpclm resume" in log, log
     assert not (tmp_path / "run/corruption.jsonl").exists()
 

@@ -1,0 +1,287 @@
+"""A miniature of a run: two blocks of its width, trained for two steps on random tokens, so that two ways to compute can be compared.
+
+It runs as the run will, or plainly: eager, with plain attention, on one replica. The updates of a run can be made again from the same
+gradients by the same optimizer, in plain PyTorch or as in the run. What an optimizer is and keeps, its row in hpclm.config.optimizers
+says. Nothing here knows one by name.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hpclm import engine as engines
+from hpclm.config import EngineConfig, EngineSettings, ModelConfig, OptimConfig
+from hpclm.config.optimizers import OPTIMIZERS
+from hpclm.config.plan import Plan
+from hpclm.diagnostics.samples import EPS, Sample, Samples, of_matrices, of_update, of_weights, sample, sample_of
+from hpclm.engine.base import BaseEngine, optimizer_for
+from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.model import count
+from hpclm.model.stack import Stages
+from hpclm.optim.adamw import update
+from hpclm.parallel.collectives import all_gather_objects, all_reduce
+from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import SINGLE
+from hpclm.parallel.micro_batch import MicroBatch
+
+BLOCKS = 2
+LR = 1e-3
+CLIP = 0.01  # less than the norm of any miniature's gradients, so that they are clipped
+OPTIMIZER_EPS = 1e-4  # for gradients of norm 1: with the usual one, a tiny gradient's rounding error would turn a whole update round
+LOSS_SCALE = 256.0  # so that fp16 overflows in none of the steps
+MAX_TOKENS = 1 << 17  # that the plain way may have to compute in a step
+MIN_CONTEXT = 256  # tokens
+MEMORY_FRACTION = {"cuda": 0.4, "cpu": 0.1}
+"""Part of the memory that the plain way may take."""
+KERNELS = ("fused", "foreach")
+"""Entries of a parameter group, as PyTorch's optimizers have them, that choose a kernel; without any, updates are plain products and sums."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What two steps gave, as far as this process has it."""
+
+    first: Samples
+    """Of the first step: loss, gradient norm, the initial weights, and the gradients that the update applied."""
+    second: Samples
+    """Of the second step: loss and gradient norm."""
+    outcomes: Samples
+    """What the updates made of the weights and the optimizer's state; of plain steps, nothing."""
+    weights: Sequence[ShardedParameter] = ()
+    """With copies of their values before the first update; of plain steps, none."""
+    gradients: Sequence[Mapping[str, Tensor]] = ()
+    """Of each update, by the names of the weights: flattened, as the optimizer applied them, so scaled and clipped."""
+
+
+@dataclass(frozen=True)
+class MiniatureRun:
+    """The miniature of a run, on one rank."""
+
+    settings: EngineSettings
+    compute: Compute
+    rows: Tensor
+    """[replicas with other data, micro-batches, B, T + 1] ids."""
+    restarts: tuple[bool, bool]
+    """Whether samples have several documents: for attention, and for positions."""
+
+    @classmethod
+    def of(
+        cls, settings: EngineSettings, compute: Compute, memory: float, restarts: tuple[bool, bool]
+    ) -> "MiniatureRun":
+        """The miniature of a run with these settings, on devices with ``memory`` bytes."""
+        mesh, parallel, optim = compute.mesh, settings.parallel, settings.optim
+        kinds = list(dict.fromkeys(settings.model.kind(layer) for layer in range(settings.model.layers)))
+        layers = max(BLOCKS, parallel.pipeline * parallel.chunks, len(kinds))
+        model = replace(settings.model, layers=layers, pattern=kinds, attention_dropout=0.0)
+        # scores of attention that differ by about 1: in a narrow model they are otherwise so small that it is a mere mean
+        model = replace(model, init_std=max(model.init_std, model.hidden**-0.5))
+        micro_batches = 2 * parallel.pipeline
+        room = MEMORY_FRACTION[compute.device.type] * memory
+        size, length = settings.plan.micro_size, model.context
+        while size > 1 and (size * length * micro_batches > MAX_TOKENS or _bytes(settings, model, size, length) > room):
+            size //= 2
+        divisible = 4 * parallel.tensor * parallel.context
+        while length % divisible == 0 and length > MIN_CONTEXT and _bytes(settings, model, size, length) > room:
+            length //= 2
+        window = model.window and max(1, min(model.window, length // 2))
+        model = replace(model, context=length, window=window)
+        most = max(1, MAX_TOKENS // (length * micro_batches * size))
+        others = max(n for n in range(1, mesh.replicas + 1) if mesh.replicas % n == 0 and n <= most)
+        if others < mesh.replicas:  # masks differ from replica to replica
+            model = replace(model, dropout=0.0)
+        clip = min(optim.clip, CLIP)
+        has_eps = "eps" in OPTIMIZERS[optim.name].settings
+        eps: dict[str, Any] = dict(eps=OPTIMIZER_EPS * (clip or 1.0)) if has_eps else {}
+        draw = torch.Generator().manual_seed(settings.seed)
+        rows = torch.randint(model.vocab_size, (others, micro_batches, size, length + 1), generator=draw)
+        miniature = replace(
+            settings,
+            model=model,
+            plan=Plan.divide(mesh.replicas, mesh.replicas * micro_batches * size, size),
+            optim=replace(optim, clip=clip, groups=[], guard="none", qk_clip=None, **eps),
+            scaler=replace(settings.scaler, initial=LOSS_SCALE, minimum=min(LOSS_SCALE, settings.scaler.minimum)),
+            timers=False,
+        )
+        return cls(miniature, compute, rows, restarts)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the run computes all in fp32."""
+        return self.compute.dtype == torch.float32 and self.exact_updates
+
+    @property
+    def exact_updates(self) -> bool:
+        """Whether the run's optimizer computes all in fp32."""
+        return self._optim(exact=True) == self.settings.optim
+
+    def as_run(self, settings: EngineSettings) -> tuple[BaseEngine, list[MicroBatch]]:
+        """The run's engine, in one of the ways to compute that ``settings`` of the run stand for, and this replica's micro-batches."""
+        model = replace(self.settings.model, attention=settings.model.attention, kernels=settings.model.kernels)
+        mesh = self.compute.mesh
+        engine = self._engine(self.compute, engine=settings.engine, in_place=settings.in_place, model=model)
+        return engine, [self._batch(rows).part(mesh.cp) for rows in self.rows[mesh.replica % len(self.rows)]]
+
+    def plainly(self, exact: bool) -> Measured:
+        """The run's steps, eager, with plain attention, and all replicas' samples on each of them; ``exact``: in fp32, else in the
+        types of the run."""
+        parallel, engine = self.settings.parallel, self.settings.engine
+        name = "pipelining" if parallel.pipeline > 1 else "native"
+        rows = self.rows.transpose(0, 1).flatten(0, 1)  # in the order in which micro-batches are counted, for dropout
+        compute = replace(self.compute.alone, dtype=torch.float32 if exact else self.compute.dtype)
+        with plain_attention():
+            plain = self._engine(
+                compute,
+                model=replace(self.settings.model, attention="math", kernels="torch"),
+                optim=self._optim(exact, plain=True),
+                parallel=replace(parallel, shard=None, context=1),
+                engine=EngineConfig(name=name, compile=False, device=engine.device, precision=engine.precision),
+                plan=Plan.divide(1, rows.shape[0] * rows.shape[1], rows.shape[1]),
+                in_place=False,
+            )
+            return measured(plain, [self._batch(each) for each in rows], plain=True)
+
+    def _optim(self, exact: bool, plain: bool = False) -> OptimConfig:
+        """The settings of the optimizer; ``exact``: in fp32; ``plain``: in plain PyTorch."""
+        optim = self.settings.optim
+        kind = OPTIMIZERS[optim.name]
+        exactly = replace(optim, **kind.exact) if exact else optim
+        name = kind.reference or optim.name
+        if not plain or name == optim.name:
+            return exactly
+        unread = {setting for kind in OPTIMIZERS.values() for setting in kind.settings} - {*OPTIMIZERS[name].settings}
+        return replace(exactly, name=name, **{setting: getattr(OptimConfig, setting) for setting in unread})
+
+    def _engine(self, compute: Compute, **changes: Any) -> BaseEngine:
+        """An engine whose dropout, in whatever way it computes, draws what the compiled blocks of a GPU draw; ``changes``: of settings."""
+        engine = engines.build(replace(self.settings, **changes), compute)
+        assert isinstance(engine, BaseEngine)
+        for stack in engine.model.stacks if isinstance(engine.model, Stages) else [engine.model]:
+            stack.seeds.by_counter = True
+        return engine
+
+    def _batch(self, rows: Tensor) -> MicroBatch:
+        """[B, T + 1] ids as a micro-batch, copied to the device as training's are."""
+        length, device = rows.shape[1] - 1, self.compute.device
+        index = torch.arange(length).expand(len(rows), length)
+        quarter = max(1, length // 4)
+
+        def moved(values: Tensor) -> Tensor:
+            values = values.contiguous().pin_memory() if device.type == "cuda" else values
+            return values.to(device, non_blocking=True)
+
+        of_attention, of_positions = self.restarts
+        ids = moved(rows)
+        documents = moved(index // quarter) if of_attention else None
+        return MicroBatch(ids[:, :-1], ids[:, 1:], None, moved(index % quarter) if of_positions else None, documents)
+
+    def replayed(self, run: Measured, exact: bool, plain: bool, rounded: bool = False) -> Samples:
+        """What the updates of ``run`` make of weights and state if the optimizer makes them again; a collective.
+
+        ``exact``: in fp32, else in the types of the run. ``plain``: in plain PyTorch, of whole tensor-parallel slices; else as in the
+        run, of the parts that each process holds. ``rounded``: of gradients with other rounding errors, which shows what an optimizer
+        makes of these.
+        """
+        draw = torch.Generator(self.compute.device).manual_seed(0)
+
+        def given(weight: ShardedParameter, values: Tensor) -> Tensor:
+            return self._whole(weight, values) if plain else values.detach().clone()
+
+        def error(values: Tensor) -> Tensor:
+            return torch.rand(values.shape, generator=draw, device=values.device).sub(0.5).mul(2 * EPS).add(1.0)
+
+        mesh = self.compute.alone.mesh if plain else self.compute.mesh
+        slices: dict[str, Any] = dict(begin=0, values=None, replicas=SINGLE, local_range=None) if plain else {}
+        weights = [
+            replace(weight, parameter=nn.Parameter(given(weight, weight.parameter)), **slices) for weight in run.weights
+        ]
+        optimizer, state, _ = optimizer_for(weights, replace(self.settings, optim=self._optim(exact, plain)), mesh)
+        for group in optimizer.param_groups:
+            group["lr"] = LR * group.get("factor", 1.0)
+            group.update({kernel: False for kernel in KERNELS if plain and kernel in group})
+        one, outcomes = torch.ones((), device=weights[0].parameter.device), dict[str, Sample]()
+        for number, gradients in enumerate(run.gradients, 1):
+            before = of_weights(state, weights, mesh)
+            for held, weight in zip(run.weights, weights, strict=True):
+                if held.name not in gradients:
+                    weight.parameter.grad = None
+                    continue
+                gradient = given(held, gradients[held.name]).view_as(weight.parameter)
+                weight.parameter.grad = gradient.mul_(error(gradient)) if rounded else gradient
+            update(optimizer, one, 0.0, 1.0, torch.zeros_like(one))
+            outcomes |= of_update(number, before, state, weights, mesh)
+            # in the run, another process may work on a matrix
+            for theirs in all_gather_objects(of_matrices(number, state, weights), mesh.tp if plain else SINGLE):
+                outcomes |= theirs
+        return outcomes
+
+    def _whole(self, weight: ShardedParameter, values: Tensor) -> Tensor:
+        """The tensor-parallel slice, of which this process holds ``values``, in a new tensor; a collective over those that hold the rest."""
+        mesh = self.compute.mesh
+        shape = weight.placement.local(mesh.tp)
+        values = values.detach().to(self.compute.device).flatten()
+        if weight.replicas.size == mesh.dp.size:
+            return values.clone().view(shape)
+        out = torch.zeros(math.prod(shape), device=self.compute.device)
+        out[weight.begin : weight.begin + weight.count] = values
+        return all_reduce(out, mesh.shard).view(shape)
+
+
+def plain_attention() -> AbstractContextManager[None]:
+    """Inside this context, attention is plain matrix products."""
+    return sdpa_kernel([SDPBackend.MATH])
+
+
+def _bytes(settings: EngineSettings, model: ModelConfig, size: int, length: int) -> float:
+    """Bytes, about, of the plain way with micro-batches of ``size`` x ``length``: state, scores and other activations in fp32."""
+    layers, stages = model.layers, settings.parallel.pipeline
+    activations = size * layers * (12 * model.heads * length**2 + 100 * length * model.hidden) / stages
+    return (16 * count.parameters(model) + activations) / settings.parallel.tensor
+
+
+def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False) -> Measured:
+    """Two steps of a fresh engine; ``plain``: those that others are compared with, whose updates are not made again."""
+    state, mesh, weights = engine.state, engine.mesh, engine.weights
+    before = of_weights(state, weights, mesh)
+    initial = {f"initial {name}": values for name, values in before.items()}
+    kept, outcomes = [] if plain else [*_copies(engine)], dict[str, Sample]()
+    scalars, gradients = list[dict[str, Sample]](), list[dict[str, Any]]()
+
+    def record(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        scale = getattr(optimizer, "grad_scale", 1.0)  # as torch.amp has it; a library scales gradients itself
+        for weight in weights:
+            gradient = state.gradient(weight)
+            if gradient is not None:
+                held = state.local_part(weight)
+                applied = gradient.detach().flatten()[: held.count] / scale
+                gradients[-1][weight.name] = sample_of(held, applied, mesh) if plain else applied
+
+    hook = engine.optimizer.register_step_pre_hook(record)
+    for number in (1, 2):
+        gradients.append({})
+        result = engine.train_step(batches, LR, number - 1)
+        numbers = {what: torch.tensor(result.numbers[what], dtype=torch.float64) for what in ("loss", "grad_norm")}
+        scalars.append({f"{what} of step {number}": sample(value) for what, value in numbers.items()})
+        if not plain:
+            outcomes |= of_update(number, before, state, weights, mesh) | of_matrices(number, state, weights)
+            before = of_weights(state, weights, mesh)
+    hook.remove()
+    first = gradients[0]
+    applied = (
+        first if plain else {held.name: sample_of(held, first[held.name], mesh) for held in kept if held.name in first}
+    )
+    first_step = scalars[0] | initial | {f"gradient of {name}": values for name, values in applied.items()}
+    return Measured(first_step, scalars[1], outcomes, kept, [] if plain else gradients)
+
+
+def _copies(engine: BaseEngine) -> Iterator[ShardedParameter]:
+    """The weights as this process holds them, with copies of their values, without padding."""
+    for weight in engine.weights:
+        held, values = engine.state.local_part(weight), engine.state.values(weight)
+        values = values if held.values is None else values.flatten()[: held.count]
+        yield replace(held, parameter=nn.Parameter(values.clone()), values=None)

@@ -233,7 +233,7 @@ TOGETHER = (
     "test_chat_template",
     "test_examples",
     "test_shadows",
-    "test_proof",
+    "test_self_check",
     "test_python_arguments",
 )
 """Files of which one worker runs all tests: what these share takes long to make or to import."""

@@ -1,9 +1,11 @@
 """The job that this process is part of, and jobs as their schedulers show them; no scheduler is known here."""
 
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+SHOWN_HOSTS = 8  # in a line of the log
 WAITING = frozenset(
     ["PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"]
 )
@@ -28,6 +30,14 @@ class JobIdentity:
     """The node of this process, by its name in the scheduler; empty if unknown."""
     deadline: float | None = None
     """When its time limit ends it, in seconds since 1970; None without a limit, or if unknown."""
+
+    def __str__(self) -> str:
+        """As the log names it: job 12 of Slurm, start 2, on node1, node2, until 2026-11-27 14:03."""
+        start = f", start {self.restart + 1}" if self.restart else ""
+        nodes = f", on {', '.join(self.hosts[:SHOWN_HOSTS])}" if self.hosts else ""
+        more = f" and {len(self.hosts) - SHOWN_HOSTS} more" if len(self.hosts) > SHOWN_HOSTS else ""
+        until = time.strftime(", until %Y-%m-%d %H:%M", time.localtime(self.deadline)) if self.deadline else ""
+        return f"job {self.id} of {self.scheduler}{start}{nodes}{more}{until}"
 
 
 class Job:

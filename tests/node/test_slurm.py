@@ -36,4 +36,5 @@ def test_a_job_is_named_as_squeue_names_it():
 def test_a_job_has_its_nodes_and_the_end_of_its_time():
     job = identity(BATCH | {"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_END_TIME": "1780000000"})
     assert (job.hosts, job.deadline) == (("gpu07", "gpu08"), 1780000000.0)
+    assert str(job).startswith("job 7 of Slurm, on gpu07, gpu08, until 2026-0")
     assert (identity(BATCH).hosts, identity(BATCH).deadline) == ((), None)

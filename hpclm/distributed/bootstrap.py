@@ -72,6 +72,7 @@ def marker(world: World, env: Env = os.environ) -> dict[str, str]:
 def _torchrun(env: Env) -> World:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = _values("torchrun", env, int, *names)
+    # torchrun keeps its id over restarts of the ranks, whose keys in the store must not be taken for this start's
     run_id = f"{env['TORCHELASTIC_RUN_ID']}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     launcher = "local" if env.get("HPCLM_LAUNCHER") == "local" else "torchrun"  # hpclm's own, on one machine
     return World(launcher, rank, size, local_rank, local_size, run_id, master=env.get("MASTER_ADDR", ""))

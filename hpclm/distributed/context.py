@@ -78,6 +78,7 @@ class DistributedContext:
         self.hosts = tuple({info.node: info.host for info in ranks}.values())
         """The host name of every node, in the order of ranks; several nodes may have the same one."""
         me = ranks[world.rank]
+        # by the process table, not the host's name: containers and cloned machines may share one
         self.first_on_node = next(info.rank for info in ranks if info.process_table == me.process_table)
         """The lowest rank of this rank's node."""
         self._store = store
@@ -273,6 +274,7 @@ class DistributedContext:
         heart, shutdown = self.watchdog.heartbeat, self.watchdog.shutdown
         assert heart is not None
         code, text = described(error)
+        # redacted, because a traceback may show a token, and every rank and the log get this text
         observed = Failure(self.rank, "raised", code, failure.shortened(secrets.Redactor()(text)))
         if failure.lost_a_peer(error) and self.watchdog.watches:
             if heart.failure is None:
@@ -290,6 +292,7 @@ class DistributedContext:
             first = failure.publish(heart.store, observed, self.size)
         except RuntimeError:
             first = observed
+        # of the first failure, which may be another rank's: what follows from it would mislead
         text = first.describe(self.ranks)
         restart.note(code, text)
         shutdown.log_failure(text, heart.store)

@@ -82,6 +82,7 @@ def parse(value: Any, size: int) -> Failure | None:
 
 def shortened(text: str) -> str:
     """``text``, or its beginning and end if it is very long."""
+    # a traceback's beginning says where, its end says what
     half = MAX_TEXT_CHARACTERS // 2
     return text if len(text) <= MAX_TEXT_CHARACTERS else f"{text[:half]}\n[...]\n{text[-half:]}"
 

@@ -77,6 +77,7 @@ class Heartbeat:
         """Read the first ``size`` ranks' heartbeats; what is none does not count. True once that is done."""
         like = asdict(self.progress())
         for rank, beat in enumerate(self.store.get_all([rank_key("heartbeat", rank) for rank in range(size)]) or []):
+            # without a secret anyone may write here, and RankState(**beat) must not raise
             if _same_shape(beat, like):
                 self.received[rank] = RankState(**beat)
         return True
@@ -102,6 +103,7 @@ class Heartbeat:
         if self._called is None:
             self._called = now
             self.store.set(rank_key("present", self.me.rank), True)
+        # another rank only steps in when the one with the symptom does not, so that one of them decides
         if now - self._called < (ROLL_CALL if symptom.rank == self.me.rank else 2 * ROLL_CALL):
             return None
         gone = [

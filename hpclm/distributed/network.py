@@ -44,6 +44,7 @@ class StoreCall(threading.Thread):
 def candidates(seed: str) -> list[int]:
     """Ports to try one after another: the same on every host for the same ``seed``."""
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "big")
+    # drawn from what all ranks know, so that they agree on the ports without talking to each other
     return random.Random(number).sample(PORTS, CANDIDATES)
 
 
@@ -125,6 +126,7 @@ def own_address(host: str) -> str:
 def address_towards(host: str) -> str:
     """This machine's address on the route to ``host``; nothing is sent. Empty without a route."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # a datagram socket's connect() only looks up the route
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
     return ""

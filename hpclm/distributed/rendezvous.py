@@ -239,6 +239,7 @@ def _mpi(world: World) -> Any:
 
 def _register(store: SignedStore, me: RankInfo, world: World, seconds: float) -> tuple[RankInfo, ...]:
     """Register this rank, and wait until rank 0 lists all ranks, or refuses the run."""
+    # put, not set: of two processes with one rank, each sees which came first
     first = _info(store.put(rank_key("rank", me.rank), asdict(me)))
     if first != me:
         _refuse(store, ConfigError(f"two processes are rank {me.rank}: {first} and {me}; start each rank once"))
@@ -283,6 +284,7 @@ def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> N
         return
     ranks = [*map(_info, entries)]
     for info in ranks:
+        # said here with both numbers: the group's own start would only wait until its time limit
         if info.size != me.size:
             text = f"the processes disagree: {me} is one of {me.size}, {info} one of {info.size}; start them together"
         elif info.version != me.version:

@@ -95,6 +95,7 @@ class Shutdown:
         with suppress(OSError, ValueError):  # the launcher, which read them, may be gone
             sys.stdout.flush()
             sys.stderr.flush()
+        # not sys.exit: the interpreter would wait for the main thread, which may hang in a collective
         os._exit(code)
 
 
@@ -108,7 +109,9 @@ def exit_after(seconds: float, code: int) -> None:
 def _append_once(path: Path, text: str) -> bool:
     """Append a line to the log, unless another rank did; whether this one did."""
     entry = plain(text).encode(errors="backslashreplace")
+    # no link: one in place of the log could lead anywhere
     handle = files.opened(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
+    # of the ranks that all find rank 0 dead, the first one writes
     with files.locked(path), os.fdopen(handle, "ab+") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
         if entry in file.read():

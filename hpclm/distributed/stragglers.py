@@ -62,6 +62,7 @@ class WorkTimer:
     def _running(self) -> float:
         """Seconds that the main thread was running or could run; on a GPU only the latter; 0 if unknown."""
         with suppress(OSError, ValueError):
+            # the kernel counts, so that a step pays for two small reads and for no profiler
             text = Path(f"/proc/self/task/{threading.main_thread().native_id}/schedstat").read_text()
             running, ready, _ = map(int, text.split())
             return (ready if self.on_gpu else ready + running) / 1e9

@@ -119,6 +119,7 @@ class Watchdog:
         faulthandler.unregister(signal.SIGQUIT)
         for thread in (self._thread, self._call):
             if thread is not None:
+                # with a limit: the thread may be in a call to a store that never answers
                 thread.join(4 * TURN)
 
     @property
@@ -265,12 +266,14 @@ class Watchdog:
         if not self.limit or self.leaving:
             return
         for rank, state in states.items():
+            # silence alone may be a process that is stopped or swapped out; a host that does not answer is gone
             if state.silent > SILENCE and self._unreachable(rank):
                 info = self.ranks[rank]
                 text = f"{info} was lost: no heartbeat for {state.silent:.0f} s, and its host does not answer"
                 trouble = self.job.troubles([info.host], seconds=2.0)
                 says = f". {self.job.scheduler} says that "
                 self._fail(Failure(rank, "lost", self.lost_code, says.join([text, *trouble])))
+        # one judge, so that ranks do not report different culprits
         if self.me.rank and states.get(0, RankState()).silent <= self.limit:
             return  # rank 0 judges
         late = all(state.idle > state.patience for state in states.values())
@@ -286,6 +289,7 @@ class Watchdog:
             before, moment = self._heard.get(rank, (None, self.now))
             self._heard[rank] = beat, moment if beat == before else self.now
             silent = self.now - self._heard[rank][1]
+            # heartbeats come once a second, and one of them may be late
             if silent > 2 * PAUSED:
                 stopped = self.ranks[rank] in self.neighbours and processes.stopped(self.ranks[rank].pid)
                 beat = replace(beat, silent=silent, idle=beat.idle + silent, stopped=stopped)

@@ -79,6 +79,7 @@ class BaseEngine:
         self.optimizer, self.state, self.exchange = optimizer_for(self.weights, config, mesh)
         limit = config.optim.qk_clip
         self.qk_clip = limit and QKClip(self.model_stacks, self.weights, mesh, limit)
+        # a run that saves nothing may keep what it likes
         self._state_checked = not config.saves
         self.timers = Timers(device, config.timers)
         self.scale = LossScale.first(config.scaler) if model.dtype == torch.float16 else None
@@ -184,6 +185,7 @@ class BaseEngine:
         seed_step(config.seed, step, mesh.world.rank)
         self.model.train()
         for group in self.optimizer.param_groups:
+            # set in every step: the rate is a function of the step, and so no state that a checkpoint could have
             group["lr"] = lr * group.get("factor", 1.0)
         self.guard.lr, self.reported = lr, {}
         if self.qk_clip:
@@ -240,6 +242,7 @@ class BaseEngine:
     def save_plan(self) -> SavePlan:
         """What this process saves and reads."""
         local_parts = [self.state.local_part(weight) for weight in self.weights]
+        # of the fp32 weight, and of what the optimizer keeps beside it
         bytes_each = 4 + OPTIMIZERS[self.config.optim.name].bytes_per_parameter(self.config.optim)
         return SavePlan.among(local_parts, self.mesh, self.config.file_mb, bytes_each)
 

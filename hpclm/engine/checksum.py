@@ -40,6 +40,7 @@ def pieces(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     small: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         bits = tensor.detach().view(-1).view(torch.int32)
+        # 64-bit words need an even number of 32-bit ones, the first of them at a multiple of 8 bytes
         even = len(bits) // 2 * 2 if len(bits) >= MIN_PIECE_VALUES and bits.storage_offset() % 2 == 0 else 0
         if even:
             divided.append([bits[:even].view(torch.int64)])

@@ -72,6 +72,7 @@ class FSDP2Engine(BaseEngine):
         if engine.compile:
             model.compile_blocks()
         shard(model, reshard_after_forward=False)  # its backward pass starts with the layers its forward pass ends with
+        # sharded while it is on the meta device, so that no GPU ever has the whole model
         allocate(model, device)
         for group in groups(model):
             # the token weights divide by the tokens of the whole step
@@ -146,6 +147,7 @@ def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh) -> tuple[DTenso
     rows_here = nn.Parameter(
         weight.to_local().detach()
     )  # the same memory, without DTensor's overhead on every operation
+    # fully_shard gives each rank ceil(rows / ranks) rows, the last ones what is left, perhaps none
     size, per_rank = rows * prod(row), -(-rows // mesh.shard.size) * prod(row)
 
     def local_range(rank: int) -> tuple[int, int]:

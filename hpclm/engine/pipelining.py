@@ -105,6 +105,7 @@ class PipeliningEngine(BaseEngine):
         self.micro_batches = inputs.batches
         numbers = torch.arange(len(inputs.batches))
         losses: list[Tensor] = []
+        # PyTorch's schedule takes one batch, and divides it into micro-batches again
         tokens = [torch.cat([batch.tokens for batch in inputs.batches])] if self.mesh.pp.first else []
         last = dict(target=numbers, losses=losses) if self.mesh.pp.last else {}
         with self.timers(self.backward_timer):

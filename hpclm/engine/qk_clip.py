@@ -46,6 +46,7 @@ class QKClip:
         # over all replicas: by scores of its own, each would scale its copy of a weight differently
         largest = all_reduce_max(self.largest, self.mesh.dp)
         by_key = largest.unflatten(1, (-1, self.per_group)).amax(2)
+        # the root, since queries and keys are both scaled: their product falls by tau / S
         factors = torch.where((by_key > self.limit) & (skipped == 0), (self.limit / by_key).sqrt(), 1.0)
         rows = torch.cat(
             # the rows of a group's queries and of its key; values are not part of a score

@@ -107,6 +107,7 @@ class ShardedBucket(Bucket):
         super().__init__([p for p, _ in parameters], mesh.dp, [0, *accumulate(sizes[:-1])], share * axis.size)
         self.weights = self.buffer.new_zeros(len(self.buffer), dtype=parameters[0][1].dtype)
         self.masters = self.weights[self.begin : self.end]
+        # fp32 weights of this shard only: those of the others exist in the compute type alone
         if self.weights.dtype != torch.float32:
             self.masters = self.buffer.new_zeros(share)
         self._adopt(parameters)

@@ -78,6 +78,7 @@ class TrainingState:
         for name, parameter, declared in owners:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensor = declared.get(key)
+                # saved once for all weights, as optimizer_steps
                 if key == "step" and is_count(value):
                     continue
                 if tensor is None or not is_like(value, parameter.shape if tensor.where == "weight" else tensor.shape):

@@ -66,6 +66,7 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
 
 def seeds(seed: int, step: int, count: int, mesh: Mesh) -> list[int]:
     """The seed of each of this replica's ``count`` micro-batches, independent of the number of replicas."""
+    # by the micro-batch's place in the global batch, which another number of replicas does not change
     return [mix_seed(seed, step, number * mesh.replicas + mesh.replica) for number in range(count)]
 
 

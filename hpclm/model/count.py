@@ -86,6 +86,7 @@ def recompute_flops(config: ModelConfig, recompute: str) -> float:
 def loss_chunk(tokens: int, vocab: int, memory: float) -> int:
     """Tokens of a micro-batch of ``tokens`` whose logits are computed at a time, without engine.loss_chunk, on a GPU with ``memory`` bytes, which has ``vocab`` entries of
     the vocabulary: equal chunks if possible, so that compiled code sees one shape."""
+    # by a threshold: a fraction of the memory would give two GPUs of one kind other chunks, and so other sums
     room = ROOM if memory >= LARGE_GPU_BYTES else 0
     largest = max(CHUNK, room // (PER_LOGIT * vocab))
     fewest = max(1, -(-tokens // largest))

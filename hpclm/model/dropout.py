@@ -106,6 +106,7 @@ def dropout(
         rows = part.places[rank * len(x) : (rank + 1) * len(x), None, None]
         index = rows * x[0].numel() + torch.arange(x[0].numel(), device=x.device).view(x[0].shape)
     drawn, _ = philox(index & WORD, (keys[site] >> 32) & WORD ^ (index >> 32), keys[site] & WORD)
+    # compared as integers: every device keeps the same values, to the last bit of the probability
     keep = drawn >= int(probability * (1 << 32))
     return torch.where(keep, x * (1 / (1 - probability)), 0.0)
 

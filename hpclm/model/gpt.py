@@ -148,6 +148,7 @@ def _seeded(module: Callable[..., nn.Module], seed: int, **kwargs: Any) -> nn.Mo
 
 def _own_seeded(module: Callable[..., nn.Module], seed: int, **kwargs: Any) -> nn.Module:
     """As _seeded, for a user-defined block, which may have modules of PyTorch, such as nn.Linear, that ask for no generator."""
+    # only the CPU's generator: modules are built there
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _seeded(module, seed, **kwargs)

@@ -32,6 +32,7 @@ class InitSpec:
     @classmethod
     def normal(cls, placement: Placement, std: float, generator: torch.Generator) -> "InitSpec":
         """N(0, std), with a seed taken from ``generator``."""
+        # 62 random bits, so that the seeds of two weights' bands, which count up from here, do not meet
         return cls(placement, std=std, seed=int(torch.randint(1 << 62, (), generator=generator, device="cpu")))
 
     def parameter(self, tp: Axis, device: torch.device | None = None, data_rank: int = 0) -> nn.Parameter:

@@ -96,6 +96,7 @@ class Norm(TensorParallelModule):
         weight = self.replicated(self.weight).to(x.dtype)
         bias = None if self.bias is None else self.replicated(self.bias).to(x.dtype)
         terms = (weight, bias) if self.biased else (weight,)
+        # apex's kernels take no norm without its bias, and no tensor on a CPU
         if self.fused and x.is_cuda and all(term is not None for term in terms):
             return self.fused(x, *terms, weight.shape, self.eps)
         y: Tensor = getattr(F, self.norm)(x, weight.shape, *terms, self.eps)

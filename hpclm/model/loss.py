@@ -161,6 +161,7 @@ class _ChunkedLoss(torch.autograd.Function):
             gradients = d_hidden, unfilled(d_weight) if ctx.needs_input_grad[1] else None
         elif ctx.how == "unscaled":
             gradients = d_hidden, d_weight
+        # not in place: the schedule's second backward pass needs them as they are
         elif ctx.how == "twice":
             gradients = d_hidden * factor.to(d_hidden.dtype), d_weight * factor
         else:
@@ -217,6 +218,7 @@ class TokenLoss:
                     penalties.append,
                 ),
             )
+            # every tensor-parallel rank has the same sum, and the engine adds up what all ranks report
             return total, {"z_loss": torch.stack(penalties).sum() / head.tp.size} if penalties else {}
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):

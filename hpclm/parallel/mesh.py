@@ -158,6 +158,7 @@ def _axis(
     """
     mine = next((tuple(ranks) for ranks in members if rank in ranks), (rank,))
     if len(mine) > 1 and mine not in groups:
+        # a second group of all ranks would connect each of them with all others again
         groups[mine] = dist.group.WORLD if len(mine) == size else _new_group(mine, limit, backend)
     return Axis(len(mine), mine.index(rank), groups.get(mine), mine, _name(groups.get(mine)), backend, limit)
 

@@ -57,12 +57,14 @@ def choose(
     asked, flash = model.attention, newest_flash(model, capability, installed)
     if asked == "math":
         return Choice((MATH,))
+    # FlashAttention 2 and cuDNN's kernels need Ampere
     if capability < (8, 0):
         too_old = f"model.attention={asked}: this GPU is too old for it" if asked in ("cudnn", "flash") else None
         return Choice((EFFICIENT, MATH), too_old)
     wrong = refused(model, cudnn)
     if asked == "cudnn":
         return Choice(CUDNN_FIRST, wrong and f"model.attention=cudnn: {wrong}", flash)
+    # cuDNN's kernels are the faster ones only from Hopper on
     if asked == "flash" or capability < (9, 0):
         return Choice(FLASH_FIRST, flash=flash)
     if wrong:

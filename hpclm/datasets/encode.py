@@ -165,13 +165,13 @@ def _conversation(line: bytes, job: Job, chat: Chat) -> Conversation | None:
 def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> list[Column]:
     """The tokens of conversations, and their loss mask."""
     longest = chat.context + 1
-    long = sum(len(each[0]) > longest for each in given if each)
+    long = sum(len(conversation[0]) > longest for conversation in given if conversation)
     if chat.too_long == "drop":
-        given = [each for each in given if each and len(each[0]) <= longest]
-    endless = sum(not each.ends for each in given if each)
-    ends = frozenset[str]().union(*(each.ends for each in given if each))
-    spanning = sum(each.spanning for each in given if each)
-    pairs = [(each.tokens[:longest], each.counts[:longest]) for each in filter(None, given)]
+        given = [conversation for conversation in given if conversation and len(conversation[0]) <= longest]
+    endless = sum(not conversation.ends for conversation in given if conversation)
+    ends = frozenset[str]().union(*(conversation.ends for conversation in given if conversation))
+    spanning = sum(conversation.spanning for conversation in given if conversation)
+    pairs = [(conversation.tokens[:longest], conversation.counts[:longest]) for conversation in filter(None, given)]
     kept = [pair for pair in pairs if pair[1][1:].any()]  # nothing predicts the first token
     dropped = len(pairs) - len(kept) + (long if chat.too_long == "drop" else 0)
     cut = 0 if chat.too_long == "drop" else long

@@ -44,7 +44,7 @@ def write_part(request: Request) -> bool:
         log.info("part %d of %d exists already", part, parts)
     else:
         write(corpus, request, prefixes[part], request.share, {"job": job})
-    if all(_complete(each, job) for each in prefixes):
+    if all(_complete(prefix, job) for prefix in prefixes):
         with locked(folder):  # if two processes see all parts, one of them joins
             if not _joined(folder, request):
                 _join(prefixes, request)

@@ -98,9 +98,9 @@ class Completer:
 
     def _stops(self, ids: list[int], new: list[int], stop: tuple[str, ...]) -> bool:
         """Whether the end of ``new`` has a stop string; only the tokens that could hold it are decoded."""
-        tail = max(len(each.encode()) for each in stop) + SPARE
+        tail = max(len(end.encode()) for end in stop) + SPARE
         text = self._text(ids, new) if len(new) <= tail else self.text.decode(new[-tail:])
-        return any(each in text for each in stop) and any(each in self._text(ids, new) for each in stop)
+        return any(end in text for end in stop) and any(end in self._text(ids, new) for end in stop)
 
 
 def samples(run: Path, prompt: str, most: int) -> dict[int, str]:

@@ -55,7 +55,7 @@ def safe_env(base: Mapping[str, str] = os.environ, needs: Sequence[str] = ()) ->
     a module that it or the run ``needs`` is there only.
     """
     folders = [] if shipped.installed() else [str(shipped.PACKAGE.parent)]
-    folders += [each for each in base.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *folders)]
+    folders += [folder for folder in base.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", *folders)]
     path = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
     env = {**base, **path, "PYTHONSAFEPATH": "1"}
     if USER_SITE not in env and not _only_in_user_site(("hpclm", *shadows.REQUIRED, *needs), env):

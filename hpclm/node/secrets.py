@@ -70,7 +70,7 @@ class Redactor:
 def problems(settings: Mapping[str, Any], env: Env = os.environ) -> list[str]:
     """Problems of nested ``settings`` that contain a secret; they must not, since a run writes its settings to a file."""
     held = {name: Redactor({name: value}) for name, value in env.items()}
-    found = []
+    secret_settings = []
     for key, text in _leaves(settings):
         section, name = key.rpartition(".")[::2]
         hook = section == "job.notify" and text.startswith(("http:", "https:"))
@@ -88,8 +88,10 @@ def problems(settings: Mapping[str, Any], env: Env = os.environ) -> list[str]:
                 way_out = way_out.removeprefix("remove it, and ") + ", and give its name: job.notify=[$TEAM_HOOK]"
             elif section == "job.setup":
                 way_out += " (the job inherits it), or let the command read it from a file: export NAME=$(cat FILE)"
-            found.append(f"{key} contains {inside[0]}, and a run's settings are written to its config.yaml; {way_out}")
-    return found
+            secret_settings.append(
+                f"{key} contains {inside[0]}, and a run's settings are written to its config.yaml; {way_out}"
+            )
+    return secret_settings
 
 
 def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

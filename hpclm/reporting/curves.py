@@ -109,11 +109,13 @@ def charts(runs: Runs) -> list[Chart]:
 def ceiling(runs: Runs) -> float:
     """The loss above which none is healthy: a little more than what most runs began with, or usually have."""
     losses = [_finite(history.steps["loss"]) for history in runs.values()]
-    known = [each for each in losses if len(each)]
-    if not known:
+    finite = [run_losses for run_losses in losses if len(run_losses)]
+    if not finite:
         return math.inf
-    usual = [float(np.partition(each, (len(each) - 1) // 2)[(len(each) - 1) // 2]) for each in known]
-    return 1.1 * max(median_low([float(each[:3].max()) for each in known]), median_low(usual))
+    usual = [
+        float(np.partition(run_losses, (len(run_losses) - 1) // 2)[(len(run_losses) - 1) // 2]) for run_losses in finite
+    ]
+    return 1.1 * max(median_low([float(run_losses[:3].max()) for run_losses in finite]), median_low(usual))
 
 
 def diverged(history: History, limit: float) -> int | None:
@@ -205,8 +207,8 @@ def _increasing(steps: Array) -> bool:
 def _range(key: str, bands: Sequence[tuple[Array, ...]], limit: float) -> tuple[float, float]:
     """The lowest and highest value of an axis; of losses at most ``limit``, and without their steep start."""
     skip = STEEP if key.endswith("loss") else 0
-    shown = [each[int(skip * len(each)) :] for _, *band in bands for each in band]
-    values = np.concatenate([each[np.isfinite(each)] for each in shown])
+    shown = [line[int(skip * len(line)) :] for _, *band in bands for line in band]
+    values = np.concatenate([line[np.isfinite(line)] for line in shown])
     if key == "grad_norm":
         values = values[values > 0]
         limit = USUAL_MAXIMA * median_low([float(np.nanmax(mean)) for _, mean, *_ in bands if np.isfinite(mean).any()])

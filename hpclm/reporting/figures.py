@@ -90,7 +90,10 @@ def _chart(chart: Chart, names: Sequence[str] | None) -> "Figure":
         label = curve.name if curve.name in colours and len(chart.curves) > 1 else None
         if chart.group > 1 and curve.name in colours:
             axes.fill_between(
-                *(each[: curve.kept] for each in (curve.steps, curve.low, curve.high)), color=colour, alpha=0.15, lw=0
+                *(values[: curve.kept] for values in (curve.steps, curve.low, curve.high)),
+                color=colour,
+                alpha=0.15,
+                lw=0,
             )
         axes.plot(*curve.line, "o-" if curve.dots else "-", ms=3, color=colour, lw=1.4, label=label)
         if curve.left:

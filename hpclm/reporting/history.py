@@ -286,20 +286,20 @@ def _attempts(out: Path, signs: list[_Signs]) -> Iterator[Attempt]:
     begun = [row for row in _known(lambda: list(attempts.stream(out))) or [] if moment(row["time"])]
     end_of = {row["attempt"]: row for row in _known(lambda: list(attempts.stream_ends(out))) or []}
     submitted = {
-        each.job_id: when for each in _known(lambda: submissions.read(out)) or [] if (when := moment(each.time))
+        part.job_id: when for part in _known(lambda: submissions.read(out)) or [] if (when := moment(part.time))
     }
     bounds = [*map(_started, begun), float("inf")]
     before: Attempt | None = None
     for number, (row, (entry, until)) in enumerate(zip(begun, pairwise(bounds), strict=True), 1):
         after = begun[number] if number < len(begun) else {}
         end = end_of.get(number, {})
-        own = [each.between(entry, until) for each in signs]
-        alive = [float(each.times[-1]) for each in own if len(each.times)]
+        parts = [part.between(entry, until) for part in signs]
+        alive = [float(part.times[-1]) for part in parts if len(part.times)]
         finish = max(moment(row["time"]) or 0.0, moment(end.get("time") or "") or 0.0, *alive)
         first = row.get("from_step") or 0
-        last = max(int(np.fmax.reduce(each.steps, initial=first)) for each in own)
+        last = max(int(np.fmax.reduce(part.steps, initial=first)) for part in parts)
         saved = min(last, after.get("from_step") or 0) if after else last
-        training, lost = (min(each.first_after(step, finish) for each in own) for step in (-1, saved))
+        training, lost = (min(part.first_after(step, finish) for part in parts) for step in (-1, saved))
         queued, job = entry, row.get("job_id")
         requeued = before is not None and job is not None and job == before.row.get("job_id")
         if str(job) in submitted or requeued:  # otherwise nothing says that it was in a queue

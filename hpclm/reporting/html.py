@@ -99,8 +99,8 @@ def document(title: str, body: Sequence[str], data: Sequence[str], scripts: Sequ
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{text(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
             *body,
-            *(f'<script type="application/json">{each}</script>' for each in data),
-            *(f"<script>{each}</script>" for each in scripts),
+            *(f'<script type="application/json">{content}</script>' for content in data),
+            *(f"<script>{content}</script>" for content in scripts),
             "</body>\n</html>\n",
         ]
     )

@@ -94,7 +94,7 @@ def log_ticks(bottom: float, top: float) -> list[float]:
 def _draw(plot: "figure", curve: Curve, colour: str | None, band: bool) -> None:
     shade, alpha = (colour, 1.0) if colour else (INK, 0.4)
     if band and colour:
-        plot.varea(*(each[: curve.kept] for each in (curve.steps, curve.low, curve.high)), color=shade, alpha=0.15)
+        plot.varea(*(values[: curve.kept] for values in (curve.steps, curve.low, curve.high)), color=shade, alpha=0.15)
     plot.line(*curve.line, color=shade, alpha=alpha, width=1.8)
     if curve.dots:
         plot.scatter(curve.steps[: curve.kept], curve.mean[: curve.kept], color=shade, alpha=alpha, size=5)

@@ -65,8 +65,8 @@ def changed(used: Settings) -> dict[str, Any]:
 
 def differing(by_run: Mapping[str, Settings]) -> dict[str, dict[str, Any]]:
     """Setting -> run -> value, of the settings in which runs differ."""
-    keys = dict.fromkeys(key for each in by_run.values() for key in each)
-    rows = {key: {name: each[key] for name, each in by_run.items() if key in each} for key in keys}
+    keys = dict.fromkeys(key for settings in by_run.values() for key in settings)
+    rows = {key: {name: settings[key] for name, settings in by_run.items() if key in settings} for key in keys}
     return {key: row for key, row in rows.items() if len({str(value) for value in row.values()}) > 1}
 
 
@@ -76,7 +76,7 @@ def facts(history: History, used: Settings) -> dict[str, str]:
     model: ModelConfig | None = None
     with suppress(ConfigError):
         model = compose.of_run(history.out, []).model
-    told = {
+    titled = {
         "model": _model(model) if model else "",
         "tokens": _tokens(history, model) if model else "",
         "data": _data(used),
@@ -86,7 +86,7 @@ def facts(history: History, used: Settings) -> dict[str, str]:
         "versions": _versions(row),
         "hardware": "; ".join(_hardware(row, history.out / "preflight.json")),
     }
-    return {title: text for title, text in told.items() if text}
+    return {title: text for title, text in titled.items() if text}
 
 
 def _model(model: ModelConfig) -> str:

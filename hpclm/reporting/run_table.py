@@ -165,13 +165,13 @@ def _widths(table: Sequence[Sequence[str]], width: int) -> dict[str, int]:
     whole = {column[0]: max(map(terminal.width, column)) for column in zip(*table, strict=True)}
     widths, room = {}, width + GAP
     for name in WORTH:
-        least = min(whole.get(name, 0), NARROWEST.get(name, width))
-        if least and least + GAP <= room:
-            widths[name] = least
-            room -= least + GAP
-    for name, most in ((NOTES, room // 2), (CURVE, room), (NOTES, room)):
+        narrowest = min(whole.get(name, 0), NARROWEST.get(name, width))
+        if narrowest and narrowest + GAP <= room:
+            widths[name] = narrowest
+            room -= narrowest + GAP
+    for name, widest in ((NOTES, room // 2), (CURVE, room), (NOTES, room)):
         if name in widths:
-            more = min(whole[name] - widths[name], most, room)
+            more = min(whole[name] - widths[name], widest, room)
             widths[name] += more
             room -= more
     return widths

@@ -44,7 +44,7 @@ def bars(history: History) -> str:
     for attempt in history.attempts:
         pieces = []
         for phase in attempt.phases:
-            left, width = (100 * each / wall for each in (phase.begin - history.attempts[0].begin, phase.seconds))
+            left, width = (100 * seconds / wall for seconds in (phase.begin - history.attempts[0].begin, phase.seconds))
             style = f"left:{left:.2f}%;width:{width:.2f}%;background:{COLOURS[phase.kind]}"
             pieces.append(f'<i class="{phase.kind}" style="{style}" title="{phase.kind} {span(phase.seconds)}"></i>')
         ended = text(attempt.ended or "still running, or no message yet")

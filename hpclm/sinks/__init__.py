@@ -55,8 +55,8 @@ class Sink(Protocol):
 def lookup(name: str) -> type[Sink]:
     """The class of the sink ``name``; ConfigError if there is none, or if its library is missing."""
     methods = registry.class_check("send", "close", made_with=["run"])
-    found: type[Sink] = registry.lookup("sink", name, SINKS, methods)
-    return found
+    kind: type[Sink] = registry.lookup("sink", name, SINKS, methods)
+    return kind
 
 
 def figures(row: Row) -> dict[str, float]:

@@ -119,9 +119,9 @@ def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int, senten
 
     Decoding restores the text: no normalisation, and byte fallback. The lines are in memory. ConfigError if it cannot be trained.
     """
-    for option, number, least in (("--vocab-size", vocab_size, 1), ("--sentences", sentences, MIN_SAMPLED_LINES)):
-        if not least <= number <= MAX_OPTION_VALUE:
-            raise ConfigError(f"{option} {number} must be from {least} to {MAX_OPTION_VALUE} for sentencepiece")
+    for option, number, smallest in (("--vocab-size", vocab_size, 1), ("--sentences", sentences, MIN_SAMPLED_LINES)):
+        if not smallest <= number <= MAX_OPTION_VALUE:
+            raise ConfigError(f"{option} {number} must be from {smallest} to {MAX_OPTION_VALUE} for sentencepiece")
     with extras.needed_for("a sentencepiece tokenizer"):
         from sentencepiece import SentencePieceTrainer, set_random_generator_seed
 

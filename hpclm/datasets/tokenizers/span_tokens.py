@@ -88,7 +88,7 @@ def _in_pieces(
 def _after(model: Any, others: Sequence[str], text: str) -> list[int] | None:
     """The ids of ``text`` after the first of ``others`` on which they do not depend; None if there is none."""
     for before in others:
-        given, whole = (model.encode(each, add_special_tokens=False).ids for each in (before, before + text))
+        given, whole = (model.encode(part, add_special_tokens=False).ids for part in (before, before + text))
         if whole[: len(given)] == given:
             return list(whole[len(given) :])
     return None

@@ -86,6 +86,7 @@ def write_stacks(folder: Path, me: RankInfo, state: RankState) -> None:
 
 def culprits(states: Mapping[int, RankState]) -> list[int]:
     """The ranks that block the others, as far as is known."""
+    # a rank that sends no heartbeats cannot even say what it waits in: it comes before all that can
     silent = [rank for rank, state in states.items() if state.silent]
     if silent:
         return sorted(silent)

@@ -226,6 +226,7 @@ class Watchdog:
         elif heart and heart.failure:
             self._exit(heart.failure, heart.store)
         elif heart and heart.lost:
+            # the store is rank 0's, so without it rank 0 is gone
             self._exit(Failure(0, "killed", self.lost_code))
 
     def _fail(self, cause: Failure) -> None:

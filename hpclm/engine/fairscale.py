@@ -145,6 +145,7 @@ def modernise() -> None:
     def scatter(out: Tensor, x: Tensor, group: Any) -> None:
         scatter_into(out, x.flatten(), group=group)
 
+    # in its modules only: others in this process see PyTorch as it is
     library.dist = buckets.dist = PatchedModule(dist, _all_gather_base=gather, _reduce_scatter_base=scatter)
     with warnings.catch_warnings():  # PyTorch warns once per process; the library cannot avoid the call
         warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)

@@ -39,6 +39,7 @@ class SavePlan:
     ) -> "SavePlan":
         """The plan for ``weights``. What all tensor-parallel ranks hold, they save together too. Only so many processes take part
         that each has ``least_mb`` MB or more. ``bytes_each``: of a value of a weight, with the optimizer's state."""
+        # MB over bytes gives millions of values
         least_millions = least_mb / bytes_each
         tp = mesh.tp
         saved: list[Span] = [(0, 0)] * len(weights)

@@ -52,6 +52,7 @@ class KeyValueCache:
         self._scaled_for = self._scaling_lengths(self.used)
         positions = self._slots[None, self._first : self.used]
         if self._pads is not None:
+            # padding on the left has no position of its own: it is masked, and 0 is always valid
             positions = (positions - self._pads).clamp(min=0)
         metadata = {"full": AttentionMetadata(positions, None, None, None, cache=self)}  # for layers without attention
         for layer in dict.fromkeys(self.config.pattern):

@@ -35,6 +35,7 @@ class Compilation:
         change(torch._dynamo.config, "recompile_limit", max(VARIANTS, torch._dynamo.config.recompile_limit))
         # with the forward pass, where a failure has the function run as it is; in the backward pass it would end the run
         change(torch._functorch.config, "force_non_lazy_backward_lowering", True)
+        # ranks that exchange nothing may run compiled and uncompiled side by side
         together = [axis for axis in axes if axis.size > 1]
         self.name, self.backend = name, compiled_together(backend, together) if together else backend
         self.works = True

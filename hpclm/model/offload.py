@@ -109,6 +109,7 @@ class ActivationOffload:
             out, there = self.streams.out, tensor.detach()  # with the version of what it is a view of
             whole = there.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
             copy = torch.empty_like(whole, device="cpu", pin_memory=tensor.is_cuda)
+            # the copy may start only after the kernels that write the activation
             out.wait_stream(self.streams.computing())
             with self.streams.on(out):
                 copy.copy_(whole, non_blocking=True)
@@ -140,6 +141,7 @@ class ActivationOffload:
         for saved in missing:
             saved.tensor = torch.empty_like(saved.copy, device=saved.device)
         back.wait_stream(self.streams.computing())
+        # what is fetched must have arrived on the CPU before
         back.wait_event(block.copied)
         for saved in missing:
             assert saved.tensor is not None

@@ -191,6 +191,7 @@ class LossScale:
         if not saved:
             return cls.first(config)
         scale = cls(**saved)
+        # today's settings count: a resumed run follows those that it is given now
         value, hysteresis = max(scale.value, config.minimum), min(scale.hysteresis, config.hysteresis)
         return replace(scale, value=value, hysteresis=hysteresis)
 

@@ -127,6 +127,7 @@ class PipelineEngine(WrappedEngine):
         engine, count, factor = self.engine, len(inputs.batches), inputs.factor
         if self.scale:
             engine.optimizer.override_loss_scale(factor)
+        # a batch ramp-up changes the number, which DeepSpeed otherwise takes from its settings once
         if count != engine.micro_batches:
             engine.set_train_batch_size(count * self.config.plan.micro_size * self.mesh.dp.size)
         # DeepSpeed averages over micro-batches; the token weights include the scale already, where fp16 needs it

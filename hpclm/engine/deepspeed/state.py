@@ -107,6 +107,8 @@ class PartitionedOptimizer(PartitionedState):
         for flat, weights in zip(flats, groups, strict=True):
             size = flat.numel()
             for weight in weights:
+                # an assumption about DeepSpeed's layout (0.19): where it fails, a checkpoint would silently mix weights
+                # up
                 if weight.untyped_storage().nbytes() != dp.size * size * weight.element_size():
                     raise RuntimeError("this version of DeepSpeed partitions weights in a way that hpclm does not know")
                 start = weight.storage_offset() - dp.rank * size  # in this partition

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpclm import cli
-from hpclm.commands import demo
+from hpclm.launch import demo
 from tests.runs import PATIENCE, has_step, hpclm, losses, until
 
 SMALL = ["model={layers: 1, hidden: 32, heads: 2, context: 32}", "batch={global_size: 4, micro_size: 4}"]

@@ -119,7 +119,7 @@ def hpclm(*words: str) -> int:
 
 def dataset(folder: Path) -> Path:
     """The prefix of the dataset, which is made if it is not there."""
-    from hpclm.commands.demo import write_corpus
+    from hpclm.launch.demo import write_corpus
 
     prefix = folder.absolute() / "sources"
     if not Path(f"{prefix}_text_document.idx").exists():

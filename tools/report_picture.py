@@ -14,7 +14,9 @@ from pathlib import Path
 import browser
 from PIL import Image
 
-from hpclm.commands import demo, report
+from hpclm.inference.completion import samples_of_runs
+from hpclm.launch import demo
+from hpclm.reporting import page as report
 
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "report.png"
 RUNS = {
@@ -48,7 +50,7 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     train(folder)
     page = folder / "report.html"
-    report.write([folder / name for name in RUNS], page, images=False, prompt="def read(self, ")
+    report.write([folder / name for name in RUNS], page, False, "def read(self, ", samples_of_runs)
     IMAGE.parent.mkdir(exist_ok=True)
     with browser.page(folder / "profile") as shown:
         shown.open(page, WIDTH, HEIGHT)

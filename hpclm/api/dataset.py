@@ -109,15 +109,13 @@ def _preprocessed(
         re.sub(r"\W+", "-", path.name.partition(".")[0]).strip("-") or "text",
         TOKENIZER if tokenizer is None else paths.expanded(os.fspath(tokenizer)),
     )
-    words = [f"--input={paths.literal(path)}", "--append-eod", "--part", "0/1", "--output-prefix", name]
+    files: list[str] = []
     if file := FILES.get(Path(kind).suffix):
-        words += ["--tokenizer", file, "--tokenizer-files", paths.literal(Path(kind).absolute())]
-    elif kind == TOKENIZER or OWN.fullmatch(kind):
-        words += ["--tokenizer", kind]
-    else:
+        kind, files = file, [str(Path(kind).absolute())]
+    elif kind != TOKENIZER and not OWN.fullmatch(kind):
         raise ConfigError(f"tokenizer={kind!r} must be {TOKENIZER!r}, a tokenizer.json, or a sentencepiece .model file")
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
-    request = options.parse(words)
+    request = options.text_request(path, name, kind, files)
     [corpus] = request.corpora
     facts = build.job_fingerprint(corpus, request) | ({"inputs": content} if content else {})
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]

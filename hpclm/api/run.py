@@ -196,7 +196,7 @@ class Run(os.PathLike[str]):
             samples: of the part; None: all.
             tokens: of the text or dataset, about; None: all.
         """
-        from hpclm.commands.evaluate import on_documents, on_part
+        from hpclm.inference.evaluation import on_documents, on_part
 
         live.load_pytorch()
         positive(samples=samples, tokens=tokens)
@@ -224,11 +224,16 @@ class Run(os.PathLike[str]):
             images: also write the charts as images beside it.
             samples: a text that the models of some checkpoints continue.
         """
-        from hpclm.commands.report import write
+        from hpclm.reporting.page import Sampler, write
 
         path = self.path / "report.html" if output is None else Path(paths.expanded(os.fspath(output)))
         with live.computing() if samples else warnings.catch_warnings():
-            return Report(write([self.path], path, images, samples)[0])
+            sampler: Sampler | None = None
+            if samples is not None:
+                from hpclm.inference.completion import samples_of_runs
+
+                sampler = samples_of_runs
+            return Report(write([self.path], path, images, samples, sampler)[0])
 
     @checked
     def convert(
@@ -248,7 +253,7 @@ class Run(os.PathLike[str]):
             shard_gb: maximum size of a file.
             allow_nan: also write weights that are not finite.
         """
-        from hpclm.commands.convert import exported
+        from hpclm.interop.convert import exported
 
         live.load_pytorch()
         positive(shard_gb=shard_gb)

@@ -1,12 +1,9 @@
-"""The verb ``hpclm convert``: a run's weights for Hugging Face transformers, and other projects' weights as a run."""
+"""``hpclm convert``: a run's weights for Hugging Face transformers, and other projects' weights as a run."""
 
 import argparse
-import re
-from pathlib import Path
 
-from hpclm import config, extras, files, paths
-from hpclm.checkpoint import manifest
-from hpclm.errors import ConfigError
+from hpclm import paths
+from hpclm.interop.convert import SHARD_GB, Options, converted
 from hpclm.parser import Parser, completed
 from hpclm.rundir import runs
 from hpclm.terminal import say
@@ -24,20 +21,6 @@ DESCRIPTION = """Convert weights. SOURCE sets the direction:
 evaluate, generate and fine-tuning can start from such a run directory. TARGET must not exist; it
 appears only when it is complete. Nothing is downloaded, and no code that comes with a file is run."""
 
-SHARD_GB = 5.0
-IMPORTABLE = re.compile(r"config\.json|latest.*|layer_.*|mp_rank_.*|.*\.distcp")
-"""Names of which a folder that can be imported has one; whether it can is seen when PyTorch is imported."""
-ADAPTER = "adapter_config.json"
-MERGE = (
-    "{0} holds an adapter (PEFT's {1}), which hpclm does not apply: merge it first, in Python with "
-    "peft.AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and convert the result; or remove {1} to "
-    "convert the model beside it alone"
-)
-UNKNOWN = (
-    "{} cannot be converted: it is not a run directory or a checkpoint, and has no config.json (Hugging Face), "
-    "*_model_states.pt (Megatron-DeepSpeed), mp_rank_*/model_optim_rng.pt or *.distcp (Megatron-LM)"
-)
-
 
 def main(argv: list[str]) -> int:
     """``hpclm convert``."""
@@ -45,7 +28,10 @@ def main(argv: list[str]) -> int:
     args = options.parse_intermixed_args(argv)  # settings may follow options
     if args.shard_gb is not None and not args.shard_gb > 0:
         options.error("--shard-gb must be more than 0")
-    say(converted(args))
+    chosen = {
+        name: getattr(args, name) for name in ("dtype", "shard_gb", "allow_nan", "pickle", "ignore", "weights_only")
+    }
+    say(converted(runs.located(args.source, args.runs), args.target, args.settings, Options(**chosen)))
     return 0
 
 
@@ -73,74 +59,3 @@ def parser() -> Parser:
     weights_only = "import a Megatron run at step 0, without its optimizer and settings"
     add("--weights-only", action="store_true", help=weights_only)
     return options
-
-
-def converted(args: argparse.Namespace) -> str:
-    """Convert, and say what was made of what."""
-    from hpclm.inference import run_settings  # imports NumPy
-
-    source, target, overrides = runs.located(args.source, args.runs), args.target, args.settings
-    if not source.is_dir():
-        raise ConfigError(f"{source.absolute()} is not a folder")
-    if is_run(source):
-        if args.pickle:
-            raise ConfigError("--pickle has no effect: an export reads safetensors")
-        if args.ignore or args.weights_only:
-            raise ConfigError("--ignore and --weights-only are for imports")
-        return exported(source, target, overrides, args.dtype or "fp32", args.shard_gb or SHARD_GB, args.allow_nan)
-    if files.is_file(source / "config.yaml"):
-        run_settings.check_saved(source)
-    if files.is_file(source / ADAPTER):  # transformers would apply it, also beside a whole model
-        raise ConfigError(MERGE.format(source, ADAPTER))
-    if not any(map(IMPORTABLE.fullmatch, (path.name for path in source.iterdir()))):
-        raise ConfigError(UNKNOWN.format(source))
-    if args.dtype or args.shard_gb or args.allow_nan:
-        raise ConfigError("--dtype, --shard-gb and --allow-nan are for exports; a run's weights are fp32 and finite")
-    with extras.needed_for("hpclm convert"):
-        from hpclm.interop import megatron
-        from hpclm.interop.huggingface import folder
-    if (source / "config.json").is_file():
-        if args.weights_only:
-            raise ConfigError("--weights-only has no effect: a folder with config.json contains only weights")
-        model = folder.import_folder(source, target, overrides, args.pickle, args.ignore)
-    elif (kind := megatron.recognised(source)) is not None:
-        model = megatron.convert(kind, target, overrides, args.ignore, args.weights_only)
-    else:
-        raise ConfigError(UNKNOWN.format(source))
-    use = "generate {} --prompt ..." if config.of_run(target, []).data.tokenizer else "evaluate {} --data DATASET"
-    return f"{target}: a run directory of {model.layers} layers x {model.hidden}; next: hpclm {use.format(files.typed(target))}"
-
-
-def is_run(path: Path) -> bool:
-    """Whether ``path`` is a run directory or a checkpoint."""
-    return (path / "checkpoints").is_dir() or (path / manifest.NAME).is_file()
-
-
-def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard_gb: float, allow_nan: bool) -> str:
-    """Write the weights of a run or checkpoint for transformers, or for llama.cpp if ``target`` ends with .gguf, and say what was made
-    of what; arguments as of the verb."""
-    from hpclm.inference import run_settings
-
-    owner = source.absolute().parent.parent if (source / manifest.NAME).is_file() else source
-    config.of_run(owner, overrides)
-    run_settings.check_saved(source)
-    with extras.needed_for("hpclm convert"):
-        from hpclm.interop import run
-        from hpclm.interop.huggingface import folder
-
-        if target.suffix == ".gguf":
-            from hpclm.interop.gguf import file
-
-    checkpoint = run.find_checkpoint(source, overrides)
-    if target.suffix != ".gguf":
-        name = folder.export_run(checkpoint, target, dtype, shard_gb * 1e9, allow_nan)
-    elif shard_gb != SHARD_GB:
-        raise ConfigError("the size of shards has no effect: a .gguf file is always one")
-    else:
-        name = "llama.cpp's " + file.export_run(checkpoint, target, dtype, allow_nan)
-    ready = (
-        f"next: llama-cli -m {files.typed(target)}"
-        if target.suffix == ".gguf"
-        else f"{target / 'README.md'} says how to load it"
-    )
-    return f"{target}: {name}, from step {checkpoint.step} of {checkpoint.run}; {ready}"

@@ -5,11 +5,9 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 from hpclm import paths
-from hpclm.errors import ConfigError, unwritten
+from hpclm.errors import ConfigError
 from hpclm.parser import Parser
 from hpclm.terminal import many, say
 
@@ -31,7 +29,8 @@ def main(argv: list[str]) -> int:
 def inspect(args: argparse.Namespace) -> None:
     """Print what is in a dataset."""
     from hpclm.data.indexed import IndexedDataset
-    from hpclm.datasets.inspect import as_text, report
+    from hpclm.datasets.inspect import as_text, histogram, report
+    from hpclm.datasets.verify import prefix
 
     contents = report(IndexedDataset(prefix(args.prefix)), args.documents, args.tokenizer, args.tokenizer_files)
     if args.histogram:
@@ -39,31 +38,12 @@ def inspect(args: argparse.Namespace) -> None:
     say(json.dumps(contents, ensure_ascii=False, indent=1) if args.json else as_text(contents))
 
 
-def histogram(contents: dict[str, Any], path: Path) -> None:
-    """Write the document lengths of a report as a picture; ConfigError if the format is unknown or it cannot be written."""
-    from hpclm import files
-    from hpclm.reporting import figures
-
-    counts = f"{many(contents['documents'], 'document')}, {many(contents['tokens'], 'token')}"
-    title = f"{Path(contents['prefix']).name}: {counts}"
-    bins = contents["histogram"]
-    names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in bins]
-    picture = figures.histogram(names, [count for *_, count in bins], title)
-    if path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"--histogram {path} must end in .svg or .png")
-    content = figures.png(picture) if path.suffix == ".png" else figures.svg(picture)
-    try:
-        files.write_bytes(path, content)
-    except OSError as error:
-        raise unwritten(error, path, "choose another place for --histogram") from None
-
-
 def verify(args: argparse.Namespace) -> None:
     """Verify datasets."""
     from hpclm.data.indexed import IndexedDataset
-    from hpclm.datasets.verify import verify
+    from hpclm.datasets.verify import described, verify
 
-    _for_each(args.prefix, lambda name: _verified(verify(IndexedDataset(name), args.vocab_size)))
+    _for_each(args.prefix, lambda name: described(verify(IndexedDataset(name), args.vocab_size)))
 
 
 def hash(args: argparse.Namespace) -> None:
@@ -83,6 +63,7 @@ def hash(args: argparse.Namespace) -> None:
 def merge(args: argparse.Namespace) -> None:
     """Concatenate datasets, or write one in another layout or type."""
     from hpclm.datasets.merge import merge
+    from hpclm.datasets.verify import prefixes
 
     out = args.out.removesuffix(".bin").removesuffix(".idx")
     made = merge(out, prefixes(args.prefix), args.layout, args.dtype, not args.no_note, args.overwrite)
@@ -90,23 +71,10 @@ def merge(args: argparse.Namespace) -> None:
     say(f"{out}: {counts} as {made.dtype.name}, {made.layout}")
 
 
-def prefix(name: str) -> str:
-    """The dataset that ``name`` refers to, possibly by one of its files."""
-    stem, _, end = name.rpartition(".")
-    return stem if end in ("bin", "idx", "json") and not Path(f"{name}.idx").exists() else name
-
-
-def prefixes(names: Sequence[str]) -> list[str]:
-    """The datasets that ``names`` refer to; one of which several files are named counts once."""
-    chosen: list[str] = []
-    for name in names:
-        if prefix(name) == name or prefix(name) not in chosen:
-            chosen.append(prefix(name))
-    return chosen
-
-
 def _for_each(names: Sequence[str], act: Callable[[str], str]) -> None:
     """Print what ``act`` returns for each dataset; problems of all of them are raised at the end."""
+    from hpclm.datasets.verify import prefixes
+
     problems = []
     for name in prefixes(names):
         try:
@@ -115,21 +83,6 @@ def _for_each(names: Sequence[str], act: Callable[[str], str]) -> None:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-
-
-def _verified(result: dict[str, Any]) -> str:
-    below = f", all below {result['vocab_size']:,}" if result["vocab_size"] is not None else ""
-    highest = "" if result["highest_token"] is None else f", the highest {result['highest_token']:,}"
-    hashed = f"when hpclm data hash recorded it at {result['content_added']}" if result["content_added"] else "written"
-    content = (
-        f"the content is as it was {hashed} (hash {result['content'][:8]}…)"
-        if result["content"]
-        else "it has no content hash, so tokens that were changed into others are not detected: hpclm data hash adds one"
-    )
-    return (
-        f"verified: {many(result['sequences'], 'sequence')} in {many(result['documents'], 'document')}, "
-        f"{many(result['tokens'], 'token')}{highest}{below}; {content}"
-    )
 
 
 def parser() -> Parser:

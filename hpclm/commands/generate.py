@@ -1,28 +1,15 @@
-"""The verb ``hpclm generate``: continue prompts with a run's model."""
+"""``hpclm generate``: continue prompts with a run's model."""
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from hpclm import paths, terminal
-from hpclm.config.checks import is_utf8
-from hpclm.errors import ConfigError
+from hpclm import paths
 from hpclm.inference import texts
 from hpclm.inference.generation_settings import Limits, Sampling
 from hpclm.parser import Parser
-from hpclm.registry import hint
 from hpclm.rundir import runs
 from hpclm.terminal import say
-
-if TYPE_CHECKING:
-    from hpclm.inference.completion import Completer
-
-COMMANDS = {"/help": "show this", "/clear": "begin a new text", "/exit": "exit, as Ctrl-D does"}
-"""What may be typed in place of text, alone on a line."""
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +17,9 @@ def main(argv: list[str]) -> int:
     args = _arguments(argv)
     limits = Limits(args.tokens, tuple(args.stop))
     sampling = Sampling(args.temperature, args.top_k or None, args.top_p, args.seed)
-    prompts = [] if args.interactive and args.prompt is None else list(_prompts(args))
+    prompts = (
+        [] if args.interactive and args.prompt is None else list(texts.prompts(args.prompt, args.prompts, args.format))
+    )
     run = runs.located(args.run, args.runs)
     from hpclm.inference import run_settings  # imports NumPy
 
@@ -40,6 +29,8 @@ def main(argv: list[str]) -> int:
 
     completer = Completer(run, args.settings)
     if args.interactive:
+        from hpclm.inference.conversation import converse
+
         converse(completer, "".join(prompts), limits, sampling)
         return 0
     for done in completer.complete_all(prompts, args.batch, limits, sampling):
@@ -93,76 +84,3 @@ def parser() -> Parser:
     add("--seed", type=int, default=0, help="same seed, same text (default: 0)")
     add("--json", action="store_true", help="print a JSON object: prompt, text, tokens, finish")
     return options
-
-
-def _prompts(args: argparse.Namespace) -> Iterator[str]:
-    """The prompts of the command line, or of the file it names."""
-    path = args.prompts
-    if path is None:
-        prompt = texts.text_of("-", "--prompt") if args.prompt == "-" else args.prompt
-        if not is_utf8(prompt):
-            raise ConfigError("the prompt is not UTF-8 text")
-        yield prompt
-        return
-    text = texts.text_of(path, "--prompts")
-    if texts.is_json_lines(path, text, args.format, "lines"):
-        yield from texts.json_texts(path, text, "prompt", "the text to continue")
-    else:
-        yield from texts.lines_of(text)
-
-
-def converse(completer: "Completer", text: str, limits: Limits, sampling: Sampling) -> None:
-    """Continue ``text``, then the text with each line that is typed after it, until the input ends."""
-    at_terminal = sys.stdin.isatty()
-    if at_terminal:
-        say("An empty line continues the text, /help lists commands, Ctrl-C stops, Ctrl-D exits.", file=sys.stderr)
-    turn = 0
-    if text:
-        text += _streamed(completer, text, limits, sampling)
-        turn = 1
-    while True:
-        if at_terminal:
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline()
-        command = line.rstrip()
-        if not line or command == "/exit":
-            return
-        if command == "/clear":
-            text = ""
-            continue
-        if re.fullmatch(r"/\w+", command):
-            say(_told(command), file=sys.stderr)
-            continue
-        text += line.rstrip("\n")
-        text += _streamed(completer, text, limits, replace(sampling, first=turn))
-        turn += 1
-
-
-def _told(command: str) -> str:
-    """The commands, or that ``command`` is none."""
-    if command == "/help":
-        return "\n".join(terminal.columns([*COMMANDS.items(), ("an empty line", "continue the text")]))
-    return f"no command is called {command}; /help lists them. Put a space before it if it is text.{hint(command, [*COMMANDS])}"
-
-
-def _streamed(completer: "Completer", text: str, limits: Limits, sampling: Sampling) -> str:
-    """Print the continuation of ``text`` as it comes; what there is of it, also after Ctrl-C."""
-    shown = ""
-    # what may become a stop string, or the rest of a character, is not shown yet
-    back = max((len(stop) for stop in limits.stop), default=1) - 1
-
-    def show(_: int, so_far: str) -> None:
-        nonlocal shown
-        whole = so_far.rstrip("\ufffd")
-        ready = whole[: len(whole) - back] if back else whole
-        if len(ready) > len(shown):
-            say(ready[len(shown) :], end="", flush=True)
-            shown = ready
-
-    try:
-        done = completer.complete([text], limits, sampling, show)[0].text
-        say(done[len(shown) :], flush=True)
-        return done
-    except KeyboardInterrupt:
-        say()
-        return shown

@@ -1,5 +1,47 @@
-"""``hpclm train-tokenizer``: train a tokenizer."""
+"""``hpclm train-tokenizer``: train a byte-level BPE (tokenizer.json), or a sentencepiece .model."""
 
-from hpclm.datasets.train_tokenizer import main, parser
+from hpclm import log, paths
+from hpclm.datasets.inputs import LONGEST_LINE, MAX_LINE_MB
+from hpclm.datasets.tokenizers.sentencepieces import SENTENCES
+from hpclm.datasets.train_tokenizer import TokenizerRequest, train
+from hpclm.parser import Parser
+from hpclm.terminal import say
 
-__all__ = ["main", "parser"]
+
+def main(argv: list[str]) -> int:
+    """``hpclm train-tokenizer``: train and write a tokenizer, and print its compression and the next command."""
+    log.setup()
+    options = parser()
+    args = options.parse_args(argv)
+    for name in ("sentences", "longest_line"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            options.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    say("\n".join(train(TokenizerRequest(**vars(args)))))
+    return 0
+
+
+def parser() -> Parser:
+    """The parser of ``hpclm train-tokenizer``."""
+    options = Parser(
+        prog="hpclm train-tokenizer",
+        description="Train a tokenizer: a byte-level BPE (tokenizer.json), or a sentencepiece .model.",
+        allow_abbrev=False,
+    )
+    add = options.add_argument
+    texts = "what hpclm preprocess --input takes"
+    add("--input", type=paths.option, nargs="+", required=True, metavar="FILE", help=texts)
+    documents = (
+        "documents: JSON objects, lines or files; default: jsonl for .jsonl, .ndjson, .json and tables, otherwise lines"
+    )
+    add("--format", choices=["jsonl", "lines", "files"], help=documents)
+    add("--json-key", "--column", metavar="KEY", help="key, or column, of the text; default: text")
+    add("--longest-line", type=int, default=MAX_LINE_MB, metavar="MB", help=LONGEST_LINE)
+    output = "x.json: byte-level BPE, with <|endoftext|>; x.model: sentencepiece"
+    add("--output", type=paths.option, required=True, metavar="FILE", help=output)
+    add("--kind", choices=["bpe", "unigram"], default="bpe", help="unigram is for x.model only")
+    size = "maximum number of entries, including special ones"
+    add("--vocab-size", type=int, required=True, metavar="N", help=size)
+    sentences = f"random lines for training sentencepiece, held in memory; default: {SENTENCES:,}"
+    add("--sentences", type=int, metavar="N", help=sentences)
+    add("--overwrite", action="store_true", help="replace a tokenizer of that name")
+    return options

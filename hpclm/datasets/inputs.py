@@ -23,6 +23,7 @@ from hpclm.files import readable, reader
 CHUNK = 1 << 19  # bytes of text in a chunk, unless a single line is longer
 MAX_LINE_MB = 256  # MB of a line, unless --longest-line says otherwise
 MB = 10**6
+LONGEST_LINE = f"refuse a longer line, or with --format files a longer file; default: {MAX_LINE_MB} MB"
 STORED_AS = {"gz": ".gz", "zst": ".zst"}
 
 

@@ -13,7 +13,8 @@ from hpclm.data import chat_record, tokenizers
 from hpclm.data.content import noted
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets.verify import check_index
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, unwritten
+from hpclm.files import write_bytes
 from hpclm.terminal import many
 
 SHOWN = 300  # characters of a document
@@ -126,6 +127,24 @@ def bins(lengths: Counter[int]) -> list[tuple[int, int, int]]:
         counts[length.bit_length()] += count
     bits = range(min(counts), max(counts) + 1) if counts else range(0)
     return [(1 << n >> 1, (1 << n) - 1, counts[n]) for n in bits]
+
+
+def histogram(contents: dict[str, Any], path: Path) -> None:
+    """Write the document lengths of a report as a picture; ConfigError if the format is unknown or it cannot be written."""
+    from hpclm.reporting import figures
+
+    counts = f"{many(contents['documents'], 'document')}, {many(contents['tokens'], 'token')}"
+    title = f"{Path(contents['prefix']).name}: {counts}"
+    bins = contents["histogram"]
+    names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in bins]
+    picture = figures.histogram(names, [count for *_, count in bins], title)
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--histogram {path} must end in .svg or .png")
+    content = figures.png(picture) if path.suffix == ".png" else figures.svg(picture)
+    try:
+        write_bytes(path, content)
+    except OSError as error:
+        raise unwritten(error, path, "choose another place for --histogram") from None
 
 
 def _tokenizer(prefix: Path, kind: str | None, files: list[str]) -> tuple[tokenizers.Tokenizer | None, str | None]:

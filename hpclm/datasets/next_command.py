@@ -7,6 +7,8 @@ from pathlib import Path
 from hpclm import config, paths
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import samples_in, split_bounds
+from hpclm.datasets.encode import tokenizer_of
+from hpclm.datasets.options import Request
 
 LARGE, SMALL = "gpt2-124m", "small"
 """Presets in configs/."""
@@ -20,6 +22,14 @@ WARMUP = 1 / 20  # of the steps
 
 Choice = tuple[list[str], int, int | None]
 """Settings, and the tokens of the training and validation data; None: without validation."""
+
+
+def after(request: Request) -> str:
+    """The command to run after preprocessing."""
+    prefixes = [corpus.prefixes[0] for corpus in request.corpora]
+    if request.job.chat or request.model:
+        return next_tuning_command(prefixes[0], request.model or "RUN", request.job.chat is not None)
+    return next_command(prefixes, tokenizer_of(request.job).size)
 
 
 def next_command(prefixes: Sequence[Path], vocab_size: int) -> str:

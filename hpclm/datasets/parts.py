@@ -1,4 +1,4 @@
-"""Preprocess one corpus with several processes: each writes a part, and the last to finish joins them.
+"""Preprocess text, with one process, or one corpus with several: each writes a part, and the last to finish joins them.
 
 The parts are datasets in PREFIX.parts/, with the job they belong to in their PREFIX.json. No process waits for another's
 part: one that finds parts missing exits. joined.json remains, so that a process of the same job that starts late or again
@@ -13,7 +13,7 @@ from typing import Any
 
 from hpclm.data import chat_record
 from hpclm.data.indexed import IndexedDataset, files, sidecar
-from hpclm.datasets.build import Output, check, complete, job_fingerprint, refuse_to_replace, write
+from hpclm.datasets.build import Output, check, complete, job_fingerprint, refuse_to_replace, write, write_dictionary
 from hpclm.datasets.merge import copy
 from hpclm.datasets.options import Request
 from hpclm.errors import ConfigError, unwritten
@@ -22,6 +22,21 @@ from hpclm.folders import writable_folder
 from hpclm.terminal import say
 
 log = logging.getLogger(__name__)
+
+
+def preprocess(request: Request) -> bool:
+    """Write the datasets that are asked for, or this process's part of one; whether they are complete."""
+    if request.share.parts > 1:
+        return write_part(request)
+    refuse_to_replace(request, [prefix for corpus in request.corpora for prefix in corpus.prefixes])
+    for corpus in request.corpora:
+        writable_folder(corpus.prefixes[0].parent, "output folder")
+    if request.dictionary is not None:
+        write_dictionary(request.dictionary, request)
+    check(request.job)
+    for corpus in request.corpora:
+        write(corpus, request, corpus.prefixes)
+    return True
 
 
 def write_part(request: Request) -> bool:

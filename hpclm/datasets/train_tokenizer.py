@@ -1,51 +1,65 @@
 """Train a tokenizer: a byte-level BPE (tokenizer.json), or a sentencepiece .model."""
 
-import argparse
 import random
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from hpclm import log, paths
 from hpclm.data import tokenizers
 from hpclm.datasets.encode import read_texts
 from hpclm.datasets.inputs import MAX_LINE_MB, MB, chunks, find
-from hpclm.datasets.options import LONGEST_LINE
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from hpclm.datasets.tokenizers.sentencepieces import SENTENCES, train_sentencepiece
 from hpclm.errors import ConfigError
 from hpclm.files import write_bytes
 from hpclm.folders import writable_folder
 from hpclm.node.interruption import prompt_exit
-from hpclm.parser import Parser
-from hpclm.terminal import say
 
 MEASURED = 1000  # random documents for measuring the compression
 LONG = 1 << 16  # characters of such a document, at most
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm train-tokenizer``: train and write a tokenizer, and print its compression and the next command."""
-    log.setup()
-    args = _arguments(argv)
-    output = Path(args.output)
+@dataclass(frozen=True)
+class TokenizerRequest:
+    """A tokenizer to be trained, and on which text."""
+
+    input: Sequence[str]
+    output: str
+    vocab_size: int
+    kind: str = "bpe"
+    """bpe or unigram."""
+    format: Literal["jsonl", "lines", "files"] | None = None
+    """jsonl, lines or files; None: by name and content."""
+    json_key: str | None = None
+    longest_line: int = MAX_LINE_MB
+    """MB."""
+    sentences: int | None = None
+    """Lines for sentencepiece."""
+    overwrite: bool = False
+
+
+def train(wanted: TokenizerRequest) -> list[str]:
+    """Train and write a tokenizer; its compression, and the next command, a line each."""
+    output = Path(wanted.output)
     library = {".json": "json", ".model": "sentencepiece"}.get(output.suffix)
     if library is None:
         raise ConfigError(f"--output {output} must end in .json (byte-level BPE) or .model (sentencepiece)")
-    if library == "json" and args.kind != "bpe":
-        raise ConfigError(f"--kind {args.kind} needs an --output that ends in .model; a .json is a byte-level bpe")
-    if library == "json" and args.sentences is not None:
+    if library == "json" and wanted.kind != "bpe":
+        raise ConfigError(f"--kind {wanted.kind} needs an --output that ends in .model; a .json is a byte-level bpe")
+    if library == "json" and wanted.sentences is not None:
         raise ConfigError("--sentences has no effect on a byte-level bpe, which is trained on all text")
-    if output.exists() and not args.overwrite:
+    if output.exists() and not wanted.overwrite:
         raise ConfigError(f"{output} exists; give --overwrite to replace it, or another --output")
-    key = args.json_key or "text"
-    inputs = find(args.input, args.format, [key])
-    if args.json_key and not any(source.format == "jsonl" for source in inputs):
-        raise ConfigError(f"--json-key {args.json_key} has no effect: no input is JSONL")
+    key = wanted.json_key or "text"
+    inputs = find(list(wanted.input), wanted.format, [key])
+    if wanted.json_key and not any(source.format == "jsonl" for source in inputs):
+        raise ConfigError(f"--json-key {wanted.json_key} has no effect: no input is JSONL")
     writable_folder(output.parent, "output folder")
 
     measured = Sample(MEASURED)
-    pieces = chunks(inputs, longest=args.longest_line * MB)
+    pieces = chunks(inputs, longest=wanted.longest_line * MB)
     texts = (text for piece in pieces for text in read_texts(piece, (key,))[0][0] if text)
 
     def offered() -> Iterator[str]:
@@ -55,9 +69,9 @@ def main(argv: list[str]) -> int:
 
     with prompt_exit():
         if library == "json":
-            content = train_bpe(offered(), args.vocab_size)
+            content = train_bpe(offered(), wanted.vocab_size)
         else:
-            content = train_sentencepiece(offered(), args.kind, args.vocab_size, args.sentences or SENTENCES)
+            content = train_sentencepiece(offered(), wanted.kind, wanted.vocab_size, wanted.sentences or SENTENCES)
         if not measured.seen:
             raise ConfigError(f"no text in {', '.join(source.name for source in inputs)}; no tokenizer was written")
         write_bytes(output, content)
@@ -66,17 +80,17 @@ def main(argv: list[str]) -> int:
     tokens = len(tokenizer.encode_batch(measured.items)[0])
     size = sum(len(text.encode()) for text in measured.items)
     characters = sum(map(len, measured.items))
-    say(
+    result = (
         f"{output}: {tokenizer.size:,} entries; {size / tokens:.2f} bytes per token, "
         f"{tokens / characters:.3f} tokens per character on {len(measured.items):,} of {measured.seen:,} documents"
     )
-    format = f"--format {args.format} " if args.format else ""
-    key = f"--json-keys {shlex.quote(args.json_key)} " if args.json_key else ""
-    say(
-        f"next: hpclm preprocess --input {shlex.join(args.input)} {format}{key}--output-prefix DATASET "
+    format = f"--format {wanted.format} " if wanted.format else ""
+    key = f"--json-keys {shlex.quote(wanted.json_key)} " if wanted.json_key else ""
+    following = (
+        f"next: hpclm preprocess --input {shlex.join(wanted.input)} {format}{key}--output-prefix DATASET "
         f"--tokenizer {library} --tokenizer-files {shlex.quote(str(output))} --append-eod"
     )
-    return 0
+    return [result, following]
 
 
 class Sample:
@@ -95,35 +109,3 @@ class Sample:
             self.items.append(item)
         elif (place := self._random.randrange(self.seen)) < self._limit:
             self.items[place] = item
-
-
-def _arguments(argv: list[str]) -> argparse.Namespace:
-    options = parser()
-    args = options.parse_args(argv)
-    for name in ("sentences", "longest_line"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            options.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    return args
-
-
-def parser() -> Parser:
-    """The parser of ``hpclm train-tokenizer``."""
-    options = Parser(prog="hpclm train-tokenizer", description=__doc__, allow_abbrev=False)
-    add = options.add_argument
-    texts = "what hpclm preprocess --input takes"
-    add("--input", type=paths.option, nargs="+", required=True, metavar="FILE", help=texts)
-    documents = (
-        "documents: JSON objects, lines or files; default: jsonl for .jsonl, .ndjson, .json and tables, otherwise lines"
-    )
-    add("--format", choices=["jsonl", "lines", "files"], help=documents)
-    add("--json-key", "--column", metavar="KEY", help="key, or column, of the text; default: text")
-    add("--longest-line", type=int, default=MAX_LINE_MB, metavar="MB", help=LONGEST_LINE)
-    output = "x.json: byte-level BPE, with <|endoftext|>; x.model: sentencepiece"
-    add("--output", type=paths.option, required=True, metavar="FILE", help=output)
-    add("--kind", choices=["bpe", "unigram"], default="bpe", help="unigram is for x.model only")
-    size = "maximum number of entries, including special ones"
-    add("--vocab-size", type=int, required=True, metavar="N", help=size)
-    sentences = f"random lines for training sentencepiece, held in memory; default: {SENTENCES:,}"
-    add("--sentences", type=int, metavar="N", help=sentences)
-    add("--overwrite", action="store_true", help="replace a tokenizer of that name")
-    return options

@@ -1,6 +1,8 @@
 """Verify a dataset: every entry of its index, every token, and its PREFIX.json; add its hashes there."""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from hpclm.data.indexed import IndexedDataset, files, sidecar, whereabouts
 from hpclm.datasets.hashing import TokenReader
 from hpclm.errors import ConfigError, unwritten
 from hpclm.files import write_text
+from hpclm.terminal import many
 
 
 def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> dict[str, Any]:
@@ -50,6 +53,37 @@ def add_hashes(dataset: IndexedDataset, overwrite: bool = False) -> tuple[Datase
     except OSError as error:
         raise unwritten(error, path, "no hash was stored") from error
     return content, True
+
+
+def described(result: dict[str, Any]) -> str:
+    """What ``verify`` has found, in a sentence."""
+    below = f", all below {result['vocab_size']:,}" if result["vocab_size"] is not None else ""
+    highest = "" if result["highest_token"] is None else f", the highest {result['highest_token']:,}"
+    hashed = f"when hpclm data hash recorded it at {result['content_added']}" if result["content_added"] else "written"
+    content = (
+        f"the content is as it was {hashed} (hash {result['content'][:8]}…)"
+        if result["content"]
+        else "it has no content hash, so tokens that were changed into others are not detected: hpclm data hash adds one"
+    )
+    return (
+        f"verified: {many(result['sequences'], 'sequence')} in {many(result['documents'], 'document')}, "
+        f"{many(result['tokens'], 'token')}{highest}{below}; {content}"
+    )
+
+
+def prefix(name: str) -> str:
+    """The dataset that ``name`` refers to, possibly by one of its files."""
+    stem, _, end = name.rpartition(".")
+    return stem if end in ("bin", "idx", "json") and not Path(f"{name}.idx").exists() else name
+
+
+def prefixes(names: Sequence[str]) -> list[str]:
+    """The datasets that ``names`` refer to; one of which several files are named counts once."""
+    chosen: list[str] = []
+    for name in names:
+        if prefix(name) == name or prefix(name) not in chosen:
+            chosen.append(prefix(name))
+    return chosen
 
 
 def check_index(dataset: IndexedDataset) -> None:

@@ -12,12 +12,19 @@ from hpclm.checkpoint import directory
 from hpclm.checkpoint.manifest import BadCheckpoint
 from hpclm.data import chat_record
 from hpclm.datasets import run_text
-from hpclm.errors import HpclmError
+from hpclm.errors import REQUEUE, HpclmError
 from hpclm.inference import run_model
 from hpclm.inference.harness import Tasks
-from hpclm.rundir import metrics_file
+from hpclm.node.job import Job
+from hpclm.node.preemption import WARNINGS, Preemption
+from hpclm.rundir import metrics_file, runs
+from hpclm.rundir.lease import Lease
+from hpclm.rundir.status import Queue
 
 log = logging.getLogger(__name__)
+POLL = 10.0  # seconds between looks for new checkpoints
+OVER = ("done", "stopped", "exited", "failed", "ended")
+"""Statuses in which nothing trains the run, and nothing is going to."""
 
 
 class Interrupted(Exception):
@@ -47,6 +54,31 @@ class Follower:
                 count += self._score(folder, name, interrupted)
                 self._scored.add(name)
         return count
+
+    def until_the_end(self, queue: Queue, job: Job) -> int:
+        """Score checkpoints until the run has ended; the exit code, 85 after a signal. ``job``: that of this process."""
+        with Preemption() as preemption:
+
+            def interrupted() -> bool:
+                return any(preemption.seconds(number.name) for number in WARNINGS)
+
+            try:
+                while True:
+                    [status] = queue.statuses([runs.read(self.out)])  # before a last look for checkpoints
+                    self.score_new(interrupted)
+                    if status.name in OVER:
+                        break
+                    wait(POLL, interrupted)
+            except Interrupted:
+                log.info("interrupted; the same command scores the checkpoints that are left")
+                return REQUEUE
+            if status.name == "done":
+                with Lease(self.out, job=job):  # what the run has not copied before it was done
+                    metrics_file.copy_scores(self.out)
+        log.info("%s is %s, and its checkpoints are scored: %s/scores.jsonl", self.out, status.name, self.out)
+        if status.name == "done":
+            log.info("hpclm sync %s sends the last scores to the run's sinks", files.typed(self.out))
+        return 0
 
     def _score(self, folder: Path, name: str, interrupted: Callable[[], bool]) -> bool:
         def check_interrupt() -> None:
@@ -90,3 +122,12 @@ def digest(folder: Path) -> str | None:
         return hashed.hexdigest()[:16]
     except OSError:
         return None
+
+
+def wait(seconds: float, interrupted: Callable[[], bool]) -> None:
+    """Wait, but not after a signal; Interrupted then."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if interrupted():
+            raise Interrupted
+        time.sleep(min(0.2, seconds))

@@ -58,3 +58,18 @@ def text_of(path: str, option: str = "") -> str:
     except OSError as error:
         raise unread(error, name, "give another file") from None
     return text.removeprefix(BOM)
+
+
+def prompts(prompt: str | None, path: str | None, format: str | None) -> Iterator[str]:
+    """The ``prompt``, "-" for standard input, or those of the file at ``path``; ``format``: as of ``is_json_lines``."""
+    if path is None:
+        text = text_of("-", "--prompt") if prompt == "-" else prompt or ""
+        if not is_utf8(text):
+            raise ConfigError("the prompt is not UTF-8 text")
+        yield text
+        return
+    text = text_of(path, "--prompts")
+    if is_json_lines(path, text, format, "lines"):
+        yield from json_texts(path, text, "prompt", "the text to continue")
+    else:
+        yield from lines_of(text)

@@ -1,25 +1,28 @@
 """Start runs: check settings, then train on Slurm, on other machines with mpirun, or locally."""
 
 import math
+import shlex
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from hpclm import config, files
-from hpclm.config import JobConfig, RunConfig
+from hpclm import config, files, paths
+from hpclm.config import JobConfig, ParallelConfig, RunConfig
 from hpclm.config.job import seconds_of
 from hpclm.config.length import planned_inside_warmup
 from hpclm.errors import ConfigError, HpclmError, LockedError
+from hpclm.inference.evaluation import TaskRequest
 from hpclm.launch import arguments, debug, prechecks, process, send, setup
 from hpclm.launch.arguments import Request
 from hpclm.launch.schedulers import Scheduler, named
 from hpclm.node import gpus, secrets
+from hpclm.rundir import folder, submissions
 from hpclm.rundir import runs as folders
-from hpclm.rundir import submissions
 from hpclm.rundir.status import span, status_of
 from hpclm.terminal import say
 
@@ -265,9 +268,38 @@ def _submit(
     return code
 
 
-def _limit(time: str) -> str:
+def submit_scoring(out: Path, overrides: list[str], wanted: TaskRequest, words: Sequence[str]) -> str:
+    """Submit a job of one process, with the job settings of the last job of the run ``out``, that scores its checkpoints; a sentence
+    about the job.
+
+    ``words``: the arguments of ``hpclm evaluate``, without the run and --submit.
+    """
+    from hpclm.inference import task_names
+
+    folders.check_own(out, "scored")
+    task_names.check(list(wanted.names), wanted.path)
+    out = out.absolute()
+    run = config.load(out / "config.yaml", list(overrides))
+    job = replace(run.job, nodes=1, gpus=1, restarts=0, snapshot=False, template="srun")
+    run = replace(run, name=f"{run.name}-scores", job=job, parallel=ParallelConfig())
+    scheduler = named("slurm" if job.cluster in ("auto", "local", "mpirun", "srun") else job.cluster)
+    script = out / "job" / f"evaluate-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
+    text = scheduler.script(
+        run,
+        out / "config.yaml",
+        [*setup.lines(run, script), f"set -- evaluate {shlex.join([paths.literal(out), *words])}"],
+    )
+    folder.make(out)
+    files.write_text(script, text.replace("hpclm.train", "hpclm"))
+    job_id = scheduler.submit(script, script.with_name("sbatch.lock")).partition(";")[0]
+    return (
+        f"submitted job {job_id}, which scores the run's checkpoints; its log: {files.shown(out)}/logs/job-{job_id}.log"
+    )
+
+
+def _limit(limit: str) -> str:
     """A time limit in words: Slurm reads 24:00 as 24 minutes."""
-    seconds = seconds_of(time)
+    seconds = seconds_of(limit)
     return span(seconds) if math.isfinite(seconds) else "none"
 
 

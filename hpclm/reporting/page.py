@@ -1,10 +1,14 @@
 """A report as one HTML page: the provenance, samples and course of one run, or a ranking of several."""
 
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from hpclm.reporting import curves, plots, provenance, timeline
+from hpclm import files
+from hpclm.errors import ConfigError, unwritten
+from hpclm.reporting import curves, figures, history, plots, provenance, timeline
 from hpclm.reporting.curves import Chart, Standing
 from hpclm.reporting.history import RECENT, History
 from hpclm.reporting.html import SORT, definitions, document, text
@@ -16,6 +20,8 @@ DIVERGED = "✕: the run diverged, and is off the chart from there; charts show 
 CLIPPED = "Values above {:.3g} are off the chart."
 Samples = Mapping[str, Mapping[int, str]]
 """Run -> step of a checkpoint -> what its model wrote."""
+Sampler = Callable[[Mapping[str, Path], str], Samples]
+"""What gives the samples of runs, by name, that continue a text."""
 
 
 @dataclass(frozen=True)
@@ -212,3 +218,45 @@ def _numbers(history: History, standing: Standing) -> str:
         f"<div><b>{text(value)}</b><span class=soft>{text(name)}</span></div>" for name, value in cards.items() if value
     )
     return f'<div class="numbers">{"".join(shown)}</div>'
+
+
+def write(
+    chosen: Sequence[Path],
+    output: Path,
+    images: bool,
+    prompt: str | None = None,
+    sampler: Sampler | None = None,
+) -> list[Path]:
+    """Write the report of the runs ``chosen``; the files it consists of.
+
+    ``prompt``: a text that their models continue, by ``sampler``, which takes the runs and the prompt.
+    """
+    if output.suffix != ".html":
+        raise ConfigError(f"output {output} must end with .html")
+    if not output.parent.is_dir():
+        raise ConfigError(f"output {output}: there is no folder {output.parent}")
+    named = dict(zip(_names(chosen), chosen, strict=True))
+    samples: Samples = sampler(named, prompt) if sampler and prompt is not None else {}
+    runs = {name: history.read(out) for name, out in named.items()}
+    settings = {name: provenance.settings(out) for name, out in named.items()}
+    written = {output: page(Content(runs, settings, prompt or "", samples)).encode(errors="replace")}
+    if images:
+        for name, figure in figures.figures(runs).items():
+            label = re.sub("[ /_]", "-", name)
+            written[output.with_name(f"{output.stem}-{label}.png")] = figures.png(figure)
+    for path, data in written.items():
+        try:
+            files.write_bytes(path, data)
+        except OSError as error:
+            raise unwritten(error, path, "choose another output") from None
+    return list(written)
+
+
+def _names(chosen: Sequence[Path]) -> list[str]:
+    """A name for each run: its folder's, with those above it where that is not enough to tell them apart."""
+    paths = [path.resolve() for path in chosen]
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpclm.commands.preprocess import request as parse
 from hpclm.config import DataConfig, RunConfig, dump
 from hpclm.data.indexed import IndexedDataset, sidecar
-from hpclm.datasets.options import parse
 from tests.datasets.texts import content, jsonl, preprocess, write
 from tests.shared import ROOT, shared
 

@@ -1,0 +1,71 @@
+"""Continue what is typed in a terminal, line by line, with a run's model."""
+
+import re
+import sys
+from dataclasses import replace
+
+from hpclm import terminal
+from hpclm.inference.completion import Completer
+from hpclm.inference.generation_settings import Limits, Sampling
+from hpclm.registry import hint
+from hpclm.terminal import say
+
+COMMANDS = {"/help": "show this", "/clear": "begin a new text", "/exit": "exit, as Ctrl-D does"}
+"""What may be typed in place of text, alone on a line."""
+
+
+def converse(completer: Completer, text: str, limits: Limits, sampling: Sampling) -> None:
+    """Continue ``text``, then the text with each line that is typed after it, until the input ends."""
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        say("An empty line continues the text, /help lists commands, Ctrl-C stops, Ctrl-D exits.", file=sys.stderr)
+    turn = 0
+    if text:
+        text += _streamed(completer, text, limits, sampling)
+        turn = 1
+    while True:
+        if at_terminal:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        command = line.rstrip()
+        if not line or command == "/exit":
+            return
+        if command == "/clear":
+            text = ""
+            continue
+        if re.fullmatch(r"/\w+", command):
+            say(_reply(command), file=sys.stderr)
+            continue
+        text += line.rstrip("\n")
+        text += _streamed(completer, text, limits, replace(sampling, first=turn))
+        turn += 1
+
+
+def _reply(command: str) -> str:
+    """The commands, or that ``command`` is none."""
+    if command == "/help":
+        return "\n".join(terminal.columns([*COMMANDS.items(), ("an empty line", "continue the text")]))
+    return f"no command is called {command}; /help lists them. Put a space before it if it is text.{hint(command, [*COMMANDS])}"
+
+
+def _streamed(completer: Completer, text: str, limits: Limits, sampling: Sampling) -> str:
+    """Print the continuation of ``text`` as it comes; what there is of it, also after Ctrl-C."""
+    shown = ""
+    # what may become a stop string, or the rest of a character, is not shown yet
+    back = max((len(stop) for stop in limits.stop), default=1) - 1
+
+    def show(_: int, so_far: str) -> None:
+        nonlocal shown
+        whole = so_far.rstrip("\ufffd")
+        ready = whole[: len(whole) - back] if back else whole
+        if len(ready) > len(shown):
+            say(ready[len(shown) :], end="", flush=True)
+            shown = ready
+
+    try:
+        done = completer.complete([text], limits, sampling, show)[0].text
+        say(done[len(shown) :], flush=True)
+        return done
+    except KeyboardInterrupt:
+        say()
+        return shown

@@ -1,0 +1,199 @@
+"""How well a run's model predicts held-out data, a text or a dataset, or does at tasks.
+
+Libraries that take seconds to import are imported after what is wrong with the settings has been said.
+"""
+
+import math
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpclm import extras, log
+from hpclm.inference import texts
+from hpclm.node import secrets
+from hpclm.node.job import Job
+from hpclm.rundir import lock, metrics_file, runs
+from hpclm.rundir.rows import finite
+from hpclm.rundir.status import Queue
+
+Figures = dict[str, float | int | str]
+
+
+@dataclass(frozen=True)
+class TaskRequest:
+    """Tasks of lm-evaluation-harness, and how to score at them; None: as the task says, or all of it."""
+
+    names: Sequence[str]
+    path: str | None = None
+    """A folder of task files of one's own."""
+    samples: int | None = None
+    """Documents of each task."""
+    shots: int | None = None
+    """Examples before each question."""
+    batch: int = 16
+    """Texts that are read together."""
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """The scores of a checkpoint at tasks: by task and metric, how many documents of each task, and the step."""
+
+    tasks: Mapping[str, Mapping[str, float]]
+    samples: Mapping[str, int]
+    step: int
+
+    def values(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "tasks": {task: finite(row) for task, row in self.tasks.items()},
+            "samples": self.samples,
+            "step": self.step,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For people, one for each metric."""
+        for task, row in self.tasks.items():
+            for metric, value in row.items():
+                name, comma, filtered = metric.partition(",")
+                error = row.get(f"{name}_stderr{comma}{filtered}")
+                if "_stderr" not in metric:
+                    yield f"{task}  {metric} {value:.4f}{'' if error is None else f' ± {error:.4f}'}  step {self.step}"
+
+
+def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores:
+    """Score the newest checkpoint at tasks."""
+    from hpclm.inference import run_settings, task_names
+
+    config = run_settings.check(run, overrides, reads_text=True)
+    task_names.check(list(wanted.names), wanted.path)
+
+    from hpclm.datasets import run_text
+    from hpclm.inference import run_model
+
+    with extras.needed_for("evaluation on tasks"):
+        from hpclm.inference.harness import Tasks, naming_tasks
+    text = run_text.of_run(run, config.data, config.model.vocab_size)
+    tasks = Tasks(list(wanted.names), wanted.path, wanted.samples, wanted.shots)
+    compute = run_model.place(config)
+    model, progress = run_model.load_model(run, config, text.tokenizer.fingerprint, compute)
+    # the library ends its processes by it, and would wait where it is ignored
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with naming_tasks():
+        scores, samples = tasks.score(model.to(compute.dtype), text, wanted.batch)
+    return TaskScores(scores, samples, progress.step)
+
+
+def follow(run: Path, overrides: list[str], wanted: TaskRequest, queue: Queue, job: Job) -> int:
+    """Score each checkpoint of ``run`` as it is published, until the run has ended; the exit code is 85 after a signal: the same
+    command continues.
+
+    ``queue``: how the run stands; ``job``: that of this process.
+    """
+    from hpclm.inference import run_settings, task_names
+
+    config = run_settings.settings(run, overrides)
+    task_names.check(list(wanted.names), wanted.path)
+
+    with extras.needed_for("evaluation on tasks"):
+        from hpclm.inference.follow import Follower
+        from hpclm.inference.harness import Tasks
+    runs.check_own(run, "scored")
+    log.setup(0, redact=secrets.Redactor())
+    tasks = Tasks(list(wanted.names), wanted.path, wanted.samples, wanted.shots)
+    with lock.held(run, metrics_file.SCORES_LOCK, job):
+        return Follower(run, config, tasks, wanted.batch).until_the_end(queue, job)
+
+
+def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> Figures:
+    """Mean loss per token in nats, perplexity, and what they were measured on.
+
+    ``samples``: how many are read of the part; None: all of one pass. ConfigError if the loss is not finite.
+    """
+    from hpclm.data import sources
+    from hpclm.errors import ConfigError
+    from hpclm.inference import run_settings
+
+    config = run_settings.check(run, overrides, reads_text=False)
+    source = sources.build(config.data, config.model, config.seed)
+
+    from hpclm.data.batches import Batches
+    from hpclm.engine.step import mean_loss
+    from hpclm.inference import run_model
+    from hpclm.inference.scoring import perplexity
+    from hpclm.parallel.mesh import SINGLE
+    from hpclm.progress import Bar
+
+    compute = run_model.place(config)
+    model, progress = run_model.load_model(run, config, source.fingerprint.get("tokenizer"), compute)
+    read = source.samples(part, samples)
+    count = len(read) if samples is None else samples
+    plan = config.plan()
+    batches = Batches(read, plan, config.data, config.model, source.eod, compute).take(0, count)
+    with Bar(batches, total=-(-count // plan.micro_size), unit="batch", disable=None) as bar:
+        mean = mean_loss(model, bar, compute.device, SINGLE)
+    if mean is None:
+        raise ConfigError(
+            f"nothing is measured: by the loss mask no token of the {count} samples of {part} counts; read more with --samples, or all "
+            "tokens with data.loss_mask=ignore"
+        )
+    return _finite(
+        {"loss": mean, "perplexity": perplexity(mean), "step": progress.step, "part": part, "samples": count}
+    )
+
+
+def on_documents(
+    run: Path, overrides: list[str], text: str | None, prefix: str | None, most: int | None, format: str | None = None
+) -> Figures:
+    """Loss, perplexity and bits per byte of the file ``text``, or else of the dataset ``prefix``: with a loss mask of the tokens that
+    count in training, without bits per byte.
+
+    ``most``: tokens after which to stop; ``format``: of the text, "text" or "jsonl". ConfigError if the loss is not finite.
+    """
+    from hpclm.data import indexed, loss_mask, tokenizers
+    from hpclm.errors import ConfigError
+    from hpclm.inference import run_settings
+
+    config = run_settings.check(run, overrides, reads_text=text is not None)
+    data = config.data
+    if prefix is not None:  # this dataset and no other; a tokenizer that the settings name stays
+        data = replace(data, source="indexed", prefix=prefix, blend=[], train=[], valid=[], test=[], validation=[])
+    tokenizer = None
+    try:
+        tokenizer = tokenizers.of_run(data)
+    except ConfigError:
+        if text is not None:
+            raise
+    if text is not None and tokenizer is not None:
+        content = texts.text_of(text)
+        json_lines = texts.is_json_lines(text, content, format, "text")
+    else:
+        dataset = indexed.IndexedDataset(Path(prefix or ""))
+        mask = loss_mask.opened(dataset, replace(data, order="packed"))  # as a run that trains on it would
+
+    from hpclm.datasets import run_text
+    from hpclm.inference import run_model, scoring
+    from hpclm.progress import Bar
+
+    of_run = run_text.of_run(run, data, config.model.vocab_size, tokenizer) if tokenizer else None
+    if text is not None and of_run is not None:
+        documents = scoring.of_text(text, content, json_lines, of_run)
+    else:
+        documents = scoring.of_dataset(dataset, mask, tokenizer)
+    compute = run_model.place(config)
+    model, progress = run_model.load_model(run, config, tokenizer.fingerprint if tokenizer else None, compute)
+    with Bar(total=most, unit="token", unit_scale=True, disable=None) as bar:
+        score = scoring.score(model, documents, of_run.begin if of_run else None, config.batch.micro_size, most, bar)
+    masked = {} if text is not None or mask is None else {"loss_mask": str(mask.prefix)}
+    return _finite({**score.result(progress), "source": text or prefix or "", **masked})
+
+
+def _finite(figures: Figures) -> Figures:
+    """``figures``; ConfigError if the loss is not finite."""
+    if not math.isfinite(float(figures["loss"])):
+        from hpclm.errors import ConfigError
+        from hpclm.inference.generation import NOT_FINITE
+
+        raise ConfigError(f"the loss is {figures['loss']}: {NOT_FINITE}")
+    return figures

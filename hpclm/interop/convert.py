@@ -1,0 +1,108 @@
+"""A run's weights for Hugging Face transformers or llama.cpp, and other projects' weights as a run."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpclm import config, extras, files
+from hpclm.checkpoint import manifest
+from hpclm.errors import ConfigError
+
+SHARD_GB = 5.0
+IMPORTABLE = re.compile(r"config\.json|latest.*|layer_.*|mp_rank_.*|.*\.distcp")
+"""Names of which a folder that can be imported has one; whether it can is seen when PyTorch is imported."""
+ADAPTER = "adapter_config.json"
+MERGE = (
+    "{0} holds an adapter (PEFT's {1}), which hpclm does not apply: merge it first, in Python with "
+    "peft.AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and convert the result; or remove {1} to "
+    "convert the model beside it alone"
+)
+UNKNOWN = (
+    "{} cannot be converted: it is not a run directory or a checkpoint, and has no config.json (Hugging Face), "
+    "*_model_states.pt (Megatron-DeepSpeed), mp_rank_*/model_optim_rng.pt or *.distcp (Megatron-LM)"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of hpclm convert; each is for exports or for imports."""
+
+    dtype: str | None = None
+    shard_gb: float | None = None
+    allow_nan: bool = False
+    pickle: bool = False
+    ignore: Sequence[str] = ()
+    weights_only: bool = False
+
+
+def converted(source: Path, target: Path, overrides: list[str], options: Options) -> str:
+    """Convert, and say what was made of what."""
+    from hpclm.inference import run_settings  # imports NumPy
+
+    if not source.is_dir():
+        raise ConfigError(f"{source.absolute()} is not a folder")
+    if is_run(source):
+        if options.pickle:
+            raise ConfigError("--pickle has no effect: an export reads safetensors")
+        if options.ignore or options.weights_only:
+            raise ConfigError("--ignore and --weights-only are for imports")
+        return exported(
+            source, target, overrides, options.dtype or "fp32", options.shard_gb or SHARD_GB, options.allow_nan
+        )
+    if files.is_file(source / "config.yaml"):
+        run_settings.check_saved(source)
+    if files.is_file(source / ADAPTER):  # transformers would apply it, also beside a whole model
+        raise ConfigError(MERGE.format(source, ADAPTER))
+    if not any(map(IMPORTABLE.fullmatch, (path.name for path in source.iterdir()))):
+        raise ConfigError(UNKNOWN.format(source))
+    if options.dtype or options.shard_gb or options.allow_nan:
+        raise ConfigError("--dtype, --shard-gb and --allow-nan are for exports; a run's weights are fp32 and finite")
+    with extras.needed_for("hpclm convert"):
+        from hpclm.interop import megatron
+        from hpclm.interop.huggingface import folder
+    if (source / "config.json").is_file():
+        if options.weights_only:
+            raise ConfigError("--weights-only has no effect: a folder with config.json contains only weights")
+        model = folder.import_folder(source, target, overrides, options.pickle, list(options.ignore))
+    elif (kind := megatron.recognised(source)) is not None:
+        model = megatron.convert(kind, target, overrides, list(options.ignore), options.weights_only)
+    else:
+        raise ConfigError(UNKNOWN.format(source))
+    use = "generate {} --prompt ..." if config.of_run(target, []).data.tokenizer else "evaluate {} --data DATASET"
+    return f"{target}: a run directory of {model.layers} layers x {model.hidden}; next: hpclm {use.format(files.typed(target))}"
+
+
+def is_run(path: Path) -> bool:
+    """Whether ``path`` is a run directory or a checkpoint."""
+    return (path / "checkpoints").is_dir() or (path / manifest.NAME).is_file()
+
+
+def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard_gb: float, allow_nan: bool) -> str:
+    """Write the weights of a run or checkpoint for transformers, or for llama.cpp if ``target`` ends with .gguf, and say what was made
+    of what; arguments as of the verb."""
+    from hpclm.inference import run_settings
+
+    owner = source.absolute().parent.parent if (source / manifest.NAME).is_file() else source
+    config.of_run(owner, overrides)
+    run_settings.check_saved(source)
+    with extras.needed_for("hpclm convert"):
+        from hpclm.interop import run
+        from hpclm.interop.huggingface import folder
+
+        if target.suffix == ".gguf":
+            from hpclm.interop.gguf import file
+
+    checkpoint = run.find_checkpoint(source, overrides)
+    if target.suffix != ".gguf":
+        name = folder.export_run(checkpoint, target, dtype, shard_gb * 1e9, allow_nan)
+    elif shard_gb != SHARD_GB:
+        raise ConfigError("the size of shards has no effect: a .gguf file is always one")
+    else:
+        name = "llama.cpp's " + file.export_run(checkpoint, target, dtype, allow_nan)
+    ready = (
+        f"next: llama-cli -m {files.typed(target)}"
+        if target.suffix == ".gguf"
+        else f"{target / 'README.md'} says how to load it"
+    )
+    return f"{target}: {name}, from step {checkpoint.step} of {checkpoint.run}; {ready}"

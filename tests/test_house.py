@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hpclm import cli
+
 HOUSE = Path(__file__).parents[1] / "hpclm"
 FILES = sorted(HOUSE.rglob("*.py"))
 
@@ -109,6 +111,26 @@ def test_a_file_imports_only_what_stands_below_it():
                 continue
             assert rest[0] in FLOOR, f"{name} imports {module}, which has no floor"
             assert FLOOR[rest[0]] < FLOOR[room], f"{name} imports {module}, which is not below it"
+
+
+def test_only_cli_loads_verbs_and_each_of_its_rows_is_a_file():
+    """What two verbs need, or the interface for Python, is in a folder below commands/."""
+    for path in [*FILES, *(HOUSE.parent / "tools").rglob("*.py")]:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        modules = [
+            f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+        ]
+        modules += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
+        named = any("hpclm.commands" in text for text in (*modules, *texts))
+        assert not named or path == HOUSE / "cli.py", f"{path} loads a verb"
+    files = {f"hpclm.commands.{path.stem}" for path in (HOUSE / "commands").glob("[a-z]*.py")}
+    assert files == {module for module, _ in cli.VERBS.values()}
+    for verb in cli.VERBS:
+        assert cli.parser(verb).prog == f"hpclm {verb}" and callable(cli.function(verb))
+
+
+CORE = {"config", "parallel", "model", "optim", "data", "engine", "checkpoint", "diagnostics", "training"}
 
 
 CORE = {"config", "parallel", "model", "optim", "data", "engine", "checkpoint", "diagnostics", "training"}

@@ -267,7 +267,7 @@ def training(args: argparse.Namespace) -> int:
     def beside_save(folder: Path) -> list[float]:
         store = CheckpointStore(folder / "checkpoints", Retention(), {})
         store._snapshot = snapshot
-        store.begin(saved, Progress(1))  # type: ignore[arg-type]
+        store.begin(saved, Progress(1))
         found = steps(lambda _: store.written())
         store.commit()
         return found

@@ -148,7 +148,7 @@ def sentencepiece(corpus: Path, model: str, rounds: int) -> Figures:
 
 def preprocessed(corpus: Path, kind: str, files: list[str]) -> float:
     """CPU-seconds of ``hpclm preprocess`` in this process, less those of a single line."""
-    from hpclm.commands import preprocess
+    from hpclm import cli
 
     tiny = corpus.with_name("tiny.jsonl")
     tiny.write_text('{"text": "x"}\n')
@@ -157,7 +157,7 @@ def preprocessed(corpus: Path, kind: str, files: list[str]) -> float:
         words = ["--input", str(path), "--output-prefix", str(corpus.with_name("ours")), "--tokenizer", kind]
         began = time.process_time()
         with redirect_stdout(StringIO()):
-            preprocess.main([*words, "--tokenizer-files", *files, "--append-eod", "--overwrite"])
+            cli.function("preprocess")([*words, "--tokenizer-files", *files, "--append-eod", "--overwrite"])
         seconds.append(time.process_time() - began)
     return seconds[1] - seconds[0]
 
@@ -169,7 +169,7 @@ def memory(corpus: Path, files: list[str]) -> None:
     for workers in (1, 2):
         words = ["--input", str(corpus), "--output-prefix", str(corpus.with_name("ours")), "--tokenizer", "gpt2"]
         code = (
-            f"{python.WITHOUT_FOLDER}; import resource; from hpclm.commands import preprocess; preprocess.main(sys.argv[1:]); {PEAK}\n"
+            f"{python.WITHOUT_FOLDER}; import resource; from hpclm import cli; cli.function('preprocess')(sys.argv[1:]); {PEAK}\n"
             "print(max(peak(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024))"
         )
         command = [

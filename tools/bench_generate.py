@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from hpclm import cli
 from hpclm import config as configs
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
-from hpclm.commands.convert import main as convert
 from hpclm.config import RunConfig
 from hpclm.engine import build
 from hpclm.inference import run_model
@@ -67,7 +67,7 @@ def models(config: RunConfig, folder: Path, device: torch.device, dtype: torch.d
     configs.dump(config, run / "config.yaml")
     engine = build(config.for_engine(), Compute(torch.device("cpu"), dtype))
     CheckpointStore(run / "checkpoints", Retention(), {}).save(engine, Progress(step=1))
-    convert([str(run), str(folder / "hf")])
+    cli.function("convert")([str(run), str(folder / "hf")])
     ours, _ = run_model.load_model(run, config, None, Compute(device, dtype))
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=dtype)
     return ours.to(dtype), theirs.to(device).eval()

@@ -20,7 +20,7 @@ from hpclm.checkpoint.retention import CompleteCheckpoints, Retention
 from hpclm.checkpoint.staging import Snapshot
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.distributed.context import DistributedContext, single
-from hpclm.engine import Engine
+from hpclm.engine import Engine, StateSource
 from hpclm.errors import HpclmError, NoCheckpointError
 from hpclm.rundir.lease import Lease
 
@@ -64,20 +64,20 @@ class CheckpointStore:
         self.pending: PendingSave | None = None
         self._snapshot, self._complete = Snapshot(), CompleteCheckpoints()
 
-    def save(self, engine: Engine, progress: Progress, validation: float | None = None) -> Path:
-        """Save the engine's state; it is on disk when this returns. HpclmError on every rank if that fails."""
-        self.begin(engine, progress, validation, background=False)
+    def save(self, state: StateSource, progress: Progress, validation: float | None = None) -> Path:
+        """Save ``state``; it is on disk when this returns. HpclmError on every rank if that fails."""
+        self.begin(state, progress, validation, background=False)
         return self.commit()
 
     def begin(
         self,
-        engine: Engine,
+        state: StateSource,
         progress: Progress,
         validation: float | None = None,
         background: bool = True,
         why: str | None = None,
     ) -> None:
-        """Start to save the engine's state: in the background if ``background``, else it is written when this returns.
+        """Start to save ``state``: in the background if ``background``, else it is written when this returns.
 
         ``why``: what makes the run exit, if that is the reason; None for a regular save. Only one save can be pending:
         commit() the previous one first. HpclmError on every rank if there is not enough space.
@@ -86,7 +86,7 @@ class CheckpointStore:
         final = self.folder / f"step-{progress.step:08d}"
         staging_dir = self.folder / f".tmp-{final.name}-g{self.context.run_on_main(lambda: self.generation)}"
         began = time.time()
-        shards = self._snapshot.take(engine.tensors()) if background else list(engine.tensors())
+        shards = self._snapshot.take(state.tensors()) if background else list(state.tensors())
         sizes = self.context.all_gather(staging.size(shards))
         self.context.run_on_main(lambda: self._begin(staging_dir, sum(sizes)))
 
@@ -98,7 +98,7 @@ class CheckpointStore:
         else:
             written = Future()
             written.set_result(work())
-        self.pending = PendingSave(progress, engine.scalars(), validation, staging_dir, final, written, began, why)
+        self.pending = PendingSave(progress, state.scalars(), validation, staging_dir, final, written, began, why)
 
     @property
     def generation(self) -> int:

@@ -103,7 +103,20 @@ class SavedState(Protocol):
         ...
 
 
-class Engine(Protocol):
+class StateSource(Protocol):
+    """A training state to be saved, one tensor after the other: an engine's, or one that is imported."""
+
+    def tensors(self) -> Iterator[Shard]:
+        """This process's shards of the training state, ``model.*`` and ``optim.*``. All processes together yield every
+        logical tensor exactly once. A collective: all processes must iterate it in lockstep."""
+        ...
+
+    def scalars(self) -> dict[str, Any]:
+        """The rest of the training state, as JSON; the same on every process."""
+        ...
+
+
+class Engine(StateSource, Protocol):
     """The interface between the training loop and an engine."""
 
     def train_step(
@@ -118,15 +131,6 @@ class Engine(Protocol):
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float | None:
         """Mean loss per token that counts over all replicas, without an update; None if none does. Holds one batch at a time."""
-        ...
-
-    def tensors(self) -> Iterator[Shard]:
-        """This process's shards of the training state, ``model.*`` and ``optim.*``. All processes together yield every
-        logical tensor exactly once. A collective: all processes must iterate it in lockstep."""
-        ...
-
-    def scalars(self) -> dict[str, Any]:
-        """The rest of the training state, as JSON; the same on every process."""
         ...
 
     def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:

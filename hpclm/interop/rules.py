@@ -144,7 +144,9 @@ def of_modules(
     ``layer`` with the block's number comes before them. ``in_out``: linear layers are stored as [in, out].
     """
     for ours in placements(config):
-        block, module, kind = LOGICAL.fullmatch(ours).groups()  # type: ignore[union-attr]
+        match = LOGICAL.fullmatch(ours)
+        assert match is not None, ours
+        block, module, kind = match.groups()
         names = modules.get(module, module)
         prefix = "" if block is None else layer.format(block)
         suffix = "weight" if kind == "table" else kind

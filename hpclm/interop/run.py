@@ -18,7 +18,7 @@ from hpclm.config import DataConfig, ModelConfig, RunConfig
 from hpclm.config.fields import as_yaml
 from hpclm.data import chat_record
 from hpclm.data.chat_record import ChatRecord
-from hpclm.engine import Shard
+from hpclm.engine import Shard, StateSource
 from hpclm.errors import ConfigError, unwritten
 from hpclm.interop.rules import Rule, check_depth, check_names, placements
 from hpclm.progress import Bar
@@ -81,7 +81,7 @@ NO_MOMENTS = ImportedMoments()
 
 
 class ImportedWeights:
-    """Imported weights, in the form in which CheckpointStore saves an engine."""
+    """Imported weights, and an optimizer's moments if there are any: a ``StateSource``, which holds one weight in memory."""
 
     def __init__(
         self,
@@ -139,15 +139,13 @@ def settings_of(
     return replace(begun, name=target.name, out=str(target), model=model, data=data_settings)
 
 
-def save(
-    staging_dir: Path, config: configs.RunConfig, weights: ImportedWeights, progress: Progress | None = None
-) -> None:
+def save(staging_dir: Path, config: configs.RunConfig, weights: StateSource, progress: Progress | None = None) -> None:
     """Make ``staging_dir``, which will be ``config.out``, a run directory whose checkpoint holds ``weights``.
 
     ``progress``: of the checkpoint; None: at step 0.
     """
     configs.dump(config, staging_dir / "config.yaml")
-    CheckpointStore(staging_dir / "checkpoints", Retention(), {}).save(weights, progress or Progress())  # type: ignore[arg-type]
+    CheckpointStore(staging_dir / "checkpoints", Retention(), {}).save(weights, progress or Progress())
 
 
 def network(derived: Mapping[str, Any], overrides: list[str]) -> ModelConfig:

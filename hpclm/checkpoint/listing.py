@@ -32,10 +32,14 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
             if step in problems:
                 raise problems[step]
             manifest = read[step]
-            made, number = manifest.made, manifest.progress["step"]
+            origin, number = manifest.made, manifest.progress["step"]
             row |= {"step": number, "bytes": manifest.size, "files": len(manifest.files)}
-            row |= {"validation_loss": manifest.validation, "time": made.get("time"), "seconds": made.get("seconds")}
-            row |= {"engine": made.get("engine"), "processes": made.get("processes")}
+            row |= {
+                "validation_loss": manifest.validation,
+                "time": origin.get("time"),
+                "seconds": origin.get("seconds"),
+            }
+            row |= {"engine": origin.get("engine"), "processes": origin.get("processes")}
             row |= {"why": manifest.why, "healthy": healthy.get(number, True), "health": manifest.health.describe()}
             if not row["healthy"] and not row["health"]:
                 row["health"] = "the loss spiked in the next step"

@@ -129,7 +129,7 @@ def text_on(topic: str | None, verbs: Collection[str]) -> str:
         more = f"hpclm docs SECTION. explains the settings of a section, hpclm docs optim.lr one. Sections: {sections}."
         return "\n".join([*terminal.columns(titles), "", textwrap.fill(more, WIDTH), ""])
     name = topic.removeprefix("docs/").partition("#")[0].removesuffix(".md").lower()
-    if page := next((path for known, path in pages.items() if name in (known, known.rpartition("/")[2])), None):
+    if page := next((path for title, path in pages.items() if name in (title, title.rpartition("/")[2])), None):
         return files.read_text(page)
     key = topic.partition("=")[0]
     if explained := list(_explained(key)):
@@ -138,11 +138,11 @@ def text_on(topic: str | None, verbs: Collection[str]) -> str:
         raise ConfigError(f"no page is called {topic!r}; hpclm help {topic} shows the options of this verb")
     text = re.compile(rf"(?<![a-z]){re.escape(topic)}", re.IGNORECASE)
     counts = {page: len(text.findall(files.read_text(path))) for page, path in pages.items()}
-    most = sorted(filter(counts.get, counts), key=counts.__getitem__, reverse=True)[:NAMED_PAGES]
-    near, meant = "" if most else hint(name, pages), hints.meant(key, keys())
+    frequent = sorted(filter(counts.get, counts), key=counts.__getitem__, reverse=True)[:NAMED_PAGES]
+    near, meant = "" if frequent else hint(name, pages), hints.meant(key, keys())
     if meant and not near:
         near = f" {meant}" if hints.is_reason(meant) else f" Here it is {meant.partition('=')[0]}."
-    where = f"pages with this text: {', '.join(most)}" if most else "hpclm docs lists the pages"
+    where = f"pages with this text: {', '.join(frequent)}" if frequent else "hpclm docs lists the pages"
     raise ConfigError(f"no page or setting is called {topic!r}; {where}.{near}")
 
 

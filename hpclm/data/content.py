@@ -50,8 +50,8 @@ def noted(prefix: str | Path) -> DatasetContent | None:
         return None
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         content = DatasetContent(entry["bin"], entry["idx"], entry["blocks"], entry.get("added"))
-        known = (entry["hash"], entry["block_bytes"]) == ("xxh3", HASH_BLOCK_BYTES) and isinstance(content.idx, str)
-        if known and hash_of_blocks(content.blocks) == content.bin:
+        readable = (entry["hash"], entry["block_bytes"]) == ("xxh3", HASH_BLOCK_BYTES) and isinstance(content.idx, str)
+        if readable and hash_of_blocks(content.blocks) == content.bin:
             return content
     raise ConfigError(
         f"the content hash in {files(prefix)[2]} is corrupt, or from another version of hpclm; restore that file, or hash the "

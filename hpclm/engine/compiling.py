@@ -90,8 +90,8 @@ class AgreedCompilations:
     @property
     def compilations(self) -> Sequence[Compilation]:
         """The engine's; a user-defined one may have none."""
-        made: Sequence[Compilation] = getattr(self.engine, "compilations", ())
-        return made
+        compilations: Sequence[Compilation] = getattr(self.engine, "compilations", ())
+        return compilations
 
     def failed_late(self) -> int:
         """How many parts this rank could not compile any more after all had agreed."""

@@ -6,7 +6,7 @@ import pytest
 
 from hpclm.errors import ConfigError
 from hpclm.launch import prechecks
-from hpclm.node import slurm
+from hpclm.launch.schedulers import slurm_commands
 
 
 def script(time=None, signal="USR2@120", partition=None):
@@ -74,7 +74,7 @@ def test_without_a_time_limit_that_of_the_partition_counts(partition, refusal, t
     scontrol.write_text(f"#!/bin/bash\n{lines}\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert slurm.default_time("long") == ("long", "2-00:00:00")
+    assert slurm_commands.default_time("long") == ("long", "2-00:00:00")
     if refusal is None:
         return prechecks.refuse_without_room(tmp_path, script(None, partition=partition))
     with pytest.raises(ConfigError, match=refusal):

@@ -6,15 +6,15 @@ from hpclm.config import ModelConfig
 from hpclm.model import position
 from hpclm.model.attention import layout
 from hpclm.model.attention.backend import Choice, choose, flexible, installed_flash, prefer
-from hpclm.model.attention.layout import ActivationSpec, attention_metadata
-from hpclm.model.attention.scores import BLOCK, blocked, dot_product_attention, flex_attention
+from hpclm.model.attention.layout import ROWS_PER_BLOCK, ActivationSpec, attention_metadata
+from hpclm.model.attention.scores import blocked, dot_product_attention, flex_attention
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import SINGLE
 from hpclm.parallel.micro_batch import MicroBatch
 from tests.engine.test_native import GPT2, batches_of, engine_of, settings
 
 
-@pytest.mark.parametrize("length", [1, 7, BLOCK, BLOCK + 1, 300])
+@pytest.mark.parametrize("length", [1, 7, ROWS_PER_BLOCK, ROWS_PER_BLOCK + 1, 300])
 def test_attention_in_blocks_is_causal_attention(length):
     draw = torch.Generator().manual_seed(length)
     q, k, v = (torch.randn(2, 3, length, 8, generator=draw).requires_grad_() for _ in range(3))

@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from hpclm.config import ModelConfig
-from hpclm.model.attention.layout import ActivationSpec, Flex, Prepared, attention_metadata, block_mask, block_starts
-from hpclm.model.attention.scores import BLOCK, Scores, attend, blocked, by_pieces, flex_attention
+from hpclm.model.attention.layout import (
+    ROWS_PER_BLOCK,
+    ActivationSpec,
+    Flex,
+    Prepared,
+    attention_metadata,
+    block_mask,
+    block_starts,
+)
+from hpclm.model.attention.scores import Scores, attend, blocked, by_pieces, flex_attention
 from hpclm.model.dropout import dropout
 from hpclm.model.position import alibi_slopes
 from hpclm.parallel.mesh import SINGLE, Axis
@@ -69,7 +77,7 @@ def test_the_rows_of_a_part_see_what_they_see_of_the_whole(length, positions, wi
     whole = blocked(q, k, v, how, attention_metadata(config, kind, SINGLE, batch, layer))
     for rank in range(2):
         mine = part(rank, length)
-        begins = [begin for begin, _ in row_blocks(mine.pieces, BLOCK)]
+        begins = [begin for begin, _ in row_blocks(mine.pieces, ROWS_PER_BLOCK)]
         starts = block_starts(documents, begins) if several else None
         metadata = attention_metadata(config, kind, SINGLE, batch, layer, Prepared(starts=starts, part=mine))
         assert torch.equal(metadata.positions[0], mine.places)

@@ -129,14 +129,14 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: Atte
 
 
 def _by_blocks(q: Tensor, k: Tensor, metadata: AttentionMetadata | None) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Begin and end of each block of at most BLOCK rows, and their queries."""
+    """Begin and end of each block of at most ROWS_PER_BLOCK rows, and their queries."""
     part = None if metadata is None else metadata.part
     blocks = list(row_blocks(((0, k.shape[2]),) if part is None else part.pieces, ROWS_PER_BLOCK))
     return zip(blocks, q.split([end - begin for begin, end in blocks], 2), strict=True)
 
 
 def _first(number: int, begin: int, metadata: AttentionMetadata | None) -> int:
-    """The first column that block ``number`` of the rows, from ``begin`` on, attends to, a multiple of BLOCK."""
+    """The first column that block ``number`` of the rows, from ``begin`` on, attends to, a multiple of ROWS_PER_BLOCK."""
     if metadata is None:
         return 0
     document = metadata.starts[number] if metadata.starts else 0

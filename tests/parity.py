@@ -91,8 +91,7 @@ def train(words, steps, first=0, saved=None, device="cpu"):
     from hpclm.data.batches import Batches
     from hpclm.data.synthetic import synthetic
     from hpclm.optim.schedules import learning_rate
-    from hpclm.parallel.compute import Compute
-    from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.mesh import Compute, Mesh
 
     run = config.load(None, [*TINY, *words])
     size = dist.get_world_size() if dist.is_initialized() else 1

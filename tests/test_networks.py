@@ -21,8 +21,7 @@ from hpclm.inference.generation import Batch, window_start
 from hpclm.inference.scoring import Document, score, windows
 from hpclm.model import count
 from hpclm.node.gpus import KINDS
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.planning import forecast
 from hpclm.planning.simulate import simulate
 from tests import weights

@@ -243,7 +243,7 @@ def training(args: argparse.Namespace) -> int:
     from hpclm import config
     from hpclm import engine as engines
     from hpclm.checkpoint import CheckpointStore, Progress, Retention, staging
-    from hpclm.parallel.compute import Compute
+    from hpclm.parallel.mesh import Compute
     from hpclm.parallel.micro_batch import MicroBatch
 
     torch.set_num_threads(1)

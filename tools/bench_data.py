@@ -255,7 +255,7 @@ def reading(folder: Path, rounds: int, tokens: int) -> Figures:
 
     from hpclm.config import BatchConfig, BudgetConfig, ModelConfig, RunConfig
     from hpclm.data.batches import Batches
-    from hpclm.parallel.compute import Compute
+    from hpclm.parallel.mesh import Compute
 
     config = RunConfig(
         model=ModelConfig(context=CONTEXT),

@@ -25,7 +25,7 @@ from hpclm.engine import build
 from hpclm.inference import run_model
 from hpclm.inference.generation import continue_all
 from hpclm.inference.generation_settings import Sampling
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 
 SMALL = ["model.layers=6", "model.hidden=512", "model.heads=8", "model.vocab_size=32000", "model.context=1024"]
 LLAMA = ["model.positions=rope", "model.norm=rmsnorm", "model.activation=swiglu", "model.bias=false"]

@@ -49,8 +49,7 @@ LAYOUTS = {
 def engine_step(args: argparse.Namespace, words: list[str], size: int, rank: int, device: Any, dtype: Any) -> Step:
     """A step of an engine, as the loop calls it."""
     from hpclm import engine as engines
-    from hpclm.parallel.compute import Compute
-    from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.mesh import Compute, Mesh
 
     run = settings(args, words)
     mesh = Mesh.build(rank, size, run.parallel)
@@ -176,8 +175,7 @@ def one_of_many(args: argparse.Namespace, rank: int, size: int, store: str, answ
 
     from hpclm import engine as engines
     from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
-    from hpclm.parallel.compute import Compute
-    from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.mesh import Compute, Mesh
 
     device, dtype, words = prepare(args, rank, size, store)
     run = settings(args, [f"batch.global_size={args.micro * size}"])

@@ -46,7 +46,7 @@ def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: b
     """hpclm's step, as its loop calls it."""
     from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, OptimConfig, RunConfig
     from hpclm.engine.native import NativeEngine
-    from hpclm.parallel.compute import Compute
+    from hpclm.parallel.mesh import Compute
     from hpclm.parallel.micro_batch import MicroBatch
 
     config = RunConfig(

@@ -181,8 +181,7 @@ def engine_after_a_step(args: argparse.Namespace, words: list[str], rank: int, s
 
     from hpclm import config
     from hpclm import engine as engines
-    from hpclm.parallel.compute import Compute
-    from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.mesh import Compute, Mesh
     from hpclm.parallel.micro_batch import MicroBatch
 
     model = [f"model.layers={args.layers}", f"model.hidden={args.hidden}", "model.heads=4", "model.vocab_size=1024"]

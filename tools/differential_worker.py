@@ -183,8 +183,7 @@ def hpclm(case: dict[str, Any], inputs: dict[str, Any], rank: int) -> dict[str, 
     from hpclm import config
     from hpclm import engine as engines
     from hpclm.errors import ConfigError
-    from hpclm.parallel.compute import Compute
-    from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.mesh import Compute, Mesh
     from hpclm.parallel.micro_batch import MicroBatch
 
     size, steps, cpu = case["processes"], inputs["batch"], torch.device("cpu")

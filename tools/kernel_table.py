@@ -87,8 +87,7 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
     from hpclm import engine as engines
     from hpclm.model.attention import backend as attention_backend
     from hpclm.node.gpus import KINDS
-    from hpclm.parallel.compute import Compute
-    from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.mesh import Compute, Mesh
     from hpclm.parallel.micro_batch import MicroBatch
     from hpclm.planning import forecast
 

@@ -18,7 +18,7 @@ from hpclm.config import DataConfig, ModelConfig, Plan
 from hpclm.data.sources import PADDING, Samples, needs_eod
 from hpclm.errors import ConfigError
 from hpclm.node import hardware, threads
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from hpclm.parallel.micro_batch import MicroBatch
 
 T = TypeVar("T")

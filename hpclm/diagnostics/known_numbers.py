@@ -8,8 +8,7 @@ from torch import Tensor
 from hpclm.engine.matrix_exchange import MatrixExchange
 from hpclm.engine.sharded_parameter import ShardedParameter, blocks
 from hpclm.parallel.collectives import all_gather, all_reduce, finish, start_scatter
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Axis
+from hpclm.parallel.mesh import Axis, Compute
 
 SENT = 1 << 18  # numbers in each message
 WHOLE = 251  # whole numbers below it, and 1 more, are exact in every type

@@ -26,8 +26,7 @@ from hpclm.model import count
 from hpclm.model.stack import Stages
 from hpclm.optim.adamw import update
 from hpclm.parallel.collectives import all_gather_objects, all_reduce
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import SINGLE
+from hpclm.parallel.mesh import SINGLE, Compute
 from hpclm.parallel.micro_batch import MicroBatch
 
 BLOCKS = 2

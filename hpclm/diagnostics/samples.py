@@ -17,8 +17,7 @@ from hpclm.config import EngineSettings
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 
 SAMPLED = 1 << 20  # values of a tensor that are compared, evenly spaced
 EPS = torch.finfo(torch.float32).eps

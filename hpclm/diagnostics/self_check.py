@@ -39,7 +39,7 @@ from hpclm.engine.base import BaseEngine
 from hpclm.errors import HpclmError
 from hpclm.model.attention import backend as attention_backend
 from hpclm.node import environment
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from hpclm.rundir import code
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from hpclm.config.supports import SUPPORTS, Supports
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.gpt import LayerSpec
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.registry import class_check, load, lookup
 

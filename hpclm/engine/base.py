@@ -34,8 +34,7 @@ from hpclm.optim.adamw import update
 from hpclm.optim.optimizers import MatrixOptimizer, optimizer_of
 from hpclm.optim.stability import LossScale
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, union
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import SINGLE, Mesh
+from hpclm.parallel.mesh import SINGLE, Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, Output, add
 
 

@@ -25,8 +25,7 @@ from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import InitSpec, move
 from hpclm.parallel.collectives import gather_into, scatter_into
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.parallel.placement import Placement
 
 BACKWARD = (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST)

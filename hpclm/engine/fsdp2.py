@@ -24,8 +24,7 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import allocate, move, place, uninitialized
 from hpclm.model.stack import Stack, placements
 from hpclm.parallel.collectives import all_reduce_in_place
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 
 
 def build(config: EngineSettings, compute: Compute) -> BaseEngine:

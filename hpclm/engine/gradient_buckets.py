@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Axis, Mesh
+from hpclm.parallel.mesh import Axis, Compute, Mesh
 from hpclm.parallel.placement import Placement
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first all-reduce starts early (as in PyTorch)

@@ -12,7 +12,7 @@ from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, by_mesh, grou
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 
 
 class NativeEngine(BaseEngine):

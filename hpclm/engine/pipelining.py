@@ -32,8 +32,7 @@ from hpclm.model import gpt
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack, Stages
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import SINGLE, sub_axis
+from hpclm.parallel.mesh import SINGLE, Compute, sub_axis
 from hpclm.parallel.micro_batch import MicroBatch, Output, add
 
 SCHEDULES = {

@@ -22,8 +22,7 @@ from hpclm.engine.native import NativeEngine, native_model
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.step import GlobalNorm
 from hpclm.parallel.collectives import gather_into, scatter_into
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 
 ALIGN = 64  # values; then CPU kernels use the same vector instructions for a value as without sharding
 

@@ -13,7 +13,7 @@ from hpclm.model.stack import Execution, Stack
 from hpclm.node import hardware
 from hpclm.parallel.balance import balanced
 from hpclm.parallel.collectives import broadcast
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from hpclm.parallel.micro_batch import MicroBatch
 
 REPEATS = 3

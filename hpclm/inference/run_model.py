@@ -14,7 +14,7 @@ from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Execution, Stack
 from hpclm.node import environment, hardware
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 
 
 class TrainedModel(Protocol):

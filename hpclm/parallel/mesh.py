@@ -1,10 +1,11 @@
-"""The pipeline x data x context x tensor mesh of processes, passed as a value."""
+"""The pipeline x data x context x tensor mesh of processes, and what each computes with; both are passed as values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hpclm.config import ParallelConfig
@@ -179,3 +180,22 @@ def _new_group(ranks: Sequence[int], limit: timedelta | None, backend: str | Non
 
 def _name(group: Any) -> str:
     return getattr(group, "group_name", "")
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What this rank computes with."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of activations and matrix products."""
+    mesh: Mesh = SINGLE_MESH
+
+    @property
+    def alone(self) -> "Compute":
+        """This with one replica, whose weights and sequences are whole; stages and tensor-parallel slices stay."""
+        mesh = self.mesh
+        alone = replace(
+            mesh, dp=SINGLE, cp=SINGLE, shard=SINGLE, replicate=SINGLE, holders=mesh.tp, world=mesh.model, nodes=1
+        )
+        return replace(self, mesh=alone)

@@ -12,8 +12,7 @@ from hpclm.config import RunConfig
 from hpclm.config.engine import ENGINES
 from hpclm.engine import CHECK, unavailable
 from hpclm.errors import ConfigError
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.planning.fake_gpu import CUDA, Collective, fake_gpu, peak_memory
 from hpclm.registry import lookup

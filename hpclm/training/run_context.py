@@ -14,8 +14,7 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.engine import compiling
 from hpclm.node import environment, hardware
 from hpclm.optim.schedules import shape
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.training import messages
 
 

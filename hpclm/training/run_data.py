@@ -17,7 +17,7 @@ from hpclm.data.sources import Source, samples_per_epoch, without_evaluation
 from hpclm.data.tokenizers import mismatch
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from hpclm.training.run_context import RunContext
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ from hpclm.data import sources
 from hpclm.data.batches import Batches, Prefetch
 from hpclm.data.sources import PADDING
 from hpclm.errors import ConfigError
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Axis, Mesh
+from hpclm.parallel.mesh import Axis, Compute, Mesh
 from tests.runs import PATIENCE
 
 CPU = torch.device("cpu")

@@ -120,7 +120,7 @@ def test_the_end_of_a_held_out_part_can_be_kept(make):
 
 def test_a_runs_own_evaluation_reads_the_kept_end_and_nothing_twice(make):
     from hpclm.config import BatchConfig, ModelConfig, RunConfig
-    from hpclm.parallel.compute import Compute
+    from hpclm.parallel.mesh import Compute
     from hpclm.training.run_data import build_data
 
     prefix = make("a", [23])

@@ -17,7 +17,7 @@ from hpclm.data.packing import pack
 from hpclm.data.sources import PADDING
 from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from tests.data.test_samples import dataset, rows
 
 DRAW = np.random.default_rng(0)

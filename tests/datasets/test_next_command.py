@@ -12,7 +12,7 @@ from hpclm.config import from_cli
 from hpclm.data.scan import SharedFacts
 from hpclm.datasets.next_command import LARGE_FROM, next_command
 from hpclm.datasets.writer import Writer
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from hpclm.training.run_data import build_data
 from tests.datasets.texts import preprocess
 

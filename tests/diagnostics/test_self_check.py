@@ -29,8 +29,7 @@ from hpclm.optim import muon
 from hpclm.optim.adamw import AdamW
 from hpclm.optim.muon import Muon
 from hpclm.parallel import main_gradients
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from tests import ranks
 from tests.engine import sharded
 from tests.engine.test_native import LLAMA, SHAPES, settings

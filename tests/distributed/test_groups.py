@@ -14,8 +14,7 @@ from hpclm import engine as engines
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.distributed.signed import SignedStore
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from tests import ranks
 from tests.parity import TINY
 from tests.runs import until

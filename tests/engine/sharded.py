@@ -20,8 +20,7 @@ from hpclm.distributed.context import DistributedContext, single
 from hpclm.engine.native import NativeEngine
 from hpclm.model.gpt import Block
 from hpclm.optim.schedules import learning_rate
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from tests.parity import STEPS, TINY, TYPES
 
 CPU = torch.device("cpu")

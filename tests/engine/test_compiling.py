@@ -17,7 +17,7 @@ from hpclm.engine.compiling import AgreedCompilations
 from hpclm.errors import ConfigError
 from hpclm.model import loss, stack
 from hpclm.model.compiled import Compilation, compile_layers
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from tests import ranks
 from tests.engine import sharded
 from tests.model.test_compiled import broken

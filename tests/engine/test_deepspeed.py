@@ -116,8 +116,7 @@ def held_numbers(words):
     from hpclm import engine as engines
     from hpclm.model import count
     from hpclm.model.stack import Stack
-    from hpclm.parallel.compute import Compute
-    from hpclm.parallel.mesh import Mesh
+    from hpclm.parallel.mesh import Compute, Mesh
 
     run = config.load(None, [*TINY, *words])
     mesh = Mesh.build(torch.distributed.get_rank(), 2, run.parallel)

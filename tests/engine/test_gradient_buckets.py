@@ -6,8 +6,7 @@ from torch import nn
 
 from hpclm.engine import pipelining
 from hpclm.engine.gradient_buckets import GradientBuckets, grouped, megabytes
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Axis, Mesh
+from hpclm.parallel.mesh import Axis, Compute, Mesh
 from tests import ranks
 from tests.engine import sharded
 

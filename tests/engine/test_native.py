@@ -19,7 +19,7 @@ from hpclm.model import count, offload, stack
 from hpclm.node import environment
 from hpclm.optim import adamw
 from hpclm.optim.stability import LossScale
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from tests import ranks, weights
 from tests.forks import hpclm
 from tests.model.test_offload import Recorded

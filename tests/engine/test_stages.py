@@ -5,7 +5,7 @@ from hpclm import config
 from hpclm.engine.stages import owners, parameters, stages
 from hpclm.errors import ConfigError
 from hpclm.model import count, gpt
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from tests import ranks, weights
 from tests.engine import sharded
 from tests.parity import TINY

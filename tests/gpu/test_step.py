@@ -11,7 +11,7 @@ from hpclm import config
 from hpclm import engine as engines
 from hpclm.node.gpus import KINDS
 from hpclm.parallel import main_gradients
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.planning import forecast
 from tests import parity, ranks

@@ -11,7 +11,7 @@ from hpclm import cli
 from hpclm import config as configs
 from hpclm.config import load
 from hpclm.inference import run_model, run_settings, scoring
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from tests.interop import made
 from tests.runs import exit_code
 

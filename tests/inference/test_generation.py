@@ -9,7 +9,7 @@ from hpclm.errors import ConfigError
 from hpclm.inference import run_model
 from hpclm.inference.generation import Batch, choose, continue_all, window_start
 from hpclm.inference.generation_settings import Sampling
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from tests.interop import made
 
 GREEDY = Sampling(temperature=0)

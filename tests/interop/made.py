@@ -7,7 +7,7 @@ from hpclm.config import DataConfig, ModelConfig, RunConfig, dump, load
 from hpclm.engine import Shard
 from hpclm.inference import run_model
 from hpclm.interop.rules import placements
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 
 SHAPE = dict(vocab_size=93, vocab_multiple=8, layers=2, hidden=48, heads=6, context=16)
 LLAMA = dict(

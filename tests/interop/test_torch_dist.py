@@ -29,8 +29,7 @@ from hpclm.checkpoint.tensors import Tensors
 from hpclm.commands.convert import main
 from hpclm.config import ModelConfig, load
 from hpclm.errors import ConfigError
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch
 from tests.interop import made, mcore_run
 from tests.interop.test_megatron import ARGS, CORE, FUSED_NORMS, LLAMA, LLAMA_ARGS, SHAPE, Code

@@ -18,7 +18,7 @@ from hpclm.model import compiled, loss, stack
 from hpclm.model.attention import layout
 from hpclm.model.stack import Stack
 from hpclm.node import environment
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from tests import ranks
 from tests.engine import sharded
 from tests.parity import STYLES, TINY

@@ -9,7 +9,7 @@ from hpclm.engine.stages import is_block
 from hpclm.engine.stages import stages as divided
 from hpclm.model import count, gpt
 from hpclm.node.gpus import KINDS
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 from hpclm.planning import engines, memory, suggest, time
 from hpclm.planning.layout import Layout, micro_batches_held, parameters, stages
 

@@ -15,8 +15,7 @@ from hpclm.data import index_cache, indexed
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.errors import ConfigError
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.training.run_context import RunContext
 from hpclm.training.run_data import open_data
 

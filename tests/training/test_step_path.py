@@ -21,8 +21,7 @@ from hpclm.engine import StepResult
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
 from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.planning import simulate
 from hpclm.planning.fake_gpu import CUDA, fake_gpu
 from hpclm.sinks.process import Sinks

@@ -4,7 +4,7 @@ from hpclm.config import EngineSettings
 from hpclm.config.deepspeed import stage_of
 from hpclm.engine import Engine
 from hpclm.node import environment
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 
 
 def build(config: EngineSettings, compute: Compute) -> Engine:

@@ -31,8 +31,7 @@ from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import all_reduce, all_reduce_max
-from hpclm.parallel.compute import Compute
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, add
 
 

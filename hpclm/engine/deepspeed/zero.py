@@ -19,7 +19,7 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.step import StepInputs
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack, WrapLayer
-from hpclm.parallel.compute import Compute
+from hpclm.parallel.mesh import Compute
 
 
 def stack(config: EngineSettings, compute: Compute, wrap: WrapLayer) -> Stack:

@@ -14,7 +14,7 @@ from pathlib import Path
 import browser
 from PIL import Image
 
-from hpclm.inference.completion import samples_of_runs
+from hpclm.inference.samples import samples_of_runs
 from hpclm.launch import demo
 from hpclm.reporting import page as report
 

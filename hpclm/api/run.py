@@ -230,7 +230,7 @@ class Run(os.PathLike[str]):
         with live.computing() if samples else warnings.catch_warnings():
             sampler: Sampler | None = None
             if samples is not None:
-                from hpclm.inference.completion import samples_of_runs
+                from hpclm.inference.samples import samples_of_runs
 
                 sampler = samples_of_runs
             return Report(write([self.path], path, images, samples, sampler)[0])

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from hpclm import paths
+from hpclm.inference.samples import samples_of_runs
 from hpclm.parser import SEVERAL, Parser
-from hpclm.reporting.page import Sampler, write
+from hpclm.reporting.page import write
 from hpclm.rundir import runs as folders
 from hpclm.terminal import say
 
@@ -15,12 +16,7 @@ def main(argv: list[str]) -> int:
     chosen = folders.choose(args.run, args.runs)
     own = len(chosen) == 1 and not folders.other_owner(chosen[0])
     output = args.output or (chosen[0] / "report.html" if own else Path("report.html"))
-    sampler: Sampler | None = None
-    if args.samples is not None:
-        from hpclm.inference.completion import samples_of_runs  # imports PyTorch
-
-        sampler = samples_of_runs
-    for path in write(chosen, output, not args.no_png, args.samples, sampler):
+    for path in write(chosen, output, not args.no_png, args.samples, samples_of_runs):
         say(str(path))
     return 0
 

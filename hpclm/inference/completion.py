@@ -1,8 +1,7 @@
 """Continue text with a run's model: prompts to ids, ids to text, and where a continuation ends."""
 
 import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -10,19 +9,14 @@ from typing import Literal
 from hpclm.checkpoint import directory
 from hpclm.data import tokenizers
 from hpclm.datasets import run_text, special_tokens
-from hpclm.errors import HpclmError
 from hpclm.inference import run_model, run_settings
 from hpclm.inference.generation import continue_all
 from hpclm.inference.generation_settings import Limits, Sampling
-from hpclm.terminal import say
 
 log = logging.getLogger(__name__)
 SPARE = 8  # tokens beyond the longest stop string that are decoded to look for it
 Streamed = Callable[[int, str], None]
 """Called with a prompt's number and its continuation so far."""
-
-SAMPLE_TOKENS = 80
-SAMPLED_CHECKPOINTS = 4  # of a run
 
 
 @dataclass(frozen=True)
@@ -105,36 +99,3 @@ class Completer:
         tail = max(len(end.encode()) for end in stop) + SPARE
         text = self._text(ids, new) if len(new) <= tail else self.text.decode(new[-tail:])
         return any(end in text for end in stop) and any(end in self._text(ids, new) for end in stop)
-
-
-def samples(run: Path, prompt: str, most: int) -> dict[int, str]:
-    """Step -> continuation, of at most ``most`` checkpoints from the oldest to the newest; of one only of the newest.
-
-    HpclmError if there is none, or if the run has no tokenizer that reads the prompt.
-    """
-    kept = run_settings.saved_steps(run)
-    last, gaps = len(kept) - 1, min(most, len(kept)) - 1
-    chosen = [kept[round(last * number / gaps)] for number in range(gaps + 1)] if gaps else kept[-1:]
-    written = {}
-    for checkpoint in chosen:
-        completer = Completer(run, [], checkpoint)
-        [done] = completer.complete([prompt], Limits(SAMPLE_TOKENS), Sampling())
-        written[completer.step] = done.text
-    return written
-
-
-def samples_of_runs(named: Mapping[str, Path], prompt: str) -> dict[str, dict[int, str]]:
-    """What models of each run write: of one run, several of its checkpoints. A run without a usable model does not keep the others
-    from it."""
-    if len(named) == 1:
-        [(name, out)] = named.items()
-        run_settings.saved_steps(out)
-        run_settings.check(out, [], reads_text=True)
-        return {name: samples(out, prompt, SAMPLED_CHECKPOINTS)}
-    written = dict[str, dict[int, str]]()
-    for name, out in named.items():
-        try:
-            written[name] = samples(out, prompt, 1)
-        except HpclmError as error:
-            say(f"no sample of {name}: {error}", file=sys.stderr)
-    return written

@@ -90,8 +90,8 @@ def function(verb: str) -> Callable[[list[str]], int]:
 
 def parser(verb: str) -> Parser:
     """The parser of a verb's arguments."""
-    made: Parser = import_module(VERBS[verb][0]).parser()
-    return made
+    verb_parser: Parser = import_module(VERBS[verb][0]).parser()
+    return verb_parser
 
 
 def _end_with(cause: str) -> NoReturn:

@@ -72,13 +72,13 @@ def _standard_output() -> str:
 def _memory(error: MemoryError) -> str:
     """What is known of memory that Python could not get: where, how much there was, and the limit."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = next((frame for frame in reversed(frames) if "hpclm" in Path(frame.filename).parts), frames[-1])
+    innermost = next((frame for frame in reversed(frames) if "hpclm" in Path(frame.filename).parts), frames[-1])
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     limit = (
         "" if soft == resource.RLIM_INFINITY else f"; the limit of this process is {soft / 2**20:,.0f} MiB (ulimit -v)"
     )
-    return f"{own.name} in {Path(own.filename).name} could not get more; {used:,.0f} MiB are in use{limit}"
+    return f"{innermost.name} in {Path(innermost.filename).name} could not get more; {used:,.0f} MiB are in use{limit}"
 
 
 class PerRunErrors:

@@ -94,27 +94,27 @@ def overwrite(path: str | Path, text: str) -> None:
         file.write(text)
 
 
-def read(path: str | Path, most: int = MAX_READ_BYTES) -> tuple[bytes, os.stat_result]:
-    """The content of a regular file, and its status; OSError, before it is read, if it has more than ``most`` bytes."""
+def read(path: str | Path, max_bytes: int = MAX_READ_BYTES) -> tuple[bytes, os.stat_result]:
+    """The content of a regular file, and its status; OSError, before it is read, if it has more than ``max_bytes``."""
     with reader(path) as file, naming(path):
-        status = check_size(file, path, most)
-        content = file.read(most + 1)
-    if len(content) > most:  # it has grown, or is one of /proc, whose size is not known
-        raise too_large(path, most)
+        status = check_size(file, path, max_bytes)
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:  # it has grown, or is one of /proc, whose size is not known
+        raise too_large(path, max_bytes)
     return content, status
 
 
-def check_size(file: BinaryIO, path: str | Path, most: int) -> os.stat_result:
-    """The status of an open file; OSError, which names ``path``, if it has more than ``most`` bytes."""
+def check_size(file: BinaryIO, path: str | Path, max_bytes: int) -> os.stat_result:
+    """The status of an open file; OSError, which names ``path``, if it has more than ``max_bytes``."""
     status = os.fstat(file.fileno())
-    if status.st_size > most:
-        raise too_large(path, most)
+    if status.st_size > max_bytes:
+        raise too_large(path, max_bytes)
     return status
 
 
-def too_large(path: str | Path, most: int) -> Unfit:
-    """The error for a file of more than ``most`` bytes."""
-    return Unfit(f"larger than {most / 1e6:,.1f} MB, the limit", os.fspath(path))
+def too_large(path: str | Path, max_bytes: int) -> Unfit:
+    """The error for a file of more than ``max_bytes``."""
+    return Unfit(f"larger than {max_bytes / 1e6:,.1f} MB, the limit", os.fspath(path))
 
 
 @contextmanager
@@ -128,14 +128,14 @@ def naming(path: str | Path) -> Iterator[None]:
         raise
 
 
-def read_bytes(path: str | Path, most: int = MAX_READ_BYTES) -> bytes:
-    """The content of a regular file; OSError if it has more than ``most`` bytes."""
-    return read(path, most)[0]
+def read_bytes(path: str | Path, max_bytes: int = MAX_READ_BYTES) -> bytes:
+    """The content of a regular file; OSError if it has more than ``max_bytes``."""
+    return read(path, max_bytes)[0]
 
 
-def read_text(path: str | Path, most: int = MAX_READ_BYTES, errors: str = "strict") -> str:
+def read_text(path: str | Path, max_bytes: int = MAX_READ_BYTES, errors: str = "strict") -> str:
     """The content of a regular file as text; UnicodeDecodeError if it is not UTF-8."""
-    return read(path, most)[0].decode("utf-8", errors)
+    return read(path, max_bytes)[0].decode("utf-8", errors)
 
 
 def readable(path: str | Path, what: str) -> Path:
@@ -211,9 +211,9 @@ def aside(path: Path) -> Path:
 
 def sweep(path: Path) -> None:
     """Remove temporary files of ``path`` whose processes have ended."""
-    own = re.compile(rf"\.tmp-{re.escape(here())}-(\d+)-[0-9a-f]+.*")
+    temporary_name = re.compile(rf"\.tmp-{re.escape(here())}-(\d+)-[0-9a-f]+.*")
     for old in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):
-        owner = own.fullmatch(old.name.removeprefix(path.name))
+        owner = temporary_name.fullmatch(old.name.removeprefix(path.name))
         with suppress(FileNotFoundError):  # another process may be sweeping too
             if owner:
                 gone = Path("/proc/self").exists() and not Path(f"/proc/{owner[1]}").exists()

@@ -33,11 +33,11 @@ def writable_folder(path: str | Path, what: str, mode: int = 0o777) -> Path:
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
     """Create a folder and its missing parents, durably."""
-    missing = [each for each in (path, *path.parents) if not each.exists()]
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(mode, parents=True, exist_ok=True)
-    for made in missing:
+    for folder in missing:
         with suppress(PermissionError):  # a folder that is writable, but not readable
-            sync(made.parent)
+            sync(folder.parent)
 
 
 def private_folder(path: str | Path, what: str) -> Path:
@@ -117,10 +117,10 @@ def temporary_folder() -> Iterator[Path]:
     cannot be made."""
     sweep_temporary()
     try:
-        made = tempfile.TemporaryDirectory(prefix=f"hpclm-{_mine()}")
+        temporary = tempfile.TemporaryDirectory(prefix=f"hpclm-{_mine()}")
     except OSError as error:
         raise no_temporary(error) from None
-    with made as folder:
+    with temporary as folder:
         yield Path(folder)
 
 

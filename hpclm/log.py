@@ -119,7 +119,7 @@ def instead_to(path: Path, redact: Callable[[str], str] = str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Formatter(redact))
     root = logging.getLogger()
-    for old in [each for each in root.handlers if isinstance(each, Console)]:
+    for old in [handler for handler in root.handlers if isinstance(handler, Console)]:
         root.removeHandler(old)
     _take_over(handler)
 
@@ -127,7 +127,7 @@ def instead_to(path: Path, redact: Callable[[str], str] = str) -> None:
 def _take_over(handler: logging.Handler) -> None:
     """Add ``handler``, and pass it all earlier records."""
     root = logging.getLogger()
-    for early in [each for each in root.handlers if isinstance(each, MemoryHandler)]:
+    for early in [existing for existing in root.handlers if isinstance(existing, MemoryHandler)]:
         root.removeHandler(early)
         early.setTarget(handler)
         early.close()  # flushes it

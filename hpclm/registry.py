@@ -73,13 +73,13 @@ def load(path: str) -> Any:
 def class_check(*methods: str, made_with: Sequence[str] = (), named: bool = False, base: type = object) -> Check:
     """Checks for a subclass of ``base`` with ``methods``, constructed with these arguments (``named``: keyword arguments)."""
 
-    def check(found: Any) -> str | None:
-        if not inspect.isclass(found):
+    def check(loaded: Any) -> str | None:
+        if not inspect.isclass(loaded):
             return "is not a class"
-        if not issubclass(found, base):
+        if not issubclass(loaded, base):
             return f"is not a subclass of {base.__module__}.{base.__qualname__}"
-        missing = [name for name in methods if not callable(getattr(found, name, None))]
-        return f"has no {', '.join(missing)}" if missing else _refuses(found, made_with, named)
+        missing = [name for name in methods if not callable(getattr(loaded, name, None))]
+        return f"has no {', '.join(missing)}" if missing else _refuses(loaded, made_with, named)
 
     return check
 
@@ -87,26 +87,26 @@ def class_check(*methods: str, made_with: Sequence[str] = (), named: bool = Fals
 def function_check(*parameters: str) -> Check:
     """Checks for a Python function or a class that can be called with ``parameters``."""
 
-    def check(found: Any) -> str | None:
-        if not (inspect.isfunction(found) or inspect.isclass(found)):
+    def check(loaded: Any) -> str | None:
+        if not (inspect.isfunction(loaded) or inspect.isclass(loaded)):
             return "is not a function"
-        return _refuses(found, parameters, False)
+        return _refuses(loaded, parameters, False)
 
     return check
 
 
-def _refuses(found: Any, parameters: Sequence[str], named: bool) -> str | None:
+def _refuses(loaded: Any, parameters: Sequence[str], named: bool) -> str | None:
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(loaded)
         signature.bind(**dict.fromkeys(parameters)) if named else signature.bind(*parameters)
     except (TypeError, ValueError):
         return f"cannot be called with {', '.join(parameters)}"
     return None
 
 
-def hint(name: str, known: Mapping[str, Any] | list[str]) -> str:
+def hint(name: str, names: Mapping[str, Any] | list[str]) -> str:
     """`` Did you mean 'x'?`` for the most similar known name, or ""."""
-    near = get_close_matches(name, list(known), n=1)
+    near = get_close_matches(name, list(names), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

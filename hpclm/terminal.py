@@ -55,18 +55,20 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of cells as lines, in aligned columns."""
     widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(cell + " " * (most - width(cell)) for cell, most in zip(row, widths, strict=True)).rstrip()
+        "  ".join(
+            cell + " " * (column_width - width(cell)) for cell, column_width in zip(row, widths, strict=True)
+        ).rstrip()
         for row in rows
     ]
 
 
-def shortened(text: str, most: int) -> str:
+def shortened(text: str, max_width: int) -> str:
     """``text`` on at most so many columns, cut with an ellipsis."""
-    if width(text) <= most:
+    if width(text) <= max_width:
         return text
     import wcwidth
 
-    return f"{wcwidth.clip(text, 0, most - 1).rstrip()}…"
+    return f"{wcwidth.clip(text, 0, max_width - 1).rstrip()}…"
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -90,8 +92,8 @@ def say(text: str = "", end: str = "\n", file: TextIO | None = None, flush: bool
     print(plain(text), end=end, file=file, flush=flush)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
     if code == 0x0A:
         return r"\n"
     if 0xDC80 <= code <= 0xDCFF:  # surrogateescape

@@ -142,7 +142,10 @@ class Verifier:
         self._set_period()
         self._open()
         problems = findings(self.context.all_gather(answer), self.exact)
-        return [replace(each, weights=self._differing(each.group)) if each.group else each for each in problems]
+        return [
+            replace(finding, weights=self._differing(finding.group)) if finding.group else finding
+            for finding in problems
+        ]
 
     def _differing(self, group: Group) -> tuple[str, ...]:
         """The weights of a group whose values or optimizer state are not the same on all its ranks; a collective."""
@@ -226,8 +229,8 @@ def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Corrupti
         text = "one micro-batch, computed twice, had two losses"
         problems.append(CorruptionFinding(tuple(ranks), text, len(ranks) == 1, TWO_LOSSES))
     problems += _outvoted(answers)
-    certain = {rank for each in problems if each.certain for rank in each.ranks}
-    return [each for each in problems if each.certain or certain.isdisjoint(each.ranks)]
+    certain = {rank for finding in problems if finding.certain for rank in finding.ranks}
+    return [finding for finding in problems if finding.certain or certain.isdisjoint(finding.ranks)]
 
 
 def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[CorruptionFinding]:
@@ -264,8 +267,8 @@ def blame_program(
 
     ``own_code``: the settings that name it. ``saved``: the step of the newest checkpoint; 0 without one.
     """
-    texts = [each.described([str(info) for info in context.ranks]) for each in problems]
-    advice = list(dict.fromkeys(each.advice for each in problems))
+    texts = [finding.described([str(info) for info in context.ranks]) for finding in problems]
+    advice = list(dict.fromkeys(finding.advice for finding in problems))
     way = f"resumes from step {saved}, which was good when it was saved" if saved else "starts anew: nothing was saved"
     error = DivergedError(
         f"state that must be equal differs after step {step}: {'; '.join(texts)}. Code of your own takes part in training "
@@ -285,8 +288,8 @@ def end_run(
 ) -> None:
     """CorruptedError on every rank for the ``problems`` detected after ``step``. The nodes at fault are noted in ``out``, and excluded if
     this is a job that its scheduler may requeue. ``saved``: the step of the newest checkpoint, which was good; 0 without one."""
-    own = " ".join(filter(None, [hardware.describe(device), facts.of_device(device).get("uuid")]))
-    places = context.all_gather([context.job.node, own, files.network_of(files.here())])
+    device_identity = " ".join(filter(None, [hardware.describe(device), facts.of_device(device).get("uuid")]))
+    places = context.all_gather([context.job.node, device_identity, files.network_of(files.here())])
     all_nodes = {(node, machine) for node, _, machine in places}
 
     def tell() -> None:
@@ -299,7 +302,7 @@ def end_run(
         bad = {name for name, _ in faulty}
         names, run = ", ".join(sorted(bad)), files.typed(out)
         devices = [f"{info}, {device}" for info, (_, device, _) in zip(context.ranks, places, strict=True)]
-        texts = [("" if each.certain else "one of ") + each.described(devices) for each in problems]
+        texts = [("" if finding.certain else "one of ") + finding.described(devices) for finding in problems]
         text = f"silent corruption detected after step {step}: {'; '.join(texts)}"
         noted = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "bad": sorted(bad), "text": text}
         SidePath(f"{out / report.CORRUPTION} cannot be written").attempt(

@@ -201,10 +201,10 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in (start[0] if start else "").split(".") if part]
 
 
-def lines(own: Facts) -> list[str]:
+def lines(facts: Facts) -> list[str]:
     """All facts, a line for each."""
     text = []
-    for name, value in own.items():
+    for name, value in facts.items():
         if isinstance(value, dict) and name in ("collect_env", "network", "variables"):
             text += [name, *(f"  {inner:<24}{_shown(part)}" for inner, part in value.items())]
         else:
@@ -212,13 +212,13 @@ def lines(own: Facts) -> list[str]:
     return text
 
 
-def line(own: Facts) -> str:
+def line(facts: Facts) -> str:
     """One process in a line."""
-    gpus, visible = own.get("gpus"), own["visible"]
-    device = f"{gpus} x {own['device_name']}" if gpus else "CPU"
+    gpus, visible = facts.get("gpus"), facts["visible"]
+    device = f"{gpus} x {facts['device_name']}" if gpus else "CPU"
     device += f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-    rank = f"rank {own['rank']}/{own['size']}  {own['host']}  local {own['local_rank']}/{own['local_size']}"
-    return f"{rank}  {own['launcher']}  {device}  {many(own['threads'], 'thread')}  python {own['python']}  torch {own['torch']}"
+    rank = f"rank {facts['rank']}/{facts['size']}  {facts['host']}  local {facts['local_rank']}/{facts['local_size']}"
+    return f"{rank}  {facts['launcher']}  {device}  {many(facts['threads'], 'thread')}  python {facts['python']}  torch {facts['torch']}"
 
 
 def _shown(value: Any) -> str:

@@ -90,8 +90,8 @@ class MiniatureRun:
             length //= 2
         window = model.window and max(1, min(model.window, length // 2))
         model = replace(model, context=length, window=window)
-        most = max(1, MAX_TOKENS // (length * micro_batches * size))
-        others = max(n for n in range(1, mesh.replicas + 1) if mesh.replicas % n == 0 and n <= most)
+        max_replicas = max(1, MAX_TOKENS // (length * micro_batches * size))
+        others = max(n for n in range(1, mesh.replicas + 1) if mesh.replicas % n == 0 and n <= max_replicas)
         if others < mesh.replicas:  # masks differ from replica to replica
             model = replace(model, dropout=0.0)
         clip = min(optim.clip, CLIP)
@@ -143,7 +143,7 @@ class MiniatureRun:
                 plan=Plan.divide(1, rows.shape[0] * rows.shape[1], rows.shape[1]),
                 in_place=False,
             )
-            return measured(plain, [self._batch(each) for each in rows], plain=True)
+            return measured(plain, [self._batch(batch_rows) for batch_rows in rows], plain=True)
 
     def _optim(self, exact: bool, plain: bool = False) -> OptimConfig:
         """The settings of the optimizer; ``exact``: in fp32; ``plain``: in plain PyTorch."""

@@ -51,7 +51,7 @@ def check(
     nodes = verdict.nodes_of(ranks)
     token = context.run_on_main(lambda: probes.mark(out))
     probed = context.all_gather(
-        probes.probe_disk(out, token) if context.rank in {own[0] for own in nodes.values()} else None
+        probes.probe_disk(out, token) if context.rank in {members[0] for members in nodes.values()} else None
     )
     disks = {name: probed[members[0]] for name, members in nodes.items()}
     links = measure_links(context, nodes, device)
@@ -77,7 +77,7 @@ def check(
             "problems": problems,
             "warnings": warnings,
             "bad": bad,
-            "ranks": [{"rank": rank, **each} for rank, each in enumerate(ranks)],
+            "ranks": [{"rank": rank, **process_facts} for rank, process_facts in enumerate(ranks)],
             "links": [asdict(link) for link in links],
             "disks": disks,
         }
@@ -101,7 +101,7 @@ def check(
 def check_code(context: "DistributedContext", modules: Collection[str], node: str) -> None:
     """ConfigError on every rank if they do not all run the same code, by its digest in attempts.jsonl."""
     sources = code.sources(modules)
-    digests = [tuple(each) for each in context.all_gather((node, code.digest(sources)))]
+    digests = [tuple(pair) for pair in context.all_gather((node, code.digest(sources)))]
     if len({digest for _, digest in digests}) == 1:
         return
     contents = context.all_gather(code.contents(sources))

@@ -39,7 +39,7 @@ def probe_disk(out: Path, token: str) -> dict[str, object]:
     """What this node finds in the run directory, where rank 0 has written ``token``: free bytes, and whether it is the same
     directory; or why it cannot be written."""
     marked = marker(out, token)
-    own = marked.with_name(f"{marked.name}-{secrets.token_hex(4)}")
+    probe_file = marked.with_name(f"{marked.name}-{secrets.token_hex(4)}")
 
     def has_arrived() -> bool:
         with suppress(OSError):
@@ -47,8 +47,8 @@ def probe_disk(out: Path, token: str) -> dict[str, object]:
         return False
 
     try:
-        files.write_text(own, token)
-        own.unlink()
+        files.write_text(probe_file, token)
+        probe_file.unlink()
         free = shutil.disk_usage(out).free
     except OSError as error:
         return {"error": f"{error.strerror} (errno {error.errno})"}

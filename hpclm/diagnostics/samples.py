@@ -173,7 +173,7 @@ def judged(total: Mapping[str, Sequence[float]], tolerance: Tolerance) -> tuple[
         parts[what] = share if share == share else math.inf
     if not parts:
         return "", ""
-    what = max(parts, key=lambda each: parts[each])
+    what = max(parts, key=lambda part: parts[part])
     apart = math.sqrt(total[what][0]) / (math.sqrt(total[what][2]) + TINY)
     text = f"{what} is off by {apart:.2g} of its size, {parts[what]:.2g} times what the type may cost"
     return (text if parts[what] > 1 else ""), text

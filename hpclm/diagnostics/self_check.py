@@ -80,9 +80,9 @@ def check_computation(config: RunConfig, context: DistributedContext, compute: C
         log.info("self-check: sums over all process groups are right; steps are not compared: %s", reason)
         return unchecked
     free = torch.cuda.mem_get_info(compute.device)[0] if on_gpu else _free_host_memory()
-    (least,) = context.all_reduce_max(-float(free))  # the same miniature on every rank
+    (negative_free,) = context.all_reduce_max(-float(free))  # the same miniature on every rank
     restarts = config.data.reset_attention_mask, config.data.reset_position_ids
-    miniature = MiniatureRun.of(settings, compute, int(-least), restarts)
+    miniature = MiniatureRun.of(settings, compute, int(-negative_free), restarts)
     kept = _cache(miniature, settings, background)
     remembered: dict[str, Any] | None = context.run_on_main(lambda: _read(kept))
     report = remembered or _compared(miniature, settings, background, context)

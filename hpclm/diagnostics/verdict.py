@@ -52,7 +52,9 @@ def nodes_of(ranks: Sequence[Facts]) -> dict[str, list[int]]:
     for rank, facts in enumerate(ranks):
         nodes.setdefault((facts["node"], facts.get("machine")), []).append(rank)
     shared = Counter(name for name, _ in nodes)
-    return {name if shared[name] == 1 else f"{name} (rank {own[0]})": own for (name, _), own in nodes.items()}
+    return {
+        name if shared[name] == 1 else f"{name} (rank {members[0]})": members for (name, _), members in nodes.items()
+    }
 
 
 def grouped(values: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -101,9 +103,9 @@ def agreement(ranks: Sequence[Facts]) -> list[NodeFinding]:
     findings = []
     nodes = nodes_of(ranks).items()
     for key in AGREE:
-        own = [(node, sorted({str(ranks[rank].get(key)) for rank in members})) for node, members in nodes]
-        groups = grouped((node, " and ".join(values)) for node, values in own)
-        if len(groups) == 1 and len(own[0][1]) == 1:
+        node_values = [(node, sorted({str(ranks[rank].get(key)) for rank in members})) for node, members in nodes]
+        groups = grouped((node, " and ".join(values)) for node, values in node_values)
+        if len(groups) == 1 and len(node_values[0][1]) == 1:
             continue
         usual, *others = groups.values()
         bad = [node for group in others for node in group] if others and len(usual) > len(others[0]) else []
@@ -169,7 +171,7 @@ def cores(ranks: Sequence[Facts]) -> list[NodeFinding]:
         bound = {rank: frozenset(numbers(ranks[rank]["main_cores"])) for rank in members}
         available = ranks[members[0]]["cores_of_job"]
         unavoidable = max(1, math.ceil(len(members) / available))
-        for shared in sorted(set(bound.values()), key=lambda own: (len(own), min(own, default=0))):
+        for shared in sorted(set(bound.values()), key=lambda cpus: (len(cpus), min(cpus, default=0))):
             crowd = [rank for rank in members if bound[rank] <= shared]
             if len(crowd) <= len(shared) * unavoidable:
                 continue
@@ -201,8 +203,8 @@ def disks(out: str, probed: Mapping[str, Mapping[str, Any]], room: int) -> list[
         text = f"on {listing(other)} is not the folder that {next(iter(probed))} has: files written on one are not visible on the other"
         findings.append(finding(other, f"{text}; choose an out= on a file system that all nodes share"))
     if full := [node for node, probe in probed.items() if probe.get("free", room) < room]:
-        least = min(probed[node]["free"] for node in full) / MIB
-        text = f"has {least:,.1f} MiB free on {listing(full)}; a checkpoint may take {room / MIB:,.1f} MiB"
+        min_free = min(probed[node]["free"] for node in full) / MIB
+        text = f"has {min_free:,.1f} MiB free on {listing(full)}; a checkpoint may take {room / MIB:,.1f} MiB"
         findings.append(finding(full, f"{text}: free some, or choose another out="))
     return findings
 
@@ -234,9 +236,9 @@ def rate(speed: float) -> str:
     return f"{speed:.3g} GB/s"
 
 
-def listing(items: Sequence[object], most: int = 8) -> str:
+def listing(items: Sequence[object], max_items: int = 8) -> str:
     """``a, b and c``, cut where it gets long."""
     words = [str(item) for item in items]
-    if len(words) > most:
-        words = [*words[:most], f"{len(words) - most} more"]
+    if len(words) > max_items:
+        words = [*words[:max_items], f"{len(words) - max_items} more"]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

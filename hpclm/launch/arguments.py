@@ -84,14 +84,16 @@ def whole(run: RunConfig) -> RunConfig:
 def variants(words: Sequence[str]) -> list[Variant]:
     """The runs for ``words``, each key=a,b,c; one without words. ConfigError if two would have the same name."""
     axes = [[(key, value) for value in values] for key, values in map(_axis, words)]
-    found = [_variant(chosen) for chosen in itertools.product(*axes)]
-    names = [(each.suffix, *(o for o in each.overrides if o.startswith(("out=", "name=")))) for each in found]
+    combinations = [_variant(chosen) for chosen in itertools.product(*axes)]
+    names = [
+        (variant.suffix, *(o for o in variant.overrides if o.startswith(("out=", "name=")))) for variant in combinations
+    ]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ConfigError(
             f"--sweep {' '.join(words)}: two runs would be called {''.join(twice).lstrip('-')}; change a value"
         )
-    return found
+    return combinations
 
 
 def _axis(word: str) -> tuple[str, list[str]]:

@@ -125,8 +125,8 @@ def jobs_of(run: Run, now: bool) -> Iterator[Target]:
         raise HpclmError(
             f"{error}. Is {files.shown(run.out)} running? Its last job is {run.jobs[-1]}; try again later"
         ) from None
-    for scheduler, known in states.items():
-        for job in known.values():
+    for scheduler, job_states in states.items():
+        for job in job_states.values():
             if job.live and run.owns(job):
                 yield Target(run.out, scheduler, job, f"job {job.id}", saves=not (job.waits or now))
 
@@ -149,7 +149,7 @@ def wait(left: list[Target], seconds: float) -> list[Target]:
     """Wait until all have exited, with progress lines; returns those that have not after ``seconds``."""
     began = reported = time.monotonic()
     while True:
-        left = [target for scheduler in {each.scheduler for each in left} for target in running(scheduler, left)]
+        left = [target for scheduler in {target.scheduler for target in left} for target in running(scheduler, left)]
         now = time.monotonic()
         if not left or now - began > seconds:
             return left

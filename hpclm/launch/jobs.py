@@ -9,11 +9,11 @@ from hpclm.rundir.status import Queue, RunStatus
 
 def jobs_by_scheduler(run: Run) -> dict[Scheduler, list[str]]:
     """The IDs of a run's jobs, oldest first, by the scheduler that knows them: that of its submission; Slurm, for one by hand."""
-    submitted = {each.job_id: each for each in run.submissions if each.is_job}
+    submitted = {submission.job_id: submission for submission in run.submissions if submission.is_job}
     jobs = dict[Scheduler, list[str]]()
     for job in run.jobs:
-        known = submitted.get(job)
-        scheduler = of_job(known.cluster, known.slurm_cluster, run.owner) if known else named("slurm")
+        submission = submitted.get(job)
+        scheduler = of_job(submission.cluster, submission.slurm_cluster, run.owner) if submission else named("slurm")
         jobs.setdefault(scheduler, []).append(job)
     return jobs
 

@@ -59,29 +59,30 @@ def train(path: Path) -> tuple[str, ...]:
     return python.command("hpclm.train", paths.literal(path.absolute()))
 
 
-def process_count(config: RunConfig, found: int) -> int:
-    """The number of ranks on a machine with ``found`` GPUs; ConfigError if those are too few."""
-    nodes, each = config.job.nodes, config.job.gpus
-    count = nodes * each
-    if found and count > found:
+def process_count(config: RunConfig, available: int) -> int:
+    """The number of ranks on a machine with ``available`` GPUs; ConfigError if those are too few."""
+    nodes, per_node = config.job.nodes, config.job.gpus
+    count = nodes * per_node
+    if available and count > available:
         raise ConfigError(
-            f"job.nodes={nodes} x job.gpus={each} = {count} processes, but this machine has {found} "
-            f"GPU{'s' * (found != 1)}; give job.nodes=1 job.gpus={found}, engine.device=cpu to train on the CPU, or "
+            f"job.nodes={nodes} x job.gpus={per_node} = {count} processes, but this machine has {available} "
+            f"GPU{'s' * (available != 1)}; give job.nodes=1 job.gpus={available}, engine.device=cpu to train on the CPU, or "
             f"job.cluster=slurm or a job.hostfile for more machines"
         )
     return count
 
 
-def placement(config: RunConfig, count: int, found: int, cores: int) -> str:
+def placement(config: RunConfig, count: int, available: int, cores: int) -> str:
     """A note on what the ranks run on."""
-    nodes, each = config.job.nodes, config.job.gpus
+    nodes, per_node = config.job.nodes, config.job.gpus
     many = f"{count} process{'es' * (count != 1)}"
-    if found:
-        idle = f"; {found - count} of {found} GPUs stay idle (job.gpus={found} uses all)" if count < found else ""
-        return f"{many} on this machine, one GPU each{idle}"
+    if available:
+        idle = max(0, available - count)
+        note = f"; {idle} of {available} GPUs stay idle (job.gpus={available} uses all)" if idle else ""
+        return f"{many} on this machine, one GPU each{note}"
     why = "engine.device=cpu" if config.engine.device == "cpu" else "no GPU here"
     return (
-        f"{why}: job.nodes={nodes} x job.gpus={each} = {many} of this machine, on its {cores} CPU "
+        f"{why}: job.nodes={nodes} x job.gpus={per_node} = {many} of this machine, on its {cores} CPU "
         f"core{'s' * (cores != 1)}, {threads(count, cores)} for each"
     )
 

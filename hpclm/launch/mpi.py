@@ -47,7 +47,7 @@ class MpiPlan:
     kind: Flavour
     hosts: Resources
     nodes: int
-    most: int
+    processes_per_node: int
     """Processes on one node, at most."""
     note: str
     """How many processes run on which nodes, in words."""
@@ -60,7 +60,7 @@ class MpiPlan:
         line, exported, more = [self.mpirun], list[str](), set(more)
         if self.kind == "Open MPI":
             # the placement is explicit; more processes than cores are allowed
-            by = "slot" if self.hosts or self.nodes == 1 else f"ppr:{self.most}:node"
+            by = "slot" if self.hosts or self.nodes == 1 else f"ppr:{self.processes_per_node}:node"
             line += ["--allow-run-as-root"] * (os.geteuid() == 0) + [
                 "--bind-to",
                 "none",
@@ -73,7 +73,8 @@ class MpiPlan:
             line += ["-bind-to", "none"] if self.kind == "MPICH" else ["-genv", "I_MPI_PIN", "0"]
             line += ["-genvall"]
         if not self.hosts:
-            counts = ["-ppn", str(self.most)] * (self.kind != "Open MPI") + ["-n", str(self.nodes * self.most)]
+            per_node, total = str(self.processes_per_node), str(self.nodes * self.processes_per_node)
+            counts = ["-ppn", per_node] * (self.kind != "Open MPI") + ["-n", total]
             return [*line, *exported, *counts, *program]
         for number, (host, slots) in enumerate(self.hosts.items()):
             place = f"{host}:{len(slots)}" if self.kind == "Open MPI" else host
@@ -88,7 +89,7 @@ def plan(config: RunConfig) -> MpiPlan:
         k: v for k, v in environment.inherited(needs=config.libraries()).items() if not OF_A_RANK.match(k)
     } | config.job.env
     mpirun, kind = installed(env)
-    nodes, most = config.job.nodes, config.job.gpus
+    nodes, per_node = config.job.nodes, config.job.gpus
     if hosts := resources(config):
         listed = [f"{host} ({', '.join(map(str, slots))})" for host, slots in hosts.items()]
         note = f"{kind}: {sum(map(len, hosts.values()))} processes on {', '.join(listed)}"
@@ -98,8 +99,8 @@ def plan(config: RunConfig) -> MpiPlan:
             raise ConfigError(f"job.nodes={nodes} with mpirun needs job.hostfile, or a Slurm allocation around it")
         count = local.process_count(config, 0 if config.engine.device == "cpu" else gpus.count(env))
         env.setdefault("OMP_NUM_THREADS", str(local.threads(count, environment.cores())))
-    note = f"{kind}: {nodes * most} processes, {most} on each of {nodes} node{'s' * (nodes != 1)}"
-    return MpiPlan(env, mpirun, kind, {}, nodes, most, note)
+    note = f"{kind}: {nodes * per_node} processes, {per_node} on each of {nodes} node{'s' * (nodes != 1)}"
+    return MpiPlan(env, mpirun, kind, {}, nodes, per_node, note)
 
 
 def preview(config: RunConfig, path: Path) -> str:
@@ -116,7 +117,7 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     """
     launch = plan(config)
     notes = [launch.note, *local.unused(config.job, "mpirun")]
-    log = foreground.begin(config, "mpirun", (launch.nodes, launch.most), notes, command)
+    log = foreground.begin(config, "mpirun", (launch.nodes, launch.processes_per_node), notes, command)
     signals = SIGNALS if launch.kind == "Open MPI" else SIGNALS | {signal.SIGUSR2: signal.SIGUSR1}
     line = launch.command(program or local.train(path), config.job.env)
     return foreground.run(line, launch.env, log, signals)

@@ -190,7 +190,10 @@ def _check_history(run: RunConfig, source: "Source | None", resume_step: int | N
             return
     if queued and path.is_file():
         before = config.load(path)
-        then, new = (fingerprint(each.model, each.seed, optimizer=each.optim.name) for each in (before, run))
+        then, new = (
+            fingerprint(run_config.model, run_config.seed, optimizer=run_config.optim.name)
+            for run_config in (before, run)
+        )
         check_fingerprint(path, then, new)
 
 
@@ -236,8 +239,8 @@ def refuse_without_room(out: Path, script: str) -> None:
             there = slurm.env_for(slurm.clusters(options))
             partition, time = slurm.default_time(options.get("partition") or "", env=there)
             name = f"job.time is not set, and the default of partition {partition}"
-    known = summary.read(out)
-    start, step = known.get("start_seconds") or 0.0, known.get("step_seconds") or 0.0
+    recorded = summary.read(out)
+    start, step = recorded.get("start_seconds") or 0.0, recorded.get("step_seconds") or 0.0
     match = SIGNAL.match(options.get("signal") or "")
     warn = int(match[1]) if match else 0
     limit = _seconds(time)

@@ -39,19 +39,19 @@ def send(
         for name in ("config.yaml", "job/submitit", f"job/script-{max(scripts, default=0) + 1}.sbatch"):
             files.sweep(out / name)  # left by a killed process
         before = submissions.read(out)
-        recorded = {Path(each.script).name for each in before if each.script}
-        found = queued(out, _that_may_know(scheduler, text, before)) if scripts else []
-        lost = [job for job in found if job.script.name not in recorded]
+        recorded = {Path(submission.script).name for submission in before if submission.script}
+        queued_jobs = queued(out, _that_may_know(scheduler, text, before)) if scripts else []
+        lost = [job for job in queued_jobs if job.script.name not in recorded]
         for job in lost:
             submissions.append(out, _submission(config, job.job_id, job.cluster, job.script, command))
         if lost and not again and _same(out, config, lost[-1].script, text):
             return submissions.read(out)[-1], False
-        if found and not again:
+        if queued_jobs and not again:
             raise LockedError(
-                f"{', '.join(map(str, found))} of this run directory, {out}, is in the queue; hpclm logs -f follows it, "
+                f"{', '.join(map(str, queued_jobs))} of this run directory, {out}, is in the queue; hpclm logs -f follows it, "
                 "hpclm cancel ends it, and --again submits another"
             )
-        if not found:
+        if not queued_jobs:
             lock.refuse_if_held(out)
         if config.job.snapshot:
             code.keep(out, code.sources(config.modules()))
@@ -115,7 +115,7 @@ def _that_may_know(scheduler: Scheduler, text: str, before: Iterable[Submission]
     """The scheduler as it is on the clusters of the script ``text``, and as it was for the submissions ``before``."""
     if not isinstance(scheduler, Scheduler):  # a class with the same methods
         return [scheduler]
-    earlier = [scheduler.on(each.slurm_cluster) for each in before if each.is_job]
+    earlier = [scheduler.on(submission.slurm_cluster) for submission in before if submission.is_job]
     return list(dict.fromkeys([*earlier, scheduler.for_script(text)]))
 
 

@@ -208,7 +208,7 @@ def _ranks(runs: Sequence[RunConfig], ranks: str, kind: str) -> int:
     if len(runs) > 1:
         raise ConfigError("--ranks is for one run, without --sweep")
     numbers = parse_ranks(ranks, run.job.nodes * run.job.gpus)
-    for line in report(run, numbers, gpus.known(kind)):
+    for line in report(run, numbers, gpus.kind_named(kind)):
         say(line)
     return 0
 

@@ -86,9 +86,9 @@ class RankFiles(DefaultLogsSpecs):
         self.notes = [*destination.error_files.values()]
         why = first_cause(notes) or "a rank ended without a message"
         for env in envs.values():
-            count, most = env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]
+            count, max_restarts = env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]
             if int(count):
-                env[restart.RESTARTED] = f"restart {count} of {most}: {why}"
+                env[restart.RESTARTED] = f"restart {count} of {max_restarts}: {why}"
         return destination
 
 
@@ -180,11 +180,11 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: J
             except ChildFailedError as failed:
                 causes = first_failures(failed.failures)
                 ends = [_note(failure.error_file) for failure in failed.failures.values()]
-                told = min((note.get("time", math.inf) for note in ends), default=math.inf)
+                first_report = min((note.get("time", math.inf) for note in ends), default=math.inf)
                 for rank, failure in causes.items():
                     number = -failure.exitcode
                     if (
-                        failure.timestamp > told + TOLERANCE
+                        failure.timestamp > first_report + TOLERANCE
                     ):  # a rank that hung was killed by another, which has said so
                         continue
                     if number > 0 and number not in (signal.SIGTERM, *forward.received):
@@ -210,7 +210,9 @@ def first_failures(failures: Mapping[int, ProcessFailure]) -> dict[int, ProcessF
     first = min(failure.timestamp for failure in failures.values())
     late = first + BY_TORCHRUN
     ended = {-signal.SIGTERM, -signal.SIGKILL}
-    return {rank: each for rank, each in failures.items() if each.exitcode not in ended or each.timestamp < late}
+    return {
+        rank: failure for rank, failure in failures.items() if failure.exitcode not in ended or failure.timestamp < late
+    }
 
 
 def exit_code(codes: Sequence[int], noted: Collection[int | None] = (), received: Collection[int] = ()) -> int:

@@ -142,12 +142,12 @@ def to_unset(options: Iterable[str], env: Mapping[str, str] = os.environ) -> lis
     kept = {"HPCLM_SITE"} | slurm.kept_for_sbatch(options, env)
     if not in_mpi:  # OMPI_MCA_* and the like were then set by the user
         kept |= {name for name in env if MPI.fullmatch(name) and not name.startswith("PMI_")}
-    found = (
+    candidates = (
         name
         for name in env
         if name.startswith("HPCLM_") or any(launcher.fullmatch(name) for launcher in (slurm.VARIABLES, MPI, TORCHRUN))
     )
-    return sorted(name for name in found if name not in kept)
+    return sorted(name for name in candidates if name not in kept)
 
 
 def of_a_job(options: Iterable[str], env: Mapping[str, str] = os.environ) -> dict[str, str]:

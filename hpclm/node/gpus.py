@@ -49,7 +49,7 @@ KINDS = {
 }
 
 
-def known(name: str) -> Kind:
+def kind_named(name: str) -> Kind:
     """The kind of that name, in any case; ConfigError."""
     kind = {key.lower(): kind for key, kind in KINDS.items()}.get(name.lower())
     if kind is None:

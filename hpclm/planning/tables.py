@@ -8,7 +8,7 @@ from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.node import environment
-from hpclm.node.gpus import Kind, known
+from hpclm.node.gpus import Kind, kind_named
 from hpclm.planning import forecast, suggest, time
 from hpclm.planning.engines import zero_stage
 from hpclm.planning.forecast import GIB, Forecast
@@ -49,7 +49,7 @@ def on_its_gpus(settings: Sequence[str], kind: Kind) -> Forecast | ConfigError:
 
 def kind_of(name: str, memory: float | None = None, network: float | None = None) -> Kind:
     """The kind of that name, in any case, with the memory (GiB) and network (GB/s) of one's own; ConfigError."""
-    kind = known(name)
+    kind = kind_named(name)
     for flag, value in (("--memory", memory), ("--network", network)):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{flag}={value:g} must be more than 0")

@@ -93,8 +93,8 @@ class Lease:
         self._thread.join()
         assert self._file is not None
         with suppress(OSError, ValueError), self._file as file:  # the open file: that of a newer holder is not touched
-            known = {"generation": self.generation, "job": self._me["job"], "start": self._me["start"]}
-            signed_off = json.dumps(known).ljust(os.fstat(file.fileno()).st_size)
+            record = {"generation": self.generation, "job": self._me["job"], "start": self._me["start"]}
+            signed_off = json.dumps(record).ljust(os.fstat(file.fileno()).st_size)
             if self.is_mine():
                 self._beats.unlink(missing_ok=True)
             os.pwrite(file.fileno(), signed_off.encode(), 0)

@@ -61,7 +61,7 @@ class Run:
         if not self.submissions:
             return True
         last, began, job = self.submissions[-1], str(self.attempt.get("time", "")), str(self.attempt.get("job_id"))
-        if any(each.job_id == job for each in self.submissions):
+        if any(submission.job_id == job for submission in self.submissions):
             return job == last.job_id
         return began > last.time or (began == last.time and not last.is_job)
 
@@ -74,8 +74,8 @@ class Run:
     @property
     def jobs(self) -> list[str]:
         """IDs of its jobs, oldest first: those that were submitted, and that of the last attempt, if it was started by hand."""
-        submitted = [each.job_id for each in self.submissions if each.is_job]
-        launched = [each.time for each in self.submissions if not each.is_job][-1:]
+        submitted = [submission.job_id for submission in self.submissions if submission.is_job]
+        launched = [submission.time for submission in self.submissions if not submission.is_job][-1:]
         job = self.attempt.get("job_id")
         # a local launch inside a job is not that job
         local = self.attempt.get("launcher") == "local" or [str(self.attempt.get("time", ""))] >= launched > []
@@ -85,12 +85,16 @@ class Run:
 
     def owns(self, job: JobState) -> bool:
         """Whether ``job``, whose ID is one of ``jobs``, is the run's: another cluster, or this one set up anew, repeats IDs."""
-        if all(each.job_id != job.id for each in self.submissions):  # by hand
+        if all(submission.job_id != job.id for submission in self.submissions):  # by hand
             return self.holder is not None or self.summary.get("state") != "done"
-        scripts = [each.script for each in self.submissions if each.is_job and each.job_id == job.id and each.script]
+        scripts = [
+            submission.script
+            for submission in self.submissions
+            if submission.is_job and submission.job_id == job.id and submission.script
+        ]
         # submitit submits script-1/.submission_file_*.sh for script-1.sbatch
-        own = [re.escape(os.path.realpath(path.removesuffix(".sbatch"))) + r"[./].*" for path in scripts]
-        return not (job.script and own) or re.match("|".join(own), os.path.realpath(job.script)) is not None
+        patterns = [re.escape(os.path.realpath(path.removesuffix(".sbatch"))) + r"[./].*" for path in scripts]
+        return not (job.script and patterns) or re.match("|".join(patterns), os.path.realpath(job.script)) is not None
 
     def job_log(self) -> Path | None:
         """The newest log that a job of the run printed to."""
@@ -137,9 +141,9 @@ def resolve(name: str, runs: Path) -> Path:
         if is_run(path):
             return path
     absent = "" if any(map(os.path.lexists, paths)) else ": it does not exist"
-    known = [str(path.relative_to(runs)) for path in find(runs)]
-    has = f"; {runs} has {', '.join(known[:20])}{', …' * (len(known) > 20)}." if known else f", and {runs} has none"
-    raise ConfigError(f"{name} is not a run directory{absent}{has}{hint(name, known)}")
+    names = [str(path.relative_to(runs)) for path in find(runs)]
+    has = f"; {runs} has {', '.join(names[:20])}{', …' * (len(names) > 20)}." if names else f", and {runs} has none"
+    raise ConfigError(f"{name} is not a run directory{absent}{has}{hint(name, names)}")
 
 
 def located(run: Path, runs: Path) -> Path:

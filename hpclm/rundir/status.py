@@ -169,7 +169,7 @@ class Queue:
             for scheduler, mine in self.jobs_of(run):
                 asked.setdefault(scheduler, set()).update(mine)
         try:
-            self._states = {each: each.states(ids, owners, self.seconds) for each, ids in asked.items()}
+            self._states = {scheduler: scheduler.states(ids, owners, self.seconds) for scheduler, ids in asked.items()}
         except NoAnswerError as silent:
             self._states, self.silent = None, str(silent)
 
@@ -177,7 +177,7 @@ class Queue:
 def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") -> RunStatus:
     """The status of ``run`` if its scheduler knows ``states``; None: it did not answer, for the reason ``asked``."""
     mine = [states[job] for job in run.jobs if job in states and run.owns(states[job])] if states else []
-    job = max(reversed(mine), key=lambda each: (each.live, each.live and not each.waits), default=None)
+    job = max(reversed(mine), key=lambda state: (state.live, state.live and not state.waits), default=None)
     over = run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped")
     here, unanswered = None if over else process_here(run), states is None  # it may take a while to exit
     elsewhere = run.holder is not None and not is_here(run.holder)
@@ -242,9 +242,11 @@ def last_fault(log: Path | None) -> str:
 
 def process_here(run: Run) -> int | None:
     """PID on this host of the run's launcher, otherwise of the run itself; None without one."""
-    launched = [each for each in run.submissions if not each.is_job and each.job_id.isdecimal()][-1:]
+    launched = [
+        submission for submission in run.submissions if not submission.is_job and submission.job_id.isdecimal()
+    ][-1:]
     recorded: list[tuple[rows.Row, int, str]]
-    recorded = [(asdict(each), int(each.job_id), each.time) for each in launched]
+    recorded = [(asdict(submission), int(submission.job_id), submission.time) for submission in launched]
     if run.attempt.get("pid") and run.attempt.get("time"):
         recorded.append((run.attempt, run.attempt["pid"], run.attempt["time"]))
     running = (pid for record, pid, when in recorded if is_here(record) and processes.is_ours(pid, when))

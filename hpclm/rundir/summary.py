@@ -71,10 +71,10 @@ def recorded_ending(out: Path) -> Callable[[], str]:
     return lambda: _ending(read(out), generation)
 
 
-def _ending(known: Row, generation: int | None) -> str:
+def _ending(row: Row, generation: int | None) -> str:
     """How the attempt of this generation has ended, according to a summary; empty if it has not, or is another one."""
-    over = generation is not None and known.get("generation") == generation and known["state"] in ENDED
-    return str(known["ending"]) if over else ""
+    over = generation is not None and row.get("generation") == generation and row["state"] in ENDED
+    return str(row["ending"]) if over else ""
 
 
 class LossCurve:
@@ -218,9 +218,9 @@ class RunSummary:
 
     def _adopt_ending(self) -> None:
         """Keep what another rank has recorded of this attempt's end, when this one did not respond."""
-        known = read(self._out)
-        if self._facts["state"] not in ENDED and _ending(known, self._generation):
-            self._know(**{name: known.get(name) for name in ("state", "ending", "code")})
+        recorded = read(self._out)
+        if self._facts["state"] not in ENDED and _ending(recorded, self._generation):
+            self._know(**{name: recorded.get(name) for name in ("state", "ending", "code")})
 
     def failed(self, text: str, code: int = 1) -> None:
         """The run ends with an error."""

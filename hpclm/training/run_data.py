@@ -79,22 +79,23 @@ def open_data(run: RunContext) -> Iterator[RunData]:
 
     facts = SharedFacts()
     built = on_main(context, first)
-    known = context.run_on_main(lambda: facts.values)
+    main_facts = context.run_on_main(lambda: facts.values)
     problems: list[str] = []
-    if built is None and (context.rank == context.first_on_node or not known):  # a source without facts: all at once
+    # a source without facts: all at once
+    if built is None and (context.rank == context.first_on_node or not main_facts):
         try:
             built = build(facts)
-            problems = _differences(known.get("fingerprint", {}), facts.values.get("fingerprint", {}))
+            problems = _differences(main_facts.get("fingerprint", {}), facts.values.get("fingerprint", {}))
         except ConfigError as error:
             problems = error.problems
-    other = facts.values if built and facts.values != known else None  # such as the dates of a node's own copies
+    other = facts.values if built and facts.values != main_facts else None  # such as the dates of a node's own copies
     gathered = context.all_gather((problems, other), unlimited=True)
     for info, (wrong, _) in zip(context.ranks, gathered, strict=True):
         if wrong:
             failed = ConfigError([f"the data on {info.host} cannot be used:", *wrong])
             failed.shared = True
             raise failed
-    data = built or build(SharedFacts(gathered[context.first_on_node][1] or known))
+    data = built or build(SharedFacts(gathered[context.first_on_node][1] or main_facts))
     try:
         yield data
     finally:

@@ -70,7 +70,7 @@ class EventFile:
         self._number += 1
         # TensorBoard reads files by their names: two attempts may begin in one second, and clocks may go back
         earlier = [int(match[1]) for file in self._folder.iterdir() if (match := NAME.match(file.name))]
-        second = max([int(time.time()), *(each + 1 for each in earlier)])
+        second = max([int(time.time()), *(timestamp + 1 for timestamp in earlier)])
         name = f"events.out.tfevents.{second:010}.{socket.gethostname()}.{os.getpid()}.{self._number}"
         self._path = self._folder / name
         self._handle = files.opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)

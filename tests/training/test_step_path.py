@@ -40,7 +40,7 @@ WORDS += ["batch.micro_size=2", "batch.global_size=8", f"job.gpus={RANKS}", "dat
 WORDS += [f"stop_at={STEPS}", "checkpoint.enabled=false", "engine.compile=false"]
 
 
-class Turns:
+class CollectiveCounts:
     """How many collectives and waits there had been before each step, and how many collectives were the engine's."""
 
     def __init__(self, engine, counter):
@@ -96,7 +96,7 @@ def simulated(tmp_path, *words):
     """A whole run of rank 0, by real loop, session and control: of its steps but the first and the last two the collectives
     that are not the engine's, and waits; and of its vectors when each was read."""
     run = config.load("configs/gpt2-124m.yaml", [*WORDS, f"out={tmp_path}", *words])
-    world, turns, vectors = World("single", 0, RANKS), [], Vectors()
+    world, counts, vectors = World("single", 0, RANKS), [], Vectors()
     me = RankInfo.of(world)
     quiet = ClusterConfig(hang_minutes=0)
     context = DistributedContext(world, (me,) * RANKS, Watchdog(quiet, (me,), me, Shutdown(me, (me,))))
@@ -105,12 +105,12 @@ def simulated(tmp_path, *words):
     def session(*_):
         mesh = Mesh.build(0, RANKS, run.parallel)
         engine = simulate.build(run, mesh)
-        turns.append(Turns(engine, counter))
+        counts.append(CollectiveCounts(engine, counter))
         state = RunState(engine, CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context), Progress())
         plan, length = run.plan(RANKS), config.plan.Length(None, None)
 
         def step(samples):
-            turns[0].begin()
+            counts[0].begin()
             return [simulate.micro_batch(run)] * plan.accumulation(samples)
 
         whole = RunContext(run, context, Compute(CUDA, torch.bfloat16, mesh))
@@ -129,8 +129,8 @@ def simulated(tmp_path, *words):
         patched.setattr(Reduction, "read", vectors.reading())
         patched.setattr(DistributedContext, "all_reduce_max", vectors.asking())
         assert loop.run(run, context) == 0
-        turns[0].begin()
-    return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(turns[0].began[2:-1])], vectors.read
+        counts[0].begin()
+    return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(counts[0].began[2:-1])], vectors.read
 
 
 USUAL = [(1, 1)] * (STEPS - 3), [(1, 1), *((step, step + 1) for step in range(2, STEPS)), (STEPS, STEPS)]

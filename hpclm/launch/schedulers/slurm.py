@@ -125,7 +125,7 @@ class Slurm(Scheduler):
         cluster = target.clusters
         if not re.fullmatch(r"[\w-]*", cluster) or cluster == "all":
             queued = target.queued(script.parent, SUBMISSION)
-            cluster = next((each.cluster for each in queued if each.job_id == job), cluster)
+            cluster = next((queued_job.cluster for queued_job in queued if queued_job.job_id == job), cluster)
         there = target.on(cluster)
         there._check_startable(job, shown if there is target else there._shown(job))
         return f"{job};{cluster}" if cluster else job

@@ -54,8 +54,8 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
             try:
                 return [source, *_preprocessed(path, _write_rows(data, path), tokenizer, run)]
             except ConfigError as error:
-                named = (each.replace(f"{path}:", "data, row ") for each in error.problems)
-                raise ConfigError(each.replace(str(path), "data") for each in named) from None
+                named = (problem.replace(f"{path}:", "data, row ") for problem in error.problems)
+                raise ConfigError(problem.replace(str(path), "data") for problem in named) from None
     try:
         data = values.path(data)
     except values.UnfitError:
@@ -129,7 +129,7 @@ def _preprocessed(
             build.write(corpus, request, [prefix])
         except ConfigError:
             with suppress(OSError):  # another process may have put something there
-                for made in missing:
-                    made.rmdir()
+                for parent in missing:
+                    parent.rmdir()
             raise
     return dataset_settings(prefix, tokenizer_of(request.job).size, run.model.context)

@@ -171,7 +171,7 @@ class Run(os.PathLike[str]):
 
         with live.computing():
             completer = Completer(self.path, options.words(changes))
-            texts = [each.text for each in completer.complete_all(prompts, batch, limits, sampling)]
+            texts = [completion.text for completion in completer.complete_all(prompts, batch, limits, sampling)]
         if isinstance(prompt, str):
             return texts[0]
         return texts
@@ -207,7 +207,7 @@ class Run(os.PathLike[str]):
                 return on_part(self.path, options.words(changes), part, samples)
         if samples is not None or (text is not None and data is not None):
             raise ConfigError("give one of text= and data=, with tokens= instead of samples=")
-        file, prefix = (None if each is None else paths.expanded(os.fspath(each)) for each in (text, data))
+        file, prefix = (None if path is None else paths.expanded(os.fspath(path)) for path in (text, data))
         if file is not None and not files.is_file(Path(file)):
             raise ConfigError(f"text={file!r} does not exist; text= takes the path of a text or .jsonl file")
         with live.computing():

@@ -66,9 +66,9 @@ def merge(args: argparse.Namespace) -> None:
     from hpclm.datasets.verify import prefixes
 
     out = args.out.removesuffix(".bin").removesuffix(".idx")
-    made = merge(out, prefixes(args.prefix), args.layout, args.dtype, not args.no_note, args.overwrite)
-    counts = f"{many(made.document_count, 'document')}, {many(made.token_count, 'token')}"
-    say(f"{out}: {counts} as {made.dtype.name}, {made.layout}")
+    merged = merge(out, prefixes(args.prefix), args.layout, args.dtype, not args.no_note, args.overwrite)
+    counts = f"{many(merged.document_count, 'document')}, {many(merged.token_count, 'token')}"
+    say(f"{out}: {counts} as {merged.dtype.name}, {merged.layout}")
 
 
 def _for_each(names: Sequence[str], act: Callable[[str], str]) -> None:

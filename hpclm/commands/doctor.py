@@ -20,13 +20,16 @@ def main(argv: list[str]) -> int:
         world, contradictions = bootstrap.detect(alone=False), []
     except ConfigError as error:
         world, contradictions = bootstrap.World("single", 0, 1), error.problems
-    own = facts.everything(world, current_job().node)
-    problems = [*contradictions, *verdict.problems(own)]
-    hints = [*verdict.hints(own), *(finding.text for finding in verdict.memory([own] * world.local_size))]
+    local_facts = facts.everything(world, current_job().node)
+    problems = [*contradictions, *verdict.problems(local_facts)]
+    hints = [
+        *verdict.hints(local_facts),
+        *(finding.text for finding in verdict.memory([local_facts] * world.local_size)),
+    ]
     if args.json:
-        say(json.dumps({"ok": not problems, "problems": problems, "hints": hints, "found": own}))
+        say(json.dumps({"ok": not problems, "problems": problems, "hints": hints, "found": local_facts}))
         return bool(problems)
-    lines = [facts.line(own)] if args.ranks or world.rank else facts.lines(own)
+    lines = [facts.line(local_facts)] if args.ranks or world.rank else facts.lines(local_facts)
     lines += [*(f"problem: {text}" for text in problems), *(f"hint: {text}" for text in hints)]
     say("\n".join(lines if problems or hints or world.rank else [*lines, "no problems found"]))
     return bool(problems)

@@ -101,9 +101,9 @@ def parser() -> Parser:
 def _misused(args: argparse.Namespace) -> Iterator[str]:
     """Options that do not go together, or have no such values."""
     documents, tasks = bool(args.text or args.data), args.tasks is not None
-    for name, least in (("samples", 1), ("tokens", 1), ("shots", 0), ("batch", 1)):
-        if (value := getattr(args, name)) is not None and value < least:
-            yield f"--{name} must be at least {least}"
+    for name, minimum in (("samples", 1), ("tokens", 1), ("shots", 0), ("batch", 1)):
+        if (value := getattr(args, name)) is not None and value < minimum:
+            yield f"--{name} must be at least {minimum}"
     if documents and args.samples is not None:
         yield "--samples is for --part and --tasks; use --tokens"
     if not documents and args.tokens is not None:

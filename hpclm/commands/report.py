@@ -14,8 +14,8 @@ def main(argv: list[str]) -> int:
     """``hpclm report``."""
     args = parser().parse_args(argv)
     chosen = folders.choose(args.run, args.runs)
-    own = len(chosen) == 1 and not folders.other_owner(chosen[0])
-    output = args.output or (chosen[0] / "report.html" if own else Path("report.html"))
+    in_run_folder = len(chosen) == 1 and not folders.other_owner(chosen[0])
+    output = args.output or (chosen[0] / "report.html" if in_run_folder else Path("report.html"))
     for path in write(chosen, output, not args.no_png, args.samples, samples_of_runs):
         say(str(path))
     return 0

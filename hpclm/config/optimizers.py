@@ -81,7 +81,7 @@ class OptimizerKind:
     def bytes_per_parameter(self, optim: Settings, example: tuple[str, Shape] = EXAMPLES[0]) -> int:
         """Bytes of state of the weight's shape for a parameter of ``example``: by default a block's matrix."""
         name, shape = example
-        return 4 * len(held(self.state(name, shape, optim)))
+        return 4 * len(tensors_held(self.state(name, shape, optim)))
 
     def elementwise(self, optim: Settings) -> bool:
         """Whether any slice of a flattened weight can be updated without the rest."""
@@ -89,7 +89,7 @@ class OptimizerKind:
         return not self.matrices and not self.group_state and all(tensor.where == "weight" for tensor in every)
 
 
-def held(state: State, where: Where = "weight") -> dict[str, StateTensor]:
+def tensors_held(state: State, where: Where = "weight") -> dict[str, StateTensor]:
     """Those of the tensors of ``state`` that are held ``where``."""
     return {name: tensor for name, tensor in state.items() if tensor.where == where}
 

@@ -58,7 +58,7 @@ def template_in(folder: Path) -> str | None:
         return _read(folder / TEMPLATE)
     given = json_object(folder / SETTINGS).get("chat_template") if (folder / SETTINGS).is_file() else None
     if isinstance(given, list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
         given = named.get("default")
     return given if isinstance(given, str) else None
 
@@ -235,8 +235,8 @@ def _render(messages: list[Message], chat: Chat, prompt: bool = False, mask: boo
 
     settings: Any = dict(chat_template=chat.template, add_generation_prompt=prompt, return_assistant_tokens_mask=mask)
     try:
-        made: Any = render_jinja_template([messages], **settings | dict(chat.tokens))
+        rendered: Any = render_jinja_template([messages], **settings | dict(chat.tokens))
     except Exception as error:  # whatever a template does
         raise UnreadableLineError("template", f": the chat template refuses it: {error}") from None
-    texts, spans = made
+    texts, spans = rendered
     return texts[0], spans[0] if mask else []

@@ -42,9 +42,9 @@ def next_command(prefixes: Sequence[Path], vocab_size: int) -> str:
         changes = _changes(train, valid, preset)
         if changes is not None:
             return shlex.join(["hpclm", "train", preset, *settings, *changes])
-    least = SHORTEST * -(-STEPS * config.load(SMALL).batch.global_size // EPOCHS) + 1
+    min_tokens = SHORTEST * -(-STEPS * config.load(SMALL).batch.global_size // EPOCHS) + 1
     tokens = IndexedDataset(prefixes[0]).token_count
-    return f"add text; {tokens:,} tokens are too few (a first run needs at least {least:,})"
+    return f"add text; {tokens:,} tokens are too few (a first run needs at least {min_tokens:,})"
 
 
 def next_tuning_command(prefix: Path, run: str, chat: bool) -> str:

@@ -32,7 +32,7 @@ class RunText:
     """How text of a run is encoded, begun and ended."""
 
     tokenizer: Tokenizer
-    known: Mapping[str, Any]
+    imported_tokens: Mapping[str, Any]
     """Special tokens of an imported run, as in its special_tokens.json."""
     imported: bool
     vocabulary: int
@@ -47,14 +47,16 @@ class RunText:
     def ids(self) -> dict[str, Any]:
         """Special tokens as a config.json has them."""
         ends = self.chat.ends.values() if self.chat else ()
-        ids = special_tokens.ids(self.known, self.tokenizer.eod, token_text(self.tokenizer, self.tokenizer.eod), ends)
+        ids = special_tokens.ids(
+            self.imported_tokens, self.tokenizer.eod, token_text(self.tokenizer, self.tokenizer.eod), ends
+        )
         begin = token_id(self.tokenizer, self.chat.named.get("bos_token")) if self.chat else None
         return ids if begin is None else ids | {"bos_token_id": begin}
 
     @property
     def begin(self) -> int | None:
         """The token from which the first one of a text is predicted, where the template adds none; None if there is none."""
-        named = token_id(self.tokenizer, self.known.get("bos_token"))
+        named = token_id(self.tokenizer, self.imported_tokens.get("bos_token"))
         if named is not None:
             return named
         return special_tokens.first(self.ids["bos_token_id"]) if self.tokenizer.eod is None else self.tokenizer.eod
@@ -72,7 +74,7 @@ class RunText:
     @property
     def hidden(self) -> frozenset[int]:
         """Special tokens, which are no part of an answer."""
-        names = [self.known.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")]
+        names = [self.imported_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")]
         texts = (*(self.tokenizer.special if isinstance(self.tokenizer, Library) else ()), *names)
         return frozenset(
             id for id in (self.tokenizer.eod, *(token_id(self.tokenizer, text) for text in texts)) if id is not None
@@ -114,9 +116,16 @@ def of_run(run: Path, data: DataConfig, vocabulary: int, tokenizer: Tokenizer | 
     it is there already."""
     if tokenizer is None:
         tokenizer = tokenizers.of_run(data)
-    known = special_tokens.of_run(run, tokenizers.files_of_run(data))
-    template = tokenizer.template() if known is not None and isinstance(tokenizer, Library) else ((), ())
-    return RunText(tokenizer, known or {}, known is not None, vocabulary, *template, chat=chat_record.of_run(run))
+    imported_tokens = special_tokens.of_run(run, tokenizers.files_of_run(data))
+    template = tokenizer.template() if imported_tokens is not None and isinstance(tokenizer, Library) else ((), ())
+    return RunText(
+        tokenizer,
+        imported_tokens or {},
+        imported_tokens is not None,
+        vocabulary,
+        *template,
+        chat=chat_record.of_run(run),
+    )
 
 
 def without_effect(generation: Mapping[str, Any]) -> list[str]:

@@ -51,17 +51,17 @@ def _places(run: Path, paths: Sequence[str]) -> list[Path]:
 
 
 def ids(
-    known: Mapping[str, Any], end: int | None, end_text: str | None = None, answer_ends: Iterable[int] = ()
+    imported_tokens: Mapping[str, Any], end: int | None, end_text: str | None = None, answer_ends: Iterable[int] = ()
 ) -> dict[str, Any]:
-    """Ids for config.json: the ``known`` ones, the run's end-of-document token ``end``, which also begins a text, and ``answer_ends``,
-    with which it was tuned to end an answer.
+    """Ids for config.json: the ``imported_tokens``, the run's end-of-document token ``end``, which also begins a text,
+    and ``answer_ends``, with which it was tuned to end an answer.
 
     ``end_text``: of ``end``. Where the folder named that as the end, it is one more; elsewhere the run was trained with another.
     """
-    tokens = {name: known.get(name) for name in IDS}
+    tokens = {name: imported_tokens.get(name) for name in IDS}
     ends = listed(tokens["eos_token_id"])
     if end is not None and end not in ends:
-        more = bool(ends) and end_text is not None and known.get("eos_token") == end_text
+        more = bool(ends) and end_text is not None and imported_tokens.get("eos_token") == end_text
         ends = [*ends, end] if more else [end]
         tokens["eos_token_id"] = ends if more else end
     if answer_ends := [id for id in answer_ends if id not in ends]:

@@ -38,11 +38,13 @@ class Writer:
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, layout: Layout = "megatron", replaces: bool = True):
         self.dtype, self.layout, self._replaces = np.dtype(dtype).newbyteorder("<"), layout, replaces
-        possible = {code: known for code, known in DTYPES.items() if layout == "fairseq" or code not in FAIRSEQ_ONLY}
-        codes = [code for code, known in possible.items() if known == self.dtype]
+        possible = {
+            code: candidate for code, candidate in DTYPES.items() if layout == "fairseq" or code not in FAIRSEQ_ONLY
+        }
+        codes = [code for code, candidate in possible.items() if candidate == self.dtype]
         if not codes:
-            known = [known.name for known in possible.values()]
-            raise ConfigError(f"{layout}'s layout cannot store tokens as {self.dtype.name}; choose one of {known}")
+            names = [candidate.name for candidate in possible.values()]
+            raise ConfigError(f"{layout}'s layout cannot store tokens as {self.dtype.name}; choose one of {names}")
         self._code, self._range = codes[0], np.iinfo(self.dtype)
         self._final = files(prefix)
         self._open = ExitStack()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpclm.config import OptimConfig
-from hpclm.config.optimizers import OPTIMIZERS, State, Where, held
+from hpclm.config.optimizers import OPTIMIZERS, State, Where, tensors_held
 from hpclm.engine import SavedState, Shard
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
@@ -52,7 +52,7 @@ class TrainingState:
     def names(self, weight: ShardedParameter, where: Where = "weight") -> list[str]:
         """The tensors, of those that are held ``where``, that this process keeps of a weight now; none before its first update."""
         kept = self.optimizer.state.get(weight.parameter, {})
-        return [name for name in held(self.declared(weight.name, weight.shape), where) if name in kept]
+        return [name for name in tensors_held(self.declared(weight.name, weight.shape), where) if name in kept]
 
     def values(self, weight: ShardedParameter, name: str | None = None) -> Tensor:
         """This process's values of a weight, or of the optimizer's tensor ``name`` of it."""
@@ -118,7 +118,7 @@ class TrainingState:
                     replicas=replicas,
                 )
                 for weight in weights
-                for name, it in held(self.declared(weight.name, weight.shape), where).items()
+                for name, it in tensors_held(self.declared(weight.name, weight.shape), where).items()
             ]
 
         mine = [weight for weight in weights if weight.name in self.works_on]

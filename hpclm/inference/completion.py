@@ -41,12 +41,12 @@ class Completer:
         if ignored := run_text.without_effect(generation):
             log.warning("the model's own settings of generation are not applied: %s", ", ".join(ignored))
         compute = run_model.place(config)
-        known = self.text.tokenizer.fingerprint
+        fingerprint = self.text.tokenizer.fingerprint
         if checkpoint is None:
-            model, progress = run_model.load_model(run, config, known, compute)
+            model, progress = run_model.load_model(run, config, fingerprint, compute)
         else:
             good = directory.locate(checkpoint)
-            model, progress = run_model.load_checkpoint(*good, config, known, compute)
+            model, progress = run_model.load_checkpoint(*good, config, fingerprint, compute)
         self.step = progress.step
         self.model = model.to(compute.dtype)  # layers would cast their weights for every token
         self._warned = False

@@ -144,12 +144,17 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
 
 
 def on_documents(
-    run: Path, overrides: list[str], text: str | None, prefix: str | None, most: int | None, format: str | None = None
+    run: Path,
+    overrides: list[str],
+    text: str | None,
+    prefix: str | None,
+    max_tokens: int | None,
+    format: str | None = None,
 ) -> Figures:
     """Loss, perplexity and bits per byte of the file ``text``, or else of the dataset ``prefix``: with a loss mask of the tokens that
     count in training, without bits per byte.
 
-    ``most``: tokens after which to stop; ``format``: of the text, "text" or "jsonl". ConfigError if the loss is not finite.
+    ``max_tokens``: tokens after which to stop; ``format``: of the text, "text" or "jsonl". ConfigError if the loss is not finite.
     """
     from hpclm.data import indexed, loss_mask, tokenizers
     from hpclm.errors import ConfigError
@@ -183,8 +188,10 @@ def on_documents(
         documents = scoring.of_dataset(dataset, mask, tokenizer)
     compute = run_model.place(config)
     model, progress = run_model.load_model(run, config, tokenizer.fingerprint if tokenizer else None, compute)
-    with Bar(total=most, unit="token", unit_scale=True, disable=None) as bar:
-        score = scoring.score(model, documents, of_run.begin if of_run else None, config.batch.micro_size, most, bar)
+    with Bar(total=max_tokens, unit="token", unit_scale=True, disable=None) as bar:
+        score = scoring.score(
+            model, documents, of_run.begin if of_run else None, config.batch.micro_size, max_tokens, bar
+        )
     masked = {} if text is not None or mask is None else {"loss_mask": str(mask.prefix)}
     return _finite({**score.result(progress), "source": text or prefix or "", **masked})
 

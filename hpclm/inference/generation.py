@@ -32,16 +32,16 @@ def window_start(length: int, context: int) -> int:
 
 @torch.inference_mode()
 def continue_all(
-    model: Stack, prompts: Sequence[list[int]], most: int, vocabulary: int, sampling: Sampling, ended: Ended
+    model: Stack, prompts: Sequence[list[int]], max_new_tokens: int, vocabulary: int, sampling: Sampling, ended: Ended
 ) -> list[list[int]]:
-    """Up to ``most`` new tokens, each below ``vocabulary``, for every prompt of a batch; prompts must not be empty.
+    """Up to ``max_new_tokens`` new tokens, each below ``vocabulary``, for every prompt of a batch; prompts must not be empty.
 
     What a sequence becomes does not depend on the others, but for rounding.
     """
-    batch = Batch(model, prompts, most, vocabulary)
+    batch = Batch(model, prompts, max_new_tokens, vocabulary)
     samplers = [Sampler(sampling, sampling.first + number) for number in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
-    for _ in range(most):
+    for _ in range(max_new_tokens):
         tokens = choose(batch.logits(), [samplers[number] for number in batch.live])
         going = []
         for row, (number, token) in enumerate(zip(batch.live, tokens, strict=True)):
@@ -57,8 +57,8 @@ def continue_all(
 class Batch:
     """Sequences that are continued together, and the cache of their keys and values."""
 
-    def __init__(self, model: Stack, prompts: Sequence[list[int]], most: int, vocabulary: int):
-        self.model, self.context, self.most = model, model.config.context, most
+    def __init__(self, model: Stack, prompts: Sequence[list[int]], max_new_tokens: int, vocabulary: int):
+        self.model, self.context, self.max_new_tokens = model, model.config.context, max_new_tokens
         self.vocabulary = min(vocabulary, model.config.vocab_size)
         self.ids = [list(prompt) for prompt in prompts]
         self.live = list(range(len(prompts)))
@@ -96,7 +96,7 @@ class Batch:
         """Fill a new cache with the windows, padded on the left."""
         lengths = [len(window) for window in windows]
         longest = max(lengths)
-        room = min(self.context, longest + self.most)
+        room = min(self.context, longest + self.max_new_tokens)
         self._cache = KeyValueCache(self.model.config, lengths, room, self.model.dtype, self.device)
         padded = [[0] * (longest - len(window)) + window for window in windows]
         return self._last(torch.tensor(padded, device=self.device), self._cache)
@@ -104,7 +104,7 @@ class Batch:
     def _last(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """[rows, V] logits after the last of [rows, T] ids."""
         head = self.model.head(ids, cache)
-        if self.device.type == "cpu" and self.most >= MIN_TOKENS_TO_TRANSPOSE:
+        if self.device.type == "cpu" and self.max_new_tokens >= MIN_TOKENS_TO_TRANSPOSE:
             if self._output is None:
                 dtype = torch.float32 if head.shape.fp32 else head.hidden.dtype
                 self._output = head.weight[: self.vocabulary].to(dtype).t().contiguous()

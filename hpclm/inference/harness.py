@@ -192,13 +192,13 @@ class Adapter(TemplateLM):
 
     def _generated(self, prompts: Sequence[str], options: Mapping[str, Any]) -> Iterator[str]:
         """What follows each prompt until its document ends, one of the texts ``until`` comes, or there are enough tokens."""
-        until, most = options.get("until") or [], int(options["max_gen_toks"])
+        until, max_new_tokens = options.get("until") or [], int(options["max_gen_toks"])
         stop = [until] if isinstance(until, str) else [text for text in until if text]
         stop += [end] if (end := self.text.decode([self.eot_token_id])) and end not in stop else []
-        room = self.max_length - most
+        room = self.max_length - max_new_tokens
         if room < 1:
             raise ConfigError(
-                f"a task generates up to {most} tokens (its max_gen_toks), which leaves no room for a prompt in "
+                f"a task generates up to {max_new_tokens} tokens (its max_gen_toks), which leaves no room for a prompt in "
                 f"model.context={self.max_length}; lower max_gen_toks in the task file (--tasks-path)"
             )
         starts = [self.tok_encode(prompt)[-room:] or [self.first] for prompt in prompts]
@@ -210,7 +210,7 @@ class Adapter(TemplateLM):
         def ended(_: int, new: list[int]) -> bool:
             return new[-1] in ends or any(text in self.text.decode(new) for text in stop)
 
-        for new in continue_all(self.model, starts, most, self.text.generated, sampling, ended):
+        for new in continue_all(self.model, starts, max_new_tokens, self.text.generated, sampling, ended):
             yield postprocess_generated_text(self.text.decode(new, special=False), stop, None)
 
 

@@ -13,13 +13,13 @@ SAMPLE_TOKENS = 80
 SAMPLED_CHECKPOINTS = 4  # of a run
 
 
-def samples(run: Path, prompt: str, most: int) -> dict[int, str]:
-    """Step -> continuation, of at most ``most`` checkpoints from the oldest to the newest; of one only of the newest.
+def samples(run: Path, prompt: str, max_checkpoints: int) -> dict[int, str]:
+    """Step -> continuation, of at most ``max_checkpoints`` checkpoints from the oldest to the newest; of one only of the newest.
 
     HpclmError if there is none, or if the run has no tokenizer that reads the prompt.
     """
     kept = run_settings.saved_steps(run)
-    last, gaps = len(kept) - 1, min(most, len(kept)) - 1
+    last, gaps = len(kept) - 1, min(max_checkpoints, len(kept)) - 1
     chosen = [kept[round(last * number / gaps)] for number in range(gaps + 1)] if gaps else kept[-1:]
     from hpclm.inference.completion import Completer  # imports PyTorch, which takes seconds
 

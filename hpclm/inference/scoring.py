@@ -108,9 +108,9 @@ def of_dataset(dataset: IndexedDataset, mask: IndexedDataset | None, tokenizer: 
 
 
 def score(
-    model: Stack, documents: Iterable[Document], begin_token: int | None, size: int, most: int | None, bar: Bar
+    model: Stack, documents: Iterable[Document], begin_token: int | None, size: int, max_tokens: int | None, bar: Bar
 ) -> Score:
-    """Score documents, each after ``begin_token``, ``size`` windows at a time, until ``most`` tokens are.
+    """Score documents, each after ``begin_token``, ``size`` windows at a time, until ``max_tokens`` tokens are scored.
 
     Documents of which some tokens do not count are read as training reads them: without ``begin_token``."""
     total = Score()
@@ -129,7 +129,7 @@ def score(
         bar.update(count)
 
     for document in documents:
-        if most is not None and total.tokens + count_waiting() >= most:
+        if max_tokens is not None and total.tokens + count_waiting() >= max_tokens:
             break
         _check(document.ids, model.config.vocab_size)
         total.documents += 1

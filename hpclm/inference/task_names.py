@@ -34,13 +34,15 @@ def check(names: Sequence[str], folder: str | None) -> None:
         if not missing:
             return
     text = (_content(path).decode(errors="replace") for path in _task_files(folders))
-    known = sorted({name for content in text for name in NAME.findall(content)})
-    raise ConfigError([no_task(name, known) for name in names if name.encode() in missing])
+    available = sorted({name for content in text for name in NAME.findall(content)})
+    raise ConfigError([no_task(name, available) for name in names if name.encode() in missing])
 
 
-def no_task(name: str, known: Sequence[str]) -> str:
+def no_task(name: str, available: Sequence[str]) -> str:
     """That the library has no task called ``name``."""
-    return f"lm-evaluation-harness has no task {name!r}; tasks of your own need --tasks-path.{hint(name, list(known))}"
+    return (
+        f"lm-evaluation-harness has no task {name!r}; tasks of your own need --tasks-path.{hint(name, list(available))}"
+    )
 
 
 def _task_files(folders: Sequence[str]) -> Iterator[Path]:

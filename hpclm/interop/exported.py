@@ -53,9 +53,9 @@ class Exported:
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """``tensor`` as ``dtype``; ConfigError if it has values that are too large for it."""
-    made = tensor.to(dtype)
-    if not made.isfinite().all() and tensor.isfinite().all():
+    converted = tensor.to(dtype)
+    if not converted.isfinite().all() and tensor.isfinite().all():
         raise ConfigError(
             f"{name} has values up to {tensor.abs().max():.3g}, which fp16 cannot represent; use --dtype bf16"
         )
-    return made
+    return converted

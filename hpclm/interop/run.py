@@ -63,8 +63,8 @@ def find_checkpoint(path: Path, overrides: list[str]) -> RunCheckpoint:
     """
     run = path.absolute().parent.parent if (path / manifest.NAME).is_file() else path
     config = configs.of_run(run, overrides)
-    folder, known = directory.locate(path)
-    return RunCheckpoint(run, folder, known, config)
+    folder, saved_manifest = directory.locate(path)
+    return RunCheckpoint(run, folder, saved_manifest, config)
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,10 @@ class ImportedWeights:
         self.rules, self.source, self.place = list(rules), source, place
         self.moments, self.steps = moments.sources, moments.steps
         self.shapes = {name: placement.shape for name, placement in placements(config).items()}
-        for each in (source, *self.moments.values()):
-            check_names((name for rule in self.rules for name in rule.theirs), each.names() - set(spare), place)
+        for tensor_source in (source, *self.moments.values()):
+            check_names(
+                (name for rule in self.rules for name in rule.theirs), tensor_source.names() - set(spare), place
+            )
 
     def tensors(self) -> Iterator[Shard]:
         """Every weight whole, in fp32, and its moments."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from hpclm.config import ModelConfig, OptimConfig
-from hpclm.config.optimizers import OPTIMIZERS, StateTensor, held
+from hpclm.config.optimizers import OPTIMIZERS, StateTensor, tensors_held
 from hpclm.planning.layout import Layout, Stage
 
 Shape = tuple[int, int]
@@ -55,7 +55,7 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
     """The cost for a GPU of a stage, at a ZeRO stage."""
     kind, every = OPTIMIZERS[optim.name], weights(model, stage)
     state = {name: kind.state(name, whole(parts), optim) for name, parts in every}
-    everywhere = sum(_bytes(held(state[name], "everywhere").values()) for name, _ in every)
+    everywhere = sum(_bytes(tensors_held(state[name], "everywhere").values()) for name, _ in every)
     works_on = kind.matrices
     every = [(name, parts) for name, parts in every if works_on and works_on(name, whole(parts))]
     if not every:
@@ -74,7 +74,7 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
     working = element * (1 + (holders > 1)) * largest + costs[name].scratch
     moved = max(sum(prod(whole(parts)) for _, parts in some) for some in rounds) / holders
     kept = [
-        sum(_bytes(held(state[some[slot][0]], "matrix").values()) for some in rounds if slot < len(some))
+        sum(_bytes(tensors_held(state[some[slot][0]], "matrix").values()) for some in rounds if slot < len(some))
         for slot in range(size)
     ]
     return Exchange(

@@ -135,7 +135,9 @@ def validation(history: History) -> dict[int, float | None]:
     by_step: dict[int, list[float | None]] = {}
     for row in history.evaluations:
         by_step.setdefault(row["step"], []).append(row["validation_loss"])
-    return {step: None if None in each else sum(filter(None, each)) / len(each) for step, each in by_step.items()}
+    return {
+        step: None if None in losses else sum(filter(None, losses)) / len(losses) for step, losses in by_step.items()
+    }
 
 
 def _of_one(runs: Runs) -> Iterator[tuple[str, dict[str, Pairs]]]:
@@ -254,12 +256,12 @@ class Standing:
 def ranked(runs: Runs) -> list[Standing]:
     """All runs, the best first."""
     limit = ceiling(runs)
-    return sorted((standing(name, history, limit) for name, history in runs.items()), key=lambda each: each.key)
+    return sorted((standing(name, history, limit) for name, history in runs.items()), key=lambda entry: entry.key)
 
 
 def ordered(runs: Runs) -> Runs:
     """The runs, the best first: the order of their colours."""
-    return {each.name: runs[each.name] for each in ranked(runs)}
+    return {entry.name: runs[entry.name] for entry in ranked(runs)}
 
 
 def standing(name: str, history: History, limit: float) -> Standing:

@@ -209,8 +209,8 @@ class _Rows:
             for name, column in self.columns.items():
                 column.extend(part.column(name))
             if "memory" in part.names:
-                known = set(part.texts("memory")) - {metrics_file.NULL}
-                self.memory = max([self.memory, *map(float, known)])
+                values = set(part.texts("memory")) - {metrics_file.NULL}
+                self.memory = max([self.memory, *map(float, values)])
         elif part and "loss" in part:
             for name, column in self.columns.items():
                 column.append(float("nan") if part.get(name) is None else part[name])

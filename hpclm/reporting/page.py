@@ -40,7 +40,7 @@ def page(content: Content) -> str:
     standings = curves.ranked(runs)
     ordered = curves.ordered(runs)
     charts = curves.charts(ordered)
-    named = {chart.key: _colours([*ordered] if several else [each.name for each in chart.curves]) for chart in charts}
+    named = {chart.key: _colours([*ordered] if several else [curve.name for curve in chart.curves]) for chart in charts}
     title = f"{len(runs)} runs compared" if several else standings[0].name
     body = [f"<h1>{text(title)}</h1>"]
     if several:
@@ -60,8 +60,8 @@ def page(content: Content) -> str:
         body += _curves(charts, named)
         body += ["<h2>Attempts</h2>", timeline.legend([history]), timeline.bars(history), timeline.numbers(history)]
         body += ["<h2>Numbers</h2>", _numbers(history, standings[0])]
-    made = time.strftime("%Y-%m-%d %H:%M %Z")
-    body.append(f"<footer><p>Made by hpclm report, {made}. All times are in this time zone.</p></footer>")
+    now = time.strftime("%Y-%m-%d %H:%M %Z")
+    body.append(f"<footer><p>Made by hpclm report, {now}. All times are in this time zone.</p></footer>")
     scripts = (plots.scripts() if charts else []) + ([SORT] if several else [])
     return document(title, body, [plots.drawn(chart, named[chart.key]) for chart in charts], scripts)
 
@@ -72,13 +72,13 @@ def _colours(names: list[str]) -> dict[str, str]:
 
 def _verdict(standings: list[Standing], differing: Mapping[str, object]) -> str:
     """The comparison in a sentence or two."""
-    best, lost = standings[0], [each for each in standings if each.diverged is not None]
+    best, lost = standings[0], [standing for standing in standings if standing.diverged is not None]
     loss, kind = (best.training, "training") if best.best is None else (best.best, "validation")
     said = []
     if loss is not None and best.diverged is None:
         said.append(f"<b>{text(best.name)}</b> has the lowest {kind} loss, {loss:.4f} nats per token.")
     if lost:
-        names = ", ".join(f"<b>{text(each.name)}</b> at step {each.diverged}" for each in lost)
+        names = ", ".join(f"<b>{text(standing.name)}</b> at step {standing.diverged}" for standing in lost)
         said.append(f'<span class="warn">{len(lost)} of {len(standings)} diverged</span>: {names}.')
     if unlike := [key for key in differing if key in provenance.UNCOMPARABLE]:
         said.append(f"They differ in {text(', '.join(unlike))}, so their losses may not measure the same.")
@@ -92,25 +92,28 @@ def _ranking(
     colours = _colours([*runs])
     heads = ["run", "state", "validation loss", "training loss", *differing, "steps", "tokens/s"]
     lines = []
-    for each in standings:
-        history = runs[each.name]
-        best = "" if each.best is None else f"{each.best:.4f}"
-        at = f' <span class="soft">step {each.best_step}</span>' if best else ""
-        swatch = f'<i style="background:{colours.get(each.name, plots.INK)}"></i>'
+    for standing in standings:
+        history = runs[standing.name]
+        best = "" if standing.best is None else f"{standing.best:.4f}"
+        at = f' <span class="soft">step {standing.best_step}</span>' if best else ""
+        swatch = f'<i style="background:{colours.get(standing.name, plots.INK)}"></i>'
         rate = _mean(history, "tokens_per_second")
-        training = "" if each.training is None else f"{each.training:.4f}"
+        training = "" if standing.training is None else f"{standing.training:.4f}"
         last = int(history.steps["step"][-1]) if len(history.steps) else 0
         cells = [
-            (each.name, f"{swatch}{text(each.name)}"),
-            ("", _state(history, each)),
+            (standing.name, f"{swatch}{text(standing.name)}"),
+            ("", _state(history, standing)),
             (best, best + at),
             (training, training),
-            *((value, text(value)) for value in (provenance.shown(row.get(each.name)) for row in differing.values())),
+            *(
+                (value, text(value))
+                for value in (provenance.shown(row.get(standing.name)) for row in differing.values())
+            ),
             (str(last), f"{last:,}"),
             (f"{rate:.0f}", f"{rate:,.0f}"),
         ]
         lines.append("<tr>" + "".join(f'<td data-value="{text(key)}">{cell}</td>' for key, cell in cells) + "</tr>")
-    head = "".join(f"<th><button>{text(each)}</button></th>" for each in heads)
+    head = "".join(f"<th><button>{text(heading)}</button></th>" for heading in heads)
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
     note = (
         "The best run is first: by validation loss where it was measured, else by training loss, "
@@ -141,11 +144,11 @@ def _curves(charts: list[Chart], named: Mapping[str, Mapping[str, str]]) -> Iter
 
 def _figure(chart: Chart, colours: Mapping[str, str]) -> str:
     """The place of a chart, with its title, names and caption."""
-    names = [each.name for each in chart.curves if each.name in colours]
+    names = [curve.name for curve in chart.curves if curve.name in colours]
     swatches = "".join(f'<span><i style="background:{colours[name]}"></i>{text(name)}</span>' for name in names)
     others = len(chart.curves) - len(names)
     swatches += f'<span><i style="background:{plots.INK}"></i>{others} more</span>' if others else ""
-    clipped = any((each.mean[: each.kept] > chart.top).any() for each in chart.curves)
+    clipped = any((curve.mean[: curve.kept] > chart.top).any() for curve in chart.curves)
     said = CLIPPED.format(chart.top) if clipped else ""
     return (
         f'<figure><h3>{curves.TITLES[chart.key][0]}</h3><div class="legend">{swatches if len(chart.curves) > 1 else ""}</div>'
@@ -174,11 +177,11 @@ def _origin(history: History, settings: Settings) -> str:
 def _origins(runs: Mapping[str, History], settings: Mapping[str, Settings]) -> str:
     """What the runs have in common, and what is of each."""
     facts = {name: provenance.facts(history, settings[name]) for name, history in runs.items()}
-    titles = dict.fromkeys(title for each in facts.values() for title in each)
-    rows = {title: {name: text(each.get(title, "–")) for name, each in facts.items()} for title in titles}
+    titles = dict.fromkeys(title for run_facts in facts.values() for title in run_facts)
+    rows = {title: {name: text(run_facts.get(title, "–")) for name, run_facts in facts.items()} for title in titles}
     alike = {title: next(iter(row.values())) for title, row in rows.items() if len(set(row.values())) == 1}
-    differing, known = provenance.differing(settings), next(filter(None, settings.values()), {})
-    common = {key: value for key, value in known.items() if key not in differing}
+    differing, first_settings = provenance.differing(settings), next(filter(None, settings.values()), {})
+    common = {key: value for key, value in first_settings.items() if key not in differing}
     unlike = (f"<h3>{text(title)}</h3>{definitions(row)}" for title, row in rows.items() if title not in alike)
     return definitions({**alike, **_changed(common)}) + "".join(unlike)
 
@@ -212,7 +215,7 @@ def _numbers(history: History, standing: Standing) -> str:
         "time": span(history.wall) if history.wall else "",
         "waiting in the queue": timeline.seconds(history.seconds("queued")),
         "starting": timeline.seconds(history.seconds("starting")),
-        "steps redone": str(sum(each.lost for each in history.attempts)),
+        "steps redone": str(sum(attempt.lost for attempt in history.attempts)),
     }
     shown = (
         f"<div><b>{text(value)}</b><span class=soft>{text(name)}</span></div>" for name, value in cards.items() if value

@@ -111,7 +111,7 @@ def _show_values(plot: "figure", chart: Chart, curves: list[Curve]) -> None:
     columns: dict[str, Any] = {"step": steps, "height": [chart.bottom] * len(steps)}
     for number, curve in enumerate(curves):
         bands = zip(curve.mean.tolist(), curve.low.tolist(), curve.high.tolist(), strict=True)
-        values = {step: _said(*each, chart) for step, each in zip(curve.steps.tolist(), bands, strict=True)}
+        values = {step: _said(*band, chart) for step, band in zip(curve.steps.tolist(), bands, strict=True)}
         columns[f"v{number}"] = [values.get(step, "–") for step in steps]
     anchors = plot.line("step", "height", source=ColumnDataSource(columns), line_alpha=0)
     about = f", mean of {chart.group}" if chart.group > 1 else ""

@@ -58,7 +58,7 @@ def bars(history: History) -> str:
 
 def legend(histories: list[History]) -> str:
     """The colours of the phases that occur."""
-    used = [kind for kind in KINDS if any(each.seconds(kind) > each.wall / 1000 for each in histories)]
+    used = [kind for kind in KINDS if any(history.seconds(kind) > history.wall / 1000 for history in histories)]
     swatches = (f'<span><i class="{kind}" style="background:{COLOURS[kind]}"></i>{kind}</span>' for kind in used)
     return f'<div class="legend">{"".join(swatches)}</div><p class="soft">{CAPTION}{LOST * ("lost" in used)}</p>'
 

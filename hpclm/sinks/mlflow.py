@@ -27,15 +27,15 @@ class MlflowSink:
         """Create or resume the run."""
         self.client, self._names = MlflowClient(), TrackerNames(is_path)
         self.substitutes = self._names.substitutes
-        found = self.client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self.client.create_experiment(run.project)
+        existing = self.client.get_experiment_by_name(run.project)
+        experiment = existing.experiment_id if existing else self.client.create_experiment(run.project)
         earlier = self.client.search_runs([experiment], f"tags.`{ID}` = '{run.id}'")
         if earlier:
             self.id = earlier[0].info.run_id
             self.client.update_run(self.id, status="RUNNING")
             return
-        made = self.client.create_run(experiment, run_name=run.name, tags={ID: run.id, "hpclm.out": str(run.out)})
-        self.id = made.info.run_id
+        created = self.client.create_run(experiment, run_name=run.name, tags={ID: run.id, "hpclm.out": str(run.out)})
+        self.id = created.info.run_id
         names = TrackerNames(is_path)
         values = [(names(key), str(value)) for key, value in run.settings.items()]
         for start in range(0, len(values), PARAMETERS):

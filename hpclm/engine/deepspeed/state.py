@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import Tensor, nn
 
 from hpclm.config import OptimConfig
-from hpclm.config.optimizers import State, Where, held
+from hpclm.config.optimizers import State, Where, tensors_held
 from hpclm.engine import SavedState
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
@@ -56,7 +56,7 @@ class PartitionedState(TrainingState, ABC):
 
     def names(self, weight: ShardedParameter, where: Where = "weight") -> list[str]:
         """The tensors that the optimizer keeps of a weight, once there were updates."""
-        return list(held(self.declared(weight.name, weight.shape), where)) if self.steps() else []
+        return list(tensors_held(self.declared(weight.name, weight.shape), where)) if self.steps() else []
 
     def owners(self, weights: Sequence[ShardedParameter]) -> Iterator[tuple[str, Tensor, State]]:
         """The keys of the optimizer's state: DeepSpeed's partitions."""

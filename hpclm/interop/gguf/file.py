@@ -43,15 +43,15 @@ def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", all
     """
     config = canonical(checkpoint.config.model)
     network = networks.of_network(config)
-    own = tokenizer.of_run(checkpoint.config.data)
-    if own is None:
+    run_tokenizer = tokenizer.of_run(checkpoint.config.data)
+    if run_tokenizer is None:
         raise ConfigError(
             "a GGUF file contains the tokenizer, and this run names none; give data.tokenizer and data.tokenizer_files"
         )
     paths = files_of_run(checkpoint.config.data)
     chat, (template, _) = checkpoint.chat, special_tokens.chat_of_run(checkpoint.run, paths)
     template = chat.template if chat else template
-    text = replace(run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, own), chat=chat)
+    text = replace(run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, run_tokenizer), chat=chat)
     words = vocabulary.keys(text, vocabulary.sentencepiece_of(text, paths), template)
     with fresh(target, folder=False) as staging, closing(gguf.GGUFWriter(staging, network.name)) as writer:
         writer.add_name(checkpoint.run.absolute().name)

@@ -81,7 +81,7 @@ class Network:
 
     def metadata(self, config: ModelConfig) -> Keys:
         """The keys of the file that describe the network, without the prefix of its name."""
-        known: Keys = {
+        metadata: Keys = {
             "vocab_size": config.vocab_size,
             "context_length": config.context,
             "embedding_length": config.hidden,
@@ -96,8 +96,8 @@ class Network:
             else "attention.layer_norm_epsilon": config.norm_eps,
         }
         if config.positions == "rope":
-            known |= {"rope.dimension_count": config.rotated, "rope.freq_base": config.rope_base, **_scaling(config)}
-        return known | self.keys(config)
+            metadata |= {"rope.dimension_count": config.rotated, "rope.freq_base": config.rope_base, **_scaling(config)}
+        return metadata | self.keys(config)
 
     def extra(self, config: ModelConfig) -> dict[str, Tensor]:
         """Tensors that are no weights: by what Llama 3.1 divides each rotary frequency."""
@@ -141,12 +141,12 @@ def _scaling(config: ModelConfig) -> Keys:
     given = {key: json.loads(value) for key, value in config.rope_scaling.items() if key != "rope_type"}
     if rope_type(config) not in ("linear", "yarn"):
         return {}
-    known = {"type": rope_type(config), "factor": float(given["factor"])}
+    scaling = {"type": rope_type(config), "factor": float(given["factor"])}
     names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-    known |= {theirs: float(given[ours]) for ours, theirs in names.items() if ours in given}
+    scaling |= {theirs: float(given[ours]) for ours, theirs in names.items() if ours in given}
     if "original_max_position_embeddings" in given:
-        known["original_context_length"] = given["original_max_position_embeddings"]
-    return {f"rope.scaling.{key}": value for key, value in known.items()}
+        scaling["original_context_length"] = given["original_max_position_embeddings"]
+    return {f"rope.scaling.{key}": value for key, value in scaling.items()}
 
 
 def _twice(rule: Rule) -> Rule:

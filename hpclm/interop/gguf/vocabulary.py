@@ -37,11 +37,11 @@ def sentencepiece_of(text: RunText, paths: Sequence[str]) -> SentencePiece | Non
     for path in (Path(paths[0]).with_name(name) for name in ("tokenizer.model", "spiece.model")):
         if path.is_file():
             try:
-                made = SentencePiece([str(path)])
+                pieces = SentencePiece([str(path)])
             except ConfigError:  # a file of tiktoken's has this name as well
                 continue
-            if all(token_text(made, id) == token_text(text.tokenizer, id) for id in range(made.size)):
-                return made
+            if all(token_text(pieces, id) == token_text(text.tokenizer, id) for id in range(pieces.size)):
+                return pieces
     return None
 
 
@@ -50,23 +50,23 @@ def keys(text: RunText, pieces: SentencePiece | None, template: str | None) -> K
     chats. ConfigError if llama.cpp would give other ids."""
     tokenizer, size = text.tokenizer, text.vocabulary
     if isinstance(tokenizer, Library) and pieces is not None:
-        made = _of_sentencepiece(pieces)
-        _add_tokens(made, tokenizer, pieces.size)
+        entries = _of_sentencepiece(pieces)
+        _add_tokens(entries, tokenizer, pieces.size)
     elif isinstance(tokenizer, Library):
-        made = _of_library(tokenizer)
+        entries = _of_library(tokenizer)
     elif isinstance(tokenizer, SentencePiece):
-        made = _of_sentencepiece(tokenizer)
+        entries = _of_sentencepiece(tokenizer)
     elif isinstance(tokenizer, Bytes):
-        made = _of_bytes()
+        entries = _of_bytes()
     else:
         raise _refused(tokenizer, "llama.cpp has no such kind")
     spare = range(tokenizer.size, size)
     for name, more in (("tokens", [f"[PAD{id}]" for id in spare]), ("token_type", [UNUSED] * len(spare))):
-        made[name] += more
-    if "scores" in made:
-        made["scores"] += [-10000.0] * len(spare)
-    made |= _special(text)
-    words: Keys = {f"ggml.{name}": value for name, value in made.items()}
+        entries[name] += more
+    if "scores" in entries:
+        entries["scores"] += [-10000.0] * len(spare)
+    entries |= _special(text)
+    words: Keys = {f"ggml.{name}": value for name, value in entries.items()}
     return words | ({"chat_template": without_marks(template)} if template else {})
 
 
@@ -74,7 +74,7 @@ def _special(text: RunText) -> Keys:
     """The tokens that begin and end a text, and whether a text gets them."""
     ids, end = text.ids, text.tokenizer.eod
     of_chat = text.chat.named if text.chat else {}  # its template must write here what it wrote for training
-    named = token_id(text.tokenizer, of_chat.get("bos_token") or text.known.get("bos_token"))
+    named = token_id(text.tokenizer, of_chat.get("bos_token") or text.imported_tokens.get("bos_token"))
     begin = special_tokens.first(ids["bos_token_id"]) if named is None else named
     ends = special_tokens.listed(ids["eos_token_id"])
     of_answers, named_end = (
@@ -91,22 +91,22 @@ def _special(text: RunText) -> Keys:
             text.tokenizer, "its template adds several tokens before or after a text, and llama.cpp one of each"
         )
     padding = special_tokens.first(ids["pad_token_id"])
-    made = {"bos_token_id": begin, "padding_token_id": padding}
-    made |= dict(zip(ENDS, ends, strict=False))
+    token_ids = {"bos_token_id": begin, "padding_token_id": padding}
+    token_ids |= dict(zip(ENDS, ends, strict=False))
     if further := [token_text(text.tokenizer, id) or str(id) for id in ends[len(ENDS) :]]:
         log.warning("a GGUF file names up to %d tokens that end a text; left out: %s", len(ENDS), ", ".join(further))
     flags = {"add_bos_token": bool(text.before), "add_eos_token": bool(text.after)}
-    return {name: id for name, id in made.items() if id is not None} | flags
+    return {name: id for name, id in token_ids.items() if id is not None} | flags
 
 
-def _add_tokens(made: Keys, tokenizer: Library, size: int) -> None:
+def _add_tokens(entries: Keys, tokenizer: Library, size: int) -> None:
     """Add the tokens that a tokenizer.json has beyond the ``size`` pieces of the model from which it was made."""
     added = {id: token for id, token in tokenizer.model.get_added_tokens_decoder().items() if id >= size}
     for id in range(size, tokenizer.size):
         token = added.get(id)
-        made["tokens"].append(token.content if token else f"[PAD{id}]")
-        made["scores"].append(-1000.0)
-        made["token_type"].append((CONTROL if token.special else USER_DEFINED) if token else UNUSED)
+        entries["tokens"].append(token.content if token else f"[PAD{id}]")
+        entries["scores"].append(-1000.0)
+        entries["token_type"].append((CONTROL if token.special else USER_DEFINED) if token else UNUSED)
 
 
 def _of_library(tokenizer: Library) -> Keys:
@@ -168,7 +168,7 @@ def _of_sentencepiece(tokenizer: SentencePiece) -> Keys:
         raise _refused(tokenizer, "llama.cpp's BPE neither normalises text nor merges spaces, and needs byte_fallback")
     if given.kind == "unigram" and given.bytes:
         log.warning("llama.cpp will read characters that are not in the vocabulary as <unk>; here they are bytes")
-    made: Keys = {
+    entries: Keys = {
         "model": "llama" if given.kind == "bpe" else "t5",
         "pre": "default",
         "tokens": [text for text, _ in given.pieces],
@@ -178,7 +178,7 @@ def _of_sentencepiece(tokenizer: SentencePiece) -> Keys:
         "add_space_prefix": given.prefix,
         "remove_extra_whitespaces": given.squeezed,
     }
-    return made | ({"precompiled_charsmap": given.charsmap} if given.charsmap else {})
+    return entries | ({"precompiled_charsmap": given.charsmap} if given.charsmap else {})
 
 
 def _of_bytes() -> Keys:

@@ -34,7 +34,7 @@ def opened(folder: Path) -> AutoTokenizer | None:
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        made: Any = transformers.AutoTokenizer.from_pretrained(
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
             str(folder.absolute()), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # whatever its many classes raise
@@ -43,13 +43,13 @@ def opened(folder: Path) -> AutoTokenizer | None:
         return None
     finally:
         transformers.logging.set_verbosity(level)
-    named = {name: str(value) for name, value in made.special_tokens_map.items()}
-    text = made.backend_tokenizer.to_str() if made.is_fast else None
+    named = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    text = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else None
 
     def encode(document: str) -> list[int]:
-        return list(made(document, verbose=False).input_ids)
+        return list(tokenizer(document, verbose=False).input_ids)
 
-    return AutoTokenizer(encode, named, dict(made.get_added_vocab()), text)
+    return AutoTokenizer(encode, named, dict(tokenizer.get_added_vocab()), text)
 
 
 def declared(folder: Path) -> Iterator[str]:

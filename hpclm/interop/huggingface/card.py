@@ -89,15 +89,15 @@ def _results(checkpoint: RunCheckpoint) -> Iterator[Row]:
 
 
 def _settings(checkpoint: RunCheckpoint, dtype: str) -> Iterator[Row]:
-    config, known = checkpoint.config, checkpoint.manifest.fingerprint.get("data", {})
-    if not known:
+    config, fingerprint = checkpoint.config, checkpoint.manifest.fingerprint.get("data", {})
+    if not fingerprint:
         yield "data", "not known: the weights were imported"
     elif config.data.source != "indexed":
         yield "data", config.data.source
     else:
         yield from (("dataset", Path(prefix).name) for prefix in config.data.prefixes())
-        if known.get("tokenizer"):
-            yield "tokenizer", tokenizers.describe(known["tokenizer"])
+        if fingerprint.get("tokenizer"):
+            yield "tokenizer", tokenizers.describe(fingerprint["tokenizer"])
     if chat := checkpoint.chat:
         yield "end of an answer", ", ".join(chat.ends) or "no single token"
     sections = ("model", "batch", "optim") if checkpoint.step else ("model",)

@@ -136,11 +136,11 @@ class Family:
             for name, values in self.needs.items()
             if getattr(config, name) not in values
         ]
-        known = {*self.keys, *self.needs, *self.covers, *ELSEWHERE}
+        supported_fields = {*self.keys, *self.needs, *self.covers, *ELSEWHERE}
         reasons += [
             f"model.{name}={_shown(value)}, which it does not have"
             for name, value in vars(config).items()
-            if name not in known and value != DEFAULTS[name]
+            if name not in supported_fields and value != DEFAULTS[name]
         ]
         if not self.width and config.attention_width != config.hidden:
             reasons.append(f"model.head_dim={config.head_dim}, where it has model.hidden / model.heads")
@@ -157,13 +157,13 @@ class Family:
             for key, values in {**CAUSAL, **self.fixed}.items()
             if tree.get(key, values[0]) not in values
         ]
-        known = {*self.keys.values()} | {*CAUSAL, *self.fixed, *self.aliases}
-        known |= {*WITHOUT_EFFECT.split(), *self.read.split(), *self.unread.split()}
+        supported_keys = {*self.keys.values()} | {*CAUSAL, *self.fixed, *self.aliases}
+        supported_keys |= {*WITHOUT_EFFECT.split(), *self.read.split(), *self.unread.split()}
         unset = {*UNSET.split()}
         reasons += [
             f"{key}={_shown(value)}: hpclm does not know this key; if the logits do not depend on it, give --ignore {key}"
             for key, value in tree.items()
-            if value is not None and key not in known and (value or key not in unset)
+            if value is not None and key not in supported_keys and (value or key not in unset)
         ]
         reasons += [
             f"{old}={_shown(tree[old])} and {key}={_shown(tree[key])}: two names of one setting"

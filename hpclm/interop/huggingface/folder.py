@@ -50,9 +50,9 @@ def export_run(
         paths, chat = files_of_run(checkpoint.config.data), checkpoint.chat
         text = None
         if run_tokenizer is None:
-            known = special_tokens.of_run(checkpoint.run, paths) or {}
+            imported_tokens = special_tokens.of_run(checkpoint.run, paths) or {}
             ends = chat.ends.values() if chat else ()
-            ids = special_tokens.ids(known, _recorded_end(checkpoint), answer_ends=ends)
+            ids = special_tokens.ids(imported_tokens, _recorded_end(checkpoint), answer_ends=ends)
         else:
             text = run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, run_tokenizer)
             text = replace(text, chat=chat)
@@ -127,12 +127,12 @@ class Prefixed:
             )
         heads = heads if config.tied else []
         for head in heads:  # some files contain the embedding twice
-            own = self._names.pop(head)
+            head_name = self._names.pop(head)
             tokens = next(rule.theirs[0] for rule in family.rules(config) if rule.ours == "tokens.weight")
-            if not torch.equal(reader.read(own), self.read(tokens)):
+            if not torch.equal(reader.read(head_name), self.read(tokens)):
                 raise ConfigError(
-                    f"config.json ties the output to the embedding, but {own} in the weights is another matrix; give model.tied=false to "
-                    "use it, or remove it"
+                    f"config.json ties the output to the embedding, but {head_name} in the weights is another matrix; give "
+                    "model.tied=false to use it, or remove it"
                 )
 
     def names(self) -> set[str]:
@@ -162,10 +162,10 @@ def import_folder(
     reader = Reader(folder, pickle)
     weights = run.ImportedWeights(config, Prefixed(reader, family, config), family.rules(config), str(folder))
     with fresh(target, mode=0o700) as staging_dir:
-        known = tokenizer.special_tokens_of(folder, tree)
-        data, known = tokenizer.take(folder, config.vocab_size, staging_dir, target, known)
-        if data or known:
-            tokenizer.keep_special_tokens(staging_dir / "tokenizer", known)
+        tokens = tokenizer.special_tokens_of(folder, tree)
+        data, tokens = tokenizer.take(folder, config.vocab_size, staging_dir, target, tokens)
+        if data or tokens:
+            tokenizer.keep_special_tokens(staging_dir / "tokenizer", tokens)
         tokenizer.keep_chat(folder, staging_dir / "tokenizer")
         run.save(staging_dir, run.settings_of(target, config, data), weights)
     return config

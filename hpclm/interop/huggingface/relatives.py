@@ -209,15 +209,15 @@ def granite_swa(tree: Json) -> dict[str, Any]:
     bases = tree.get("layer_rope_theta") or [common["rope_base"]] * count
     if not isinstance(bases, list) or len(bases) != count:
         raise ConfigError(f"layer_rope_theta={bases} must be a list with a base for each of {count} layers")
-    each = [(kinds["pattern"][i % len(kinds["pattern"])], base) for i, base in enumerate(bases)]
-    of_kind = {kind: {base for other, base in each if base and other == kind} for kind in ("full", "window")}
+    layer_bases = [(kinds["pattern"][i % len(kinds["pattern"])], base) for i, base in enumerate(bases)]
+    of_kind = {kind: {base for other, base in layer_bases if base and other == kind} for kind in ("full", "window")}
     if any(len(values) > 1 for values in of_kind.values()):
         raise ConfigError("layer_rope_theta: layers with a window have different bases, or the others do")
     full, near = (next(iter(of_kind[kind]), None) for kind in ("full", "window"))
     without = {"full": "nope", "window": "window_nope"}
     common["rope_base"] = float(full or near or common["rope_base"])
     base = float(near) if near and float(near) != common["rope_base"] else None
-    pattern = shape.period([kind if base else without[kind] for kind, base in each])
+    pattern = shape.period([kind if base else without[kind] for kind, base in layer_bases])
     scaled = bool(common["rope_scaling"])
     more = dict(window_rope_base=base, window_rope_scaled=scaled) if near else {}
     scaling = dict(logit_multiplier=1 / shape.number(tree, "logits_scaling"), attention_sinks=True)

@@ -80,8 +80,8 @@ def _scaling(tree: Json, kind: Any, given: Json, nested: bool) -> dict[str, str]
         scaling = {key: value for key, value in scaling.items() if key not in absent}
     if "truncate" in scaling:
         scaling["truncate"] = bool(scaling["truncate"])
-    known = " ".join(KINDS.get(str(kind), ())).split()
-    if unknown := [f"{_place(tree, key)}{key}" for key in scaling if known and key not in known]:
+    read_keys = " ".join(KINDS.get(str(kind), ())).split()
+    if unknown := [f"{_place(tree, key)}{key}" for key in scaling if read_keys and key not in read_keys]:
         ignore = " ".join(f"--ignore {key}" for key in unknown)
         raise ConfigError(
             f"{', '.join(unknown)}: transformers ignores this with rope_type={kind}; to do so too, give {ignore}"
@@ -126,9 +126,13 @@ def layers(
     types = tree.get("layer_types") or [
         kind(i) if kind and (window is not None or turned) else every for i in range(count)
     ]
-    if not isinstance(types, list) or len(types) != count or not {str(each) for each in types} <= KEPT.keys():
+    if (
+        not isinstance(types, list)
+        or len(types) != count
+        or not {str(layer_type) for layer_type in types} <= KEPT.keys()
+    ):
         raise ConfigError(f"layer_types={types}: hpclm has {' and '.join(KEPT)}, one for each of {count} layers")
-    kinds = [KEPT[each] for each in types]
+    kinds = [KEPT[layer_type] for layer_type in types]
     if "window" in kinds and window is None:
         raise ConfigError(f"layer_types={types} with sliding_window={window}")
     scaled = {
@@ -163,11 +167,11 @@ def layer_types(config: ModelConfig) -> list[str]:
 
 def described_by_kind(config: ModelConfig) -> dict[str, Any]:
     """rope_parameters of a class with rotary positions for each kind of layers, whose truncate transformers reads outside of these."""
-    own = {"rope_type": "default", "rope_theta": config.rope_base, **scaling(config)}
+    full = {"rope_type": "default", "rope_theta": config.rope_base, **scaling(config)}
     near = {"rope_type": "default", "rope_theta": config.window_rope_base or config.rope_base}
     near |= scaling(config) if config.window_rope_scaled else {}
-    outer = {"truncate": own["truncate"]} if "truncate" in own else {}
-    return {"rope_parameters": {"full_attention": own, "sliding_attention": near, **outer}}
+    outer = {"truncate": full["truncate"]} if "truncate" in full else {}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": near, **outer}}
 
 
 def canonical(config: ModelConfig) -> ModelConfig:
@@ -227,13 +231,16 @@ def by_kind(tree: Json) -> tuple[dict[str, Any], dict[str, Any]]:
 def near(tree: Json, given: Json, far: Json, kinds: Json, theta: float) -> dict[str, Any]:
     """Our settings for the rotary positions of layers with a window, of which ``given`` are the parameters and ``far`` those of the
     others; ``kinds``: what layers() gave. ConfigError if they are scaled in another way."""
-    own = rope(tree, theta, parameters={"rope_theta": theta, **given})
+    window_rope = rope(tree, theta, parameters={"rope_theta": theta, **given})
     if kinds["window"] is None:  # then no layer uses them
         return {}
-    if own["rope_fraction"] != far["rope_fraction"] or own["rope_scaling"] not in ({}, far["rope_scaling"]):
+    if window_rope["rope_fraction"] != far["rope_fraction"] or window_rope["rope_scaling"] not in (
+        {},
+        far["rope_scaling"],
+    ):
         raise ConfigError("rope_parameters: layers with a window are scaled in another way than the others")
-    base = own["rope_base"] if own["rope_base"] != far["rope_base"] else None
-    return dict(window_rope_base=base, window_rope_scaled=own["rope_scaling"] == far["rope_scaling"])
+    base = window_rope["rope_base"] if window_rope["rope_base"] != far["rope_base"] else None
+    return dict(window_rope_base=base, window_rope_scaled=window_rope["rope_scaling"] == far["rope_scaling"])
 
 
 def unscaled_windows(config: ModelConfig) -> Iterator[str]:

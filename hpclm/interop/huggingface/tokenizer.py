@@ -96,7 +96,7 @@ def write(folder: Path, text: RunText, paths: list[str], context: int) -> None:
     end = run_text.token_text(tokenizer, tokenizer.eod)
     settings = {"model_max_length": context, "clean_up_tokenization_spaces": False, **named}
     settings |= {} if text.imported else {"bos_token": end}
-    settings |= {name: value for name, value in text.known.items() if is_text(name)}
+    settings |= {name: value for name, value in text.imported_tokens.items() if is_text(name)}
     settings |= {"eos_token": end} if end else {}
     if text.chat:  # its template must write here what it wrote for training
         settings = {name: value for name, value in settings.items() if not chat_record.names(text.chat.template, name)}
@@ -116,7 +116,7 @@ def write(folder: Path, text: RunText, paths: list[str], context: int) -> None:
 
 def _added_ends(text: RunText) -> dict[str, bool]:
     """The options that say what the template adds, where it adds no other tokens than those of begin and end."""
-    named = (run_text.token_id(text.tokenizer, text.known.get(name)) for name in ("bos_token", "eos_token"))
+    named = (run_text.token_id(text.tokenizer, text.imported_tokens.get(name)) for name in ("bos_token", "eos_token"))
     begin, end = ((id,) if id is not None else () for id in named)
     if not text.imported or text.before not in ((), begin) or text.after not in ((), end):
         return {}
@@ -164,20 +164,20 @@ def _characters() -> tuple[str, ...]:
 
 
 def take(
-    folder: Path, entries: int, staging_dir: Path, final: Path, known: Mapping[str, Any]
+    folder: Path, entries: int, staging_dir: Path, final: Path, folder_tokens: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Take the tokenizer of a Hugging Face folder into the run ``staging_dir``, as transformers' AutoTokenizer reads it; the data
     settings that name it, and its special tokens.
 
-    ``entries``: size of the network's vocabulary. ``final``: final path of the run. ``known``: the folder's special tokens. No
+    ``entries``: size of the network's vocabulary. ``final``: final path of the run. ``folder_tokens``: those of the folder. No
     settings, with a warning, if there is no tokenizer that hpclm supports.
     """
     kinds = [(kind, names) for kind, names in KINDS if all((folder / name).is_file() for name in names)]
     if not kinds:
         log.warning("%s has no tokenizer that hpclm supports; set data.tokenizer and data.tokenizer_files", folder)
-        return {}, dict(known)
+        return {}, dict(folder_tokens)
     theirs = auto_tokenizer.opened(folder)
-    tokens = dict(known) if theirs is None else {**_without_texts(known), **theirs.named}
+    tokens = dict(folder_tokens) if theirs is None else {**_without_texts(folder_tokens), **theirs.named}
     place = staging_dir / "tokenizer"
     place.mkdir(exist_ok=True)
     try:
@@ -188,21 +188,21 @@ def take(
         else:
             kind, names = "json", ("tokenizer.json",)
             _write_json(folder, theirs.text, entries, place)
-        made = _built(kind, [str(place / name) for name in names], tokens)
-        if made.size > entries:
-            raise ConfigError(f"it has {made.size} entries, but the network {entries}")
+        tokenizer = _built(kind, [str(place / name) for name in names], tokens)
+        if tokenizer.size > entries:
+            raise ConfigError(f"it has {tokenizer.size} entries, but the network {entries}")
     except ConfigError as error:
         log.warning("the tokenizer in %s is left out: %s", folder, "; ".join(error.problems))
         shutil.rmtree(place)
-        return {}, dict(known)
+        return {}, dict(folder_tokens)
     if kind == "json":
         for model in ("tokenizer.model", "spiece.model"):  # from which the tokenizer.json was made; GGUF needs it
             if (folder / model).is_file():
                 shutil.copyfile(folder / model, place / model)
-    _warn_of_differences(folder, made, theirs, tokens, entries)
+    _warn_of_differences(folder, tokenizer, theirs, tokens, entries)
     settings = dict(tokenizer=kind, tokenizer_files=[str(final.absolute() / "tokenizer" / name) for name in names])
-    end = made.fingerprint.get("options", {}).get("eod")
-    tokens = {name: value for name, value in tokens.items() if not isinstance(value, str) or _has(made, value)}
+    end = tokenizer.fingerprint.get("options", {}).get("eod")
+    tokens = {name: value for name, value in tokens.items() if not isinstance(value, str) or _has(tokenizer, value)}
     return settings | ({"eod": end} if end else {}), tokens
 
 
@@ -220,21 +220,21 @@ def _write_json(folder: Path, text: str, entries: int, place: Path) -> None:
 
 
 def _warn_of_differences(
-    folder: Path, made: Tokenizer, theirs: AutoTokenizer | None, tokens: Mapping[str, Any], entries: int
+    folder: Path, tokenizer: Tokenizer, theirs: AutoTokenizer | None, tokens: Mapping[str, Any], entries: int
 ) -> None:
     """Warn of what the run will encode in another way than transformers encodes it with the folder."""
-    lost = sorted({token for token in auto_tokenizer.declared(folder) if not _has(made, token)})
+    lost = sorted({token for token in auto_tokenizer.declared(folder) if not _has(tokenizer, token)})
     if lost and (theirs is None or theirs.text is None):
         log.warning(
             "added tokens of %s are not supported, and are read as ordinary text: %s", folder, ", ".join(lost[:9])
         )
     if theirs is None:
         return
-    template = made.template() if isinstance(made, Library) else ((), ())
-    ours = RunText(made, tokens, True, entries, *template)
+    template = tokenizer.template() if isinstance(tokenizer, Library) else ((), ())
+    ours = RunText(tokenizer, tokens, True, entries, *template)
     added = [token for token, id in theirs.added.items() if theirs.text and id < entries]
     avoided = [token for token in theirs.added if token not in added]
-    if wrong := differing(partial(ours.encode, template=True), theirs.encode, made, added, avoided):
+    if wrong := differing(partial(ours.encode, template=True), theirs.encode, tokenizer, added, avoided):
         log.warning("transformers returns other ids than the run will for some texts: %s", wrong)
 
 
@@ -242,21 +242,21 @@ def _has(tokenizer: Tokenizer, text: str) -> bool:
     return run_text.token_id(tokenizer, text) is not None
 
 
-def _without_texts(known: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in known.items() if not is_text(name) and name not in ADDED}
+def _without_texts(tokens: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in tokens.items() if not is_text(name) and name not in ADDED}
 
 
-def _built(kind: str, paths: list[str], known: Mapping[str, Any]) -> Tokenizer:
-    made = tokenizers.build(kind, paths)
-    end = known.get("eos_token") or run_text.token_text(made, first(known.get("eos_token_id")))
+def _built(kind: str, paths: list[str], tokens: Mapping[str, Any]) -> Tokenizer:
+    tokenizer = tokenizers.build(kind, paths)
+    end = tokens.get("eos_token") or run_text.token_text(tokenizer, first(tokens.get("eos_token_id")))
     if end is None:
-        return made
+        return tokenizer
     try:
         other = tokenizers.build(kind, paths, end)
     except ConfigError as error:
         log.warning("the end-of-text token %s is not used: %s", end, "; ".join(error.problems))
-        return made
-    return made if made.eod == other.eod else other
+        return tokenizer
+    return tokenizer if tokenizer.eod == other.eod else other
 
 
 def special_tokens_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

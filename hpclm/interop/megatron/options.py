@@ -31,7 +31,7 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, list | tuple | dict) and not value else str(value)[:200]
 
 
-def known(name: str) -> bool:
+def is_classified(name: str) -> bool:
     """Whether the option ``name`` is in one of the groups."""
     return name in READ | CHECKED | WITHOUT_EFFECT or name.startswith(PREFIXES)
 
@@ -40,7 +40,7 @@ def of_network(args: Namespace) -> Iterator[str]:
     """Why hpclm does not support the network; an option that it does not know may be one of the network."""
     yield from _wrong(args, "network")
     for name, value in vars(args).items():
-        if not known(name) and plain(value):
+        if not is_classified(name) and plain(value):
             yield (
                 f"{name}={plain(value)}: hpclm does not know this option; if it changes neither the network nor its training, give "
                 f"--ignore {name}"

@@ -77,7 +77,7 @@ def overrides(args: Namespace, model: ModelConfig) -> list[str]:
         "optim.schedule_length": argument(args, f"lr_decay_{unit}"),
         "batch.global_size": argument(args, "global_batch_size"),
         "batch.micro_size": argument(args, "micro_batch_size"),
-        "batch.rampup": [int(each) for each in ramp] if ramp else None,
+        "batch.rampup": [int(value) for value in ramp] if ramp else None,
         "budget.samples" if by_samples else "budget.steps": argument(
             args, "train_samples" if by_samples else "train_iters"
         ),

@@ -38,7 +38,7 @@ def stage(name, code, budget=600, **more):
 
 def proven(tmp_path, seconds=600):
     made = gpu_proof.Proof(tmp_path, tmp_path / "OUT", seconds)
-    made.known["device"] = "cpu"
+    made.results["device"] = "cpu"
     return made
 
 
@@ -85,7 +85,7 @@ def test_the_first_call_has_the_most_telling_stages_and_time_for_all_of_them(dev
     assert first[6].name == "tests"
     assert sum(stage.budget for stage in first) <= 570 - gpu_proof.RESERVE
     for one in first:
-        assert one.least < one.budget
+        assert one.min_seconds < one.budget
 
 
 def test_a_stage_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
@@ -102,7 +102,7 @@ def test_a_stage_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
     made.work([stage("fails", "print('well')"), stage("works", "raise SystemExit(1)")])
     assert capsys.readouterr().out.count("==") == 1  # what is done is not done again
     assert "| fails | done |" in (tmp_path / "report.md").read_text()
-    assert "| works | done |" in gpu_proof.report(made.known, [])  # whatever is chosen now
+    assert "| works | done |" in gpu_proof.report(made.results, [])  # whatever is chosen now
 
 
 def test_a_stage_that_takes_too_long_or_is_killed_costs_only_its_own_budget(tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_stage_that_takes_too_long_or_is_killed_costs_only_its_own_budget(tmp_
     monkeypatch.setattr(gpu_proof, "RENEW", 0.1)
     made.work([stage("slow", child, budget=30), killed, stage("last", "print('| done |')")])
     monkeypatch.undo()
-    results = made.known["stages"]
+    results = made.results["stages"]
     assert [results[name]["code"] for name in ("slow", "killed", "last")] == [None, -9, 0]
     assert "| a table |" in results["slow"]["shown"]
     text = content(tmp_path / "OUT")["summary.txt"].decode()
@@ -138,8 +138,8 @@ def running(pid):
 
 def test_no_stage_is_begun_for_which_too_little_time_is_left(tmp_path):
     made = proven(tmp_path, seconds=gpu_proof.RESERVE + 30)
-    made.work([stage("long", SLEEPS, least=60), stage("short", "print('done')", least=0)])
-    assert list(made.known["stages"]) == ["short"]
+    made.work([stage("long", SLEEPS, min_seconds=60), stage("short", "print('done')", min_seconds=0)])
+    assert list(made.results["stages"]) == ["short"]
     assert "not begun" in (tmp_path / "summary.txt").read_text()
 
 

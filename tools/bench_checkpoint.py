@@ -214,9 +214,9 @@ class Subjects:
         sync(folder)
         return {"stall": stall, "durable": time.perf_counter() - began}
 
-    def _copy(self, found: Named) -> None:
+    def _copy(self, tensors: Named) -> None:
         for name, tensor in self.other.items():
-            tensor.copy_(found[name])
+            tensor.copy_(tensors[name])
 
     def _store(self, folder: Path) -> Any:
         from hpclm.checkpoint import CheckpointStore, Retention
@@ -268,9 +268,9 @@ def training(args: argparse.Namespace) -> int:
         store = CheckpointStore(folder / "checkpoints", Retention(), {})
         store._snapshot = snapshot
         store.begin(saved, Progress(1))
-        found = steps(lambda _: store.written())
+        times = steps(lambda _: store.written())
         store.commit()
-        return found
+        return times
 
     steps(lambda done: done == 5)
     ratios: list[float] = []
@@ -327,29 +327,29 @@ def main() -> int:
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process needs none
     subjects = Subjects(state(args.megabytes, args.tensors))
     names = ["limits", *(name for name in NAMES if name != "limits" and (not args.only or name in args.only))]
-    found: dict[str, list[Measured]] = {name: [] for name in names}
+    results: dict[str, list[Measured]] = {name: [] for name in names}
     for number in tqdm(range(args.rounds + 1), desc="rounds", disable=None):
         for name in names:
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
                 os.sync()
                 measured = getattr(subjects, name)(Path(folder))
             if number:  # the first makes buffers and loads libraries
-                found[name].append(measured)
+                results[name].append(measured)
     print(
         f"{subjects.bytes / 1e6:,.0f} MB in {args.tensors} tensors, {args.rounds} rounds, torch {torch.__version__}\n"
     )
-    show(found)
+    show(results)
     return 0
 
 
-def show(found: dict[str, list[Measured]]) -> None:
+def show(results: dict[str, list[Measured]]) -> None:
     """Print medians, and ratios to the limits of the same round: hashing counted where hpclm's files are hashed."""
-    limits = found["limits"]
+    limits = results["limits"]
     hashing = statistics.median(row["hash"] for row in limits)
     print(f"hashing alone (xxh3): {hashing:.3f} s\n")
     print("| | stall s | of a copy | durable s | of write + fsync + hash | load s | of read + hash |")
     print("|---|---|---|---|---|---|---|")
-    for name, rows in found.items():
+    for name, rows in results.items():
         cells = [NAMES[name]]
         for key, extra in (("stall", 0.0), ("durable", 1.0), ("load", 1.0)):
             if key not in rows[0]:

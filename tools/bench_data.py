@@ -102,7 +102,7 @@ def gpt2(corpus: Path, files: list[str], rounds: int) -> Figures:
                 file.write(ids.data)
                 lengths.append(np.diff(bounds) + 1)
         np.concatenate(lengths).tofile(out)
-        found["bare gigatoken loop"].append(megabytes / (time.process_time() - began))
+        figures["bare gigatoken loop"].append(megabytes / (time.process_time() - began))
 
     def one_by_one() -> None:
         began, size = time.process_time(), 0
@@ -113,17 +113,17 @@ def gpt2(corpus: Path, files: list[str], rounds: int) -> Figures:
                 size += len(line)
                 if size > 2e6:  # it is slow, and as slow as this all the way
                     break
-        found["tokenizers, text by text"].append(size / 1e6 / (time.process_time() - began))
+        figures["tokenizers, text by text"].append(size / 1e6 / (time.process_time() - began))
 
     def ours() -> None:
-        found["hpclm preprocess"].append(megabytes / preprocessed(corpus, "gpt2", files))
+        figures["hpclm preprocess"].append(megabytes / preprocessed(corpus, "gpt2", files))
 
     megabytes = corpus.stat().st_size / 1e6
-    found: Figures = {"hpclm preprocess": [], "bare gigatoken loop": [], "tokenizers, text by text": []}
+    figures: Figures = {"hpclm preprocess": [], "bare gigatoken loop": [], "tokenizers, text by text": []}
     for _ in range(rounds):
         for run in (ours, bare, one_by_one):
             run()
-    return found
+    return figures
 
 
 def sentencepiece(corpus: Path, model: str, rounds: int) -> Figures:
@@ -135,15 +135,15 @@ def sentencepiece(corpus: Path, model: str, rounds: int) -> Figures:
     few.write_bytes(b"".join(lines[: len(lines) // 4]))
     texts = [json.loads(line)["text"] for line in few.read_bytes().splitlines()]
     library = SentencePieceProcessor(model_file=model)
-    found: Figures = {"hpclm preprocess": [], "the library alone": []}
+    figures: Figures = {"hpclm preprocess": [], "the library alone": []}
     megabytes = few.stat().st_size / 1e6
     for _ in range(rounds):
-        found["hpclm preprocess"].append(megabytes / preprocessed(few, "sentencepiece", [model]))
+        figures["hpclm preprocess"].append(megabytes / preprocessed(few, "sentencepiece", [model]))
         began = time.process_time()
         for first in range(0, len(texts), 256):
             library.encode(texts[first : first + 256], num_threads=1)
-        found["the library alone"].append(megabytes / (time.process_time() - began))
-    return found
+        figures["the library alone"].append(megabytes / (time.process_time() - began))
+    return figures
 
 
 def preprocessed(corpus: Path, kind: str, files: list[str]) -> float:
@@ -291,14 +291,14 @@ def reading(folder: Path, rounds: int, tokens: int) -> Figures:
             rows.astype(np.int64)
         return (time.perf_counter() - began) / 300 / len(rows) * 1e6
 
-    found: Figures = {"hpclm": [], "hpclm, a blend of 100": [], "hpclm, checked tensors": [], "plain slices": []}
+    figures: Figures = {"hpclm": [], "hpclm, a blend of 100": [], "hpclm, checked tensors": [], "plain slices": []}
     for _ in range(2 * rounds + 1):
-        found["hpclm"].append(read(one))
-        found["hpclm, a blend of 100"].append(read(blended))
-        found["hpclm, checked tensors"].append(batched())
-        found["plain slices"].append(slices())
+        figures["hpclm"].append(read(one))
+        figures["hpclm, a blend of 100"].append(read(blended))
+        figures["hpclm, checked tensors"].append(batched())
+        figures["plain slices"].append(slices())
     print(f"\ndocuments of {tokens:,} tokens on average")
-    return found
+    return figures
 
 
 def timed(run: Callable[..., object], *given: object) -> float:

@@ -84,7 +84,7 @@ def rates(ours: Any, theirs: Any, shape: tuple[int, int, int], rounds: int) -> t
         return continue_all(ours, prompts, new, vocabulary, Sampling(temperature=0), lambda number, new: False)
 
     def peer() -> list[list[int]]:
-        made = theirs.generate(
+        output = theirs.generate(
             there,
             attention_mask=torch.ones_like(there),
             max_new_tokens=new,
@@ -93,8 +93,8 @@ def rates(ours: Any, theirs: Any, shape: tuple[int, int, int], rounds: int) -> t
             pad_token_id=0,
             eos_token_id=None,
         )
-        found: list[list[int]] = made[:, length:].tolist()
-        return found
+        new_tokens: list[list[int]] = output[:, length:].tolist()
+        return new_tokens
 
     # one thread's own time does not count what other processes of the machine take
     alone = there.device.type == "cpu" and torch.get_num_threads() == 1

@@ -101,7 +101,7 @@ def engines(args: argparse.Namespace) -> None:
 
     device, dtype, words = prepare(args, 0, 1, "")
     subjects: dict[str, Callable[[], Step]] = {
-        name: partial(engine_step, args, its, 1, 0, device, dtype) for name, its in ENGINES.items()
+        name: partial(engine_step, args, overrides, 1, 0, device, dtype) for name, overrides in ENGINES.items()
     }
     subjects |= {name: partial(by_hand, args, name, device, dtype) for name in BY_HAND}
     chosen = [name for name in subjects if not args.only or any(word in name for word in args.only)]
@@ -157,9 +157,9 @@ def one_of_two(args: argparse.Namespace, rank: int, size: int, store: str, answe
     """One of the processes of ``layouts``."""
     device, dtype, words = prepare(args, rank, size, store)
     steps: dict[str, Step] = {}
-    for name, its in LAYOUTS.items():
-        if its is not None:
-            steps[name] = engine_step(args, its, size, rank, device, dtype)
+    for name, overrides in LAYOUTS.items():
+        if overrides is not None:
+            steps[name] = engine_step(args, overrides, size, rank, device, dtype)
         else:
             steps[name] = engine_step(args, [], 1, 0, device, dtype) if rank == 0 else (lambda: None)
     say(args, rank, steps, device, words, answer)
@@ -186,7 +186,7 @@ def one_of_many(args: argparse.Namespace, rank: int, size: int, store: str, answ
     )
     shape = argparse.Namespace(**vars(args) | {"batch": args.micro * size})
     batches = micro_batches(shape, run, size, rank, device)
-    known = {f"control{number}": float(number) for number in range(12)}
+    controls = {f"control{number}": float(number) for number in range(12)}
 
     def without() -> None:
         for _ in range(args.steps):
@@ -196,7 +196,7 @@ def one_of_many(args: argparse.Namespace, rank: int, size: int, store: str, answ
         before: Reduction | None = None
         for _ in range(args.steps):
             result = engine.train_step(batches, 1e-4, 0)
-            queued = vector.start({**known, **result.metrics})
+            queued = vector.start({**controls, **result.metrics})
             if before is not None:
                 before.read()
             before = queued
@@ -205,7 +205,7 @@ def one_of_many(args: argparse.Namespace, rank: int, size: int, store: str, answ
         for _ in range(args.steps):
             result = engine.train_step(batches, 1e-4, 0)
             float(result.loss)
-            for count in (1, len(known)):
+            for count in (1, len(controls)):
                 dist.all_reduce(torch.zeros(count, dtype=torch.float64), dist.ReduceOp.MAX)
 
     say(args, rank, {SINGLE: without, "one vector, read a step late": late, "two reductions between CPUs": at_once},
@@ -213,11 +213,17 @@ def one_of_many(args: argparse.Namespace, rank: int, size: int, store: str, answ
 
 
 def say(
-    args: argparse.Namespace, rank: int, steps: dict[str, Step], device: Any, words: str, answer: Any, each: int = 1
+    args: argparse.Namespace,
+    rank: int,
+    steps: dict[str, Step],
+    device: Any,
+    words: str,
+    answer: Any,
+    steps_per_call: int = 1,
 ) -> None:
     """Time the subjects on all ranks, which begin each step together, and have rank 0 answer; the end of this process.
 
-    ``each``: steps that a call makes.
+    ``steps_per_call``: steps that a call makes.
     """
     import torch.distributed as dist
 
@@ -231,7 +237,9 @@ def say(
 
     times = timed(steps, args, wait, show=rank == 0)
     if rank == 0:
-        answer.send((words, {name: [seconds / each for seconds in found] for name, found in times.items()}))
+        answer.send(
+            (words, {name: [seconds / steps_per_call for seconds in durations] for name, durations in times.items()})
+        )
     answer.close()
     sys.stdout.flush()
     os._exit(0)

@@ -134,11 +134,11 @@ def make_checkpoints(folder: Path, count: int) -> None:
 
     file = {"rank-00000.safetensors": {"size": 8, "xxh3": "0" * 16}}
     for step in range(1, count + 1):
-        made = folder / f"step-{step:08d}"
-        made.mkdir(parents=True)
-        (made / "rank-00000.safetensors").write_bytes(bytes(8))
+        checkpoint = folder / f"step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "rank-00000.safetensors").write_bytes(bytes(8))
         content = Manifest(dict(step=step, samples=64 * step, seconds=1.0), {}, {}, {}, file)
-        content.write(made)
+        content.write(checkpoint)
 
 
 def measure(name: str, words: list[str]) -> None:

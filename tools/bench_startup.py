@@ -62,8 +62,8 @@ def counted(store: type, counts: Counter[str]) -> type:
 def proportional_memory(pid: int) -> int:
     """Bytes of a process, shared pages divided by the processes that share them."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def in_threads(work: Callable[[int], Any], members: Sequence[int]) -> dict[int, Any]:
@@ -108,7 +108,7 @@ def meet(clients: int, processes: int) -> dict[str, Any]:
         together.wait()
         worlds = {rank: World("Slurm", rank, clients, rank, clients, run, (host,) * clients) for rank in members}
         met = in_threads(lambda rank: rendezvous.connect(worlds[rank], ClusterConfig()), members)
-        assert {len(each.ranks) for each in met.values()} == {clients}
+        assert {len(client.ranks) for client in met.values()} == {clients}
         answers.put((counts, time.process_time()))
         over.wait()
         os._exit(0)
@@ -118,23 +118,23 @@ def meet(clients: int, processes: int) -> dict[str, Any]:
         worker.start()
     together.wait()
     began = time.perf_counter()
-    found = [answers.get(timeout=600) for _ in workers]
+    results = [answers.get(timeout=600) for _ in workers]
     seconds = time.perf_counter() - began
     memory = sum(proportional_memory(worker.pid) for worker in workers if worker.pid)
     over.set()
     for worker in workers:
         worker.join()
-    counts, cpu = sum((each for each, _ in found), Counter[str]()), sum(used for _, used in found)
+    counts, cpu = sum((count for count, _ in results), Counter[str]()), sum(used for _, used in results)
     received = counts.pop("bytes")
-    each = {name: round(number / clients, 1) for name, number in counts.most_common()}
+    per_client = {name: round(number / clients, 1) for name, number in counts.most_common()}
     return {
         "clients": clients,
         "seconds": round(seconds, 2),
         "CPU seconds": round(cpu, 2),
         "MiB": memory // MiB,
         "KiB read by a client": received // clients // 1024,
-        "operations of a client": round(sum(each.values()), 1),
-        **each,
+        "operations of a client": round(sum(per_client.values()), 1),
+        **per_client,
     }
 
 
@@ -156,9 +156,9 @@ def groups(clients: int, lazy: bool) -> dict[str, Any]:
 
         def get(self, key: str) -> bytes:
             counts["get"] += 1
-            found: bytes = shared.get(key)
-            counts["bytes"] += len(found)
-            return found
+            value: bytes = shared.get(key)
+            counts["bytes"] += len(value)
+            return value
 
         def wait(self, keys: list[str], *limit: timedelta) -> None:
             counts["wait"] += 1
@@ -173,14 +173,14 @@ def groups(clients: int, lazy: bool) -> dict[str, Any]:
 
     def use(rank: int) -> None:
         mine, everyone = torch.ones(1), [torch.zeros(1) for _ in range(clients)]
-        made[rank].broadcast(mine, 0).wait()
-        made[rank].allgather([everyone], [mine]).wait()
+        process_groups[rank].broadcast(mine, 0).wait()
+        process_groups[rank].allgather([everyone], [mine]).wait()
 
     def opened() -> int:
         return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
     before, began = opened(), time.perf_counter()
-    made = in_threads(member, range(clients))
+    process_groups = in_threads(member, range(clients))
     ready = time.perf_counter() - began
     in_threads(use, range(clients))
     seconds, files = time.perf_counter() - began, opened() - before
@@ -205,8 +205,8 @@ def environments(clients: int) -> list[dict[str, str]]:
     }
     with socket.create_server(("127.0.0.1", 0)) as free:
         launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1], "OMP_NUM_THREADS": 1}
-    each = ({**launch, "RANK": rank, "LOCAL_RANK": rank} for rank in range(clients))
-    return [os.environ | {name: str(value) for name, value in one.items()} for one in each]
+    per_rank = ({**launch, "RANK": rank, "LOCAL_RANK": rank} for rank in range(clients))
+    return [os.environ | {name: str(value) for name, value in one.items()} for one in per_rank]
 
 
 def settings(clients: int, out: Path, steps: int) -> list[str]:
@@ -239,7 +239,9 @@ def ranks(clients: int, out: Path) -> dict[str, Any]:
                 first = now - began
             if now - looked > clients / 32:  # asking for 64 processes' memory takes part of a second
                 with suppress(OSError, ProcessLookupError):
-                    peak = max(peak, sum(proportional_memory(each.pid) for each in started if each.poll() is None))
+                    peak = max(
+                        peak, sum(proportional_memory(process.pid) for process in started if process.poll() is None)
+                    )
                 looked = now
             time.sleep(0.05)
         first = first or time.perf_counter() - began  # ended since the last look
@@ -322,7 +324,7 @@ def read_files(clients: int, folder: Path) -> list[dict[str, Any]]:
             {
                 "ranks": clients,
                 "rank": number,
-                "files": len({each for each in opened if Path(each).is_file()}),
+                "files": len({path for path in opened if Path(path).is_file()}),
                 "opened": len(opened),
                 "KB read": sum(map(int, read)) // 1000,
                 "MB of mapped pages": round(int((folder / f"mapped-{number}").read_text()) / 1e6, 1),

@@ -130,19 +130,19 @@ def measure(args: argparse.Namespace) -> None:
     times = bench_peers.rounds(steps, args.rounds, wait)
 
     peak = hardware.peak_flops(device, dtype)
-    found = [row(name, model, args.batch * args.context, times, memory, peak) for name in steps]
+    table = [row(name, model, args.batch * args.context, times, memory, peak) for name in steps]
     facts = [hardware.describe(device), f"torch {torch.__version__}", str(dtype).removeprefix("torch.")]
     print(f"\n{', '.join(facts)}; fp32 products {products}")
     print(
         f"{args.shape}: {count.parameters(model):,} parameters, {args.batch} x {args.context} tokens, {args.rounds} rounds\n"
     )
-    titles = list(found[0]) if found else []
+    titles = list(table[0]) if table else []
     print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
-    for each in found:
-        print("| " + " | ".join(each.values()) + " |")
+    for cells in table:
+        print("| " + " | ".join(cells.values()) + " |")
     if args.json:
         args.json.write_text(
-            json.dumps({"shape": args.shape, "facts": facts, "rows": found, "seconds": times}, indent=1)
+            json.dumps({"shape": args.shape, "facts": facts, "rows": table, "seconds": times}, indent=1)
         )
 
 

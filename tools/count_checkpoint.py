@@ -68,8 +68,8 @@ def counting(counts: Counter[str]) -> Iterator[None]:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            for each in value:
-                yield from tensors(each)
+            for item in value:
+                yield from tensors(item)
 
     def size(tensor: Any) -> int:
         return tensor.numel() * tensor.element_size() if tensor.is_floating_point() else 0
@@ -114,8 +114,8 @@ def one_rank(args: argparse.Namespace, rank: int, size: int, folder: str, answer
         store: Any = getattr(dist, "FileStore")(f"{folder}/store-{size}", size)  # noqa: B009
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     for name in chosen(args, size):
-        found = measured(args, ENGINES[name], rank, size, Path(folder))
-        answer.send((name, found))
+        figures = measured(args, ENGINES[name], rank, size, Path(folder))
+        answer.send((name, figures))
     answer.close()
     if size > 1:
         dist.barrier()
@@ -138,30 +138,30 @@ def measured(args: argparse.Namespace, words: list[str], rank: int, size: int, f
     alone = single()
     context = DistributedContext(World("test", rank, size), alone.ranks * size, alone.watchdog)
     engine = engine_after_a_step(args, words, rank, size)
-    own = Path(context.run_on_main(lambda: tempfile.mkdtemp(dir=folder)))
+    destination = Path(context.run_on_main(lambda: tempfile.mkdtemp(dir=folder)))
     common = folder / "one"
     counts: Counter[str] = Counter()
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
 
     def take(what: str) -> None:
-        found[what] = dict(counts)
+        figures[what] = dict(counts)
         counts.clear()
 
     with counting(counts):
-        store = CheckpointStore(own, Retention(2), {}, context)
+        store = CheckpointStore(destination, Retention(2), {}, context)
         path = store.save(engine, Progress(1))
         take("save")
         store.resume(engine, "require")
         take("resume")
         if not common.exists():  # the first, on one process
-            own.rename(common)
+            destination.rename(common)
             path = common / path.name
         CheckpointStore(common, Retention(2), {}, context).resume(engine, "require")
         take("reshard")
     manifest = path / "MANIFEST.json"
     entries = json.loads(manifest.read_text())["tensors"].values()
     return {
-        **found,
+        **figures,
         "state": sum(4 * elements(entry["shape"]) for entry in entries),
         "manifest": manifest.stat().st_size,
     }
@@ -170,8 +170,8 @@ def measured(args: argparse.Namespace, words: list[str], rank: int, size: int, f
 def elements(shape: list[int]) -> int:
     """Values of a tensor of this shape."""
     count = 1
-    for each in shape:
-        count *= each
+    for size in shape:
+        count *= size
     return count
 
 
@@ -197,8 +197,8 @@ def engine_after_a_step(args: argparse.Namespace, words: list[str], rank: int, s
     engine = engines.build(run.for_engine(mesh.world.size), Compute(torch.device("cpu"), torch.float32, mesh))
     draw = torch.Generator().manual_seed(mesh.dp.rank)
     rows = torch.randint(1024, (1, 17), generator=draw)
-    each = MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-    engine.train_step([each] * run.plan(size).accumulation(0), 1e-4, 0)
+    batch = MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+    engine.train_step([batch] * run.plan(size).accumulation(0), 1e-4, 0)
     return engine
 
 
@@ -217,7 +217,7 @@ def together(args: argparse.Namespace, size: int, folder: str) -> Iterator[tuple
     try:
         for _ in chosen(args, size):
             answers = [receiving.recv() for receiving, _ in pipes]
-            yield answers[0][0], [found for _, found in answers]
+            yield answers[0][0], [figures for _, figures in answers]
     except EOFError:
         raise SystemExit("a process failed; its error is above") from None
     for process in ranks:
@@ -234,16 +234,16 @@ COLUMNS = {
 }
 
 
-def line(name: str, size: int, found: list[dict[str, Any]]) -> str:
+def line(name: str, size: int, ranks: list[dict[str, Any]]) -> str:
     """A row of the table."""
-    state = found[0]["state"]
+    state = ranks[0]["state"]
     share = state / size
-    cells = [f"{max(each[when].get(what, 0) for each in found) / share:.2f}" for when, what in COLUMNS.values()]
-    least = min(each["save"]["written"] for each in found) / share
-    cells[0] += f" ({least:.2f})"
-    total = sum(each["resume"]["read"] for each in found) / state
-    opened = max(each["resume"]["opened"] for each in found)
-    manifest = found[0]["manifest"] / 1e3
+    cells = [f"{max(rank[when].get(what, 0) for rank in ranks) / share:.2f}" for when, what in COLUMNS.values()]
+    min_written = min(rank["save"]["written"] for rank in ranks) / share
+    cells[0] += f" ({min_written:.2f})"
+    total = sum(rank["resume"]["read"] for rank in ranks) / state
+    opened = max(rank["resume"]["opened"] for rank in ranks)
+    manifest = ranks[0]["manifest"] / 1e3
     return f"| {name} | {size} | {' | '.join(cells)} | {total:.2f} | {opened} | {manifest:.0f} |"
 
 
@@ -261,9 +261,9 @@ def main() -> None:
     rows: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for size in tqdm(sizes, desc="numbers of ranks", disable=None):
-            for name, found in together(args, size, folder):
-                rows.setdefault(name, []).append(line(name, size, found))
-                state = found[0]["state"]
+            for name, ranks in together(args, size, folder):
+                rows.setdefault(name, []).append(line(name, size, ranks))
+                state = ranks[0]["state"]
     print(f"{args.layers} layers of width {args.hidden}: {state / 1e6:.1f} MB of fp32 weights and moments\n")
     print(f"| engine | ranks | {' | '.join(COLUMNS)} | read by all, times the state | files opened | manifest kB |")
     print("|---" * (len(COLUMNS) + 5) + "|")

@@ -49,11 +49,11 @@ KEY = ("against", "seed", "number", "processes")
 def tried(sides: Sides, case: Case, against: str) -> dict[str, Any]:
     """What became of a case: its status, why, and the largest figure of each kind."""
     try:
-        told, inputs = cases.prepared(case, against)
-        computed = sides.train(told, inputs)
+        request, inputs = cases.prepared(case, against)
+        computed = sides.train(request, inputs)
         model, weights = cases.loaded(case)[0].model, inputs["weights"]
-        ours, theirs = (SIDES[name](ranks, model, told) for name, ranks in computed.items())
-        figures = dict(compared(told, model, weights, ours, theirs))
+        ours, theirs = (SIDES[name](ranks, model, request) for name, ranks in computed.items())
+        figures = dict(compared(request, model, weights, ours, theirs))
         wrong = [name for name, figure in figures.items() if not figure <= 1.0]
         reasons = [
             reason
@@ -64,9 +64,9 @@ def tried(sides: Sides, case: Case, against: str) -> dict[str, Any]:
             draw, moved = torch.Generator().manual_seed(1), []
             for _ in range(SHAKES):
                 rounded = {name: cases.rounded(whole, draw) for name, whole in weights.items()}
-                again = SIDES["hpclm"](sides.train(told, {**inputs, "weights": rounded})["hpclm"], model, told)
-                moved.append(dict(compared(told, model, weights, ours, again)))
-            if all(figures[name] <= SHAKEN * max(each.get(name, 0.0) for each in moved) for name in wrong):
+                again = SIDES["hpclm"](sides.train(request, {**inputs, "weights": rounded})["hpclm"], model, request)
+                moved.append(dict(compared(request, model, weights, ours, again)))
+            if all(figures[name] <= SHAKEN * max(changes.get(name, 0.0) for changes in moved) for name in wrong):
                 reasons = [ROUNDED]
     except ConfigError as error:
         return {"status": "refused by hpclm", "why": error.problems[0]}
@@ -115,8 +115,8 @@ def ends(sides: Sides, against: str, status: str, case: Case) -> bool:
 
 def several(sides: Sides, args: argparse.Namespace) -> int:
     """Try --count configurations; the exit code."""
-    known = args.results.read_text().splitlines() if args.results and args.results.exists() else []
-    done = {tuple(row[name] for name in KEY): row for row in map(json.loads, known)}
+    lines = args.results.read_text().splitlines() if args.results and args.results.exists() else []
+    done = {tuple(row[name] for name in KEY): row for row in map(json.loads, lines)}
     rows = []
     for number in range(args.count):
         key = dict(zip(KEY, (args.against, args.seed, number, args.processes), strict=True))

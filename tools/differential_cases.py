@@ -157,7 +157,7 @@ def _transformers(pick: random.Random, case: Case) -> Case:
 def _groups(pick: random.Random, case: Case) -> int:
     """Key/value heads: mostly a number that hpclm can split."""
     heads, tensor = case["model.heads"], case["parallel.tensor"] if pick.random() < 0.9 else 1
-    return pick.choice([each for each in range(1, heads + 1) if not heads % each and not each % tensor] or [heads])
+    return pick.choice([count for count in range(1, heads + 1) if not heads % count and not count % tensor] or [heads])
 
 
 def simpler(case: Case) -> Iterator[Case]:
@@ -222,7 +222,7 @@ def prepared(case: Case, against: str) -> tuple[dict[str, Any], dict[str, Any]]:
     model, optim = run.model, run.optim
     draw = torch.Generator().manual_seed(case["draw"])
     weights = {name: _weight(name, placement.shape, draw) for name, placement in placements(model).items()}
-    told = {
+    request = {
         **case, "words": given, "processes": processes(case), "tensor": run.parallel.tensor, "pipeline": run.parallel.pipeline,
         "loss_norm": run.batch.loss_norm,
         "optim": dict(lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, clip=optim.clip, decayed=optim.decayed),
@@ -230,26 +230,30 @@ def prepared(case: Case, against: str) -> tuple[dict[str, Any], dict[str, Any]]:
     inputs = {"weights": weights, "batch": [_batch(case, run, draw) for _ in range(case["steps"])]}
     if against == "megatron":
         names = "layers hidden heads groups gated activation norm norm_eps bias qk_norm positions rope_base tied context vocab_size padded_vocab"
-        told["model"] = {name: getattr(model, name) for name in names.split()} | {"ffn": model.ffn_width}
+        request["model"] = {name: getattr(model, name) for name in names.split()} | {"ffn": model.ffn_width}
         inputs["theirs"] = {theirs: weights[name] for theirs, name in megatron_names(model).items()}
     else:
         family = families.of_network(model)
         if family is own.FAMILY:
             raise RefusedError("refused by transformers", f"no class: {families.why_own(model)}")
-        told["theirs"] = {**family.described(model), "vocab_size": model.vocab_size, "tie_word_embeddings": model.tied}
+        request["theirs"] = {
+            **family.described(model),
+            "vocab_size": model.vocab_size,
+            "tie_word_embeddings": model.tied,
+        }
         pairs = ((rule.theirs, rule.split(weights[rule.ours])) for rule in family.rules(model))
         inputs["theirs"] = {
             name: part.contiguous() for names, parts in pairs for name, part in zip(names, parts, strict=True)
         }
-    return told, inputs
+    return request, inputs
 
 
 def megatron_names(model: ModelConfig) -> dict[str, str]:
     """Megatron-core's name of each weight, and hpclm's by its own import."""
-    known = placements(model)
+    placed = placements(model)
     every = [*OUTSIDE, *(f"decoder.layers.{layer}.{module}" for layer in range(model.layers) for module in MODULES)]
     pairs = {f"{module}.{kind}": ours(f"{module}.{kind}") for module in every for kind in ("weight", "bias")}
-    return {theirs: name for theirs, name in pairs.items() if name in known}
+    return {theirs: name for theirs, name in pairs.items() if name in placed}
 
 
 def _weight(name: str, shape: tuple[int, ...], draw: torch.Generator) -> Tensor:

@@ -50,9 +50,9 @@ def found_by(losses: list[float], norms: list[float], gradients: list[Whole], st
     return dict(losses=losses, norms=norms, gradients=[w.tensors for w in gradients], state=state.tensors, torn=torn)
 
 
-def of_hpclm(ranks: list[dict[str, Any]], model: ModelConfig, told: dict[str, Any]) -> Found:
+def of_hpclm(ranks: list[dict[str, Any]], model: ModelConfig, request: dict[str, Any]) -> Found:
     """What hpclm's ranks computed."""
-    gradients, state = [Whole() for _ in range(told["steps"])], Whole()
+    gradients, state = [Whole() for _ in range(request["steps"])], Whole()
     for rank in ranks:
         for whole, held in zip([*gradients, state], [*rank["gradients"], rank["state"]], strict=True):
             for name, start, shape, block in held:
@@ -62,35 +62,37 @@ def of_hpclm(ranks: list[dict[str, Any]], model: ModelConfig, told: dict[str, An
     return found_by(ranks[0]["losses"], ranks[0]["norms"], gradients, state)
 
 
-def of_megatron(ranks: list[dict[str, Any]], model: ModelConfig, told: dict[str, Any]) -> Found:
+def of_megatron(ranks: list[dict[str, Any]], model: ModelConfig, request: dict[str, Any]) -> Found:
     """What Megatron-core's ranks computed, by hpclm's names, and put together as hpclm imports its checkpoints."""
-    known, names = placements(model), cases.megatron_names(model)
+    placed, names = placements(model), cases.megatron_names(model)
     names |= {"output_layer.weight": "tokens.weight"} if model.tied else {}
     by_place = {tuple(rank["place"]): rank for rank in ranks}
 
     def whole(kind: Callable[[dict[str, Any]], Tensors], prefix: str = "") -> Whole:
         whole = Whole()
         for _, stage, replica in sorted(place for place in by_place if place[0] == 0):
-            parts = [kind(by_place[slot, stage, replica]) for slot in range(told["tensor"])]
+            parts = [kind(by_place[slot, stage, replica]) for slot in range(request["tensor"])]
             for theirs in parts[0]:
                 if not theirs.startswith(prefix):
                     continue
                 name, shards = names[theirs.removeprefix(prefix)], [part[theirs] for part in parts]
-                if known[name].dim is None and any(not torch.equal(shards[0], shard) for shard in shards):
+                if placed[name].dim is None and any(not torch.equal(shards[0], shard) for shard in shards):
                     whole.torn.append(name)
-                joined = merged(shards, known[name])
+                joined = merged(shards, placed[name])
                 whole.add(prefix + name, joined, (0,) * joined.ndim, tuple(joined.shape))
         return whole
 
-    gradients = [whole(lambda rank, step=step: rank["gradients"][step]) for step in range(told["steps"])]  # type: ignore[misc]
+    gradients = [whole(lambda rank, step=step: rank["gradients"][step]) for step in range(request["steps"])]  # type: ignore[misc]
     state = Whole()
     for prefix in ("model.", "optim.exp_avg.", "optim.exp_avg_sq."):
         part = whole(lambda rank: rank["state"], prefix)
         state.tensors |= part.tensors
         state.torn += part.torn
-    last = [by_place[0, told["pipeline"] - 1, replica] for replica in range(told["data"])]
-    pairs = [[pair for rank in last for pair in rank["losses"][step]] for step in range(told["steps"])]
-    return found_by([mean(each, told["loss_norm"]) for each in pairs], ranks[0]["norms"], gradients, state)
+    last = [by_place[0, request["pipeline"] - 1, replica] for replica in range(request["data"])]
+    pairs = [[pair for rank in last for pair in rank["losses"][step]] for step in range(request["steps"])]
+    return found_by(
+        [mean(step_pairs, request["loss_norm"]) for step_pairs in pairs], ranks[0]["norms"], gradients, state
+    )
 
 
 def mean(pairs: list[tuple[float, int]], loss_norm: str) -> float:
@@ -100,7 +102,7 @@ def mean(pairs: list[tuple[float, int]], loss_norm: str) -> float:
     return sum(total / max(1, count) for total, count in pairs) / len(pairs)
 
 
-def of_transformers(ranks: list[dict[str, Any]], model: ModelConfig, told: dict[str, Any]) -> Found:
+def of_transformers(ranks: list[dict[str, Any]], model: ModelConfig, request: dict[str, Any]) -> Found:
     """What transformers computed, by hpclm's names, and converted as hpclm imports its weights."""
     [rank] = ranks
     rules = list(families.of_network(model).rules(model))
@@ -123,13 +125,13 @@ SIDES: dict[str, Callable[[list[dict[str, Any]], ModelConfig, dict[str, Any]], F
 
 
 def compared(
-    told: dict[str, Any], model: ModelConfig, weights: Tensors, a: Found, b: Found
+    request: dict[str, Any], model: ModelConfig, weights: Tensors, a: Found, b: Found
 ) -> Iterator[tuple[str, float]]:
     """Names of what is compared, and by how much it differs, as a share of what is tolerated."""
     for name in [*a["torn"], *b["torn"]]:
         yield f"ranks' copies of {name}", torch.inf
     rows = {name: model.vocab_size if name in ("tokens.weight", "output.weight") else None for name in weights}
-    for step in range(told["steps"]):
+    for step in range(request["steps"]):
         when = "later " if step else ""
         yield f"{when}loss", relative(a["losses"][step], b["losses"][step]) / (LATER if step else LOSS)
         if b["norms"][step] is not None:
@@ -142,10 +144,10 @@ def compared(
             f"gradient of {name}",
             apart(ours[name][: rows[name]], theirs[name][: rows[name]], FLOOR * norm) / GRADIENT,
         )
-    clip, optim = told["optim"]["clip"], told["optim"]
+    clip, optim = request["optim"]["clip"], request["optim"]
     scale = min(1.0, clip / (norm.item() + 1e-6)) if clip else 1.0
     for moment, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
-        for name in weights if told["steps"] == 1 else ():
+        for name in weights if request["steps"] == 1 else ():
             x, y = (side["state"].get(f"optim.{moment}.{name}") for side in (a, b))
             if x is not None and y is not None:
                 beta = optim["betas"][power - 1]
@@ -156,19 +158,19 @@ def compared(
         start = start[: rows[name]]
         pairs = [
             (a["gradients"][step][name][: rows[name]], b["gradients"][step][name][: rows[name]])
-            for step in range(told["steps"])
+            for step in range(request["steps"])
         ]
-        rounding = 4 * ULP * told["steps"] * torch.maximum(start.abs(), y.abs())
-        if told["steps"] == 1:
+        rounding = 4 * ULP * request["steps"] * torch.maximum(start.abs(), y.abs())
+        if request["steps"] == 1:
             [(g, h)] = pairs
             steep = 2 * (g - h).abs() * scale / (g.abs() * scale + h.abs() * scale + 2 * optim["eps"])
             yield f"update of {name}", ((x - y).abs() / (optim["lr"] * (UPDATE + steep) + rounding)).max().item()
             continue
-        known = torch.stack(
+        certain = torch.stack(
             [h.abs() > 1e-3 * h.square().mean().sqrt() + FLOOR * GRADIENT * norm for _, h in pairs]
         ).all(0)
-        allowed = optim["lr"] * LATER_UPDATE * told["steps"] + rounding
-        yield f"later update of {name}", ((x - y).abs() * known / allowed).max().item()
+        allowed = optim["lr"] * LATER_UPDATE * request["steps"] + rounding
+        yield f"later update of {name}", ((x - y).abs() * certain / allowed).max().item()
 
 
 def relative(x: float, y: float) -> float:

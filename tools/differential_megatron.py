@@ -76,12 +76,12 @@ class Norm:
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         """Make it as Megatron-core's layers do."""
         if config.normalization == "RMSNorm":
-            made: torch.nn.Module = torch.nn.RMSNorm(hidden_size, eps)
+            norm: torch.nn.Module = torch.nn.RMSNorm(hidden_size, eps)
         else:
-            made = torch.nn.LayerNorm(hidden_size, eps, bias=config.add_bias_linear)
-        for parameter in made.parameters():
+            norm = torch.nn.LayerNorm(hidden_size, eps, bias=config.add_bias_linear)
+        for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return made
+        return norm
 
 
 def network(case: dict[str, Any]) -> tuple[TransformerConfig, GPTModel]:
@@ -109,14 +109,14 @@ def network(case: dict[str, Any]) -> tuple[TransformerConfig, GPTModel]:
         block = TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), layer_norm=Norm)
     last = parallel_state.is_pipeline_last_stage()
     kind = {"learned": "learned_absolute"}.get(model["positions"], model["positions"])
-    made = GPTModel(
+    gpt = GPTModel(
         config, block, vocab_size=model["padded_vocab"], max_sequence_length=model["context"], post_process=last,
         pre_process=parallel_state.is_pipeline_first_stage(), share_embeddings_and_output_weights=model["tied"],
         position_embedding_type=kind, rotary_base=model["rope_base"],
     )  # fmt: skip
     if last and model["padded_vocab"] > model["vocab_size"]:
-        made.output_layer.register_forward_hook(partial(without_padding, model["vocab_size"]))
-    return config, made
+        gpt.output_layer.register_forward_hook(partial(without_padding, model["vocab_size"]))
+    return config, gpt
 
 
 def without_padding(vocabulary: int, layer: Any, given: Any, output: Any) -> Any:

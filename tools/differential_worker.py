@@ -58,27 +58,27 @@ class Sides:
     def workers(self) -> dict[str, Any]:
         """Both processes, from the first case on."""
         here = Path(__file__).parent
-        own = [sys.executable, str(here / "differential_worker.py")]
+        command = [sys.executable, str(here / "differential_worker.py")]
         peer = (
             [self.python, str(here / "differential_megatron.py")]
             if self.against == "megatron"
-            else [*own, self.against]
+            else [*command, self.against]
         )
         env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(here.parent), str(here)]), PYTHONWARNINGS="ignore")
         env |= dict(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")  # Megatron-core compiles its formulas
         pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=env)
         return {
-            "hpclm": subprocess.Popen([*own, "hpclm"], **pipes),
+            "hpclm": subprocess.Popen([*command, "hpclm"], **pipes),
             self.against: subprocess.Popen(peer, **pipes),
         }
 
-    def train(self, told: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    def train(self, request: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
         """What each side's ranks computed; RefusedError, or RuntimeError if one failed."""
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            (folder / "case.json").write_text(json.dumps(told))
+            (folder / "case.json").write_text(json.dumps(request))
             torch.save(inputs, folder / "inputs.pt")
-            sizes = {name: 1 if name == "transformers" else told["processes"] for name in self.workers}
+            sizes = {name: 1 if name == "transformers" else request["processes"] for name in self.workers}
             for name, worker in self.workers.items():
                 worker.stdin.write(json.dumps({"folder": temporary, "side": name, "size": sizes[name]}) + "\n")
                 worker.stdin.flush()
@@ -234,8 +234,8 @@ def transformers(case: dict[str, Any], inputs: dict[str, Any], rank: int) -> dic
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tree, optim = case["theirs"], case["optim"]
-    known = AutoConfig.for_model(**tree)
-    model = AutoModelForCausalLM.from_config(known, attn_implementation=case["attention"]).train()
+    config = AutoConfig.for_model(**tree)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=case["attention"]).train()
     every = dict(model.named_parameters())
     held = {name: every.pop(name if name in every else "lm_head.weight") for name in inputs["theirs"]}
     if every:  # the name that is not there is one that from_pretrained renames
@@ -243,9 +243,9 @@ def transformers(case: dict[str, Any], inputs: dict[str, Any], rank: int) -> dic
     with torch.no_grad():
         for name, whole in inputs["theirs"].items():
             held[name].copy_(whole)
-    least = 1 if optim["decayed"] == "all" else 2
-    decaying = [p for p in held.values() if p.ndim >= least]
-    others = [p for p in held.values() if p.ndim < least]
+    min_ndim = 1 if optim["decayed"] == "all" else 2
+    decaying = [p for p in held.values() if p.ndim >= min_ndim]
+    others = [p for p in held.values() if p.ndim < min_ndim]
     groups: list[dict[str, Any]] = [dict(params=decaying), dict(params=others, weight_decay=0.0)]
     adam = torch.optim.AdamW(
         [group for group in groups if group["params"]], optim["lr"], optim["betas"], optim["eps"], optim["weight_decay"]

@@ -64,26 +64,30 @@ def install(wheels: Path, site: Path) -> int:
 def facts(out: Path) -> None:
     """Write what this machine is, and the versions of what is installed on it."""
     missing = [name for name in NEEDED if util.find_spec(name) is None]
-    found: dict[str, object] = {"python": platform.python_version(), "machine": platform.machine(), "missing": missing}
+    machine_facts: dict[str, object] = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "missing": missing,
+    }
     header = Path(sysconfig.get_path("include"), "Python.h")
-    found["compiler"] = next(filter(None, map(shutil.which, ("g++", "clang++", "gcc"))), None)
-    found["Python.h"] = header.exists()
+    machine_facts["compiler"] = next(filter(None, map(shutil.which, ("g++", "clang++", "gcc"))), None)
+    machine_facts["Python.h"] = header.exists()
     if "torch" not in missing:
         import torch
 
-        found |= {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
+        machine_facts |= {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
         if torch.cuda.is_available():
             gpu = torch.cuda.get_device_properties(0)
-            found |= {"GPU": gpu.name, "memory": f"{gpu.total_memory / 2**30:.0f} GiB"}
-            found |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+            machine_facts |= {"GPU": gpu.name, "memory": f"{gpu.total_memory / 2**30:.0f} GiB"}
+            machine_facts |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
             if torch.distributed.is_nccl_available():
-                found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+                machine_facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
             query = "--query-gpu=driver_version,clocks.max.sm,power.limit"
-            found["driver, clock, power"] = said("nvidia-smi", query, "--format=csv,noheader").strip()
+            machine_facts["driver, clock, power"] = said("nvidia-smi", query, "--format=csv,noheader").strip()
     versions = sorted(f"{package.name}=={package.version}" for package in metadata.distributions() if package.name)
     (out / "versions.txt").write_text("\n".join([*dict.fromkeys(versions), "", said("nvidia-smi")]))
-    (out / "facts.json").write_text(json.dumps(found, indent=1))
-    print(", ".join(f"{name} {value}" for name, value in found.items() if value not in (None, [])))
+    (out / "facts.json").write_text(json.dumps(machine_facts, indent=1))
+    print(", ".join(f"{name} {value}" for name, value in machine_facts.items() if value not in (None, [])))
 
 
 def said(*command: str) -> str:
@@ -151,8 +155,8 @@ def step(device: str, out: Path, small: bool, compiled: bool) -> None:
     if not any(spent.values()):
         sys.exit("the profiler has recorded no kernels")
     print("| operation | times | ms |\n|---|---|---|")
-    for each in sorted(trace.key_averages(), key=lambda e: -spent[e.key])[:10]:
-        print(f"| `{each.key[:80]}` | {each.count} | {spent[each.key] / 1000:.2f} |")
+    for event in sorted(trace.key_averages(), key=lambda e: -spent[e.key])[:10]:
+        print(f"| `{event.key[:80]}` | {event.count} | {spent[event.key] / 1000:.2f} |")
     waits = sum(e.count for e in trace.key_averages() if "Synchronize" in e.key)
     print(f"| host waits | {waits} | |")
     print(f"| tokens/s | {rate:,.0f} | |")

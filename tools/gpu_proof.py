@@ -37,7 +37,7 @@ class Stage:
     name: str
     words: list[str]
     budget: int
-    least: int = 5
+    min_seconds: int = 5
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -65,23 +65,26 @@ def stages(device: str, out: Path, small: bool) -> list[Stage]:
     if device == "cpu":
         tests += ["-k", "chance or native-accumulating or gpus_checkpoint"]
 
-    def machine(name: str, budget: int, act: str, *words: str, least: int = 5) -> Stage:
+    def machine(name: str, budget: int, act: str, *words: str, min_seconds: int = 5) -> Stage:
         return Stage(
-            name, [PYTHON, str(TOOLS / "gpu_machine.py"), act, *where, *rehearsal, *words], budget, least=least
+            name,
+            [PYTHON, str(TOOLS / "gpu_machine.py"), act, *where, *rehearsal, *words],
+            budget,
+            min_seconds=min_seconds,
         )
 
     def run(name: str, budget: int) -> Stage:
-        return Stage(name, [PYTHON, str(TOOLS / "gpu_runs.py"), slug(name), *where, *rehearsal], budget, least=20)
+        return Stage(name, [PYTHON, str(TOOLS / "gpu_runs.py"), slug(name), *where, *rehearsal], budget, min_seconds=20)
 
     def speed(shape: str, context: int, batch: int, budget: int, *subjects: str) -> Stage:
         name = f"training speed, {shape}"
         words = ["--shape", shape, "--context", str(context), "--batch", str(batch), "--device", device, "--no-memory"]
         words += ["--json", str(out / f"{slug(name)}.json"), "--warmup-seconds", str(budget * 2 // 3)]
         words += ["--rounds", "2" if small else "7", "--only", *subjects]
-        return Stage(name, [PYTHON, str(TOOLS / "bench_train.py"), *words], budget, least=30)
+        return Stage(name, [PYTHON, str(TOOLS / "bench_train.py"), *words], budget, min_seconds=30)
 
     def test(name: str, budget: int, *words: str) -> Stage:
-        return Stage(name, [PYTHON, *tests, *words], budget, least=30, environment=settings)
+        return Stage(name, [PYTHON, *tests, *words], budget, min_seconds=30, environment=settings)
 
     others = ["plain PyTorch, compiled", "transformers, compiled", "Megatron-core"]
     first = [
@@ -104,14 +107,14 @@ def stages(device: str, out: Path, small: bool) -> list[Stage]:
             "checkpoints",
             [PYTHON, str(TOOLS / "bench_checkpoint.py"), *(["--megabytes=20"] if small else [])],
             240,
-            least=60,
+            min_seconds=60,
         ),
-        machine("profile", 100, "step", "--compile", least=30),
+        machine("profile", 100, "step", "--compile", min_seconds=30),
         Stage(
             "kernels",
             [PYTHON, str(TOOLS / "kernel_table.py"), "124m, native, uncompiled" if small else "124m, native"],
             240,
-            least=60,
+            min_seconds=60,
         ),
     ]
     return [*first, *later]
@@ -146,8 +149,8 @@ class Proof:
     def __init__(self, out: Path, archive: Path, seconds: float, again: bool = False):
         self.out, self.archive, self.seconds, self.began = out, archive, seconds, time.monotonic()
         saved = out / "results.json"
-        self.known: dict[str, Any] = json.loads(saved.read_text()) if saved.exists() and not again else {}
-        self.known = {"device": None, "facts": {}, "stages": {}, **self.known, "cut": None}
+        self.results: dict[str, Any] = json.loads(saved.read_text()) if saved.exists() and not again else {}
+        self.results = {"device": None, "facts": {}, "stages": {}, **self.results, "cut": None}
         self.todo: list[Stage] = []
         self.running: str | None = None
 
@@ -160,29 +163,29 @@ class Proof:
         """Run all stages that are not done, those that failed before last, and write after each what is known."""
         self.todo = todo
         longer = max(1.0, self.seconds / 600)
-        for stage in sorted(todo, key=lambda stage: stage.name in self.known["stages"]):
-            if self.known["stages"].get(stage.name, {}).get("code") == 0 or self.left < stage.least:
+        for stage in sorted(todo, key=lambda stage: stage.name in self.results["stages"]):
+            if self.results["stages"].get(stage.name, {}).get("code") == 0 or self.left < stage.min_seconds:
                 continue
             print(f"== {stage.name} ({self.left:.0f} s left)", flush=True)
             self.stage(stage, min(self.left, stage.budget * longer))
-            print(self.known["stages"][stage.name]["shown"], flush=True)
+            print(self.results["stages"][stage.name]["shown"], flush=True)
 
     def stage(self, stage: Stage, seconds: float) -> int | None:
         """Run one stage, at most ``seconds``; its exit code, None if it was out of time."""
         self.running = stage.name
-        self.known["stages"][stage.name] = run(stage, self.out, seconds, self.write)
+        self.results["stages"][stage.name] = run(stage, self.out, seconds, self.write)
         self.running = None
         self.write()
-        code: int | None = self.known["stages"][stage.name]["code"]
+        code: int | None = self.results["stages"][stage.name]["code"]
         return code
 
     def write(self) -> None:
         """Write what is known, and the archive of it."""
         used = time.monotonic() - self.began
         for name, text in (
-            ("results.json", json.dumps(self.known, indent=1)),
-            *([("report.md", report(self.known, self.todo))] if self.known["device"] else []),
-            ("summary.txt", summary(self.known, self.todo, self.running, used, self.seconds)),
+            ("results.json", json.dumps(self.results, indent=1)),
+            *([("report.md", report(self.results, self.todo))] if self.results["device"] else []),
+            ("summary.txt", summary(self.results, self.todo, self.running, used, self.seconds)),
         ):
             half = self.out / f"{name}.new"
             half.write_text(text)
@@ -246,45 +249,51 @@ def ending(result: dict[str, Any] | None) -> str:
     return "done" if code == 0 else f"killed by signal {-code}" if code < 0 else f"exit {code}"
 
 
-def named(known: dict[str, Any], todo: list[Stage]) -> list[str]:
+def named(results: dict[str, Any], todo: list[Stage]) -> list[str]:
     """The names of all stages, in their order."""
-    return list(dict.fromkeys([*known["stages"], *(stage.name for stage in todo)]))
+    return list(dict.fromkeys([*results["stages"], *(stage.name for stage in todo)]))
 
 
-def title(known: dict[str, Any]) -> str:
+def title(results: dict[str, Any]) -> str:
     """On what this was."""
-    return f"Proof on {known['facts'].get('GPU', 'a CPU: a rehearsal')}" if known["device"] else "Nothing is proven yet"
+    return (
+        f"Proof on {results['facts'].get('GPU', 'a CPU: a rehearsal')}"
+        if results["device"]
+        else "Nothing is proven yet"
+    )
 
 
-def facts_line(known: dict[str, Any]) -> str:
+def facts_line(results: dict[str, Any]) -> str:
     """The machine in a line."""
-    return ", ".join(f"{name} {value}" for name, value in known["facts"].items() if value not in (None, [], "", "GPU"))
+    return ", ".join(
+        f"{name} {value}" for name, value in results["facts"].items() if value not in (None, [], "", "GPU")
+    )
 
 
-def report(known: dict[str, Any], todo: list[Stage]) -> str:
+def report(results: dict[str, Any], todo: list[Stage]) -> str:
     """All that is known, and what of ``todo`` is not, as Markdown."""
-    text = [f"# {title(known)}", "", facts_line(known), "", "| stage | result | seconds |", "|---|---|---|"]
-    for name in named(known, todo):
-        result = known["stages"].get(name)
+    text = [f"# {title(results)}", "", facts_line(results), "", "| stage | result | seconds |", "|---|---|---|"]
+    for name in named(results, todo):
+        result = results["stages"].get(name)
         text.append(f"| {name} | {ending(result)} | {result['seconds'] if result else ''} |")
-    for name in named(known, todo):
-        if result := known["stages"].get(name):
+    for name in named(results, todo):
+        if result := results["stages"].get(name):
             text += ["", f"## {name}", "", result["shown"]]
     return "\n".join(text) + "\n"
 
 
-def summary(known: dict[str, Any], todo: list[Stage], running: str | None, used: float, seconds: float) -> str:
+def summary(results: dict[str, Any], todo: list[Stage], running: str | None, used: float, seconds: float) -> str:
     """How every stage ended, and its figures, as plain text."""
-    text = [title(known), facts_line(known), f"{used:.0f} of {seconds:.0f} s used", ""]
-    if known["cut"]:
-        text += [f"cut off by {known['cut']}", ""]
-    for name in named(known, todo):
-        result = known["stages"].get(name)
+    text = [title(results), facts_line(results), f"{used:.0f} of {seconds:.0f} s used", ""]
+    if results["cut"]:
+        text += [f"cut off by {results['cut']}", ""]
+    for name in named(results, todo):
+        result = results["stages"].get(name)
         how = "running" if name == running else ending(result)
         took = f"{result['seconds']:7.1f} s" if result and name != running else " " * 9
         text.append(f"{how:22} {took}  {name}")
-    for name in named(known, todo):
-        result = known["stages"].get(name)
+    for name in named(results, todo):
+        result = results["stages"].get(name)
         if result and result["shown"]:
             text += ["", f"{name}:", *(f"  {line}" for line in result["shown"].splitlines() if line.strip())]
     return "\n".join(text) + "\n"
@@ -309,19 +318,19 @@ def look(proof: Proof, wheels: Path, device: str) -> str:
         proof.stage(Stage("wheels", [*command, "install", *where], 60), min(60, proof.left))
     proof.stage(Stage("machine", [*command, "facts", *where], 120), min(120, proof.left))
     file = proof.out / "facts.json"
-    facts = json.loads(file.read_text()) if proof.known["stages"]["machine"]["code"] == 0 else {}
+    facts = json.loads(file.read_text()) if proof.results["stages"]["machine"]["code"] == 0 else {}
     if facts.get("missing"):
         raise UnfitError(
             f"{PYTHON} lacks {' '.join(facts['missing'])}: run tools/setup.sh --dev, or pip install -e '.[dev]' beside your PyTorch, or, "
             f"without a network, carry {wheels} here (tools/gpu_wheels.sh)"
         )
     if not facts:
-        raise UnfitError(f"{PYTHON} cannot say what this machine is: {proof.known['stages']['machine']['shown']}")
+        raise UnfitError(f"{PYTHON} cannot say what this machine is: {proof.results['stages']['machine']['shown']}")
     if device == "cpu":
         facts = {name: value for name, value in facts.items() if name != "GPU"}
     elif not facts["cuda"]:
         raise UnfitError(f"PyTorch {facts['torch']} finds no GPU here; --device cpu rehearses without one")
-    proof.known["facts"] = facts
+    proof.results["facts"] = facts
     return "cpu" if device == "cpu" else "cuda"
 
 
@@ -350,26 +359,26 @@ def main() -> int:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         device = look(proof, args.wheels.absolute(), args.device)
-        if proof.known["device"] not in (None, device):  # of a rehearsal
+        if proof.results["device"] not in (None, device):  # of a rehearsal
             kept = ("wheels", "machine")
-            proof.known["stages"] = {name: result for name, result in proof.known["stages"].items() if name in kept}
-        proof.known["device"] = device
+            proof.results["stages"] = {name: result for name, result in proof.results["stages"].items() if name in kept}
+        proof.results["device"] = device
         todo = stages(device, out, args.small or device == "cpu")
         proof.work([stage for stage in todo if not args.only or any(word in stage.name for word in args.only)])
     except UnfitError as error:
         print(error, file=sys.stderr)
         return 64
     except SystemExit as end:
-        proof.known["cut"] = signal.Signals(int(str(end.code)) - 128).name
+        proof.results["cut"] = signal.Signals(int(str(end.code)) - 128).name
         return int(str(end.code))
     finally:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # the archive is being written
-        if proof.known["cut"] and proof.running:
-            proof.known["stages"].setdefault(proof.running, cut(out, proof.running))
+        if proof.results["cut"] and proof.running:
+            proof.results["stages"].setdefault(proof.running, cut(out, proof.running))
         proof.write()
-    print(f"\n{report(proof.known, proof.todo)}\n{proof.archive / gpu_archive.NAME}")
-    return 0 if all(proof.known["stages"].get(stage.name, {}).get("code") == 0 for stage in proof.todo) else 1
+    print(f"\n{report(proof.results, proof.todo)}\n{proof.archive / gpu_archive.NAME}")
+    return 0 if all(proof.results["stages"].get(stage.name, {}).get("code") == 0 for stage in proof.todo) else 1
 
 
 def cut(out: Path, name: str) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
         step(number)
     engine.evaluate([full, part])
     engine.evaluate([full, part])
-    known = counters["stats"].get("unique_graphs", 0)
+    compiled_graphs = counters["stats"].get("unique_graphs", 0)
     torch.cuda.reset_peak_memory_stats()
     step(WARM)
     peak = torch.cuda.max_memory_allocated()
@@ -132,9 +132,9 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
         if number % 20 == 0:
             engine.evaluate([full, part])
     figures = {
-        "graphs": known,
+        "graphs": compiled_graphs,
         "breaks": sum(counters["graph_break"].values()),
-        "recompiled": counters["stats"].get("unique_graphs", 0) - known,
+        "recompiled": counters["stats"].get("unique_graphs", 0) - compiled_graphs,
         "moved": moved,
         "ideal": ideal,
         "peak": peak,
@@ -170,9 +170,9 @@ class Traffic:
         """Bytes of the kernels of all graphs of blocks that have been compiled, and the ideal."""
         moved = ideal = 0
         end = self.metrics.num_bytes_accessed
-        for begin, attention, least in reversed(self.graphs):
+        for begin, attention, minimum in reversed(self.graphs):
             if attention:
-                moved, ideal = moved + end - begin + attention, ideal + least
+                moved, ideal = moved + end - begin + attention, ideal + minimum
             end = begin
         return moved, ideal
 
@@ -185,18 +185,18 @@ def size(node: Any) -> int:
 
 def attention_bytes(graph: Any) -> int:
     """Bytes that its attention kernels read and write, each tensor once."""
-    found = [node for node in graph.nodes if "attention" in str(node.target)]
-    return sum(size(other) for node in found for other in [*node.all_input_nodes, *node.users])
+    kernels = [node for node in graph.nodes if "attention" in str(node.target)]
+    return sum(size(other) for node in kernels for other in [*node.all_input_nodes, *node.users])
 
 
 def ideal_bytes(graph: Any) -> int:
     """Bytes of what a graph needs, makes and changes, each read or written once: of a forward pass a block's inputs, weights, outputs
     and what it saves; of a backward pass what was saved, and the gradients."""
     [output] = (node for node in graph.nodes if node.op == "output")
-    made = {node for node in output.all_input_nodes if node.op != "placeholder" and "empty" not in str(node.target)}
+    written = {node for node in output.all_input_nodes if node.op != "placeholder" and "empty" not in str(node.target)}
     read = {node for node in graph.nodes if node.op == "placeholder" and set(node.users) - {output}}
     changed = {node.args[0] for node in graph.nodes if "copy_" in str(node.target)}
-    return sum(size(node) for group in (made, read, changed) for node in group)
+    return sum(size(node) for group in (written, read, changed) for node in group)
 
 
 def trace(step: Callable[[], object]) -> list[str] | None:
@@ -248,20 +248,20 @@ def run_case(python: str, words: list[str], layers: int = LAYERS, steps: int = S
     """Measure one case in processes of ``python``, with a cache of their own; RuntimeError with what one said if it fails. ``block``:
     what one layer more launches in a step."""
     with tempfile.TemporaryDirectory(prefix="hpclm-kernels-") as folder:
-        found = measured(python, words, layers, steps, folder)
-        if "launches" in found:
+        figures = measured(python, words, layers, steps, folder)
+        if "launches" in figures:
             more = measured(python, words, layers + 1, WARM + 3, folder)["launches"]
-            found["block"] = {kind: more[kind] - found["launches"].get(kind, 0) for kind in more}
-        return found
+            figures["block"] = {kind: more[kind] - figures["launches"].get(kind, 0) for kind in more}
+        return figures
 
 
 def measured(python: str, words: list[str], layers: int, steps: int, folder: str) -> dict[str, Any]:
     """What ``measure`` finds in a process of ``python``, and its kernels."""
-    own = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "FAKEGPU_LOG": f"{folder}/log.%d"}
-    own |= {"TRITON_CACHE_DIR": f"{folder}/cache/triton", "TORCH_LOGS": "inductor_metrics"}  # which Inductor counts for
+    env = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache", "FAKEGPU_LOG": f"{folder}/log.%d"}
+    env |= {"TRITON_CACHE_DIR": f"{folder}/cache/triton", "TORCH_LOGS": "inductor_metrics"}  # which Inductor counts for
     given = ["--measure", f"{folder}/figures.json", "--layers", str(layers), "--steps", str(steps), *words]
     done = subprocess.run(
-        [python, __file__, *given], cwd=ROOT, env=os.environ | own, capture_output=True, text=True, timeout=1800
+        [python, __file__, *given], cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=1800
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: exit {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
@@ -272,8 +272,8 @@ def measured(python: str, words: list[str], layers: int, steps: int, folder: str
 def row(name: str, figures: dict[str, Any]) -> str:
     """A line of the table."""
     micro = 2  # micro-batches of the step that is counted
-    known = "launches" in figures  # not on a GPU
-    counts = {kind: n / micro for kind, n in figures["block"].items()} if known else {}
+    has_launches = "launches" in figures  # not on a GPU
+    counts = {kind: n / micro for kind, n in figures["block"].items()} if has_launches else {}
     kernels = figures["kernels"].values()
     cells = [
         name,
@@ -285,7 +285,7 @@ def row(name: str, figures: dict[str, Any]) -> str:
         f"{figures['moved'] / figures['ideal']:.2f}" if figures["ideal"] else "-",
         f"{figures['breaks']}",
         f"{figures['recompiled']}",
-        f"{sum(figures['waits'].values())}" if known else "-",
+        f"{sum(figures['waits'].values())}" if has_launches else "-",
         f"{figures['peak'] / 2**20:,.0f}",
         f"{figures['planner'] / figures['peak']:.3f}",
     ]

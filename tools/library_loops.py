@@ -48,7 +48,7 @@ def micro_batches(args: argparse.Namespace, run: RunConfig, replicas: int, repli
     draw = torch.Generator().manual_seed(0)
     rows = torch.randint(run.model.vocab_size, (args.batch, args.context + 1), generator=draw)
     mine = rows.view(-1, replicas, args.micro, args.context + 1)[:, replica].to(device)
-    return [MicroBatch(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in mine]
+    return [MicroBatch(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in mine]
 
 
 def model_of(run: RunConfig, dtype: Any, device: Any) -> Stack:

@@ -58,7 +58,7 @@ def tried(fault: Fault, folder: Path) -> tuple[bool, str]:
     )
 
 
-def known() -> list[Fault]:
+def all_faults() -> list[Fault]:
     """All faults."""
     return [Fault(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())]
 
@@ -66,7 +66,7 @@ def known() -> list[Fault]:
 def table(faults: list[Fault]) -> str:
     """Names of faults as a Markdown table, a row for each part of the code."""
     parts: dict[str, list[str]] = {}
-    for part, _, what in (each.fault.partition(": ") for each in faults):
+    for part, _, what in (fault.fault.partition(": ") for fault in faults):
         parts.setdefault(part, []).append(what)
     rows = [f"| {part} | {'; '.join(names)} |" for part, names in parts.items()]
     return "\n".join(["| part | faults |", "|---|---|", *rows])
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="only the faults with one of these words in their names")
     parser.add_argument("--table", action="store_true", help="try nothing: print the faults as a Markdown table")
     given = parser.parse_args()
-    chosen = [fault for fault in known() if not given.names or any(name in fault.fault for name in given.names)]
+    chosen = [fault for fault in all_faults() if not given.names or any(name in fault.fault for name in given.names)]
     if given.table:
         print(table(chosen))
         return

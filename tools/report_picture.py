@@ -65,8 +65,8 @@ def train(folder: Path) -> None:
         demo.write_corpus(folder / "text.jsonl", Path(io.__file__).parent / "asyncio")
         words = ["--input", "text.jsonl", "--output-prefix", "data", "--tokenizer", "bytes", "--append-eod"]
         hpclm(folder, "preprocess", *words, "--workers", "1")
-    for name, own in RUNS.items():
-        words = [*SETTINGS, "data.prefix=data_text_document", "data.split=9,1,0", f"out={name}", *own]
+    for name, overrides in RUNS.items():
+        words = [*SETTINGS, "data.prefix=data_text_document", "data.split=9,1,0", f"out={name}", *overrides]
         if not (folder / name).exists():
             if name == "lr-1e-3":
                 hpclm(folder, "train", *words, "stop_at=150")

@@ -81,15 +81,15 @@ def disturb(out: Path, args: argparse.Namespace, words: list[str]) -> tuple[Coun
 
 def ranks(out: Path) -> list[int]:
     """Processes of the run that train."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
         if "hpclm.train" in words and any(str(out) in word for word in words):
-            found.append(int(folder.name))
-    return sorted(found)
+            pids.append(int(folder.name))
+    return sorted(pids)
 
 
 def step(out: Path) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hpclm import config
 from hpclm.config import ModelConfig, RunConfig
 from hpclm.config.fields import as_yaml
-from hpclm.interop.huggingface import families, own
+from hpclm.interop.huggingface import custom, families
 from hpclm.interop.megatron.imported import ours
 from hpclm.interop.rules import placements
 
@@ -234,7 +234,7 @@ def prepared(case: Case, against: str) -> tuple[dict[str, Any], dict[str, Any]]:
         inputs["theirs"] = {theirs: weights[name] for theirs, name in megatron_names(model).items()}
     else:
         family = families.of_network(model)
-        if family is own.FAMILY:
+        if family is custom.FAMILY:
             raise RefusedError("refused by transformers", f"no class: {families.why_own(model)}")
         request["theirs"] = {
             **family.described(model),

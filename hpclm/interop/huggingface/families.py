@@ -7,7 +7,7 @@ from hpclm.config import ModelConfig
 from hpclm.config.model import BLOCKS
 from hpclm.config.rope import KINDS
 from hpclm.errors import ConfigError
-from hpclm.interop.huggingface import bloom_neox, gemma, glm_phi, gpt2, llama, nanochat, olmo, own, relatives, shape
+from hpclm.interop.huggingface import bloom_neox, custom, gemma, glm_phi, gpt2, llama, nanochat, olmo, relatives, shape
 from hpclm.interop.huggingface.family import Family, Json
 from hpclm.interop.rules import without
 
@@ -15,12 +15,12 @@ OLDER = (gpt2.FAMILY, bloom_neox.BLOOM, bloom_neox.NEOX)
 NEWER = (olmo.OLMO2, olmo.OLMO3, gemma.GEMMA2, gemma.GEMMA3, glm_phi.GLM4, nanochat.NANOCHAT)
 WRITTEN = (*OLDER, glm_phi.PHI3, *llama.ALL_FAMILIES, *NEWER, *relatives.ALL_FAMILIES)
 """Classes for an export, in the order in which they are tried."""
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, own.FAMILY)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, custom.FAMILY)}
 
 
 def of_network(config: ModelConfig) -> Family:
     """The class for a network: one of transformers, or else ours; ConfigError for a user-defined block."""
-    family = next((family for family in WRITTEN if not family.obstacles(config)), own.FAMILY)
+    family = next((family for family in WRITTEN if not family.obstacles(config)), custom.FAMILY)
     obstacles = family.obstacles(config)
     if obstacles:
         nearest = [why_own(config)] if config.block in BLOCKS else []
@@ -38,7 +38,7 @@ def why_own(config: ModelConfig) -> str:
 
 def without_ignored(tree: Json, ignored: Collection[str]) -> Json:
     """A config.json without keys that the user wants ignored; ConfigError for one that is not there, or that hpclm reads."""
-    family = FAMILIES.get(str(tree.get("model_type")), own.FAMILY)
+    family = FAMILIES.get(str(tree.get("model_type")), custom.FAMILY)
     needed = {*family.keys.values()} | {"model_type", "vocab_size", *family.read.split()}
     inner = [name for name in ignored if "." in name and name not in tree]
     tree = without(tree, [name for name in ignored if name not in inner], needed, "key")

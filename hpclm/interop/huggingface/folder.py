@@ -20,7 +20,7 @@ from hpclm.datasets.chat import TEMPLATE
 from hpclm.errors import ConfigError
 from hpclm.interop import run
 from hpclm.interop.exported import Exported, cast
-from hpclm.interop.huggingface import card, families, own, shards, tokenizer
+from hpclm.interop.huggingface import card, custom, families, shards, tokenizer
 from hpclm.interop.huggingface.family import Family
 from hpclm.interop.huggingface.shape import canonical
 from hpclm.interop.huggingface.shards import Reader
@@ -57,11 +57,11 @@ def export_run(
             text = run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, run_tokenizer)
             text = replace(text, chat=chat)
             ids = text.ids
-        if family is own.FAMILY:
-            shutil.copyfile(own.CODE, staging_dir / own.CODE.name)
+        if family is custom.FAMILY:
+            shutil.copyfile(custom.CODE, staging_dir / custom.CODE.name)
             why = f"no class of transformers supports this network ({families.why_own(config)})"
             how = "%s; %s is written next to the weights: load them with trust_remote_code=True"
-            log.warning(how, why, own.CODE.name)
+            log.warning(how, why, custom.CODE.name)
         _write(staging_dir / "config.json", config_json(config, ids, dtype))
         template, generation = special_tokens.chat_of_run(checkpoint.run, paths)
         _write(staging_dir / special_tokens.GENERATION, generation | ids)
@@ -71,7 +71,9 @@ def export_run(
         if text is not None:
             tokenizer.write(staging_dir, text, paths, config.context)
         has_tokenizer = (staging_dir / "tokenizer_config.json").is_file()
-        readme = card.written(checkpoint, target.name, family.architecture, family is own.FAMILY, has_tokenizer, dtype)
+        readme = card.written(
+            checkpoint, target.name, family.architecture, family is custom.FAMILY, has_tokenizer, dtype
+        )
         (staging_dir / "README.md").write_text(readme, encoding="utf-8")
     return family.architecture
 

@@ -10,6 +10,7 @@ from hpclm.config import from_cli
 from hpclm.distributed.context import single
 from hpclm.errors import DivergedError
 from hpclm.launch.jobs import query
+from hpclm.launch.schedulers import current_job
 from hpclm.rundir import runs
 from hpclm.training import loop
 from hpclm.training.tensorboard import EventFile
@@ -42,7 +43,7 @@ def train(tiny):
 
     def call(out, *words, **more):
         quiet = ["cluster.preflight=false", "optim.schedule=constant", "budget.steps=100"]
-        return loop.run(from_cli([*tiny(out, *quiet), *words]), single(), **more)
+        return loop.run(from_cli([*tiny(out, *quiet), *words]), single(job=current_job()), **more)
 
     return call
 

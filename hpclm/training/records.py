@@ -131,9 +131,14 @@ def end(out: Path, attempt: int, code: int, step: int, ending: str) -> None:
     }
     try:
         attempts.append_end(out, line)
-        folder.sync(out)
     except OSError as error:  # the exit code says the same, and the state is saved
         log.warning("%s cannot be written: %s", error.filename or out, error.strerror)
+    try:
+        folder.sync(out)
+    except OSError as error:
+        log.warning(
+            "%s cannot be synced: %s; a power failure could lose its last lines", error.filename, error.strerror
+        )
 
 
 def requested_step(out: Path, step: int | None, job: Job) -> int | None:

@@ -69,7 +69,7 @@ import mmap, os, sys
 from pathlib import Path
 from hpclm import cli, files
 
-def read(argv):
+def main(argv):
     [name] = argv
     with open(name, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -82,7 +82,7 @@ def read(argv):
     if len(content) == 8192:
         os.kill(os.getpid(), 7)
 
-cli.VERBS["read"] = ("__main__:read", "")
+cli.VERBS["read"] = ("__main__", "")
 sys.exit(cli.main(["read", sys.argv[1]]))
 """
 

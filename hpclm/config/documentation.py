@@ -12,6 +12,7 @@ from typing import Any
 from hpclm import files, shipped, terminal
 from hpclm.config import RunConfig, compose, hints
 from hpclm.config.fields import as_yaml, docs, keys, required, split_key, type_text
+from hpclm.config.run_file import RENAMED
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
 
@@ -122,7 +123,7 @@ def text_on(topic: str | None, verbs: Collection[str]) -> str:
 
     ``verbs``: words that are verbs, which have no page.
     """
-    pages = _pages()
+    pages, topic = _pages(), RENAMED.get(topic or "", topic)
     if topic is None:
         titles = [(name, files.read_text(path).partition("\n")[0].lstrip("# ")) for name, path in pages.items()]
         sections = ", ".join(field.name for field in fields(RunConfig) if is_dataclass(field.type))

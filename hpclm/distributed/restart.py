@@ -1,4 +1,4 @@
-"""Restarts inside a job: what torchrun is told of a rank's end, and why it has started the ranks again."""
+"""Restarts inside a job: the exit code and cause that a rank leaves for torchrun, and why torchrun restarted the ranks."""
 
 import json
 import os

@@ -165,7 +165,7 @@ class VocabParallelEmbedding(TensorParallelModule):
             return embedding(ids, self.weight, self.main_grad)
         mine = ids - self.tp.rank * len(self.weight)
         outside = (mine < 0) | (mine >= len(self.weight))
-        # row 0 stands in for tokens of other ranks, whose gradient masked_fill makes 0
+        # tokens of other ranks read row 0; masked_fill makes their gradient 0
         rows = embedding(mine.masked_fill(outside, 0), self.weight, self.main_grad).to(self.dtype)
         return scatter(rows.masked_fill(outside[..., None], 0.0), self.tp)  # one rank has the row, the others add 0
 

@@ -78,7 +78,7 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
 
 def union(names: Set[str], axis: Axis) -> set[str]:
     """The names of all processes."""
-    # strings hash differently in every process: whoever goes on in the order of this set must sort it first
+    # strings hash differently in every process: code that depends on the order of this set must sort it first
     return set().union(*all_gather_objects({*names}, axis))
 
 

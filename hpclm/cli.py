@@ -17,32 +17,56 @@ from hpclm.parser import EPILOG, Parser
 from hpclm.registry import hint
 from hpclm.terminal import say
 
-VERBS = {
-    "demo": ("hpclm.commands.demo", "train a small GPT on the source code of Python's standard library"),
-    "train": ("hpclm.commands.train", "train a model, or continue a run"),
-    "submit": ("hpclm.commands.submit", "train on Slurm, on the machines of a hostfile, or locally"),
-    "status": ("hpclm.commands.status", "show the status of runs: queue, step, loss, speed, time left"),
-    "logs": ("hpclm.commands.logs", "print or follow the log of a run, a rank or a job"),
-    "top": ("hpclm.commands.top", "show all runs live, with their loss curves"),
-    "report": ("hpclm.commands.report", "write a page about one or more runs: curves, attempts, and why they ended"),
-    "cancel": ("hpclm.commands.cancel", "save and stop a run, and remove its jobs from the queue"),
-    "checkpoints": ("hpclm.commands.checkpoints", "list and verify a run's checkpoints"),
-    "save-now": ("hpclm.commands.save_now", "save a checkpoint now, and continue"),
-    "stop": ("hpclm.commands.stop", "save and stop a run"),
-    "resume": ("hpclm.commands.resume", "continue a run from its last checkpoint, optionally with changes"),
-    "sync": ("hpclm.commands.sync", "send a run's sinks, such as W&B, the metrics they lack"),
-    "planner": ("hpclm.commands.planner", "estimate memory and speed of a run, and suggest layouts"),
-    "config": ("hpclm.commands.config", "print and explain settings"),
-    "preprocess": ("hpclm.commands.preprocess", "convert text into a dataset"),
-    "data": ("hpclm.commands.data", "inspect, verify, hash, merge and convert datasets"),
-    "evaluate": ("hpclm.commands.evaluate", "measure the loss of a run's model on held-out data"),
-    "train-tokenizer": ("hpclm.commands.train_tokenizer", "train a tokenizer on text"),
-    "generate": ("hpclm.commands.generate", "continue a prompt with a run's model"),
-    "convert": ("hpclm.commands.convert", "convert weights to Hugging Face or GGUF, and from Hugging Face or Megatron"),
-    "docs": ("hpclm.commands.docs", "show a page of the documentation, or what a setting is"),
-    "completion": ("hpclm.commands.completion", "print a script for completion in bash or zsh"),
-    "doctor": ("hpclm.commands.doctor", "show each process's environment, and diagnose problems"),
+GROUPS = {
+    "start": {
+        "demo": ("hpclm.commands.demo", "train a small GPT on the source code of Python's standard library"),
+        "train": ("hpclm.commands.train", "train a model, or continue a run"),
+        "submit": ("hpclm.commands.submit", "train on Slurm, on the machines of a hostfile, or locally"),
+        "resume": (
+            "hpclm.commands.resume",
+            "submit a run again, to continue from its last checkpoint, optionally with changes",
+        ),
+    },
+    "watch": {
+        "status": ("hpclm.commands.status", "show the status of runs: queue, step, loss, speed, time left"),
+        "top": ("hpclm.commands.top", "show all runs live, with their loss curves"),
+        "logs": ("hpclm.commands.logs", "print or follow the log of a run, a rank or a job"),
+        "report": (
+            "hpclm.commands.report",
+            "write a page about one or more runs: curves, attempts, and why they ended",
+        ),
+        "checkpoints": ("hpclm.commands.checkpoints", "list and verify a run's checkpoints"),
+    },
+    "change": {
+        "request": ("hpclm.commands.request", "ask a run that trains to save, or to save and stop"),
+        "cancel": ("hpclm.commands.cancel", "end a run's job: it saves if it trains, and leaves the queue"),
+        "sync": ("hpclm.commands.sync", "send a run's sinks, such as W&B, the metrics they lack"),
+    },
+    "data": {
+        "train-tokenizer": ("hpclm.commands.train_tokenizer", "train a tokenizer on text"),
+        "preprocess": ("hpclm.commands.preprocess", "convert text into a dataset"),
+        "data": ("hpclm.commands.data", "inspect, verify, hash, merge and convert datasets"),
+    },
+    "models": {
+        "generate": ("hpclm.commands.generate", "continue a prompt with a run's model"),
+        "evaluate": ("hpclm.commands.evaluate", "measure the loss of a run's model on held-out data"),
+        "convert": (
+            "hpclm.commands.convert",
+            "convert weights to Hugging Face or GGUF, and from Hugging Face or Megatron",
+        ),
+    },
+    "help": {
+        "docs": ("hpclm.commands.docs", "show a page of the documentation, what a setting is, or where words occur"),
+        "config": ("hpclm.commands.config", "print and explain settings"),
+        "planner": ("hpclm.commands.planner", "estimate memory and speed of a run, and suggest layouts"),
+        "doctor": ("hpclm.commands.doctor", "show each process's environment, and diagnose problems"),
+        "completion": ("hpclm.commands.completion", "print a script for completion in bash or zsh"),
+    },
 }
+"""Verbs by what they are for: their modules, and what they do."""
+VERBS = {verb: row for verbs in GROUPS.values() for verb, row in verbs.items()}
+RENAMED = {"save-now": "save", "stop": "stop"}
+"""Former verbs, and what ``hpclm request`` calls them."""
 
 ELSEWHERE = {
     "env": "use hpclm doctor",
@@ -61,15 +85,17 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["help"]:
         return _dispatch([*arguments[1:], "--help"])
     if not arguments or arguments[0] in ("-h", "--help"):
-        verbs = "\n".join(f"  {verb:<18}{what}" for verb, (_, what) in VERBS.items())
         print(
-            f"usage: hpclm VERB ...\n\nTrain GPT models on HPC clusters.\n\n{verbs}\n\nhpclm help VERB, or hpclm VERB --help, shows its options.\n\n{EPILOG}"
+            f"usage: hpclm VERB ...\n\nTrain GPT models on HPC clusters.\n\n{_listed()}\n\nhpclm help VERB, or hpclm VERB --help, shows its options.\n\n{EPILOG}"
         )
         return 0
     verb, *rest = arguments
     if verb == "--version":
         print(f"hpclm {__version__}")
         return 0
+    if verb in RENAMED:
+        print(f"hpclm {verb} RUN is now hpclm request RUN {RENAMED[verb]}", file=sys.stderr)
+        verb, rest = "request", [*rest, RENAMED[verb]]
     if verb in ELSEWHERE:
         print(f"error: there is no hpclm {verb}: {ELSEWHERE[verb]}", file=sys.stderr)
         return 2
@@ -80,6 +106,13 @@ def _dispatch(arguments: list[str]) -> int:
         return 2
     with interruption.prompt_exit(), bus_error.explained(_end_with):
         return function(verb)(rest)
+
+
+def _listed() -> str:
+    """The verbs by group, a line for each."""
+    lines = ((group if not number else "", verb, what)
+             for group, verbs in GROUPS.items() for number, (verb, (_, what)) in enumerate(verbs.items()))  # fmt: skip
+    return "\n".join(f"{group:<8}{verb:<17}{what}" for group, verb, what in lines)
 
 
 def function(verb: str) -> Callable[[list[str]], int]:

@@ -43,6 +43,7 @@ _hpclm_runs() {
   local name
   _hpclm_run_names | while IFS= read -r name; do [[ $name == "$1"* ]] && printf '%q\n' "$name"; done
 }
+_hpclm_requests() { _hpclm_runs "$1"; compgen -W "save stop" -- "$1"; }
 _hpclm_settings() { compgen -W "$(_hpclm_keys "$1")" -- "$1"; }
 _hpclm_presets() { compgen -W "@PRESETS" -- "$1"; _hpclm_settings "$1"; }
 _hpclm_topics() { compgen -W "@TOPICS" -- "$1"; }
@@ -70,6 +71,7 @@ _hpclm_runs() {
   compadd -- ${(f)"$(_hpclm_run_names)"}
   (( compstate[nmatches] )) || _files
 }
+_hpclm_requests() { compadd -- save stop; _hpclm_runs; }
 _hpclm_settings() { compadd -S '' -- $(_hpclm_keys "$PREFIX"); }
 _hpclm_presets() {
   compadd -- @PRESETS

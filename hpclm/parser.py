@@ -30,6 +30,8 @@ ALIASES = {
     **dict.fromkeys(("--input", "--file"), ("--text", "--prompts")),
 }
 """Options that have another name, the first of these that the verb has."""
+STOP_OR_CANCEL = "stop asks the run itself, from any machine that sees its folder; cancel ends its job, also one that waits or hangs."
+"""How ``hpclm request RUN stop`` and ``hpclm cancel RUN`` differ."""
 EPILOG = """exit codes: 0 done · 1 error in hpclm · 2 invalid arguments · 64 invalid settings or input files
             66 no good checkpoint · 75 run directory in use · 85 saved, restart · 93 do not restart
             128+n ended by signal n"""
@@ -131,7 +133,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def completed(argument: argparse.Action, words: str) -> None:
-    """Have shells complete an argument with ``words``: runs, settings, presets (and settings) or topics, as commands/completion.py
+    """Have shells complete an argument with ``words``: runs, requests (and runs), settings, presets (and settings) or topics, as commands/completion.py
     defines them."""
     argument.complete = {shell: f"_hpclm_{words}" for shell in ("bash", "zsh")}  # type: ignore[attr-defined]
 

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from hpclm import cli, shipped
+from hpclm import cli, parser, shipped
 from hpclm.config import documentation, fields
+from tests.runs import exit_code
 
 
 def shown(capsys, *words, code=0):
@@ -62,3 +63,23 @@ def test_help_is_the_same_as_the_option(capsys):
             cli.main(words)
     assert len({*capsys.readouterr().out.split("usage: ")} - {""}) == 1
     assert "Did you mean 'status'?" in shown(capsys, "help", "statsu", code=2)
+
+
+def test_help_groups_the_verbs(capsys):
+    lines = shown(capsys, "help").splitlines()
+    heads = [line.split()[0] for line in lines if re.match(r"[a-z]+ +[a-z-]+  +[a-z]", line)]
+    assert heads == ["start", "watch", "change", "data", "models", "help"]
+    assert max(map(len, lines)) <= 120
+
+
+def test_stop_and_cancel_differ_in_one_line_that_help_and_the_page_share(capsys):
+    for verb in ("request", "cancel"):
+        with pytest.raises(SystemExit):
+            cli.main([verb, "--help"])
+        assert parser.STOP_OR_CANCEL in " ".join(capsys.readouterr().out.split())
+    assert parser.STOP_OR_CANCEL in " ".join(shown(capsys, "docs", "commands").replace("`", "").split())
+
+
+def test_a_request_is_the_last_word(capsys):
+    assert exit_code(["request", "stop", "runs/x"]) == 2
+    assert "the run comes first: hpclm request RUN stop\n" in capsys.readouterr().err

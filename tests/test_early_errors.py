@@ -24,8 +24,9 @@ OWN = {
 CASES = {
     # a run directory
     **{f"{verb} missing": (64, "missing") for verb in ("status", "logs", "report", "cancel", "checkpoints", "resume")},
-    **{f"{verb} missing": (64, "missing") for verb in ("save-now", "stop", "sync", "evaluate", "train", "submit")},
+    **{f"{verb} missing": (64, "missing") for verb in ("sync", "evaluate", "train", "submit")},
     "generate missing --prompt a": (64, "missing"),
+    "request missing save": (64, "missing"),
     "evaluate missing --tasks a": (64, "missing"),
     "evaluate missing --tasks a --follow": (64, "missing"),
     "evaluate missing --text text.txt": (64, "missing"),

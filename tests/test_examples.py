@@ -27,7 +27,7 @@ pytestmark = pytest.mark.whole
 ELSEWHERE = {
     r"^(source|eval|export|sudo|tools/|pip |python |/scratch/|sinfo|srun|sbatch|mpirun|until|scontrol)": "set-up, clusters",
     r"hpclm submit (?!.*(--dry-run --ranks|--cluster local --gpus 2 out))|logs -f runs/debug": "needs GPUs or nodes: its twin trains below",
-    r"hpclm (cancel|resume|save-now|stop|top) |hpclm top$": "needs a run in progress: test_cancel.py, test_resume.py",
+    r"hpclm (cancel|resume|request|top) |hpclm top$": "needs a run in progress: test_cancel.py, test_resume.py",
     r"hpclm train (configs/)?gpt2-124m": "large: its twin trains below",
     r"hpclm demo": "minutes: test_demo.py",
     r"wandb|hpclm sync|--tasks": "needs a service or data from elsewhere: sinks/, inference/",

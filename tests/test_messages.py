@@ -49,7 +49,8 @@ MISTAKES = {
     **{
         (verb, "nosuch", *more): "error: nosuch is not a run directory: it does not exist, and runs has none\n"
         for verb, more in {
-            **dict.fromkeys(("status", "logs", "report", "cancel", "checkpoints", "resume", "save-now", "stop", "sync"), ()),
+            **dict.fromkeys(("status", "logs", "report", "cancel", "checkpoints", "resume", "sync"), ()),
+            **dict.fromkeys(("request",), ("stop",)),
             "evaluate": (),
             "generate": ("--prompt", "a"),
             "convert": ("made",),

@@ -23,11 +23,8 @@ COMMANDS = [
     "submit --sweep out={},b --dry-run",
     "planner {}",
     "config {}",
-    *(
-        f"{verb} {{}}"
-        for verb in ("status", "logs", "report", "cancel", "checkpoints", "save-now", "stop", "resume", "sync", "top")
-    ),
-    *("status --runs {}", "report x --output {}", "resume x {}"),
+    *(f"{verb} {{}}" for verb in ("status", "logs", "report", "cancel", "checkpoints", "resume", "sync", "top")),
+    *("request {} save", "request {} stop", "status --runs {}", "report x --output {}", "resume x {}"),
     *("evaluate {}", "evaluate x --text {}", "evaluate x --data {}", "evaluate x --tasks a --tasks-path {}"),
     *("generate {}", "generate x --prompts {}"),
     *("convert {} out", "convert x {}"),

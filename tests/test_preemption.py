@@ -245,7 +245,7 @@ def test_a_run_leaves_before_its_time_is_up_and_is_started_again(cluster, tmp_pa
     assert row["code"] == 85 and row["step"] > 0
     assert "TIMEOUT" not in job.log() and "DUE TO TIME LIMIT" not in job.log()
     job.wait_for_step(row["step"] + 1, 1)
-    assert "saved and ended" in job.hpclm("stop", job.out).stdout
+    assert "saved and ended" in job.hpclm("request", job.out, "stop").stdout
     job.finish()
 
 
@@ -264,11 +264,11 @@ def test_a_job_that_comes_to_no_checkpoint_is_not_started_for_ever(cluster, tmp_
 def test_the_switches_work_from_another_machine(cluster, tmp_path):
     job = Job(cluster, tmp_path / "run", 2, 2, "budget.steps=100000", "checkpoint.every=100000")
     job.wait_for_step(3)
-    assert "saving" in job.hpclm("save-now", job.out).stdout
+    assert "saving" in job.hpclm("request", job.out, "save").stdout
     until(lambda: list((job.out / "checkpoints").glob("step-*")), "a checkpoint", cluster)
     before = job.step()
     job.wait_for_step(before + 3)
-    job.hpclm("stop", job.out)
+    job.hpclm("request", job.out, "stop")
     job.finish()
     saved = sorted(int(path.name[5:]) for path in (job.out / "checkpoints").glob("step-*"))
     assert len(saved) == 2 and saved[-1] == job.step()

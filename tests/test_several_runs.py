@@ -94,10 +94,10 @@ def test_a_name_that_looks_like_an_option_is_written_so_that_it_is_none(cluster,
         command, cwd=tmp_path, env={**cluster.env, "HPCLM_SITE": ""}, capture_output=True, text=True, timeout=PATIENCE
     )
     told = dict(
-        line.split(None, 1) for line in done.stdout.splitlines() if line.startswith(("follow", "stop", "resume"))
+        line.split(None, 1) for line in done.stdout.splitlines() if line.startswith(("follow", "cancel", "resume"))
     )
-    assert set(told) == {"follow", "stop", "resume"}
-    for line, code in ((told["resume"], 75), (told["stop"], 0)):
+    assert set(told) == {"follow", "cancel", "resume"}
+    for line, code in ((told["resume"], 75), (told["cancel"], 0)):
         words = shlex.split(line)
         again = subprocess.run(
             [sys.executable, "-m", *words],
@@ -114,7 +114,7 @@ def test_a_name_that_looks_like_an_option_is_written_so_that_it_is_none(cluster,
 MODES = {"closed": 0o700, "closed to reading": 0o711, "open": 0o755}
 OTHERS = (
     ["status"], ["status", "--json"], ["status", "a"], ["logs", "a"], ["logs", "a", "--job"], ["cancel", "a"], ["cancel", "a*"],
-    ["resume", "a"], ["save-now", "a"], ["stop", "a"], ["checkpoints", "a"],
+    ["resume", "a"], ["request", "a", "save"], ["request", "a", "stop"], ["checkpoints", "a"],
 )  # fmt: skip
 
 

@@ -172,7 +172,9 @@ def test_a_job_whose_slurmstepd_was_killed_ends_when_its_run_has(cluster, tmp_pa
         (job.out / "stop").touch()
     for job in both:
         assert cluster.wait(job.id) == "COMPLETED", job.log()
-        assert "(hpclm stop)" in (job.out / "log.txt").read_text() and cluster.show(job.id)["Restarts"] == "0"
+        assert (
+            "(hpclm request RUN stop)" in (job.out / "log.txt").read_text() and cluster.show(job.id)["Restarts"] == "0"
+        )
 
 
 @pytest.mark.whole

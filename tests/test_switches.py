@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -63,12 +64,12 @@ def test_both_orders_while_a_run_starts_are_followed_as_soon_as_it_can(tiny, tmp
 
 
 def asked(tmp_path, verb, *more, runs):
-    """``hpclm VERB RUN`` of a run that trains, while its process is killed; how that ended."""
+    """``hpclm request RUN VERB`` of a run that trains, while its process is killed; how that ended."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", "hpclm"])
     host = os.uname().nodename
     run = make(tmp_path / "a", [attempt(host=host, pid=process.pid)], runs, lock=f'{{"host": "{host}", "pid": 1}}')
     verb = subprocess.Popen(
-        [sys.executable, "-m", "hpclm", verb, str(run), "--wait", "3600"],
+        [sys.executable, "-m", "hpclm", "request", str(run), verb, "--wait", "3600"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     until(lambda: any((run / name).exists() for name in ("save-now", "stop")))
@@ -81,8 +82,8 @@ def asked(tmp_path, verb, *more, runs):
     return verb.returncode, said
 
 
-@pytest.mark.parametrize("verb", ["save-now", "stop"])
-def test_a_request_to_runs_that_are_not_training_gives_64_and_writes_nothing(verb, tmp_path, capsys):
+@pytest.mark.parametrize("request_name, file", [("save", "save-now"), ("stop", "stop")])
+def test_a_request_to_runs_that_are_not_training_gives_64_and_writes_nothing(request_name, file, tmp_path, capsys):
     make(tmp_path / "new")
     make(tmp_path / "ended", [attempt()], rows(5), ("exited", "SIGTERM: saved at step 5, exiting", 85))
     (tmp_path / "gone").mkdir()
@@ -91,20 +92,32 @@ def test_a_request_to_runs_that_are_not_training_gives_64_and_writes_nothing(ver
     for word, told in {
         "new": "new is not training: new\n",
         "ended": "is not training: exited, SIGTERM: saved at step 5, exiting\n",
-        "far": f"is not training: unknown; if it is training elsewhere, ask it with: touch {tmp_path}/far/{verb}\n",
+        "far": f"is not training: unknown; if it is training elsewhere, ask it with: touch {tmp_path}/far/{file}\n",
         "gone": "gone is not a run directory",
     }.items():
-        assert cli.main([verb, "--runs", str(tmp_path), word]) == 64
+        assert cli.main(["request", "--runs", str(tmp_path), word, request_name]) == 64
         assert told in capsys.readouterr().err
-    assert cli.main([verb, "--runs", str(tmp_path), "new", "ended", "f*"]) == 64
+    assert cli.main(["request", "--runs", str(tmp_path), "new", "ended", "f*", request_name]) == 64
     assert capsys.readouterr().err.count("is not training") == 3
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("verb, new", [("save-now", "save"), ("stop", "stop")])
+def test_a_former_verb_does_what_request_does_and_says_so_in_one_line(verb, new, tmp_path, capsys):
+    make(tmp_path / "new")
+    endings = []
+    for words in ([verb, "--runs", str(tmp_path), "new"], ["request", "--runs", str(tmp_path), "new", new]):
+        code = cli.main(words)
+        endings.append((code, *capsys.readouterr()))
+    assert endings[0] == (64, "", f"hpclm {verb} RUN is now hpclm request RUN {new}\n{endings[1][2]}")
+    assert verb not in cli.VERBS and cli.main(["--help"]) == 0
+    assert not re.search(rf"^\w*\s+{verb} ", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
 def test_a_request_to_another_user_s_run_which_would_not_follow_it_is_refused(tmp_path, capsys):
     os.chown(make(tmp_path / "a", [attempt()], rows(5)), 12345, 12345)
-    assert cli.main(["stop", str(tmp_path / "a")]) == 64
+    assert cli.main(["request", str(tmp_path / "a"), "stop"]) == 64
     assert "belongs to user number 12345: a run follows no requests but its owner's" in capsys.readouterr().err
 
 
@@ -120,13 +133,13 @@ def test_several_runs_are_asked_before_any_is_waited_for(tmp_path, capsys):
 
     with ThreadPoolExecutor() as pool:
         complied = pool.submit(comply)
-        assert cli.main(["stop", "--runs", str(tmp_path), "*"]) == 0
+        assert cli.main(["request", "--runs", str(tmp_path), "*", "stop"]) == 0
         complied.result()
     assert capsys.readouterr().out.count("saved and ended; continue with: hpclm resume") == 2
 
 
 def test_a_request_to_a_run_that_dies_is_withdrawn_at_once(tmp_path):
-    code, said = asked(tmp_path, "save-now", runs=rows(5))
+    code, said = asked(tmp_path, "save", runs=rows(5))
     assert code == 1 and "has ended meanwhile: ended" in said
     assert "it was at step 5, and nothing is saved. The request was withdrawn" in said
 
@@ -136,5 +149,5 @@ def test_a_run_that_ends_with_all_saved_has_followed(tmp_path):
         checkpoint(run / "checkpoints" / "step-00000005")
         RunSummary(run).end("exited", "SIGTERM: saved at step 5, exiting", 85)
 
-    code, said = asked(tmp_path, "save-now", leave, runs=rows(5))
+    code, said = asked(tmp_path, "save", leave, runs=rows(5))
     assert code == 0 and "exited, SIGTERM: saved at step 5, exiting; saved at step 5" in said

@@ -48,7 +48,14 @@ def evil_run(folder_):
         "logs OUT --rank 3",
         "checkpoints OUT",
     ]
-    + ["checkpoints OUT --json", "cancel OUT", "stop OUT", "save-now OUT", "resume OUT", "config OUT/config.yaml"]
+    + [
+        "checkpoints OUT --json",
+        "cancel OUT",
+        "request OUT stop",
+        "request OUT save",
+        "resume OUT",
+        "config OUT/config.yaml",
+    ]
     + [
         "generate OUT --prompt x",
         "evaluate OUT",

@@ -1,7 +1,7 @@
 """``hpclm cancel``: have runs save and exit, and keep Slurm from starting them again."""
 
 from hpclm.launch import cancel
-from hpclm.parser import SEVERAL, Parser
+from hpclm.parser import SEVERAL, STOP_OR_CANCEL, Parser
 from hpclm.rundir import runs
 
 
@@ -20,6 +20,7 @@ def parser() -> Parser:
         prog="hpclm cancel",
         description="End runs: each finishes its current step, saves and exits, and Slurm does not start it again. 'hpclm "
         "resume' continues it.",
+        epilog=STOP_OR_CANCEL,
     )
     options.add_run(SEVERAL, nargs="+")
     options.add_wait("how long to wait for them to exit")

@@ -3,7 +3,7 @@
 from hpclm import __version__, cli
 from hpclm.completion import PREAMBLES, script
 from hpclm.config.documentation import topics
-from hpclm.parser import Parser
+from hpclm.parser import Parser, completed
 from hpclm.terminal import say
 
 
@@ -31,8 +31,8 @@ def _all_verbs() -> Parser:
     verbs = whole.add_subparsers()
     verbs.add_parser("help", help="show the options of a verb").add_argument("verb", choices=list(cli.VERBS))
     for verb, (_, text) in cli.VERBS.items():
-        parents = [_of_resume()] if verb == "resume" else [cli.parser(verb)]
-        verbs.add_parser(verb, help=text, parents=parents, add_help=False)
+        special = {"resume": _of_resume, "request": _of_request}.get(verb)
+        verbs.add_parser(verb, help=text, parents=[special() if special else cli.parser(verb)], add_help=False)
     return whole
 
 
@@ -42,3 +42,12 @@ def _of_resume() -> Parser:
     run.add_run()
     run.add_runs_folder()
     return Parser(parents=[run, cli.parser("submit")], add_help=False, conflict_handler="resolve", prog="hpclm resume")
+
+
+def _of_request() -> Parser:
+    """Runs, then what is requested: shells complete both in each place, since they do not know which run is the last."""
+    whole = Parser(prog="hpclm request")
+    completed(whole.add_argument("run", nargs="+"), "requests")
+    whole.add_runs_folder()
+    whole.add_wait("how long to wait for it")
+    return whole

@@ -263,7 +263,7 @@ def _submit(
         say(f"run directory  {run.out}\nlog            {job.log}")
         if (step := submissions.rollback(Path(run.out))) is not None:
             say(f"rolls back to  step {step} ({submissions.ROLLBACK})")
-        say(f"follow         hpclm logs -f {out}\nstop           hpclm cancel {out}\nresume         hpclm resume {out}")
+        say(f"follow         hpclm logs -f {out}\ncancel         hpclm cancel {out}\nresume         hpclm resume {out}")
         sys.stdout.flush()
     return code
 

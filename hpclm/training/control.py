@@ -344,7 +344,7 @@ class RunControl:
             self._save_pending = False
         if self.state.save and not self._save_pending:
             if not self.saver.settings.enabled:
-                log.warning("save-now: checkpoint.enabled=false, so nothing is saved")
+                log.warning("request to save: checkpoint.enabled=false, so nothing is saved")
             self.sync.remove("save-now")
 
     def exit(self, progress: Progress, validation: float | None, unmeasured: bool = False) -> int:

@@ -127,7 +127,7 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
             if leaving == "kill_switch"
             else "the same command"
         )
-        why = "(hpclm stop)" if leaving == "stop" else f"({leaving})"
+        why = "(hpclm request RUN stop)" if leaving == "stop" else f"({leaving})"
         return f"stopped at step {progress.step} {why}; {way} resumes it"
     if config.stop_at is not None and config.stop_at <= progress.step != length.steps:
         return f"stopped at step {progress.step} (stop_at); the same command without stop_at resumes it"

@@ -137,20 +137,20 @@ def test_stop_goes_before_a_signal_that_comes_with_it(tiny, tmp_path):
     (tmp_path / "run/stop").touch()
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0 and "(hpclm stop)" in errors and not (tmp_path / "run/stop").exists()
+    assert process.returncode == 0 and "(hpclm request RUN stop)" in errors and not (tmp_path / "run/stop").exists()
 
 
-def test_save_now_and_stop(tiny, tmp_path):
+def test_requests_to_save_and_to_stop(tiny, tmp_path):
     out = tmp_path / "run"
     process = begun(tiny("run", *LONG), out)
-    assert "saving" in hpclm("save-now", out, check=0).stdout
+    assert "saving" in hpclm("request", out, "save", check=0).stdout
     until(lambda: len(names(out)) == 1)
-    assert "saved and ended" in hpclm("stop", out, check=0).stdout
+    assert "saved and ended" in hpclm("request", out, "stop", check=0).stdout
     _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0 and "(hpclm stop); the same command resumes it" in errors
+    assert process.returncode == 0 and "(hpclm request RUN stop); the same command resumes it" in errors
     assert len(names(out)) == 2 and not (out / "stop").exists()
     assert "stopped" in hpclm("status", out).stdout
-    assert "is not training: stopped" in hpclm("stop", out, check=64).stderr
+    assert "is not training: stopped" in hpclm("request", out, "stop", check=64).stderr
 
 
 def test_an_order_is_a_file_of_the_owner_and_no_link(tmp_path):

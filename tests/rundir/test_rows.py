@@ -193,7 +193,7 @@ def test_no_command_ends_in_a_traceback_on_odd_files(tmp_path):
     )
     (out / "ends.jsonl").write_text("".join(line({"attempt": value}) for value in ODD))
     (out / "jobs.jsonl").write_text("".join(line({**GOOD["jobs.jsonl"], "nodes": value}) for value in ODD))
-    for words in (["status"], ["status", "--json"], ["logs"], ["cancel"], ["checkpoints"], ["resume"], ["save-now"]):
+    for words in (["status"], ["status", "--json"], ["logs"], ["cancel"], ["checkpoints"], ["resume"]):
         done = hpclm(*words, out)
         assert done.returncode in (0, 64) and "Traceback" not in done.stderr, (words, done.stderr)
 

@@ -113,7 +113,13 @@ def parser() -> Parser:
         help="writes P_text_document.bin, .idx and .json (text: the key)",
     )
     add("--overwrite", action="store_true", help="replace a dataset of that name")
-    add("--workers", type=int, default=1, metavar="N", help="encoding processes, one core each; default: 1")
+    add(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="encoding processes, no more than there are cores, once the text is seen to take long; default: 1",
+    )
 
     add = options.add_argument_group("Megatron's names").add_argument
     add("--tokenizer-type", choices=list(MEGATRON_TYPES), help="GPT2BPETokenizer is --tokenizer gpt2, and so on")

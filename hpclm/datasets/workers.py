@@ -29,16 +29,24 @@ from hpclm.node.python import safe_children
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 QUEUED = 3  # pieces of work for each worker at a time, including the current one
+ALONE = 4.0
+"""Seconds that this process works alone at first: about what workers take to start, so that little work is done sooner without them."""
 
 
 def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: int) -> Generator[Result, None, None]:
     """The results of ``function`` for each piece of work, in order, with a few pieces per worker in memory.
 
-    With ``workers`` 1 it runs in this process. HpclmError if a worker is killed; exceptions of ``function`` are raised here.
+    It runs in this process, and what is left after ``ALONE`` seconds in as many ``workers`` as there are cores for; of these more than
+    one. HpclmError if a worker is killed; exceptions of ``function`` are raised here.
     """
-    if workers == 1:
-        yield from map(function, work)
-        return
+    workers, began = min(workers, len(threads.noted_cores())), time.monotonic()
+    work = iter(work)
+    while workers == 1 or time.monotonic() - began < ALONE:
+        try:
+            piece = next(work)
+        except StopIteration:
+            return
+        yield function(piece)
     context = multiprocessing.get_context("spawn")
     with (
         temporary_folder() as folder,

@@ -16,7 +16,7 @@ from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets.encode import Job, encode, read_texts
 from hpclm.datasets.inputs import Input, InputChunk
 from hpclm.datasets.writer import Writer
-from tests.datasets.texts import COMMAND, content, documents, jsonl, preprocess, write
+from tests.datasets.texts import COMMAND, WITH_WORKERS, content, documents, jsonl, preprocess, write
 from tests.shared import shared
 
 BYTES = ["--output-prefix", "x", "--tokenizer", "bytes"]
@@ -86,7 +86,7 @@ REASONS = {"half a character": 1, "no key": 1, "not JSON": 2, "not UTF-8": 1, "n
 def test_unreadable_lines_are_skipped_counted_and_shown_on_request(workers):
     write(**{"a.jsonl": jsonl("one").encode() + BAD + jsonl("two").encode()})
     words = ["--input", "a.jsonl", *BYTES, "--on-error", "skip", "--workers", str(workers)]
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=True)
+    done = subprocess.run([*WITH_WORKERS, *words], capture_output=True, text=True, check=True)
     assert documents("x_text_document") == [["one"], ["two"]]
     assert sidecar("x_text_document")["bad"] == REASONS
     assert "7 unreadable lines skipped (half a character: 1, no key: 1, not JSON: 2" in done.stdout

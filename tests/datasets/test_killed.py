@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.datasets.texts import COMMAND, content
+from tests.datasets.texts import COMMAND, WITH_WORKERS, content
 from tests.runs import PATIENCE, until
 
 WORDS = ["--input", "a.txt", "--output-prefix", "x", "--tokenizer", "bytes"]
@@ -23,7 +23,7 @@ def original(tmp_path_factory):
     with (folder / "a.txt").open("w") as file:
         file.writelines(f"{i} {'word ' * 15}\n" for i in range(150_000))
     began = time.monotonic()
-    subprocess.run([*COMMAND, *WORDS, "--workers", "2"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*WITH_WORKERS, *WORDS, "--workers", "2"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
     return folder, time.monotonic() - began
 
 
@@ -35,7 +35,7 @@ def folder(original, tmp_path):
 
 def start(folder, *words):
     """A process in a new process group."""
-    command = [*COMMAND, *WORDS, "--workers", "2", *words]
+    command = [*WITH_WORKERS, *WORDS, "--workers", "2", *words]
     quiet = dict(stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     return subprocess.Popen(command, cwd=folder, start_new_session=True, **quiet)
 
@@ -149,7 +149,7 @@ def test_a_worker_killed_at_any_moment_never_leaves_it_waiting(seed, original, f
 @pytest.mark.parametrize("kilobytes", [1, 3000, *(pytest.param(n, marks=pytest.mark.whole) for n in (100, 20_000))])
 @pytest.mark.parametrize("words", [[], ["--workers", "2"]], ids=["alone", "workers"])
 def test_a_file_size_limit_is_an_error_with_a_message_that_leaves_nothing(kilobytes, words, folder):
-    limited = ["bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "bash", *COMMAND, *WORDS, *words]
+    limited = ["bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "bash", *WITH_WORKERS, *WORDS, *words]
     done = subprocess.run(limited, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("error: x_text_document") and done.stderr.endswith("; no dataset was written\n")

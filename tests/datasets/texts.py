@@ -9,6 +9,13 @@ from hpclm import cli
 from hpclm.data.indexed import IndexedDataset
 
 COMMAND = [sys.executable, "-m", "hpclm", "preprocess"]
+AT_ONCE = """import sys
+from hpclm import cli
+from hpclm.datasets import workers
+workers.ALONE = 0
+sys.exit(cli.main(["preprocess", *sys.argv[1:]]))"""
+WITH_WORKERS = [sys.executable, "-c", AT_ONCE]
+"""COMMAND, whose workers start at once, though the text is short."""
 
 
 def preprocess(*words):

@@ -13,7 +13,9 @@ case "${1-}" in
   *) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 say() { printf '\n== %s\n' "$*"; }
-quiet=(-qq --disable-pip-version-check --no-compile) # all is compiled at the end, on all cores
+quiet=(--disable-pip-version-check --no-compile) # all is compiled at the end, on all cores
+uv_quiet=()
+if [ ! -t 1 ]; then quiet+=(-qq) uv_quiet=(--quiet); fi # a terminal shows what is on its way
 
 python=${PYTHON:-python3}
 install() { # Debian packages, as root or through sudo
@@ -72,7 +74,7 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     say "PyTorch: the CPU build, since this machine has no NVIDIA GPU (about 200 MB)"
     # uv knows where PyTorch keeps its CPU builds; pip finds one only where it has been told to look
     "${pip[@]}" 'torch==2.13.0+cpu' 2>/dev/null || {
-      "${pip[@]}" uv && .venv/bin/uv pip install --quiet --python .venv/bin/python --torch-backend cpu 'torch>=2.11'
+      "${pip[@]}" uv && .venv/bin/uv pip install "${uv_quiet[@]}" --python .venv/bin/python --torch-backend cpu 'torch>=2.11'
     } || {
       say "PyTorch: no CPU build can be reached; taking the default one (some GB)"
       "${pip[@]}" 'torch>=2.11'
@@ -84,6 +86,7 @@ fi
 say "hpclm and what it needs${dev:+, and what its tests need}"
 extras=deepspeed,fairscale,mpi,plots,convert,text,completion # W&B, MLflow, Trackio and lm-eval bring dozens of packages: docs/python.md
 "${pip[@]}" --editable ".[${dev:+dev,}$extras]"
+say "compiling"
 .venv/bin/python -m compileall -qq -j 0 hpclm .venv/lib || true # a few files of libraries are for other Pythons
 printf '%s' "$wanted" > ".venv/ready${dev:+-dev}"
 say "environment: .venv is ready, $(.venv/bin/hpclm --version)"

@@ -1,5 +1,6 @@
 """Load a trained model from its run directory, for evaluation and generation."""
 
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Execution, Stack
 from hpclm.node import environment, hardware
 from hpclm.parallel.mesh import Compute
+
+log = logging.getLogger(__name__)
 
 
 class TrainedModel(Protocol):
@@ -51,7 +54,10 @@ def place(config: TrainedModel) -> Compute:
         environment.for_code_that_may_compile()
     device = hardware.device(config.engine, 0)
     hardware.set_matmul(device)
-    return Compute(device, hardware.compute_type(config.engine, device))
+    dtype = hardware.compute_type(config.engine, device)
+    if slow := hardware.slow_type(device, dtype):
+        log.warning("%s", slow)
+    return Compute(device, dtype)
 
 
 def load_model(

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,8 @@ from hpclm.node.gpus import named
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {kind: name for name, kind in TYPES.items()}
+SLOW = 3.0
+"""A 16-bit type in which products take this many times as long as in fp32 is worth a warning."""
 
 
 def device(
@@ -114,6 +117,31 @@ def _product_error(size: int = 256) -> float:
     a, b = (torch.randn(size, size, generator=draw) for _ in range(2))
     truth = a.double() @ b.double()
     return float(((a @ b).double() - truth).norm() / truth.norm())
+
+
+def slow_type(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What to say of a 16-bit type in which products are much slower than in fp32; None if they are not.
+
+    Few CPUs have instructions for fp16, and some have none for bf16; what PyTorch does instead takes 10 to 40 times as long as fp32.
+    """
+    if device.type != "cpu" or dtype == torch.float32:
+        return None
+    times = _product_seconds(dtype) / _product_seconds(torch.float32)
+    if times < SLOW:
+        return None
+    return (
+        f"this CPU takes {times:.0f} times as long for products in {NAMES[dtype]} as in fp32; set engine.precision=fp32"
+    )
+
+
+def _product_seconds(dtype: torch.dtype, size: int = 192) -> float:
+    """Seconds of one product, the fastest of three."""
+    a, seconds = torch.ones(size, size, dtype=dtype), []
+    for _ in range(4):
+        began = time.perf_counter()
+        a @ a
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

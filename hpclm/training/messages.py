@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 def device(device: torch.device, dtype: torch.dtype, products: str) -> None:
     """Log what the run computes on, and in which types; ``products``: how fp32 products run."""
     logger.info("%s, %s; fp32 matmuls: %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
+    if slow := hardware.slow_type(device, dtype):
+        logger.warning("%s", slow)
     main, noted, computing = os.sched_getaffinity(os.getpid()), threads.noted_cores(), threads.computing_cores()
     omp_threads = torch.get_num_threads()
     if main != noted:

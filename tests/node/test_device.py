@@ -80,3 +80,17 @@ def test_fewer_gpus_than_processes_are_refused(gpus, visible, said):
 )
 def test_the_peak_is_that_of_the_exact_model(name, peak):
     assert getattr(gpus.named(name), "peak", None) == peak
+
+
+@pytest.mark.parametrize("seconds, said", [(0.012, "this CPU takes 12 times as long"), (0.002, None), (0.0005, None)])
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_a_type_for_which_a_cpu_has_no_instructions_is_named_with_what_to_set(kind, seconds, said, monkeypatch):
+    times = {torch.float32: 0.001, hardware.TYPES[kind]: seconds}
+    monkeypatch.setattr(hardware, "_product_seconds", lambda dtype: times[dtype])
+    slow = hardware.slow_type(torch.device("cpu"), hardware.TYPES[kind])
+    assert slow is None if said is None else said in slow and kind in slow and "engine.precision=fp32" in slow
+
+
+def test_products_in_every_type_can_be_measured_here():
+    assert hardware.slow_type(torch.device("cpu"), torch.float32) is None
+    assert all(hardware._product_seconds(kind) > 0 for kind in hardware.TYPES.values())

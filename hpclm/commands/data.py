@@ -43,7 +43,11 @@ def verify(args: argparse.Namespace) -> None:
     from hpclm.data.indexed import IndexedDataset
     from hpclm.datasets.verify import described, verify
 
-    _for_each(args.prefix, lambda name: described(verify(IndexedDataset(name), args.vocab_size)))
+    def verified(name: str) -> str:
+        dataset = IndexedDataset(name)
+        return described(dataset, verify(dataset, args.vocab_size))
+
+    _for_each(args.prefix, verified)
 
 
 def hash(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import NEED_EOD, Samples
 from hpclm.data.splits import DatasetSlice, SampleSettings, Split
 from hpclm.errors import ConfigError
+from hpclm.files import typed
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
@@ -87,8 +88,9 @@ class Corpus:
             )
         if unknown:
             names = ", ".join(unknown[:3]) + f" and {len(unknown) - 3} more" * (len(unknown) > 3)
+            command = f"hpclm data hash {' '.join(map(typed, unknown))}"
             said.append(
-                f"data: lengths and index of {names} are valid; their tokens cannot be verified without hashes: hpclm data hash adds them"
+                f"data: lengths and index of {names} are valid; their tokens cannot be verified without hashes; to add them: {command}"
             )
         return said
 

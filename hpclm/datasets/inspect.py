@@ -14,7 +14,7 @@ from hpclm.data.content import noted
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets.verify import check_index
 from hpclm.errors import ConfigError, unwritten
-from hpclm.files import write_bytes
+from hpclm.files import typed, write_bytes
 from hpclm.terminal import many
 
 SHOWN = 300  # characters of a document
@@ -68,7 +68,7 @@ def as_text(report: dict[str, Any]) -> str:
         "tokenizer": tokenizers.describe(report["tokenizer"]) if report["tokenizer"] else "unknown",
         "": report["tokenizer_missing"] or "",
         "an answer ends with": _ends(report["chat"]),
-        "content hash": report["content"] or "none; hpclm data hash adds one",
+        "content hash": report["content"] or f"none; to add one: hpclm data hash {typed(report['prefix'])}",
         "tokens in a document": _line(report["document_lengths"]),
     }
     if report["sequence_lengths"] != report["document_lengths"]:

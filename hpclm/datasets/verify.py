@@ -11,7 +11,7 @@ from hpclm.data.content import KEY, DatasetContent, index_damaged, noted
 from hpclm.data.indexed import IndexedDataset, files, sidecar, whereabouts
 from hpclm.datasets.hashing import TokenReader
 from hpclm.errors import ConfigError, unwritten
-from hpclm.files import write_text
+from hpclm.files import typed, write_text
 from hpclm.terminal import many
 
 
@@ -55,15 +55,16 @@ def add_hashes(dataset: IndexedDataset, overwrite: bool = False) -> tuple[Datase
     return content, True
 
 
-def described(result: dict[str, Any]) -> str:
-    """What ``verify`` has found, in a sentence."""
+def described(dataset: IndexedDataset, result: dict[str, Any]) -> str:
+    """What ``verify`` has found in ``dataset``, in a sentence."""
     below = f", all below {result['vocab_size']:,}" if result["vocab_size"] is not None else ""
     highest = "" if result["highest_token"] is None else f", the highest {result['highest_token']:,}"
     hashed = f"when hpclm data hash recorded it at {result['content_added']}" if result["content_added"] else "written"
     content = (
         f"the content is as it was {hashed} (hash {result['content'][:8]}…)"
         if result["content"]
-        else "it has no content hash, so tokens that were changed into others are not detected: hpclm data hash adds one"
+        else "it has no content hash, so tokens that were changed into others are not detected; to add one: hpclm data hash "
+        + typed(dataset.prefix)
     )
     return (
         f"verified: {many(result['sequences'], 'sequence')} in {many(result['documents'], 'document')}, "

@@ -87,8 +87,12 @@ def detail(status: RunStatus) -> Iterator[str]:
     elif status.name == "cancelled":
         yield f"{'next':<12}hpclm resume {out}"
     elif status.name in ("exited", "ended", "failed", "stopped"):
-        change = " key=value" if status.run.summary.get("code") == DivergedError.exit_code else ""
-        yield f"{'next':<12}hpclm logs {out} · hpclm resume {out}{change}"
+        change = " stop_at=null" if "(stop_at)" in status.ending else ""
+        diverged = status.run.summary.get("code") == DivergedError.exit_code
+        then = "it ends with what to change" if diverged else f"hpclm resume {out}{change}"
+        yield f"{'next':<12}hpclm logs {out} · {then}"
+    elif status.name == "done":
+        yield f"{'next':<12}hpclm report {out}"
 
 
 def _more(status: RunStatus) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,9 @@ from hpclm.checkpoint import Progress
 from hpclm.config import BudgetConfig, ModelConfig, Plan, RunConfig, no_effect
 from hpclm.config.length import inside_warmup
 from hpclm.config.plan import Length
+from hpclm.data import tokenizers
 from hpclm.distributed.context import DistributedContext
+from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.model.attention import backend as attention_backend
 from hpclm.node import apex, hardware, threads
@@ -134,6 +136,14 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
     if config.stop_at is not None and config.stop_at <= progress.step != length.steps:
         return f"stopped at step {progress.step} (stop_at); the same command without stop_at resumes it"
     out = files.typed(Path(config.out))
-    usable = config.data.source == "indexed" and config.checkpoint.enabled
-    generate = f" · hpclm generate {out} --prompt ..." if usable else ""
+    generate = f" · hpclm generate {out} --prompt ..." if config.checkpoint.enabled and _reads_text(config) else ""
     return f"done at step {progress.step}, {progress.samples:,} samples; next: hpclm report {out}{generate}"
+
+
+def _reads_text(config: RunConfig) -> bool:
+    """Whether the tokenizer of the run's data is known and there."""
+    try:
+        tokenizers.check_of_run(config.data)
+    except ConfigError:
+        return False
+    return True

@@ -37,32 +37,41 @@ Row = tuple[str, Any]
 
 
 def written(
-    checkpoint: RunCheckpoint, name: str, architecture: str, own_code: bool, tokenizer: bool, dtype: str
+    checkpoint: RunCheckpoint, target: Path, architecture: str, own_code: bool, tokenizer: bool, dtype: str
 ) -> str:
-    """The card of an export called ``name``, with weights of ``dtype``; ``own_code``: its class comes with it, ``tokenizer``: so does its
+    """The card of an export to ``target``, with weights of ``dtype``; ``own_code``: its class comes with it, ``tokenizer``: so does its
     tokenizer.
 
-    Folders of this machine are not named.
+    Folders of this machine are not named, but those between the current one and ``target``, for the code is typed here first.
     """
     config = checkpoint.config
     size = count.parameters(replace(config.model, vocab_multiple=1))  # the padding of the vocabulary is not exported
     about = f"A language model ({architecture}) of {size:,} parameters, exported by hpclm {__version__} from step {checkpoint.step:,}."
-    use = _use(name, own_code, tokenizer, tokenizer and checkpoint.chat is not None)
+    chat, tokens = tokenizer and checkpoint.chat is not None, min(20, config.model.context // 2)
+    use = _use(_seen_from_here(target), own_code, tokenizer, chat, tokens)
     parts = [HEAD, f"# {_line(checkpoint.run.absolute().name)}", about, "## Use", use]
     parts += ["## Results", _table(_results(checkpoint)), "## Data and settings", _table(_settings(checkpoint, dtype))]
     return "\n\n".join(parts) + "\n"
 
 
-def _use(name: str, own_code: bool, tokenizer: bool, chat: bool) -> str:
+def _seen_from_here(target: Path) -> str:
+    """The path of ``target`` from the current folder, or its name if it is elsewhere."""
+    target, here = target.absolute(), Path.cwd()
+    return str(target.relative_to(here) if target.is_relative_to(here) else target.name)
+
+
+def _use(path: str, own_code: bool, tokenizer: bool, chat: bool, tokens: int) -> str:
     more = ", trust_remote_code=True" if own_code else ""
-    lines = ["Read `modeling_hpclm.py` before you load it: it is run.", ""] if own_code else []
+    where = f"`{_line(path)}` is this folder, from where it was made; give the path to it from where Python runs."
+    lines = [where, ""]
+    lines += ["Read `modeling_hpclm.py` before you load it: it is run.", ""] if own_code else []
     lines += ["```python", "from transformers import AutoModelForCausalLM" + ", AutoTokenizer" * tokenizer, ""]
-    lines += [f"model = AutoModelForCausalLM.from_pretrained({name!r}{more})"]
+    lines += [f"model = AutoModelForCausalLM.from_pretrained({path!r}{more})"]
     if tokenizer:
         lines += [
-            f"tokenizer = AutoTokenizer.from_pretrained({name!r})",
+            f"tokenizer = AutoTokenizer.from_pretrained({path!r})",
             *(ASKED if chat else CONTINUED),
-            "print(tokenizer.decode(model.generate(**ids, max_new_tokens=20)[0]))",
+            f"print(tokenizer.decode(model.generate(**ids, max_new_tokens={tokens})[0]))",
         ]
     without = [] if tokenizer else ["", "The run's tokenizer has no Hugging Face form, so none is here."]
     return "\n".join([*lines, "```", *without])

@@ -71,9 +71,7 @@ def export_run(
         if text is not None:
             tokenizer.write(staging_dir, text, paths, config.context)
         has_tokenizer = (staging_dir / "tokenizer_config.json").is_file()
-        readme = card.written(
-            checkpoint, target.name, family.architecture, family is custom.FAMILY, has_tokenizer, dtype
-        )
+        readme = card.written(checkpoint, target, family.architecture, family is custom.FAMILY, has_tokenizer, dtype)
         (staging_dir / "README.md").write_text(readme, encoding="utf-8")
     return family.architecture
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from hpclm import paths
 from hpclm.node import secrets
+from hpclm.registry import hint
 from hpclm.terminal import line, say
 
 ONE = "run directory, or its name below --runs"
@@ -17,6 +18,8 @@ SEVERAL = "run directories, their names below --runs, or patterns of these: 'swe
 USAGE = 4  # lines of a usage that are shown with an error
 STARTS_JOBS = ("hpclm submit", "hpclm resume", "hpclm train")
 """Verbs whose users may think of sbatch's options."""
+DESCRIBES_RUN = (*STARTS_JOBS, "hpclm planner", "hpclm config", "hpclm demo")
+"""Verbs whose users may think of other projects' options."""
 STEP = ("--step", "--at-step", "--ckpt-step", "--checkpoint-step", "--load-step")
 NEWEST = "the newest checkpoint is read; hpclm convert reads another one, by its folder: RUN/checkpoints/step-…"
 OF_STEP = {
@@ -25,6 +28,34 @@ OF_STEP = {
     "hpclm convert": "give the folder of the checkpoint instead of the run's: RUN/checkpoints/step-…",
 }
 """What to do instead of naming the step of a checkpoint, by verb."""
+OF_SUBMIT = (
+    *(
+        "--nodes",
+        "--gpus",
+        "--time",
+        "--partition",
+        "--account",
+        "--qos",
+        "--constraint",
+        "--exclude",
+        "--nodelist",
+        "--mem",
+    ),
+    *(
+        "--cpus-per-task",
+        "--job-name",
+        "--dependency",
+        "--template",
+        "--cluster",
+        "--hostfile",
+        "--sbatch",
+        "--exclude-bad",
+    ),
+    *("--dry-run", "--interactive", "--debug", "--pdb", "--again", "--ranks", "--sweep"),
+)
+"""Options of ``hpclm submit`` that ``hpclm train`` does not have."""
+SETTINGS_FILE = ("--config", "--config-file", "--config_file", "--cfg", "--preset", "--settings", "--yaml")
+"""Options by which other programs take a settings file."""
 ALIASES = {
     **dict.fromkeys(STEP, ("--from",)),
     **dict.fromkeys(("--input", "--file"), ("--text", "--prompts")),
@@ -79,26 +110,41 @@ class Parser(argparse.ArgumentParser):
         values may be secrets."""
         if message.startswith("unrecog"):
             message = self._unrecognized(message.partition(": ")[2].split())
+        elif message.startswith("the following arguments are required") and (unknown := self._unknown_options()):
+            message = self._unrecognized(unknown)
+        elif choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            near = hint(choice[1], re.findall(r"[^\s',]+", choice[2]))
+            message += f".{near}" if near else ""
         if self.format_usage().count("\n") <= USAGE:
             super().error(message)
         say(f"usage: {self.prog} --help shows all options", file=sys.stderr)
         self.exit(2, f"{self.prog}: error: {message}")
 
+    def _unknown_options(self) -> list[str]:
+        """Options that the verb does not have; argparse complains of missing arguments before them."""
+        options = set(re.findall(r"(?<![\w-])--[\w-]+", self.format_help()))
+        return [word for word in self.given if word.startswith("--") and word.partition("=")[0] not in {*options, "--"}]
+
     def _unrecognized(self, unknown: Sequence[str]) -> str:
         options = [word for word in self.given if word.startswith("-") and word in unknown] or unknown
-        hints, settings = [], []
+        hints, settings, of_others = [], [], False
         for word in options:
             option, sign, value = word.partition("=")
             value = value if sign else self._after(word)
             meant = self._meant(option, value)
+            of_others = of_others or (self.prog in DESCRIBES_RUN and _is_of_another_project(option))
             if meant is not None:
                 hints += [meant] if meant else []
             elif self.takes_settings and (setting := _setting(option, value or "...")):
                 settings.append(setting)
-            elif self.takes_settings and secrets.is_secret(option):
+            elif self.takes_settings and secrets.is_secret(option.lstrip("-")):
                 hints.append(f"export {option.lstrip('-').replace('-', '_').upper()} where you start or submit the run")
         if settings:
             hints.append(f"settings are written without dashes, as key=value: {' '.join(settings)}")
+        if of_others or (self.prog in STARTS_JOBS and not (hints or settings)):
+            from hpclm.config.migrating import SEE
+
+            hints.append(SEE)
         names = " ".join(word.partition("=")[0] for word in options)
         return "; ".join([f"unrecognized arguments: {names}", *hints])
 
@@ -118,14 +164,21 @@ class Parser(argparse.ArgumentParser):
         if same := [name for name in ALIASES.get(option, ()) if name in options]:
             return f"did you mean {' '.join([same[0], *([value] if value else [])])}?"
         if self.takes_settings:
-            from hpclm.config.hints import OTHER_NAMES, is_reason, sbatch_option
+            from hpclm.config.hints import is_reason, of_another_project, sbatch_option
 
             if option in STEP or (option == "--steps" and self.prog in OF_STEP):
                 return f"{option}: {OF_STEP[self.prog]}" if self.prog in OF_STEP else ""
+            if option in SETTINGS_FILE and self.prog in DESCRIBES_RUN:
+                return f"the settings file is given by itself: {self.prog} {value or 'FILE'}"
+            if option in OF_SUBMIT and self.prog == "hpclm train":
+                return f"{option}: it is an option of hpclm submit; hpclm train starts no job"
             of_job = sbatch_option(option, value) if self.prog in STARTS_JOBS else None
-            reason = of_job or OTHER_NAMES.get(option[2:].replace("-", "_"), "")
+            of_others = of_another_project(_as_name(option)) if self.prog in DESCRIBES_RUN else None
+            reason = of_job or of_others or ""
             if is_reason(reason):
                 return f"{option}: {reason}"
+            if of_others and not of_others.startswith("job."):
+                return None
         near = [name for name in options if option.endswith(name[1:])] or get_close_matches(
             option, options, n=1, cutoff=0.85
         )
@@ -145,14 +198,27 @@ def step(text: str) -> int:
     return int(text)
 
 
+def _as_name(option: str) -> str:
+    """``--tensor-model-parallel-size`` as tables have it."""
+    return option[2:].replace("-", "_").lower()
+
+
+def _is_of_another_project(option: str) -> bool:
+    from hpclm.config.hints import of_another_project
+
+    return of_another_project(_as_name(option)) is not None
+
+
 def _setting(option: str, value: str) -> str | None:
     """``--optim.lr``, or its name in another project, as key=value; without a value that may be a secret."""
     from hpclm.config import fields, hints
 
     name, keys = option[2:].replace("-", "_"), fields.keys()
     key = name if name in keys else hints.meant(name, keys)
-    if key and hints.is_reason(key):
+    if key is None or hints.is_reason(key):
         return None
     if secrets.is_secret(name) and not re.fullmatch(r"[\d.e+-]+", value):
         value = "..."
-    return key and (key if "=" in key else f"{key}={value}")
+    if "=" in key:
+        return hints.with_value(key, name.lower(), value)
+    return f"{key}={fields.as_typed_list(key, value)}"

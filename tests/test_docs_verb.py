@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hpclm import cli, parser, shipped
-from hpclm.config import documentation, fields
+from hpclm.config import documentation, fields, search
 from tests.runs import exit_code
 
 
@@ -41,19 +41,59 @@ def test_a_setting_and_a_section_are_explained_as_in_the_reference(capsys):
     "topic, said",
     [
         ("relibility", "Did you mean 'reliability'?"),
-        ("learning_rate", "Here it is optim.lr."),
-        ("optim.lrr", "Here it is optim.lr."),
-        ("status", "hpclm help status shows the options"),
-        ("xyzzy", "hpclm docs lists the pages.\n"),
+        ("optim.lrr", "Did you mean 'optim.lr'?"),
+        ("xyzzy", "no page or setting has 'xyzzy'; hpclm docs lists the pages.\n"),
     ],
 )
 def test_an_unknown_topic_gets_a_suggestion(topic, said, capsys):
     assert said in shown(capsys, "docs", topic, code=64)
 
 
-def test_another_text_names_the_pages_that_have_it(capsys):
-    [_, named] = shown(capsys, "docs", "oom", code=64).split("pages with this text: ")
-    assert "troubleshooting" in named and "data" not in named  # which has "room"
+FOUND = {
+    # words: the pages that come first, and a line that is shown
+    ("oom",): (["troubleshooting"], "`out of memory` (93), OOM | use a setting"),
+    ("deepspeed", "json"): (["migrating"], "A DeepSpeed JSON"),
+    ("deepspeed json",): (["migrating"], "A DeepSpeed JSON"),
+    ("silent", "corruption"): (["reliability"], "Silent corruption"),
+    ("tokenizers",): (["data"], "Tokenizers"),
+    ("wandb",): (["sinks"], "pip install 'hpclm[wandb]'"),
+    ("检查点",): (["tutorial.zh"], "检查点"),
+    ("learning_rate",): ([], "learning_rate is here: optim.lr"),
+    ("status",): (["commands"], "hpclm help status shows the options of this verb."),
+    ("momentum",): (
+        ["settings"],
+        "settings (hpclm docs optim.momentum explains it)\n    optim.momentum  Muon's momentum.",
+    ),
+}
+
+
+@pytest.mark.parametrize("words", FOUND, ids=" ".join)
+def test_words_are_found_in_pages_the_best_first(words, capsys):
+    pages, line = FOUND[words]
+    text = shown(capsys, "docs", *words)
+    assert line in text and max(map(len, text.splitlines())) <= 220
+    listed = re.findall(r"^(\S+): .*; hpclm docs (\S+)\)$", text, re.MULTILINE)
+    assert all(name == opens for name, opens in listed) and [name for name, _ in listed][: len(pages)] == pages
+    for name, _ in listed[:1]:
+        assert shown(capsys, "docs", name) == shipped.pages()[name].read_text()
+
+
+def test_words_are_weighed_title_then_headings_then_text(tmp_path):
+    texts = {
+        "text": "# A\n" + "save save save\n",
+        "heading": "# B\n## To save\nx\n",
+        "title": "# Save\nx\n",
+        "part": "# C\nunsaved\n",  # no word begins like it
+        "both": "# D\n```\n# no heading: save now\n```\n",
+    }
+    pages = {}
+    for name, text in texts.items():
+        pages[name] = tmp_path / name
+        pages[name].write_text(text)
+    assert [place.page for place in search.places(["save"], pages)] == ["title", "heading", "text", "both"]
+    [both] = search.places(["save", "now"], pages)
+    assert (both.page, both.heading, both.line) == ("both", "", "no heading: save now")
+    assert search.places(["nothing"], pages) == []
 
 
 def test_help_is_the_same_as_the_option(capsys):

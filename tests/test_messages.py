@@ -5,7 +5,8 @@ import re
 import pytest
 
 import hpclm
-from hpclm import cli
+from hpclm import cli, config, parser
+from hpclm.config import fields, hints, migrating
 from hpclm.errors import ConfigError
 from tests.runs import exit_code
 
@@ -62,7 +63,30 @@ MISTAKES = {
     ("submit", "--sbatch", "hetjob"): "a run is trained by one job; its nodes must be alike",
     # verbs
     ("trian", "debug"): "Did you mean 'train'?",
-    ("ls",): "unknown verb 'ls'; choose one of",
+    ("xyzzy",): "unknown verb 'xyzzy'; choose one of",
+    ("ls",): "there is no hpclm ls; use hpclm status\n",
+    ("preflight",): "there is no hpclm preflight: every run begins with it; hpclm doctor checks a machine without a run\n",
+    ("Eval", "runs/x"): "there is no hpclm Eval; use hpclm evaluate RUN\n",
+    ("small", "optim.lr=1"): "small is no verb; to train with it: hpclm train small\n",
+    ("optim.lr=1",): "optim.lr=1 is no verb; to train with it: hpclm train optim.lr=1\n",
+    ("--dry-run", "submit", "small"): "the verb comes first: hpclm submit --dry-run\n",
+    ("data", "verfy", "x"): "invalid choice: 'verfy' (choose from", ("data", "vrify", "x"): ". Did you mean 'verify'?\n",
+    ("convert", "a", "b", "--dtype", "bf61"): ". Did you mean 'bf16'?\n",
+    # options of other verbs
+    ("train", "small", "--nodes", "2"): "--nodes: it is an option of hpclm submit; hpclm train starts no job",
+    ("train", "--config", "small"): "the settings file is given by itself: hpclm train small\n",
+    ("train", "--fp16"): "settings are written without dashes, as key=value: engine.precision=fp16; hpclm docs migrating",
+    # options of other projects
+    ("train", "small", "--deepspeed", "ds.json"): "--deepspeed: engine.name=deepspeed, and a setting for each key of the JSON; hpclm docs migrating",
+    ("train", "small", "deepspeed_config=ds.json"): "unknown setting deepspeed_config: engine.name=deepspeed, and a setting for each key of "
+    "the JSON; hpclm docs migrating lists other projects' options (command line)\n",
+    ("submit", "small", "--max-tokens", "4096"): "batch.micro_size, in samples of model.context tokens",
+    ("train", "small", "--adam-betas", "(0.9, 0.98)"): "as key=value: optim.betas=[0.9,0.98]; hpclm docs migrating",
+    ("train", "small", "--report_to", "wandb"): "as key=value: log.sinks=[wandb]; hpclm docs migrating",
+    ("train", "small", "--normalization", "LayerNorm"): "as key=value: model.norm=...; hpclm docs migrating",
+    ("train", "small", "--expert-model-parallel-size", "2"): "hpclm does not support mixture of experts; hpclm docs migrating",
+    ("train", "small", "--load", "x"): "a run resumes from its newest good checkpoint by itself; hpclm docs migrating",
+    ("train", "small", "--no-such"): "unrecognized arguments: --no-such; hpclm docs migrating lists other projects' options\n",
     # values
     ("train", "debug", "job.modules=cuda/12.4"): "must be a list of text: job.modules=[cuda/12.4]",
     ("train", "debug", "budget.tokens=1B"): "must be a whole number or null: 1000000000, or 1e9",
@@ -90,10 +114,47 @@ def test_a_mistake_is_answered_with_what_to_write(words, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     code = exit_code([*words])
     said = capsys.readouterr()
-    assert code == (64 if said.err.startswith("error: ") and "unknown verb" not in said.err else 2)
+    assert code == (64 if said.err.startswith("error: ") and words[0] in cli.VERBS else 2)
     assert MISTAKES[words] in said.err and said.out == "", said.err
     assert not re.search("hunter2|[\x1b\u202e]", said.err)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("verb", ["train", "submit"])
+def test_every_option_of_the_page_on_other_projects_is_answered_with_what_the_page_says(verb, capsys):
+    rows = migrating.replacements()
+    assert len(rows) > 150
+    for name, row in rows.items():
+        if row.here == "options of hpclm submit":
+            continue
+        assert exit_code([verb, "small", f"--{name.replace('_', '-')}", row.example or "7"]) == 2
+        said = capsys.readouterr().err
+        meant = hints.of_another_project(name)
+        assert (meant in said or said.count(f"{meant}=")) and "hpclm docs migrating" in said, name
+        for setting in re.findall(
+            r"\b(?:model|data|batch|budget|optim|scaler|parallel|engine|evaluate|checkpoint|log|job)\.\w+", row.here
+        ):
+            assert fields.type_of(setting) is not None, f"{name}: {row.here}"
+        if re.fullmatch(r"\w+\.\w+=\S+", row.here):
+            config.load(None, [row.here])
+
+
+def test_what_hpclm_train_says_of_options_of_submit_is_true():
+    usages = {verb: cli.parser(verb).format_help() for verb in ("train", "submit")}
+    assert [option for option in parser.OF_SUBMIT if not re.search(rf"{option}\b", usages["submit"])] == []
+
+
+@pytest.mark.parametrize("word", cli.ELSEWHERE)
+def test_what_stands_for_a_word_that_is_no_verb_exists(word, capsys):
+    assert word not in cli.VERBS and word not in cli.RENAMED
+    said = cli.ELSEWHERE[word]
+    for verb, option in re.findall(r"hpclm ([a-z][a-z-]*)(?: RUN| PRESET| …| FOLDER)* ?(--[a-z-]+)?", said):
+        if verb in ("loads", "sends"):
+            continue
+        assert verb in (*cli.VERBS, "help") and (not option or option in cli.parser(verb).format_help()), said
+    for setting in re.findall(r"\b(?:data|log|profile|checkpoint)\.\w+", said):
+        assert fields.type_of(setting) is not None, said
+    assert cli.main([word]) == 2 and said in capsys.readouterr().err
 
 
 def test_a_prefix_of_a_dataset_may_be_typed_with_its_ending_and_that_is_what_the_answer_says(

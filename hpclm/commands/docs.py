@@ -12,7 +12,7 @@ from hpclm.terminal import say
 
 def main(argv: list[str]) -> int:
     """``hpclm docs``."""
-    text = text_on(parser().parse_args(argv).topic, cli.VERBS)
+    text = text_on(parser().parse_args(argv).topics, cli.VERBS)
     if sys.stdout.isatty() and text.count("\n") >= shutil.get_terminal_size().lines:
         pydoc.pager(terminal.plain(text))
     else:
@@ -24,8 +24,9 @@ def parser() -> Parser:
     """The parser of ``hpclm docs``."""
     options = Parser(
         prog="hpclm docs",
-        description="Show a page of the documentation, or what a setting is. Without TOPIC, list the pages.",
+        description="Show a page of the documentation, what a setting is, or which pages have some words, the best first. Without "
+        "TOPIC, list the pages.",
     )
-    topic = "a page (reliability), a setting (optim.lr) or a section of settings (optim., log)"
-    completed(options.add_argument("topic", nargs="?", metavar="TOPIC", help=topic), "topics")
+    topic = "a page (reliability), a setting (optim.lr), a section of settings (optim., log), or any words (loss scale)"
+    completed(options.add_argument("topics", nargs="*", metavar="TOPIC", help=topic), "topics")
     return options

@@ -4,20 +4,20 @@ import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from hpclm import files, shipped, terminal
-from hpclm.config import RunConfig, compose, hints
+from hpclm.config import RunConfig, compose, hints, search
 from hpclm.config.fields import as_yaml, docs, keys, required, split_key, type_text
 from hpclm.config.run_file import RENAMED
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
 
 WIDTH = 100  # columns of an explanation, at most
-NAMED_PAGES = 5  # at most, for a text that several have
+SETTINGS = 8  # settings with a word in their names that are shown
 REFERENCE_HEAD = """# All settings
 
 Each setting is shown with its default, as on a command line, then with its alternatives; a settings file has
@@ -118,33 +118,64 @@ def _pages() -> dict[str, Path]:
     return {name: path for name, path in shipped.pages().items() if not name.startswith("index")}
 
 
-def text_on(topic: str | None, verbs: Collection[str]) -> str:
-    """A page, the explanation of a setting or a section, or the list of pages; ConfigError if there is nothing on ``topic``.
+def text_on(topics: Sequence[str], verbs: Collection[str]) -> str:
+    """A page, the explanation of a setting or a section, where words occur, or without ``topics`` the list of pages; ConfigError if
+    there is nothing on them.
 
     ``verbs``: words that are verbs, which have no page.
     """
-    pages, topic = _pages(), RENAMED.get(topic or "", topic)
-    if topic is None:
+    pages = _pages()
+    if not topics:
         titles = [(name, files.read_text(path).partition("\n")[0].lstrip("# ")) for name, path in pages.items()]
         sections = ", ".join(field.name for field in fields(RunConfig) if is_dataclass(field.type))
         more = f"hpclm docs SECTION. explains the settings of a section, hpclm docs optim.lr one. Sections: {sections}."
         return "\n".join([*terminal.columns(titles), "", textwrap.fill(more, WIDTH), ""])
-    name = topic.removeprefix("docs/").partition("#")[0].removesuffix(".md").lower()
-    if page := next((path for title, path in pages.items() if name in (title, title.rpartition("/")[2])), None):
-        return files.read_text(page)
-    key = topic.partition("=")[0]
-    if explained := list(_explained(key)):
-        return "\n\n".join(explained) + "\n"
-    if topic in verbs:
-        raise ConfigError(f"no page is called {topic!r}; hpclm help {topic} shows the options of this verb")
-    text = re.compile(rf"(?<![a-z]){re.escape(topic)}", re.IGNORECASE)
-    counts = {page: len(text.findall(files.read_text(path))) for page, path in pages.items()}
-    frequent = sorted(filter(counts.get, counts), key=counts.__getitem__, reverse=True)[:NAMED_PAGES]
-    near, meant = "" if frequent else hint(name, pages), hints.meant(key, keys())
-    if meant and not near:
-        near = f" {meant}" if hints.is_reason(meant) else f" Here it is {meant.partition('=')[0]}."
-    where = f"pages with this text: {', '.join(frequent)}" if frequent else "hpclm docs lists the pages"
-    raise ConfigError(f"no page or setting is called {topic!r}; {where}.{near}")
+    words = [word for topic in topics for word in topic.split()] or [""]
+    topic = RENAMED.get(words[0], words[0])
+    if len(words) == 1:
+        name = topic.removeprefix("docs/").partition("#")[0].removesuffix(".md").lower()
+        if page := next((path for title, path in pages.items() if name in (title, title.rpartition("/")[2])), None):
+            return files.read_text(page)
+        if explained := list(_explained(topic.partition("=")[0])):
+            return "\n\n".join(explained) + "\n"
+    heads = [f"hpclm help {word} shows the options of this verb." for word in words if word in verbs]
+    heads += [f"{word} is here: {meant}" for word in words if (meant := hints.of_another_project(_as_name(word)))]
+    if results := [*heads, *_of_settings(words), *_of_pages(words, pages)]:
+        return "\n".join([*results, ""])
+    meant = hints.meant(topic.partition("=")[0], keys())
+    near = hint(words[0], [*pages, *([meant] if meant else [])])
+    raise ConfigError(
+        f"no page or setting has {' '.join(words)!r}; hpclm docs lists the pages.{near or f' {meant}' * bool(meant)}"
+    )
+
+
+def _as_name(word: str) -> str:
+    return re.sub("[-.]", "_", word.lstrip("-").lower())
+
+
+def _of_settings(words: Sequence[str]) -> list[str]:
+    """Lines about the settings that have all ``words`` in their names."""
+    patterns = search.patterns(words)
+    rows = [(key, text) for key, _, text in all_settings() if all(pattern.search(key) for pattern in patterns)]
+    if not rows:
+        return []
+    more = [f"    and {len(rows) - SETTINGS} more"] if len(rows) > SETTINGS else []
+    shown = (terminal.shortened(line, WIDTH) for line in terminal.columns(rows[:SETTINGS]))
+    return [f"settings (hpclm docs {rows[0][0]} explains it)", *(f"    {line}" for line in shown), *more]
+
+
+def _of_pages(words: Sequence[str], pages: Mapping[str, Path]) -> list[str]:
+    """Lines about the pages that have ``words``, the best first; translations only for words that are not English."""
+    english = all(word.isascii() for word in words)
+    searched = {name: path for name, path in pages.items() if not (english and name.endswith(".zh"))}
+    places = search.places(words, searched)
+    lines = []
+    for place in places[: search.PAGES]:
+        times = "once" if place.count == 1 else f"{place.count} times"
+        lines.append(f"{place.page}: {place.title} ({times}; hpclm docs {place.page})")
+        lines.append(f"    {place.heading}{': ' * bool(place.heading)}{place.line}")
+    more = len(places) - search.PAGES
+    return [*lines, f"and {more} more page{'s' * (more > 1)}"] if more > 0 else lines
 
 
 def _explained(key: str) -> Iterator[str]:

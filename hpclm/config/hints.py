@@ -1,11 +1,13 @@
 """What was meant: by an unknown setting, by stray words of a command line, and by options of sbatch."""
 
 import re
+import typing
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from hpclm.config.fields import type_of
+from hpclm.config.fields import required, type_of
 from hpclm.config.job import INSTEAD, VALUED
+from hpclm.config.migrating import SEE, replacements
 
 _NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and DeepSpeed
     "model.layers": "num_layers n_layer num_hidden_layers",
@@ -42,7 +44,7 @@ _NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and De
     "engine.precision": "fp16_enabled bf16_enabled dtype",
     "engine.precision=bf16": "bf16",
     "engine.precision=fp16": "fp16",
-    "engine.recompute": "gradient_checkpointing checkpoint_activations",
+    "engine.recompute=full": "gradient_checkpointing checkpoint_activations",
     "engine.offload_activations=true": "checkpoint_in_cpu cpu_checkpointing",
     "evaluate.every": "eval_interval eval_steps",
     "evaluate.batches": "eval_iters",
@@ -51,7 +53,7 @@ _NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and De
     "checkpoint.keep_last": "save_total_limit keep_interval_updates",
     "checkpoint.enabled=false": "no_save",
     "checkpoint.init_from": "finetune restore_file reset_optimizer",
-    "checkpoint.resume": "load resume_from_checkpoint",
+    "a run resumes from its newest good checkpoint by itself": "load resume_from_checkpoint",
     "log.every": "log_interval logging_steps",
     "log.timers=true": "log_timers_to_tensorboard",
     "log.sinks": "report_to",
@@ -65,7 +67,7 @@ _NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and De
     "it follows from Slurm, MPI or torchrun; hpclm submit takes --nodes and --gpus": "local_rank world_size master_addr",
     "with parallel.tensor, activations between layers are always divided (sequence parallelism)": "partition_activations",
     "hpclm submit --debug waits for the GPU after every operation": "synchronize_each_layer",
-    "hpclm does not support mixture of experts": "num_experts",
+    "hpclm does not support mixture of experts": "num_experts expert_model_parallel_size",
 }
 OTHER_NAMES = {name: meaning for meaning, names in _NAMES.items() for name in names.split()}
 """Name in another project -> a setting, key=value, or why there is none."""
@@ -87,7 +89,9 @@ def hint(key: str, keys: Sequence[str]) -> str:
         return ". Options of sbatch are job.options.NAME. See hpclm config --reference for all settings."
     if suggestion is None:
         return ". See hpclm config --reference for all settings."
-    return f": {suggestion}" if is_reason(suggestion) else f". Did you mean {suggestion!r}?"
+    if is_reason(suggestion):
+        return f": {suggestion}" if suggestion in OTHER_NAMES.values() else f": {suggestion}; {SEE}"
+    return f". Did you mean {suggestion!r}?"
 
 
 def _option_of_job(key: str) -> str:
@@ -112,11 +116,26 @@ def meant(key: str, keys: Sequence[str]) -> str | None:
     parts = key.lstrip("-").replace("-", "_").lower().split(".")
     for start in range(len(parts)):  # with and without its sections: fp16.enabled is not our checkpoint.enabled
         name = "_".join(parts[start:])
-        if exact := OTHER_NAMES.get(name) or _setting_named(name, parts, keys):
+        if exact := of_another_project(name) or _setting_named(name, parts, keys):
             return exact
-    names = {setting.rpartition(".")[2] for setting in keys}
-    near = get_close_matches(parts[-1], sorted(names | OTHER_NAMES.keys()), n=1, cutoff=NEAR)
-    return (OTHER_NAMES.get(near[0]) or _setting_named(near[0], parts, keys)) if near else None
+    names = {setting.rpartition(".")[2] for setting in keys} | OTHER_NAMES.keys() | replacements().keys()
+    near = get_close_matches(parts[-1], sorted(names), n=1, cutoff=NEAR)
+    return (of_another_project(near[0]) or _setting_named(near[0], parts, keys)) if near else None
+
+
+def of_another_project(name: str) -> str | None:
+    """What takes the place of another project's option ``name``, with _ for -: a setting, key=value, or why there is none."""
+    replacement = replacements().get(name)
+    return OTHER_NAMES.get(name) or (replacement.here if replacement else None)
+
+
+def with_value(setting: str, name: str, value: str) -> str:
+    """``setting``, key=value, which takes the place of another project's option ``name``, for the ``value`` that the option was given."""
+    example = replacements()[name].example if name in replacements() else ""
+    if not example or value in ("...", example):
+        return setting
+    key = setting.partition("=")[0]
+    return f"{key}={value if value in map(str, typing.get_args(required(type_of(key)))) else '...'}"
 
 
 def _setting_named(name: str, parts: Sequence[str], keys: Sequence[str]) -> str | None:

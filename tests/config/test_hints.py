@@ -7,6 +7,7 @@ import pytest
 from hpclm import cli, config
 from hpclm.config import fields
 from hpclm.config.hints import OTHER_NAMES, hint, is_reason
+from hpclm.config.migrating import SEE
 from hpclm.errors import ConfigError
 
 KEYS = fields.keys()
@@ -88,4 +89,4 @@ def test_an_option_that_is_a_setting_is_answered_with_the_setting(arguments, cap
         cli.main(arguments.split())
     *usage, message = capsys.readouterr().err.splitlines()
     assert len(usage) <= 4
-    assert ended.value.code == 2 and message.endswith(OPTIONS[arguments])
+    assert ended.value.code == 2 and message.removesuffix(f"; {SEE}").endswith(OPTIONS[arguments])

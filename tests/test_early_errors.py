@@ -103,7 +103,7 @@ CASES = {
     "preprocess --input missing.txt --output-prefix made --tokenizer bytes": (64, "missing.txt"),
     "preprocess --input text.txt --output-prefix made --tokenizer json --tokenizer-files missing": (64, "missing"),
     "train-tokenizer --input missing.txt --output made.json --vocab-size 300": (64, "missing.txt"),
-    "docs missing": (64, "missing"),
+    "docs xyzzy": (64, "xyzzy"),
 }
 if importlib.util.find_spec("lm_eval"):
     CASES |= {

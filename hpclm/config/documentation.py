@@ -173,7 +173,8 @@ def _of_pages(words: Sequence[str], pages: Mapping[str, Path]) -> list[str]:
     for place in places[: search.PAGES]:
         times = "once" if place.count == 1 else f"{place.count} times"
         lines.append(f"{place.page}: {place.title} ({times}; hpclm docs {place.page})")
-        lines.append(f"    {place.heading}{': ' * bool(place.heading)}{place.line}")
+        heading = terminal.shortened(place.heading, WIDTH // 2)
+        lines.append(f"    {heading}{': ' * bool(heading)}{place.line}")
     more = len(places) - search.PAGES
     return [*lines, f"and {more} more page{'s' * (more > 1)}"] if more > 0 else lines
 

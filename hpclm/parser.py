@@ -92,6 +92,14 @@ class Parser(argparse.ArgumentParser):
         text = "where runs are (default: runs)"
         self.add_argument("--runs", type=paths.option_path, default=Path("runs"), metavar="FOLDER", help=text)
 
+    def add_sweep(self, starts: str = "start") -> None:
+        """The options --sweep and --parallel."""
+        several = self.add_argument_group("several runs")
+        values = f"{starts} a separate run for each value; for each combination if repeated"
+        several.add_argument("--sweep", "--array", action="append", default=[], metavar="key=a,b,c", help=values)
+        at_once = "with --sweep: so many runs train at a time on this machine, each on GPUs of its own (default: 1)"
+        several.add_argument("--parallel", type=positive, metavar="N", help=at_once)
+
     def add_wait(self, help: str) -> None:
         """The option --wait."""
         self.add_argument("--wait", type=float, default=300, metavar="SECONDS", help=f"{help} (default: 300)")
@@ -189,6 +197,13 @@ def completed(argument: argparse.Action, words: str) -> None:
     """Have shells complete an argument with ``words``: runs, requests (and runs), settings, presets (and settings) or topics, as commands/completion.py
     defines them."""
     argument.complete = {shell: f"_hpclm_{words}" for shell in ("bash", "zsh")}  # type: ignore[attr-defined]
+
+
+def positive(text: str) -> int:
+    """Parse a number of at least 1."""
+    if not text.isdecimal() or len(text) > 15 or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def step(text: str) -> int:

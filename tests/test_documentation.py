@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,14 @@ class Understood(Exception):
     """The verb's parser has taken the words."""
 
 
+def of_first_run(words):
+    """The command without the options of a sweep, with the settings of its first run."""
+    options = ("--sweep", "--parallel")
+    swept = [value for option, value in pairwise(words) if option == "--sweep"]
+    kept = [word for before, word in pairwise(["", *words]) if word not in options and before not in options]
+    return [*kept, *arguments.variants(swept)[0].overrides]
+
+
 @pytest.mark.parametrize("page, line, words", COMMANDS, ids=[f"{page}-{words[0]}" for page, _, words in COMMANDS])
 def test_a_command_in_the_documentation_is_understood(page, line, words, monkeypatch, tmp_path, capsys):
     def stop(parse):
@@ -76,6 +85,7 @@ def test_a_command_in_the_documentation_is_understood(page, line, words, monkeyp
         patch.setattr(failures, "run", lambda verb, argv: verb(argv))
         with pytest.raises(Understood):
             cli.main(words)
+    words = of_first_run(words)
     settings = [word for word in words if is_override(word)]
     presets = [word for word in words[1:] if word.removeprefix("configs/").removesuffix(".yaml") in shipped.presets()]
     if words[0] in ("train", "submit", "resume", "planner", "config") and (settings or presets):
@@ -93,7 +103,7 @@ def test_a_run_of_the_documentation_lacks_nothing_and_its_batch_can_be_divided(p
     if words[0] == "submit":
         run = arguments.compose(submit.request(words[1:]), arguments.Variant())
     else:
-        run = config.from_cli(words[1:], None)
+        run = config.from_cli(of_first_run(words)[1:], None)
     assert run.missing() == []
     run.plan(run.job.nodes * run.job.gpus)
 

@@ -62,7 +62,7 @@ def request(argv: Sequence[str]) -> Request:
         options=job,
         typed=argv,
         **{name: getattr(args, name) for name in ("sweep", "exclude_bad", "dry_run", "interactive", "debug", "pdb")},
-        **{name: getattr(args, name) for name in ("ranks", "gpus_kind", "again", "resume_step")},
+        **{name: getattr(args, name) for name in ("parallel", "ranks", "gpus_kind", "again", "resume_step")},
     )
 
 
@@ -90,9 +90,7 @@ def parser() -> Parser:
     job.add_argument("--sbatch", metavar="NAME[=VALUE]", help=more, **repeated)
     bad = "exclude nodes that failed the preflight checks of this run, or corrupted its state"
     completed(job.add_argument("--exclude-bad", type=paths.option, metavar="RUN", help=bad, **repeated), "runs")
-    values = "submit a separate run for each value; for each combination if repeated"
-    several = options.add_argument_group("several runs")
-    several.add_argument("--sweep", "--array", metavar="key=a,b,c", help=values, **repeated)
+    options.add_sweep()
     how = options.add_argument_group("how").add_mutually_exclusive_group()
     for name, text in MODES.items():
         how.add_argument(name, action="store_true", help=text)

@@ -16,13 +16,24 @@ HONOURED = ("job.notify", "job.warn_seconds")
 
 def main(argv: list[str]) -> int:
     """``hpclm train``."""
-    args = parser().parse_intermixed_args(argv)
-    settings = environment.settings(args.settings, argv)
-    ignored = [key for key in named(args.settings) if key.startswith("job.") and not key.startswith(HONOURED)]
+    options = parser()
+    args = options.parse_intermixed_args(argv)
+    if args.sweep and args.resume_step is not None:
+        options.error("--from is for a single run, without --sweep")
+    if args.parallel and not args.sweep:
+        options.error("--parallel is for --sweep")
+    ignored = [
+        key for key in named([*args.settings, *args.sweep]) if key.startswith("job.") and not key.startswith(HONOURED)
+    ]
     if ignored:  # in a file it is for hpclm submit, which may read the same file
         raise ConfigError(
             f"{', '.join(ignored)} would have no effect: hpclm train does not start jobs; use hpclm submit"
         )
+    if args.sweep:
+        from hpclm.launch import sweep  # with NumPy
+
+        return sweep.train(args.settings, args.sweep, args.parallel or 1, argv)
+    settings = environment.settings(args.settings, argv)
     commanded = sys.argv[-len(argv) :] == argv  # otherwise a program, which may be old, calls the verb
     began = processes.started(os.getpid()) if commanded else None
     return process.start(settings, resume_step=args.resume_step, began=began)
@@ -32,7 +43,8 @@ def parser() -> Parser:
     """The parser of ``hpclm train``."""
     options = Parser(
         prog="hpclm train",
-        description="Train a model. The same command continues a run that was stopped, killed or preempted.",
+        description="Train a model, or one for each value of a setting. The same command continues what was stopped, killed or "
+        "preempted.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -46,4 +58,5 @@ def parser() -> Parser:
         help="continue from the checkpoint of this step; newer ones are set aside, not deleted. A requeued job does "
         "this only once",
     )
+    options.add_sweep("train")
     return options

@@ -1,4 +1,4 @@
-"""What ``hpclm submit`` is asked for, and the settings that this gives: one run, or one for each value of a sweep."""
+"""What ``hpclm submit`` is asked for, and the settings that this gives: one run, or one for each combination of a sweep."""
 
 import itertools
 import re
@@ -30,6 +30,8 @@ class Request:
     """All arguments, for messages and the record of the run."""
     sweep: Sequence[str] = ()
     """key=a,b,c each."""
+    parallel: int | None = None
+    """How many runs of a sweep train on this machine at a time."""
     exclude_bad: Sequence[str] = ()
     """Run directories whose bad nodes are excluded."""
     dry_run: bool = False
@@ -57,14 +59,17 @@ def compose(request: Request, variant: Variant) -> RunConfig:
     words = [*request.settings, *request.options]
     if not any(not config.compose.is_override(word) for word in request.settings):
         words.insert(0, paths.literal(DEFAULT))
-    run = environment.settings([*words, *variant.overrides], request.typed)
-    if variant.suffix:
-        run = replace(run, name=run.name + variant.suffix, out=run.out + variant.suffix)
+    run = varied(environment.settings([*words, *variant.overrides], request.typed), variant)
     job, bad = run.job, report.bad_nodes(request.exclude_bad)
     if bad:
         between = "@" if job.hostfile else ","  # DeepSpeed's syntax, or Slurm's
         job = replace(job, exclude=between.join(dict.fromkeys([*filter(None, [job.exclude]), *bad])))
     return whole(replace(run, job=job))
+
+
+def varied(run: RunConfig, variant: Variant) -> RunConfig:
+    """``run``, which has the settings of ``variant``, with its name and directory."""
+    return replace(run, name=run.name + variant.suffix, out=run.out + variant.suffix) if variant.suffix else run
 
 
 def whole(run: RunConfig) -> RunConfig:
@@ -83,17 +88,24 @@ def whole(run: RunConfig) -> RunConfig:
 
 def variants(words: Sequence[str]) -> list[Variant]:
     """The runs for ``words``, each key=a,b,c; one without words. ConfigError if two would have the same name."""
-    axes = [[(key, value) for value in values] for key, values in map(_axis, words)]
-    combinations = [_variant(chosen) for chosen in itertools.product(*axes)]
-    names = [
-        (variant.suffix, *(o for o in variant.overrides if o.startswith(("out=", "name=")))) for variant in combinations
-    ]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
-        raise ConfigError(
-            f"--sweep {' '.join(words)}: two runs would be called {''.join(twice).lstrip('-')}; change a value"
-        )
-    return combinations
+    axes = [(key, [(value, value) for value in values]) for key, values in map(_axis, words)]
+    return combinations(axes, f"--sweep {' '.join(words)}")
+
+
+def combinations(axes: Sequence[tuple[str, Sequence[tuple[str, str]]]], typed: str) -> list[Variant]:
+    """A run for each combination of ``axes``, settings with their values, each as it is set and as it is in the run's name.
+
+    ``typed``: what the user gave, for messages. ConfigError if two would have the same name.
+    """
+    keys = [key for key, _ in axes]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ConfigError(f"{typed}: {twice} is there twice; put all its values together")
+    chosen = [[(key, *value) for value in values] for key, values in axes]
+    every = [_variant(combination) for combination in itertools.product(*chosen)]
+    names = [(variant.suffix, *(o for o in variant.overrides if o.startswith(("out=", "name=")))) for variant in every]
+    if same := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{typed}: two runs would be called {''.join(same).lstrip('-')}; change a value")
+    return every
 
 
 def _axis(word: str) -> tuple[str, list[str]]:
@@ -117,7 +129,8 @@ def _split(text: str) -> Iterator[str]:
     yield part.strip()
 
 
-def _variant(chosen: Sequence[tuple[str, str]]) -> Variant:
-    named = [(key.rpartition(".")[2], value) for key, value in chosen if key not in ("out", "name")]
-    suffix = "".join(f"-{key}-{re.sub(r'[^A-Za-z0-9._+-]+', '_', value)}" for key, value in named)
-    return Variant(tuple(f"{key}={value}" for key, value in chosen), suffix)
+def _variant(chosen: Sequence[tuple[str, str, str]]) -> Variant:
+    """The run with these values of settings: key, value, and the value as it is in the run's name."""
+    named = [(key.rpartition(".")[2], name) for key, _, name in chosen if key not in ("out", "name")]
+    suffix = "".join(f"-{key}-{re.sub(r'[^A-Za-z0-9._+-]+', '_', name)}" for key, name in named)
+    return Variant(tuple(f"{key}={value}" for key, value, _ in chosen), suffix)

@@ -64,7 +64,7 @@ def run(command: Sequence[str], env: Mapping[str, str], log: Path, signals: Mapp
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=partial(_end_with, os.getpid()),
+                preexec_fn=partial(end_with, os.getpid()),
             )
             started.append(process.pid)
             for number in list(forward.received):  # before it had started
@@ -118,8 +118,8 @@ def contained(work: Callable[[], int], log: Path) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _end_with(parent: int) -> None:
-    """In the process that becomes mpirun or srun: it ends its ranks, on all machines, when process ``parent`` is killed."""
+def end_with(parent: int) -> None:
+    """In a process that becomes mpirun, srun or a run: it ends its ranks, on all machines, when process ``parent`` is killed."""
     signal_at_death_of_parent(signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)

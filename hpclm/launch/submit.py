@@ -6,8 +6,8 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -17,13 +17,14 @@ from hpclm.config.job import seconds_of
 from hpclm.config.length import planned_inside_warmup
 from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.inference.evaluation import TaskRequest
-from hpclm.launch import arguments, debug, prechecks, process, send, setup
+from hpclm.launch import arguments, debug, prechecks, process, send, setup, sweep
 from hpclm.launch.arguments import Request
+from hpclm.launch.done import DoneError, ending_of, refuse_done, same_length
 from hpclm.launch.schedulers import Scheduler, named
 from hpclm.node import gpus, secrets
 from hpclm.rundir import folder, submissions
 from hpclm.rundir import runs as folders
-from hpclm.rundir.status import span, status_of
+from hpclm.rundir.status import span
 from hpclm.terminal import say
 
 STARTED_BY = {"local": "hpclm.launch.local", "mpirun": "hpclm.launch.mpi", "interactive": "hpclm.launch.srun"}
@@ -37,8 +38,11 @@ def start(request: Request) -> int:
     if len(runs) == 1 and where != "debug" and resume_step is None and _is_toy(request):
         runs = [_own_directory(runs[0])]
     queues = where not in (*STARTED_BY, "debug")
-    if len(runs) > 1 and not queues:
-        raise ConfigError(f"--sweep needs a scheduler, not {where}: start the runs one after another")
+    if len(runs) > 1 and where == "debug":
+        raise ConfigError("--debug is for one run, without --sweep")
+    if request.parallel is not None and (not request.sweep or where != "local"):
+        sweeps = f"a sweep with --cluster local, not with job.cluster={where}" if request.sweep else "--sweep"
+        raise ConfigError(f"--parallel is for {sweeps}")
     reasons = [reason for run in runs for reason in prechecks.check(run, where, request.again, resume_step)]
     if request.ranks:
         return _ranks(runs, request.ranks, request.gpus_kind)
@@ -46,8 +50,12 @@ def start(request: Request) -> int:
         changes = debug.overrides(runs[0])
         changed = arguments.compose(request, arguments.Variant(tuple(changes)))
         return debug.run(changed, changes, lambda run: process.start(run, alone=True), request.pdb)
+    if not queues and request.dry_run:
+        return _preview(where, runs[0])
+    if not queues and request.sweep:
+        return _sweep(where, request, runs, command)
     if not queues:
-        return _preview(where, runs[0]) if request.dry_run else _here(where, runs[0], command, resume_step)
+        return _here(where, runs[0], command, resume_step)
     scheduler = named(where)
     scripts = _scripts(scheduler, runs, resume_step, reasons)
     if request.dry_run:
@@ -94,35 +102,6 @@ def _of_job(job: JobConfig) -> str:
     return "slurm" if shutil.which("sbatch") else "local"
 
 
-class DoneError(ConfigError):
-    """The run has already done everything its settings ask for."""
-
-
-def refuse_done(run: RunConfig) -> None:
-    """DoneError if there is nothing left to do for this run."""
-    ending, before = _ending(run)
-    if ending and (before is None or _same_length(run, before)):
-        raise DoneError(
-            f"{run.out} is done: {ending}; extend it, for example with a larger budget.steps, go back with --from STEP, "
-            "or choose another out"
-        )
-
-
-def _ending(run: RunConfig) -> tuple[str, RunConfig | None]:
-    """How the run in the directory of ``run`` has completed, empty if it has not; and its settings, if they can be read."""
-    out, before = Path(run.out), None
-    if not folders.is_run(out):
-        return "", None
-    status = status_of(folders.read(out), None)
-    with suppress(ConfigError):
-        before = config.load(out / "config.yaml")
-    return status.ending or "done" if status.name == "done" or "(stop_at)" in status.ending else "", before
-
-
-def _same_length(run: RunConfig, before: RunConfig) -> bool:
-    return (run.budget, run.stop_at) == (before.budget, before.stop_at)
-
-
 def _is_toy(request: Request) -> bool:
     """Whether the run is the toy model, in a run directory that was not chosen."""
     words = list(request.settings)
@@ -134,8 +113,8 @@ def _own_directory(toy: RunConfig) -> RunConfig:
     """``toy``, in runs/debug-2, -3, … if runs/debug has a run that is done, or one of another length."""
     run, number = toy, 1
     while folders.is_run(Path(run.out)):
-        ending, before = _ending(run)
-        if not ending and (before is None or _same_length(run, before)):
+        ending, before = ending_of(run)
+        if not ending and (before is None or same_length(run, before)):
             return run  # to be continued
         number += 1
         run = replace(toy, name=f"{toy.name}-{number}", out=f"{toy.out}-{number}")
@@ -217,6 +196,19 @@ def _here(where: str, run: RunConfig, command: list[str], resume_step: int | Non
     """Train in processes started by this one."""
     with send.held(run, resume_step):
         return int(import_module(STARTED_BY[where]).run(run, Path(run.out) / "config.yaml", command=command))
+
+
+def _sweep(where: str, request: Request, runs: Sequence[RunConfig], command: list[str]) -> int:
+    """Train the runs of a sweep in processes started by this one."""
+    processes = max(run.job.nodes * run.job.gpus for run in runs)
+    parallel = min(request.parallel or 1, len(runs))
+    if parallel > 1 and any(sweep.DEVICES in run.job.env for run in runs):
+        raise ConfigError(
+            f"job.env.{sweep.DEVICES} gives all runs the same GPUs; export it instead, or leave --parallel out"
+        )
+    shares = sweep.shares(parallel, processes, sweep.gpus_here(runs) if parallel > 1 else 0)
+    runs_of_sweep = sweep.of_variants(runs, arguments.variants(request.sweep), command)
+    return sweep.run(runs_of_sweep, partial(sweep.submit_words, where), shares)
 
 
 def _submit(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpclm import files
 from hpclm.errors import ConfigError, unwritten
-from hpclm.reporting import curves, figures, history, plots, provenance, timeline
+from hpclm.reporting import comparison, curves, figures, history, plots, provenance, timeline
 from hpclm.reporting.curves import Chart, Standing
 from hpclm.reporting.history import RECENT, History
 from hpclm.reporting.html import SORT, definitions, document, text
@@ -238,7 +238,7 @@ def write(
         raise ConfigError(f"output {output} must end with .html")
     if not output.parent.is_dir():
         raise ConfigError(f"output {output}: there is no folder {output.parent}")
-    named = dict(zip(_names(chosen), chosen, strict=True))
+    named = dict(zip(comparison.names(chosen), chosen, strict=True))
     samples: Samples = sampler(named, prompt) if sampler and prompt is not None else {}
     runs = {name: history.read(out) for name, out in named.items()}
     settings = {name: provenance.settings(out) for name, out in named.items()}
@@ -253,13 +253,3 @@ def write(
         except OSError as error:
             raise unwritten(error, path, "choose another output") from None
     return list(written)
-
-
-def _names(chosen: Sequence[Path]) -> list[str]:
-    """A name for each run: its folder's, with those above it where that is not enough to tell them apart."""
-    paths = [path.resolve() for path in chosen]
-    for depth in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names

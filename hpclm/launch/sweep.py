@@ -1,0 +1,311 @@
+"""The runs of a sweep on this machine, each in a process of its own: one after another, or several at a time.
+
+The same command continues a sweep: runs that are done are skipped, one that was stopped continues from its last checkpoint.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from hpclm import config, failures, files, folders, paths, terminal
+from hpclm.config import RunConfig
+from hpclm.distributed import bootstrap
+from hpclm.errors import REQUEUE, ConfigError, DivergedError, HpclmError
+from hpclm.launch import arguments, prechecks, send
+from hpclm.launch.arguments import Variant
+from hpclm.launch.done import nothing_left
+from hpclm.launch.foreground import Forward, end_with
+from hpclm.launch.jobs import query
+from hpclm.node import environment, gpus, preemption, processes, python, secrets, threads
+from hpclm.progress import Bar, ProgressBar
+from hpclm.rundir import runs as run_folders
+from hpclm.rundir.status import last_fault
+from hpclm.terminal import many, say
+
+POLL = 0.2  # seconds between looks at the processes
+UPDATE = 1.0  # seconds between updates of a progress bar
+PATIENCE = 5.0  # seconds that a scheduler may take, of runs that were jobs before
+DEVICES = "CUDA_VISIBLE_DEVICES"
+COPIES = ("name", "out", "job", "cluster", "log", "profile", "checkpoint")
+"""Settings that may differ between two attempts which give the same result."""
+Words = Callable[[Path], Sequence[str]]
+"""What gives the arguments of hpclm that start the run with a config.yaml."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Runs that are compared."""
+
+    runs: Sequence[RunConfig]
+    """With absolute paths."""
+    report: Path
+    """Where the comparison goes."""
+    command: Sequence[str]
+    """What the user typed."""
+
+
+def of_variants(runs: Sequence[RunConfig], variants: Sequence[Variant], command: Sequence[str]) -> Sweep:
+    """The sweep of ``runs``, which have the settings of ``variants``."""
+    keys = dict.fromkeys(word.partition("=")[0].rpartition(".")[2] for word in variants[0].overrides)
+    common = Path(runs[0].out.removesuffix(variants[0].suffix)).absolute()
+    return Sweep(runs, Path(f"{common}-{'-'.join(keys)}-report.html"), command)
+
+
+def check_alone(env: Mapping[str, str] = os.environ) -> None:
+    """ConfigError if a launcher has started this process as one of its ranks."""
+    world = bootstrap.detect(env, alone=False)
+    if world.launcher != "single":
+        raise ConfigError(
+            f"--sweep starts a process for each run, but this one is rank {world.rank} of {world.size} that {world.launcher} has "
+            "started; start it without, or use hpclm submit --sweep"
+        )
+
+
+def train(settings: Sequence[str], swept: Sequence[str], parallel: int, typed: Sequence[str]) -> int:
+    """Train the runs of ``swept``, each key=a,b,c, on top of ``settings``, each in one process; the exit code.
+
+    ``typed``: all arguments. ConfigError with every problem, before the first run starts.
+    """
+    check_alone()
+    variants = arguments.variants(swept)
+    runs = [composed(settings, variant, typed) for variant in variants]
+    check(runs)
+    of_each = shares(min(parallel, len(runs)), 1, gpus_here(runs) if parallel > 1 else 0)
+    return run(of_variants(runs, variants, ("hpclm", "train", *typed)), train_words, of_each)
+
+
+def composed(settings: Sequence[str], variant: Variant, typed: Sequence[str]) -> RunConfig:
+    """The settings of one run that trains in one process, with absolute paths."""
+    return arguments.whole(arguments.varied(environment.settings([*settings, *variant.overrides], typed), variant))
+
+
+def check(runs: Sequence[RunConfig]) -> None:
+    """ConfigError with every problem of runs that train in one process each; warnings of what changes nothing."""
+    problems, warnings = list[str](), list[str]()
+    for run in runs:
+        alone = replace(run, job=replace(run.job, nodes=1, gpus=1, hostfile=None))
+        try:
+            warnings += prechecks.check(alone, "local")
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    for warning in dict.fromkeys(warnings):
+        say(f"warning: {warning}", file=sys.stderr)
+
+
+def train_words(path: Path) -> tuple[str, ...]:
+    """Train in one process."""
+    return "train", paths.literal(path)
+
+
+def submit_words(cluster: str, path: Path) -> tuple[str, ...]:
+    """Start the ranks as ``cluster``, local, mpirun or interactive, does."""
+    how = ("--interactive",) if cluster == "interactive" else ("--cluster", cluster)
+    return "submit", "--config", paths.literal(path), *how, f"out={paths.literal(path.parent)}"
+
+
+def gpus_here(runs: Sequence[RunConfig]) -> int:
+    """How many GPUs of this machine the runs may use."""
+    return 0 if all(run.engine.device == "cpu" for run in runs) else gpus.count(environment.inherited())
+
+
+def shares(
+    parallel: int, processes_of_run: int, available: int, env: Mapping[str, str] = os.environ
+) -> list[dict[str, str]]:
+    """The variables by which each of ``parallel`` runs that train at the same time gets its share of the machine's ``available`` GPUs
+    or, if it has none, of its cores. ConfigError if it has too few GPUs."""
+    if parallel == 1:
+        return [{}]
+    count = parallel * processes_of_run
+    if not available:
+        return [{"OMP_NUM_THREADS": str(threads.per_process(count, env))}] * parallel
+    if count > available:
+        most = available // processes_of_run
+        way_out = f"give --parallel {most}" if most else f"give job.gpus={available}"
+        raise ConfigError(
+            f"--parallel {parallel}: {parallel} runs of {many(processes_of_run, 'GPU')} need {count}, but this machine has {available}; "
+            f"{way_out}"
+        )
+    names = env.get(DEVICES, ",".join(map(str, range(available)))).split(",")
+    visible = [",".join(names[start : start + processes_of_run]) for start in range(0, count, processes_of_run)]
+    return [{DEVICES: devices.replace(" ", "")} for devices in visible]
+
+
+class Child:
+    """A run that trains in a process of its own."""
+
+    def __init__(self, number: int, sweep: Sweep, words: Words, share: Mapping[str, str], output: IO[bytes], row: int):
+        """Start run ``number`` of ``sweep``; what it prints goes to ``output``, and its progress is shown in this ``row``."""
+        self.run, self.share, self.output, self.row = sweep.runs[number - 1], share, output, row
+        self.name = f"run {number} of {len(sweep.runs)}"
+        self.out = Path(self.run.out)
+        with send.held(self.run):  # LockedError where another process trains it
+            command = python.command("hpclm", *words(self.out / "config.yaml"))
+        self.process = subprocess.Popen(
+            command,
+            env={**environment.inherited(needs=self.run.libraries()), **share},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C in a terminal reaches the parent only
+            preexec_fn=partial(end_with, os.getpid()),
+        )
+        self._bar, self._shown = self._new_bar(None, 0), time.monotonic()
+
+    def _new_bar(self, total: int | None, step: int) -> ProgressBar:
+        title = f"{self.name}  {self.out.name}  step "
+        return ProgressBar(total, initial=step, desc=title, unit="", position=self.row, leave=False)
+
+    def show(self) -> None:
+        """Update its progress bar, at most once a second."""
+        if self._bar.disable or time.monotonic() - self._shown < UPDATE:
+            return
+        self._shown, run = time.monotonic(), run_folders.read(self.out)
+        if run.total != self._bar.total:
+            self._bar.close()
+            self._bar = self._new_bar(run.total, run.step)
+        loss = run.summary.get("loss")
+        self._bar.beside = [f"loss {loss:.4f}"] if loss is not None else []
+        self._bar.update(run.step - self._bar.n)
+
+    def ended(self, code: int) -> str:
+        """How it has ended, in a line; ``code``: its exit code."""
+        self._bar.close()
+        [status] = query([run_folders.read(self.out)], PATIENCE)
+        loss = status.run.summary.get("loss")
+        figure = f", loss {loss:.4f}" if loss is not None and code in (0, REQUEUE) else ""
+        if code in (0, REQUEUE):
+            return f"{self.name}  {files.shown(_short(self.out))}: {status.how()}{figure}"
+        why = last_fault(Path(self.output.name)) or status.ending or "it left no message"
+        return f"{self.name}  {files.shown(_short(self.out))}: failed with exit code {code}: {why}"
+
+
+def run(sweep: Sweep, words: Words, shares: Sequence[Mapping[str, str]]) -> int:
+    """Train what is not done yet, as many runs at a time as there are ``shares``; show how they compare. The exit code.
+
+    A run that fails does not affect the others; the code is then its, or 1 if they differ. After a signal the runs that train
+    save, no other starts, and the code is 85.
+    """
+    per_run, left = failures.PerRunErrors(2), deque(range(1, len(sweep.runs) + 1))
+    children, stopped = list[Child](), list[Path]()
+    forward, announced = Forward(lambda: [child.process.pid for child in children], {}, signal.SIGINT), False
+    with folders.temporary_folder() as folder, preemption.handling(forward):
+        try:
+            while children or (left and not forward.received):
+                free = [row for row in range(len(shares)) if row not in [child.row for child in children]]
+                while left and free and not forward.received:
+                    with per_run:
+                        if child := _started(left.popleft(), sweep, words, shares, free[0], folder, per_run.codes):
+                            del free[0]
+                            children.append(child)
+                            for number in list(forward.received):  # before it was among the targets
+                                processes.send_signal(child.process.pid, number)
+                if forward.received and children and not announced:
+                    announced = True
+                    _tell(
+                        f"{signal.Signals(forward.received[0]).name}: what trains saves and exits, no other run starts"
+                    )
+                time.sleep(POLL)
+                for child in [*children]:
+                    code = child.process.poll()
+                    if code is None:
+                        child.show()
+                        continue
+                    children.remove(child)
+                    _tell(child.ended(code if code >= 0 else 128 - code))
+                    if forward.received and code in (REQUEUE, *(-number for number in preemption.WARNINGS)):
+                        stopped.append(child.out)
+                    elif code:
+                        per_run.codes.add(code if code > 0 else 128 - code)
+        except KeyboardInterrupt:
+            for child in children:
+                child.process.wait()
+            say("second Ctrl-C: ended without saving", file=sys.stderr)
+            return 128 + signal.SIGINT
+    return _finish(sweep, [*stopped, *(Path(sweep.runs[number - 1].out) for number in left)], per_run.code)
+
+
+def _started(
+    number: int,
+    sweep: Sweep,
+    words: Words,
+    shares: Sequence[Mapping[str, str]],
+    row: int,
+    folder: Path,
+    codes: set[int],
+) -> Child | None:
+    """Run ``number`` of the sweep, started; None if there is nothing to do for it. ``codes`` gets the exit code of one that is not
+    started again."""
+    run = sweep.runs[number - 1]
+    title = f"run {number} of {len(sweep.runs)}  {files.shown(_short(Path(run.out)))}"
+    if ending := nothing_left(run):
+        _tell(f"{title}: {ending}; skipped")
+        return None
+    if ending := diverged(run):
+        codes.add(DivergedError.exit_code)
+        again = f"hpclm resume {files.typed(_short(Path(run.out)))}"
+        _tell(f"{title}: {ending}; not started again with the same settings ({again} does)")
+        return None
+    with (folder / f"{number}.log").open("wb") as output:
+        child = Child(number, sweep, words, shares[row], output, row)
+    if not sys.stderr.isatty():
+        _tell(f"{title}: started; hpclm logs -f {files.typed(_short(Path(run.out)))} follows it")
+    return child
+
+
+def diverged(run: RunConfig) -> str:
+    """How the run has diverged, or lacked memory, with these very settings, so that it would again; empty if it has not."""
+    out = Path(run.out)
+    if not run_folders.is_run(out) or run_folders.read(out).summary.get("code") != DivergedError.exit_code:
+        return ""
+    with suppress(ConfigError):  # its config.yaml is damaged
+        differing = run.diff(arguments.whole(config.load(out / "config.yaml")))
+        if all(key.partition(".")[0] in COPIES for key in differing):
+            return str(run_folders.read(out).summary.get("ending") or "diverged")
+    return ""
+
+
+def _finish(sweep: Sweep, unfinished: Sequence[Path], code: int) -> int:
+    """Show how the runs compare; the exit code, if they have ended with ``code``. ``unfinished``: those that a signal has stopped, or
+    that were not started because of it."""
+    from hpclm.reporting import comparison, page
+
+    statuses = query([run_folders.read(Path(run.out)) for run in sweep.runs], PATIENCE)
+    trained = [status for status in statuses if status.run.attempt]
+    if trained:
+        say("\n" + "\n".join(comparison.table(trained)))
+    if unfinished:
+        verb = "is" if len(unfinished) == 1 else "are"
+        say(
+            f"\n{len(unfinished)} of {len(sweep.runs)} runs {verb} not done; to continue, repeat the command: {shlex.join(map(secrets.Redactor(), sweep.command))}"
+        )
+        return REQUEUE
+    if trained:
+        try:
+            say(
+                f"\nreport  {files.shown(_short(page.write([status.run.out for status in trained], sweep.report, False)[0]))}"
+            )
+        except HpclmError as error:  # a library is missing, for example
+            say(f"\nno report: {error}", file=sys.stderr)
+    return code
+
+
+def _tell(text: str) -> None:
+    """A line on standard error, above the progress bars."""
+    Bar.write(terminal.line(text), file=sys.stderr)
+
+
+def _short(path: Path) -> Path:
+    """``path`` relative to the current folder, if it is inside."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

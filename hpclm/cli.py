@@ -61,6 +61,7 @@ GROUPS = {
         "docs": ("hpclm.commands.docs", "show a page of the documentation, what a setting is, or where words occur"),
         "config": ("hpclm.commands.config", "print and explain settings"),
         "planner": ("hpclm.commands.planner", "estimate memory and speed of a run, and suggest layouts"),
+        "selftest": ("hpclm.commands.selftest", "test a block, optimizer or other code of yours in every layout"),
         "doctor": ("hpclm.commands.doctor", "show each process's environment, and diagnose problems"),
         "completion": ("hpclm.commands.completion", "print a script for completion in bash or zsh"),
     },

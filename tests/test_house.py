@@ -39,6 +39,7 @@ FLOORS = [
     {"interop"},
     {"training"},
     {"launch"},
+    {"selftest"},
     {"api"},
     {"cli"},
     {"commands"},
@@ -134,7 +135,7 @@ CORE = {"config", "parallel", "model", "optim", "data", "engine", "checkpoint", 
 
 
 CORE = {"config", "parallel", "model", "optim", "data", "engine", "checkpoint", "diagnostics", "training"}
-LEAVES = {"planning", "interop", "inference", "datasets", "launch", "reporting", "commands", "api"}
+LEAVES = {"planning", "interop", "inference", "datasets", "launch", "selftest", "reporting", "commands", "api"}
 
 
 def test_the_core_imports_no_leaf():

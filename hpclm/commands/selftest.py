@@ -1,0 +1,58 @@
+"""``hpclm selftest``: whether the user's own code learns the same in every layout of processes, and which weight differs where not."""
+
+import json
+from dataclasses import asdict
+
+from hpclm.errors import ConfigError
+from hpclm.parser import Parser
+from hpclm.progress import ProgressBar
+from hpclm.selftest.verdict import SETTINGS, Verdict, conclusion, lines
+from hpclm.terminal import say
+
+
+def main(argv: list[str]) -> int:
+    """``hpclm selftest``."""
+    args = parser().parse_intermixed_args(argv)
+    from hpclm.selftest.run import selftest  # with PyTorch
+
+    shown = list[str]()
+    with ProgressBar(None, desc="", unit=" layouts", leave=False) as bar:
+
+        def tell(verdict: Verdict) -> None:
+            if not args.json:
+                bar.clear()
+                say("\n".join(lines(verdict, shown)), flush=True)
+            shown.append(verdict.cause)
+            bar.update()
+
+        result = selftest(args.name, args.kind, args.settings, args.only, tell)
+    if args.json:
+        say(json.dumps(asdict(result) | {"agrees": result.agrees}))
+    else:
+        say(conclusion(result))
+    return 0 if result.agrees else ConfigError.exit_code
+
+
+def parser() -> Parser:
+    """The parser of ``hpclm selftest``."""
+    options = Parser(
+        prog="hpclm selftest",
+        description="Train a toy for a few steps on the CPU with a block, optimizer, data source, schedule, engine, tokenizer or sink of your "
+        "own: in one process, on tensor, pipeline and data ranks, with ZeRO 1 and fsdp2, and killed and resumed. Says which layouts agree, "
+        "and where one does not, which weight differs, by how much, and the usual cause.",
+        epilog="exit codes: 0 all agree, or are refused by name · 64 one does not, or the code cannot be used",
+    )
+    options.add_argument(
+        "name", metavar="MODULE:NAME", help="mine:Block is the class Block of mine.py, in a folder of PYTHONPATH"
+    )
+    options.add_settings("settings of the toy: model.hidden=64")
+    options.add_argument("--kind", choices=SETTINGS, help="what it is, where that cannot be seen from it")
+    options.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="LAYOUT",
+        help="try this layout alone, such as 'tensor 2'; may be repeated",
+    )
+    options.add_argument("--json", action="store_true", help="print the result as JSON")
+    return options

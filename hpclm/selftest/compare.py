@@ -1,0 +1,272 @@
+"""What differs between a trial and its reference, in the order in which it comes to be: initial weights, loss, gradients, updates, later steps.
+
+A pure function of what their processes have recorded.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpclm.selftest.record import Piece, Record
+
+Array = NDArray[Any]
+Values = Mapping[str, Array]
+RELATIVE = 1e-4  # of the norm of a gradient: what another order of sums may change
+OF_ALL = 1e-6  # of the norm of all gradients: for those that are rounding errors
+LOSS = 2e-5  # of a loss or another figure
+OF_CHANGE = 1e-2  # of the usual change of a weight's values: by more than that a value is off
+OF_VALUE = 1e-6  # of the usual size of its values
+FEW = 0.005  # part of a weight's values that may be off: an update may turn the sign of a rounding error
+PARTIAL = 1e-3  # relative; how well the sum of partial gradients must fit
+TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs, at one stage of training."""
+
+    stage: str
+    """initial, forward, training, gradient, update, later, state, report or samples."""
+    what: str
+    """In words: which weight, and by how much."""
+    weight: str = ""
+    hint: str = ""
+    """What else is known: partial (a gradient is a part of the sum), counted (it is counted on each rank), ranks (ranks differ)."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The weights, or gradients, of a trial."""
+
+    whole: Values
+    """Put together from all processes."""
+    held: Mapping[str, Sequence[Array]]
+    """What each process holds of them, NaN elsewhere."""
+
+    @classmethod
+    def of(cls, pieces: Iterable[Sequence[Piece]]) -> "Tensors":
+        """Of the pieces of each process."""
+        whole: dict[str, Array] = {}
+        held: dict[str, list[Array]] = {}
+        for of_rank in pieces:
+            mine: dict[str, Array] = {}
+            for name, values, shape, start in of_rank:
+                places = tuple(slice(low, low + size) for low, size in zip(start, values.shape, strict=True))
+                for target in (whole, mine):
+                    target.setdefault(name, np.full(shape, np.nan, np.float32))[places] = values
+            for name, array in mine.items():
+                held.setdefault(name, []).append(array)
+        return cls(whole, held)
+
+    def disagreement(self, name: str) -> float:
+        """By how much processes differ that hold the same values of a weight, as part of its norm."""
+        first = np.full_like(self.whole[name], np.nan)
+        most = 0.0
+        for array in self.held[name]:
+            both = ~np.isnan(first) & ~np.isnan(array)
+            most = max(most, _norm(array[both] - first[both]) / (_norm(first[both]) + TINY) if both.any() else 0.0)
+            first = np.where(np.isnan(first), array, first)
+        return most
+
+
+def differences(reference: Sequence[Record], trial: Sequence[Record], exact: bool, random: bool) -> list[Difference]:
+    """What differs in ``trial``: all that does at the first stage that differs, and the state that differs at the end.
+
+    ``exact``: every bit must agree. ``random``: training draws other random numbers there, so that only evaluation is compared.
+    """
+    resumed = trial[0].first > 0
+    stages = [] if resumed else [_initial(reference, trial), _evaluated(reference, trial)]
+    if not random:
+        stages += (
+            [] if resumed else [_first(reference, trial), _gradients(reference, trial), _updates(reference, trial)]
+        )
+        stages += [_later(reference, trial, exact)]
+    first = next((found for stage in stages if (found := list(stage))), [])
+    return first + (list(_state(reference, trial)) if first else [])
+
+
+def _initial(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
+    right, given = (Tensors.of(record.initial for record in records) for records in (reference, trial))
+    yield from _names(right, given)
+    for name in right.whole.keys() & given.whole.keys():
+        off = _off(given.whole[name], right.whole[name])
+        if off > RELATIVE:
+            text = f"{name} begins with other values: off by {off:.2g} of its norm"
+            ratio = given.whole[name].std() / (right.whole[name].std() + TINY)
+            hint = f"{ratio:.2g}" if abs(ratio - 1) > 0.15 and right.whole[name].size > 64 else ""
+            yield Difference("initial", text, name, hint)
+        elif (apart := given.disagreement(name)) > RELATIVE:
+            yield Difference(
+                "initial", f"{name} begins with other values on another rank: off by {apart:.2g}", name, "ranks"
+            )
+
+
+def _names(right: Tensors, given: Tensors) -> Iterator[Difference]:
+    for name in sorted(right.whole.keys() ^ given.whole.keys()):
+        has = "this layout has no" if name in right.whole else "one process has no"
+        yield Difference("initial", f"{has} weight {name}", name)
+
+
+def _evaluated(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
+    right, given = reference[0].evaluated, trial[0].evaluated
+    if not right or not given:
+        return
+    base = _relative(given[""], right[""])
+    if base > LOSS:
+        yield Difference(
+            "forward", f"the loss before the first step is {given['']:.6g}, and {right['']:.6g} in one process"
+        )
+    for name in right.keys() & given.keys() - {""}:
+        ours, theirs = given[name] - given[""], right[name] - right[""]
+        if abs(ours - theirs) > max(LOSS * right[""], 0.02 * abs(theirs) if base > LOSS else 0.0):
+            text = f"{name} acts otherwise: a small change of it changes the loss by {ours:+.3g}, and by {theirs:+.3g} in one process"
+            yield Difference("forward", text, name)
+
+
+def _first(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
+    right, given = reference[0].steps[0], trial[0].steps[0]
+    yield from _figures(1, right, given, {"grad_norm"}, LOSS, "training")
+
+
+def _gradients(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
+    right, given = (Tensors.of(record.gradients for record in records) for records in (reference, trial))
+    size = _norm(np.array([_norm(gradient) for gradient in right.whole.values()])) if right.whole else 0.0
+    wrong = []
+    for name, exact in right.whole.items():
+        if name not in given.whole:
+            if given.whole:
+                wrong.append((np.inf, Difference("gradient", f"{name} has no gradient", name)))
+            continue
+        allowed = RELATIVE * _norm(exact) + OF_ALL * size
+        off = max(_norm(array[~np.isnan(array)] - exact[~np.isnan(array)]) for array in given.held[name])
+        if off > allowed:
+            hint = _partial(given.held[name], exact)
+            text = f"the gradient of {name} is off by {off / (_norm(exact) + TINY):.2g} of its norm"
+            wrong.append((off / allowed, Difference("gradient", text, name, hint)))
+    yield from (difference for _, difference in sorted(wrong, key=lambda pair: -pair[0]))
+    if not wrong:
+        yield from _figures(1, reference[0].steps[0], trial[0].steps[0], set(), LOSS, "gradient")
+
+
+def _partial(held: Sequence[Array], exact: Array) -> str:
+    """partial, if what the processes hold adds up to the gradient; the factor, if each holds a multiple of it."""
+    alike = [array for array in held if not np.isnan(array).any()]
+    size = _norm(exact) + TINY
+    if len(alike) > 1 and _norm(sum(alike) - exact) < PARTIAL * size:
+        return "partial"
+    for factor in (2.0, 0.5):
+        if alike and all(_norm(array - factor * exact) < PARTIAL * size for array in alike):
+            return f"{factor:g} times"
+    return "ranks" if len(alike) > 1 and _norm(alike[0] - alike[1]) > PARTIAL * size else ""
+
+
+def _updates(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
+    before = Tensors.of(record.initial for record in reference).whole
+    right, given = (Tensors.of(record.updated for record in records) for records in (reference, trial))
+    yield from _changed("update", "after the first update", before, right, given)
+
+
+def _changed(stage: str, when: str, before: Values, right: Tensors, given: Tensors) -> Iterator[Difference]:
+    """The weights whose changes since ``before`` differ."""
+    wrong = []
+    for name in right.whole.keys() & given.whole.keys():
+        change = right.whole[name] - before.get(name, np.zeros_like(right.whole[name]))
+        usual = _norm(change) / np.sqrt(change.size)
+        limit = OF_CHANGE * usual + OF_VALUE * _norm(right.whole[name]) / np.sqrt(change.size) + TINY
+        off = max(float((np.abs(array - right.whole[name]) > limit).mean()) for array in given.held[name])
+        if off > FEW:
+            apart = _norm(given.whole[name] - right.whole[name]) / (_norm(change) + TINY)
+            hint = "ranks" if given.disagreement(name) > OF_VALUE else ""
+            apart = apart or given.disagreement(name) * _norm(right.whole[name]) / (_norm(change) + TINY)
+            text = f"{name} is another {when}: off by {apart:.2g} of its change"
+            wrong.append((apart, Difference(stage, text, name, hint)))
+    yield from (difference for _, difference in sorted(wrong, key=lambda pair: -pair[0]))
+
+
+def _later(reference: Sequence[Record], trial: Sequence[Record], exact: bool) -> Iterator[Difference]:
+    first, tolerance = trial[0].first, 0.0 if exact else 10 * LOSS
+    right = Tensors.of(record.final for record in reference)
+    given = Tensors.of(record.final for record in trial)
+    before = Tensors.of(record.initial for record in reference).whole
+    figures: list[Difference] = []
+    for number, (one, other) in enumerate(zip(reference[0].steps[first:], trial[0].steps, strict=False), first + 1):
+        figures = figures or list(_figures(number, one, other, set(), tolerance, "later"))
+    yield from figures
+    wrong = list(_changed("later", "at the end", before, right, given))
+    if exact and not wrong:
+        for name in right.whole.keys() & given.whole.keys():
+            if not np.array_equal(right.whole[name], given.whole[name]):
+                apart = _off(given.whole[name], right.whole[name])
+                wrong.append(
+                    Difference("later", f"{name} has other bits at the end: off by {apart:.2g} of its norm", name)
+                )
+    yield from wrong
+
+
+def _figures(
+    step: int, right: Mapping[str, float], given: Mapping[str, float], without: set[str], tolerance: float, stage: str
+) -> Iterator[Difference]:
+    """The figures of a step that differ: loss, gradient norm, learning rate, and what is reported."""
+    for name in sorted(right.keys() | given.keys(), key=lambda name: (name not in ("lr", "loss"), name)):
+        if name in without:
+            continue
+        if name not in right or name not in given:
+            has = "is not reported" if name in right else "is reported, and not in one process"
+            yield Difference("report", f"{name} {has} (step {step})", hint=name)
+        elif _relative(given[name], right[name]) > tolerance:
+            what = {"grad_norm": "gradient norm", "lr": "learning rate"}.get(name, name)
+            kind = stage if name in ("loss", "grad_norm", "lr") else "report"
+            yield Difference(
+                kind, f"the {what} of step {step} is {given[name]:.7g}, and {right[name]:.7g} in one process", hint=name
+            )
+
+
+def _state(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
+    """Buffers and attributes that training changes and that differ at the end."""
+    right: dict[str, Any] = {}
+    for record in reference:
+        right |= {name: record.state_after[name] for name in changing(record)}
+    wrong = [
+        name
+        for name in sorted(right)
+        if any(not equal(record.state_after[name], right[name]) for record in trial if name in record.state_after)
+    ]
+    if wrong:
+        yield Difference(
+            "state", f"training changes {', '.join(wrong[:4])}, and in another way than in one process", wrong[0]
+        )
+
+
+def changing(record: Record) -> list[str]:
+    """The buffers and attributes of blocks that training has changed."""
+    before = record.state_before
+    return [name for name, value in record.state_after.items() if name in before and not equal(before[name], value)]
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two recorded values are the same, but for rounding."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        if one.shape != other.shape:
+            return False
+        floats = np.issubdtype(one.dtype, np.floating)
+        return bool(np.allclose(one, other, rtol=1e-4, atol=1e-7) if floats else np.array_equal(one, other))
+    return bool(one == other)
+
+
+def _norm(values: Array) -> float:
+    return float(np.linalg.norm(np.asarray(values, np.float64).ravel()))
+
+
+def _off(given: Array, right: Array) -> float:
+    return _norm(given - right) / (_norm(right) + TINY)
+
+
+def _relative(given: float, right: float) -> float:
+    """The relative difference of two figures; 0 if neither is a number."""
+    if given == right or (given != given and right != right):
+        return 0.0
+    off = abs(given - right) / max(abs(right), 1e-6)
+    return off if off == off else float("inf")

@@ -1,0 +1,68 @@
+"""What an object of the user's own is: a block, an optimizer, a data source, and so on; by what it inherits and what it is called with."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpclm.errors import ConfigError
+from hpclm.registry import OWN, lookup
+from hpclm.selftest.verdict import SETTINGS
+
+PARAMETERS = {
+    ("data", "context", "seed", "vocab_size"): "source",
+    ("position", "length", "optim"): "schedule",
+    ("weights", "optim"): "optimizer",
+}
+"""What functions of a kind are called with, by position."""
+METHODS = {
+    ("train_step", "evaluate", "tensors", "scalars", "load"): "engine",
+    ("encode", "encode_batch", "decode"): "tokenizer",
+    ("send", "close"): "sink",
+}
+"""What classes of a kind have."""
+
+
+def load(name: str) -> Any:
+    """The object ``name``, module:attribute; ConfigError if there is none."""
+    if not OWN.fullmatch(name):
+        raise ConfigError(f"{name!r} is not module:attribute, such as mine:Block for the class Block of mine.py")
+    return lookup("code", name, {}, lambda _: None)
+
+
+def kind_of(name: str, loaded: Any) -> str:
+    """What ``loaded``, the object ``name``, is; ConfigError if it can be several kinds of thing, or none."""
+    if inspect.isclass(loaded):
+        if issubclass(loaded, torch.optim.Optimizer):
+            return "optimizer"
+        kinds = [kind for methods, kind in METHODS.items() if all(callable(getattr(loaded, m, None)) for m in methods)]
+        if kinds:
+            return kinds[0]
+        if issubclass(loaded, nn.Module):
+            return "block"
+    names = _required(loaded) if callable(loaded) else ()
+    for parameters, kind in PARAMETERS.items():
+        if names[: len(parameters)] == parameters:
+            return kind
+    alike = [kind for parameters, kind in PARAMETERS.items() if len(parameters) == len(names)]
+    if len(alike) == 1:
+        return alike[0]
+    raise ConfigError(
+        f"{name} is none of a block (torch.nn.Module), an optimizer (torch.optim.Optimizer), an engine, a tokenizer, a sink, or a function "
+        f"for data.source or optim.schedule; say which with --kind {'|'.join(SETTINGS)}, and see hpclm docs your-own-code"
+    )
+
+
+def _required(function: Any) -> Sequence[str]:
+    """The names of the arguments that ``function`` must be called with."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD,)
+    )

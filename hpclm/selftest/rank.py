@@ -1,0 +1,107 @@
+"""One process of a trial. It trains as ``hpclm train`` does, and leaves what it has recorded, or how it failed, in a file."""
+
+import os
+import pickle
+import random
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpclm import config, files, log
+from hpclm.distributed import context as distributed
+from hpclm.distributed.bootstrap import World
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.node.job import Job
+from hpclm.selftest import direct
+from hpclm.selftest.record import Record, begin, end
+from hpclm.training import loop
+from hpclm.training.opening import open_session
+
+NO_CODE = "<"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a process failed."""
+
+    text: str
+    refused: bool
+    """Whether hpclm refuses what was to be done, by a message of its own."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a trial's processes."""
+
+    settings: tuple[str, ...]
+    out: Path
+    """The run directory; what the processes leave lies beside it."""
+    processes: int
+    secret: str
+    kill_at: int | None = None
+    reads_samples: bool = False
+    """Whether to record the samples of the training data."""
+
+    def file(self, rank: int) -> Path:
+        """What the process ``rank`` leaves."""
+        return self.out.with_name(f"{self.out.name}-{rank}-{self.secret[:8]}.pickle")
+
+
+def train(start: Start, rank: int) -> int:
+    """Train as process ``rank`` of a start; the exit code."""
+    world = World("selftest", rank, start.processes, rank, start.processes, start.secret, secret=start.secret)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
+    for name, number in numbers.items():  # as torchrun sets them: the user's code may read them
+        os.environ[name] = str(number)
+    # a process that is forked begins with the generators of the one before it; one that is started does not
+    random.seed()
+    np.random.seed()
+    torch.seed()
+    torch.set_num_threads(1)
+    log.setup(rank)
+    settings = config.load(None, [*start.settings, f"out={start.out}"])
+    record = Record()
+    try:
+        with distributed.join(world, settings.cluster, Job()) as context:
+            try:
+                with open_session(settings, context) as session:
+                    if start.reads_samples:
+                        record.samples = direct.digests(session.data.source, settings.model.context)
+                    begin(session, record, start.kill_at)
+                    context.exit_code = loop.turns(session)
+                    end(session, record)
+            except BaseException as error:
+                _leave(start, rank, described(error))
+                raise
+            _leave(start, rank, record)
+            return context.exit_code
+    except HpclmError as error:
+        return error.exit_code
+    except SystemExit as error:  # of a rank that is not 0: the error is that of all
+        return error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def described(error: BaseException) -> Failure:
+    """How an error ended a process; with its place in the user's code."""
+    if isinstance(error, HpclmError):
+        return Failure(str(error), isinstance(error, ConfigError))
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parents[1])
+    outside = [frame for frame in frames if not frame.filename.startswith((package, NO_CODE)) and _is_user_s(frame)]
+    place = f" ({Path(outside[-1].filename).name}:{outside[-1].lineno}, in {outside[-1].name})" if outside else ""
+    return Failure(f"{type(error).__name__}: {str(error).strip() or 'no message'}{place}", False)
+
+
+def _is_user_s(frame: traceback.FrameSummary) -> bool:
+    """Whether a line is neither of a library nor of Python."""
+    return not any(part in frame.filename for part in ("site-packages", "dist-packages", "/lib/python"))
+
+
+def _leave(start: Start, rank: int, what: Record | Failure) -> None:
+    files.write_bytes(start.file(rank), pickle.dumps(what))

@@ -1,0 +1,245 @@
+"""What one process of a trial records of its training: losses, weights, gradients, and the state of its blocks.
+
+Values are NumPy arrays: they travel between processes in a file.
+"""
+
+import os
+import random
+import signal
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hpclm.engine import Engine, SavedState, Shard, StepResult, keep_going
+from hpclm.engine.base import BaseEngine
+from hpclm.engine.sharded_parameter import ShardedParameter, blocks
+from hpclm.parallel.micro_batch import MicroBatch
+from hpclm.training.session import Session
+
+NUDGE = 0.05  # standard deviation of what is added to a weight to see what it does to the loss
+NOT_METRICS = ("counted_tokens", "empty_micro_batches", "guarded")
+LONG = 4096  # characters of an attribute's value that is recorded
+
+
+class Piece(NamedTuple):
+    """A block of a logical weight."""
+
+    name: str
+    values: NDArray[Any]
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    start: tuple[int, ...]
+
+
+@dataclass
+class Record:
+    """What one process has seen."""
+
+    first: int = 0
+    """The step at which it began."""
+    steps: list[dict[str, float]] = field(default_factory=list)
+    """Loss, gradient norm, learning rate and all that is reported, of each step."""
+    initial: list[Piece] = field(default_factory=list)
+    """The weights before the first update; of a run that resumes, none, as of the next three."""
+    gradients: list[Piece] = field(default_factory=list)
+    """Of the first update."""
+    updated: list[Piece] = field(default_factory=list)
+    """The weights after the first update."""
+    evaluated: dict[str, float] = field(default_factory=dict)
+    """The loss in evaluation before the first update: "" as it is, and with each weight of the first block changed a little."""
+    final: list[Piece] = field(default_factory=list)
+    """The weights at the end."""
+    state_before: dict[str, Any] = field(default_factory=dict)
+    """Buffers and attributes of blocks, by name."""
+    state_after: dict[str, Any] = field(default_factory=dict)
+    draws: bool = False
+    """Whether blocks draw random numbers from PyTorch's generator in training."""
+    samples: list[str] = field(default_factory=list)
+    """A digest of each of the first samples of the training data."""
+
+
+class ObservedEngine:
+    """An engine whose steps are recorded; at the beginning of step number ``kill_at`` the process is killed."""
+
+    def __init__(self, engine: Engine, record: Record, kill_at: int | None):
+        self.inner, self.record, self.kill_at = engine, record, kill_at
+
+    def train_step(
+        self, batches: Sequence[MicroBatch], lr: float, step: int, check_interrupt: Callable[[int], None] = keep_going
+    ) -> StepResult:
+        """As of Engine."""
+        if step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        inner, record, first = self.inner, self.record, not step
+        hooks = _watched(inner, record) if first and isinstance(inner, BaseEngine) else []
+        result = inner.train_step(batches, lr, step, check_interrupt)
+        for hook in hooks:
+            hook.remove()
+        numbers = {name: float(value) for name, value in result.numbers.items() if name not in NOT_METRICS}
+        record.steps.append({**numbers, "lr": lr})
+        if first:
+            record.updated = list(weights(inner))
+        return result
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> float | None:
+        """As of Engine."""
+        return self.inner.evaluate(batches)
+
+    def tensors(self) -> Iterator[Shard]:
+        """As of StateSource."""
+        return self.inner.tensors()
+
+    def scalars(self) -> dict[str, Any]:
+        """As of StateSource."""
+        return self.inner.scalars()
+
+    def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:
+        """As of Engine."""
+        self.inner.load(saved, scalars)
+
+
+def begin(session: Session, record: Record, kill_at: int | None) -> None:
+    """Record how the run begins, and have its steps recorded."""
+    engine, record.first = session.engine, session.progress.step
+    if not record.first:
+        record.initial = list(weights(engine))
+        if isinstance(engine, BaseEngine):
+            record.evaluated = evaluated(session, engine)
+    record.state_before = state_of_blocks(engine)
+    session.engine = ObservedEngine(engine, record, kill_at)
+
+
+def end(session: Session, record: Record) -> None:
+    """Record how the run ends."""
+    engine = session.engine
+    inner = engine.inner if isinstance(engine, ObservedEngine) else engine
+    record.final, record.state_after = list(weights(inner)), state_of_blocks(inner)
+
+
+def weights(engine: Engine) -> Iterator[Piece]:
+    """The weights that this process holds; of an engine that only has the interface, those that it saves."""
+    if not isinstance(engine, BaseEngine):
+        for shard in engine.tensors():
+            if shard.name.startswith("model."):
+                yield _piece(shard.name.removeprefix("model."), shard.tensor, shard.shape, shard.start)
+        return
+    for weight in engine.weights:
+        yield from _pieces(engine, weight, engine.state.values(weight))
+
+
+def _pieces(engine: BaseEngine, weight: ShardedParameter, values: Tensor) -> Iterator[Piece]:
+    """``values`` of a weight, or of what has its shape, as blocks of the whole."""
+    part = engine.state.local_part(weight)
+    for start, block in blocks(part, part.begin, values.detach().flatten()[: part.count], engine.mesh.tp):
+        yield _piece(weight.name, block, weight.shape, start)
+
+
+def _piece(name: str, values: Tensor, shape: Sequence[int], start: Sequence[int]) -> Piece:
+    return Piece(name, values.detach().float().cpu().numpy().copy(), tuple(shape), tuple(start))
+
+
+def _watched(engine: BaseEngine, record: Record) -> list[Any]:
+    """Hooks that record the gradients of the next update, and whether blocks draw random numbers."""
+    before: dict[int, Tensor] = {}
+
+    def gradients(*_: Any) -> None:
+        for weight in engine.weights:
+            gradient = engine.state.gradient(weight)
+            if gradient is not None:
+                record.gradients += _pieces(engine, weight, gradient)
+
+    def enter(block: nn.Module, *_: Any) -> None:
+        before[id(block)] = torch.get_rng_state()
+
+    def leave(block: nn.Module, *_: Any) -> None:
+        record.draws = record.draws or not torch.equal(before[id(block)], torch.get_rng_state())
+
+    hooks: list[Any] = [engine.optimizer.register_step_pre_hook(gradients)]
+    for _, block in blocks_of(engine):
+        hooks += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+    return hooks
+
+
+def blocks_of(engine: BaseEngine) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks that this process has, by name."""
+    for stack in engine.model_stacks:
+        for name, layer in stack.layers.items():
+            if name.startswith("block"):
+                yield name, layer
+
+
+def evaluated(session: Session, engine: BaseEngine) -> dict[str, float]:
+    """The loss in evaluation, as the weights are, and with each weight of the first block changed a little; a collective."""
+    batches, size, names = session.data.train, session.config.batch.global_size, set[str]()
+    mine = {weight.name: weight for weight in engine.weights if weight.name.startswith("block0.")}
+    for others in session.context.all_gather(sorted(mine)):
+        names |= {*others}
+
+    def loss() -> float:
+        engine.refresh()
+        value = engine.evaluate(batches.take(0, size))
+        return float("nan") if value is None else value
+
+    losses = {"": loss()}
+    for name in sorted(names):
+        kept = None
+        if weight := mine.get(name):
+            values = engine.state.values(weight)
+            kept = values.clone()
+            _nudge(engine, weight, values)
+        losses[name] = loss()
+        if kept is not None:
+            values.copy_(kept)
+    engine.refresh()
+    return losses
+
+
+def _nudge(engine: BaseEngine, weight: ShardedParameter, values: Tensor) -> None:
+    """Add to the values of a weight that this process has what depends on the weight's name and the place alone."""
+    part = engine.state.local_part(weight)
+    draw = torch.Generator().manual_seed(zlib.crc32(weight.name.encode()))
+    whole = torch.randn(weight.shape, generator=draw) * NUDGE
+    for start, block in blocks(part, part.begin, values.view(-1)[: part.count], engine.mesh.tp):
+        places = tuple(slice(low, low + size) for low, size in zip(start, block.shape, strict=True))
+        block.add_(whole[places])
+
+
+def state_of_blocks(engine: Engine) -> dict[str, Any]:
+    """Buffers, and attributes that are numbers or tensors, of all modules in the blocks that this process has, by name."""
+    values: dict[str, Any] = {}
+    usual = vars(nn.Module()).keys()
+    for name, block in blocks_of(engine) if isinstance(engine, BaseEngine) else ():
+        for path, module in block.named_modules():
+            place = f"{name}.{path}" if path else name
+            for buffer, tensor in module.named_buffers(recurse=False):
+                values[f"{place}.{buffer}"] = tensor.detach().cpu().numpy().copy()
+            for attribute in vars(module).keys() - usual:
+                if (value := _plain(vars(module)[attribute])) is not None:
+                    values[f"{place}.{attribute}"] = value
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """A copy of a value that may be state: a number, a tensor, a generator, or numbers in a list or dictionary; None for any other."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().numpy().copy()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().copy()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, (list, tuple, dict, set, deque)) and len(text := repr(value)) <= LONG and " at 0x" not in text:
+        return text
+    return None

@@ -1,0 +1,196 @@
+"""Try an object of the user's own in every layout, and say where a toy that trains with it learns something else than in one process."""
+
+import pickle
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+from hpclm import config, files, folders
+from hpclm.engine import unavailable
+from hpclm.errors import ConfigError
+from hpclm.selftest import causes, direct, kinds, processes, rank, trials
+from hpclm.selftest.compare import Difference, changing, differences
+from hpclm.selftest.record import Record
+from hpclm.selftest.trials import SAVED, STEPS, Trial
+from hpclm.selftest.verdict import Result, Verdict
+
+SHOWN = 4  # weights that are named
+LAST = 1500  # characters of what a process that failed without a message has printed
+ENGINES = ("native", "pipelining", "fsdp2")
+
+
+class TrialFailed(Exception):
+    """A trial has no record."""
+
+    def __init__(self, text: str, refused: bool = False):
+        super().__init__(text)
+        self.text, self.refused = text, refused
+
+
+def selftest(
+    name: str,
+    kind: str | None = None,
+    given: Sequence[str] = (),
+    only: Sequence[str] = (),
+    tell: Callable[[Verdict], None] = lambda verdict: None,
+) -> Result:
+    """Try the object ``name``, module:attribute. ``given``: settings, as key=value, on top of the toy's; ``only``: names of layouts; all
+    without any. ``tell`` gets each verdict at once.
+
+    ConfigError if there is no such object, if it is of no kind that is known, or if it does not work in one process.
+    """
+    loaded = kinds.load(name)
+    kind = kind or kinds.kind_of(name, loaded)
+    verdicts = []
+    with folders.temporary_folder() as folder:
+        direct = kind in ("tokenizer", "sink")
+        work = _direct(name, kind, given, folder) if direct else _trained(name, kind, given, only, folder)
+        for verdict in work:
+            verdicts.append(verdict)
+            tell(verdict)
+    return Result(name, kind, tuple(verdicts))
+
+
+def _direct(name: str, kind: str, given: Sequence[str], folder: Path) -> Iterator[Verdict]:
+    """Of what takes no part in training."""
+    settings = config.load(None, [*trials.TOY, *given])
+
+    def check() -> list[str]:
+        if kind == "sink":
+            return list(direct.sink(name, folder))
+        return list(direct.tokenizer(name, settings.data.tokenizer_files))
+
+    yield _checked("one process", check)
+
+
+def _checked(layout: str, check: Callable[[], list[str]]) -> Verdict:
+    try:
+        wrong = check()
+    except Exception as error:
+        return Verdict(layout, "failed", (rank.described(error).text,))
+    return Verdict(layout, "differs" if wrong else "agrees", tuple(wrong))
+
+
+def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], folder: Path) -> Iterator[Verdict]:
+    """Of a toy that trains in each layout."""
+    reference, others = trials.trials(kind, name)
+    if unknown := [layout for layout in only if layout not in {trial.name for trial in others}]:
+        raise ConfigError(
+            f"no layout {unknown[0]!r}; a {kind} is tried with {', '.join(trial.name for trial in others)}"
+        )
+    for engine in ENGINES:
+        if not unavailable(engine):
+            import_module(f"hpclm.engine.{engine}")
+    if kind == "schedule":
+        optim = config.load(None, trials.settings_of(kind, name, trials.REFERENCE, tuple(given))).optim
+        verdict = _checked("calls in any order", lambda: list(direct.schedule(kinds.load(name), optim)))
+        yield replace(verdict, cause="" if verdict.good else causes.SCHEDULE)
+    try:
+        right = _records(name, kind, reference, given, folder)
+    except TrialFailed as failed:
+        raise ConfigError(f"{name} does not work in {reference.name}: {failed.text}") from None
+    losses = [step["loss"] for step in right[0].steps]
+    yield Verdict(
+        reference.name, "agrees", (f"loss {losses[0]:.4f} at step 1, {losses[-1]:.4f} at step {STEPS}", *_notes(right))
+    )
+    for trial in (trial for trial in others if not only or trial.name in only):
+        try:
+            records = _records(name, kind, trial, given, folder)
+        except TrialFailed as failed:
+            yield Verdict(trial.name, "refused" if failed.refused else "failed", (failed.text,))
+            continue
+        yield _compared(kind, trial, right, records)
+
+
+def _notes(right: Sequence[Record]) -> Iterator[str]:
+    """What is worth knowing of the reference."""
+    if right[0].draws:
+        yield "it draws random numbers in training: with tensor 2 and other micro-batches these are others, so that only evaluation is compared"
+    if state := changing(right[0]):
+        yield f"training changes {_listed(state)}, which checkpoints do not have"
+
+
+def _compared(kind: str, trial: Trial, right: Sequence[Record], records: Sequence[Record]) -> Verdict:
+    random = right[0].draws and (trial.splits or trial.other_batches)
+    wrong = [*_samples(right, records), *differences(right, records, trial.exact, random)]
+    if not wrong:
+        return Verdict(trial.name, "agrees", ("without its random numbers: in evaluation",) if random else ())
+    stage = [difference for difference in wrong if difference.stage == wrong[0].stage]
+    texts = [difference.what for difference in stage[:SHOWN]]
+    if len(stage) > SHOWN:
+        texts.append(f"and {len(stage) - SHOWN} more")
+    texts += [difference.what for difference in wrong if difference.stage == "state" and difference not in stage][
+        :SHOWN
+    ]
+    return Verdict(trial.name, "differs", tuple(texts), causes.cause(kind, trial, wrong))
+
+
+def _samples(right: Sequence[Record], records: Sequence[Record]) -> Iterator[Difference]:
+    """The first sample that is another on some rank, or another when it is read again."""
+    for number, record in enumerate(records):
+        for index, (one, other) in enumerate(zip(right[0].samples, record.samples, strict=False)):
+            if one != other or ", then " in other:
+                when = "when it is read again" if ", then " in other else f"on rank {number}"
+                yield Difference("samples", f"sample {index} of the training data is another {when}")
+                break
+
+
+def _records(name: str, kind: str, trial: Trial, given: Sequence[str], folder: Path) -> list[Record]:
+    """What the processes of a trial have recorded; TrialFailed if they have not."""
+    words = trials.settings_of(kind, name, trial, tuple(given))
+    out = folder / trial.name.replace(" ", "-")
+    try:
+        settings = config.load(None, [*words, f"out={out}"])
+        settings.plan(trial.processes)
+    except ConfigError as error:
+        raise TrialFailed(str(error), refused=True) from None
+    reads = kind == "source"
+    start = rank.Start(tuple(words), out, trial.processes, secrets.token_hex(16), reads_samples=reads)
+    if trial.killed:
+        _start(replace(start, kill_at=SAVED + 1), killed=True)
+        start = replace(start, secret=secrets.token_hex(16))
+    return _start(start)
+
+
+def _start(start: rank.Start, killed: bool = False) -> list[Record]:
+    """Start the processes, and read what they leave. ``killed``: they are to be killed, and leave nothing."""
+    output = start.out.with_suffix(".log")
+    codes = processes.run(start.processes, lambda number: rank.train(start, number), output)
+    left = [_left(start.file(number)) for number in range(start.processes)]
+    failures = [(number, what) for number, what in enumerate(left) if isinstance(what, rank.Failure)]
+    # a rank that has lost another says so; the other says why
+    failures.sort(key=lambda failure: any(words in failure[1].text for words in ("closed by peer", "Connection reset")))
+    if failures:
+        number, failure = failures[0]
+        where = f"rank {number}: " if start.processes > 1 and not failure.refused else ""
+        raise TrialFailed(f"{where}{failure.text}", failure.refused)
+    if killed:
+        return []
+    if processes.HUNG in codes:
+        raise TrialFailed(
+            f"it hung: not all ranks were done after {processes.LIMIT:.0f} s; a collective is called on some ranks only, or in another order"
+        )
+    records = [what for what in left if isinstance(what, Record)]
+    if len(records) < start.processes:
+        raise TrialFailed(f"exit codes {codes}; its output ends:\n{_end_of(output)}")
+    return records
+
+
+def _left(path: Path) -> Record | rank.Failure | None:
+    """What a process has left in its file."""
+    if not files.is_file(path):
+        return None
+    left: Record | rank.Failure = pickle.loads(files.read_bytes(path))
+    return left
+
+
+def _end_of(output: Path) -> str:
+    text = files.read_text(output, errors="replace") if files.is_file(output) else ""
+    return text[-LAST:].strip()
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"

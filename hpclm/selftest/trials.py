@@ -1,0 +1,80 @@
+"""The toy that trains, and the layouts in which each kind of code is tried."""
+
+from dataclasses import dataclass
+
+from hpclm.selftest.verdict import SETTINGS
+
+STEPS = 4
+SAVED = 2  # steps after which the checkpoint is saved from which a killed run resumes
+TOY = (
+    *("model.vocab_size=64", "model.vocab_multiple=16", "model.layers=2", "model.hidden=32", "model.heads=4"),
+    *("model.context=16", "model.init_std=0.1", "model.bias=false"),
+    *("data.source=synthetic", "batch.global_size=8", "batch.micro_size=4", f"budget.steps={STEPS}"),
+    *("optim.lr=3e-3", "optim.warmup=1", "optim.clip=0"),
+    *("engine.device=cpu", "engine.precision=fp32", "evaluate.every=0", f"checkpoint.every={SAVED}"),
+    *("checkpoint.background=false", "log.tensorboard=false", "cluster.self_check=false", "cluster.verify_every=0"),
+)
+"""Settings of the toy; those that the user gives come after them. What runs check by themselves is off where it would end a trial before it
+can be compared."""
+ADAM = ("optim.eps=1e-5",)
+"""For AdamW: otherwise it makes a step of the rounding error of a gradient that is 0."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout in which the toy trains."""
+
+    name: str
+    processes: int = 1
+    settings: tuple[str, ...] = ()
+    killed: bool = False
+    """Whether the process is killed after the step that follows the checkpoint, and another one resumes."""
+    exact: bool = False
+    """Whether every bit must be as in the reference."""
+    other_batches: bool = False
+    """Whether its micro-batches are others than the reference's, so that random numbers are, too."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether tensor-parallel ranks split weights and sequences."""
+        return "parallel.tensor=2" in self.settings
+
+
+REFERENCE = Trial("one process")
+AGAIN = Trial("one process again", exact=True)
+SMALLER = Trial("smaller micro-batches", settings=("batch.micro_size=2",), other_batches=True)
+TENSOR = Trial("tensor 2", 2, ("parallel.tensor=2",))
+PIPELINE = Trial("pipeline 2", 2, ("parallel.pipeline=2", "engine.name=pipelining"))
+DATA = Trial("data 2", 2)
+ZERO = Trial("ZeRO 1", 2, ("engine.zero_stage=1",))
+FSDP = Trial("fsdp2", 2, ("engine.name=fsdp2",))
+KILLED = Trial("killed and resumed", killed=True, exact=True)
+LAYOUTS = {
+    "block": (AGAIN, SMALLER, TENSOR, PIPELINE, DATA, ZERO, FSDP, KILLED),
+    "optimizer": (AGAIN, TENSOR, PIPELINE, DATA, ZERO, FSDP, KILLED),
+    "source": (AGAIN, SMALLER, TENSOR, PIPELINE, DATA, KILLED),
+    "schedule": (AGAIN, DATA, PIPELINE, KILLED),
+}
+
+
+def trials(kind: str, name: str) -> tuple[Trial, tuple[Trial, ...]]:
+    """The reference, and what is compared with it, for the object ``name`` of this kind."""
+    setting = f"{SETTINGS[kind]}={name}"
+    if kind != "engine":
+        return REFERENCE, LAYOUTS[kind]
+    of_engine = (
+        Trial("one process", settings=(setting,)),
+        Trial("tensor 2", 2, (setting, "parallel.tensor=2")),
+        Trial("pipeline 2", 2, (setting, "parallel.pipeline=2")),
+        Trial("data 2", 2, (setting,)),
+        Trial("ZeRO 1", 2, (setting, "engine.zero_stage=1")),
+        Trial("killed and resumed", settings=(setting,), killed=True),
+    )
+    return Trial("one process with engine.name=native"), of_engine
+
+
+def settings_of(kind: str, name: str, trial: Trial, given: tuple[str, ...]) -> list[str]:
+    """The settings of a trial, without its run directory; ``given``: the user's own."""
+    own = () if kind == "engine" else (f"{SETTINGS[kind]}={name}",)
+    adam = () if kind == "optimizer" else ADAM
+    return [*TOY, *adam, *own, *given, *trial.settings]

@@ -1,0 +1,85 @@
+"""What came of a test of the user's own code, layout by layout, and how it is shown. Needs no PyTorch."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["agrees", "differs", "refused", "failed"]
+SETTINGS = {
+    "block": "model.block",
+    "optimizer": "optim.name",
+    "source": "data.source",
+    "schedule": "optim.schedule",
+    "engine": "engine.name",
+    "tokenizer": "data.tokenizer",
+    "sink": "log.sinks",
+}
+"""Kind of code -> the setting that names it."""
+INDENT = " " * 26
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one layout."""
+
+    layout: str
+    outcome: Outcome
+    details: tuple[str, ...] = ()
+    """What differs, or why it was refused or failed."""
+    cause: str = ""
+    """The usual cause of what differs."""
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong: nobody uses by accident a layout that is refused by name."""
+        return self.outcome in ("agrees", "refused")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of all layouts."""
+
+    name: str
+    kind: str
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every layout agrees that is not refused."""
+        return all(verdict.good for verdict in self.verdicts)
+
+    def __repr__(self) -> str:
+        shown, text = list[str](), list[str]()
+        for verdict in self.verdicts:
+            text += lines(verdict, shown)
+            shown.append(verdict.cause)
+        return "\n".join([*text, conclusion(self)])
+
+
+def lines(verdict: Verdict, shown: Collection[str] = ()) -> list[str]:
+    """A verdict for people; ``shown``: causes that have been named before."""
+    first, *more = verdict.details or ("",)
+    head = verdict.outcome.upper() if verdict.outcome in ("differs", "failed") else verdict.outcome
+    if verdict.outcome == "differs":
+        more = [first, *more]
+    elif first:
+        head = f"{head}: {first}"
+    text = [f"  {verdict.layout:<24}{head}", *(f"{INDENT}{line}" for detail in more for line in detail.splitlines())]
+    if not verdict.cause:
+        return text
+    return [*text, f"{INDENT}usual cause: {'as above' if verdict.cause in shown else verdict.cause}"]
+
+
+def conclusion(result: Result) -> str:
+    """The last line."""
+    who = f"{result.name} ({SETTINGS[result.kind]})"
+    bad = [verdict.layout for verdict in result.verdicts if not verdict.good]
+    refused = [verdict.layout for verdict in result.verdicts if verdict.outcome == "refused"]
+    beside = f"; {_listed(refused)} {'is' if len(refused) == 1 else 'are'} refused" if refused else ""
+    if bad:
+        return f"{who} does not agree with one process: {_listed(bad)}{beside}"
+    return f"{who} agrees with one process everywhere else{beside}" if refused else f"{who} agrees with one process"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)

@@ -45,7 +45,9 @@ def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
     of_python = standard(getattr(named, "__module__", None))
     lacks = "is part of Python's standard library" if of_python else check(named)
     if lacks:
-        raise ConfigError(f"{kind} {name!r} {lacks}; `hpclm docs architecture` says what a {kind} of your own must be")
+        raise ConfigError(
+            f"{kind} {name!r} {lacks}; `hpclm docs your-own-code` shows what a {kind} of your own must be"
+        )
     return named
 
 

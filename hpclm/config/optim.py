@@ -67,7 +67,7 @@ class OptimConfig(Checked):
     schedule: str = "cosine"
     """constant, linear, cosine, inverse_sqrt, wsd (Megatron-core's); megatron1_linear, megatron1_cosine,
     megatron1_exponential (v1.1.5's); fairseq_polynomial, fairseq_cosine, fairseq_inverse_sqrt; or package.module:name
-    (hpclm docs architecture)."""
+    (hpclm docs your-own-code)."""
     unit: Literal["steps", "samples"] = "steps"
     """Unit of warmup, schedule_length, period and wsd_decay."""
     warmup: float = 0

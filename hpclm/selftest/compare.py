@@ -114,16 +114,22 @@ def _evaluated(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator
     right, given = reference[0].evaluated, trial[0].evaluated
     if not right or not given:
         return
-    base = _relative(given[""], right[""])
-    if base > LOSS:
-        yield Difference(
-            "forward", f"the loss before the first step is {given['']:.6g}, and {right['']:.6g} in one process"
-        )
-    for name in right.keys() & given.keys() - {""}:
-        ours, theirs = given[name] - given[""], right[name] - right[""]
-        if abs(ours - theirs) > max(LOSS * right[""], 0.02 * abs(theirs) if base > LOSS else 0.0):
-            text = f"{name} acts otherwise: a small change of it changes the loss by {ours:+.3g}, and by {theirs:+.3g} in one process"
-            yield Difference("forward", text, name)
+    wrong = _relative(given[""], right[""]) > LOSS
+    if wrong:
+        text = f"the loss before the first step is {given['']:.6g}, and {right['']:.6g} in one process"
+        yield Difference("forward", text)
+    names = right.keys() & given.keys() - {""}
+    effects = {name: (given[name] - given[""], right[name] - right[""]) for name in names}
+    acting = {
+        name: abs(ours - theirs)
+        for name, (ours, theirs) in effects.items()
+        if abs(ours - theirs) > max(LOSS * right[""], 0.02 * abs(theirs) if wrong else 0.0)
+    }
+    if wrong and 2 * len(acting) > len(names):  # it is no single weight's doing
+        return
+    for name in sorted(acting, key=lambda name: -acting[name]):
+        text = "{} acts otherwise: a small change of it changes the loss by {:+.3g}, and by {:+.3g} in one process"
+        yield Difference("forward", text.format(name, *effects[name]), name)
 
 
 def _first(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:

@@ -14,6 +14,10 @@ INITIAL = {
     "by new_parameter(name, InitSpec.normal(Placement(whole shape, dim), std, generator)), which fills the slice of the whole",
     "other": "initial values come from random numbers that are neither the `generator` that a block is given nor PyTorch's default one, or depend on the process",
 }
+SHAPE = (
+    "a weight that tensor ranks split has no entry in `placements`, the dictionary of the module that it belongs to: make it by new_parameter, "
+    "or declare placements[name] = Placement(whole shape, dim)"
+)
 FORWARD = {
     "tensor": "it acts on every tensor rank where it should act once: what scatter adds up, such as a bias added before it, counts on each rank; "
     "add it after scatter, to this rank's tokens, as copy_to_tp(weight, tp)",
@@ -75,6 +79,8 @@ def cause(kind: str, trial: Trial, differences: Sequence[Difference]) -> str:
         return RESUME
     if stage == "report":
         return REPORT
+    if "shape" in hints:
+        return SHAPE
     if stage == "initial":
         return INITIAL.get(place, INITIAL["other"])
     if stage == "forward":

@@ -92,6 +92,11 @@ def _initial(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[D
     right, given = (Tensors.of(record.initial for record in records) for records in (reference, trial))
     yield from _names(right, given)
     for name in right.whole.keys() & given.whole.keys():
+        shapes = given.whole[name].shape, right.whole[name].shape
+        if shapes[0] != shapes[1]:
+            text = f"{name} has the shape {list(shapes[0])}, and {list(shapes[1])} in one process"
+            yield Difference("initial", text, name, "shape")
+            continue
         off = _off(given.whole[name], right.whole[name])
         if off > RELATIVE:
             text = f"{name} begins with other values: off by {off:.2g} of its norm"

@@ -28,6 +28,7 @@ WRONG = {
     "BatchNorm": ("smaller micro-batches", "the loss before the first step", "other samples of its micro-batch"),
     "BiasedTwice": ("tensor 2", "block0.extra.bias", "counts on each rank"),
     "FanInOfSlice": ("tensor 2", "block0.down begins with other values", "fan-in"),
+    "NotPlaced": ("tensor 2", "block0.down has the shape [32, 16], and [32, 32] in one process", "placements"),
     "Counting": ("killed and resumed", "block0.calls", "checkpoints have no buffers and no attributes"),
     "remembering": ("killed and resumed", "learning rate", "pure function"),
     "source_by_rank": ("data 2", "sample 0 of the training data is another on rank 1", "not on the rank"),

@@ -158,6 +158,14 @@ class FanInOfSlice(Scaled):
         return super().after(x) + scatter(F.linear(mine, self.down.to(x.dtype)), self.tp)
 
 
+class NotPlaced(FanInOfSlice):
+    """A weight that tensor ranks split and that no entry of ``placements`` declares."""
+
+    def __init__(self, config, recompute_core, generator, tp):
+        super().__init__(config, recompute_core, generator, tp)
+        self.placements = {}
+
+
 class Counting(Scaled):
     """What it computes depends on how often it has been called, which no checkpoint has."""
 

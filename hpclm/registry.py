@@ -17,7 +17,7 @@ Check = Callable[[Any], str | None]
 OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
-def problem(kind: str, name: str, table: Mapping[str, str]) -> str | None:
+def problem(kind: str, name: str, table: Mapping[str, Any]) -> str | None:
     """Why ``name`` cannot be looked up, without importing anything; None if it can."""
     if name in table or OWN.fullmatch(name):
         return None
@@ -45,9 +45,7 @@ def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
     of_python = standard(getattr(named, "__module__", None))
     lacks = "is part of Python's standard library" if of_python else check(named)
     if lacks:
-        raise ConfigError(
-            f"{kind} {name!r} {lacks}; `hpclm docs your-own-code` shows what a {kind} of your own must be"
-        )
+        raise ConfigError(f"{kind} {name!r} {lacks}; `hpclm docs your-own-code` shows what your own must be")
     return named
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.config import ModelConfig
-from hpclm.config.optimizers import OPTIMIZERS
+from hpclm.config.optimizers import row
 from hpclm.data.tokenizers import mismatch
 from hpclm.errors import ConfigError
 
@@ -33,7 +33,7 @@ def fingerprint(
     ``data``: the fingerprint of its source; None if that is unknown. ``optimizer``: optim.name.
     """
     shape = {key: value for key, value in vars(model).items() if key not in FREE}
-    identity = {"model": shape, "seed": seed, "optim": {"name": OPTIMIZERS[optimizer].family}}
+    identity = {"model": shape, "seed": seed, "optim": {"name": row(optimizer).family or optimizer}}
     return identity | ({} if data is None else {"data": data})
 
 

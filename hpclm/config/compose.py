@@ -30,6 +30,7 @@ NAMES_CODE = (
     "model.block",
     "data.source",
     "data.tokenizer",
+    "optim.name",
     "optim.schedule",
     "engine.name",
     "log.sinks",

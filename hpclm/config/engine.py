@@ -224,7 +224,8 @@ def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConf
         if option in chosen and option not in can.options:
             able = ", ".join(other for other, supports in SUPPORTS.items() if option in supports.options)
             yield f"engine.{option}={chosen[option]} has no effect with engine {name!r}; it applies to {able}"
-    if optim.name not in (names := optimizers(can, optim)):
+    # what one of the user's own needs is not known before it is imported (hpclm.engine.user_optimizers)
+    if optim.name in OPTIMIZERS and optim.name not in (names := optimizers(can, optim)):
         yield f"engine {name!r} does not support optim.name={optim.name}; it supports {', '.join(names)}"
     if optim.guard != "none" and not can.guards:
         able = ", ".join(other for other, supports in SUPPORTS.items() if supports.guards)

@@ -75,7 +75,7 @@ def type_text(kind: Any) -> str:
         typing.Literal: f"one of {', '.join(map(str, typing.get_args(inner)))}",
         tuple: f"a list of {len(typing.get_args(inner))} numbers",
         list: "a list of text" if inner == list[str] else "a list of mappings",
-        dict: "a mapping of names to text",
+        dict: "a mapping of names to values" if inner == dict[str, typing.Any] else "a mapping of names to text",
         None: WORDS.get(inner, str(inner)),
     }[typing.get_origin(inner)]
     return text + (" or null" if inner is not kind else "")

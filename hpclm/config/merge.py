@@ -30,6 +30,7 @@ from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
 
+EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 
 
@@ -241,6 +242,11 @@ def _add_to_mapping(tree: Any, key: str, value: Any) -> None:
     """Add entries to the mapping ``key``; {} empties it. ConfigError, without values, which may be secrets."""
     if not isinstance(value, dict):
         raise ConfigError(f"{shown_setting(key, value)} must be {type_text(type_of(key))}")
+    if type_of(key) == dict[str, Any]:
+        OmegaConf.update(
+            tree, key, literal({str(name): _as_value(inner) for name, inner in value.items()}), merge=bool(value)
+        )
+        return
     if key == "engine.extra":
         value = {name: _yaml_as_typed(inner) for name, inner in flattened(value).items()}
     if key == "model.rope_scaling":  # a mapping of numbers
@@ -253,6 +259,16 @@ def _add_to_mapping(tree: Any, key: str, value: Any) -> None:
             raise ConfigError(f"{shown_setting(f'{key}.{name}', text)} must be text; put quotes around it")
     added = literal({str(name): str(text) for name, text in value.items()})
     OmegaConf.update(tree, key, added, merge=bool(value))
+
+
+def _as_value(value: Any) -> Any:
+    """A value in Python's types; 1e-8, which is text in YAML, is a number."""
+    value = reading.plain(value)
+    if isinstance(value, dict):
+        return {name: _as_value(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_value(inner) for inner in value]
+    return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
 
 
 def _yaml_as_typed(value: Any) -> str:

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from hpclm.config.checks import DOC, Checked, at_least, fraction
 from hpclm.config.optimizers import OPTIMIZERS, described, without_effect
@@ -21,17 +21,13 @@ ENDLESS = ("constant", "fairseq_inverse_sqrt")
 """Schedules without an end, to which min_lr and schedule_length mean nothing."""
 
 
-if TYPE_CHECKING:
-    OptimizerName = str
-else:  # a type checker takes no computed names
-    OptimizerName = Literal[tuple(OPTIMIZERS)]
-
-
 @dataclass(frozen=True)
 class OptimConfig(Checked):
     """Optimizer and learning-rate schedule."""
 
-    name: OptimizerName = field(default="adamw", metadata={DOC: described()})
+    name: str = field(default="adamw", metadata={DOC: described()})
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """What an optimizer of your own is made with besides: {betas: [0.9, 0.99]}."""
     lr: float = 6e-4
     """Peak learning rate."""
     min_lr: float = 6e-5
@@ -99,6 +95,14 @@ class OptimConfig(Checked):
 
     def problems(self) -> Iterator[str]:
         """Invalid optimizer settings."""
+        wrong = problem("optim.name", self.name, OPTIMIZERS)
+        if wrong:
+            yield wrong
+        elif self.arguments and self.name in OPTIMIZERS:
+            yield (
+                f"optim.arguments={self.arguments} is for an optimizer of your own, optim.name=package.module:Name; those of "
+                f"optim.name={self.name} are settings, such as optim.{next(iter(self.arguments))}"
+            )
         amounts = ("lr", "min_lr", "eps", "weight_decay", "clip", "z_loss", "spike", "warmup", "warmup_start")
         yield from at_least(0, "optim", **{name: getattr(self, name) for name in amounts})
         counts = ("schedule_length", "period", "wsd_decay", "nonfinite_limit", "newton_schulz_steps")
@@ -112,7 +116,15 @@ class OptimConfig(Checked):
         yield from fraction("optim", momentum=self.momentum)
         if self.qk_clip is not None and not 0 < self.qk_clip < math.inf:
             yield f"optim.qk_clip={self.qk_clip} must be more than 0 and finite"
-        for name, able in without_effect(self.name, self._changed):
+        for name, able in (
+            () if problem("optim.name", self.name, OPTIMIZERS) else without_effect(self.name, self._changed)
+        ):
+            if self.name not in OPTIMIZERS:
+                yield (
+                    f"optim.{name}={getattr(self, name)} is not read by optim.name={self.name}, which is of your own; it takes such in "
+                    f"optim.arguments={{{name}: {getattr(self, name)}}}, if it has such a parameter"
+                )
+                continue
             yield f"optim.{name}={getattr(self, name)} has no effect with optim.name={self.name}; it applies to {', '.join(able)}"
         wrong = problem("optim.schedule", self.schedule, SCHEDULES)
         if wrong:

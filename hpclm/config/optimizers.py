@@ -147,6 +147,15 @@ OPTIMIZERS = {
 }
 
 
+OF_USERS = OptimizerKind("", "of your own", MOMENTS, family="")
+"""What is assumed of an optimizer of the user's own before it is imported: the state of AdamW."""
+
+
+def row(name: str) -> OptimizerKind:
+    """The optimizer that optim.name names; of the user's own, what is assumed before it is imported."""
+    return OPTIMIZERS.get(name, OF_USERS)
+
+
 def readers(setting: str) -> list[str]:
     """The optimizers that read a setting under ``optim``; empty if all do."""
     return [name for name, kind in OPTIMIZERS.items() if setting in kind.settings]
@@ -154,7 +163,8 @@ def readers(setting: str) -> list[str]:
 
 def described() -> str:
     """The optimizers, for the documentation of optim.name."""
-    return "; ".join(f"{name}: {kind.summary}" for name, kind in OPTIMIZERS.items()) + "."
+    shipped = "; ".join(f"{name}: {kind.summary}" for name, kind in OPTIMIZERS.items())
+    return f"{shipped}; or package.module:Name (hpclm docs how-to)."
 
 
 def without_effect(name: str, changed: Callable[[str], bool]) -> Iterator[tuple[str, list[str]]]:

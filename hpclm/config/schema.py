@@ -16,7 +16,7 @@ from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.model import BLOCKS, ModelConfig
 from hpclm.config.monitoring import EvaluateConfig, LogConfig, ProfileConfig
 from hpclm.config.optim import ENDLESS, SCHEDULES, OptimConfig, ScalerConfig
-from hpclm.config.optimizers import OPTIMIZERS
+from hpclm.config.optimizers import row
 from hpclm.config.plan import Plan, Rampup
 from hpclm.config.supports import SUPPORTS
 from hpclm.errors import ConfigError
@@ -228,7 +228,7 @@ class RunConfig(Checked):
             yield "optim.qk_clip has no effect with model.qk_norm=true, which bounds the scores already; set one of them"
         if self.optim.qk_clip is not None and self.model.block not in BLOCKS:
             yield f"optim.qk_clip cannot measure the scores of model.block={self.model.block}; it applies to {', '.join(BLOCKS)}"
-        if OPTIMIZERS[self.optim.name].offloaded and self.engine.offload == "none":
+        if row(self.optim.name).offloaded and self.engine.offload == "none":
             yield f"optim.name={self.optim.name} needs engine.offload=optimizer or parameters"
         if self.parallel.schedule == "zero_bubble" and self.engine.recompute != "none":
             yield (

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpclm import engine as engines
 from hpclm.config import EngineConfig, EngineSettings, ModelConfig, OptimConfig
-from hpclm.config.optimizers import OPTIMIZERS
+from hpclm.config.optimizers import OPTIMIZERS, row
 from hpclm.config.plan import Plan
 from hpclm.diagnostics.samples import EPS, Sample, Samples, of_matrices, of_update, of_weights, sample, sample_of
 from hpclm.engine.base import BaseEngine, optimizer_for
@@ -25,6 +25,7 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import count
 from hpclm.model.stack import Stages
 from hpclm.optim.adamw import update
+from hpclm.optim.optimizers import kind_of
 from hpclm.parallel.collectives import all_gather_objects, all_reduce
 from hpclm.parallel.mesh import SINGLE, Compute
 from hpclm.parallel.micro_batch import MicroBatch
@@ -75,6 +76,10 @@ class MiniatureRun:
     ) -> "MiniatureRun":
         """The miniature of a run with these settings, on devices with ``memory`` bytes."""
         mesh, parallel, optim = compute.mesh, settings.parallel, settings.optim
+        if (
+            optim.name not in OPTIMIZERS
+        ):  # how much its updates may differ is not known; a trial has compared them (hpclm.optim.trial)
+            optim = replace(optim, name=OptimConfig.name, arguments={})
         kinds = list(dict.fromkeys(settings.model.kind(layer) for layer in range(settings.model.layers)))
         layers = max(BLOCKS, parallel.pipeline * parallel.chunks, len(kinds))
         model = replace(settings.model, layers=layers, pattern=kinds, attention_dropout=0.0)
@@ -95,7 +100,7 @@ class MiniatureRun:
         if others < mesh.replicas:  # masks differ from replica to replica
             model = replace(model, dropout=0.0)
         clip = min(optim.clip, CLIP)
-        has_eps = "eps" in OPTIMIZERS[optim.name].settings
+        has_eps = "eps" in kind_of(optim).settings
         eps: dict[str, Any] = dict(eps=OPTIMIZER_EPS * (clip or 1.0)) if has_eps else {}
         draw = torch.Generator().manual_seed(settings.seed)
         rows = torch.randint(model.vocab_size, (others, micro_batches, size, length + 1), generator=draw)
@@ -148,12 +153,12 @@ class MiniatureRun:
     def _optim(self, exact: bool, plain: bool = False) -> OptimConfig:
         """The settings of the optimizer; ``exact``: in fp32; ``plain``: in plain PyTorch."""
         optim = self.settings.optim
-        kind = OPTIMIZERS[optim.name]
+        kind = kind_of(optim)
         exactly = replace(optim, **kind.exact) if exact else optim
         name = kind.reference or optim.name
         if not plain or name == optim.name:
             return exactly
-        unread = {setting for kind in OPTIMIZERS.values() for setting in kind.settings} - {*OPTIMIZERS[name].settings}
+        unread = {setting for kind in OPTIMIZERS.values() for setting in kind.settings} - {*row(name).settings}
         return replace(exactly, name=name, **{setting: getattr(OptimConfig, setting) for setting in unread})
 
     def _engine(self, compute: Compute, **changes: Any) -> BaseEngine:

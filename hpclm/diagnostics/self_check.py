@@ -28,6 +28,7 @@ from hpclm import files
 from hpclm.checkpoint.staging import Snapshot
 from hpclm.config import EngineSettings, RunConfig
 from hpclm.config.model import BLOCKS
+from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.config.supports import SUPPORTS
 from hpclm.diagnostics import facts
 from hpclm.diagnostics.known_numbers import lost_matrices, wrong_sums
@@ -76,6 +77,11 @@ def check_computation(config: RunConfig, context: DistributedContext, compute: C
     if settings.model.block not in BLOCKS or settings.engine.name not in SUPPORTS:
         log.info("self-check: sums over all process groups are right; your own block or engine is not checked")
         return unchecked
+    if settings.optim.name not in OPTIMIZERS:
+        log.info(
+            "self-check: the steps that are compared are with AdamW; optim.name=%s is not part of them",
+            settings.optim.name,
+        )
     if settings.parallel.pipeline > 1 and (reason := engines.unavailable("pipelining")):  # which is the plain way
         log.info("self-check: sums over all process groups are right; steps are not compared: %s", reason)
         return unchecked

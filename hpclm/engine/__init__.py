@@ -19,6 +19,7 @@ from hpclm.config import EngineConfig, EngineSettings, OptimConfig, ParallelConf
 from hpclm.config.engine import ENGINES, unsupported
 from hpclm.config.model import BLOCKS
 from hpclm.config.supports import SUPPORTS, Supports
+from hpclm.engine.user_optimizers import check_optimizer
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.gpt import LayerSpec
@@ -185,6 +186,9 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
             f"or install it (Debian: apt-get install g++ python3-dev)"
         )
     check_supports(config.engine, config.parallel, config.optim, maker)
+    check_optimizer(
+        config, getattr(maker, "supports", SUPPORTS.get(config.engine.name)), getattr(maker, "sharded", False)
+    )
     return maker
 
 

@@ -29,10 +29,12 @@ from hpclm.model.compiled import Compilation
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.loss import Backward, TokenLoss
+from hpclm.model.reports import check_name
 from hpclm.model.stack import Execution, Stack, Stages, WrapLayer, check_local_shapes, check_shapes, placements
 from hpclm.optim.adamw import update
-from hpclm.optim.optimizers import MatrixOptimizer, optimizer_of
+from hpclm.optim.optimizers import MatrixOptimizer, kind_of, optimizer_of
 from hpclm.optim.stability import LossScale
+from hpclm.optim.user_optimizer import UserOptimizer
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, union
 from hpclm.parallel.mesh import SINGLE, Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, Output, add
@@ -199,6 +201,7 @@ class BaseEngine:
             all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
         with self.timers("optimizer"):
             metrics = self.update(loss, scale)
+        self._report_optimizer(inputs.factor)
         counts = {"counted_tokens": inputs.counted, "empty_micro_batches": inputs.empty}
         metrics = {"loss": loss, **metrics, **self.reports(inputs.factor), **counts}
         result = StepResult(metrics, scale, self.timers.take())
@@ -209,19 +212,29 @@ class BaseEngine:
             self.scale = self.scale.after(self.overflowed(result), config.scaler)
         return result
 
+    def _report_optimizer(self, factor: float) -> None:
+        """Add what a user's optimizer has measured to what is reported: the mean over all processes."""
+        if isinstance(self.optimizer, UserOptimizer):
+            for name, value in self.optimizer.metrics().items():
+                check_name(name)
+                part = torch.as_tensor(value, dtype=torch.float32, device=self.device)
+                self.reported[name] = part * (factor / self.mesh.world.size)
+
     def reports(self, factor: float) -> dict[str, Tensor]:
         """The mean over the step's tokens of what layers and loss have reported, the same on every rank; a collective.
 
         ConfigError for a name that another step did not report: ranks would wait for each other."""
         if self._names_reported is None:
             names = {*self.reported} | ({"z_loss"} if self.config.optim.z_loss else set())
-            shared = self.config.model.block in BLOCKS  # which report nothing that only some stages would know
+            # these report nothing that only some stages would know
+            shared = self.config.model.block in BLOCKS and self.config.optim.name in OPTIMIZERS
             # sorted, since all ranks reduce one vector and sets have another order in every process
             self._names_reported = tuple(sorted(names if shared else union(names, self.mesh.pp)))
+        who = [f"model.block={self.config.model.block}"] * (self.config.model.block not in BLOCKS)
+        who += [f"optim.name={self.config.optim.name}"] * (self.config.optim.name not in OPTIMIZERS)
         if unknown := self.reported.keys() - {*self._names_reported}:
             raise ConfigError(
-                f"model.block={self.config.model.block} reports {', '.join(sorted(unknown))} in some steps only; a name must be reported "
-                "in every step, or in none"
+                f"{' or '.join(who)} reports {', '.join(sorted(unknown))} in some steps only; a name must be reported in every step, or in none"
             )
         if not self._names_reported:
             return {}
@@ -242,7 +255,7 @@ class BaseEngine:
         """What this process saves and reads."""
         local_parts = [self.state.local_part(weight) for weight in self.weights]
         # of the fp32 weight, and of what the optimizer keeps beside it
-        bytes_each = 4 + OPTIMIZERS[self.config.optim.name].bytes_per_parameter(self.config.optim)
+        bytes_each = 4 + self.state.kind.bytes_per_parameter(self.config.optim)
         return SavePlan.among(local_parts, self.mesh, self.config.file_mb, bytes_each)
 
     @cached_property
@@ -252,19 +265,20 @@ class BaseEngine:
 
     def check_state(self) -> None:
         """UnsavableStateError if a checkpoint would leave out something that the optimizer keeps."""
-        optim, kind = self.config.optim, type(self.optimizer)
+        optim, kind = self.config.optim, type(getattr(self.optimizer, "inner", self.optimizer))
+        users = isinstance(self.optimizer, UserOptimizer)
+        place = "its attribute state_tensors" if users else "its row in hpclm/config/optimizers.py"
         who = f"optim.name={optim.name} ({kind.__module__}.{kind.__qualname__})"
         for unkept in self.state.unkept(self.weights):
             raise UnsavableStateError(
-                f"{who} keeps no {unkept}, which its row in hpclm/config/optimizers.py declares: no run could resume; correct the row, or "
-                "make the tensor in the first update"
+                f"{who} keeps no {unkept}, which {place} declares: no run could resume; correct that, or make the tensor in the first update"
             )
         for unsaved in self.state.unsaved(self.weights):
             declared = {name for weight in self.weights for name in self.state.declared(weight.name, weight.shape)}
             raise UnsavableStateError(
-                f"{who} keeps {unsaved}; a checkpoint would leave it out. Of each weight it holds {', '.join(sorted(declared))}, as declared "
-                "in hpclm/config/optimizers.py (contiguous and in fp32), and a step count; declare the rest there, choose another "
-                "optimizer, or set checkpoint.enabled=false"
+                f"{who} keeps {unsaved}; a checkpoint would leave it out. Of each weight it holds {', '.join(sorted(declared)) or 'no tensor'}, "
+                f"as declared in {place} (contiguous and in fp32), and a step count; declare the rest there, choose another optimizer, or set "
+                "checkpoint.enabled=false"
             )
 
     def tensors(self) -> Iterator[Shard]:
@@ -337,7 +351,7 @@ def optimizer_for(
     weights: Sequence[ShardedParameter], config: EngineSettings, mesh: Mesh
 ) -> tuple[torch.optim.Optimizer, TrainingState, MatrixExchange | None]:
     """The optimizer of these weights, its state, and what hands it whole matrices, if it works on such."""
-    optimizer, kind = optimizer_of(weights, config.optim), OPTIMIZERS[config.optim.name]
+    optimizer, kind = optimizer_of(weights, config.optim), kind_of(config.optim)
     exchange = None
     if kind.matrices:
         exchange = MatrixExchange([weight for weight in weights if kind.matrices(weight.name, weight.shape)], mesh)

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from hpclm.config import OptimConfig
-from hpclm.config.optimizers import OPTIMIZERS, State, Where, tensors_held
+from hpclm.config.optimizers import State, Where, tensors_held
 from hpclm.engine import SavedState, Shard
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.errors import ConfigError
 from hpclm.optim.adamw import set_state, steps_by_group, steps_taken
+from hpclm.optim.optimizers import kind_of
+from hpclm.optim.user_optimizer import UserOptimizer
 from hpclm.parallel.collectives import all_gather_objects
 from hpclm.parallel.mesh import SINGLE, SINGLE_MESH, Axis, Mesh
 from hpclm.parallel.placement import Placement
@@ -38,7 +40,7 @@ class TrainingState:
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, works_on: Collection[str] = ()):
         """``works_on``: names of the weights that this process updates as whole matrices."""
         self.optimizer, self.optim, self.works_on = optimizer, optim, works_on
-        self.kind = OPTIMIZERS[optim.name]
+        self.kind = kind_of(optim)
         self._groups = [options(group) for group in optimizer.param_groups]
 
     def declared(self, name: str, shape: Sequence[int]) -> State:
@@ -158,7 +160,10 @@ class TrainingState:
                 if f"optim.{tensor.name}" in given:
                     values = tensor.parameter.new_empty(tensor.shape)
                     plan.load(number, f"optim.{tensor.name}", saved, values)
-                    self.optimizer.state[tensor.parameter][tensor.name.split(".")[0]] = values
+                    key = tensor.name.split(".")[0]
+                    if isinstance(self.optimizer, UserOptimizer):
+                        values = self.optimizer.place(tensor.parameter, key, values)
+                    self.optimizer.state[tensor.parameter][key] = values
 
     def group_numbers(self, weights: Sequence[ShardedParameter], pp: Axis) -> list[dict[str, Any]]:
         """The numbers of parameter groups that updates change, of each set of weights with equal ones, on all stages; a collective."""

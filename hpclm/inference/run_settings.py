@@ -7,7 +7,7 @@ from pathlib import Path
 from hpclm import config as configs
 from hpclm.checkpoint import directory, manifest
 from hpclm.config import EngineConfig, OptimConfig, ParallelConfig, RunConfig
-from hpclm.config.optimizers import OPTIMIZERS
+from hpclm.config.optimizers import OPTIMIZERS, row
 from hpclm.data import tokenizers
 from hpclm.errors import ConfigError, NoCheckpointError
 from hpclm.rundir import config_history
@@ -23,8 +23,10 @@ def settings(run: Path, overrides: list[str]) -> RunConfig:
 def alone(config: RunConfig) -> RunConfig:
     """The settings of a run, for its model in a single process."""
     kept = {name: getattr(config.engine, name) for name in ("device", "precision", "loss_chunk")}
-    # the model needs no optimizer, and one that works on offloaded state would not go with this engine
-    optim = OptimConfig() if OPTIMIZERS[config.optim.name].offloaded else config.optim
+    # the model needs no optimizer: one that works on offloaded state would not go with this engine, and the user's own may not be here
+    optim = OptimConfig() if row(config.optim.name).offloaded else config.optim
+    if optim.name not in OPTIMIZERS:
+        optim = replace(optim, name=OptimConfig.name, arguments={})
     return replace(config, parallel=ParallelConfig(), engine=EngineConfig(**kept), optim=optim)
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +23,8 @@ from hpclm.config.model import BLOCKS
 from hpclm.config.monitoring import SINKS
 from hpclm.config.no_effect import check_finished
 from hpclm.config.optim import SCHEDULES
+from hpclm.config.optimizers import OPTIMIZERS
+from hpclm.config.supports import SUPPORTS
 from hpclm.errors import ConfigError
 from hpclm.launch import local
 from hpclm.launch.schedulers import slurm_commands as slurm
@@ -128,9 +130,24 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
                 from hpclm.engine import check_supports
 
                 check_supports(run.engine, run.parallel, run.optim, loaded)
+    if run.optim.name not in OPTIMIZERS:
+        _check_optimizer(run)
     for name in run.log.sinks if with_sinks else ():
         if name not in SINKS:
             sinks.lookup(name)
+
+
+def _check_optimizer(run: RunConfig) -> None:
+    """ConfigError if the user's optimizer cannot train in this layout. What needs a GPU, the job finds by itself."""
+    from hpclm.engine.user_optimizers import check_optimizer
+    from hpclm.optim.trial import NeedsGPUError
+
+    try:
+        settings = run.for_engine(run.job.nodes * run.job.gpus)
+    except ConfigError:  # reported elsewhere
+        settings = run.for_engine(run.parallel.replica)
+    with nullcontext() if run.engine.device == "cpu" else suppress(NeedsGPUError):
+        check_optimizer(settings, SUPPORTS.get(run.engine.name))
 
 
 def _check_data(run: RunConfig) -> "Source | None":

@@ -34,20 +34,31 @@ RESERVED = frozenset(
 
 
 def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: bool = False) -> None:
-    """Report the mean of ``values`` [t, B], one for each token that the block has, in metrics.jsonl under ``name``.
+    """Report the mean of ``values`` under ``name``: [t, B], one for each token that the block has, or a single value, which counts for all
+    of these tokens, such as the mean of a gate.
 
-    What several layers report under one name is added up; ``by_layer``: each has a name of its own, ``name/block3``. Outside of training
-    nothing is reported. ConfigError for another shape, and for a name that hpclm's own metrics have.
+    The mean is over the tokens of the step, on all processes, weighted as the loss is. What several layers report under one name is added
+    up; ``by_layer``: each has a name of its own, ``name/block3``. Outside of training nothing is reported. ConfigError for another shape,
+    and for a name that hpclm's own metrics have.
     """
     if metadata.reports is not None and metadata.weights is not None:
-        if name in RESERVED or name.endswith(("_seconds", "/")) or name.startswith("qk_"):
-            raise ConfigError(f"report({name!r}): metrics.jsonl has another number under this name; choose another one")
+        check_name(name)
+        if values.ndim == 0:
+            values = values.expand(metadata.weights.shape)
         if values.shape != metadata.weights.shape:
             wanted, given = list(metadata.weights.shape), list(values.shape)
-            raise ConfigError(f"report({name!r}): values of shape {given}; it takes one for each token, {wanted}")
+            raise ConfigError(
+                f"report({name!r}): values of shape {given}; it takes one for each token, {wanted}, or a single one"
+            )
         key = f"{name}/" if by_layer else name
         total = (values.detach().float() * metadata.weights).sum()
         metadata.reports[key] = metadata.reports[key] + total if key in metadata.reports else total
+
+
+def check_name(name: str) -> None:
+    """ConfigError for a name that hpclm's own metrics have."""
+    if name in RESERVED or name.endswith(("_seconds", "/")) or name.startswith("qk_"):
+        raise ConfigError(f"report({name!r}): metrics.jsonl has another number under this name; choose another one")
 
 
 def add_loss(metadata: AttentionMetadata, x: Tensor, name: str, values: Tensor, coefficient: float) -> Tensor:

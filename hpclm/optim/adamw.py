@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ class Scaled:
 
     grad_scale: Tensor
     found_inf: Tensor
+
+
+@runtime_checkable
+class Restorable(Protocol):
+    """An optimizer that sets its state itself."""
+
+    def restore(self, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int) -> None:
+        """As ``set_state``."""
 
 
 class AdamW(Scaled, torch.optim.AdamW):
@@ -108,6 +116,9 @@ def set_state(
     optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int
 ) -> None:
     """Set the state of ``parameter`` to ``tensors`` by their names, after ``steps`` steps; None: as before the first."""
+    if isinstance(optimizer, Restorable):
+        optimizer.restore(parameter, tensors, steps)
+        return
     if steps_by_group(optimizer):
         for group in optimizer.param_groups:
             group["step"] = steps

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpclm import registry
-from hpclm.config.optimizers import OPTIMIZERS
+from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,10 @@ class Exchange(Protocol):
     def rounds(self) -> Sequence[Sequence[int]]:
         """Numbers of the matrices that are worked on at the same time."""
 
+    @property
+    def worked_on(self) -> Sequence[str]:
+        """Names of the matrices that this process works on."""
+
     def __call__(
         self,
         numbers: Sequence[int],
@@ -63,7 +67,17 @@ def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tup
     return factor, decay
 
 
+def kind_of(optim: "OptimConfig") -> OptimizerKind:
+    """The row of the configured optimizer in OPTIMIZERS; of one of the user's own, what it declares and what a trial shows (which imports
+    PyTorch). ConfigError if that cannot be used."""
+    if optim.name in OPTIMIZERS:
+        return OPTIMIZERS[optim.name]
+    kind: OptimizerKind = registry.load("hpclm.optim.user_optimizer:load")(optim).kind
+    return kind
+
+
 def optimizer_of(weights: Sequence[Weight], optim: "OptimConfig") -> "torch.optim.Optimizer":
     """The configured optimizer; the learning rate is set before each step."""
-    optimizer: torch.optim.Optimizer = registry.load(OPTIMIZERS[optim.name].path)(weights, optim)
+    path = OPTIMIZERS[optim.name].path if optim.name in OPTIMIZERS else "hpclm.optim.user_optimizer:make"
+    optimizer: torch.optim.Optimizer = registry.load(path)(weights, optim)
     return optimizer

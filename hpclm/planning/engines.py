@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field, replace
 
 from hpclm.config import EngineConfig, OptimConfig, ParallelConfig
-from hpclm.config.optimizers import EXAMPLES, OPTIMIZERS
+from hpclm.config.optimizers import EXAMPLES
 from hpclm.config.supports import SUPPORTS
+from hpclm.planning import optimizer
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def costs(
     in_place = bool(cast) and not engine.offload_activations
     """Whether products add to the fp32 gradients, so that the embedding needs no gradient of a micro-batch."""
     optim = optim or OptimConfig()
-    kind = OPTIMIZERS[optim.name]
+    kind = optimizer.kind(optim)
     common = EngineCosts(
         optimizer=BytesPerParameter(kind.bytes_per_parameter(optim)),
         outside=kind.bytes_per_parameter(optim, EXAMPLES[2]) - kind.bytes_per_parameter(optim),

@@ -4,10 +4,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpclm.config import ModelConfig, RunConfig
-from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.model import count
 from hpclm.node.gpus import Kind
-from hpclm.planning import engines, layout, memory, time
+from hpclm.planning import engines, layout, memory, optimizer, time
 from hpclm.planning.engines import EngineCosts
 from hpclm.planning.layout import Layout
 from hpclm.planning.memory import Memory
@@ -51,7 +50,7 @@ class Forecast:
     @cached_property
     def step(self) -> Step | None:
         """Seconds of a step; None where it computes in fp32, for which no peak rates are known."""
-        kind, optim = OPTIMIZERS[self.costs.optim.name], self.costs.optim
+        kind, optim = optimizer.kind(self.costs.optim), self.costs.optim
         of_matrices = kind.cost(optim, [(1, 1)]).element if kind.matrices else 0
         return (
             None
@@ -99,6 +98,7 @@ def of(run: RunConfig, kind: Kind) -> Forecast:
     shape, engine = layout.of(run), run.engine
     if engine.name == "fsdp2" and shape.ranks == 1:  # it is the native engine where there is nothing to shard
         engine = replace(engine, name="native", zero_stage=0)
+    optimizer.check(run)
     costs = engines.costs(engine, element(run, kind), run.parallel, run.optim)
     return Forecast(run.model, shape, replace(costs, memory=kind.memory * GIB), kind)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import prod
 
 from hpclm.config import ModelConfig, OptimConfig
-from hpclm.config.optimizers import OPTIMIZERS, StateTensor, tensors_held
+from hpclm.config.optimizers import StateTensor, tensors_held
+from hpclm.planning import optimizer
 from hpclm.planning.layout import Layout, Stage
 
 Shape = tuple[int, int]
@@ -53,7 +54,7 @@ def whole(parts: Sequence[Shape]) -> Shape:
 
 def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, stage: Stage) -> Exchange:
     """The cost for a GPU of a stage, at a ZeRO stage."""
-    kind, every = OPTIMIZERS[optim.name], weights(model, stage)
+    kind, every = optimizer.kind(optim), weights(model, stage)
     state = {name: kind.state(name, whole(parts), optim) for name, parts in every}
     everywhere = sum(_bytes(tensors_held(state[name], "everywhere").values()) for name, _ in every)
     works_on = kind.matrices

@@ -9,7 +9,7 @@ from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.node import environment
 from hpclm.node.gpus import Kind, kind_named
-from hpclm.planning import forecast, suggest, time
+from hpclm.planning import forecast, optimizer, suggest, time
 from hpclm.planning.engines import zero_stage
 from hpclm.planning.forecast import GIB, Forecast
 from hpclm.planning.memory import Memory
@@ -109,6 +109,8 @@ def report(run: RunConfig, plan: Forecast, kind: str) -> Iterator[str]:
             f"a head is {model.head_width} wide; tensor cores need a multiple of 8; other widths were measured to be a third "
             f"slower than estimated below"
         )
+    if assumption := optimizer.assumed(run.optim):
+        yield assumption
     yield ""
     yield from _memory(plan)
     yield ""

@@ -367,6 +367,7 @@ ELSEWHERE = {
     "log.every": "tests/training/test_log_lines.py",
     "log.tensorboard": "tests/test_several_runs.py",
     "log.sinks": "tests/sinks/test_sinks.py",
+    "optim.arguments": "tests/optim/test_user_optimizer.py",
     "log.project": "tests/sinks/test_sinks.py",
     "profile.steps": "tests/training/test_profile.py",
     "job.cluster": "tests/test_submit.py",

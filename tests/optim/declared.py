@@ -1,14 +1,10 @@
 """An optimizer that keeps state of every kind that one can declare, and what the ranks of tests/optim/test_declared_state.py do with it."""
 
-from dataclasses import replace
-from pathlib import Path
-
 import torch
 
-from hpclm.checkpoint import CheckpointStore, Retention
 from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, StateTensor
 from hpclm.optim.adamw import groups
-from tests.engine.sharded import made, steps
+from tests.optim import users
 
 
 def is_matrix(name, shape):
@@ -85,21 +81,6 @@ KIND = OptimizerKind(
 
 
 def goes_on(folder, stop, words):
-    """Resume from a folder's newest checkpoint, train until ``stop``, save, and go on for two steps: once as it is, and once as another
-    process would, from the checkpoint. The losses on the way to ``stop``."""
+    """As tests.optim.users', with this optimizer as optim.name=muon."""
     OPTIMIZERS["muon"] = KIND
-    run, engine, batches, context = made(words)
-    store = CheckpointStore(Path(folder), Retention(99), {}, context)
-    progress = store.resume(engine, "auto")
-    losses = [result.loss for result in steps(run, engine, batches, progress.step, stop)]
-    store.save(engine, replace(progress, step=stop, samples=stop * run.batch.global_size))
-    _, other, again, _ = made(words)
-    assert store.resume(other, "require").step == stop
-    wanted, got = (steps(run, one, many, stop, stop + 2) for one, many in ((engine, batches), (other, again)))
-    assert [result.numbers for result in got] == [result.numbers for result in wanted]
-    assert other.scalars() == engine.scalars()
-    for weight, same in zip(engine.weights, other.weights, strict=True):
-        mine, theirs = (one.optimizer.state[w.parameter] for one, w in ((engine, weight), (other, same)))
-        assert mine.keys() == theirs.keys() and torch.equal(weight.parameter, same.parameter)
-        assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[key])) for key, value in mine.items())
-    return losses
+    return users.goes_on(folder, stop, words)

@@ -1,0 +1,80 @@
+"""Whether a user's optimizer can run in a layout: what it needs, a trial on small weights shows (hpclm.optim.trial)."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from hpclm.config import EngineSettings, OptimConfig
+from hpclm.config.optimizers import OPTIMIZERS
+from hpclm.config.supports import SUPPORTS, Supports
+from hpclm.errors import ConfigError
+from hpclm.optim import user_optimizer
+from hpclm.optim.user_optimizer import LoadedOptimizer
+
+DECLARE = "declare in it which weights it needs whole (`matrices`: hpclm docs how-to, A new optimizer)"
+
+
+def check_optimizer(config: EngineSettings, can: Supports | None, sharded: bool = False) -> None:
+    """ConfigError if the user's optimizer, if optim.name names one, cannot run with these settings.
+
+    ``can``: what the engine supports; ``sharded``: whether an engine of the user's own splits weights over replicas.
+    """
+    if config.optim.name in OPTIMIZERS:
+        return
+    loaded = user_optimizer.load(config.optim)
+    problems = [*_without_effect(config.optim, loaded), *_problems(config, loaded, can, sharded)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _without_effect(optim: OptimConfig, loaded: LoadedOptimizer) -> Iterator[str]:
+    """Settings that change nothing with a class that does not take them."""
+    if loaded.maker.decays:
+        return
+    default = next(entry.default for entry in fields(optim) if entry.name == "weight_decay")
+    if optim.weight_decay not in (default, 0):
+        yield f"optim.weight_decay={optim.weight_decay} has no effect with optim.name={optim.name}, which has no parameter weight_decay"
+    for entry in optim.groups:
+        if "weight_decay" in entry:
+            yield f"optim.groups: {entry}: optim.name={optim.name} has no parameter weight_decay"
+
+
+def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | None, sharded: bool) -> Iterator[str]:
+    """What of the layout does not go with the optimizer."""
+    optim, engine, parallel, kind = config.optim, config.engine, config.parallel, loaded.kind
+    if can and not can.matrices and kind.matrices:
+        able = ", ".join(name for name, supports in SUPPORTS.items() if supports.matrices)
+        yield f"engine {engine.name!r} does not support optim.name={optim.name}, which declares `matrices`; engines that do: {able}"
+        return
+    if can and not can.any_state and not kind.elementwise(optim):
+        able = ", ".join(name for name, supports in SUPPORTS.items() if supports.any_state)
+        yield (
+            f"engine {engine.name!r} does not support optim.name={optim.name}, which keeps more than tensors of the weights' shapes; "
+            f"engines that do: {able}"
+        )
+    splits = list(_splits(config, can, sharded))
+    differ, depend = loaded.trial.parts_differ, loaded.trial.weights_depend
+    if splits and differ:
+        yield (
+            f"{' and '.join(splits)} splits weights, and optim.name={optim.name} needs whole ones: {differ}. Train with engine.name=native "
+            f"engine.zero_stage=0 parallel.tensor=1, or {DECLARE}"
+        )
+    if parallel.pipeline > 1 and depend:
+        yield (
+            f"parallel.pipeline={parallel.pipeline} gives each process other weights, and optim.name={optim.name} needs all of them: {depend}. "
+            "Train with parallel.pipeline=1 engine.name=native"
+        )
+    elif splits and depend and not differ:
+        yield f"{' and '.join(splits)} splits weights, and optim.name={optim.name} needs whole ones: {depend}"
+
+
+def _splits(config: EngineSettings, can: Supports | None, sharded: bool) -> Iterator[str]:
+    """The settings by which processes have parts of weights."""
+    engine, parallel = config.engine, config.parallel
+    if parallel.tensor > 1:
+        yield f"parallel.tensor={parallel.tensor}"
+    stages = (can.pipeline_stages if parallel.pipeline > 1 else can.zero_stages) if can else (0,)
+    stage = engine.zero_stage if engine.zero_stage is not None else (stages or (0,))[0]
+    replicas = config.plan.data * parallel.context
+    # DeepSpeed flattens weights of a single replica too
+    if (stage > 0 or sharded) and (replicas > 1 or engine.name == "deepspeed"):
+        yield f"engine.name={engine.name} engine.zero_stage={stage}"

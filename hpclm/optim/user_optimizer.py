@@ -1,0 +1,262 @@
+"""An optimizer of the user's own, optim.name=package.module:Name: a class as torch.optim has them, or a function or class that is
+called with (weights, optim). What it declares stands in attributes of it:
+
+state_tensors: what it keeps of a weight, {"exp_avg": "weight"} for a tensor of the weight's shape, "scalar" for a single value; or a
+function (name, shape, optim) -> {name: StateTensor}.
+group_state: names of numbers in parameter groups that its updates change.
+matrices: a function (name, shape) -> bool of the weights that it updates as wholes, even where processes share them.
+
+What is not declared is measured on small weights (hpclm.optim.trial).
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hpclm.config import OptimConfig
+from hpclm.config.optimizers import OptimizerKind, Shape, State, StateTensor
+from hpclm.errors import ConfigError
+from hpclm.optim import trial
+from hpclm.optim.adamw import bare, groups
+from hpclm.optim.maker import CHECK, UserOptimizerMaker, unknown_arguments
+from hpclm.optim.optimizers import Exchange, Weight
+from hpclm.optim.trial import Trial
+from hpclm.registry import lookup
+
+if TYPE_CHECKING:
+    from hpclm.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class LoadedOptimizer:
+    """A user's optimizer, and what is known of it."""
+
+    maker: UserOptimizerMaker
+    trial: Trial
+    kind: OptimizerKind
+
+
+def load(optim: OptimConfig) -> LoadedOptimizer:
+    """The optimizer that ``optim`` names, tried on small weights; ConfigError if it cannot be used."""
+    return _load(optim.name, json.dumps(optim.arguments))
+
+
+@cache
+def _load(name: str, arguments: str) -> LoadedOptimizer:
+    source = lookup("optim.name", name, {}, CHECK)
+    optim = OptimConfig(name=name, arguments=json.loads(arguments))
+    problems = list(unknown_arguments(name, source, optim.arguments))
+    if problems:
+        raise ConfigError(problems)
+    declared = getattr(source, "state_tensors", {})
+    if not callable(declared) and not (isinstance(declared, Mapping) and {*declared.values()} <= {"weight", "scalar"}):
+        raise ConfigError(
+            f"optim.name={name}: state_tensors={declared!r} must be such as {{'exp_avg': 'weight'}}, where weight is a tensor of the weight's "
+            "shape and scalar a single value, or a function (name, shape, optim) -> {name: StateTensor}"
+        )
+    maker = UserOptimizerMaker(name, source, getattr(source, "matrices", None))
+    if maker.whole and maker.groups_weights and not maker.shares:
+        raise ConfigError(
+            f"optim.name={name} declares `matrices`, and is called with (weights, optim): it needs a method share(exchange, model) that gathers "
+            "them; only of a class that is called with parameter groups, as those of torch.optim are, hpclm gathers them itself"
+        )
+    tried = trial.of(maker, optim)
+    group_state = tuple(getattr(source, "group_state", tried.group_state))
+    if group_state and maker.whole and not maker.shares:
+        raise ConfigError(
+            f"optim.name={name} changes {', '.join(group_state)} of its parameter groups, and declares `matrices`: hpclm updates these one by "
+            "one, and cannot say what such a number is after them; keep it in the state of each weight, or write share(exchange, model)"
+        )
+    kind = OptimizerKind(
+        name,
+        "of your own",
+        _state_of(maker, tried),
+        group_state=group_state,
+        matrices=maker.whole,
+        family=name,
+    )
+    return LoadedOptimizer(maker, tried, kind)
+
+
+def make(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:
+    """The user's optimizer of these weights, wrapped."""
+    loaded = load(optim)
+    kept = {weight.parameter: loaded.trial.scalars(weight.name, weight.shape) for weight in weights}
+    if loaded.maker.whole and not loaded.maker.shares:
+        return MatrixwiseOptimizer(loaded, weights, optim, kept)
+    return UserOptimizer(loaded.maker(weights, optim), kept, loaded.trial.scalars("", (1,)))
+
+
+class UserOptimizer(torch.optim.Optimizer):
+    """A user's optimizer, ``inner``, whose state can be saved and restored whatever it counts and keeps."""
+
+    add_param_group = bare(torch.optim.Optimizer.add_param_group)
+    zero_grad = bare(torch.optim.Optimizer.zero_grad)
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        scalars: Mapping[Tensor, Mapping[str, Any]],
+        of_others: Mapping[str, Any],
+    ):
+        """``scalars``: by weight, an example of each number that ``inner`` keeps of it after an update; ``of_others``: of a parameter
+        that is no weight, such as a part of several that a library flattens."""
+        super().__init__(inner.param_groups, {})
+        self.inner, self.state = inner, inner.state
+        self._scalars, self._of_others = scalars, of_others
+        self._initial = {parameter: dict(kept) for parameter, kept in inner.state.items()}
+        """What some have of a weight before its first update."""
+
+    def share(self, exchange: Exchange, model: "ModelConfig") -> None:
+        """As MatrixOptimizer's."""
+        self.inner.share(exchange, model)  # type: ignore[attr-defined]
+
+    def step(self, closure: Any = None) -> Any:
+        """One update, without a closure; counts those of weights of which ``inner`` does not."""
+        updated = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.inner.step()
+        for parameter in updated:
+            self._count(parameter)
+
+    def _count(self, parameter: Tensor) -> None:
+        if "step" not in self.of(parameter):
+            kept = self.state[parameter]
+            kept["step"] = kept.get("step", 0) + 1
+
+    def of(self, parameter: Tensor) -> Mapping[str, Any]:
+        """Examples of the numbers that ``inner`` keeps of a parameter."""
+        return self._scalars.get(parameter, self._of_others)
+
+    def metrics(self) -> dict[str, Any]:
+        """The named scalars of the last update, of an optimizer that has some."""
+        measured = getattr(self.inner, "metrics", None)
+        return dict(measured()) if callable(measured) else {}
+
+    def restore(self, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int) -> None:
+        """Set the state of ``parameter``, after ``steps`` updates of it; None: as before the first."""
+        self.state.pop(parameter, None)
+        if tensors is None:
+            if parameter in self._initial:
+                self.state[parameter] = {
+                    name: value.clone() if isinstance(value, Tensor) else value
+                    for name, value in self._initial[parameter].items()
+                }
+            return
+        self.state[parameter] = {**tensors, "step": restored(self.of(parameter).get("step", 0), steps, parameter)}
+
+    def place(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
+        """A saved tensor of the state, where ``inner`` keeps it: numbers often in CPU memory."""
+        example = self.of(parameter).get(name)
+        return value.to(example.device) if isinstance(example, Tensor) and example.device.type == "cpu" else value
+
+
+class MatrixwiseOptimizer(UserOptimizer):
+    """It updates the weights that the class declares in ``matrices`` one by one: each on one process, which gathers its values and its
+    gradient, and hands back the new values. The state of a matrix stays on that process."""
+
+    def __init__(
+        self,
+        loaded: LoadedOptimizer,
+        weights: Sequence[Weight],
+        optim: OptimConfig,
+        scalars: Mapping[Tensor, Mapping[str, Any]],
+    ):
+        maker, of_weights = loaded.maker, groups(weights, optim)
+        assert maker.whole
+        self.matrices = [weight for weight in weights if maker.whole(weight.name, weight.shape)]
+        self._whole = {
+            weight.parameter: nn.Parameter(weight.parameter.new_empty([0] * len(weight.shape)))
+            for weight in self.matrices
+        }
+        """What the class knows each matrix by; it has values only during its update."""
+        substituted = [{**group, "params": [self._whole.get(p, p) for p in group["params"]]} for group in of_weights]
+        super().__init__(maker.of_groups(substituted, optim), scalars, loaded.trial.scalars("", (1,)))
+        self.of_class = self.inner.param_groups
+        self.param_groups = [
+            {**group, "params": weights_of["params"]}
+            for group, weights_of in zip(self.of_class, of_weights, strict=True)
+        ]
+
+    def share(self, exchange: Exchange, model: "ModelConfig") -> None:
+        """Gather matrices by ``exchange``."""
+        self.exchange = exchange
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of all weights, without a closure."""
+        for group, of_class in zip(self.param_groups, self.of_class, strict=True):
+            of_class.update({key: value for key, value in group.items() if key != "params"})
+        others = [p for group in self.param_groups for p in group["params"] if p not in self._whole]
+        gradients = [parameter.grad for parameter in others]
+        for parameter in others:
+            parameter.grad = None
+        for numbers in self.exchange.rounds:
+            parameters = [self.matrices[number].parameter for number in numbers]
+            given = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            self.exchange(numbers, [p.detach() for p in parameters], self._gather)
+            for parameter, values in zip(parameters, self.exchange(numbers, given, self._update), strict=True):
+                if parameter.grad is not None:
+                    parameter.copy_(values.view_as(parameter))
+        for parameter, gradient in zip(others, gradients, strict=True):
+            parameter.grad = gradient
+        self.inner.step()
+        for parameter in others:
+            if parameter.grad is not None:
+                self._count(parameter)
+
+    def restore(self, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int) -> None:
+        """As UserOptimizer's; of a matrix only the process that works on it keeps anything."""
+        elsewhere = {weight.parameter for weight in self.matrices if weight.name not in self.exchange.worked_on}
+        super().restore(parameter, None if parameter in elsewhere else tensors, steps)
+
+    def _gather(self, number: int, values: Tensor) -> Tensor:
+        self._whole[self.matrices[number].parameter].data = values.clone()
+        return values
+
+    def _update(self, number: int, gradient: Tensor) -> Tensor:
+        """The new values of a matrix, given its gradient."""
+        parameter = self.matrices[number].parameter
+        whole = self._whole[parameter]
+        if parameter.grad is None:  # of a weight that has no part in the step
+            return whole.data
+        if self.state.get(parameter):
+            self.state[whole] = self.state.pop(parameter)
+        whole.grad = gradient.clone()
+        self.inner.step()
+        whole.grad, values = None, whole.data
+        whole.data = values.new_empty([0] * values.ndim)
+        self.state[parameter] = self.state.pop(whole, {})
+        self._count(parameter)
+        return values
+
+
+def restored(example: Any, steps: int, parameter: Tensor) -> Any:
+    """A step count in the type of ``example``, and where that is: in another type, powers of it have other bits."""
+    if isinstance(example, Tensor):
+        device = example.device if example.device.type == "cpu" else parameter.device
+        return torch.full_like(example, float(steps), device=device)
+    return type(example)(steps)
+
+
+def _state_of(maker: UserOptimizerMaker, tried: Trial) -> Callable[[str, Shape, Any], State]:
+    declared = getattr(maker.source, "state_tensors", None)
+    gathers = maker.whole if maker.whole and not maker.shares else None
+
+    def state(name: str, shape: Shape, optim: Any) -> State:
+        if callable(declared):
+            tensors = declared(name, shape, optim)
+        elif declared is not None:
+            scalar = StateTensor((), "everywhere")
+            tensors = {key: StateTensor(tuple(shape)) if what == "weight" else scalar for key, what in declared.items()}
+        else:
+            tensors = tried.state(name, shape)
+        if gathers and gathers(name, shape):
+            return {key: replace(tensor, where="matrix") for key, tensor in tensors.items()}
+        return dict(tensors)
+
+    return state

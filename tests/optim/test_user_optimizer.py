@@ -1,0 +1,205 @@
+"""An optimizer of the user's own trains, is saved and resumed in every layout that it can train in, and the others are refused by name."""
+
+import pytest
+import torch
+
+from hpclm import config
+from hpclm.config.supports import SUPPORTS
+from hpclm.engine.user_optimizers import check_optimizer
+from hpclm.errors import ConfigError
+from hpclm.optim.adamw import groups
+from tests import ranks
+from tests.optim import users
+from tests.parity import TINY
+
+WORDS = ["engine.precision=fp32", "batch.global_size=12", "batch.micro_size=1", "model.layers=3", "optim.eps=1e-8"]
+WORDS += ["optim.groups=[{match: mlp, lr: 0.5}]"]
+PIPELINE = ["engine.name=pipelining", "parallel.pipeline=2"]
+LAYOUTS = [
+    (2, ["parallel.tensor=2"]),
+    (2, ["engine.zero_stage=1"]),
+    (3, ["engine.name=fsdp2"]),
+    (2, PIPELINE),
+]
+MORE = [
+    (2, ["engine.name=fairscale"]),
+    (4, [*PIPELINE, "parallel.tensor=2"]),
+    (4, ["parallel.tensor=2", "engine.zero_stage=1"]),
+    (4, ["engine.name=fsdp2", "parallel.shard=2", "engine.zero_stage=2"]),
+]
+DEEPSPEED = [(2, ["engine.name=deepspeed", f"engine.zero_stage={stage}"]) for stage in range(4)]
+
+
+def named(name, **arguments):
+    words = [f"optim.arguments.{key}={value}" for key, value in arguments.items()]
+    return [f"optim.name={name if ':' in name else f'{users.__name__}:{name}'}", *words]
+
+
+def goes_through(folder, words, layouts, within=1e-5):
+    """Train alone, and in one layout after the other from checkpoint to checkpoint: the losses are the same."""
+    layouts = [*layouts, (1, [])]
+    alone = ranks.run(1, users.goes_on, folder / "alone", 2 * len(layouts), [*WORDS, *words])[0]
+    moved = []
+    for number, (size, layout) in enumerate(layouts, start=1):
+        losses = ranks.run(size, users.goes_on, folder / "moved", 2 * number, [*WORDS, *words, *layout])
+        assert all(other == losses[0] for other in losses)
+        moved += losses[0]
+    assert moved == pytest.approx(alone, abs=within) and moved[-1] < moved[0] - 0.02
+
+
+def test_lion_trains_alike_in_every_layout_and_resumes_to_the_bit(tmp_path):
+    goes_through(tmp_path, named("Lion", betas="[0.9, 0.98]"), LAYOUTS)
+
+
+ELEMENTWISE = {
+    **{
+        f"torch.optim:{name}": {}
+        for name in ("AdamW", "Adam", "RMSprop", "RAdam", "Adamax", "Rprop", "Adagrad", "Adadelta")
+    },
+    "torch.optim:SGD": {"momentum": 0.9, "dampening": 0.5},
+    "torch.optim:ASGD": {},
+    "torch.optim:NAdam": {},
+    "Counting": {},
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name, arguments", ELEMENTWISE.items(), ids=ELEMENTWISE)
+def test_an_elementwise_optimizer_trains_alike_in_every_layout(name, arguments, tmp_path):
+    goes_through(tmp_path, [*named(name, **arguments), *RATES.get(name, [])], [*LAYOUTS, *MORE])
+
+
+RATES = {
+    "torch.optim:Rprop": ["optim.lr=1e-3", "optim.min_lr=1e-3"],
+    "torch.optim:Adadelta": ["optim.lr=1", "optim.min_lr=1"],
+    "torch.optim:SGD": ["optim.lr=0.3", "optim.min_lr=0.1"],
+    "torch.optim:ASGD": ["optim.lr=0.3", "optim.min_lr=0.1"],
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "name", ["Lion", "torch.optim:Rprop", "torch.optim:Adagrad", "torch.optim:SGD", "torch.optim:Adam"]
+)
+def test_an_elementwise_optimizer_trains_with_deepspeed(name, tmp_path):
+    arguments = ELEMENTWISE.get(name, {})
+    goes_through(tmp_path, [*named(name, **arguments), *RATES.get(name, [])], DEEPSPEED, 1e-4)
+
+
+@pytest.mark.whole
+def test_an_optimizer_that_needs_whole_weights_trains_wherever_they_are_gathered(tmp_path):
+    goes_through(tmp_path, [*named("WholeLamb"), "optim.lr=1e-2"], [*LAYOUTS, MORE[1], MORE[2], MORE[3]])
+
+
+def problems_of(name, words, processes=2, **arguments):
+    """Why a layout is refused; None if it is not."""
+    run = config.load(None, [*TINY, *WORDS, *named(name, **arguments), *words])
+    try:
+        check_optimizer(run.for_engine(processes), SUPPORTS[run.engine.name])
+    except ConfigError as error:
+        return str(error)
+
+
+SPLIT = ["parallel.tensor=2"], ["engine.zero_stage=1"], ["engine.name=fsdp2"], ["engine.name=fairscale"]
+SPLIT = [*SPLIT, *(["engine.name=deepspeed", f"engine.zero_stage={stage}"] for stage in (1, 2, 3))]
+WHOLE = [], [*PIPELINE, "batch.micro_size=1"], ["engine.name=deepspeed", "engine.zero_stage=0"]
+
+
+@pytest.mark.parametrize("name", ["Lamb", "torch.optim:Adafactor", "muon"])
+def test_an_optimizer_that_needs_whole_weights_is_refused_where_layouts_split_them(name):
+    for words in SPLIT:
+        refused = problems_of(name, words)
+        assert (words[-1] in refused and "needs whole ones" in refused) or "keeps more than" in refused
+    for words in WHOLE[:2]:
+        assert problems_of(name, words) is None
+
+
+@pytest.mark.parametrize("name, arguments", ELEMENTWISE.items(), ids=ELEMENTWISE)
+def test_an_elementwise_optimizer_is_refused_nowhere_but_where_its_state_does_not_fit(name, arguments):
+    more = name in ("torch.optim:ASGD", "torch.optim:NAdam", "Counting")
+    for words in (*SPLIT, *WHOLE):
+        refused = problems_of(name, words, **arguments)
+        assert bool(refused) == (more and "engine.name=deepspeed" in words)
+        assert not refused or "keeps more than tensors of the weights' shapes" in refused
+
+
+def make_of_all(weights, optim):
+    return Normed(groups(weights, optim), optim.lr)
+
+
+class Normed(torch.optim.Optimizer):
+    """The update of a weight depends on the others."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        length = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.sub_(p.grad / length, alpha=1e-3)
+
+
+@pytest.mark.parametrize("name", ["make_of_all", "Normed"])
+def test_an_optimizer_that_needs_all_weights_trains_on_replicas_only(name):
+    name = f"{__name__}:{name}"
+    assert "gives each process other weights" in problems_of(name, PIPELINE)
+    assert "needs whole ones" in problems_of(name, ["engine.zero_stage=1"])
+    assert problems_of(name, []) is None
+
+
+class Silent(torch.optim.Optimizer):
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, dict(lr=lr))
+
+
+def returns_nothing(weights, optim):
+    return None
+
+
+REFUSED = {
+    "torch.optim:LBFGS": "needs a closure",
+    "torch.optim:SparseAdam": "does not support dense gradients",
+    "torch.optim:Muon": "only supports 2D parameters",
+    "torch.optim:Nothing": "torch.optim",
+    "torch.nn:Linear": "cannot be called with (weights, optim)",
+    f"{__name__}:REFUSED": "is neither a class nor a function",
+    f"{__name__}:Silent": "fails on small weights",
+    f"{__name__}:returns_nothing": "it must return a torch.optim.Optimizer",
+    "json:loads": "part of Python's standard library",
+}
+
+
+@pytest.mark.parametrize("name, says", REFUSED.items(), ids=REFUSED)
+def test_what_is_no_optimizer_is_refused_by_name(name, says):
+    refused = problems_of(name, [])
+    assert says in refused and name in refused
+
+
+def test_arguments_and_settings_that_an_optimizer_does_not_take_are_refused_by_name(capsys):
+    assert (
+        "optim.arguments.beta: tests.optim.users:Lion has no such parameter; it takes betas. Did you mean 'betas'?"
+        in (problems_of("Lion", [], beta="[0.9, 0.99]"))
+    )
+    assert "optim.arguments.lr cannot be set; optim.lr is what" in problems_of("Lion", [], lr=1)
+    assert "no parameter weight_decay" in problems_of("Counting", ["optim.weight_decay=0.3"])
+    for setting in ("betas=[0.8, 0.9]", "eps=1e-6", "momentum=0.5", "newton_schulz_steps=3"):
+        with pytest.raises(
+            ConfigError,
+            match=f"optim.{setting.split('=')[0]}=.* is not read by optim.name=.*it takes such in optim.arg",
+        ):
+            config.load(None, [*TINY, *WORDS, *named("Lion"), f"optim.{setting}"])
+    with pytest.raises(ConfigError, match="is for an optimizer of your own"):
+        config.load(None, [*TINY, "optim.arguments={betas: [0.8, 0.9]}"])
+    with pytest.raises(ConfigError, match=r"unknown optim.name 'adam'; choose one of .* Did you mean 'adamw'"):
+        config.load(None, [*TINY, "optim.name=adam"])
+
+
+def test_values_of_arguments_keep_their_types():
+    words = ["optim.arguments={betas: [0.9, 0.98], eps: 1e-8, on: true, name: '1.5', no: null, deep: {a: 1}}"]
+    optim = config.load(None, [*TINY, *WORDS, *named("Lion"), *words, "optim.arguments.more=2"]).optim
+    assert optim.arguments == {
+        **{"betas": [0.9, 0.98], "eps": 1e-8, "on": True, "name": "1.5", "no": None, "deep": {"a": 1}},
+        "more": 2,
+    }

@@ -269,6 +269,7 @@ SAFE = {
 BELOW_TRAINING = [room for room, floor in FLOOR.items() if FLOOR["config"] < floor < FLOOR["training"]]
 OF_WHOLE_RUNS = {
     "planning/": "forecasts a run, and tries others that differ in any section",
+    "data/split_by.py": "decides by a run's data, context, evaluations and folder how its data are divided",
     "diagnostics/self_check.py": "makes a miniature of a run, from its model, engine, data, saving and cluster",
     "interop/run.py": "reads a run's config.yaml, and writes that of an imported one",
     "inference/run_settings.py": "makes the settings of one process from those of a run",

@@ -11,10 +11,12 @@ from typing import Any, Protocol
 
 from hpclm import folders, paths
 from hpclm.api import values
-from hpclm.config import RunConfig
+from hpclm.config import RunConfig, compose
 from hpclm.config.checks import shown
+from hpclm.datasets.kinds import PlainFormat
 from hpclm.errors import ConfigError
 from hpclm.registry import OWN
+from hpclm.rundir import attempts
 
 
 class TextDataset(Protocol):
@@ -115,12 +117,20 @@ def _preprocessed(
     elif kind != TOKENIZER and not OWN.fullmatch(kind):
         raise ConfigError(f"tokenizer={kind!r} must be {TOKENIZER!r}, a tokenizer.json, or a sentencepiece .model file")
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
-    request = options.text_request(path, name, kind, files)
-    [corpus] = request.corpora
-    facts = build.job_fingerprint(corpus, request) | ({"inputs": content} if content else {})
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]
-    folder = Path(run.out).parent / "datasets" / f"{name}-{digest}"
-    prefix = folder / corpus.prefixes[0].name
+    begun = _data_of_run(Path(run.out))
+
+    def dataset_of(plain: PlainFormat) -> tuple[options.Request, Path]:
+        request = options.text_request(path, name, kind, files, plain)
+        [corpus] = request.corpora
+        facts = build.job_fingerprint(corpus, request) | ({"inputs": content} if content else {})
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]
+        return request, Path(run.out).parent / "datasets" / f"{name}-{digest}" / corpus.prefixes[0].name
+
+    request, prefix = dataset_of("files")
+    of_lines = dataset_of("lines")[1] if begun else prefix
+    if begun.get("data.prefix") == str(of_lines.absolute()):  # by a version for which each line was a document
+        prefix = of_lines
+    [corpus], folder = request.corpora, prefix.parent
     if not Path(f"{prefix}.idx").is_file():
         build.check(request.job)
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -132,4 +142,15 @@ def _preprocessed(
                 for parent in missing:
                     parent.rmdir()
             raise
-    return dataset_settings(prefix, tokenizer_of(request.job).size, run.model.context)
+    settings = dataset_settings(prefix, tokenizer_of(request.job).size, run.model.context)
+    if begun.get("data.prefix") != str(prefix.absolute()):
+        return settings
+    divided = ((key, begun.get(key)) for key in ("data.split", "data.split_by"))
+    return [*settings, *(f"{key}={value}" for key, value in divided if value is not None)]
+
+
+def _data_of_run(out: Path) -> Mapping[str, Any]:
+    """The settings of the run in ``out``, by which it goes on; none if it has not begun, or they cannot be read."""
+    with suppress(ConfigError):
+        return compose.flat_of_run(out) if attempts.read(out) else {}
+    return {}

@@ -19,7 +19,7 @@ OF_DATASETS = {
     "bin_bytes": "another number of tokens",
     **dict.fromkeys(("bin", "content"), "other tokens"),
     **dict.fromkeys(("idx", "idx_bytes"), "other sequences or documents"),
-    "span": "another part in use (data.split)",
+    **dict.fromkeys(("span", "tokens"), "another part in use (data.split, data.split_by)"),
     "loss_mask": "another loss mask (data.loss_mask)",
 }
 """What a dataset has if a key of its fingerprint differs."""

@@ -8,7 +8,7 @@ from hpclm.config.data import TOKENIZERS
 from hpclm.datasets import next_command, parts
 from hpclm.datasets import options as requests
 from hpclm.datasets.encode import tokenizer_of
-from hpclm.datasets.inputs import LONGEST_LINE, MAX_LINE_MB
+from hpclm.datasets.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
 from hpclm.datasets.options import Request, share_of
 from hpclm.node.interruption import prompt_exit
 from hpclm.parser import Parser
@@ -64,10 +64,10 @@ def parser() -> Parser:
         help="UTF-8 text or JSONL (also .gz, .zst), .parquet, .arrow, .feather; a folder of them, such as datasets' "
         "save_to_disk writes; a quoted pattern; or - (a pipe)",
     )
-    documents = (
-        "documents: JSON objects, lines or files; default: jsonl for .jsonl, .ndjson, .json and tables, otherwise lines"
-    )
-    add("--format", choices=["jsonl", "lines", "files"], help=documents)
+    add("--format", choices=["jsonl", "lines", "files"], help=FORMAT)
+    add(
+        "--plain-text", choices=["lines", "files"], default="files", help=argparse.SUPPRESS
+    )  # for tools/preprocess_data.py
     keys = "keys, or columns, of the texts; a dataset is written for each; default: text"
     add("--json-keys", "--json-key", "--columns", "--column", nargs="+", metavar="KEY", help=keys)
     add("--longest-line", type=int, default=MAX_LINE_MB, metavar="MB", help=LONGEST_LINE)

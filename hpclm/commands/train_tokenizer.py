@@ -1,7 +1,7 @@
 """``hpclm train-tokenizer``: train a byte-level BPE (tokenizer.json), or a sentencepiece .model."""
 
 from hpclm import log, paths
-from hpclm.datasets.inputs import LONGEST_LINE, MAX_LINE_MB
+from hpclm.datasets.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
 from hpclm.datasets.tokenizers.sentencepieces import SENTENCES
 from hpclm.datasets.train_tokenizer import TokenizerRequest, train
 from hpclm.parser import Parser
@@ -30,10 +30,7 @@ def parser() -> Parser:
     add = options.add_argument
     texts = "what hpclm preprocess --input takes"
     add("--input", type=paths.option, nargs="+", required=True, metavar="FILE", help=texts)
-    documents = (
-        "documents: JSON objects, lines or files; default: jsonl for .jsonl, .ndjson, .json and tables, otherwise lines"
-    )
-    add("--format", choices=["jsonl", "lines", "files"], help=documents)
+    add("--format", choices=["jsonl", "lines", "files"], help=FORMAT)
     add("--json-key", "--column", metavar="KEY", help="key, or column, of the text; default: text")
     add("--longest-line", type=int, default=MAX_LINE_MB, metavar="MB", help=LONGEST_LINE)
     output = "x.json: byte-level BPE, with <|endoftext|>; x.model: sentencepiece"

@@ -166,8 +166,9 @@ def dump(config: RunConfig, path: Path) -> None:
 
 def dumped(config: RunConfig) -> str:
     """The text that ``dump`` writes, a line for each setting."""
-    lines = [run_file.FIRST]
-    for name, value in tree(config).items():
+    settings = tree(config)
+    lines = [run_file.FIRST, run_file.COUNT.format(run_file.count(settings))]
+    for name, value in settings.items():
         if is_dataclass(type_of(name)):
             lines += [f"{name}:\n", *(f"  {key}: {as_yaml(inner)}\n" for key, inner in value.items())]
         else:

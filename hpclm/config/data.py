@@ -22,7 +22,19 @@ TOKENIZERS = {
     "wordpiece_lower": "hpclm.datasets.tokenizers.huggingface:WordPieceLower",
 }
 OF_FILES = frozenset(
-    ["prefix", "blend", "split", "train", "valid", "test", "validation", "order", "break_mode", "keep_partial"]
+    [
+        "prefix",
+        "blend",
+        "split",
+        "split_by",
+        "train",
+        "valid",
+        "test",
+        "validation",
+        "order",
+        "break_mode",
+        "keep_partial",
+    ]
     + ["short_part", "loss_mask", "index_cache", "tokenizer", "eod"]
 )
 """Fields that only apply to datasets on disk."""
@@ -39,7 +51,10 @@ class DataConfig(Checked):
     blend: list[str] = field(default_factory=list, metadata=PATHS)
     """Datasets: weights and paths, [0.3, a, 0.7, b], or paths only, each read completely."""
     split: str = "969,30,1"
-    """Proportions of the documents of data.prefix or data.blend for training, validation and test."""
+    """Proportions of the documents, or tokens, of data.prefix or data.blend for training, validation and test."""
+    split_by: Literal["documents", "tokens"] | None = None
+    """Divide each dataset between documents, or inside them: its first tokens train; null: tokens where documents would
+    leave less than one sample for training or validation, decided when a run begins."""
     train: list[str] = field(default_factory=list, metadata=PATHS)
     """Training datasets, as in data.blend but not split."""
     valid: list[str] = field(default_factory=list, metadata=PATHS)
@@ -88,6 +103,8 @@ class DataConfig(Checked):
             yield from self._unused(OF_FILES, "data.source=synthetic")
         else:
             yield from self._listing()
+        if self.break_mode and self.split_by == "tokens":
+            yield f"data.split_by=tokens divides inside lines, which data.break_mode={self.break_mode} reads whole; set data.split_by=documents"
         if self.break_mode:
             yield from self._unused(
                 ("order", "keep_partial", "short_part", "index_cache"), f"data.break_mode={self.break_mode}"
@@ -129,7 +146,7 @@ class DataConfig(Checked):
 
     def _listing(self) -> Iterator[str]:
         if self.train:
-            yield from self._unused(("prefix", "blend", "split"), "data.train")
+            yield from self._unused(("prefix", "blend", "split", "split_by"), "data.train")
         else:
             yield from self._unused(
                 ("valid", "test"), "data.prefix or data.blend, which data.split divides; set data.train"

@@ -14,7 +14,11 @@ from hpclm.errors import ConfigError
 
 FIRST = f"# Every setting of a run of hpclm {__version__}, resolved: a site file is not read again for it; ~ and $NAME are expanded in paths.\n"
 # older versions did not name themselves
+COUNT = "# {} settings\n"
+"""The second line, by which a file that has lost some is told from one of a version that had fewer."""
 _FIRST = re.compile(r"# Every setting of a run(?: of hpclm (\S+))?, resolved:")
+_COUNT = re.compile(r"[^\n]*\n# (\d+) settings\n")
+_LAST = ("cluster", "verify_every")  # of the files before settings were counted
 _EXPANDS = "$NAME"  # earlier versions took ~ and $ in paths for what they are
 _FOLLOW = "hpclm evaluate RUN --tasks A,B --follow scores each checkpoint beside the run"
 REMOVED: dict[str, tuple[Any, str]] = {
@@ -72,6 +76,8 @@ REQUESTS = (
 NAME = "config.yaml"
 HISTORY = "config-history"
 """The folder of its earlier versions."""
+FORMER: dict[str, tuple[Any, tuple[str, ...]]] = {"data.split_by": ("documents", ("data.prefix", "data.blend"))}
+"""What runs did before a setting existed, where that is not its default, and the settings one of which it needs to have an effect."""
 BESIDE = ("attempts.jsonl", "jobs.jsonl", "checkpoints.saved")
 """Files next to the config.yaml of a run that has started."""
 
@@ -84,8 +90,8 @@ def is_of_run(file: Path) -> bool:
 def read_settings(path: Path, of_run: bool = False) -> tuple[Content, bool]:
     """The content of a settings file, and whether a run has written it, so that it is complete; ConfigError if it is not YAML.
 
-    ConfigError for a run's config.yaml (``of_run``, or by the files beside it) that lacks a setting, which would silently be
-    replaced by the default. A setting that did not exist in the version that wrote the file has its default.
+    ConfigError for a run's config.yaml (``of_run``, or by the files beside it) that has lost a setting, which would silently be
+    replaced by the default. A setting that did not exist when the file was written is what runs did then: as a rule, its default.
     """
     of_run = of_run or is_of_run(path)
     way_out = (
@@ -98,12 +104,46 @@ def read_settings(path: Path, of_run: bool = False) -> tuple[Content, bool]:
         raise ConfigError(f"{error}; {way_out}" if of_run else error.problems) from None
     written = _FIRST.match(content.text)
     lacking = _missing(content.tree) if written or of_run else []
-    if lacking and (written is None or written[1] == __version__):
+    if lacking and not (written and _is_complete(content, written[1])):
         more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
         raise ConfigError(f"{path} lacks {', '.join(lacking[:5])}{more}; {way_out}")
     if written and _EXPANDS not in content.text.partition("\n")[0]:
         content = replace(content, tree=_literal(content.tree))
+    if written or of_run:
+        content = replace(content, tree=_with_former(content.tree))
     return content, written is not None
+
+
+def _is_complete(content: Content, version: str | None) -> bool:
+    """Whether the config.yaml that hpclm ``version`` wrote still has all of its settings: as many as it says, or, where it does not say,
+    the last one."""
+    if counted := _COUNT.match(content.text):
+        return count(content.tree) >= int(counted[1])
+    section, name = _LAST
+    return version != __version__ or (content.text.endswith("\n") and name in (content.tree.get(section) or {}))
+
+
+def count(tree: dict[Any, Any]) -> int:
+    """The number of settings in the sections and at the top level of ``tree``."""
+    return sum(len(value) if isinstance(value, dict) else 1 for value in tree.values())
+
+
+def _with_former(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """``tree``, with what runs did before a setting existed that it lacks."""
+
+    def section(key: str) -> dict[Any, Any]:
+        inner = tree.get(key.partition(".")[0])
+        return inner if isinstance(inner, dict) else {}
+
+    def value(key: str) -> Any:
+        return section(key).get(key.partition(".")[2])
+
+    for key, (former, needed) in FORMER.items():
+        name, _, field = key.partition(".")
+        if field not in section(key) and any(map(value, needed)):
+            keys = {inner: inner for inner in tree}  # that know their lines
+            tree = {**tree, keys[name]: {**section(key), field: former}}
+    return tree
 
 
 def _literal(tree: dict[Any, Any], section: str = "") -> dict[Any, Any]:

@@ -129,6 +129,11 @@ class IndexedDataset:
             return self.token_count
         return int(self._index.starts[i]) // self.dtype.itemsize
 
+    def holder(self, token: int) -> int:
+        """The sequence that holds the token ``flat[token]``; the number of sequences after the last token."""
+        after = int(np.searchsorted(self._index.starts, token * self.dtype.itemsize, "right"))
+        return len(self) if token >= self.token_count else after - 1
+
     def places(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """``place`` of each of ``sequences`` [k], 0 to n and ascending."""
         places = np.full(len(sequences), self.token_count)

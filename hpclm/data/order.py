@@ -73,6 +73,11 @@ def split_bounds(split: str, sequences: int, policy: str) -> list[tuple[int, int
     return list(pairwise(whole))
 
 
+def token_bounds(split: str, tokens: int) -> list[tuple[int, int]]:
+    """First and last + 1 token of the training, validation and test split of a dataset that is divided inside its documents."""
+    return split_bounds(split, tokens, "mcore")
+
+
 def samples_in(tokens: int, context: int, keep_partial: bool = False) -> int:
     """Samples in ``tokens`` tokens: the last token of each is the first of the next."""
     return max(0, -(-(tokens - 1) // context) if keep_partial else (tokens - 1) // context)

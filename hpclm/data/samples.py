@@ -5,6 +5,7 @@ and to copy a few hundred tokens of one type.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,33 @@ from hpclm.errors import ConfigError
 WIDE = np.dtype(np.int64)
 
 
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Where sequences are in a dataset; only those of ``span`` are read."""
+
+    sizes: NDArray[np.int32]
+    """[n] tokens in each."""
+    pointers: NDArray[np.int64]
+    """[n] offset of each in ``.bin``, in bytes."""
+    span: range
+
+
 class PackedSamples:
     """Megatron's samples: S + 1 tokens of the concatenated documents in the order of an index."""
 
-    def __init__(self, dataset: IndexedDataset, index: SampleIndex, keep_partial: bool = False):
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        index: SampleIndex,
+        keep_partial: bool = False,
+        sequences: Sequences | None = None,
+    ):
+        """``sequences``: those that ``index`` numbers; None: the dataset's."""
+        sequences = sequences or Sequences(dataset.sizes, dataset.pointers, range(len(dataset)))
         self.dataset = dataset
         self.dtype = WIDE if keep_partial else dataset.flat.dtype
         self._same, self._flat = dataset.flat.dtype, _view(dataset.flat)
-        columns = (index.shuffle, index.samples.reshape(-1), index.documents, dataset.sizes, dataset.pointers)
+        columns = (index.shuffle, index.samples.reshape(-1), index.documents, sequences.sizes, sequences.pointers)
         self._columns = tuple(map(_view, columns))
         self._width = dataset.dtype.itemsize
 

@@ -14,7 +14,7 @@ from hpclm.data.content import noted
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import Blocks, Order, SampleIndex, blocks, build_index, index_bytes, passes, samples_in, shuffled
 from hpclm.data.packing import SHORTEST, Packing, pack
-from hpclm.data.samples import BlendedSamples, BlockSamples, DocumentSamples, PackedSamples
+from hpclm.data.samples import BlendedSamples, BlockSamples, DocumentSamples, PackedSamples, Sequences
 from hpclm.data.sources import Samples
 from hpclm.errors import ConfigError
 
@@ -45,7 +45,7 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class DatasetSlice:
-    """The sequences ``span`` of a dataset."""
+    """The sequences ``span`` of a dataset; with ``inside``, those of its tokens that are in there."""
 
     dataset: IndexedDataset
     span: range
@@ -53,10 +53,23 @@ class DatasetSlice:
     keep_partial: bool
     mask: IndexedDataset | None = None
     """1 for each token that counts in the loss, in sequences like the dataset's; None: all tokens count."""
+    inside: range | None = None
+    """Tokens of the dataset, which may begin and end within a sequence (data.split_by=tokens); None: all of ``span``."""
+
+    @classmethod
+    def of_tokens(
+        cls, dataset: IndexedDataset, inside: range, sampling: SampleSettings, keep_partial: bool
+    ) -> "DatasetSlice":
+        """The tokens ``inside`` of a dataset."""
+        first = dataset.holder(inside.start)
+        span = range(first, dataset.holder(inside.stop - 1) + 1) if inside else range(first, first)
+        return cls(dataset, span, sampling, keep_partial, inside=inside)
 
     @cached_property
     def tokens(self) -> int:
         """Number of tokens."""
+        if self.inside is not None:
+            return len(self.inside)
         begin, end = self.span.start, self.span.stop
         count = f"tokens of sequences {begin} to {end}"
         return self.dataset.find(count, lambda: int(self.dataset.sizes[begin:end].sum(dtype=np.int64)))
@@ -121,30 +134,52 @@ class DatasetSlice:
             )
         order = self._order(requested)
 
+        sequences = self._sequences
+
         def build() -> index_cache.Arrays:
             self.dataset.check_once()  # completely; opening a large dataset only checks its ends
-            return vars(build_index(self.dataset.sizes, self.span, order))
+            return vars(build_index(sequences.sizes, sequences.span, order))
 
         often = -(-(requested or 1) // max(1, self.per_epoch))
         index = self._kept(often * (len(self.span) + self.per_epoch), {"order": asdict(order)}, build)
-        return PackedSamples(self.dataset, SampleIndex(**index), self.keep_partial)
+        return PackedSamples(self.dataset, SampleIndex(**index), self.keep_partial, sequences)
 
     def _kept(self, entries: int, key: dict[str, Any], build: Callable[[], index_cache.Arrays]) -> index_cache.Arrays:
         """What ``build`` makes for ``key`` from this slice, in the cache if it has so many ``entries`` that this is worth it."""
         if not (entries > WORTH_KEEPING or self.sampling.cache):
             return build()
         key = {"dataset": self.dataset.fingerprint, "changed_ns": self.dataset.changed_ns, **key}
-        key["span"] = [self.span.start, self.span.stop]
+        key |= self._place
         return index_cache.kept(self.folder, key, build, self.dataset.facts)
 
     def fingerprint(self) -> dict[str, Any]:
         """What must not change when a run is resumed (JSON)."""
         content = noted(self.dataset.prefix)
         return self.dataset.fingerprint | {
-            "span": [self.span.start, self.span.stop],
+            **self._place,
             "content": content and content.bin,
             **({"loss_mask": self.mask.fingerprint["bin"]} if self.mask is not None else {}),
         }
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Which part of the dataset it is (JSON)."""
+        inside = {} if self.inside is None else {"tokens": [self.inside.start, self.inside.stop]}
+        return {"span": [self.span.start, self.span.stop], **inside}
+
+    @cached_property
+    def _sequences(self) -> Sequences:
+        """Where its sequences are in the dataset; with ``inside`` the first and the last one shortened to it, in a copy."""
+        if self.inside is None:
+            return Sequences(self.dataset.sizes, self.dataset.pointers, self.span)
+        begin, end = self.inside.start, self.inside.stop
+        sizes = self.dataset.sizes[self.span.start : self.span.stop].copy()
+        pointers = self.dataset.pointers[self.span.start : self.span.stop].copy()
+        if len(sizes):
+            sizes[-1] = end - self.dataset.place(self.span.stop - 1)
+            sizes[0] -= begin - self.dataset.place(self.span.start)
+            pointers[0] = begin * self.dataset.dtype.itemsize
+        return Sequences(sizes, pointers, range(len(sizes)))
 
     def _block_samples(self, requested: int) -> Samples:
         first = self.dataset.place(self.span.start)
@@ -174,7 +209,9 @@ class DatasetSlice:
     @cached_property
     def _packing(self) -> Packing:
         context, seed = self.sampling.context, self.sampling.seed
-        sizes = self.dataset.sizes[self.span.start : self.span.stop]
+        sequences = self._sequences
+        sizes = sequences.sizes[sequences.span.start : sequences.span.stop]
+        first = self.dataset.place(self.span.start) if self.inside is None else self.inside.start
 
         def build() -> index_cache.Arrays:
             self.dataset.check_once()
@@ -184,7 +221,7 @@ class DatasetSlice:
                     f"dataset {self.dataset.prefix} has a conversation of {longest} tokens, more than model.context + 1 = "
                     f"{context + 1}; set model.context={longest - 1}, or preprocess with --context {context}"
                 )
-            return vars(pack(sizes, self.dataset.place(self.span.start), context, seed))
+            return vars(pack(sizes, first, context, seed))
 
         key = {"packed": {"context": context, "seed": seed, "masked": self.mask is not None}}
         return Packing(**self._kept(len(self.span) + self.tokens // context, key, build))
@@ -254,24 +291,29 @@ class Split:
         return blend.BlendIndex(**index_cache.kept(first.folder, key, lambda: vars(take()), first.dataset.facts))
 
     def _too_small(self, part: DatasetSlice, settings: DataConfig, context: int) -> str:
+        can_divide = (
+            not (settings.train or settings.break_mode or part.mask) and part.inside is None and "/" not in self.name
+        )
+        other = "another data.split" + " or data.split_by=tokens" * can_divide
+        part_of = f"{len(part.span)} of {len(part.dataset)} sequences"
+        if part.inside is not None:
+            part_of = f"of {part.dataset.token_count}, which data.split_by=tokens divides"
         if part.sampling.packed:
             return (
                 f"the {self.name} split of {part.dataset.prefix} has no document of at least {SHORTEST} tokens "
-                f"({len(part.span)} of {len(part.dataset)} sequences); set another data.split, or give more data"
+                f"({part_of}); set {other}, or give more data"
             )
         if settings.short_part == "repeat":
-            ways = (
-                "set another data.split, or give more data: there is nothing that data.short_part=repeat could repeat"
-            )
+            ways = f"set {other}, or give more data: there is nothing that data.short_part=repeat could repeat"
         elif not part.tokens:
-            ways = "set another data.split, or give more data"
+            ways = f"set {other}, or give more data"
         else:
             ways = (
-                "set a shorter model.context or another data.split, give more data, or set data.short_part=repeat to read it "
+                f"set a shorter model.context or {other}, give more data, or set data.short_part=repeat to read it "
                 "several times for one sample, as Megatron does"
             )
-        share = f", data.split={settings.split}" if len(part.span) < len(part.dataset) else ""
+        share = f", data.split={settings.split}" if part.tokens < part.dataset.token_count else ""
         return (
-            f"the {self.name} split of {part.dataset.prefix} has {part.tokens} tokens ({len(part.span)} of "
-            f"{len(part.dataset)} sequences{share}), but one sample needs model.context + 1 = {context + 1}; {ways}"
+            f"the {self.name} split of {part.dataset.prefix} has {part.tokens} tokens ({part_of}{share}), but one sample needs "
+            f"model.context + 1 = {context + 1}; {ways}"
         )

@@ -12,6 +12,8 @@ from hpclm.errors import ConfigError
 from hpclm.files import read_text
 
 KINDS = (*JSON_LINES, *TABLES)
+TEXT = ".txt"
+"""Ending of the files that are read of a folder without any of ``KINDS``."""
 UNPACKED_FIRST = re.compile(r"\.(xz|bz2|lz4|zip|lzma|7z|snappy|br)$", re.IGNORECASE)
 """Endings of compressed data that are not read: of a folder with such data, only a part would be."""
 ABOUT = {"dataset_info.json", "dataset_infos.json"}
@@ -30,16 +32,14 @@ def files_in(folder: Path, any_text: bool) -> list[str]:
     if (folder / "state.json").exists():
         return _saved(folder)
     visible = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
-    shards = [
-        path
-        for path in visible
-        if path.is_file() and (any_text or named(UNPACKED_FIRST.sub("", path.name))[0] in KINDS)
-    ]
-    shards = [path for path in shards if path.name not in ABOUT]
+    files = [path for path in visible if path.is_file() and path.name not in ABOUT]
+    endings = {path: named(UNPACKED_FIRST.sub("", path.name))[0] for path in files}
+    shards = files if any_text else [path for path in files if endings[path] in KINDS]
+    shards = shards or [path for path in files if endings[path] == TEXT]
     if not shards:
         inner = [path.name for path in visible if path.is_dir()]
         hint = f"; its folders are not searched: give one of {', '.join(inner)}" if inner else ""
-        raise ConfigError(f"folder {folder} has no {', '.join(KINDS)} file, plain, .gz or .zst{hint}")
+        raise ConfigError(f"folder {folder} has no {', '.join((*KINDS, TEXT))} file, plain, .gz or .zst{hint}")
     splits = sorted({word for path in shards for word in re.split(r"[-_.]", path.name)} & SPLITS)
     if len(splits) > 1:
         patterns = [f"'{folder}/*{split}*'" for split in splits]

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from hpclm.datasets import folders, tables
-from hpclm.datasets.kinds import BOM, Format, Storage, decompressed, kind_of
+from hpclm.datasets.kinds import BOM, Format, PlainFormat, Storage, decompressed, kind_of
 from hpclm.errors import ConfigError
 from hpclm.files import readable, reader
 
 CHUNK = 1 << 19  # bytes of text in a chunk, unless a single line is longer
 MAX_LINE_MB = 256  # MB of a line, unless --longest-line says otherwise
 MB = 10**6
+FORMAT = "documents: JSON objects, lines or whole files; default: jsonl for .jsonl, .ndjson, .json and tables; files for .txt and other text"
 LONGEST_LINE = f"refuse a longer line, or with --format files a longer file; default: {MAX_LINE_MB} MB"
 STORED_AS = {"gz": ".gz", "zst": ".zst"}
 
@@ -81,11 +82,13 @@ class Share:
     parts: int = 1
 
 
-def find(names: list[str], format: Format | None, columns: Sequence[str] = ()) -> list[Input]:
+def find(
+    names: list[str], format: Format | None, columns: Sequence[str] = (), plain: PlainFormat = "files"
+) -> list[Input]:
     """The inputs ``names``: files, folders, patterns such as 'data/*.jsonl.zst' (their files are sorted), "-" for standard input.
 
-    ``format`` None: that of each file, by its name and content. ``columns``: those that are read of tables, as of Input. ConfigError for files that
-    do not exist, or are no text.
+    ``format`` None: that of each file, by its name and content; ``plain`` for text that is neither JSON lines nor a table. ``columns``: those that
+    are read of tables, as of Input. ConfigError for files that do not exist, or are no text.
     """
     inputs = []
     for name in names:
@@ -95,7 +98,7 @@ def find(names: list[str], format: Format | None, columns: Sequence[str] = ()) -
             inputs.append(Input("-", format, "", 0, 0))
             continue
         for path in _matches(name, format):
-            status, kind = readable(path, "input").stat(), kind_of(path, format)
+            status, kind = readable(path, "input").stat(), kind_of(path, format, plain)
             selected = tuple(columns) if kind.storage == "table" else ()
             inputs.append(Input(path, kind.format, kind.storage, status.st_size, status.st_mtime_ns, selected))
     if names.count("-") > 1:

@@ -19,6 +19,8 @@ from hpclm.errors import ConfigError
 from hpclm.files import reader, typed
 
 Format = Literal["jsonl", "lines", "files"]
+PlainFormat = Literal["lines", "files"]
+"""Of text that is neither JSON lines nor a table."""
 Storage = Literal["", "gz", "zst", "table"]
 
 BEGINNING = 1 << 13  # bytes of text that are looked at
@@ -82,8 +84,10 @@ class FileKind:
     storage: Storage
 
 
-def kind_of(path: str, format: Format | None) -> FileKind:
+def kind_of(path: str, format: Format | None, plain: PlainFormat = "files") -> FileKind:
     """How the regular file at ``path`` is read; ``format``: what a person says, which counts more than its name and content.
+
+    ``plain``: how text is read that is neither JSON lines nor a table.
 
     ConfigError for a file that is no text, or of which name and content do not agree whether it holds JSON lines.
     """
@@ -103,7 +107,7 @@ def kind_of(path: str, format: Format | None) -> FileKind:
     _refuse_unreadable(path, content)
     if format is None:
         _refuse_unlikely(path, suffix, content)
-    format = format or guess(path, suffix, content)
+    format = format or ("jsonl" if holds_json_lines(path, suffix, content, plain) else plain)
     if format == "jsonl" and (ARRAY.match(content) or SPREAD.match(content)):
         what, items = ("one JSON array", "'.[]'") if ARRAY.match(content) else ("JSON objects of several lines", ".")
         raise ConfigError(
@@ -135,17 +139,17 @@ def _without_number(name: str) -> str:
     return ""
 
 
-def guess(name: str, suffix: str, content: bytes, otherwise: str = "lines") -> Format:
-    """jsonl or lines, by the ``suffix`` of a file (``named``) and the beginning of its text; ConfigError where these contradict each other.
+def holds_json_lines(name: str, suffix: str, content: bytes, otherwise: str) -> bool:
+    """Whether a text is JSON lines, by the ``suffix`` of a file (``named``) and its beginning; ConfigError where these contradict each other.
 
     ``otherwise``: the value of --format for a file that does not hold JSON lines.
     """
     if suffix in JSON_LINES:
-        return "jsonl"
+        return True
     if not holds_objects(content):
-        return "lines"
+        return False
     if not suffix:
-        return "jsonl"
+        return True
     raise ConfigError(
         f"{name} holds JSON lines, but is not named .jsonl; give --format jsonl (or rename it) to read the objects, or --format "
         f"{otherwise} to read it as it is"

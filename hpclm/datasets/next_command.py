@@ -6,15 +6,16 @@ from pathlib import Path
 
 from hpclm import config, paths
 from hpclm.data.indexed import IndexedDataset
-from hpclm.data.order import samples_in, split_bounds
+from hpclm.data.order import samples_in, split_bounds, token_bounds
 from hpclm.datasets.encode import tokenizer_of
 from hpclm.datasets.options import Request
 
 LARGE, SMALL = "gpt2-124m", "small"
 """Presets in configs/."""
 LARGE_FROM = 100_000_000  # training tokens; with fewer, a model of GPT-2's size only memorises them
-SPLITS = (None, "9,1,0", "1")
-"""None: the default of data.split. The first one that leaves enough for validation is used."""
+TRAIN_ONLY = "data.split=1"
+SPLITS: tuple[list[str], ...] = ([], ["data.split=90,10"], ["data.split=90,10", "data.split_by=tokens"], [TRAIN_ONLY])
+"""Settings that divide a dataset; the first ones that leave enough for validation are used."""
 EPOCHS = 10
 STEPS = 10  # a run has at least
 SHORTEST = 8  # tokens of a sample from which a model can learn more than which token follows which
@@ -68,12 +69,16 @@ def dataset_settings(prefix: Path, vocab_size: int, context: int) -> list[str]:
 
 def _splits(prefix: Path, vocabulary: str) -> Iterator[Choice]:
     """One dataset, which data.split divides."""
-    sizes, data = IndexedDataset(prefix).sizes, config.DataConfig()
-    for split in SPLITS:
-        bounds = split_bounds(split or data.split, len(sizes), data.order)
-        train, valid, _ = (int(sizes[begin:end].sum(dtype="i8")) for begin, end in bounds)
-        chosen = [f"data.split={split}"] if split else []
-        yield [f"data.prefix={paths.literal(prefix)}", vocabulary, *chosen], train, None if split == "1" else valid
+    dataset = IndexedDataset(prefix)
+    for chosen in SPLITS:
+        data = config.load(None, chosen).data
+        if data.split_by == "tokens":
+            train, valid, _ = (end - begin for begin, end in token_bounds(data.split, dataset.token_count))
+        else:
+            bounds = split_bounds(data.split, len(dataset), data.order)
+            train, valid, _ = (dataset.place(end) - dataset.place(begin) for begin, end in bounds)
+        settings = [f"data.prefix={paths.literal(prefix)}", vocabulary, *chosen]
+        yield settings, train, None if chosen == [TRAIN_ONLY] else valid
 
 
 def _parts(prefixes: Sequence[Path], vocabulary: str) -> Iterator[Choice]:

@@ -12,6 +12,7 @@ from hpclm.data.loss_mask import prefix_of
 from hpclm.datasets.chat import Chat, chat_of, with_end
 from hpclm.datasets.encode import Job
 from hpclm.datasets.inputs import MAX_LINE_MB, MB, Input, Share, find
+from hpclm.datasets.kinds import PlainFormat
 from hpclm.datasets.run_text import token_text
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
@@ -96,9 +97,11 @@ def request(args: argparse.Namespace, fairseq: bool, model: str | None) -> Reque
     return Request(corpora, job, share, args.workers, args.overwrite, args.longest_line * MB, dictionary, model)
 
 
-def text_request(path: Path, name: str, tokenizer: str, files: Sequence[str] = ()) -> Request:
-    """The text at ``path`` as the dataset ``name``, in this process, with the end of each document marked."""
-    corpus = InputCorpus(tuple(find([str(path)], None, ["text"])), (Path(f"{name}_text_document"),))
+def text_request(
+    path: Path, name: str, tokenizer: str, files: Sequence[str] = (), plain: PlainFormat = "files"
+) -> Request:
+    """The text at ``path`` as the dataset ``name``, in this process, with the end of each document marked; ``plain``: as of ``find``."""
+    corpus = InputCorpus(tuple(find([str(path)], None, ["text"], plain)), (Path(f"{name}_text_document"),))
     job = Job(
         tokenizer=tokenizer,
         files=tuple(files),
@@ -145,7 +148,7 @@ def _chat(args: argparse.Namespace, model: str | None) -> Chat:
 def _corpus(args: argparse.Namespace, share: Share) -> InputCorpus:
     """The inputs, and a dataset for each key; of conversations, their tokens and their loss mask."""
     keys = args.json_keys or ["text"]
-    inputs = find(args.chat, "jsonl") if args.chat else find(args.input, args.format, keys)
+    inputs = find(args.chat, "jsonl") if args.chat else find(args.input, args.format, keys, args.plain_text)
     option = f"--json-keys {' '.join(keys)}"
     if len(set(keys)) < len(keys):
         raise ConfigError(f"{option} contains a key twice")
@@ -171,7 +174,7 @@ def _fairseq(args: argparse.Namespace, share: Share) -> tuple[tuple[InputCorpus,
     corpora = []
     for split in ("train", "valid", "test"):
         for i, file in enumerate(filter(None, (getattr(args, f"{split}pref") or "").split(","))):
-            inputs = find([file], None)
+            inputs = find([file], None, plain="lines")
             if any(source.format != "lines" for source in inputs):
                 raise ConfigError(
                     f"{file} holds JSON lines, but fairseq's options read plain ones; give --input {file}"

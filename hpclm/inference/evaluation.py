@@ -111,11 +111,11 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
 
     ``samples``: how many are read of the part; None: all of one pass. ConfigError if the loss is not finite.
     """
-    from hpclm.data import sources
+    from hpclm.data import sources, split_by
     from hpclm.errors import ConfigError
     from hpclm.inference import run_settings
 
-    config = run_settings.check(run, overrides, reads_text=False)
+    config = split_by.resolved(run_settings.check(run, overrides, reads_text=False))
     source = sources.build(config.data, config.model, config.seed)
 
     from hpclm.data.batches import Batches

@@ -24,7 +24,7 @@ def is_json_lines(path: str, text: str, format: str | None, otherwise: str) -> b
         return format == "jsonl"
     name, suffix = ("standard input", PLAIN) if path == "-" else (path, kinds.named(path)[0])
     content = text[: kinds.BEGINNING].encode(errors="replace")
-    return kinds.guess(name, suffix, content, otherwise) == "jsonl"
+    return kinds.holds_json_lines(name, suffix, content, otherwise)
 
 
 def json_texts(path: str, text: str, key: str, what: str) -> Iterator[str]:

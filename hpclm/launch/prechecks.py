@@ -155,11 +155,12 @@ def _check_data(run: RunConfig) -> "Source | None":
 
     Of a user-defined source only the name is checked, because building it may take long; it is not returned.
     """
-    from hpclm.data import sources  # imports NumPy
+    from hpclm.data import sources, split_by  # imports NumPy
 
     if run.data.source not in SOURCES:
         lookup("data.source", run.data.source, SOURCES, sources.CHECK)
         return None
+    run = split_by.resolved(run)
     source = sources.build(run.data, run.model, run.seed)
     problems = list(sources.needs_eod(run.data, source.eod))
     try:

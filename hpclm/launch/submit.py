@@ -15,6 +15,7 @@ from hpclm import config, files, paths
 from hpclm.config import JobConfig, ParallelConfig, RunConfig
 from hpclm.config.job import seconds_of
 from hpclm.config.length import planned_inside_warmup
+from hpclm.data import split_by
 from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.inference.evaluation import TaskRequest
 from hpclm.launch import arguments, debug, prechecks, process, send, setup, sweep
@@ -52,6 +53,7 @@ def start(request: Request) -> int:
         return debug.run(changed, changes, lambda run: process.start(run, alone=True), request.pdb)
     if not queues and request.dry_run:
         return _preview(where, runs[0])
+    runs = [split_by.resolved(run) for run in runs]
     if not queues and request.sweep:
         return _sweep(where, request, runs, command)
     if not queues:
@@ -67,7 +69,7 @@ def from_python(run: RunConfig, resume_step: int | None = None) -> None:
     """Submit ``run`` as a job; ConfigError with every problem, or where there is no queue."""
     where = queue_of(run.job)
     reasons = prechecks.check(run, where, resume_step=resume_step)
-    scheduler = named(where)
+    run, scheduler = split_by.resolved(run), named(where)
     scripts = _scripts(scheduler, [run], resume_step, reasons)
     _submit(scheduler, [run], scripts, ["hpclm", "submit", f"{run.out}/config.yaml"], False, resume_step)
 

@@ -21,7 +21,7 @@ from hpclm.rundir import runs
 PLACES = ("out", "name", "job", "cluster")
 """Settings that say where a run is, and not what it is."""
 OF_DATA = ("source", "prefix", "blend", "train", "valid", "validation", "tokenizer", "tokenizer_files")
-UNCOMPARABLE = (*(f"data.{name}" for name in OF_DATA), "data.split", "model.vocab_size")
+UNCOMPARABLE = (*(f"data.{name}" for name in OF_DATA), "data.split", "data.split_by", "model.vocab_size")
 """Settings that decide what a loss measures."""
 IDLE = re.compile(r"(log|profile)\..*|checkpoint\.(?!init_from).*|stop_at|exit_.*|kill_switch")
 """Settings that change no result."""

@@ -17,7 +17,7 @@ from hpclm.training.control import ControlSync, RunControl, Saver
 from hpclm.training.metrics import Meter, NullMeter, Speed
 from hpclm.training.profile import Profile
 from hpclm.training.run_context import MemoryPlanner, NoPlanner, RunContext, open_devices
-from hpclm.training.run_data import RunData, open_data
+from hpclm.training.run_data import RunData, open_data, with_split
 from hpclm.training.run_directory import Directory, open_run_directory
 from hpclm.training.run_state import RunState, open_state
 from hpclm.training.session import Outputs, Session
@@ -40,8 +40,9 @@ def open_session(
         planner.memory_errors_explained(config, context),
     ):
         compute = open_devices(config, context)
-        run = RunContext(planner.with_micro_size(config, context, compute.device), context, compute)
         context.watchdog.enter("data")
+        config = with_split(config, context)
+        run = RunContext(planner.with_micro_size(config, context, compute.device), context, compute)
         with (
             open_data(run) as data,
             open_run_directory(run, data, resume_step) as directory,

@@ -3,14 +3,14 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from hpclm.checkpoint.fingerprint import differences
 from hpclm.config import Plan, RunConfig, no_effect
 from hpclm.config.length import run_length
 from hpclm.config.plan import Length
-from hpclm.data import sources
+from hpclm.data import sources, split_by
 from hpclm.data.batches import Batches
 from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import Source, samples_per_epoch, without_evaluation
@@ -52,6 +52,17 @@ def on_main(context: DistributedContext, act: Callable[[], T]) -> T | None:
     results: list[T] = []
     context.run_on_main(lambda: results.append(act()))
     return results[0] if results else None
+
+
+def with_split(config: RunConfig, context: DistributedContext) -> RunConfig:
+    """``config`` with data.split_by, as rank 0 decides it; a collective. ConfigError, on every rank, if its data cannot be opened."""
+    by = context.run_on_main(lambda: split_by.resolved(config).data.split_by)
+    if by == "tokens" and config.data.split_by is None:
+        log.info(
+            "data.split_by=tokens: data.split=%s divides inside documents, of which there are too few to divide them",
+            config.data.split,
+        )
+    return replace(config, data=replace(config.data, split_by=by))
 
 
 @contextmanager

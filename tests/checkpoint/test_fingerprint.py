@@ -34,7 +34,7 @@ ONE = {"bin": "a", "idx": "b", "span": [0, 9], "content": None}
         (
             [ONE, ONE],
             [ONE, {**ONE, "span": [0, 8]}],
-            ["training dataset 2 of 2 has another part in use (data.split)"],
+            ["training dataset 2 of 2 has another part in use (data.split, data.split_by)"],
         ),
         (
             [ONE],

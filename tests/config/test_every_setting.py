@@ -227,6 +227,7 @@ ACTS = {
     "data.prefix=DATA/b": (reads, A),
     "data.blend=[1, DATA/a, 3, DATA/b]": (reads, ["data.source=indexed", "data.blend=[DATA/a, DATA/b]", "model.vocab_size=300"]),
     "data.split=1,1,1": (reads, A),
+    "data.split_by=tokens": (reads, A),
     "data.train=[DATA/b]": (reads, LISTED),
     "data.valid=[DATA/b]": (reads, LISTED),
     "data.test=[DATA/b]": (reads, LISTED),

@@ -11,6 +11,7 @@ from hpclm.errors import ConfigError
 
 RUN = config.load(None, ["optim.lr=3e-3", "budget.steps=5", "data.source=synthetic", "cluster.preflight=false"])
 TEXT = dumped(RUN)
+COUNTED = TEXT.removeprefix(FIRST).partition("\n")[0] + "\n"
 OLDER = (Path(__file__).parent / "older_config.yaml").read_text()  # as a version with fewer settings wrote it
 
 
@@ -41,8 +42,43 @@ def test_an_older_versions_config_takes_the_defaults_of_settings_that_did_not_ex
     run = config.load(out / "config.yaml")
     assert run == config.of_run(out, []) and (run.optim.lr, run.budget.steps) == (0.003, 5)
     fewer = "".join(line for line in TEXT.splitlines(keepends=True) if "  lr:" not in line)
-    run_directory(out, fewer.replace(FIRST, FIRST.replace("hpclm 0", "hpclm 0.0")))
+    run_directory(out, fewer.replace(FIRST + COUNTED, FIRST.replace("hpclm 0", "hpclm 0.0")))
     assert config.load(out / "config.yaml").optim.lr == 6e-4
+
+
+@pytest.mark.parametrize("new", ["  lr:", "seed:", "  preflight:", "  layers:", "  split_by:"])
+def test_a_setting_that_is_newer_than_a_run_of_the_same_version_has_its_default(new, tmp_path):
+    lines = TEXT.replace(COUNTED, "").splitlines(keepends=True)
+    fewer = [line for line in lines if not line.startswith(new)]
+    assert len(fewer) == len(lines) - 1
+    out = run_directory(tmp_path / "run", "".join(fewer))
+    run = config.load(out / "config.yaml")
+    assert run == config.of_run(out, []) and run.data == RUN.data and run.seed == 1234
+    for end in (fewer[-1], fewer[-1][-2:]):  # a file that was cut
+        assert "lacks" in refused(run_directory(out, "".join(fewer).removesuffix(end)))
+    counted = [fewer[0], f"# {len(fewer)} settings\n", *fewer[1:]]  # what lacks it says how many settings it had
+    sections = sum(not line.startswith(" ") and line.endswith(":\n") for line in fewer)
+    counted[1] = f"# {len(fewer) - 1 - sections} settings\n"
+    assert config.load(run_directory(out, "".join(counted)) / "config.yaml") == run
+
+
+DATA = {
+    "data.prefix=x": "documents",
+    "data.blend=[x]": "documents",
+    "data.train=[x]": None,
+    "data.source=synthetic": None,
+}
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("version", ["hpclm 0.0", "hpclm 0"])
+def test_runs_from_before_datasets_were_divided_by_tokens_keep_their_documents(data, version, tmp_path):
+    text = dumped(config.load(None, [data])).replace(COUNTED, "").replace("hpclm 0", version)
+    out = run_directory(tmp_path / "run", text.replace("  split_by: null\n", ""))
+    assert config.load(out / "config.yaml").data.split_by == config.of_run(out, []).data.split_by == DATA[data]
+    assert config.compose.flat_of_run(out).get("data.split_by") == DATA[data]
+    run_directory(out, text)  # of a job that has not begun
+    assert config.load(out / "config.yaml").data.split_by is None
 
 
 @pytest.mark.parametrize("lost", ["  lr:", "seed:", "  preflight:", "  layers:"])

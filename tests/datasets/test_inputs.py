@@ -44,7 +44,7 @@ def _streamed(raw):
 def test_a_file_is_read_in_whole_lines_with_any_compression(name, pack, raw, tmp_path):
     path = tmp_path / name
     path.write_bytes(pack(raw))
-    [source] = find([str(path)], None)
+    [source] = find([str(path)], "lines")
     found = list(chunks([source]))
     assert joined(found) == raw
     assert sum(chunk.consumed for chunk in found) == path.stat().st_size
@@ -86,7 +86,7 @@ def test_patterns_are_expanded_in_order_and_names_with_signs_are_taken_as_they_a
 def test_a_line_longer_than_many_chunks_is_not_split(tmp_path):
     raw = b"short\n" + b"x" * (9 * CHUNK + 7) + b"\nlast"
     (tmp_path / "a.txt").write_bytes(raw)
-    lines = [line for chunk in chunks(find([str(tmp_path / "a.txt")], None)) for line in chunk.lines]
+    lines = [line for chunk in chunks(find([str(tmp_path / "a.txt")], "lines")) for line in chunk.lines]
     assert b"".join(lines) == raw
     assert [len(line) for line in lines] == [6, 9 * CHUNK + 8, 4]
 
@@ -98,7 +98,7 @@ def test_a_very_long_line_is_in_memory_about_twice(tmp_path):
         "import resource\n"
         "from hpclm.datasets.inputs import chunks, find\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "assert sum(len(chunk.lines[0]) for chunk in chunks(find(['a.txt'], None), longest=1 << 30)) == 300 << 20\n"
+        "assert sum(len(chunk.lines[0]) for chunk in chunks(find(['a.txt'], 'lines'), longest=1 << 30)) == 300 << 20\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / (300 << 10))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -148,7 +148,7 @@ def test_the_longest_line_is_exact_and_a_longer_one_is_named(name, pack, tmp_pat
     for length, fine in ((longest, True), (longest + 1, False)):
         raw = LINES + b"x" * length + b"\nlast\n"
         path.write_bytes(pack(raw))
-        found = find([str(path)], None)
+        found = find([str(path)], "lines")
         if fine:
             assert joined(chunks(found, longest=longest)) == raw
         else:
@@ -180,7 +180,7 @@ def test_line_numbers_are_right_in_every_share(tmp_path):
     path.write_bytes(b"".join(b"%d\n" % (i + 1) * (i % 3 == 0) + b"%d\n" % 0 * (i % 3 != 0) for i in range(3000)))
     lines = path.read_bytes().split(b"\n")
     for part in range(7):
-        for chunk in chunks(find([str(path)], None), Share(part, 7)):
+        for chunk in chunks(find([str(path)], "lines"), Share(part, 7)):
             number = int(chunk.location(0).rsplit(":", 1)[1])
             assert chunk.lines[0] == lines[number - 1] + b"\n"
             assert joined([chunk]) in path.read_bytes()

@@ -13,7 +13,7 @@ import pytest
 from tests.datasets.texts import COMMAND, WITH_WORKERS, content
 from tests.runs import PATIENCE, until
 
-WORDS = ["--input", "a.txt", "--output-prefix", "x", "--tokenizer", "bytes"]
+WORDS = ["--input", "a.txt", "--format", "lines", "--output-prefix", "x", "--tokenizer", "bytes"]
 
 
 @pytest.fixture(scope="module")

@@ -82,12 +82,14 @@ PLAINLY = {
 }
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a", "a.1", "a.md", "a.py", "a.txt-00001"])
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.1", "a.md", "a.py", "a.txt-00001", "a.TXT.gz", "a.txt.zst"])
 @pytest.mark.parametrize("content", PLAINLY.values(), ids=PLAINLY.keys())
-def test_text_that_only_resembles_json_is_read_as_lines(name, content):
-    write(**{name: content})
-    [source] = find([name], None)
-    assert source.format == "lines"
+def test_text_that_only_resembles_json_is_one_document(name, content):
+    write(**{name: PACKINGS[Path(name).suffix](content) if Path(name).suffix in PACKINGS else content})
+    assert [source.format for plain in ("files", "lines") for source in find([name], None, plain=plain)] == [
+        "files",
+        "lines",
+    ]
 
 
 def tar(pack=""):

@@ -27,6 +27,7 @@ def dataset(path, lengths):
 CORPORA = {
     "four lines": [33] * 4,
     "a page": [300],
+    "a text": [1_000_000],
     "a small corpus in lines": [40] * 200,
     "a small corpus in two documents": [4000, 4054],
     "a few short documents at the end": [9000] * 50 + [1] * 2,
@@ -45,7 +46,8 @@ def test_the_next_command_fits_a_corpus_of_any_size(corpus, tmp_path):
     warmup = config.optim.warmup or config.optim.warmup_fraction * length.steps
     assert warmup <= 0.06 * length.steps
     assert length.samples / source.per_epoch("train") <= max(10, 12 * 16 / source.per_epoch("train"))
-    assert len(parts) == (corpus not in ("four lines", "a page", "a small corpus in two documents"))
+    assert len(parts) == (corpus != "four lines")
+    assert (config.data.split_by == "tokens") == (corpus in ("a page", "a text", "a small corpus in two documents"))
     train.close()
 
 

@@ -224,7 +224,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_options_of_several_processes_are_refused(case, capsys):
     words, message = REFUSED[case]
-    write(**{"a.txt": "one\ntwo\n", "empty.txt": "\n\n"})
+    write(**{"a.txt": "one\ntwo\n", "empty.txt": ""})
     if case == "a dataset of that name":
         assert preprocess("--input", "empty.txt", "a.txt", *BYTES) == 0
     codes = [preprocess(*words, *BYTES, "--part", part) for part in ("0/2", "1/2")]

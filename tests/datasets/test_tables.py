@@ -174,10 +174,13 @@ def test_a_folder_of_splits_or_without_data_is_refused(tmp_path):
         (tmp_path / "data" / name).touch()
     with pytest.raises(ConfigError, match=r"several splits; give one as a pattern: '.*/\*test\*', '.*/\*train\*'"):
         find([str(tmp_path / "data")], None)
-    with pytest.raises(ConfigError, match=r"has no \.jsonl, .*; its folders are not searched: give one of data"):
+    with pytest.raises(
+        ConfigError, match=r"has no \.jsonl, .*, \.txt file.*; its folders are not searched: give one of data"
+    ):
         find([str(tmp_path)], None)
     with pytest.raises(ConfigError, match="the rows of a table are read as --format jsonl"):
         find([str(tmp_path / "data/*train*")], "lines")
     (tmp_path / "note.txt").write_text("a document")
-    [source] = find([str(tmp_path)], "files")
+    (tmp_path / "about.md").touch()
+    [source] = find([str(tmp_path)], None)
     assert source.name == str(tmp_path / "note.txt") and source.format == "files"

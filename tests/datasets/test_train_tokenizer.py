@@ -45,7 +45,7 @@ KINDS = {
 
 @pytest.mark.parametrize("words", KINDS.values(), ids=KINDS.keys())
 def test_it_learns_from_all_inputs_and_measures_on_all_of_them(words, capsys):
-    write(**{"a.txt": "\n".join(ENGLISH), "b.jsonl.gz": gzip.compress(jsonl(*CHINESE).encode())})
+    write(**{"a.jsonl": jsonl(*ENGLISH), "b.jsonl.gz": gzip.compress(jsonl(*CHINESE).encode())})
     assert train("--input", "[ab].*", "--vocab-size", 293, *words, "--json-key", "text") == 0
     told = capsys.readouterr().out
     size, ratio, measured, seen = figures(told)

@@ -1,0 +1,61 @@
+"""Whether datasets are divided between their documents or inside them (data.split_by), decided when a run begins."""
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from hpclm.config import RunConfig, compose, run_file
+from hpclm.config.data import Mixture, mixture
+from hpclm.data import loss_mask
+from hpclm.data.corpus import SPLITS, opened
+from hpclm.data.order import samples_in, split_bounds, split_parts
+from hpclm.data.scan import SharedFacts
+from hpclm.errors import ConfigError
+from hpclm.rundir import attempts
+
+SplitBy = Literal["documents", "tokens"]
+
+
+def resolved(run: RunConfig) -> RunConfig:
+    """``run`` with data.split_by, where data.split divides its data; a run that has begun keeps its own.
+
+    ConfigError if the data cannot be opened.
+    """
+    data = run.data
+    if data.split_by or data.source != "indexed" or data.train or not (data.prefix or data.blend):
+        return run
+    return replace(run, data=replace(data, split_by=_begun(Path(run.out)) or _chosen(run)))
+
+
+def _begun(out: Path) -> SplitBy | None:
+    """How the last attempt of the run in ``out`` divided its data; None if there was none, or its settings cannot be read."""
+    rows = attempts.read(out)
+    used = str(rows[-1].get("config") or run_file.NAME) if rows else ""
+    with suppress(ConfigError):
+        by: SplitBy | None = compose.flat_of_run(out, used).get("data.split_by") if used else None
+        return by
+    return None
+
+
+def _chosen(run: RunConfig) -> SplitBy:
+    """documents, unless these leave less than one sample for training or an evaluation, and can be divided."""
+    data = run.data
+    whole = mixture(data.blend, "data.blend") if data.blend else Mixture((data.prefix or "",), None)
+    used = ("train", "valid") if run.evaluate.every else ("train",)
+    parts = [name for name, share in zip(SPLITS, split_parts(data.split), strict=True) if share and name in used]
+    if data.break_mode:
+        return "documents"
+    short = False
+    for prefix in whole.prefixes:
+        dataset = opened(prefix, SharedFacts())
+        if loss_mask.opened(dataset, data) is not None:
+            return "documents"
+        bounds = dict(zip(SPLITS, split_bounds(data.split, len(dataset), data.order), strict=True))
+        for name in parts:
+            tokens = dataset.place(bounds[name][1]) - dataset.place(bounds[name][0])
+            if data.order == "packed" or data.short_part == "repeat":
+                short |= not tokens
+            else:
+                short |= not samples_in(tokens, run.model.context, data.keep_partial and name != "train")
+    return "tokens" if short else "documents"

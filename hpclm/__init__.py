@@ -8,6 +8,7 @@
     submit     queue a job that trains, on Slurm for example
     open       open a run directory
     settings   settings from a preset or file, with changes
+    selftest   try code of your own in every layout of processes
 
 The first three return a Run. Errors are HpclmError, those of settings and arguments ConfigError. docs/python.md says more, and
 ``hpclm --help`` lists the verbs of the command line.
@@ -28,17 +29,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "HpclmError", "Run", "RunConfig", "__version__", "open", "settings", "submit", "train"]
+__all__ = [
+    "ConfigError",
+    "HpclmError",
+    "Run",
+    "RunConfig",
+    "__version__",
+    "open",
+    "selftest",
+    "settings",
+    "submit",
+    "train",
+]
 
 if TYPE_CHECKING:
     from hpclm.api.functions import open, settings, submit, train
     from hpclm.api.run import Run
+    from hpclm.api.selftest import selftest
     from hpclm.config import RunConfig
     from hpclm.errors import ConfigError, HpclmError
 
 _WHERE = {
     **dict.fromkeys(("open", "settings", "submit", "train"), "hpclm.api.functions"),
     "Run": "hpclm.api.run",
+    "selftest": "hpclm.api.selftest",
     "RunConfig": "hpclm.config",
     **dict.fromkeys(("ConfigError", "HpclmError"), "hpclm.errors"),
 }

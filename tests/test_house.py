@@ -39,7 +39,7 @@ FLOORS = [
     {"interop"},
     {"training"},
     {"launch"},
-    {"selftest"},
+    {"trials"},
     {"api"},
     {"cli"},
     {"commands"},
@@ -135,7 +135,7 @@ CORE = {"config", "parallel", "model", "optim", "data", "engine", "checkpoint", 
 
 
 CORE = {"config", "parallel", "model", "optim", "data", "engine", "checkpoint", "diagnostics", "training"}
-LEAVES = {"planning", "interop", "inference", "datasets", "launch", "selftest", "reporting", "commands", "api"}
+LEAVES = {"planning", "interop", "inference", "datasets", "launch", "trials", "reporting", "commands", "api"}
 
 
 def test_the_core_imports_no_leaf():

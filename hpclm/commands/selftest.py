@@ -6,14 +6,14 @@ from dataclasses import asdict
 from hpclm.errors import ConfigError
 from hpclm.parser import Parser
 from hpclm.progress import ProgressBar
-from hpclm.selftest.verdict import SETTINGS, Verdict, conclusion, lines
 from hpclm.terminal import say
+from hpclm.trials.verdict import SETTINGS, Verdict, conclusion, lines
 
 
 def main(argv: list[str]) -> int:
     """``hpclm selftest``."""
     args = parser().parse_intermixed_args(argv)
-    from hpclm.selftest.run import selftest  # with PyTorch
+    from hpclm.trials.run import selftest  # with PyTorch
 
     shown = list[str]()
     with ProgressBar(None, desc="", unit=" layouts", leave=False) as bar:

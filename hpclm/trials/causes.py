@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from hpclm.selftest.compare import Difference
-from hpclm.selftest.trials import Trial
+from hpclm.trials.compare import Difference
+from hpclm.trials.toy import Trial
 
 UPDATE = (
     "the optimizer computes something of a whole weight (a norm, a mean, a maximum) from the part of it that a process holds: declare that it "

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.selftest.record import Piece, Record
+from hpclm.trials.record import Piece, Record
 
 Array = NDArray[Any]
 Values = Mapping[str, Array]

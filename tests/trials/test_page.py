@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpclm import cli
-from hpclm.selftest import kinds
-from hpclm.selftest.verdict import SETTINGS
+from hpclm.trials import kinds
+from hpclm.trials.verdict import SETTINGS
 from tests.runs import ROOT, hpclm
 
 PAGE = (ROOT / "docs/your-own-code.md").read_text()

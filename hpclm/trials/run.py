@@ -10,11 +10,11 @@ from pathlib import Path
 from hpclm import config, files, folders
 from hpclm.engine import unavailable
 from hpclm.errors import ConfigError
-from hpclm.selftest import causes, direct, kinds, processes, rank, trials
-from hpclm.selftest.compare import Difference, changing, differences
-from hpclm.selftest.record import Record
-from hpclm.selftest.trials import SAVED, STEPS, Trial
-from hpclm.selftest.verdict import Result, Verdict
+from hpclm.trials import causes, direct, kinds, processes, rank, toy
+from hpclm.trials.compare import Difference, changing, differences
+from hpclm.trials.record import Record
+from hpclm.trials.toy import SAVED, STEPS, Trial
+from hpclm.trials.verdict import Result, Verdict
 
 SHOWN = 4  # weights that are named
 LAST = 1500  # characters of what a process that failed without a message has printed
@@ -57,7 +57,7 @@ def selftest(
 
 def _direct(name: str, kind: str, given: Sequence[str], folder: Path) -> Iterator[Verdict]:
     """Of what takes no part in training."""
-    settings = config.load(None, [*trials.TOY, *given])
+    settings = config.load(None, [*toy.TOY, *given])
 
     def check() -> list[str]:
         if kind == "sink":
@@ -77,7 +77,7 @@ def _checked(layout: str, check: Callable[[], list[str]]) -> Verdict:
 
 def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], folder: Path) -> Iterator[Verdict]:
     """Of a toy that trains in each layout."""
-    reference, others = trials.trials(kind, name)
+    reference, others = toy.trials(kind, name)
     if unknown := [layout for layout in only if layout not in {trial.name for trial in others}]:
         raise ConfigError(
             f"no layout {unknown[0]!r}; a {kind} is tried with {', '.join(trial.name for trial in others)}"
@@ -102,7 +102,7 @@ def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], fo
             continue
         yield _compared(kind, trial, right, records)
     if kind == "schedule":  # last: what it remembers would be in the processes that are forked afterwards
-        optim = config.load(None, trials.settings_of(kind, name, trials.REFERENCE, tuple(given))).optim
+        optim = config.load(None, toy.settings_of(kind, name, toy.REFERENCE, tuple(given))).optim
         verdict = _checked("calls in any order", lambda: list(direct.schedule(kinds.load(name), optim)))
         yield replace(verdict, cause="" if verdict.good else causes.SCHEDULE)
 
@@ -142,7 +142,7 @@ def _samples(right: Sequence[Record], records: Sequence[Record]) -> Iterator[Dif
 
 def _records(name: str, kind: str, trial: Trial, given: Sequence[str], folder: Path) -> list[Record]:
     """What the processes of a trial have recorded; TrialFailed if they have not."""
-    words = trials.settings_of(kind, name, trial, tuple(given))
+    words = toy.settings_of(kind, name, trial, tuple(given))
     out = folder / trial.name.replace(" ", "-")
     try:
         settings = config.load(None, [*words, f"out={out}"])

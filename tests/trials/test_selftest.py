@@ -6,18 +6,19 @@ import os
 import numpy as np
 import pytest
 
+import hpclm as api
 from hpclm import cli
 from hpclm.errors import ConfigError
-from hpclm.selftest import causes, direct, kinds, trials
-from hpclm.selftest.compare import Difference, Tensors, differences
-from hpclm.selftest.record import Piece, Record
-from hpclm.selftest.run import selftest
-from hpclm.selftest.verdict import Result, Verdict, conclusion, lines
+from hpclm.trials import causes, direct, kinds, toy
+from hpclm.trials.compare import Difference, Tensors, differences
+from hpclm.trials.record import Piece, Record
+from hpclm.trials.run import selftest
+from hpclm.trials.verdict import Result, Verdict, conclusion, lines
 from tests.runs import ROOT, hpclm
 
-HERE = "tests.selftest.wrong"
+HERE = "tests.trials.wrong"
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-EVERY = ["one process", *(trial.name for trial in trials.LAYOUTS["block"])]
+EVERY = ["one process", *(trial.name for trial in toy.LAYOUTS["block"])]
 
 WRONG = {
     "NotCopied": ("tensor 2", "the gradient of block0.scale", "copy_to_tp"),
@@ -121,7 +122,7 @@ def test_a_tokenizer_and_a_sink_are_tried_without_training():
 
 def test_a_schedule_with_a_memory_is_found_without_training():
     from hpclm.config import OptimConfig
-    from tests.selftest import wrong
+    from tests.trials import wrong
 
     assert list(direct.schedule(wrong.constant, OptimConfig())) == []
     assert "in reverse" in next(direct.schedule(wrong.remembering, OptimConfig()))
@@ -161,12 +162,12 @@ def test_the_first_stage_that_differs_is_named():
 def test_a_gradient_of_which_each_rank_has_a_part_is_known_by_its_sum():
     [difference] = differences([record()], [record(0.25), record(0.75)], exact=False, random=False)
     assert (difference.weight, difference.hint) == ("block0.w", "partial")
-    assert "copy_to_tp" in causes.cause("block", trials.TENSOR, [difference])
+    assert "copy_to_tp" in causes.cause("block", toy.TENSOR, [difference])
     assert Tensors.of([record().initial, record().initial]).disagreement("block0.w") == 0
 
 
 def test_every_stage_has_a_cause_in_every_layout():
-    for kind, layouts in trials.LAYOUTS.items():
+    for kind, layouts in toy.LAYOUTS.items():
         for trial in layouts:
             for stage in (
                 "initial",
@@ -193,3 +194,10 @@ def test_a_result_is_shown_by_layout_with_each_cause_once():
         == "mine:Block (model.block) does not agree with one process: tensor 2, tensor 2; fsdp2 is refused"
     )
     assert lines(result.verdicts[0]) == ["  one process             agrees"]
+
+
+def test_python_has_the_same_test():
+    lossy = api.selftest(f"{HERE}:Lower", {"model.hidden": 64})
+    assert not lossy.agrees and lossy.kind == "tokenizer" and "does not agree" in repr(lossy)
+    with pytest.raises(ConfigError, match="has no 'Scalde'|no attribute 'Scalde'"):
+        api.selftest(f"{HERE}:Scalde")

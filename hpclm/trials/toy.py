@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hpclm.selftest.verdict import SETTINGS
+from hpclm.trials.verdict import SETTINGS
 
 STEPS = 4
 SAVED = 2  # steps after which the checkpoint is saved from which a killed run resumes
@@ -70,7 +70,7 @@ def trials(kind: str, name: str) -> tuple[Trial, tuple[Trial, ...]]:
         Trial("ZeRO 1", 2, (setting, "engine.zero_stage=1")),
         Trial("killed and resumed", settings=(setting,), killed=True),
     )
-    return Trial("one process with engine.name=native"), of_engine
+    return Trial("engine.name=native"), of_engine
 
 
 def settings_of(kind: str, name: str, trial: Trial, given: tuple[str, ...]) -> list[str]:

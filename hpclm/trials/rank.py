@@ -15,10 +15,10 @@ from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.node.job import Job
-from hpclm.selftest import direct
-from hpclm.selftest.record import Record, begin, end
 from hpclm.training import loop
 from hpclm.training.opening import open_session
+from hpclm.trials import direct
+from hpclm.trials.record import Record, begin, end
 
 NO_CODE = "<"
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from hpclm.errors import ConfigError
 from hpclm.registry import OWN, lookup
-from hpclm.selftest.verdict import SETTINGS
+from hpclm.trials.verdict import SETTINGS
 
 PARAMETERS = {
     ("data", "context", "seed", "vocab_size"): "source",

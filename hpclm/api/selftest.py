@@ -1,0 +1,62 @@
+"""``hpclm.selftest``: the test of the user's own code, in processes of its own."""
+
+import json
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from hpclm.api import options
+from hpclm.api.checked import checked
+from hpclm.api.options import Change
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.node import processes, python
+from hpclm.trials.verdict import Result, Verdict
+
+LONGEST = 3600.0  # seconds that a test may take
+
+
+@checked
+def selftest(name: str, *changes: Change, kind: str | None = None, only: Sequence[str] = ()) -> Result:
+    """Try a block, optimizer, data source or other code of your own in every layout of processes, as `hpclm selftest` does.
+
+    >>> hpclm.selftest("mine:GatedBlock", {"model.hidden": 64}).agrees
+    True
+
+    Args:
+        name: the code as module:name; the module is found as Python finds it here.
+        changes: settings of the toy that trains.
+        kind: what it is, where that cannot be seen from it: "block", "optimizer", "source", "schedule", "engine", "tokenizer" or "sink".
+        only: names of the layouts to try, such as "tensor 2"; all without any.
+
+    Returns:
+        What came of each layout; it is shown as on the command line.
+
+    Raises:
+        ConfigError: there is no such code, or it does not work in one process.
+    """
+    words = [name, *options.words(changes), *(["--kind", kind] if kind else [])]
+    words += [word for layout in only for word in ("--only", layout)]
+    env = python.safe_env()
+    folders = [str(folder) for folder in _folders(name)]
+    env["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [env.get("PYTHONPATH", "")])])
+    code, output, errors = processes.ask(python.command("hpclm", "selftest", *words, "--json"), LONGEST, env)
+    if not output.strip():
+        problems = [line.removeprefix("error: ") for line in errors.strip().splitlines()]
+        raise ConfigError(problems) if code == ConfigError.exit_code else HpclmError("\n".join(problems))
+    fields = json.loads(output)
+    verdicts = [Verdict(**{**verdict, "details": tuple(verdict["details"])}) for verdict in fields["verdicts"]]
+    return Result(fields["name"], fields["kind"], tuple(verdicts))
+
+
+def _folders(name: str) -> list[Path]:
+    """The folder in which the module of ``name`` is found here."""
+    top = name.partition(":")[0].partition(".")[0]
+    try:
+        spec = find_spec(top) if top.isidentifier() else None
+    except (ImportError, ValueError):
+        return []
+    if spec is None or not (spec.origin or spec.submodule_search_locations):
+        return []
+    inner = [Path(place) for place in spec.submodule_search_locations or []]
+    return [inner[0].parent] if inner else [Path(str(spec.origin)).parent]

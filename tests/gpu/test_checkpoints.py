@@ -25,7 +25,17 @@ def test_saving_beside_the_training_changes_no_bit_of_it(precision, words):
     assert losses(folder(saving)) == losses(folder(plain))
 
 
-@pytest.mark.parametrize("engine", [[], ["engine.name=fsdp2"], ["engine.precision=bf16", "model.dropout=0.1"]], ids=str)
+USERS = [
+    ["optim.name=tests.optim.users:Lion", "engine.precision=bf16"],
+    ["optim.name=torch.optim:NAdam"],
+    ["optim.name=tests.optim.users:WholeLamb", "engine.name=fsdp2"],
+]
+"""Optimizers of the user's own: a plain one, one that keeps numbers beside tensors, one that works on whole matrices."""
+
+
+@pytest.mark.parametrize(
+    "engine", [[], ["engine.name=fsdp2"], ["engine.precision=bf16", "model.dropout=0.1"], *USERS], ids=str
+)
 def test_a_resumed_run_equals_one_that_never_stopped_bit_for_bit(engine, words):
     """The snapshot of step 20 is taken while step 21 runs: were it of a later state, the losses would differ."""
     whole = words("whole", EXACT, "budget.steps=40", *engine)

@@ -86,6 +86,11 @@ CHECKED = {
     "muon-fp32": ["optim.name=muon", "engine.precision=fp32"],
     "muon-fsdp2": ["optim.name=muon", "engine.name=fsdp2", "engine.precision=bf16"],
     "fp16": ["engine.precision=fp16", "scaler.initial=1024"],
+    "users": ["optim.name=tests.optim.users:Lion", "engine.precision=bf16"],
+    "users-fp16": ["optim.name=tests.optim.users:Lion", "engine.precision=fp16", "scaler.initial=1024"],
+    "users-numbers": ["optim.name=torch.optim:NAdam", "engine.name=fsdp2", "engine.precision=bf16"],
+    "users-matrices": ["optim.name=tests.optim.users:WholeLamb", "engine.precision=fp32"],
+    "deepspeed-users": ["engine.name=deepspeed", "engine.zero_stage=2", "optim.name=tests.optim.users:Lion"],
     "deepspeed": ["engine.name=deepspeed", "engine.zero_stage=1", "engine.precision=bf16"],
     "deepspeed3-offload": [
         "engine.name=deepspeed",

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpclm.errors import ConfigError, HpclmError, unwritten
-from hpclm.files import aside, here, sync
+from hpclm.files import aside, here, sync, typed
 
 log = logging.getLogger(__name__)
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -38,6 +38,15 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
     for folder in missing:
         with suppress(PermissionError):  # a folder that is writable, but not readable
             sync(folder.parent)
+
+
+def exported_model(path: Path) -> str:
+    """What to do with ``path`` where a run directory is needed, if it holds a model for other programs; else empty."""
+    if path.suffix == ".gguf":
+        return f"it is a model for llama.cpp, which hpclm writes and does not read; llama-cli -m {typed(path)} runs it"
+    if (path / "config.json").is_file() and not (path / "config.yaml").exists():
+        return f"it holds a model for transformers; to use it here, make a run of it: hpclm convert {typed(path)} runs/base"
+    return ""
 
 
 def private_folder(path: str | Path, what: str) -> Path:

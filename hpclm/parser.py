@@ -1,14 +1,17 @@
 """The parser of the arguments of all verbs, and the arguments that several of them have."""
 
 import argparse
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hpclm import paths
+from hpclm.errors import ConfigError
 from hpclm.node import secrets
 from hpclm.registry import hint
 from hpclm.terminal import line, say
@@ -102,7 +105,15 @@ class Parser(argparse.ArgumentParser):
 
     def add_wait(self, help: str) -> None:
         """The option --wait."""
-        self.add_argument("--wait", type=float, default=300, metavar="SECONDS", help=f"{help} (default: 300)")
+        self.add_argument("--wait", type=seconds, default=300, metavar="SECONDS", help=f"{help} (default: 300)")
+
+    @contextmanager
+    def mistakes(self) -> Iterator[None]:
+        """What the block refuses is a value that an option cannot have, so that the verb ends as for any wrong argument."""
+        try:
+            yield
+        except ConfigError as error:
+            self.error("; ".join(error.problems))
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         """As argparse; remembers all arguments, for ``error``."""
@@ -211,6 +222,17 @@ def step(text: str) -> int:
     if not text.isdecimal() or len(text) > 15:
         raise argparse.ArgumentTypeError(f"{text!r} is not a step number")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """Parse a number of seconds, from 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
+    return number
 
 
 def _as_name(option: str) -> str:

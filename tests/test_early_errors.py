@@ -40,7 +40,33 @@ CASES = {
     "generate runs/saved --prompt a optim.lrr=1": (64, "optim.lr'"),
     "convert runs/saved target optim.lrr=1": (64, "optim.lr'"),
     "resume runs/saved optim.lrr=1": (64, "optim.lr'"),
+    # a model for other programs
+    **{
+        f"{command}": (
+            64,
+            "exported is not a run directory: it holds a model for transformers; to use it here, make a run of it: hpclm convert",
+        )
+        for command in (
+            "generate exported --prompt a",
+            "evaluate exported",
+            "status exported",
+            "train exported",
+            "resume exported x=1",
+        )
+    },
+    "generate model.gguf --prompt a": (64, "it is a model for llama.cpp, which hpclm writes and does not read"),
+    "convert model.gguf made": (64, "convert the safetensors model that it was made from"),
+    "convert exported/model.safetensors made": (64, "exported TARGET"),
     # a checkpoint
+    "train small data.source=synthetic out=runs/none --from 5": (
+        64,
+        "runs/none is no run yet, so it has no checkpoint of step 5",
+    ),
+    "submit small data.source=synthetic out=runs/none --from 5": (
+        64,
+        "runs/none is no run yet, so it has no checkpoint of step 5",
+    ),
+    "resume none --from 5": (64, "none is not a run directory: it does not exist"),
     "checkpoints runs/new": (64, "runs/new/checkpoints"),
     "checkpoints runs/empty": (66, "runs/empty/checkpoints"),
     "evaluate runs/new": (64, "runs/new has no checkpoints"),
@@ -96,7 +122,9 @@ CASES = {
     "evaluate runs/saved-data": (64, "missing.bin and"),
     "evaluate runs/lost-tokenizer --text text.txt": (64, "tokenizer.json"),
     "generate runs/lost-tokenizer --prompt a": (64, "tokenizer.json"),
-    "generate runs/saved --prompt a": (64, "has no tokenizer"),
+    "generate runs/saved --prompt a": (64, "has no tokenizer, and reads and writes no text"),
+    "evaluate runs/saved --text text.txt": (64, "has no tokenizer, and reads and writes no text"),
+    "evaluate runs/saved --text missing.txt": (64, "missing.txt cannot be read"),
     "generate runs/saved-text --prompts missing.txt": (64, "missing.txt"),
     "report runs/saved -o missing/report.html": (64, "missing"),
     **{f"data {what} missing": (64, "missing.bin and missing.idx") for what in ("inspect", "verify", "hash")},
@@ -124,6 +152,10 @@ def endings(tmp_path_factory):
     here = tmp_path_factory.mktemp("here")
     (here / "text.txt").write_text("text\n")
     (here / "other").mkdir()
+    (here / "exported").mkdir()
+    (here / "exported/config.json").write_text("{}")
+    (here / "exported/model.safetensors").touch()
+    (here / "model.gguf").touch()
     runs = {
         "new": [],
         "empty": [],

@@ -76,6 +76,12 @@ MISTAKES = {
     ("train", "small", "--nodes", "2"): "--nodes: it is an option of hpclm submit; hpclm train starts no job",
     ("train", "--config", "small"): "the settings file is given by itself: hpclm train small\n",
     ("train", "--fp16"): "settings are written without dashes, as key=value: engine.precision=fp16; hpclm docs migrating",
+    # values that an option cannot have
+    ("cancel", "x", "--wait", "nan"): "argument --wait: 'nan' is not a number of seconds from 0\n",
+    ("request", "x", "stop", "--wait", "-1"): "argument --wait: '-1' is not a number of seconds from 0\n",
+    ("submit", "debug", "--dry-run", "--ranks", "0,x"): "argument --ranks: '0,x' must be ranks such as 0,511 or 0-3\n",
+    ("submit", "debug", "--dry-run", "--ranks", "0", "--gpus-kind", "X"): "unknown kind of GPU 'X'; choose one of B200",
+    ("submit", "debug", "--nodes", "x"): "job.nodes='x' must be a whole number",
     # options of other projects
     ("train", "small", "--deepspeed", "ds.json"): "--deepspeed: engine.name=deepspeed, and a setting for each key of the JSON; hpclm docs migrating",
     ("train", "small", "deepspeed_config=ds.json"): "unknown setting deepspeed_config: engine.name=deepspeed, and a setting for each key of "

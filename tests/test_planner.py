@@ -12,7 +12,7 @@ from hpclm.model import count
 from hpclm.node import environment
 from hpclm.planning import forecast, suggest, tables
 from tests.forks import hpclm
-from tests.runs import ROOT
+from tests.runs import ROOT, exit_code
 
 LLAMA = "configs/llama-7b.yaml"
 
@@ -113,7 +113,6 @@ def test_nothing_fits_a_gpu_that_is_too_small(capsys):
 @pytest.mark.parametrize(
     "words, message",
     (
-        (["--gpus-kind", "A1000"], "unknown kind of GPU 'A1000'; choose one of .*A100"),
         (
             ["--gpus", "3"],
             "batch.global_size=32 must be a multiple of batch.micro_size=4 x 3 data-parallel replicas = 12",
@@ -122,13 +121,24 @@ def test_nothing_fits_a_gpu_that_is_too_small(capsys):
             ["--suggest", "--gpus", "7", "batch.global_size=5", "batch.micro_size=1", "model.layers=1"],
             "no layout divides batch.global_size=5",
         ),
-        (["--memory", "0"], "--memory=0 must be more than 0"),
         (["--suggest", "engine.precision=fp32"], "not predicted in fp32"),
         (["modle.layers=3"], "Did you mean 'model.layers'"),
     ),
 )
 def test_what_cannot_be_planned_is_told(words, message, capsys):
     assert failures.run(planner.main, words) == 64
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--gpus-kind", "A1000"], "unknown kind of GPU 'A1000'; choose one of .*A100"),
+        *((["--memory", value], f"--memory={value} must be more than 0") for value in ("0", "-1", "nan")),
+    ],
+)
+def test_a_value_that_an_option_cannot_have_ends_with_2(words, message, capsys):
+    assert exit_code(["planner", *words]) == 2
     assert re.search(message, capsys.readouterr().err)
 
 

@@ -1,7 +1,9 @@
+import logging
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -9,18 +11,19 @@ from hpclm import cli
 from hpclm.checkpoint import CheckpointStore, Retention
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.config import dump, from_cli
+from hpclm.config.compose import dumped
 from hpclm.data import sources
 from hpclm.datasets.writer import Writer
 from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
 from hpclm.launch import resume
-from hpclm.rundir import attempts, runs, submissions
+from hpclm.rundir import attempts, config_history, runs, submissions
 from hpclm.rundir.submissions import Submission
 from hpclm.training import loop, records
 from tests.checkpoint.state import State, progress
 from tests.forks import Hpclm, hpclm
 from tests.rundir.test_runs import make
-from tests.runs import ROOT
+from tests.runs import ROOT, exit_code
 from tests.test_cancel import endless, steps
 from tests.test_status import attempt, squeue  # noqa: F401 (a fixture)
 
@@ -160,8 +163,35 @@ def test_each_attempt_says_which_version_of_the_settings_it_used(tmp_path, tiny)
     assert "config-history/0002.yaml" in hpclm("status", tmp_path / "run", check=0).stdout
 
 
+def test_a_path_that_is_written_in_another_way_is_not_a_changed_setting(tiny, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    run, out = from_cli(tiny("run", f"kill_switch={tmp_path}/k")), tmp_path / "run"
+    out.mkdir(mode=0o700)
+
+    def attempted(folder, **changes):
+        return {"config": config_history.replace(out, dumped(replace(run, **changes)))[1], "folder": str(folder)}
+
+    first = attempted(tmp_path)
+    for changes, folder in (({"out": "run", "kill_switch": "k"}, ""), ({"out": "../run", "kill_switch": "../k"}, "x")):
+        records.tell_changes(out, first, attempted(tmp_path / folder, **changes), 0)
+    assert not caplog.records
+    records.tell_changes(out, first, attempted(tmp_path, out="run", kill_switch="x/k"), 0)
+    [record] = caplog.records
+    assert record.getMessage() == f"settings have changed since the last attempt: kill_switch=x/k (was {tmp_path}/k)"
+
+
 def test_a_run_that_stop_at_ended_is_not_started_only_to_stop_again(tiny, tmp_path, capsys):
     assert cli.main(["train", *tiny("run", "stop_at=4")]) == 0
+    capsys.readouterr()
+    mistakes = {
+        "--nodse=2": (2, "unrecognized arguments: --nodse; did you mean --nodes 2?"),
+        "optim.lrr=1": (64, "unknown setting optim.lrr. Did you mean 'optim.lr'?"),
+        "--nodes=x": (64, "job.nodes='x' must be a whole number"),
+    }
+    for word, (code, said) in mistakes.items():  # they come first
+        assert exit_code(["resume", str(tmp_path / "run"), "--cluster", "local", word]) == code
+        err = capsys.readouterr().err
+        assert said in err and "stop_at" not in err
     assert cli.main(["resume", str(tmp_path / "run"), "--cluster", "local", "optim.lr=1e-3"]) == 64
     said = capsys.readouterr().err
     assert "stopped at step 4 (stop_at); to continue: hpclm resume" in said and "stop_at=null" in said

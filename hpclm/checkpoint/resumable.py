@@ -58,6 +58,11 @@ def candidate(out: Path, step: int | None = None) -> Candidate | None:
                 reasons += f"; {path.name} is bad: {reason}"
     if required is None:
         return None
+    if not (out / "checkpoints").is_dir():
+        place = f"{out} is no run yet" if step is not None else f"{out} has saved nothing"
+        raise ConfigError(
+            f"{place}, so it has no checkpoint of step {required}: without --from it starts from the beginning"
+        )
     asked = f", which {out / submissions.ROLLBACK} asks for (remove it, or give --from STEP)" if step is None else ""
     raise ConfigError(
         f"{folder} has no complete checkpoint of step {required}{asked}; it has {listed(saved)}{reasons}: hpclm checkpoints "

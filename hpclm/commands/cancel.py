@@ -7,10 +7,7 @@ from hpclm.rundir import runs
 
 def main(argv: list[str]) -> int:
     """``hpclm cancel``."""
-    options = parser()
-    args = options.parse_args(argv)
-    if args.wait < 0:
-        options.error("--wait must be at least 0")
+    args = parser().parse_args(argv)
     return cancel.cancel(runs.choose(args.run, args.runs), args.now, args.wait)
 
 

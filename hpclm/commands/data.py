@@ -20,6 +20,8 @@ def main(argv: list[str]) -> int:
     args = options.parse_args(argv)
     if getattr(args, "tokenizer_files", None) and not args.tokenizer:
         options.error("--tokenizer-files goes with --tokenizer")
+    if (picture := getattr(args, "histogram", None)) and picture.suffix not in (".svg", ".png"):
+        options.error(f"--histogram {picture} must end in .svg or .png")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # documents are in scripts that a terminal may not know
     args.command(args)

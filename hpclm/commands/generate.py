@@ -14,9 +14,7 @@ from hpclm.terminal import say
 
 def main(argv: list[str]) -> int:
     """``hpclm generate``."""
-    args = _arguments(argv)
-    limits = Limits(args.tokens, tuple(args.stop))
-    sampling = Sampling(args.temperature, args.top_k or None, args.top_p, args.seed)
+    args, limits, sampling = _arguments(argv)
     prompts = (
         [] if args.interactive and args.prompt is None else list(texts.prompts(args.prompt, args.prompts, args.format))
     )
@@ -42,7 +40,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _arguments(argv: list[str]) -> argparse.Namespace:
+def _arguments(argv: list[str]) -> tuple[argparse.Namespace, Limits, Sampling]:
     options = parser()
     args = options.parse_intermixed_args(argv)  # settings may follow options
     if args.prompts and (args.prompt is not None or args.interactive):
@@ -53,7 +51,10 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         options.error("--format is for --prompts")
     if args.batch < 1 or args.top_k < 0:
         options.error("--batch must be at least 1, and --top-k at least 0")
-    return args
+    with options.mistakes():
+        limits = Limits(args.tokens, tuple(args.stop))
+        sampling = Sampling(args.temperature, args.top_k or None, args.top_p, args.seed)
+    return args, limits, sampling
 
 
 def parser() -> Parser:

@@ -20,10 +20,12 @@ EPILOG = (
 
 def main(argv: list[str]) -> int:
     """``hpclm planner``."""
-    args = parser().parse_intermixed_args(argv)
+    options = parser()
+    args = options.parse_intermixed_args(argv)
     settings = [*args.settings]
     settings += [f"job.{name}={value}" for name in ("nodes", "gpus") if (value := getattr(args, name)) is not None]
-    kind = tables.kind_of(args.gpus_kind, args.memory, args.network)
+    with options.mistakes():
+        kind = tables.kind_of(args.gpus_kind, args.memory, args.network)
     files = [setting for setting in settings if not is_override(setting)]
     if len(files) > 1 and args.suggest:
         raise ConfigError(f"give one settings file with --suggest, not {len(files)}: {', '.join(files)}")

@@ -5,14 +5,17 @@ from pathlib import Path
 from hpclm import paths
 from hpclm.inference.samples import samples_of_runs
 from hpclm.parser import SEVERAL, Parser
-from hpclm.reporting.page import write
+from hpclm.reporting.page import PAGE, write
 from hpclm.rundir import runs as folders
 from hpclm.terminal import say
 
 
 def main(argv: list[str]) -> int:
     """``hpclm report``."""
-    args = parser().parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
+    if args.output and args.output.suffix != PAGE:
+        options.error(f"--output {args.output} must end with {PAGE}")
     chosen = folders.choose(args.run, args.runs)
     in_run_folder = len(chosen) == 1 and not folders.other_owner(chosen[0])
     output = args.output or (chosen[0] / "report.html" if in_run_folder else Path("report.html"))

@@ -2,8 +2,9 @@
 
 import argparse
 
-from hpclm import cli
+from hpclm import cli, paths
 from hpclm.launch import resume
+from hpclm.node import environment
 from hpclm.parser import SEVERAL, Parser
 from hpclm.rundir import runs
 
@@ -17,7 +18,16 @@ def main(argv: list[str]) -> int:
     chosen = [runs.read(out) for out in runs.choose(named, args.runs)]
     if len(chosen) > 1 and "--from" in changes:
         options.error("--from takes one run: several runs have different steps")
-    return resume.resume(chosen, changes, cli.function("submit"))
+    return resume.resume(chosen, changes, _check, cli.function("submit"))
+
+
+def _check(words: list[str]) -> None:
+    """ConfigError, or the end with 2, for arguments of ``hpclm submit`` that no run takes."""
+    options = cli.parser("submit")
+    options.prog = "hpclm resume"
+    args = options.parse_intermixed_args(words)
+    job = [f"{key}={value}" for key, value in vars(args).items() if key.startswith("job.") and value is not None]
+    environment.settings([paths.literal(args.config), *args.settings, *job], words)
 
 
 def parser() -> Parser:

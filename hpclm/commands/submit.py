@@ -1,6 +1,7 @@
 """``hpclm submit``: train on Slurm, on the machines of a hostfile, or locally."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from hpclm.config import JobConfig
 from hpclm.config.fields import docs
 from hpclm.launch import submit
 from hpclm.launch.arguments import Request
+from hpclm.node.gpus import kind_named
 from hpclm.parser import EPILOG, Parser, completed, step
 
 # Command-line options -> job settings. Short options are sbatch's.
@@ -49,6 +51,9 @@ def request(argv: Sequence[str]) -> Request:
     args = options.parse_intermixed_args(argv)
     if args.ranks and not args.dry_run:
         options.error("--ranks is for --dry-run")
+    if args.ranks:
+        with options.mistakes():
+            kind_named(args.gpus_kind)
     if args.pdb and not args.debug:
         options.error("--pdb is for --debug")
     if args.resume_step is not None and (args.debug or args.sweep or args.again):
@@ -97,7 +102,7 @@ def parser() -> Parser:
     several_ranks = (
         "with --dry-run: build these ranks here, without a GPU, and trace a step, instead of printing the script"
     )
-    add("--ranks", metavar="0,511", help=several_ranks)
+    add("--ranks", type=_ranks, metavar="0,511", help=several_ranks)
     add(
         "--gpus-kind",
         default="H100",
@@ -109,3 +114,9 @@ def parser() -> Parser:
     back = "continue from the checkpoint of this step; newer ones are set aside, not deleted"
     add("--from", dest="resume_step", type=step, metavar="STEP", help=back)
     return options
+
+
+def _ranks(text: str) -> str:
+    if not re.fullmatch(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} must be ranks such as 0,511 or 0-3")
+    return text

@@ -3,7 +3,7 @@
 from hpclm import log, paths
 from hpclm.datasets.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
 from hpclm.datasets.tokenizers.sentencepieces import SENTENCES
-from hpclm.datasets.train_tokenizer import TokenizerRequest, train
+from hpclm.datasets.train_tokenizer import TokenizerRequest, library_of, train
 from hpclm.parser import Parser
 from hpclm.terminal import say
 
@@ -16,7 +16,10 @@ def main(argv: list[str]) -> int:
     for name in ("sentences", "longest_line"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             options.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    say("\n".join(train(TokenizerRequest(**vars(args)))))
+    wanted = TokenizerRequest(**vars(args))
+    with options.mistakes():
+        library_of(wanted)
+    say("\n".join(train(wanted)))
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from hpclm import files, own_code, paths, shipped
+from hpclm import files, folders, own_code, paths, shipped
 from hpclm.config import length, reading, run_file
 from hpclm.config.fields import as_yaml, path_separator, required, type_of
 from hpclm.config.hints import mistakes
@@ -144,7 +144,8 @@ def _of_folder(folder: Path, version: str = run_file.NAME) -> tuple[Path, readin
     path = folder / version
     if not path.is_file():
         reason = "it is a file" if folder.exists() else f"it does not exist; looked in {Path.cwd()}"
-        raise ConfigError(f"{folder} is not a run directory: {'it has no config.yaml' if folder.is_dir() else reason}")
+        reason = "it has no config.yaml" if folder.is_dir() else reason
+        raise ConfigError(f"{folder} is not a run directory: {folders.exported_model(folder) or reason}")
     return path, run_file.read_settings(path, of_run=True)[0]
 
 
@@ -210,12 +211,14 @@ def _parsed(overrides: Sequence[str], problems: list[str]) -> list[Setting]:
     settings: list[Setting] = []
     for word in overrides:
         key, sign, text = word.partition("=")
-        key = run_file.RENAMED.get(key.strip(), key.strip())
+        typed, key = key.strip(), run_file.RENAMED.get(key.strip(), key.strip())
         if not sign:
             problems.append(f"{word!r} is not key=value")
             continue
         try:
             settings_of_word = _renamed(_flat(key, _value(key, text), "command line"))
+            if typed != key:
+                settings_of_word = [setting._replace(typed=typed) for setting in settings_of_word]
             problems += [f"{problem} (command line)" for problem in _repeated(settings_of_word)]
             settings += settings_of_word
         except yaml.YAMLError as error:
@@ -245,6 +248,8 @@ def _settings_file(path: str | Path) -> Path:
     name = file.as_posix().removeprefix("configs/").removesuffix(".yaml")
     if name in presets:
         return presets[name]
+    if model := folders.exported_model(file):
+        raise ConfigError(f"{file} is not a run directory: {model}")
     if file.exists():
         return file
     beside = {other.stem: str(other) for other in file.parent.glob("*.yaml")} if file.parent.is_dir() else {}
@@ -289,12 +294,15 @@ def _leaves(content: reading.Content, path: Path) -> list[Setting]:
 
 def _repeated(settings: Iterable[Setting]) -> Iterator[str]:
     """A problem for every setting that one file has twice, such as model.layers beside model: {layers: ...}."""
-    lines: dict[str, int] = {}
+    before: dict[str, tuple[int, str]] = {}
     for setting in settings:
         for key, line in _lines(setting.key, setting.value, setting.line or 0):
-            if key in lines:
-                yield f"{key} is set twice{reading.in_lines(lines[key], line)}; leave one out"
-            lines[key] = line
+            typed = setting.typed or key
+            if key in before:
+                first, name = before[key]
+                names = f", as {name} and as {typed}" if name != typed else f", as {typed}" if typed != key else ""
+                yield f"{key} is set twice{names}{reading.in_lines(first, line)}; leave one out"
+            before[key] = line, typed
 
 
 def _lines(key: str, value: Any, line: int) -> Iterator[tuple[str, int]]:
@@ -321,7 +329,7 @@ def _renamed(settings: Iterable[Setting]) -> list[Setting]:
     settings = list(settings)
     renamed = [setting for setting in settings if setting.key in run_file.RENAMED and setting.value is not None]
     return [setting for setting in settings if setting.key not in run_file.RENAMED] + [
-        setting._replace(key=run_file.RENAMED[setting.key]) for setting in renamed
+        setting._replace(key=run_file.RENAMED[setting.key], typed=setting.key) for setting in renamed
     ]
 
 
@@ -339,7 +347,7 @@ def _flat(key: str, value: Any, origin: str, line: int | None = None) -> Iterato
 def _untrusted(settings: list[Setting], path: Path, exposed: str | None) -> Iterator[str]:
     """Settings that name code and come from the file ``path``, if others could have written it (``exposed`` says how)."""
     last = {setting.key: setting for setting in settings}
-    for key, value, origin, _ in last.values() if exposed else ():
+    for key, value, origin, *_ in last.values() if exposed else ():
         if origin == str(path) and _names_code(key, value):
             yield (
                 f"{key}={value!r} in {path} would run code in your name, and {exposed}. Once you know that code, give the "

@@ -42,6 +42,8 @@ class Setting(NamedTuple):
     origin: str
     line: int | None = None
     """Of the file that it was given in."""
+    typed: str = ""
+    """Its name there, if it is a former one."""
 
 
 def merge(settings: list[Setting], problems: list[str]) -> RunConfig:
@@ -55,7 +57,9 @@ def merge(settings: list[Setting], problems: list[str]) -> RunConfig:
         try:
             _set(tree, setting.key, setting.value)
         except ConfigError as error:
-            problems.append(f"{error} ({setting.origin})")
+            typed = f"{setting.typed} in the " if setting.typed and setting.origin == "command line" else ""
+            typed = typed or (f"{setting.typed} in " if setting.typed else "")
+            problems.append(f"{error} ({typed}{setting.origin})")
             refused += [setting.key] if type_of(setting.key) else []
     parts: dict[str, Any] = {}
     for field in fields(RunConfig):

@@ -188,7 +188,7 @@ def _named(data: DataConfig) -> tuple[str, list[str], str | None, str, dict[str,
     if not note:
         if data.source == "synthetic":
             raise ConfigError(
-                "the run trained on synthetic data (data.source), so it has no tokenizer and cannot generate text"
+                "the run trained on synthetic data (data.source), so it has no tokenizer, and reads and writes no text"
             )
         raise ConfigError(
             "neither the run nor its dataset names a tokenizer; set data.tokenizer and data.tokenizer_files"

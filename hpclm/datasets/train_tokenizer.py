@@ -40,8 +40,8 @@ class TokenizerRequest:
     overwrite: bool = False
 
 
-def train(wanted: TokenizerRequest) -> list[str]:
-    """Train and write a tokenizer; its compression, and the next command, a line each."""
+def library_of(wanted: TokenizerRequest) -> str:
+    """json or sentencepiece, by the name of the output; ConfigError for options that do not go with it."""
     output = Path(wanted.output)
     library = {".json": "json", ".model": "sentencepiece"}.get(output.suffix)
     if library is None:
@@ -50,6 +50,12 @@ def train(wanted: TokenizerRequest) -> list[str]:
         raise ConfigError(f"--kind {wanted.kind} needs an --output that ends in .model; a .json is a byte-level bpe")
     if library == "json" and wanted.sentences is not None:
         raise ConfigError("--sentences has no effect on a byte-level bpe, which is trained on all text")
+    return library
+
+
+def train(wanted: TokenizerRequest) -> list[str]:
+    """Train and write a tokenizer; its compression, and the next command, a line each."""
+    output, library = Path(wanted.output), library_of(wanted)
     if output.exists() and not wanted.overwrite:
         raise ConfigError(f"{output} exists; give --overwrite to replace it, or another --output")
     key = wanted.json_key or "text"

@@ -41,7 +41,7 @@ def converted(source: Path, target: Path, overrides: list[str], options: Options
     from hpclm.inference import run_settings  # imports NumPy
 
     if not source.is_dir():
-        raise ConfigError(f"{source.absolute()} is not a folder")
+        raise ConfigError(f"{source.absolute()} is not a folder{_of_file(source)}")
     if is_run(source):
         if options.pickle:
             raise ConfigError("--pickle has no effect: an export reads safetensors")
@@ -71,6 +71,15 @@ def converted(source: Path, target: Path, overrides: list[str], options: Options
         raise ConfigError(UNKNOWN.format(source))
     use = "generate {} --prompt ..." if config.of_run(target, []).data.tokenizer else "evaluate {} --data DATASET"
     return f"{target}: a run directory of {model.layers} layers x {model.hidden}; next: hpclm {use.format(files.typed(target))}"
+
+
+def _of_file(source: Path) -> str:
+    """What to give in place of a file."""
+    if source.suffix == ".gguf":
+        return ": hpclm writes .gguf files and does not read them; convert the safetensors model that it was made from"
+    if source.suffix in (".safetensors", ".bin", ".pt", ".pth", ".json", ".distcp"):
+        return f": give the folder that it is in: hpclm convert {files.typed(source.absolute().parent)} TARGET"
+    return ""
 
 
 def is_run(path: Path) -> bool:

@@ -19,12 +19,18 @@ SETTING = re.compile(r"[A-Za-z_][\w.-]*\s*=")
 EXTENDS = ("budget", "stop_at", "--from")  # changes that let a run that is done continue
 
 
-def resume(chosen: Sequence[Run], changes: list[str], submit: Callable[[list[str]], int]) -> int:
-    """Submit the runs ``chosen`` again, with ``changes``, by ``submit``, which takes the arguments of hpclm submit; the exit code."""
+def resume(
+    chosen: Sequence[Run], changes: list[str], check: Callable[[list[str]], None], submit: Callable[[list[str]], int]
+) -> int:
+    """Submit the runs ``chosen`` again, with ``changes``, by ``submit``, which takes the arguments of hpclm submit; the exit code.
+
+    ``check``: raises what is wrong with such arguments, before whether a run may start is said."""
     per_run = failures.PerRunErrors(len(chosen))
     for number, status in enumerate(query(chosen, PATIENCE), start=1):
         with per_run:
             folders.check_own(status.run.out, "resumed")
+            if changes and (status.run.out / "config.yaml").is_file():
+                check(words(status.run, changes))
             may_start(status, changes)
             code = submit(words(status.run, changes))
             if code:  # of a run that trained here, in the foreground

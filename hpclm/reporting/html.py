@@ -38,14 +38,18 @@ th button { all: unset; cursor: pointer; } th button:focus-visible { outline: 2p
 th[aria-sort=descending]::after { content: " ▴"; }
 .ranking :is(th, td):first-child { position: sticky; left: 0; background: var(--ground); min-width: 7rem; }
 .ranking td { max-width: 16rem; } .ranking td:not(:first-child) { overflow-wrap: break-word; }
-.ranking td:nth-child(2) { min-width: 5.5rem; } .ranking .soft { white-space: nowrap; }
+.ranking .soft { white-space: nowrap; }
+.beside { display: none; }
+summary { cursor: pointer; margin: 2rem 0 .6rem; } summary h2 { display: inline; margin: 0; }
 .attempt { break-inside: avoid; margin: .5rem 0; } .attempt p { margin: 0; font-size: .85rem; }
 .bar { position: relative; height: .9rem; background: var(--card); border-radius: 3px; overflow: hidden; }
 .bar i { position: absolute; top: 0; height: 100%; min-width: 1px; margin: 0; border-radius: 0; }
 .lost { background: repeating-linear-gradient(135deg, #d64545 0 4px, #f2a7a7 4px 8px) !important; }
 .ends { display: flex; justify-content: space-between; }
 i, .bar, .lost { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-@media (max-width: 36rem) { dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .6rem; } }
+@media (max-width: 36rem) { dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .6rem; } .ranking .setting { display: none; }
+  .ranking .beside { display: block; white-space: normal; } .beside span { display: block; overflow-wrap: anywhere; }
+  .ranking :is(th, td):first-child { min-width: 9rem; max-width: 60vw; } }
 @media print { @page { size: A4; margin: 12mm; }
   :root { color-scheme: light; --ink: #000; --soft: #555; --line: #ccc; --card: #f5f7f9; --ground: #fff; --warn: #b3261e; }
   html { font-size: 11px; } body { font-size: 1rem; padding: 0; } .scroll { overflow: visible; }
@@ -74,6 +78,11 @@ def text(value: object) -> str:
 def definitions(rows: dict[str, str]) -> str:
     """A list of titles and what they mean; the meanings are HTML."""
     return f"<dl>{''.join(f'<dt>{text(title)}</dt><dd>{meaning}</dd>' for title, meaning in rows.items())}</dl>"
+
+
+def folded(title: str, content: str) -> str:
+    """A part of a page that opens when its title is clicked, without any script; on paper it is as the reader left it."""
+    return f"<details><summary><h2>{text(title)}</h2></summary>{content}</details>"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""A report as one HTML page: the provenance, samples and course of one run, or a ranking of several."""
+"""A report as one HTML page: the curves, samples, attempts and provenance of one run, or a ranking of several."""
 
 import re
 import time
@@ -11,13 +11,17 @@ from hpclm.errors import ConfigError, unwritten
 from hpclm.reporting import comparison, curves, figures, history, plots, provenance, timeline
 from hpclm.reporting.curves import Chart, Standing
 from hpclm.reporting.history import RECENT, History
-from hpclm.reporting.html import SORT, definitions, document, text
+from hpclm.reporting.html import SORT, definitions, document, folded, text
 from hpclm.reporting.provenance import Settings
 from hpclm.rundir.status import span
 
+PAGE = ".html"
+"""How the name of a page ends."""
 SPREAD = "Each point is the mean of {} steps; the band reaches from their lowest to their highest value."
 DIVERGED = "✕: the run diverged, and is off the chart from there; charts show the healthy range."
 CLIPPED = "Values above {:.3g} are off the chart."
+BESIDE = 8
+"""Settings that are shown below a run's name on a narrow screen, at most."""
 Samples = Mapping[str, Mapping[int, str]]
 """Run -> step of a checkpoint -> what its model wrote."""
 Sampler = Callable[[Mapping[str, Path], str], Samples]
@@ -50,16 +54,17 @@ def page(content: Content) -> str:
         body += _curves(charts, named)
         body += ["<h2>Attempts</h2>", timeline.legend([*ordered.values()])]
         body += (f"<h3>{text(name)}</h3>{timeline.bars(history)}" for name, history in ordered.items())
-        body += ["<h2>Provenance</h2>", _origins(ordered, content.settings)]
+        body.append(folded("Provenance", _origins(ordered, content.settings)))
     else:
         [(name, history)] = runs.items()
-        body += [f"<p>{text(timeline.summary(history))}</p>"]
+        body += [f"<p>{text(timeline.state(history))}</p>"]
         if standings[0].diverged is not None:
             body.append(f'<p class="warn">The run diverged at step {standings[0].diverged}.</p>')
-        body += ["<h2>Provenance</h2>", _origin(history, content.settings[name]), _samples(content, ordered)]
-        body += _curves(charts, named)
-        body += ["<h2>Attempts</h2>", timeline.legend([history]), timeline.bars(history), timeline.numbers(history)]
+        body += [*_curves(charts, named), _samples(content, ordered)]
         body += ["<h2>Numbers</h2>", _numbers(history, standings[0])]
+        body += ["<h2>Attempts</h2>", f"<p>{text(timeline.summary(history))}</p>", timeline.legend([history])]
+        body += [timeline.bars(history), timeline.numbers(history)]
+        body.append(folded("Provenance", _origin(history, content.settings[name])))
     now = time.strftime("%Y-%m-%d %H:%M %Z")
     body.append(f"<footer><p>Made by hpclm report, {now}. All times are in this time zone.</p></footer>")
     scripts = (plots.scripts() if charts else []) + ([SORT] if several else [])
@@ -88,9 +93,11 @@ def _verdict(standings: list[Standing], differing: Mapping[str, object]) -> str:
 def _ranking(
     standings: list[Standing], runs: Mapping[str, History], differing: Mapping[str, Mapping[str, object]]
 ) -> str:
-    """The runs as rows, the best first, with the settings ``differing``; clicking a column heading sorts."""
+    """The runs as rows, the best first, with the settings ``differing`` beside their names; clicking a column heading sorts.
+
+    On a phone, the settings have no columns but are below the name, so that they are seen without scrolling."""
     colours = _colours([*runs])
-    heads = ["run", "state", "validation loss", "training loss", *differing, "steps", "tokens/s"]
+    heads = ["run", *differing, "validation loss", "training loss", "state", "steps", "tokens/s"]
     lines = []
     for standing in standings:
         history = runs[standing.name]
@@ -100,26 +107,38 @@ def _ranking(
         rate = _mean(history, "tokens_per_second")
         training = "" if standing.training is None else f"{standing.training:.4f}"
         last = int(history.steps["step"][-1]) if len(history.steps) else 0
+        values = {key: provenance.shown(row.get(standing.name)) for key, row in differing.items()}
         cells = [
-            (standing.name, f"{swatch}{text(standing.name)}"),
-            ("", _state(history, standing)),
+            (standing.name, f"{swatch}{text(standing.name)}{_beside(values)}"),
+            *((value, text(value)) for value in values.values()),
             (best, best + at),
             (training, training),
-            *(
-                (value, text(value))
-                for value in (provenance.shown(row.get(standing.name)) for row in differing.values())
-            ),
+            ("", _state(history, standing)),
             (str(last), f"{last:,}"),
             (f"{rate:.0f}", f"{rate:,.0f}"),
         ]
-        lines.append("<tr>" + "".join(f'<td data-value="{text(key)}">{cell}</td>' for key, cell in cells) + "</tr>")
-    head = "".join(f"<th><button>{text(heading)}</button></th>" for heading in heads)
+        kinds = [' class="setting"' * (0 < number <= len(values)) for number in range(len(cells))]
+        row = (
+            f'<td{kind} data-value="{text(key)}">{cell}</td>' for kind, (key, cell) in zip(kinds, cells, strict=True)
+        )
+        lines.append(f"<tr>{''.join(row)}</tr>")
+    kinds = [' class="setting"' * (heading in differing) for heading in heads]
+    head = "".join(
+        f"<th{kind}><button>{text(heading)}</button></th>" for kind, heading in zip(kinds, heads, strict=True)
+    )
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
     note = (
         "The best run is first: by validation loss where it was measured, else by training loss, "
         f"the mean of the last {RECENT} steps. Click a column heading to sort."
     )
     return f'<div class="scroll"><table class="ranking">{body}</table></div><p class="soft">{note}</p>'
+
+
+def _beside(values: Mapping[str, str]) -> str:
+    """The settings of a run below its name, for a narrow screen."""
+    shown = [f"<span>{text(key)}={text(value)}</span>" for key, value in [*values.items()][:BESIDE]]
+    shown += [f"<span>and {len(values) - BESIDE} more</span>"] * (len(values) > BESIDE)
+    return f'<span class="beside soft">{"".join(shown)}</span>' if shown else ""
 
 
 def _state(history: History, standing: Standing) -> str:
@@ -164,9 +183,16 @@ def _samples(content: Content, order: Iterable[str]) -> str:
     for name in order:
         for step, sample in content.samples.get(name, {}).items():
             about = f"{name}, step {step:,}" if len(content.runs) > 1 else f"step {step:,}"
-            cards.append(f'<div class="card"><span class="soft">{text(about)}</span><pre>{text(sample)}</pre></div>')
+            cards.append(f'<div class="card"><span class="soft">{text(about)}</span>{_sample(sample)}</div>')
     said = f'<p class="soft">Continuing <code>{text(content.prompt)}</code></p>' if content.prompt else ""
     return f'<h2>Samples</h2>{said}<div class="grid">{"".join(cards)}</div>'
+
+
+def _sample(sample: str) -> str:
+    """What a model wrote, or in words that it is nothing to be seen."""
+    if sample.strip():
+        return f"<pre>{text(sample)}</pre>"
+    return f'<p class="soft">{"wrote only white space" if sample else "ended at once"}</p>'
 
 
 def _origin(history: History, settings: Settings) -> str:
@@ -234,8 +260,8 @@ def write(
 
     ``prompt``: a text that their models continue, by ``sampler``, which takes the runs and the prompt.
     """
-    if output.suffix != ".html":
-        raise ConfigError(f"output {output} must end with .html")
+    if output.suffix != PAGE:
+        raise ConfigError(f"output {output} must end with {PAGE}")
     if not output.parent.is_dir():
         raise ConfigError(f"output {output}: there is no folder {output.parent}")
     named = dict(zip(comparison.names(chosen), chosen, strict=True))

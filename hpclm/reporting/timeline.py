@@ -13,13 +13,21 @@ CAPTION = "A bar for each attempt, from when it was queued to its last sign of l
 LOST = " Lost: steps after the last checkpoint, which the next attempt redid."
 
 
-def summary(history: History) -> str:
-    """What happened to a run, for a reader who does not know it."""
+def state(history: History) -> str:
+    """Where a run is, in a line."""
     if not history.attempts:
         return "The run has not started yet."
-    count, last = len(history.attempts), history.attempts[-1]
+    last = history.attempts[-1]
     of = f" of {last.row['steps']:,}" if last.row.get("steps") else ""
-    said = [f"The run has done {last.last:,}{of} steps in {span(history.wall)}, in {many(count, 'attempt')}."]
+    ended = last.ended or f"not ended, as far as its files say; the last sign of life was at {_moment(last.end)}"
+    return f"{last.last:,}{of} steps in {span(history.wall)}: {ended}."
+
+
+def summary(history: History) -> str:
+    """What happened to a run in its attempts, for a reader who does not know it."""
+    if not history.attempts:
+        return ""
+    said = [f"The run had {many(len(history.attempts), 'attempt')}."]
     interrupted = sum(attempt.code != 0 for attempt in history.attempts[:-1])  # 0: done, stopped or at an exit_interval
     if interrupted:
         lost = sum(attempt.lost for attempt in history.attempts)
@@ -30,10 +38,6 @@ def summary(history: History) -> str:
         said.append(f"{history.goodput:.0%} of the time went into training steps that count (goodput).")
     if history.damaged:
         said.append(f"{many(history.damaged, 'line')} of metrics.jsonl could not be read.")
-    if last.ended:
-        said.append(f"The last attempt: {last.ended}.")
-    else:
-        said.append(f"It has not ended, as far as its files say; the last sign of life was at {_moment(last.end)}.")
     return " ".join(said)
 
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
+from hpclm import files, folders
 from hpclm.errors import MACHINE, ConfigError, unread
 from hpclm.node.job import JobState
 from hpclm.registry import hint
@@ -141,6 +141,8 @@ def resolve(name: str, runs: Path) -> Path:
         if is_run(path):
             return path
     absent = "" if any(map(os.path.lexists, paths)) else ": it does not exist"
+    if model := next(filter(None, map(folders.exported_model, paths)), ""):
+        raise ConfigError(f"{name} is not a run directory: {model}")
     names = [str(path.relative_to(runs)) for path in find(runs)]
     has = f"; {runs} has {', '.join(names[:20])}{', …' * (len(names) > 20)}." if names else f", and {runs} has none"
     raise ConfigError(f"{name} is not a run directory{absent}{has}{hint(name, names)}")

@@ -18,6 +18,7 @@ from hpclm import __version__, config, files
 from hpclm.config import compose
 from hpclm.config.compose import dumped
 from hpclm.config.data import mixture
+from hpclm.config.fields import path_separator
 from hpclm.distributed import restart
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError, DivergedError
@@ -82,17 +83,24 @@ def start(
     }
     last: Mapping[str, Any] = next(reversed(attempts.read(out)), {})
     warn_of_other_code(last, line)
-    tell_changes(out, str(last.get("config", "")), used, begins.step)
+    tell_changes(out, last, line, begins.step)
     attempts.append(out, line)
     return attempts.read(out)
 
 
-def tell_changes(out: Path, before: str, now: str, step: int) -> None:
-    """Log the settings that differ between two versions of config.yaml, and warn of those that change nothing after ``step``; nothing
-    if they cannot be read."""
+def tell_changes(out: Path, last: Mapping[str, Any], line: Mapping[str, Any], step: int) -> None:
+    """Log the settings that differ between two attempts, and warn of those that change nothing after ``step``; nothing if they cannot be
+    read.
+
+    ``last`` and ``line``: the attempts, as attempts.jsonl has them."""
     with suppress(ConfigError):
-        old, new = (compose.flat_of_run(out, version) for version in (before, now))
-        changed = {key: value for key, value in new.items() if old.get(key, value) != value}
+        old, new = (compose.flat_of_run(out, str(attempt.get("config", ""))) for attempt in (last, line))
+        before, now = (Path(str(attempt.get("folder", ""))) for attempt in (last, line))
+        changed = {
+            key: value
+            for key, value in new.items()
+            if old.get(key, value) != value and _from_folder(before, key, old[key]) != _from_folder(now, key, value)
+        }
         if changed:
             words = (f"{key}={_typed(value)} (was {_typed(old[key])})" for key, value in changed.items())
             log.info("settings have changed since the last attempt: %s", ", ".join(words))
@@ -100,6 +108,17 @@ def tell_changes(out: Path, before: str, now: str, step: int) -> None:
             log.warning(
                 "%s has no effect: the run resumes from step %d, whose state it restores", ", ".join(idle), step
             )
+
+
+def _from_folder(folder: Path, key: str, value: Any) -> Any:
+    """The value of a setting, with paths that are relative to ``folder`` made absolute."""
+    separator = path_separator(key)
+    if separator is None or not value:
+        return value
+    if isinstance(value, list):
+        return [_from_folder(folder, key, part) for part in value]
+    parts = str(value).split(separator) if separator else [str(value)]
+    return [os.path.normpath(folder / part) for part in parts]
 
 
 def _typed(value: Any) -> Any:

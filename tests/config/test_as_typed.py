@@ -191,7 +191,7 @@ TWICE = {
     "job.env: {A: 1}\njob: {env: {A: 2}}\n": "job.env.A is set twice, in lines 1 and 2",
     "job.env.A: 1\njob:\n  env: {B: 1, A: 2}\n": "job.env.A is set twice, in lines 1 and 3",
     "job: {env.A: 1,\n  env: {A: 2}}\n": "job.env.A is set twice, in lines 1 and 2",
-    "job:\n  account: a\n  options: {account: b}\n": "job.options.account is set twice, in lines 2 and 3",
+    "job:\n  account: a\n  options: {account: b}\n": "job.options.account is set twice, as job.options.account and as job.account, in lines 2 and 3",
     "engine:\n  extra:\n    zero_optimization: {stage: 1}\n    zero_optimization.stage: 2\n": (
         "engine.extra.zero_optimization.stage is set twice, in lines 3 and 4"
     ),

@@ -12,6 +12,7 @@ from hpclm.datasets import inspect
 from hpclm.datasets.writer import Writer
 from tests.data.layouts import pack
 from tests.datasets.test_merge import TOKENIZER, write
+from tests.runs import exit_code
 
 TEXTS = ["Hello", "", "Grüße, 世界 🙂", "x" * 1000]
 
@@ -117,8 +118,8 @@ def test_the_histogram_is_a_picture_with_a_bar_for_each_bin(tmp_path, capsys):
 
 def test_other_picture_formats_are_refused_with_the_supported_ones(tmp_path, capsys):
     prefix = of_texts(tmp_path / "x")
-    for path, why in {"p.html": ".svg or .png", "nowhere/p.svg": "nowhere/p.svg: No such file"}.items():
-        assert cli.main(["data", "inspect", prefix, "--histogram", str(tmp_path / path)]) == 64
+    for path, code, why in (("p.html", 2, ".svg or .png"), ("nowhere/p.svg", 64, "nowhere/p.svg: No such file")):
+        assert exit_code(["data", "inspect", prefix, "--histogram", str(tmp_path / path)]) == code
         assert why in capsys.readouterr().err
 
 

@@ -72,6 +72,38 @@ def test_values_are_under(width, phone, pages, shown):
     assert re.search(r"wild: ?1e\+09 – off the chart", said)
 
 
+VISIBLE = """[...document.querySelectorAll('.ranking tbody tr')].map(row => { const box = [...row.cells].filter(cell => cell.checkVisibility()).map(cell => {
+  const each = document.createRange(); each.selectNodeContents(cell); return [cell.innerText, each.getBoundingClientRect().right]; });
+  return box.filter(([said, right]) => said && right <= innerWidth).map(([said]) => said); })"""
+"""What is seen of each row of the comparison without scrolling."""
+
+
+@pytest.mark.parametrize("width, phone", [(400, True), (1200, False)], ids=["phone", "desk"])
+def test_the_settings_that_differ_are_seen_beside_the_name(width, phone, pages, shown):
+    shown.open(pages / "several.html", width, phone=phone)
+    rows = shown.value(VISIBLE)
+    assert rows[0][:1] == ["better\noptim.lr=0.9"] if phone else rows[0][:2] == ["better", "0.9"]
+    assert [("optim.lr=7" in " ".join(row), "7" in row) for row in rows if row[0].startswith("wild")] == [
+        (phone, not phone)
+    ]
+
+
+@pytest.mark.parametrize("name", ["one", "several"])
+def test_provenance_is_folded_and_opens_without_a_script(name, pages, shown):
+    shown.open(pages / f"{name}.html", 1200)
+    seen = "[...document.querySelectorAll('details dl')].map(each => each.checkVisibility())"
+    assert not any(shown.value(seen))
+    shown.value("document.querySelector('summary').click()")
+    assert all(shown.value(seen))
+    assert "on" not in "".join(re.findall(r"<(?:details|summary)([^>]*)>", (pages / f"{name}.html").read_text()))
+
+
+def test_a_single_run_shows_its_first_curve_without_scrolling(pages, shown):
+    for width, height in ((400, 800), (1200, 900)):
+        shown.open(pages / "one.html", width, height)
+        assert shown.value("document.querySelector('.plot').getBoundingClientRect().bottom") <= height
+
+
 def test_a_click_on_a_head_sorts(pages, shown):
     shown.open(pages / "several.html", 1280)
     order = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[0].dataset.value.slice(0, 6))"

@@ -4,7 +4,7 @@ import pytest
 
 from hpclm import cli
 from hpclm.reporting import history
-from hpclm.reporting.timeline import summary
+from hpclm.reporting.timeline import state, summary
 from tests.reporting import made
 
 
@@ -51,17 +51,17 @@ def test_the_time_between_attempts_that_no_queue_started_is_not_time_in_a_queue(
 def test_a_run_that_has_not_ended_says_when_it_was_last_alive(tmp_path):
     out = made.preempted(tmp_path / "run")
     (out / "ends.jsonl").write_text((out / "ends.jsonl").read_text().splitlines(keepends=True)[0])
-    assert summary(history.read(out)).endswith(
-        f"It has not ended, as far as its files say; the last sign of life was at {made.at(470):%Y-%m-%d %H:%M:%S}."
+    assert state(history.read(out)).endswith(
+        f": not ended, as far as its files say; the last sign of life was at {made.at(470):%Y-%m-%d %H:%M:%S}."
     )
 
 
 def test_a_stranger_reads_what_happened(tmp_path):
-    said = summary(history.read(made.preempted(tmp_path / "run")))
-    assert said == (
-        "The run has done 100 of 100 steps in 7 min, in 4 attempts. It was interrupted 3 times and resumed from its last "
-        "checkpoint; 27 steps (27 s) had to be redone. 21% of the time went into "
-        "training steps that count (goodput). The last attempt: finished."
+    preempted = history.read(made.preempted(tmp_path / "run"))
+    assert state(preempted) == "100 of 100 steps in 7 min: finished."
+    assert summary(preempted) == (
+        "The run had 4 attempts. It was interrupted 3 times and resumed from its last checkpoint; 27 steps (27 s) had to be redone. 21% of "
+        "the time went into training steps that count (goodput)."
     )
 
 
@@ -83,7 +83,7 @@ def test_lines_of_metrics_that_cannot_be_read_are_counted_for_the_reader(tmp_pat
         file.write('null\n{"step": 101, "loss": 1e999}\n{"st')  # the last one is being written
     found = history.read(out)
     assert found.damaged == 2 and len(found.steps) == 100
-    assert " 2 lines of metrics.jsonl could not be read. " in summary(found)
+    assert summary(found).endswith(" 2 lines of metrics.jsonl could not be read.")
 
 
 def test_without_attempts_jsonl_there_is_a_history_without_attempts(tmp_path):
@@ -94,7 +94,7 @@ def test_without_attempts_jsonl_there_is_a_history_without_attempts(tmp_path):
 
 def test_a_run_that_has_not_started_has_no_attempts(tmp_path):
     found = history.read(tmp_path)
-    assert not found.attempts and found.goodput is None and "not started" in summary(found)
+    assert not found.attempts and found.goodput is None and "not started" in state(found) and summary(found) == ""
 
 
 def test_steps_of_a_killed_attempt_are_kept_apart_and_counted_as_lost(tiny, tmp_path):

@@ -17,6 +17,7 @@ from hpclm.reporting.page import page as page_of
 from hpclm.rundir import config_history
 from hpclm.rundir.summary import RunSummary
 from tests.reporting import made
+from tests.runs import exit_code
 
 pytest.importorskip("bokeh")
 pytest.importorskip("matplotlib")
@@ -122,7 +123,7 @@ def test_text_of_others_is_neither_markup_nor_script_nor_hides_anything(tmp_path
     assert Page(clean).count["script"] == 1  # without charts there is only the sorting
 
 
-def test_a_run_opens_with_where_it_came_from(real):
+def test_a_run_opens_with_its_curves_and_its_provenance_is_folded(real):
     assert cli.main(["report", "--no-png", str(real), "--samples", "to be"]) == 0
     page = Page((real / "report.html").read_text())
     text = "|".join(page.words)
@@ -138,7 +139,13 @@ def test_a_run_opens_with_where_it_came_from(real):
         "|code|hpclm 0.",
     ):
         assert said in text, said
-    assert "|seed=" not in text and text.index("|command|") < text.index("|Curves|") < text.index("|Attempts|")
+    assert "|seed=" not in text
+    heads = re.findall(r"<h[12]>(.*?)</h[12]>", (real / "report.html").read_text())
+    assert heads == ["run", "Curves", "Samples", "Numbers", "Attempts", "Provenance"]
+    before = (real / "report.html").read_text().partition("<h1>run</h1>")[2].partition("<h2>Curves</h2>")[0]
+    assert re.fullmatch(r"\s*<p>6 of 6 steps in [^<]*: done at step 6, 24 samples\.</p>\s*", before)
+    [folded] = re.findall("<details>(.*?)</details>", (real / "report.html").read_text(), re.DOTALL)
+    assert folded.startswith("<summary><h2>Provenance</h2></summary>") and "<dt>command</dt>" in folded
 
 
 def test_what_models_write_stands_side_by_side(real, capsys):
@@ -150,6 +157,21 @@ def test_what_models_write_stands_side_by_side(real, capsys):
     from hpclm.reporting.html import text
 
     assert samples[-1][1] == text(newest) and len({sample for _, sample in samples}) == 3
+
+
+def test_a_sample_that_is_nothing_to_be_seen_is_said_to_be_that(written):
+    runs, settings = {"one": history.read(written / "one")}, {"one": {}}
+    text = page_of(Content(runs, settings, "to be", {"one": {20: "", 40: " \n", 60: " or\n"}}))
+    said = re.findall(r"step (\d+)</span><(?:p|pre)[^>]*>(.*?)</p", text, re.DOTALL)
+    assert said == [("20", "ended at once"), ("40", "wrote only white space"), ("60", " or\n")]
+
+
+def test_settings_that_differ_are_also_below_the_name_up_to_eight(written):
+    runs = {name: history.read(written / "one") for name in "ab"}
+    settings = {name: {f"optim.s{number}": f"{name}{number}" for number in range(10)} for name in "ab"}
+    below = re.findall('<span class="beside soft">(.*?)</span></td>', page_of(Content(runs, settings)))
+    assert len(below) == 2 and "<span>optim.s0=a0</span>" in below[0] and below[0].endswith("<span>and 2 more</span>")
+    assert "optim.s7=a7" in below[0] and "optim.s8" not in below[0]
 
 
 def test_a_run_that_cannot_write_is_named_and_the_page_is_written(real, written, tmp_path, capsys):
@@ -220,8 +242,8 @@ def test_several_runs_are_one_table_with_the_best_first(tmp_path):
     assert cli.main(["report", "--no-png", "--runs", str(tmp_path), "*", "-o", str(page)]) == 0
     text = page.read_text()
     assert f'<span class="warn" title="{why}">failed</span>' in text and text.count(why) == 2  # also with its attempts
-    heads = re.findall("<th><button>(.*?)</button>", text)
-    assert heads == ["run", "state", "validation loss", "training loss", "optim.lr", "steps", "tokens/s"]
+    heads = re.findall("<th[^>]*><button>(.*?)</button>", text)
+    assert heads == ["run", "optim.lr", "validation loss", "training loss", "state", "steps", "tokens/s"]
     rows = re.findall('<tr><td data-value="(.*?)">', text)
     assert rows == ["better", "good", "unmeasured", "wild", "nan"]
     words = " ".join(Page(text).words)
@@ -250,7 +272,7 @@ def test_losses_that_do_not_measure_the_same_are_said_not_to(tmp_path):
 def test_several_runs_are_compared_by_the_settings_in_which_they_differ(written):
     page = Page((written / "both.html").read_text())
     text = "|".join(page.words)
-    assert "|optim.lr|steps|" in text and "|seed|" not in text and "|out|" not in text
+    assert "|run|optim.lr|validation loss|" in text and "|seed|" not in text and "|out|" not in text
     assert "<b>two" in text  # escaped: it is text, not an element
     assert not list(written.glob("both*.png"))
 
@@ -294,7 +316,7 @@ def test_nothing_is_written_to_another_user_s_run(tmp_path, monkeypatch, capsys)
 
 
 def test_wrong_words_are_refused_and_nothing_is_written(written, tmp_path, capsys):
-    assert cli.main(["report", str(written / "one"), "-o", str(tmp_path / "page.pdf")]) == 64
+    assert exit_code(["report", str(written / "one"), "-o", str(tmp_path / "page.pdf")]) == 2
     assert "must end with .html" in capsys.readouterr().err
     folder = tmp_path / "folder.html"
     folder.mkdir()

@@ -76,7 +76,7 @@ _COMMANDS = {
     "hpclm train RUN checkpoint.init_from=BASE … (hpclm docs finetune)": "finetune fine-tune sft",
     "hpclm train PRESET data.prefix=… (hpclm docs migrating)": "fairseq-train pretrain_gpt pretrain-gpt",
     "hpclm submit PRESET --nodes N --gpus G": "sbatch srun torchrun mpirun deepspeed accelerate batch qsub",
-    "hpclm submit PRESET --sweep key=a,b,c": "tune sweep hpo search grid grid-search array",
+    "hpclm train PRESET --sweep key=a,b,c here, or hpclm submit PRESET --sweep key=a,b,c on a cluster": "tune sweep hpo search grid grid-search array",
     "hpclm submit … --dry-run": "dry-run dryrun check lint script",
     "hpclm submit … --debug": "debug pdb",
     "hpclm resume RUN": "restart continue requeue rerun restore",
@@ -115,6 +115,7 @@ _COMMANDS = {
     "profile.steps=[100,103] (hpclm docs report)": "profile profiler trace",
     "hpclm doctor": "env gpu gpus nvidia-smi diagnose health sysinfo",
     "hpclm --version": "version ver",
+    "hpclm selftest mine:Block": "self-test self_test unittest",
     "hpclm docs python": "python notebook jupyter shell",
 }
 _REASONS = {

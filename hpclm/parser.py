@@ -54,7 +54,7 @@ OF_SUBMIT = (
         "--sbatch",
         "--exclude-bad",
     ),
-    *("--dry-run", "--interactive", "--debug", "--pdb", "--again", "--ranks", "--sweep"),
+    *("--dry-run", "--interactive", "--debug", "--pdb", "--again", "--ranks"),
 )
 """Options of ``hpclm submit`` that ``hpclm train`` does not have."""
 SETTINGS_FILE = ("--config", "--config-file", "--config_file", "--cfg", "--preset", "--settings", "--yaml")

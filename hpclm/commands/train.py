@@ -22,6 +22,7 @@ def main(argv: list[str]) -> int:
         options.error("--from is for a single run, without --sweep")
     if args.parallel and not args.sweep:
         options.error("--parallel is for --sweep")
+    settings = None if args.sweep else environment.settings(args.settings, argv)
     ignored = [
         key for key in named([*args.settings, *args.sweep]) if key.startswith("job.") and not key.startswith(HONOURED)
     ]
@@ -29,11 +30,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"{', '.join(ignored)} would have no effect: hpclm train does not start jobs; use hpclm submit"
         )
-    if args.sweep:
+    if settings is None:
         from hpclm.launch import sweep  # with NumPy
 
         return sweep.train(args.settings, args.sweep, args.parallel or 1, argv)
-    settings = environment.settings(args.settings, argv)
     commanded = sys.argv[-len(argv) :] == argv  # otherwise a program, which may be old, calls the verb
     began = processes.started(os.getpid()) if commanded else None
     return process.start(settings, resume_step=args.resume_step, began=began)

@@ -160,7 +160,7 @@ def on_documents(
     from hpclm.errors import ConfigError
     from hpclm.inference import run_settings
 
-    content = None if text is None else texts.text_of(text)
+    content = "" if text is None else texts.text_of(text)
     config = run_settings.check(run, overrides, reads_text=text is not None)
     data = config.data
     if prefix is not None:  # this dataset and no other; a tokenizer that the settings name stays
@@ -171,7 +171,7 @@ def on_documents(
     except ConfigError:
         if text is not None:
             raise
-    if text is not None and content is not None and tokenizer is not None:
+    if text is not None and tokenizer is not None:
         json_lines = texts.is_json_lines(text, content, format, "text")
     else:
         dataset = indexed.IndexedDataset(Path(prefix or ""))

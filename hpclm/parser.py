@@ -258,4 +258,6 @@ def _setting(option: str, value: str) -> str | None:
         value = "..."
     if "=" in key:
         return hints.with_value(key, name.lower(), value)
+    if key == "engine.precision":
+        value = hints.PRECISIONS.get(value.removeprefix("torch."), value)
     return f"{key}={fields.as_typed_list(key, value)}"

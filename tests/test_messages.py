@@ -92,6 +92,10 @@ MISTAKES = {
     ("train", "small", "--normalization", "LayerNorm"): "as key=value: model.norm=...; hpclm docs migrating",
     ("train", "small", "--expert-model-parallel-size", "2"): "hpclm does not support mixture of experts; hpclm docs migrating",
     ("train", "small", "--load", "x"): "a run resumes from its newest good checkpoint by itself; hpclm docs migrating",
+    ("train", "small", "--dtype", "bfloat16"): "as key=value: engine.precision=bf16; hpclm docs migrating",
+    ("train", "small", "optimizer.type=Adam"): "Did you mean 'optim.name'?",
+    ("train", "small", "train_micro_batch_size_per_gpu=4"): "Did you mean 'batch.micro_size'?",
+    ("train", "small", "scheduler.params.warmup_num_steps=9"): "Did you mean 'optim.warmup'?",
     ("train", "small", "--no-such"): "unrecognized arguments: --no-such; hpclm docs migrating lists other projects' options\n",
     # values
     ("train", "debug", "job.modules=cuda/12.4"): "must be a list of text: job.modules=[cuda/12.4]",

@@ -42,6 +42,7 @@ _NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and De
     "parallel.pipeline": "pipeline_model_parallel_size",
     "engine.zero_stage": "zero_optimization_stage",
     "engine.precision": "fp16_enabled bf16_enabled dtype",
+    "optim.name": "optimizer_type",
     "engine.precision=bf16": "bf16",
     "engine.precision=fp16": "fp16",
     "engine.recompute=full": "gradient_checkpointing checkpoint_activations",
@@ -71,6 +72,8 @@ _NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and De
 }
 OTHER_NAMES = {name: meaning for meaning, names in _NAMES.items() for name in names.split()}
 """Name in another project -> a setting, key=value, or why there is none."""
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+"""PyTorch's names of types."""
 NEAR = 0.8  # minimum similarity of a misspelt name
 
 KEY = re.compile(r"[A-Za-z_][\w.-]*")

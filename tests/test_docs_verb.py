@@ -61,7 +61,7 @@ FOUND = {
     ("learning_rate",): ([], "learning_rate is here: optim.lr"),
     ("status",): (["commands"], "hpclm help status shows the options of this verb."),
     ("momentum",): (
-        ["settings"],
+        [],
         "settings (hpclm docs optim.momentum explains it)\n    optim.momentum  Muon's momentum.",
     ),
 }

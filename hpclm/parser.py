@@ -66,6 +66,10 @@ ALIASES = {
 """Options that have another name, the first of these that the verb has."""
 STOP_OR_CANCEL = "stop asks the run itself, from any machine that sees its folder; cancel ends its job, also one that waits or hangs."
 """How ``hpclm request RUN stop`` and ``hpclm cancel RUN`` differ."""
+DATA = """data:  data=TEXT         train on a text: a file or folder that hpclm preprocess reads, or a pattern. It is tokenized
+                         once, into a folder datasets beside the run
+       data=PREFIX       train on a dataset, PREFIX.bin and PREFIX.idx
+       tokenizer=NAME    of a text: bytes (the default), a tokenizer.json, a sentencepiece .model, or package.module:Name"""
 EPILOG = """exit codes: 0 done · 1 error in hpclm · 2 invalid arguments · 64 invalid settings or input files
             66 no good checkpoint · 75 run directory in use · 85 saved, restart · 93 do not restart
             128+n ended by signal n"""

@@ -17,6 +17,7 @@ import pytest
 from hpclm import cli, config, failures, shipped
 from hpclm.commands import submit
 from hpclm.config.compose import is_override
+from hpclm.datasets import command_line
 from hpclm.launch import arguments
 from tests.runs import ROOT
 
@@ -86,7 +87,8 @@ def test_a_command_in_the_documentation_is_understood(page, line, words, monkeyp
         with pytest.raises(Understood):
             cli.main(words)
     words = of_first_run(words)
-    settings = [word for word in words if is_override(word)]
+    settings = [word for word in words if is_override(word) and not command_line.names_data([word])]
+    settings = [word for word in settings if not word.startswith("tokenizer=")]
     presets = [word for word in words[1:] if word.removeprefix("configs/").removesuffix(".yaml") in shipped.presets()]
     if words[0] in ("train", "submit", "resume", "planner", "config") and (settings or presets):
         config.load(presets[0] if presets else None, settings)
@@ -97,13 +99,17 @@ STARTS = [(page, words) for page, words in STARTS if not words[1].startswith("ru
 
 
 @pytest.mark.parametrize("page, words", STARTS, ids=[f"{page}-{' '.join(words)}" for page, words in STARTS])
-def test_a_run_of_the_documentation_lacks_nothing_and_its_batch_can_be_divided(page, words, monkeypatch):
+def test_a_run_of_the_documentation_lacks_nothing_and_its_batch_can_be_divided(page, words, monkeypatch, tmp_path):
     """On as many processes as it says."""
     monkeypatch.chdir(ROOT)
+    if command_line.names_data(words):
+        monkeypatch.chdir(tmp_path)
+        Path("text.txt").write_text("To be, or not to be\n" * 200)
+        words = [re.sub("^tokenizer=.*", "tokenizer=bytes", word) for word in words]
     if words[0] == "submit":
         run = arguments.compose(submit.request(words[1:]), arguments.Variant())
     else:
-        run = config.from_cli(of_first_run(words)[1:], None)
+        run, _ = command_line.planned(of_first_run(words)[1:])
     assert run.missing() == []
     run.plan(run.job.nodes * run.job.gpus)
 

@@ -29,6 +29,8 @@ ELSEWHERE = {
     r"hpclm submit (?!.*(--dry-run --ranks|--cluster local --gpus 2 out))|logs -f runs/debug": "needs GPUs or nodes: its twin trains below",
     r"hpclm (cancel|resume|request|top) |hpclm top$": "needs a run in progress: test_cancel.py, test_resume.py",
     r"hpclm train (configs/)?gpt2-124m": "large: its twin trains below",
+    r"hpclm train small data=": "minutes: its twin trains below",
+    r"hpclm generate runs/small": "needs the run of the line before it: test_generate.py",
     r"hpclm demo": "minutes: test_demo.py",
     r"wandb|hpclm sync|--tasks": "needs a service or data from elsewhere: sinks/, inference/",
     r"/data/megatron|runs/mine/config.yaml": "needs a checkpoint of Megatron: interop/",
@@ -93,6 +95,7 @@ def sources(tmp_path_factory):
     (folder / "crawl").mkdir()
     text = "".join(json.dumps({"text": words()}) + "\n" for _ in range(200))
     (folder / "text.jsonl").write_text(text)
+    (folder / "text.txt").write_text("\n".join(words() for _ in range(200)))
     (folder / "crawl" / "1.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
     for name in ("story.txt", "article.txt", "prompts.txt"):
         (folder / name).write_text("hello there\n")
@@ -147,6 +150,7 @@ UNTRAINED = {
 """Runs of the documentation whose twins cannot train here, and why, with the tests that do."""
 BASE = ["hpclm convert hf/llama runs/base"]
 BEFORE = {
+    r"tokenizer=tokenizer.json": ["hpclm train-tokenizer --input text.txt --output tokenizer.json"],
     r"data.prefix=data/mine_chat": [
         *BASE,
         "hpclm preprocess --chat chats.jsonl --tokenizer runs/base --output-prefix data/mine",

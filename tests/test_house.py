@@ -270,6 +270,8 @@ BELOW_TRAINING = [room for room, floor in FLOOR.items() if FLOOR["config"] < flo
 OF_WHOLE_RUNS = {
     "planning/": "forecasts a run, and tries others that differ in any section",
     "data/split_by.py": "decides by a run's data, context, evaluations and folder how its data are divided",
+    "datasets/command_line.py": "composes a run, and makes the dataset that its data= names",
+    "datasets/text_dataset.py": "makes a dataset beside a run, which keeps what it has begun with",
     "diagnostics/self_check.py": "makes a miniature of a run, from its model, engine, data, saving and cluster",
     "interop/run.py": "reads a run's config.yaml, and writes that of an imported one",
     "inference/run_settings.py": "makes the settings of one process from those of a run",

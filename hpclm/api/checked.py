@@ -29,7 +29,6 @@ KINDS: dict[Any, tuple[Callable[[Any], Any], str]] = {
 WORDS = {
     " (command line)": "",
     "--from STEP": "resume_step=STEP",
-    "give the path of a dataset made by 'hpclm preprocess'": "give data=, a text or the prefix of a dataset",
     "with --column": "by hpclm preprocess --column",
     "with --json-keys": "by hpclm preprocess --json-keys",
 }

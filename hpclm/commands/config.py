@@ -1,7 +1,7 @@
 """``hpclm config``: print the settings of a run with their documentation, or the reference page of all settings."""
 
 from hpclm.config.documentation import explained, reference
-from hpclm.node import environment
+from hpclm.datasets import command_line
 from hpclm.parser import Parser
 from hpclm.terminal import say
 
@@ -9,7 +9,11 @@ from hpclm.terminal import say
 def main(argv: list[str]) -> int:
     """``hpclm config``: print the resolved settings, or the reference page."""
     args = parser().parse_intermixed_args(argv)  # settings may follow options
-    say(reference() if args.reference else explained(environment.settings(args.settings), args.changed), end="")
+    if args.reference:
+        say(reference(), end="")
+        return 0
+    run, _ = command_line.planned(args.settings, argv)
+    say(explained(run, args.changed), end="")
     return 0
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpclm.config.compose import is_override
+from hpclm.datasets import command_line
 from hpclm.errors import ConfigError
-from hpclm.node import environment
 from hpclm.node.gpus import KINDS
 from hpclm.parser import Parser
 from hpclm.planning import forecast, suggest, tables
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         rows = {path: {"error": str(p)} if isinstance(p, ConfigError) else tables.facts(p) for path, p in plans.items()}
         _show(rows if args.json else None, tables.comparison(plans, args.gpus_kind))
         return 0
-    run = environment.settings(settings)
+    run, _ = command_line.planned(settings, argv)
     if not args.suggest:
         run = tables.with_micro_size(run, kind)
         plan = forecast.of(run, kind)

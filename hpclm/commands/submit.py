@@ -11,7 +11,7 @@ from hpclm.config.fields import docs
 from hpclm.launch import submit
 from hpclm.launch.arguments import Request
 from hpclm.node.gpus import kind_named
-from hpclm.parser import EPILOG, Parser, completed, step
+from hpclm.parser import DATA, EPILOG, Parser, completed, step
 
 # Command-line options -> job settings. Short options are sbatch's.
 FLAGS = {
@@ -78,7 +78,7 @@ def parser() -> Parser:
         prog="hpclm submit",
         description="Train on Slurm, on the machines of a hostfile, or locally. Settings are checked before anything is "
         "submitted. The same command continues the run.",
-        epilog=EPILOG,
+        epilog=f"{DATA}\n\n{EPILOG}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

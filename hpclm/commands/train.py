@@ -5,10 +5,11 @@ import os
 import sys
 
 from hpclm.config.compose import named
+from hpclm.datasets import command_line
 from hpclm.errors import ConfigError
 from hpclm.launch import process
-from hpclm.node import environment, processes
-from hpclm.parser import EPILOG, Parser, step
+from hpclm.node import processes
+from hpclm.parser import DATA, EPILOG, Parser, step
 
 HONOURED = ("job.notify", "job.warn_seconds")
 """Settings of the section job that a training process follows; all others are for what starts it."""
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> int:
         options.error("--from is for a single run, without --sweep")
     if args.parallel and not args.sweep:
         options.error("--parallel is for --sweep")
-    settings = None if args.sweep else environment.settings(args.settings, argv)
+    settings = None if args.sweep else command_line.planned(args.settings, argv)[0]
     ignored = [
         key for key in named([*args.settings, *args.sweep]) if key.startswith("job.") and not key.startswith(HONOURED)
     ]
@@ -34,6 +35,8 @@ def main(argv: list[str]) -> int:
         from hpclm.launch import sweep  # with NumPy
 
         return sweep.train(args.settings, args.sweep, args.parallel or 1, argv)
+    if command_line.names_data(args.settings):
+        settings = command_line.settings(args.settings, argv, process.check_before_dataset)
     commanded = sys.argv[-len(argv) :] == argv  # otherwise a program, which may be old, calls the verb
     began = processes.started(os.getpid()) if commanded else None
     return process.start(settings, resume_step=args.resume_step, began=began)
@@ -45,7 +48,7 @@ def parser() -> Parser:
         prog="hpclm train",
         description="Train a model, or one for each value of a setting. The same command continues what was stopped, killed or "
         "preempted.",
-        epilog=EPILOG,
+        epilog=f"{DATA}\n\n{EPILOG}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     files = "one settings file or preset, and overrides"

@@ -39,8 +39,8 @@ def parser() -> Parser:
     output = "x.json: byte-level BPE, with <|endoftext|>; x.model: sentencepiece"
     add("--output", type=paths.option, required=True, metavar="FILE", help=output)
     add("--kind", choices=["bpe", "unigram"], default="bpe", help="unigram is for x.model only")
-    size = "maximum number of entries, including special ones"
-    add("--vocab-size", type=int, required=True, metavar="N", help=size)
+    size = "maximum number of entries, including special ones; default for x.json: what fits the text (512 for 300 kB, 1024 for 1 MB, 32768 for 1 GB)"
+    add("--vocab-size", type=int, metavar="N", help=size)
     sentences = f"random lines for training sentencepiece, held in memory; default: {SENTENCES:,}"
     add("--sentences", type=int, metavar="N", help=sentences)
     add("--overwrite", action="store_true", help="replace a tokenizer of that name")

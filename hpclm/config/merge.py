@@ -88,6 +88,11 @@ def _set(tree: Any, key: str, value: Any) -> None:
     kind = type_of(key)
     if kind is None:
         raise ConfigError(_unknown(key))
+    if key == "data" and isinstance(value, str):
+        raise ConfigError(
+            f"data={shown(value)} must be a section, such as {{prefix: DATASET}}; a text, or the prefix of a dataset, is given on the "
+            "command line of hpclm train or hpclm submit as data=…, or to hpclm.train and hpclm.submit in Python"
+        )
     if is_dataclass(kind):
         raise ConfigError(f"{key} is a section; set its fields, such as {key}.{fields(kind)[0].name}=…")
     if any(re.search("[\0\ud800-\udfff]", text) for text in texts(value)):  # NUL bytes and lone surrogates

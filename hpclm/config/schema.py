@@ -251,7 +251,7 @@ class RunConfig(Checked):
         missing = []
         if self.data.source == "indexed" and not (self.data.prefix or self.data.blend or self.data.train):
             missing.append(
-                "data.prefix is not set; give the path of a dataset made by 'hpclm preprocess', or data.blend or data.train, "
+                "data.prefix is not set; give data=, a text or the prefix of a dataset, or data.blend or data.train, "
                 "or data.source=synthetic"
             )
         if self.budget == BudgetConfig():

@@ -183,7 +183,7 @@ def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:
 def opened(prefix: str, facts: SharedFacts) -> IndexedDataset:
     """The dataset; ConfigError if there is none, or if it is empty."""
     if not prefix:
-        raise ConfigError("data.prefix is not set; give the path of a dataset made by 'hpclm preprocess'")
+        raise ConfigError("data.prefix is not set; give the path of a dataset")
     dataset = IndexedDataset(prefix, facts)
     if not len(dataset.flat):
         raise ConfigError(f"dataset {dataset.prefix} has no tokens ({len(dataset)} sequences)")

@@ -1,5 +1,7 @@
 """Train a tokenizer: a byte-level BPE (tokenizer.json), or a sentencepiece .model."""
 
+import logging
+import math
 import random
 import shlex
 from collections.abc import Iterator, Sequence
@@ -17,8 +19,13 @@ from hpclm.files import write_bytes
 from hpclm.folders import writable_folder
 from hpclm.node.interruption import prompt_exit
 
+log = logging.getLogger(__name__)
 MEASURED = 1000  # random documents for measuring the compression
 LONG = 1 << 16  # characters of such a document, at most
+FITTING = range(9, 16)  # powers of two that a vocabulary has by default
+PACKED = 4  # bytes of text in a byte of a compressed file
+RARE = 100  # occurrences in the text from which an entry can be learned well
+SHORT_WAY = 200_000_000  # bytes of text that one process tokenizes in a minute or so
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class TokenizerRequest:
 
     input: Sequence[str]
     output: str
-    vocab_size: int
+    vocab_size: int | None = None
+    """None: of a byte-level BPE, what fits the text."""
     kind: str = "bpe"
     """bpe or unigram."""
     format: Literal["jsonl", "lines", "files"] | None = None
@@ -62,22 +70,28 @@ def train(wanted: TokenizerRequest) -> list[str]:
     inputs = find(list(wanted.input), wanted.format, [key])
     if wanted.json_key and not any(source.format == "jsonl" for source in inputs):
         raise ConfigError(f"--json-key {wanted.json_key} has no effect: no input is JSONL")
+    size_on_disk = sum(source.size * (PACKED if source.storage else 1) for source in inputs)
+    if wanted.vocab_size is None and (library != "json" or not size_on_disk):
+        raise ConfigError(f"give --vocab-size, such as 8000, for {output.name if size_on_disk else 'standard input'}")
+    vocab_size = fitting_size(size_on_disk) if wanted.vocab_size is None else wanted.vocab_size
     writable_folder(output.parent, "output folder")
 
-    measured = Sample(MEASURED)
+    measured, text_bytes = Sample(MEASURED), 0
     pieces = chunks(inputs, longest=wanted.longest_line * MB)
     texts = (text for piece in pieces for text in read_texts(piece, (key,))[0][0] if text)
 
     def offered() -> Iterator[str]:
+        nonlocal text_bytes
         for text in texts:
             measured.add(text[:LONG])
+            text_bytes += len(text.encode())
             yield text
 
     with prompt_exit():
         if library == "json":
-            content = train_bpe(offered(), wanted.vocab_size)
+            content = train_bpe(offered(), vocab_size)
         else:
-            content = train_sentencepiece(offered(), wanted.kind, wanted.vocab_size, wanted.sentences or SENTENCES)
+            content = train_sentencepiece(offered(), wanted.kind, vocab_size, wanted.sentences or SENTENCES)
         if not measured.seen:
             raise ConfigError(f"no text in {', '.join(source.name for source in inputs)}; no tokenizer was written")
         write_bytes(output, content)
@@ -90,6 +104,18 @@ def train(wanted: TokenizerRequest) -> list[str]:
         f"{output}: {tokenizer.size:,} entries; {size / tokens:.2f} bytes per token, "
         f"{tokens / characters:.3f} tokens per character on {len(measured.items):,} of {measured.seen:,} documents"
     )
+    if tokenizer.size < vocab_size:
+        result += f"\nthese are fewer than --vocab-size {vocab_size}: the text has no more pairs of entries to merge"
+    occurrences = round(text_bytes * tokens / size / tokenizer.size)
+    fitting = fitting_size(text_bytes)
+    if occurrences < RARE and fitting < tokenizer.size:
+        log.warning(
+            "%s: an entry occurs %s in the text on average, too rarely to be learned well; --vocab-size %s fits %.3g MB of text",
+            output, "once" if occurrences <= 1 else f"{occurrences} times", fitting, text_bytes / MB,
+        )  # fmt: skip
+    if len(wanted.input) == 1 and not (wanted.format or wanted.json_key) and text_bytes < SHORT_WAY:
+        tokenized = [f"data={wanted.input[0]}", f"tokenizer={output}"]
+        return [result, f"next: {shlex.join(['hpclm', 'train', 'small', *tokenized])}"]
     format = f"--format {wanted.format} " if wanted.format else ""
     key = f"--json-keys {shlex.quote(wanted.json_key)} " if wanted.json_key else ""
     following = (
@@ -97,6 +123,12 @@ def train(wanted: TokenizerRequest) -> list[str]:
         f"--tokenizer {library} --tokenizer-files {shlex.quote(str(output))} --append-eod"
     )
     return [result, following]
+
+
+def fitting_size(text_bytes: int) -> int:
+    """A size of vocabulary for so much text: about the square root of its bytes, so that entries occur hundreds of times."""
+    power = round(math.log2(max(text_bytes, 1)) / 2)
+    return 1 << min(max(power, FITTING[0]), FITTING[-1])
 
 
 class Sample:

@@ -2,18 +2,22 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpclm import config, paths, shipped
 from hpclm.config import RunConfig
 from hpclm.config.compose import is_override
 from hpclm.config.job import TEMPLATES
+from hpclm.datasets import command_line
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError
-from hpclm.node import environment
 from hpclm.training import records
+
+if TYPE_CHECKING:
+    from hpclm.datasets.text_dataset import NamedDataset
 
 DEFAULT = shipped.folder("configs") / "debug.yaml"
 
@@ -54,12 +58,21 @@ class Variant:
     """Added to the run's name and directory: -lr-0.001-seed-2."""
 
 
-def compose(request: Request, variant: Variant) -> RunConfig:
-    """The settings of one run, with absolute paths."""
+def compose(
+    request: Request,
+    variant: Variant,
+    check: Callable[[RunConfig, "NamedDataset"], None] = lambda run, dataset: None,
+) -> RunConfig:
+    """The settings of one run, with absolute paths. The text of data= becomes a dataset first, after ``check``, with --dry-run later."""
     words = [*request.settings, *request.options]
     if not any(not config.compose.is_override(word) for word in request.settings):
         words.insert(0, paths.literal(DEFAULT))
-    run = varied(environment.settings([*words, *variant.overrides], request.typed), variant)
+    words += variant.overrides
+    if request.dry_run:
+        run, _ = command_line.planned(words, request.typed)
+    else:
+        run = command_line.settings(words, request.typed, check)
+    run = varied(run, variant)
     job, bad = run.job, report.bad_nodes(request.exclude_bad)
     if bad:
         between = "@" if job.hostfile else ","  # DeepSpeed's syntax, or Slurm's
@@ -70,6 +83,15 @@ def compose(request: Request, variant: Variant) -> RunConfig:
 def varied(run: RunConfig, variant: Variant) -> RunConfig:
     """``run``, which has the settings of ``variant``, with its name and directory."""
     return replace(run, name=run.name + variant.suffix, out=run.out + variant.suffix) if variant.suffix else run
+
+
+def unwritten(request: Request, runs: Sequence[RunConfig]) -> list[str]:
+    """The datasets, as data.prefix of ``runs``, that --dry-run leaves to be made of the text of data=."""
+    words = [*request.settings, *(word for variant in variants(request.sweep) for word in variant.overrides)]
+    if not (request.dry_run and command_line.names_data(words)):
+        return []
+    prefixes = dict.fromkeys(run.data.prefix or "" for run in runs)
+    return [prefix for prefix in prefixes if not Path(f"{prefix}.idx").exists()]
 
 
 def whole(run: RunConfig) -> RunConfig:

@@ -40,11 +40,13 @@ if TYPE_CHECKING:
 SIGNAL = re.compile(r"(?:[A-Z]+:)?\w+@(\d+)")  # of #SBATCH --signal
 
 
-def check(run: RunConfig, cluster: str, queued: bool = False, resume_step: int | None = None) -> list[str]:
+def check(
+    run: RunConfig, cluster: str, queued: bool = False, resume_step: int | None = None, with_data: bool = True
+) -> list[str]:
     """ConfigError with every problem, before anything is written; else the settings that would change nothing, in sentences.
 
     ``cluster``: what starts the run, or "debug"; ``queued``: it will follow a job in the queue; ``resume_step``: the step of
-    the checkpoint to continue from.
+    the checkpoint to continue from; ``with_data``: also what depends on the dataset, which has been written.
     """
     job, debug = run.job, cluster == "debug"  # which starts anew, with synthetic data if the run's are missing
     problems = secrets.problems(asdict(run)) + ([] if debug else run.missing())
@@ -77,7 +79,7 @@ def check(run: RunConfig, cluster: str, queued: bool = False, resume_step: int |
     if not without_code:
         collect(lambda: _check_names(run, same_python))
     source: Source | None = None
-    if not debug and not run.missing() and not without_code:
+    if with_data and not debug and not run.missing() and not without_code:
         source = collect(lambda: _check_data(run))
     collect(lambda: _check_init_from(run, source))
     if not debug and not misplaced:

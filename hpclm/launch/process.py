@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpclm import failures, folders, log
 from hpclm.config import RunConfig
@@ -20,6 +21,9 @@ from hpclm.node import notify, preemption, secrets, threads
 from hpclm.node.job import Job
 from hpclm.rundir import code, folder
 from hpclm.rundir.attempts import check_attempts_readable
+
+if TYPE_CHECKING:
+    from hpclm.datasets.text_dataset import NamedDataset
 
 AGAIN = "run the same call again to continue"
 
@@ -38,16 +42,7 @@ def start(
     """
     threads.note_cores()
     code.check_snapshot()
-    wrong = (
-        settings.missing()
-        + settings.engine.problems_on_cpu()
-        + settings.missing_libraries()
-        + missing_code(settings)
-        + notify.missing(settings.job.notify)
-        + secrets.problems(asdict(settings))
-    )
-    if wrong:
-        raise ConfigError(wrong)
+    _refuse_incomplete(settings)
     world, parent = bootstrap.detect(alone=alone), os.getppid()
     job = current_job(settings.job.cluster)
     world = world if began is None else replace(world, began=began)
@@ -98,6 +93,33 @@ def start(
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(ended)
+
+
+def check_before_dataset(settings: RunConfig, dataset: "NamedDataset") -> None:
+    """ConfigError if the run could not start, or has several ranks, of which none may tokenize the text for all."""
+    _refuse_incomplete(settings)
+    world = bootstrap.detect(alone=False)
+    settings.plan(world.size)
+    if world.size == 1:
+        return
+    raise ConfigError(
+        f"{world.size} processes cannot tokenize the text of data= at the same time. Tokenize it first, with {dataset.preprocess}, "
+        "which prints the settings to give instead; or start the processes with hpclm submit, which tokenizes it before"
+    )
+
+
+def _refuse_incomplete(settings: RunConfig) -> None:
+    """ConfigError with everything that is missing or wrong, as far as it does not depend on the other ranks and the data."""
+    wrong = (
+        settings.missing()
+        + settings.engine.problems_on_cpu()
+        + settings.missing_libraries()
+        + missing_code(settings)
+        + notify.missing(settings.job.notify)
+        + secrets.problems(asdict(settings))
+    )
+    if wrong:
+        raise ConfigError(wrong)
 
 
 def train(settings: RunConfig, world: World, job: Job, resume_step: int | None = None) -> int:

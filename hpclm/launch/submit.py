@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpclm import config, files, paths
 from hpclm.config import JobConfig, ParallelConfig, RunConfig
@@ -28,12 +29,16 @@ from hpclm.rundir import runs as folders
 from hpclm.rundir.status import span
 from hpclm.terminal import say
 
+if TYPE_CHECKING:
+    from hpclm.datasets.text_dataset import NamedDataset
+
 STARTED_BY = {"local": "hpclm.launch.local", "mpirun": "hpclm.launch.mpi", "interactive": "hpclm.launch.srun"}
 
 
 def start(request: Request) -> int:
     """Start what ``request`` asks for; the exit code. ConfigError with every problem, before anything is written."""
-    runs = [arguments.compose(request, variant) for variant in arguments.variants(request.sweep)]
+    check = partial(_check_before_dataset, request)
+    runs = [arguments.compose(request, variant, check) for variant in arguments.variants(request.sweep)]
     command = [*map(secrets.Redactor(), ("hpclm", "submit", *request.typed))]
     where, resume_step = _where(request, runs[0].job), request.resume_step
     if len(runs) == 1 and where != "debug" and resume_step is None and _is_toy(request):
@@ -44,7 +49,17 @@ def start(request: Request) -> int:
     if request.parallel is not None and (not request.sweep or where != "local"):
         sweeps = f"a sweep with --cluster local, not with job.cluster={where}" if request.sweep else "--sweep"
         raise ConfigError(f"--parallel is for {sweeps}")
-    reasons = [reason for run in runs for reason in prechecks.check(run, where, request.again, resume_step)]
+    unwritten = arguments.unwritten(request, runs)
+    for dataset in unwritten:
+        say(
+            f"without --dry-run, the text of data= is first tokenized into {dataset}; its data is not checked here",
+            file=sys.stderr,
+        )
+    reasons = [
+        reason
+        for run in runs
+        for reason in prechecks.check(run, where, request.again, resume_step, run.data.prefix not in unwritten)
+    ]
     if request.ranks:
         return _ranks(runs, request.ranks, request.gpus_kind)
     if where == "debug":
@@ -53,7 +68,7 @@ def start(request: Request) -> int:
         return debug.run(changed, changes, lambda run: process.start(run, alone=True), request.pdb)
     if not queues and request.dry_run:
         return _preview(where, runs[0])
-    runs = [split_by.resolved(run) for run in runs]
+    runs = [run if run.data.prefix in unwritten else split_by.resolved(run) for run in runs]
     if not queues and request.sweep:
         return _sweep(where, request, runs, command)
     if not queues:
@@ -85,6 +100,11 @@ def queue_of(job: JobConfig) -> str:
     raise ConfigError(
         f"{none}; hpclm.train trains in this process, and hpclm submit in a terminal starts several processes"
     )
+
+
+def _check_before_dataset(request: Request, run: RunConfig, dataset: "NamedDataset") -> None:
+    """ConfigError if ``run`` could not start, before the text of its data is tokenized."""
+    prechecks.check(arguments.whole(run), _where(request, run.job), request.again, request.resume_step, with_data=False)
 
 
 def _where(request: Request, job: JobConfig) -> str:

@@ -19,9 +19,10 @@ from typing import IO
 
 from hpclm import config, failures, files, folders, paths, terminal
 from hpclm.config import RunConfig
+from hpclm.datasets import command_line
 from hpclm.distributed import bootstrap
 from hpclm.errors import REQUEUE, ConfigError, DivergedError, HpclmError
-from hpclm.launch import arguments, prechecks, send
+from hpclm.launch import arguments, prechecks, process, send
 from hpclm.launch.arguments import Variant
 from hpclm.launch.done import nothing_left
 from hpclm.launch.foreground import Forward, end_with
@@ -86,7 +87,8 @@ def train(settings: Sequence[str], swept: Sequence[str], parallel: int, typed: S
 
 def composed(settings: Sequence[str], variant: Variant, typed: Sequence[str]) -> RunConfig:
     """The settings of one run that trains in one process, with absolute paths."""
-    return arguments.whole(arguments.varied(environment.settings([*settings, *variant.overrides], typed), variant))
+    run = command_line.settings([*settings, *variant.overrides], typed, process.check_before_dataset)
+    return arguments.whole(arguments.varied(run, variant))
 
 
 def check(runs: Sequence[RunConfig]) -> None:

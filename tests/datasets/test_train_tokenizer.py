@@ -12,7 +12,7 @@ from hpclm import cli
 from hpclm.data import tokenizers
 from hpclm.datasets.tokenizers.huggingface import with_words_divided
 from hpclm.datasets.tokenizers.sentencepieces import PART, parts_of_line
-from hpclm.datasets.train_tokenizer import Sample
+from hpclm.datasets.train_tokenizer import Sample, fitting_size
 from tests.datasets.texts import jsonl, write
 from tests.runs import exit_code
 from tests.shared import ROOT
@@ -195,3 +195,27 @@ def test_what_cannot_be_learned_is_refused_and_nothing_is_written(words, capsys)
     )
     assert REFUSED[words] in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["a.txt"]
+
+
+def test_without_a_size_the_vocabulary_fits_the_text(capsys):
+    write(**{"a.txt": "\n".join(f"{line} {number % 89}" for number, line in enumerate(ENGLISH))})
+    assert train("--input", "a.txt", "--output", "t.json") == 0
+    told = capsys.readouterr()
+    assert tokenizers.build("json", ["t.json"]).size <= 512
+    assert "fewer than --vocab-size 512: the text has no more pairs" in told.out
+    assert "next: hpclm train small data=a.txt tokenizer=t.json" in told.out and "rarely" not in told.err
+    assert train("--input", "a.txt", "--output", "t.model") == 64
+    assert "give --vocab-size, such as 8000, for t.model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "size, fits", {100: 512, 10**5: 512, 11 * 10**5: 1024, 5 * 10**6: 2048, 10**9: 32768, 10**13: 32768}.items()
+)
+def test_the_size_that_fits_grows_with_the_root_of_the_text(size, fits):
+    assert fitting_size(size) == fits
+
+
+def test_a_vocabulary_whose_entries_hardly_occur_is_named_with_one_that_fits(capsys):
+    write(**{"a.txt": "\n".join(f"a{number * 7919 % 100003} b{number}" for number in range(3000))})
+    assert train("--input", "a.txt", "--output", "t.json", "--vocab-size", 2000) == 0
+    assert "too rarely to be learned well; --vocab-size 512 fits 0.0" in capsys.readouterr().err

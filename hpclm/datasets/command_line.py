@@ -1,0 +1,72 @@
+"""``data=TEXT`` and ``tokenizer=TOKENIZER`` among the words of a command line: as ``hpclm.train``'s arguments of these names."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpclm.config import RunConfig, compose
+from hpclm.errors import ConfigError
+from hpclm.node import environment
+from hpclm.rundir import folder
+
+if TYPE_CHECKING:
+    from hpclm.datasets.text_dataset import NamedDataset
+
+
+def settings(
+    words: Sequence[str],
+    typed: Sequence[str] = (),
+    check: Callable[[RunConfig, "NamedDataset"], None] = lambda run, dataset: None,
+) -> RunConfig:
+    """The settings of ``[FILE] key=value ...``, for which the text of ``data=`` has been tokenized.
+
+    ``typed``: all arguments of the verb, for messages. ``check`` is called before a dataset is written, with the settings that
+    ``planned`` returns. ConfigError, with every problem of the settings.
+    """
+    run, dataset = planned(words, typed)
+    if dataset is None or dataset.written:
+        return run
+    check(run, dataset)
+    with environment.preserved():
+        dataset.write()
+    return planned(words, typed)[0]
+
+
+def planned(words: Sequence[str], typed: Sequence[str] = ()) -> "tuple[RunConfig, NamedDataset | None]":
+    """The settings of ``[FILE] key=value ...``, and the dataset of ``data=``, without writing it.
+
+    Other words win over the settings that follow from the dataset. data.split does only once it has been written.
+    """
+    data, tokenizer = (_value(words, name) for name in ("data", "tokenizer"))
+    others = [word for word in words if not (_is(word, "data") or _is(word, "tokenizer"))]
+    run = environment.settings(others, typed)
+    if data is None:
+        if tokenizer is not None:
+            raise ConfigError(f"tokenizer={tokenizer} has no effect without data=, a text that it tokenizes")
+        return run, None
+    from hpclm.datasets import text_dataset  # imports NumPy
+
+    text_dataset.refuse_second_data(data, compose.named(others))
+    folder.check(Path(run.out))
+    with environment.preserved():
+        dataset = text_dataset.named(data, tokenizer, run)
+    overrides = [word for word in others if compose.is_override(word)]
+    files = [word for word in others if not compose.is_override(word)]
+    return environment.settings([*files, *dataset.settings(run), *overrides], typed), dataset
+
+
+def names_data(words: Sequence[str]) -> bool:
+    """Whether one of ``words`` is data=, with a text or the prefix of a dataset."""
+    return _value(words, "data") is not None
+
+
+def _value(words: Sequence[str], name: str) -> str | None:
+    """What the last word ``name=…`` says; None without one."""
+    values = [word.partition("=")[2] for word in words if _is(word, name)]
+    return values[-1] if values else None
+
+
+def _is(word: str, name: str) -> bool:
+    """Whether ``word`` is ``name=…``, and not a section of settings: data={prefix: …}."""
+    key, sign, value = word.partition("=")
+    return bool(sign) and key.strip() == name and not value.lstrip().startswith("{")

@@ -1,0 +1,172 @@
+"""What ``data=`` names as a dataset: text is tokenized on the way, once, into a folder ``datasets`` beside the run."""
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpclm import folders, paths
+from hpclm.config import RunConfig, compose
+from hpclm.datasets import build, options
+from hpclm.datasets.encode import tokenizer_of
+from hpclm.datasets.kinds import PlainFormat
+from hpclm.datasets.next_command import dataset_settings
+from hpclm.datasets.options import InputCorpus, Request
+from hpclm.errors import ConfigError
+from hpclm.registry import OWN
+from hpclm.rundir import attempts
+
+TOKENIZER = "bytes"
+FILES = {".json": "json", ".model": "sentencepiece"}
+"""Kinds of tokenizer by the name of the file."""
+DATASET_FILES = (".idx", ".bin")
+LISTS = ("blend", "train", "valid", "test", "validation")
+NAMES_DATA = ("data.source", "data.prefix", *(f"data.{name}" for name in LISTS))
+"""Settings that say which data is read."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, and how it becomes a dataset."""
+
+    path: Path
+    name: str
+    corpus: InputCorpus
+    request: Request
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class NamedDataset:
+    """The dataset that ``data=`` names."""
+
+    prefix: Path
+    text: Text | None = None
+    """None: ``data=`` is the prefix."""
+    divided: tuple[str, ...] = ()
+    """How the run, which has begun with this dataset, divides it: settings."""
+
+    @property
+    def preprocess(self) -> str:
+        """The ``hpclm preprocess`` that writes such a dataset; empty for a dataset that was given by its prefix."""
+        if self.text is None:
+            return ""
+        job, prefix = self.text.request.job, self.prefix.parent.parent / self.text.name
+        words = ["--input", str(self.text.path), "--output-prefix", str(prefix), "--tokenizer", job.tokenizer]
+        files = ["--tokenizer-files", *job.files] if job.files else []
+        return shlex.join(["hpclm", "preprocess", *words, *files, "--append-eod"])
+
+    @property
+    def written(self) -> bool:
+        """Whether the dataset is complete, or its text has yet to be tokenized."""
+        return _is_dataset(self.prefix)
+
+    def write(self) -> None:
+        """Tokenize the text, unless it has been; ConfigError, or an interrupt, which leaves nothing."""
+        if self.text is None or self.written:
+            return
+        folder = self.prefix.parent
+        build.check(self.text.request.job)
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folders.writable_folder(folder, "folder of datasets")
+            build.write(self.text.corpus, self.text.request, [self.prefix])
+        except BaseException as error:
+            if isinstance(error, ConfigError) and self.written:
+                return  # by another run, which started at the same time
+            for parent in missing:
+                with suppress(OSError):  # another process may have put something there
+                    parent.rmdir()
+            raise
+
+    def settings(self, run: RunConfig) -> list[str]:
+        """The settings with which ``run`` trains on this dataset; without data.split if it has not been written."""
+        lists = [f"data.{name}=[]" for name in LISTS if getattr(run.data, name)]  # of the file or preset
+        return ["data.source=indexed", *lists, *self._settings(run), *self.divided]
+
+    def _settings(self, run: RunConfig) -> list[str]:
+        if self.text is not None and self.written:
+            return dataset_settings(self.prefix, self.text.vocab_size, run.model.context)
+        vocabulary = [] if self.text is None else [f"model.vocab_size={self.text.vocab_size}"]
+        return [f"data.prefix={paths.literal(self.prefix)}", *vocabulary]
+
+
+def _is_dataset(prefix: Path) -> bool:
+    return Path(f"{prefix}.idx").is_file()
+
+
+def named(data: str, tokenizer: str | None, run: RunConfig) -> NamedDataset:
+    """The dataset that ``data``, the prefix of a dataset or a text, names for ``run``.
+
+    ``tokenizer`` of a text: "bytes", a tokenizer.json or sentencepiece file, or package.module:Name; None: "bytes". ConfigError for
+    what cannot be read.
+    """
+    if not data.strip():
+        raise ConfigError("data is empty; give the prefix of a dataset, or a text file")
+    path = Path(paths.expanded(data))
+    if path.suffix in DATASET_FILES and all(path.with_suffix(suffix).is_file() for suffix in DATASET_FILES):
+        path = path.with_suffix("")
+    if _is_dataset(path):
+        if tokenizer is not None:
+            raise ConfigError(f"tokenizer={tokenizer!r} has no effect: the dataset {path} has its tokenizer")
+        return NamedDataset(path)
+    if not (path.exists() or re.search(r"[*?[]", str(path))):
+        raise ConfigError(
+            f"data={str(path)!r}: there is no such text, and no dataset {path}.idx; looked in {Path.cwd()}"
+        )
+    return of_text(path, None, tokenizer, run)
+
+
+def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConfig) -> NamedDataset:
+    """The dataset that the text at ``path`` becomes for ``run``, as ``hpclm preprocess --append-eod`` tokenizes it.
+
+    ``content``: a hash of the text; None: the file has changed when its size or time has. ``tokenizer``: as of ``named``.
+    """
+    name = re.sub(r"\W+", "-", path.name.partition(".")[0]).strip("-") or "text"
+    kind = TOKENIZER if tokenizer is None else paths.expanded(tokenizer)
+    files: list[str] = []
+    if file := FILES.get(Path(kind).suffix):
+        kind, files = file, [str(Path(kind).absolute())]
+    elif kind != TOKENIZER and not OWN.fullmatch(kind):
+        raise ConfigError(
+            f"tokenizer={kind!r} must be {TOKENIZER!r}, a tokenizer.json, a sentencepiece .model file, or package.module:Name"
+        )
+    tokenizer_of.cache_clear()  # its files may have changed since an earlier call
+
+    def dataset_of(plain: PlainFormat) -> tuple[Request, Path]:
+        request = options.text_request(path, name, kind, files, plain)
+        [corpus] = request.corpora
+        facts = build.job_fingerprint(corpus, request) | ({"inputs": content} if content else {})
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]
+        return request, Path(run.out).parent / "datasets" / f"{name}-{digest}" / corpus.prefixes[0].name
+
+    (request, prefix), begun = dataset_of("files"), _data_of_run(Path(run.out))
+    of_lines = dataset_of("lines") if begun else (request, prefix)
+    if begun.get("data.prefix") == str(of_lines[1].absolute()):  # by a version for which each line was a document
+        request, prefix = of_lines
+    divided: Iterable[tuple[str, Any]] = ()
+    if begun.get("data.prefix") == str(prefix.absolute()):
+        divided = ((key, begun.get(key)) for key in ("data.split", "data.split_by"))
+    return NamedDataset(
+        prefix,
+        Text(path, name, request.corpora[0], request, tokenizer_of(request.job).size),
+        tuple(f"{key}={value}" for key, value in divided if value is not None),
+    )
+
+
+def _data_of_run(out: Path) -> Mapping[str, Any]:
+    """The settings of the run in ``out``, by which it goes on; none if it has not begun, or they cannot be read."""
+    with suppress(ConfigError):
+        return compose.flat_of_run(out) if attempts.read(out) else {}
+    return {}
+
+
+def refuse_second_data(data: str, names: Iterable[str]) -> None:
+    """ConfigError if one of the settings ``names`` says which data is read, as ``data`` does."""
+    if second := [name for name in names if name in NAMES_DATA]:
+        raise ConfigError(f"data={data} and {second[0]} both say which data is read; leave one of them out")

@@ -11,26 +11,7 @@ from torch import Tensor
 
 from hpclm.errors import ConfigError
 from hpclm.model.attention.layout import AttentionMetadata
-
-RESERVED = frozenset(
-    (
-        "step",
-        "samples",
-        "time",
-        "loss",
-        "grad_norm",
-        "skipped",
-        "guarded",
-        "z_loss",
-        "lr",
-        "loss_scale",
-        "batch_size",
-        "memory",
-    )
-    + ("data_fraction", "tokens_per_second", "mfu", "hfu", "spiking_since", "validation_loss", "validation_perplexity")
-    + ("part", "tasks", "counted_tokens", "empty_micro_batches")
-)
-"""What a row of metrics.jsonl has of hpclm's own, besides names that end in _seconds or begin with qk_."""
+from hpclm.rundir.metric_names import is_reserved
 
 
 def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: bool = False) -> None:
@@ -57,7 +38,7 @@ def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: boo
 
 def check_name(name: str) -> None:
     """ConfigError for a name that hpclm's own metrics have."""
-    if name in RESERVED or name.endswith(("_seconds", "/")) or name.startswith("qk_"):
+    if is_reserved(name):
         raise ConfigError(f"report({name!r}): metrics.jsonl has another number under this name; choose another one")
 
 

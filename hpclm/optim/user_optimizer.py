@@ -10,7 +10,8 @@ What is not declared is measured on small weights (hpclm.optim.trial).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -119,9 +120,30 @@ class UserOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """One update, without a closure; counts those of weights of which ``inner`` does not."""
         updated = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self.inner.step()
+        with self._only(self.param_groups):
+            self.inner.step()
         for parameter in updated:
             self._count(parameter)
+
+    @contextmanager
+    def _only(self, groups: list[dict[str, Any]]) -> Iterator[None]:
+        """Inside this context, ``inner`` has these groups of its own: DeepSpeed replaces param_groups to update one after the other."""
+        every = self.inner.param_groups
+        if len(groups) == len(every):
+            yield
+            return
+        chosen = {parameter for group in groups for parameter in group["params"]}
+        others = [(p, p.grad) for group in every for p in group["params"] if p not in chosen]
+        self.inner.param_groups = groups
+        # an optimizer that has others inside it does not look at its own groups
+        for parameter, _ in others:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            self.inner.param_groups = every
+            for parameter, gradient in others:
+                parameter.grad = gradient
 
     def _count(self, parameter: Tensor) -> None:
         if "step" not in self.of(parameter):
@@ -140,14 +162,27 @@ class UserOptimizer(torch.optim.Optimizer):
     def restore(self, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int) -> None:
         """Set the state of ``parameter``, after ``steps`` updates of it; None: as before the first."""
         self.state.pop(parameter, None)
-        if tensors is None:
-            if parameter in self._initial:
-                self.state[parameter] = {
-                    name: value.clone() if isinstance(value, Tensor) else value
-                    for name, value in self._initial[parameter].items()
-                }
+        if parameter not in self._initial:  # a library has put weights together: nothing is kept of each
+            for weight in self._initial:
+                self.state.pop(weight, None)
+        if tensors is None or not steps:
+            if self._initial:
+                self.state[parameter] = self._before_updates(parameter)
             return
         self.state[parameter] = {**tensors, "step": restored(self.of(parameter).get("step", 0), steps, parameter)}
+
+    def _before_updates(self, parameter: Tensor) -> dict[str, Any]:
+        """What ``inner`` has of a parameter before its first update, if it has anything; also of one that a library has put together."""
+        values = {name: _copied(value) for name, value in self._initial.get(parameter, {}).items()}
+        if values:
+            return values
+        kept_of, kept = next(iter(self._initial.items()))
+        return {
+            name: torch.full_like(parameter, value.flatten()[0].item())
+            if isinstance(value, Tensor) and value.shape == kept_of.shape
+            else _copied(value)
+            for name, value in kept.items()
+        }
 
     def place(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
         """A saved tensor of the state, where ``inner`` keeps it: numbers often in CPU memory."""
@@ -233,6 +268,10 @@ class MatrixwiseOptimizer(UserOptimizer):
         self.state[parameter] = self.state.pop(whole, {})
         self._count(parameter)
         return values
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def restored(example: Any, steps: int, parameter: Tensor) -> Any:

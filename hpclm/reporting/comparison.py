@@ -17,6 +17,8 @@ FIGURES = {
     "tokens_per_second": ("TOKENS/S", ",.0f"),
 }
 """Columns of the table, with their headings and formats."""
+REPORTED = 6
+"""Own metrics that a comparison shows, at most."""
 
 
 def names(chosen: Sequence[Path]) -> list[str]:
@@ -44,41 +46,44 @@ def tokens_per_second(run: History) -> float | None:
 def rows(statuses: Sequence[RunStatus]) -> list[dict[str, Any]]:
     """A row for each run, the best first as in its report; losses in nats per token, None for what was not measured.
 
-    The settings in which the runs differ have their own names as keys: ``optim.lr``.
+    The settings in which the runs differ have their own names as keys: ``optim.lr``; so has what the user's code reports, of which it is
+    the mean over the last steps.
     """
     by_name = dict(zip(names([status.run.out for status in statuses]), statuses, strict=True))
     histories = {name: history.read(status.run.out) for name, status in by_name.items()}
     unlike = differing({name: provenance.settings(status.run.out) for name, status in by_name.items()})
+    reported = dict.fromkeys(name for run in histories.values() for name in run.steps.reported)
     compared = []
     for standing in curves.ranked(histories):
         status, steps = by_name[standing.name], histories[standing.name].steps["step"]
-        compared.append(
-            {
-                "run": standing.name,
-                "status": status.name,
-                **{key: values.get(standing.name) for key, values in unlike.items()},
-                "steps": int(steps[-1]) if len(steps) else 0,
-                "loss": status.run.summary.get("loss"),
-                "training_loss": standing.training,
-                "validation_loss": standing.best,
-                "validation_step": standing.best_step,
-                "tokens_per_second": tokens_per_second(histories[standing.name]),
-                "diverged": standing.diverged,
-                "path": str(status.run.out),
-            }
-        )
+        row = {
+            "run": standing.name,
+            "status": status.name,
+            **{key: values.get(standing.name) for key, values in unlike.items()},
+            "steps": int(steps[-1]) if len(steps) else 0,
+            "loss": status.run.summary.get("loss"),
+            "training_loss": standing.training,
+            "validation_loss": standing.best,
+            "validation_step": standing.best_step,
+            "tokens_per_second": tokens_per_second(histories[standing.name]),
+            "diverged": standing.diverged,
+            "path": str(status.run.out),
+        }
+        means = histories[standing.name].reported
+        compared.append(row | {name: means.get(name) for name in reported if name not in row})
     return compared
 
 
 def table(statuses: Sequence[RunStatus]) -> Iterator[str]:
     """``rows`` as lines of text, with a header."""
     compared = rows(statuses)
-    fixed = {"run", "status", "loss", "validation_step", "diverged", "path", *FIGURES}
-    settings = [key for key in (compared[0] if compared else ()) if key not in fixed]
-    shown = [key for key in FIGURES if any(row[key] is not None for row in compared)]
-    lines = [["RUN", "STATE", *settings, *(FIGURES[key][0] for key in shown)]]
+    keys = list(compared[0]) if compared else ["run", "status", "steps", "path"]
+    settings, reported = keys[2 : keys.index("steps")], keys[keys.index("path") + 1 :]
+    columns = FIGURES | {name: (name, ".4g") for name in reported[:REPORTED]}
+    shown = [key for key in columns if any(row[key] is not None for row in compared)]
+    lines = [["RUN", "STATE", *settings, *(columns[key][0] for key in shown)]]
     for row in compared:
         state = row["status"] if row["diverged"] is None else f"diverged at step {row['diverged']}"
-        figures = ("-" if row[key] is None else format(row[key], FIGURES[key][1]) for key in shown)
+        figures = ("-" if row[key] is None else format(row[key], columns[key][1]) for key in shown)
         lines.append([row["run"], state, *(provenance.shown(row[key]) for key in settings), *figures])
     yield from terminal.columns([[terminal.line(cell) for cell in line] for line in lines])

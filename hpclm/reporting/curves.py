@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from statistics import median_low
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +74,7 @@ class Chart:
     """Curves on common axes."""
 
     key: str
-    """One of TITLES."""
+    """One of TITLES, or the name of what the user's code reports."""
     curves: tuple[Curve, ...]
     first: float
     last: float
@@ -82,6 +83,26 @@ class Chart:
     top: float
     group: int
     """Steps of which each point is the mean."""
+
+    @property
+    def reported(self) -> bool:
+        """Whether it shows what the user's code reports."""
+        return self.key not in TITLES
+
+    @property
+    def title(self) -> str:
+        """Of the chart."""
+        return self.key if self.reported else TITLES[self.key][0]
+
+    @property
+    def unit(self) -> str:
+        """Of its values."""
+        return "" if self.reported else TITLES[self.key][1]
+
+    @property
+    def place(self) -> str:
+        """A name for files and elements of a page."""
+        return f"reported-{crc32(self.key.encode(errors='surrogatepass')):08x}" if self.reported else self.key
 
     @property
     def layers(self) -> list[Curve]:
@@ -102,7 +123,7 @@ def charts(runs: Runs) -> list[Chart]:
     for key, lines in (_of_one if len(runs) == 1 else _of_several)(runs):
         if any(np.isfinite(values).any() for _, values in lines.values()):
             lost = ends if len(runs) > 1 else dict.fromkeys(lines, *ends.values())
-            drawn.append(_chart(key, lines, limit, lost if key.endswith("loss") else {}))
+            drawn.append(_chart(key, lines, limit, lost if is_loss(key) else {}))
     return drawn
 
 
@@ -124,6 +145,11 @@ def diverged(history: History, limit: float) -> int | None:
     tail = len(history.steps) - (int(healthy[-1]) + 1 if len(healthy) else 0)
     stopped = bool(history.attempts) and history.attempts[-1].code == DIVERGED
     return int(history.steps["step"][-tail]) if tail >= (1 if stopped else TAIL) else None
+
+
+def is_loss(key: str) -> bool:
+    """Whether a chart shows losses of a run, of which those of one that diverged leave it."""
+    return key in TITLES and key.endswith("loss")
 
 
 def _finite(values: Array) -> Array:
@@ -149,6 +175,13 @@ def _of_one(runs: Runs) -> Iterator[tuple[str, dict[str, Pairs]]]:
     yield "loss", {"training": _pairs(history, "loss"), **{name: _listed(pairs) for name, pairs in parts.items()}}
     for key in ("grad_norm", "lr", "tokens_per_second"):
         yield key, {name: _pairs(history, key)}
+    layers: dict[str, dict[str, Pairs]] = {}
+    for key in history.steps.reported:  # of all layers in one chart
+        reported, _, layer = key.partition("/block")
+        layers.setdefault(reported if layer.isdigit() else key, {})[f"block{layer}" if layer else name] = _pairs(
+            history, key
+        )
+    yield from layers.items()
 
 
 def _of_several(runs: Runs) -> Iterator[tuple[str, dict[str, Pairs]]]:
@@ -156,6 +189,9 @@ def _of_several(runs: Runs) -> Iterator[tuple[str, dict[str, Pairs]]]:
     yield "training_loss", {name: _pairs(history, "loss") for name, history in runs.items()}
     for key in ("grad_norm", "tokens_per_second"):  # the table has what differs in the learning rate
         yield key, {name: _pairs(history, key) for name, history in runs.items()}
+    for key in dict.fromkeys(key for history in runs.values() for key in history.steps.reported):
+        able = {name: history for name, history in runs.items() if key in history.steps.reported}
+        yield key, {name: _pairs(history, key) for name, history in able.items()}
 
 
 def _pairs(history: History, key: str) -> Pairs:
@@ -208,13 +244,15 @@ def _increasing(steps: Array) -> bool:
 
 def _range(key: str, bands: Sequence[tuple[Array, ...]], limit: float) -> tuple[float, float]:
     """The lowest and highest value of an axis; of losses at most ``limit``, and without their steep start."""
-    skip = STEEP if key.endswith("loss") else 0
+    skip = STEEP if is_loss(key) else 0
     shown = [line[int(skip * len(line)) :] for _, *band in bands for line in band]
     values = np.concatenate([line[np.isfinite(line)] for line in shown])
     if key == "grad_norm":
         values = values[values > 0]
         limit = USUAL_MAXIMA * median_low([float(np.nanmax(mean)) for _, mean, *_ in bands if np.isfinite(mean).any()])
-    elif not key.endswith("loss"):
+    elif key not in TITLES:
+        limit = math.inf
+    elif not is_loss(key):
         return 0.0, 1.08 * float(values.max()) or 1.0
     values = values[values <= limit]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.1, 1.0)

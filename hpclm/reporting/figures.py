@@ -67,7 +67,7 @@ def figures(runs: Runs) -> dict[str, "Figure"]:
         import matplotlib
     runs = curves.ordered(runs)
     with matplotlib.rc_context(_style("".join(runs) if len(runs) > 1 else "")):
-        drawn = {chart.key: _chart(chart, list(runs) if len(runs) > 1 else None) for chart in curves.charts(runs)}
+        drawn = {chart.place: _chart(chart, list(runs) if len(runs) > 1 else None) for chart in curves.charts(runs)}
         for name, history in runs.items():
             if history.attempts:
                 drawn["attempts" if len(runs) == 1 else f"attempts {name}"] = _timeline(history)
@@ -83,7 +83,7 @@ def _figure(height: float = 2.7, width: float = 5.2) -> tuple["Figure", Any]:
 
 def _chart(chart: Chart, names: Sequence[str] | None) -> "Figure":
     """A chart; ``names``: all runs, in the order of their colours, if they are not those of its curves."""
-    figure, axes = _figure(3.8, WIDE) if chart.key.endswith("loss") else _figure()
+    figure, axes = _figure(3.8, WIDE) if curves.is_loss(chart.key) else _figure()
     colours = dict(zip(names or [curve.name for curve in chart.curves], curves.COLOURS, strict=False))
     for curve in chart.layers:
         colour = colours.get(curve.name, INK)
@@ -98,8 +98,8 @@ def _chart(chart: Chart, names: Sequence[str] | None) -> "Figure":
         axes.plot(*curve.line, "o-" if curve.dots else "-", ms=3, color=colour, lw=1.4, label=label)
         if curve.left:
             axes.plot(*curve.left, "x", color=colour, ms=9, mew=2.5, clip_on=False)
-    title, unit = curves.TITLES[chart.key]
-    axes.set(xlabel="step", ylabel=unit, title=title, yscale="log" if chart.log else "linear")
+    axes.set(xlabel="step", ylabel=chart.unit, yscale="log" if chart.log else "linear")
+    axes.set_title(chart.title, parse_math=False)
     axes.set_xlim(chart.first, chart.last + (chart.first == chart.last))
     axes.set_ylim(chart.bottom, chart.top)
     if chart.key == "tokens_per_second":

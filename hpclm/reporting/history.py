@@ -6,7 +6,7 @@ summary.json. What a file does not say is left out.
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.errors import MACHINE, unread
-from hpclm.rundir import attempts, metrics_file, submissions, summary
+from hpclm.rundir import attempts, metric_names, metrics_file, submissions, summary
 from hpclm.rundir.metrics_file import StepRows
 from hpclm.rundir.status import moment
 
@@ -42,7 +42,7 @@ class StepTable:
     """Figures of N steps, as columns: millions of rows would take gigabytes."""
 
     columns: Mapping[str, NDArray[np.float64]]
-    """Of each of COLUMNS [N]; NaN where a number was not finite, or is not known."""
+    """Of each of COLUMNS, and of what the user's code reports, [N]; NaN where a number was not finite, or is not known."""
 
     def __len__(self) -> int:
         return len(self.columns["step"])
@@ -54,6 +54,11 @@ class StepTable:
         return isinstance(other, StepTable) and all(
             np.array_equal(self[name], other[name], equal_nan=True) for name in COLUMNS
         )
+
+    @property
+    def reported(self) -> list[str]:
+        """Names of what the user's code reports."""
+        return [name for name in self.columns if name not in COLUMNS]
 
     def taken(self, places: NDArray[Any]) -> "StepTable":
         """The rows at these places, or where a mask is true."""
@@ -148,6 +153,12 @@ class History:
         kept = float(np.nansum(self.steps["step_seconds"]))
         return min(1.0, kept / self.wall) if self.wall > 0 else None
 
+    @property
+    def reported(self) -> dict[str, float]:
+        """Means over the last steps of what the user's code reports."""
+        values = {name: [row[name] for row in self.recent if row.get(name) is not None] for name in self.steps.reported}
+        return {name: sum(numbers) / len(numbers) for name, numbers in values.items() if numbers}
+
     def seconds(self, kind: str) -> float:
         """Time of all attempts in the phases of this kind."""
         return sum(attempt.seconds(kind) for attempt in self.attempts)
@@ -155,7 +166,9 @@ class History:
 
 def read(out: Path) -> History:
     """The history of the run in ``out``; HpclmError if the disk fails."""
-    kept, lost = _Rows(), _Rows()
+    recent = tuple(row for row in metrics_file.last(out, FIGURES) if "loss" in row)[-RECENT:]
+    names = dict.fromkeys(name for row in recent for name, value in row.items() if metric_names.is_users(name, value))
+    kept, lost = _Rows((*COLUMNS, *list(names)[: metric_names.CURVES])), _Rows()
     _known(lambda: kept.read(out))
     _known(lambda: lost.read(out, lost=True))
     redone = lost.steps()
@@ -167,7 +180,7 @@ def read(out: Path) -> History:
         _last_of_each(kept.steps()),
         tuple(row for row in kept.others if "validation_loss" in row),
         redone,
-        tuple(row for row in metrics_file.last(out, FIGURES) if "loss" in row)[-RECENT:],
+        recent,
         kept.memory,
         tuple(row for row in kept.others if "tasks" in row),
         state if (state := summary.read(out).get("state", "")) in summary.ENDED else "",
@@ -192,14 +205,15 @@ def by_step(out: Path) -> list[dict[str, Any]]:
 class _Rows:
     """What is kept of a file of metrics."""
 
-    def __init__(self) -> None:
-        self.columns = {name: array("d") for name in COLUMNS}
+    def __init__(self, names: Sequence[str] = COLUMNS) -> None:
+        """``names``: of the figures of steps that are kept."""
+        self.columns = {name: array("d") for name in names}
         self.others = list[Row]()
         self.damaged, self.memory = 0, 0.0
 
     def read(self, out: Path, lost: bool = False) -> None:
         """Read the file of the run in ``out``, or that of its lost steps; OSError if that fails."""
-        for block in metrics_file.blocks(out, (*COLUMNS, "memory"), FIGURES, lost):
+        for block in metrics_file.blocks(out, (*self.columns, "memory"), FIGURES, lost):
             for part in block.parts:
                 self._add(part)
             self.damaged += block.parts.count(None) - (not block.lines.endswith(b"\n"))

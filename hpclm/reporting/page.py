@@ -97,7 +97,9 @@ def _ranking(
 
     On a phone, the settings have no columns but are below the name, so that they are seen without scrolling."""
     colours = _colours([*runs])
-    heads = ["run", *differing, "validation loss", "training loss", "state", "steps", "tokens/s"]
+    names = list(dict.fromkeys(name for history in runs.values() for name in history.steps.reported))
+    names = names[: comparison.REPORTED]
+    heads = ["run", *differing, "validation loss", "training loss", *names, "state", "steps", "tokens/s"]
     lines = []
     for standing in standings:
         history = runs[standing.name]
@@ -105,6 +107,7 @@ def _ranking(
         at = f' <span class="soft">step {standing.best_step}</span>' if best else ""
         swatch = f'<i style="background:{colours.get(standing.name, plots.INK)}"></i>'
         rate = _mean(history, "tokens_per_second")
+        reported = (history.reported.get(name) for name in names)
         training = "" if standing.training is None else f"{standing.training:.4f}"
         last = int(history.steps["step"][-1]) if len(history.steps) else 0
         values = {key: provenance.shown(row.get(standing.name)) for key, row in differing.items()}
@@ -113,6 +116,7 @@ def _ranking(
             *((value, text(value)) for value in values.values()),
             (best, best + at),
             (training, training),
+            *(("", "") if value is None else (f"{value:.17g}", f"{value:.4g}") for value in reported),
             ("", _state(history, standing)),
             (str(last), f"{last:,}"),
             (f"{rate:.0f}", f"{rate:,.0f}"),
@@ -129,7 +133,7 @@ def _ranking(
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
     note = (
         "The best run is first: by validation loss where it was measured, else by training loss, "
-        f"the mean of the last {RECENT} steps. Click a column heading to sort."
+        f"the mean of the last {RECENT} steps{', as own metrics are' if names else ''}. Click a column heading to sort."
     )
     return f'<div class="scroll"><table class="ranking">{body}</table></div><p class="soft">{note}</p>'
 
@@ -157,8 +161,13 @@ def _curves(charts: list[Chart], named: Mapping[str, Mapping[str, str]]) -> Iter
     group = max(chart.group for chart in charts)
     said = ["Point at a chart, or tap it, to read its values."] + [SPREAD.format(group)] * (group > 1)
     said += [DIVERGED] * any(curve.left for chart in charts for curve in chart.curves)
-    figures = "".join(_figure(chart, named[chart.key]) for chart in charts)
-    yield f'<h2>Curves</h2><p class="soft">{" ".join(said)}</p><div class="figures">{figures}</div>'
+    of_all, reported = (
+        "".join(_figure(chart, named[chart.key]) for chart in charts if chart.reported == reported)
+        for reported in (False, True)
+    )
+    yield f'<h2>Curves</h2><p class="soft">{" ".join(said)}</p><div class="figures">{of_all}</div>'
+    if reported:
+        yield f'<h2>Own metrics</h2><div class="figures">{reported}</div>'
 
 
 def _figure(chart: Chart, colours: Mapping[str, str]) -> str:
@@ -170,8 +179,8 @@ def _figure(chart: Chart, colours: Mapping[str, str]) -> str:
     clipped = any((curve.mean[: curve.kept] > chart.top).any() for curve in chart.curves)
     said = CLIPPED.format(chart.top) if clipped else ""
     return (
-        f'<figure><h3>{curves.TITLES[chart.key][0]}</h3><div class="legend">{swatches if len(chart.curves) > 1 else ""}</div>'
-        f'<div class="plot" id="{chart.key}"></div><figcaption>{said}</figcaption></figure>'
+        f'<figure><h3>{text(chart.title)}</h3><div class="legend">{swatches if len(chart.curves) > 1 else ""}</div>'
+        f'<div class="plot" id="{chart.place}"></div><figcaption>{said}</figcaption></figure>'
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hpclm import extras
-from hpclm.reporting.curves import TITLES, Chart, Curve
+from hpclm.reporting.curves import Chart, Curve
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
@@ -35,13 +35,13 @@ def scripts() -> list[str]:
 
 
 def drawn(chart: Chart, colours: Mapping[str, str]) -> str:
-    """A chart as JSON for ``LOADER``, which puts it into the element whose id is the chart's key.
+    """A chart as JSON for ``LOADER``, which puts it into the element whose id is the chart's place.
 
     ``colours``: of curves by name; the others are grey and have no values under the pointer.
     """
     from bokeh.embed import json_item
 
-    return json.dumps(json_item(_plot(chart, colours)) | {"target_id": chart.key}).replace("<", r"\u003c")
+    return json.dumps(json_item(_plot(chart, colours)) | {"target_id": chart.place}).replace("<", r"\u003c")
 
 
 def _plot(chart: Chart, colours: Mapping[str, str]) -> "figure":
@@ -63,7 +63,7 @@ def _plot(chart: Chart, colours: Mapping[str, str]) -> "figure":
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
     plot.grid.grid_line_color, plot.grid.grid_line_alpha = INK, 0.2
-    for axis, label in ((plot.xaxis, "step"), (plot.yaxis, TITLES[chart.key][1])):
+    for axis, label in ((plot.xaxis, "step"), (plot.yaxis, chart.unit)):
         axis.axis_label = label
         axis.axis_line_color = axis.major_tick_line_color = INK
         axis.minor_tick_line_color = None

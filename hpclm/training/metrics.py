@@ -14,7 +14,7 @@ from hpclm.errors import unread
 from hpclm.log import LIVE
 from hpclm.model import count
 from hpclm.progress import ProgressBar
-from hpclm.rundir import metrics_file
+from hpclm.rundir import metric_names, metrics_file
 from hpclm.rundir.rows import Row, finite
 from hpclm.rundir.summary import RunSummary
 from hpclm.side_path import SidePath
@@ -236,6 +236,8 @@ class Meter:
             suffix = f" ({suffix.strip()})"  # of a part named "ppl"
         for key, tag in TAGS.items():
             self._board(tag + suffix, row.get(key), row["step"], row["samples"])
+        for name, value in metric_names.reported(row).items():
+            self._board(name, value, row["step"], row["samples"])
         if time.monotonic() - self._boards_written > BOARD_SECONDS:
             self._flush_boards()
 

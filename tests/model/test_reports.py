@@ -9,8 +9,9 @@ from torch import nn
 from hpclm import cli
 from hpclm.errors import ConfigError
 from hpclm.model.gpt import Block
-from hpclm.model.reports import RESERVED, add_loss, report
+from hpclm.model.reports import add_loss, report
 from hpclm.parallel.collectives import copy_to_tp
+from hpclm.rundir.metric_names import RESERVED
 from tests.parity import STYLES, alone, errors, train, trained
 
 COEFFICIENT = 0.3
@@ -28,6 +29,7 @@ class Balanced(Block):
         x = super().forward(x, metadata)
         report(metadata, "size", x.abs().mean(-1), by_layer=True)
         x = add_loss(metadata, x, "square", x.square().mean(-1), COEFFICIENT)
+        report(metadata, "spread", self.scale.std())
         return add_loss(metadata, x, "scaled", (x * copy_to_tp(self.scale, self.tp)).square().mean(-1), 0.1)
 
 
@@ -51,12 +53,15 @@ DOCUMENTS = [*STYLES["llama"], *STYLES["documents"], *BLOCK]
 def test_reports_are_means_over_tokens_and_an_auxiliary_loss_has_its_gradient():
     found = trained(1, *BLOCK, steps=2)
     plain = trained(1, "engine.precision=fp32", "model.layers=2", steps=2)
-    names = ["scaled", "size/block0", "size/block1", "square"]
+    names = ["scaled", "size/block0", "size/block1", "spread", "square"]
     assert all([*values] == names for values in found["reports"]) and plain["reports"] == [{}, {}]
     assert found["losses"][0] == pytest.approx(plain["losses"][0], rel=1e-6)  # it is no part of the loss that is logged
     assert found["losses"][1] != plain["losses"][1]
     sizes = found["reports"][0]
     assert sizes["square"] > sizes["size/block0"] ** 2 + sizes["size/block1"] ** 2  # of both layers, by Jensen
+    assert sizes["spread"] == pytest.approx(
+        2 * float(torch.linspace(0.5, 1.5, 32).std())
+    )  # a single value, of both layers
     # of the last block's output, 0.1 mean((x s)^2): by its gradient the size of x, since it enters nothing else
     gradient = found["gradients"]["block1.scale"]
     assert (gradient > 0).all() and gradient.norm() > 0

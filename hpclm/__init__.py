@@ -5,13 +5,16 @@
 >>> run.metrics, run.generate("Once upon"), run.report()
 
     train      train in this process, on one GPU or the CPU
+    sweep      train a run for each value of a setting
     submit     queue a job that trains, on Slurm for example
     open       open a run directory
+    compare    a table of several runs, the best first
+    report     a page that compares them
     settings   settings from a preset or file, with changes
     selftest   try code of your own in every layout of processes
 
-The first three return a Run. Errors are HpclmError, those of settings and arguments ConfigError. docs/python.md says more, and
-``hpclm --help`` lists the verbs of the command line.
+``train``, ``submit`` and ``open`` return a Run, ``sweep`` a list of them. Errors are HpclmError, those of settings and arguments
+ConfigError. docs/python.md says more, and ``hpclm --help`` lists the verbs of the command line.
 """
 
 import sys
@@ -35,10 +38,13 @@ __all__ = [
     "Run",
     "RunConfig",
     "__version__",
+    "compare",
     "open",
+    "report",
     "selftest",
     "settings",
     "submit",
+    "sweep",
     "train",
 ]
 
@@ -46,11 +52,13 @@ if TYPE_CHECKING:
     from hpclm.api.functions import open, settings, submit, train
     from hpclm.api.run import Run
     from hpclm.api.selftest import selftest
+    from hpclm.api.several import compare, report, sweep
     from hpclm.config import RunConfig
     from hpclm.errors import ConfigError, HpclmError
 
 _WHERE = {
     **dict.fromkeys(("open", "settings", "submit", "train"), "hpclm.api.functions"),
+    **dict.fromkeys(("compare", "report", "sweep"), "hpclm.api.several"),
     "Run": "hpclm.api.run",
     "selftest": "hpclm.api.selftest",
     "RunConfig": "hpclm.config",

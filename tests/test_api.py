@@ -328,7 +328,8 @@ def test_importing_hpclm_loads_nothing_and_the_programs_do_not_take_the_place_of
 
 def test_help_and_completion_show_the_interface():
     names = [name for name in dir(hpclm) if not name.startswith("_")]
-    assert names == ["ConfigError", "HpclmError", "Run", "RunConfig", "open", "settings", "submit", "train"]
+    functions = ["compare", "open", "report", "selftest", "settings", "submit", "sweep", "train"]
+    assert names == ["ConfigError", "HpclmError", "Run", "RunConfig", *functions]
     done = subprocess.run([sys.executable, "-m", "pydoc", "hpclm"], capture_output=True, text=True, cwd=ROOT)
     assert all(f"    {name}(" in done.stdout for name in ("open", "settings", "submit", "train"))
     made = hpclm.settings("debug")

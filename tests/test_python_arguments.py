@@ -248,6 +248,7 @@ REFUSES = {
     },
     "convert": {"dtype": {*VALUES}, "shard_gb": {*VALUES}, "allow_nan": {*VALUES}},
     "resume": {"steps": {*VALUES}, "resume_step": {*VALUES}},
+    "cancel": {"now": {*VALUES} - {*BOOLS}, "wait": {*VALUES} - {*WHOLE, *NUMBERS, "2^70", "inf"}},
 }
 """The values that each argument refuses: a name that is nowhere, or a target that is there, is refused too."""
 
@@ -266,13 +267,30 @@ FUNCTIONS = {
     "train base": (lambda value: hpclm.train(value, "nowhere=1"), set()),
     "train change": (lambda value: hpclm.train("debug", value), set()),
     "train data": (lambda value: hpclm.train("debug", data=value), set()),
+    "sweep values": (lambda value: hpclm.sweep("debug", {"optim.lr": value}, "nowhere=1"), set()),
+    "sweep value": (lambda value: hpclm.sweep("debug", {"optim.lr": [value], "name": [value]}, "nowhere=1"), set()),
+    "sweep settings": (lambda value: hpclm.sweep("debug", value), set()),
+    "sweep parallel": (lambda value: hpclm.sweep("debug", {"seed": [1]}, "nowhere=1", parallel=value), set()),
+    "compare": (hpclm.compare, set()),
+    "report": (hpclm.report, set()),
+    "report output": (lambda value: hpclm.report("x", output=value), set()),
     "train tokenizer": (lambda value: hpclm.train("debug", data="text.jsonl", tokenizer=value), set()),
     **{
         f"submit {name}": (lambda value, name=name: hpclm.submit("debug", **{name: value}), set())
         for name in inspect.signature(hpclm.submit).parameters.keys() - {"base", "changes"}
     },
 }
-QUICK = ("open", "Run", "train change", "submit time")
+QUICK = (
+    "open",
+    "Run",
+    "train change",
+    "submit time",
+    "sweep value",
+    "sweep values",
+    "sweep settings",
+    "compare",
+    "report",
+)
 
 
 @pytest.mark.parametrize(

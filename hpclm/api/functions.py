@@ -57,7 +57,7 @@ def train(
         ConfigError: everything that is wrong with the settings; other errors are HpclmError.
         KeyboardInterrupt: after a signal; the run has saved, and `hpclm.open` opens it.
     """
-    run = _composed(base, changes, data, tokenizer, Options(steps, lr, seed, out, device))
+    run = composed(base, changes, data, tokenizer, Options(steps, lr, seed, out, device))
     live.train(run, resume_step)
     return Run(run.out)
 
@@ -105,7 +105,7 @@ def submit(
 
     wanted = Options(steps, lr, seed, out, device, nodes, gpus, time, partition)
     queue_of(options.compose(base, [*wanted.changes(), *changes]).job)  # before a dataset is written
-    run = whole(_composed(base, changes, data, tokenizer, wanted))
+    run = whole(composed(base, changes, data, tokenizer, wanted))
     from_python(run, resume_step)
     return Run(run.out)
 
@@ -143,7 +143,7 @@ def open(run: str | os.PathLike[str]) -> Run:  # as gzip.open and others
     return Run(runs.resolve(paths.expanded(os.fspath(run)), Path("runs")))
 
 
-def _composed(
+def composed(
     base: Base,
     changes: tuple[Change, ...],
     data: Data | None,

@@ -53,14 +53,19 @@ class Snapshot:
 
 def train(run: RunConfig, resume_step: int | None) -> None:
     """Train ``run``, as ``launch.process.in_this_process`` does."""
-    if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("hpclm.train catches signals, so it must be called in the main thread")
+    check_main_thread("hpclm.train")
     with computing():
         if not in_notebook():
             process.in_this_process(run, resume_step)
             return
         with _shown(run):
             process.in_this_process(run, resume_step, quiet=True)
+
+
+def check_main_thread(function: str) -> None:
+    """ConfigError if this is another thread."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(f"{function} catches signals, so it must be called in the main thread")
 
 
 @contextmanager

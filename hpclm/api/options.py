@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,15 +77,22 @@ def words(changes: Iterable[Change]) -> list[str]:
 
 
 def _read(change: Mapping[Any, Any]) -> list[str]:
-    try:
+    with readable("a change"):
         return list(_assignments(change))
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """ConfigError, which begins with ``what``, for values that cannot be read in the block."""
+    try:
+        yield
     except ConfigError:
         raise
     except RecursionError:
-        raise ConfigError("a change is nested too deeply, or in itself") from None
+        raise ConfigError(f"{what} is nested too deeply, or in itself") from None
     except Exception as error:  # an omegaconf mapping lacks a value, a tensor its data, a number is too long for text
         reason = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"a change cannot be read: {type(error).__name__}: {reason}") from None
+        raise ConfigError(f"{what} cannot be read: {type(error).__name__}: {reason}") from None
 
 
 def _assignments(change: Mapping[Any, Any], section: str = "") -> Iterator[str]:

@@ -274,6 +274,32 @@ class Run(os.PathLike[str]):
         live.train(options.compose(self, [*Options(steps=steps).changes(), *changes]), resume_step)
         return self
 
+    @checked
+    def cancel(self, now: bool = False, wait: float = 300) -> "Run":
+        """Have the run's jobs or processes save and exit, and wait until they have, as `hpclm cancel` does; `resume` continues it.
+
+        Of a run that is not running it says how it stands. ConfigError for one that this process trains: interrupt the call instead.
+
+        Args:
+            now: end it without saving.
+            wait: for so many seconds at most; HpclmError after them.
+        """
+        from hpclm.launch import cancel
+
+        if not wait >= 0:
+            raise ConfigError(f"wait={wait} must be at least 0")
+        if self._status().process == os.getpid():
+            raise ConfigError(
+                f"{os.fspath(self)} is trained by this process; interrupt the cell or the call that trains it"
+            )
+        cancel.cancel([Path(os.fspath(self))], now, wait)
+        return self
+
     def _status(self) -> RunStatus:
-        [status] = query([runs.read(self.path)], PATIENCE)
+        [status] = statuses_of([self.path])
         return status
+
+
+def statuses_of(chosen: Sequence[Path]) -> list[RunStatus]:
+    """How runs stand."""
+    return query([runs.read(path) for path in chosen], PATIENCE)

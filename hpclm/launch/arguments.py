@@ -110,7 +110,7 @@ def whole(run: RunConfig) -> RunConfig:
 
 def variants(words: Sequence[str]) -> list[Variant]:
     """The runs for ``words``, each key=a,b,c; one without words. ConfigError if two would have the same name."""
-    axes = [(key, [(value, value) for value in values]) for key, values in map(_axis, words)]
+    axes = [(key, [(value, value) for value in values]) for key, values in map(axis, words)]
     return combinations(axes, f"--sweep {' '.join(words)}")
 
 
@@ -130,7 +130,8 @@ def combinations(axes: Sequence[tuple[str, Sequence[tuple[str, str]]]], typed: s
     return every
 
 
-def _axis(word: str) -> tuple[str, list[str]]:
+def axis(word: str) -> tuple[str, list[str]]:
+    """The setting of key=a,b,c and its values; ConfigError for anything else."""
     key, _, text = word.partition("=")
     values = list(_split(text))
     if not is_override(word) or not all(values):

@@ -152,4 +152,4 @@ def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: 
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if ended == REQUEUE:
         newest, _ = folder.survey_checkpoints(f"{settings.out}/checkpoints")
-        raise Interrupted(f"{settings.out}: saved{f' at step {newest[0]}' if newest else ''}; {AGAIN}")
+        raise Interrupted(f"{settings.out}: {f'saved at step {newest[0]}' if newest else 'nothing was saved'}; {AGAIN}")

@@ -19,6 +19,7 @@ from typing import IO
 
 from hpclm import config, failures, files, folders, paths, terminal
 from hpclm.config import RunConfig
+from hpclm.data import split_by
 from hpclm.datasets import command_line
 from hpclm.distributed import bootstrap
 from hpclm.errors import REQUEUE, ConfigError, DivergedError, HpclmError
@@ -79,8 +80,9 @@ def train(settings: Sequence[str], swept: Sequence[str], parallel: int, typed: S
     """
     check_alone()
     variants = arguments.variants(swept)
-    runs = [composed(settings, variant, typed) for variant in variants]
-    check(runs)
+    for variant in variants:  # before a dataset is written
+        command_line.planned([*settings, *variant.overrides], typed)
+    runs = checked([composed(settings, variant, typed) for variant in variants])
     of_each = shares(min(parallel, len(runs)), 1, gpus_here(runs) if parallel > 1 else 0)
     return run(of_variants(runs, variants, ("hpclm", "train", *typed)), train_words, of_each)
 
@@ -91,8 +93,8 @@ def composed(settings: Sequence[str], variant: Variant, typed: Sequence[str]) ->
     return arguments.whole(arguments.varied(run, variant))
 
 
-def check(runs: Sequence[RunConfig]) -> None:
-    """ConfigError with every problem of runs that train in one process each; warnings of what changes nothing."""
+def checked(runs: Sequence[RunConfig]) -> list[RunConfig]:
+    """Runs that train in one process each, as they begin; warns of what changes nothing. ConfigError with every problem."""
     problems, warnings = list[str](), list[str]()
     for run in runs:
         alone = replace(run, job=replace(run.job, nodes=1, gpus=1, hostfile=None))
@@ -104,6 +106,7 @@ def check(runs: Sequence[RunConfig]) -> None:
         raise ConfigError(dict.fromkeys(problems))
     for warning in dict.fromkeys(warnings):
         say(f"warning: {warning}", file=sys.stderr)
+    return [split_by.resolved(run) for run in runs]
 
 
 def train_words(path: Path) -> tuple[str, ...]:
@@ -147,16 +150,14 @@ def shares(
 class Child:
     """A run that trains in a process of its own."""
 
-    def __init__(self, number: int, sweep: Sweep, words: Words, share: Mapping[str, str], output: IO[bytes], row: int):
-        """Start run ``number`` of ``sweep``; what it prints goes to ``output``, and its progress is shown in this ``row``."""
-        self.run, self.share, self.output, self.row = sweep.runs[number - 1], share, output, row
-        self.name = f"run {number} of {len(sweep.runs)}"
-        self.out = Path(self.run.out)
-        with send.held(self.run):  # LockedError where another process trains it
+    def __init__(self, run: RunConfig, name: str, words: Words, share: Mapping[str, str], output: IO[bytes], row: int):
+        """Start ``run``; what it prints goes to ``output``, and its progress is shown in this ``row`` of a terminal."""
+        self.name, self.output, self.row, self.out = name, output, row, Path(run.out)
+        with send.held(run):  # LockedError where another process trains it
             command = python.command("hpclm", *words(self.out / "config.yaml"))
         self.process = subprocess.Popen(
             command,
-            env={**environment.inherited(needs=self.run.libraries()), **share},
+            env={**environment.inherited(needs=run.libraries()), **share},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -194,12 +195,18 @@ class Child:
 
 
 def run(sweep: Sweep, words: Words, shares: Sequence[Mapping[str, str]]) -> int:
-    """Train what is not done yet, as many runs at a time as there are ``shares``; show how they compare. The exit code.
+    """Train what is not done yet, as ``train_all`` does, and show how the runs compare; the exit code."""
+    unfinished, code = train_all(sweep.runs, words, shares)
+    return code if code == 128 + signal.SIGINT else _finish(sweep, unfinished, code)
 
-    A run that fails does not affect the others; the code is then its, or 1 if they differ. After a signal the runs that train
-    save, no other starts, and the code is 85.
+
+def train_all(runs: Sequence[RunConfig], words: Words, shares: Sequence[Mapping[str, str]]) -> tuple[list[Path], int]:
+    """Train what is not done yet of ``runs``, which have absolute paths, as many at a time as there are ``shares``.
+
+    Returns those that a signal has stopped, or that were not started because of it, and the exit code: of the runs that have failed,
+    which do not affect the others; 1 if their codes differ.
     """
-    per_run, left = failures.PerRunErrors(2), deque(range(1, len(sweep.runs) + 1))
+    per_run, left = failures.PerRunErrors(2), deque(range(1, len(runs) + 1))
     children, stopped = list[Child](), list[Path]()
     forward, announced = Forward(lambda: [child.process.pid for child in children], {}, signal.SIGINT), False
     with folders.temporary_folder() as folder, preemption.handling(forward):
@@ -208,7 +215,7 @@ def run(sweep: Sweep, words: Words, shares: Sequence[Mapping[str, str]]) -> int:
                 free = [row for row in range(len(shares)) if row not in [child.row for child in children]]
                 while left and free and not forward.received:
                     with per_run:
-                        if child := _started(left.popleft(), sweep, words, shares, free[0], folder, per_run.codes):
+                        if child := _started(left.popleft(), runs, words, shares, free[0], folder, per_run.codes):
                             del free[0]
                             children.append(child)
                             for number in list(forward.received):  # before it was among the targets
@@ -234,23 +241,23 @@ def run(sweep: Sweep, words: Words, shares: Sequence[Mapping[str, str]]) -> int:
             for child in children:
                 child.process.wait()
             say("second Ctrl-C: ended without saving", file=sys.stderr)
-            return 128 + signal.SIGINT
-    return _finish(sweep, [*stopped, *(Path(sweep.runs[number - 1].out) for number in left)], per_run.code)
+            return [Path(run.out) for run in runs], 128 + signal.SIGINT
+    return [*stopped, *(Path(runs[number - 1].out) for number in left)], per_run.code
 
 
 def _started(
     number: int,
-    sweep: Sweep,
+    runs: Sequence[RunConfig],
     words: Words,
     shares: Sequence[Mapping[str, str]],
     row: int,
     folder: Path,
     codes: set[int],
 ) -> Child | None:
-    """Run ``number`` of the sweep, started; None if there is nothing to do for it. ``codes`` gets the exit code of one that is not
+    """Run ``number`` of ``runs``, started; None if there is nothing to do for it. ``codes`` gets the exit code of one that is not
     started again."""
-    run = sweep.runs[number - 1]
-    title = f"run {number} of {len(sweep.runs)}  {files.shown(_short(Path(run.out)))}"
+    run = runs[number - 1]
+    title = f"run {number} of {len(runs)}  {files.shown(_short(Path(run.out)))}"
     if ending := nothing_left(run):
         _tell(f"{title}: {ending}; skipped")
         return None
@@ -260,7 +267,7 @@ def _started(
         _tell(f"{title}: {ending}; not started again with the same settings ({again} does)")
         return None
     with (folder / f"{number}.log").open("wb") as output:
-        child = Child(number, sweep, words, shares[row], output, row)
+        child = Child(run, f"run {number} of {len(runs)}", words, shares[row], output, row)
     if not sys.stderr.isatty():
         _tell(f"{title}: started; hpclm logs -f {files.typed(_short(Path(run.out)))} follows it")
     return child

@@ -62,7 +62,8 @@ def page(content: Content) -> str:
             body.append(f'<p class="warn">The run diverged at step {standings[0].diverged}.</p>')
         body += [*_curves(charts, named), _samples(content, ordered)]
         body += ["<h2>Numbers</h2>", _numbers(history, standings[0])]
-        body += ["<h2>Attempts</h2>", f"<p>{text(timeline.summary(history))}</p>", timeline.legend([history])]
+        said = timeline.summary(history)
+        body += ["<h2>Attempts</h2>", f"<p>{text(said)}</p>" if said else "", timeline.legend([history])]
         body += [timeline.bars(history), timeline.numbers(history)]
         body.append(folded("Provenance", _origin(history, content.settings[name])))
     now = time.strftime("%Y-%m-%d %H:%M %Z")

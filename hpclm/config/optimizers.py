@@ -164,7 +164,7 @@ def readers(setting: str) -> list[str]:
 def described() -> str:
     """The optimizers, for the documentation of optim.name."""
     shipped = "; ".join(f"{name}: {kind.summary}" for name, kind in OPTIMIZERS.items())
-    return f"{shipped}; or package.module:Name (hpclm docs how-to)."
+    return f"{shipped}; or package.module:Name (hpclm docs your-own-code)."
 
 
 def without_effect(name: str, changed: Callable[[str], bool]) -> Iterator[tuple[str, list[str]]]:

@@ -10,7 +10,7 @@ from hpclm.errors import ConfigError
 from hpclm.optim import user_optimizer
 from hpclm.optim.user_optimizer import LoadedOptimizer
 
-DECLARE = "declare in it which weights it needs whole (`matrices`: hpclm docs how-to, A new optimizer)"
+DECLARE = "declare in it which weights it needs whole (`matrices`: hpclm docs your-own-code)"
 
 
 def check_optimizer(config: EngineSettings, can: Supports | None, sharded: bool = False) -> None:

@@ -41,6 +41,8 @@ class Trial:
 
     kept: Mapping[str, Mapping[str, Any]]
     """By example, what is kept of it after updates."""
+    begun: Mapping[str, Any]
+    """What is kept of a vector before its first update."""
     group_state: tuple[str, ...]
     """Numbers in parameter groups that updates changed."""
     parts_differ: str | None
@@ -108,6 +110,8 @@ class Trained:
     moved: Mapping[str, Tensor]
     """By weight, the change of its values."""
     kept: Mapping[str, Mapping[str, Any]]
+    begun: Mapping[str, Mapping[str, Any]]
+    """As ``kept``, before the first update."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     """That updates changed in parameter groups."""
 
@@ -139,7 +143,7 @@ def of(maker: UserOptimizerMaker, optim: OptimConfig) -> Trial:
             _check_skips(maker, optim, device)
         differ = next(_differences(maker, optim, whole, device), None)
         depend = next(_dependences(maker, optim, whole, device), None)
-    return Trial(whole.kept, tuple(whole.numbers), differ, depend)
+    return Trial(whole.kept, whole.begun[VECTOR], tuple(whole.numbers), differ, depend)
 
 
 def _differences(maker: UserOptimizerMaker, optim: OptimConfig, whole: Trained, device: torch.device) -> Iterator[str]:
@@ -233,6 +237,7 @@ def _trained(
     if maker.shares and maker.whole:
         matrices = [weight for weight in weights if maker.whole(weight.name, weight.shape)]
         optimizer.share(LocalExchange(matrices), ModelConfig())  # type: ignore[attr-defined]
+    begun = {w.name: {k: _copied(v) for k, v in optimizer.state.get(w.parameter, {}).items()} for w in weights}
     started = [_numbers(group) for group in optimizer.param_groups]
     for number in range(UPDATES):
         for group in optimizer.param_groups:
@@ -248,8 +253,13 @@ def _trained(
     return Trained(
         {w.name: w.parameter.detach() - start for w, start in zip(weights, before, strict=True)},
         {w.name: dict(optimizer.state.get(w.parameter, {})) for w in weights},
+        begun,
         changed,
     )
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hpclm.config import OptimConfig
-from hpclm.config.optimizers import OptimizerKind, Shape, State, StateTensor
+from hpclm.config.optimizers import EXAMPLES, OptimizerKind, Shape, State, StateTensor
 from hpclm.errors import ConfigError
 from hpclm.optim import trial
 from hpclm.optim.adamw import bare, groups
@@ -60,6 +60,7 @@ def _load(name: str, arguments: str) -> LoadedOptimizer:
             f"optim.name={name}: state_tensors={declared!r} must be such as {{'exp_avg': 'weight'}}, where weight is a tensor of the weight's "
             "shape and scalar a single value, or a function (name, shape, optim) -> {name: StateTensor}"
         )
+    _check_functions(name, source)
     maker = UserOptimizerMaker(name, source, getattr(source, "matrices", None))
     if maker.whole and maker.groups_weights and not maker.shares:
         raise ConfigError(
@@ -84,13 +85,31 @@ def _load(name: str, arguments: str) -> LoadedOptimizer:
     return LoadedOptimizer(maker, tried, kind)
 
 
+def _check_functions(name: str, source: Any) -> None:
+    """ConfigError if a function that the optimizer declares cannot be called as it will be."""
+    example, shape = EXAMPLES[0]
+    calls = {
+        "matrices": ((example, shape), "name, shape"),
+        "state_tensors": ((example, shape, OptimConfig()), "name, shape, optim"),
+    }
+    for attribute, (arguments, shown) in calls.items():
+        function = getattr(source, attribute, None)
+        try:
+            if callable(function):
+                function(*arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"optim.name={name}: {attribute} must be a function of ({shown}), without self: {error}"
+            ) from error
+
+
 def make(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:
     """The user's optimizer of these weights, wrapped."""
     loaded = load(optim)
     kept = {weight.parameter: loaded.trial.scalars(weight.name, weight.shape) for weight in weights}
     if loaded.maker.whole and not loaded.maker.shares:
         return MatrixwiseOptimizer(loaded, weights, optim, kept)
-    return UserOptimizer(loaded.maker(weights, optim), kept, loaded.trial.scalars("", (1,)))
+    return UserOptimizer(loaded.maker(weights, optim), kept, loaded.trial.scalars("", (1,)), loaded.trial.begun)
 
 
 class UserOptimizer(torch.optim.Optimizer):
@@ -104,12 +123,13 @@ class UserOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         scalars: Mapping[Tensor, Mapping[str, Any]],
         of_others: Mapping[str, Any],
+        begun: Mapping[str, Any],
     ):
         """``scalars``: by weight, an example of each number that ``inner`` keeps of it after an update; ``of_others``: of a parameter
-        that is no weight, such as a part of several that a library flattens."""
+        that is no weight, such as a part of several that a library flattens; ``begun``: all that it has of a vector before the first."""
         super().__init__(inner.param_groups, {})
         self.inner, self.state = inner, inner.state
-        self._scalars, self._of_others = scalars, of_others
+        self._scalars, self._of_others, self._begun = scalars, of_others, begun
         self._initial = {parameter: dict(kept) for parameter, kept in inner.state.items()}
         """What some have of a weight before its first update."""
 
@@ -166,22 +186,20 @@ class UserOptimizer(torch.optim.Optimizer):
             for weight in self._initial:
                 self.state.pop(weight, None)
         if tensors is None or not steps:
-            if self._initial:
+            if self._initial or self._begun:
                 self.state[parameter] = self._before_updates(parameter)
             return
         self.state[parameter] = {**tensors, "step": restored(self.of(parameter).get("step", 0), steps, parameter)}
 
     def _before_updates(self, parameter: Tensor) -> dict[str, Any]:
         """What ``inner`` has of a parameter before its first update, if it has anything; also of one that a library has put together."""
-        values = {name: _copied(value) for name, value in self._initial.get(parameter, {}).items()}
-        if values:
-            return values
-        kept_of, kept = next(iter(self._initial.items()))
+        if parameter in self._initial:
+            return {name: _copied(value) for name, value in self._initial[parameter].items()}
         return {
             name: torch.full_like(parameter, value.flatten()[0].item())
-            if isinstance(value, Tensor) and value.shape == kept_of.shape
+            if isinstance(value, Tensor) and value.ndim
             else _copied(value)
-            for name, value in kept.items()
+            for name, value in self._begun.items()
         }
 
     def place(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
@@ -210,7 +228,9 @@ class MatrixwiseOptimizer(UserOptimizer):
         }
         """What the class knows each matrix by; it has values only during its update."""
         substituted = [{**group, "params": [self._whole.get(p, p) for p in group["params"]]} for group in of_weights]
-        super().__init__(maker.of_groups(substituted, optim), scalars, loaded.trial.scalars("", (1,)))
+        super().__init__(
+            maker.of_groups(substituted, optim), scalars, loaded.trial.scalars("", (1,)), loaded.trial.begun
+        )
         self.of_class = self.inner.param_groups
         self.param_groups = [
             {**group, "params": weights_of["params"]}

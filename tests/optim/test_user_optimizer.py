@@ -61,6 +61,7 @@ ELEMENTWISE = {
     # or they would make steps of the rounding errors in gradients that are 0, as those of key biases
     **{f"torch.optim:{name}": {"eps": 1e-5} for name in EPS},
     "torch.optim:SGD": {"momentum": 0.9, "dampening": 0.5},
+    "torch.optim:Adagrad": {"eps": 1e-5, "initial_accumulator_value": 0.01},
     "torch.optim:Rprop": {},
     "torch.optim:ASGD": {},
     "Counting": {},
@@ -158,6 +159,15 @@ class Silent(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr))
 
 
+class WithSelf(Silent):
+    def matrices(self, name, shape):
+        return True
+
+
+class OddState(Silent):
+    state_tensors = {"exp_avg": "matrix"}  # noqa: RUF012
+
+
 def returns_nothing(weights, optim):
     return None
 
@@ -171,6 +181,8 @@ REFUSED = {
     f"{__name__}:REFUSED": "is neither a class nor a function",
     f"{__name__}:Silent": "fails on small weights",
     f"{__name__}:returns_nothing": "it must return a torch.optim.Optimizer",
+    f"{__name__}:WithSelf": "matrices must be a function of (name, shape), without self",
+    f"{__name__}:OddState": "must be such as {'exp_avg': 'weight'}",
     "json:loads": "part of Python's standard library",
 }
 
@@ -224,7 +236,7 @@ class Halves(torch.optim.Optimizer):
 @pytest.mark.parametrize("inner", [lambda groups: torch.optim.SGD(groups, 1.0), lambda groups: Halves(groups, 1.0)])
 def test_only_the_groups_that_a_library_leaves_in_it_are_updated(inner):
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = UserOptimizer(inner([{"params": [p]} for p in parameters]), {}, {})
+    optimizer = UserOptimizer(inner([{"params": [p]} for p in parameters]), {}, {}, {})
     for p in parameters:
         p.grad = torch.ones(2)
     whole = optimizer.param_groups

@@ -1,12 +1,13 @@
 """``data=TEXT`` and ``tokenizer=TOKENIZER`` among the words of a command line: as ``hpclm.train``'s arguments of these names."""
 
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpclm.config import RunConfig, compose
 from hpclm.errors import ConfigError
-from hpclm.node import environment
+from hpclm.node import environment, interruption, preemption
 from hpclm.rundir import folder
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def settings(
     if dataset is None or dataset.written:
         return run
     check(run, dataset)
-    with environment.preserved():
+    # a warning ends the start of a run at once (preemption.Start); here it would leave unfinished files
+    with environment.preserved(), preemption.handling(signal.default_int_handler), interruption.prompt_exit():
         dataset.write()
     return planned(words, typed)[0]
 

@@ -13,6 +13,7 @@ from hpclm.data.tokenizers import flat
 from hpclm.datasets import command_line
 from hpclm.errors import ConfigError
 from hpclm.launch import arguments, process
+from hpclm.node import preemption
 from tests.runs import hpclm as run_hpclm
 
 TINY = {"model.layers": 1, "model.hidden": 16, "model.heads": 2, "model.context": 16, "evaluate.every": 0}
@@ -51,10 +52,12 @@ class Letters:
 
 
 class Interrupted(Letters):
-    """The user interrupts while the text is tokenized."""
+    """A signal comes while the text is tokenized."""
+
+    number = signal.SIGINT
 
     def interrupt(self):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(self.number)
 
 
 class Overtaken(Letters):
@@ -122,10 +125,14 @@ def test_what_cannot_train_is_refused_before_anything_is_written(here, words, sa
     assert sorted(here.rglob("*")) == before
 
 
-def test_an_interrupt_leaves_no_part_of_a_dataset(here):
+@pytest.mark.parametrize("number, ended", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_leaves_no_part_of_a_dataset(number, ended, here, monkeypatch):
+    monkeypatch.setattr(Interrupted, "number", number)
     before = sorted(here.rglob("*"))
-    with pytest.raises(KeyboardInterrupt):
-        command_line.settings(["small", "data=text.jsonl", f"tokenizer={__name__}:Interrupted"])
+    with preemption.handling(preemption.Start()):  # as in a process of hpclm train
+        with pytest.raises(ended):
+            command_line.settings(["small", "data=text.jsonl", f"tokenizer={__name__}:Interrupted"])
+        assert isinstance(signal.getsignal(number), preemption.Start)
     assert sorted(here.rglob("*")) == before
 
 

@@ -7,6 +7,7 @@ classify differently are encoded with ``tokenizers``; tests/datasets/tokenizers/
 import logging
 import os
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ class Fast:
         if self.needs_exact(together):
             return self._exact(texts)
         self._renew(len(together))
+        import_module("awkward")  # the library would take a signal during this import for a module that is missing
         layout = self._library.encode_batch(texts, parallel=False).layout
         bounds = np.asarray(layout.offsets.data)
         return np.asarray(layout.content.data)[bounds[0] : bounds[-1]], np.diff(bounds)

@@ -37,6 +37,8 @@ GRADIENT = {
     "gradient over the ranks (hpclm.parallel.collectives)",
     "counted": "the gradient is summed over the tensor ranks although each has all of it: use the weight without copy_to_tp where every rank "
     "sees the whole sequence, after gather",
+    "stages": "the engine does not divide the model into stages, or does not follow parallel.pipeline: let it declare what it can do, "
+    "supports = hpclm.config.supports.Supports(its name), so that a pipeline is refused by name",
     "engine": "the engine does not average the gradients of the replicas: all-reduce them over compute.mesh.dp; the loss is weighted already, "
     "so that the sum is the mean",
     "tensor": "the weight is used on each rank's slice without copy_to_tp(weight, tp), or is split without a row in `placements`, or a "
@@ -64,6 +66,8 @@ def cause(kind: str, trial: Trial, differences: Sequence[Difference]) -> str:
     """The usual cause of what differs in a trial of an object of this kind."""
     stage, hints = differences[0].stage, {difference.hint for difference in differences}
     place = "tensor" if trial.splits else "batches" if trial.other_batches else "other"
+    if kind == "engine" and "parallel.pipeline=2" in trial.settings:
+        return GRADIENT["stages"]
     states = [difference for difference in differences if difference.stage == "state"]
     if stage == "samples":
         return SOURCE

@@ -91,7 +91,7 @@ def differences(reference: Sequence[Record], trial: Sequence[Record], exact: boo
 def _initial(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
     right, given = (Tensors.of(record.initial for record in records) for records in (reference, trial))
     yield from _names(right, given)
-    for name in right.whole.keys() & given.whole.keys():
+    for name in (name for name in right.whole if name in given.whole):
         shapes = given.whole[name].shape, right.whole[name].shape
         if shapes[0] != shapes[1]:
             text = f"{name} has the shape {list(shapes[0])}, and {list(shapes[1])} in one process"
@@ -183,7 +183,7 @@ def _updates(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[D
 def _changed(stage: str, when: str, before: Values, right: Tensors, given: Tensors) -> Iterator[Difference]:
     """The weights whose changes since ``before`` differ."""
     wrong = []
-    for name in right.whole.keys() & given.whole.keys():
+    for name in (name for name in right.whole if name in given.whole):
         change = right.whole[name] - before.get(name, np.zeros_like(right.whole[name]))
         usual = _norm(change) / np.sqrt(change.size)
         limit = OF_CHANGE * usual + OF_VALUE * _norm(right.whole[name]) / np.sqrt(change.size) + TINY
@@ -208,7 +208,7 @@ def _later(reference: Sequence[Record], trial: Sequence[Record], exact: bool) ->
     yield from figures
     wrong = list(_changed("later", "at the end", before, right, given))
     if exact and not wrong:
-        for name in right.whole.keys() & given.whole.keys():
+        for name in (name for name in right.whole if name in given.whole):
             if not np.array_equal(right.whole[name], given.whole[name]):
                 apart = _off(given.whole[name], right.whole[name])
                 wrong.append(

@@ -12,7 +12,7 @@ import pytest
 from hpclm import cli
 from hpclm.trials import kinds
 from hpclm.trials.verdict import SETTINGS
-from tests.runs import ROOT, hpclm
+from tests.runs import PATIENCE, ROOT, hpclm
 
 PAGE = (ROOT / "docs/your-own-code.md").read_text()
 NAMES = dict(re.findall(r"`(?:hpclm preprocess --)?([\w.]+)[= ]\[?(mine:\w+)\]?`", PAGE.partition("## A block")[0]))
@@ -79,6 +79,8 @@ def test_the_commands_at_the_top_of_the_page_work_as_typed(mine):
         "OMP_NUM_THREADS": "1",
         "PATH": f"{Path(shutil.which('hpclm') or '').parent}:{os.environ['PATH']}",
     }
-    done = subprocess.run(["bash", "-ec", block], cwd=mine, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        ["bash", "-ec", block], cwd=mine, env=env, capture_output=True, text=True, timeout=PATIENCE * 6
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "agrees with one process" in done.stdout and Path("runs/tensor/metrics.jsonl").is_file()

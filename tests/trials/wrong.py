@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hpclm.config.supports import Supports
 from hpclm.data.synthetic import synthetic
 from hpclm.data.tokenizers import fingerprint, flat
 from hpclm.engine.base import BaseEngine
@@ -223,7 +224,9 @@ class Forgetful(BaseEngine):
 
 
 class Engine(Forgetful):
-    """Right: it does."""
+    """Right: it does, and says that it can do nothing else."""
+
+    supports = Supports("tests.trials.wrong:Engine")
 
     def finish_backward(self):
         """The loss is weighted, so that the sum over the replicas is the mean over the batch."""

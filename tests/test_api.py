@@ -351,10 +351,12 @@ def test_the_examples_of_the_page_run(here):
     )
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.S)
     here_alone = [each for each in examples if "hpclm.submit" not in each]
-    assert len(here_alone) == 4
-    names = {}
+    assert len(here_alone) == 5
+    names, more = {}, f'{TINY}, "engine.device=cpu",'
     for example in here_alone:
-        exec(example.replace('train("small",', f'train("small", {TINY}, "engine.device=cpu",'), names)
+        small = example.replace('train("small",', f'train("small", {more}')
+        exec(re.sub(r'(sweep\("small", \{.*?\},)(.*)steps=\d+', rf"\1 {more}\2steps=5", small), names)
+    assert [run.rows[-1]["step"] for run in names["runs"]] == [5, 5, 5, 5]
     assert 257 < names["run"].settings.model.vocab_size <= 300
     assert hpclm.open("small").rows[-1]["step"] == 400 and hpclm.open("six").settings.model.layers == 6
 

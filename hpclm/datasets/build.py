@@ -8,18 +8,21 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpclm import extras, terminal
-from hpclm.data import chat_record, loss_mask
+from hpclm.data import chat_record, loss_mask, tokenizers
 from hpclm.data.indexed import files
-from hpclm.datasets.encode import Column, Job, encode, read_texts, tokenizer_of
+from hpclm.datasets.encode import LONG_TOKEN, Column, Job, encode, may_cut, read_texts, tokenizer_of
 from hpclm.datasets.inputs import Share, chunks
+from hpclm.datasets.kinds import Format
 from hpclm.datasets.options import Dictionary, InputCorpus, Request
 from hpclm.datasets.run_text import token_id
 from hpclm.datasets.tokenizers.fairseq import dictionary_of
@@ -33,6 +36,8 @@ log = logging.getLogger(__name__)
 SHOWN = 5  # unreadable lines that are described in the log
 WHOLE = Share(0, 1)
 EVERY = 60  # seconds between log lines
+SHORT_DOCUMENT = 32  # tokens on average, of which a warning is given below
+FEW_DOCUMENTS = 10  # that say little about a corpus
 DATED = re.compile(r"\bstrftime_now\s*\(")  # as templates of transformers ask for the date
 
 
@@ -44,6 +49,7 @@ class Output(Writer):
         self.prefix, self._job = prefix, job
         self.skipped = self.cut = self.dropped = 0  # empty documents, long conversations
         self.inner = 0  # end-of-document tokens in the text itself
+        self.text_bytes = 0  # of text that became tokens
         self.endless = 0  # conversations of which no end of a turn is learned
         self.ends: set[str] = set()  # tokens that are learned as the end of an answer
         self.spanning = 0  # conversations in which a token spans a prompt and its answer
@@ -53,12 +59,28 @@ class Output(Writer):
         """Append a column's documents."""
         self.skipped += column.empty if self._job.empty == "skip" else 0
         self.inner += column.inner
+        self.text_bytes += column.text_bytes
         self.cut += column.cut
         self.dropped += column.dropped
         self.endless += column.endless
         self.ends |= column.ends
         self.spanning += column.spanning
+        if column.is_piece:
+            self._add_piece(column)
+            return
         self.extend(column.tokens, column.sizes, column.documents)
+
+    def _add_piece(self, column: Column) -> None:
+        """Append a piece of a document."""
+        tokens, job = column.tokens, self._job
+        if column.closes and not self.open_tokens + tokens.size:
+            self.skipped += job.empty == "skip"
+            if job.empty == "keep":
+                self.extend(tokens, np.empty(0, np.int64), np.array([0]))
+            return
+        if column.closes and job.append_eod:
+            tokens = np.append(tokens, tokenizers.end(tokenizer_of(job))).astype(tokens.dtype)
+        self.add_piece(tokens, column.closes)
 
     def refuse_empty(self, names: str) -> None:
         """ConfigError if the inputs ``names`` had no tokens."""
@@ -88,8 +110,11 @@ class Output(Writer):
         counts = f"{many(self.documents, 'document')}, {many(self.tokens, 'token')}"
         say(f"{self.prefix}.bin, .idx, .json: {'; '.join(filter(None, (counts, self._omissions())))}{end}")
 
-    def warn(self) -> None:
-        """Warn of text that ends documents, and of conversations that teach what generation never asks for, or not to stop."""
+    def warn(self, formats: Set[Format]) -> None:
+        """Warn of text that ends documents, of very short documents and very long tokens, and of conversations that teach what generation
+        never asks for, or not to stop. ``formats``: those of the inputs."""
+        for problem in filter(None, (self._short_documents(formats), self._long_tokens())):
+            log.warning("%s: %s", self.prefix, problem)
         if self.inner:
             log.warning(
                 "%s: the text itself contains the end-of-document token %s: there training sees the end of a document, and "
@@ -116,6 +141,32 @@ class Output(Writer):
                 "turns with one, inside its {%% generation %%} marks if it has such",
                 self.prefix, many(self.endless, "conversation"),
             )  # fmt: skip
+
+    def _short_documents(self, formats: Set[Format]) -> str | None:
+        """What to do about documents that are too short to learn from; None if they are not. fairseq's are lines of a text."""
+        mean = self.tokens / self.documents
+        if mean >= SHORT_DOCUMENT or self.documents < FEW_DOCUMENTS or self._job.chat or self._job.layout == "fairseq":
+            return None
+        way = "where consecutive ones belong together, make them one document"
+        if "lines" in formats:
+            way = "each line is one; where the lines are a text, leave out --format lines, so that a .txt is one document with its line ends"
+        elif formats == {"files"}:
+            way = "each file is one; where the files are parts of a text, join them"
+        return (
+            f"a document has only {mean:.1f} tokens on average, so a model hardly learns to write more than that ({way}). Independent ones "
+            "are kept apart in training by data.reset_attention_mask=true data.reset_position_ids=true"
+        )
+
+    def _long_tokens(self) -> str | None:
+        """What to do about a tokenizer that does not divide the text; None if it does."""
+        if self.text_bytes <= LONG_TOKEN * self.tokens:
+            return None
+        return (
+            f"a token stands for {self.text_bytes / self.tokens:.0f} bytes of text on average (3 to 5 are usual): the {self._job.tokenizer} "
+            "tokenizer does not divide this text into words, so hardly any token occurs twice and little can be learned. Text without spaces, "
+            "such as Chinese, needs subwords: hpclm train-tokenizer --input TEXT --output t.model --vocab-size 32000, then --tokenizer "
+            "sentencepiece --tokenizer-files t.model"
+        )
 
     def _omissions(self) -> str:
         omitted = [f"{many(self.skipped, 'empty document')} skipped"] if self.skipped else []
@@ -144,7 +195,7 @@ def write(
     from hpclm.progress import ProgressBar
 
     job, size = request.job, sum(source.size for source in corpus.inputs) // share.parts
-    work = chunks(list(corpus.inputs), share, request.longest_line)
+    work = chunks(list(corpus.inputs), share, request.longest_line, may_cut(job))
     described = 0
     began = logged = time.monotonic()
     try:
@@ -177,8 +228,10 @@ def write(
             complete(outputs, job, more or {})
     except OSError as error:
         raise unwritten(error, prefixes[0], "no dataset was written") from error
+    formats = {source.format for source in corpus.inputs}
     for output in outputs[:1] if job.chat else outputs:
-        output.warn()
+        if output.tokens:  # a part may have none
+            output.warn(formats)
     for output in outputs:
         output.describe(f"; {size / 1e6 / (time.monotonic() - began):.1f} MB/s" if size and share == WHOLE else "")
 

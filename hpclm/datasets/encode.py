@@ -10,17 +10,19 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.config.data import TOKENIZERS
 from hpclm.data import tokenizers
 from hpclm.data.indexed import token_dtype
 from hpclm.data.loss_mask import DTYPE
 from hpclm.datasets.chat import Chat, learned_ends, read_conversation, rendered
-from hpclm.datasets.inputs import InputChunk
+from hpclm.datasets.inputs import CONTEXT, InputChunk, MayCut
 from hpclm.datasets.lines import UnreadableLineError, read_line
 from hpclm.errors import ConfigError
 
 Record = TypeVar("Record")
 
 SHOWN = 5  # unreadable lines of a chunk that are described
+LONG_TOKEN = 16  # bytes of text on average, of which a warning is given above
 OnError = Literal["stop", "skip"]
 
 
@@ -75,6 +77,12 @@ class Column(NamedTuple):
     """Tokens that end the answers of conversations, and count."""
     spanning: int = 0
     """Number of conversations in which a token spans a prompt and its answer."""
+    text_bytes: int = 0
+    """Bytes of the text, in UTF-8; of conversations 0."""
+    is_piece: bool = False
+    """Whether this is one sequence that goes on with the one before, or after, as one document."""
+    closes: bool = True
+    """Whether that document ends with it."""
 
 
 class Encoded(NamedTuple):
@@ -107,7 +115,8 @@ def encode(chunk: InputChunk, job: Job) -> Encoded:
     if job.chat:
         columns = _conversations(conversations, job, job.chat)
     else:
-        columns = [_column(documents, job, chunk.source.name) for documents in texts]
+        make = partial(_piece, chunk=chunk) if chunk.is_piece and not errors else _column
+        columns = [make(documents, job, chunk.source.name) for documents in texts]
     return Encoded(columns, chunk.consumed, Counter(error.reason for _, error in errors), described)
 
 
@@ -118,7 +127,9 @@ def read_texts(
 
     None: the command has no --on-error.
     """
-    records, errors = _records(chunk, partial(read_line, format=chunk.source.format, keys=keys), on_error)
+    begin = chunk.begin if chunk.source.format == "files" else 0
+    read = partial(read_line, format=chunk.source.format, keys=keys, begin=begin)
+    records, errors = _records(chunk, read, on_error)
     return [[record[i] for record in records if record] for i in range(len(keys))], errors
 
 
@@ -191,11 +202,7 @@ def _column(texts: list[str], job: Job, name: str) -> Column:
         sequences = [sentence if job.keep_newlines else sentence.rstrip() for parts in split for sentence in parts]
         per_document = np.fromiter(map(len, split), np.int64, len(split))
     ids, sizes = tokenizer.encode_batch(sequences)
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.size:
-        raise ConfigError(
-            f"the {job.tokenizer} tokenizer returned ids {ids.min()} to {ids.max()} in {name}, but its size is {tokenizer.size}"
-        )
-    ids = ids.astype(token_dtype(tokenizer.size), copy=False)
+    ids = _checked(ids, job, name)
     bounds = np.concatenate(([0], np.cumsum(per_document)))
     documents = np.diff(np.concatenate(([0], np.cumsum(sizes > 0)))[bounds])  # sequences with tokens
     sizes = sizes[sizes > 0]
@@ -207,7 +214,55 @@ def _column(texts: list[str], job: Job, name: str) -> Column:
         last = np.cumsum(documents)[documents > 0] - 1
         ids = np.insert(ids, np.cumsum(sizes)[last], tokenizers.end(tokenizer))
         sizes[last] += 1
-    return Column(ids, sizes, documents, int(np.count_nonzero(~full)), inner)
+    size = sum(len(text.encode()) for text in texts)
+    return Column(ids, sizes, documents, int(np.count_nonzero(~full)), inner, text_bytes=size)
+
+
+def may_cut(job: Job) -> MayCut | None:
+    """Where the tokenizer of ``job`` lets a document be divided into pieces that together have its tokens; None: nowhere, as with one of the
+    user's own, whose tokens may depend on all of a text."""
+    tokenizer = tokenizer_of(job)
+    if job.language is not None or job.tokenizer not in TOKENIZERS or tokenizer.ends_itself:
+        return None
+
+    def may_cut(before: bytes, after: bytes) -> bool:
+        """Whether ``after`` has the same tokens behind a short context as behind all of ``before``, and these end there."""
+        left, context, right = (text.decode(errors="ignore") for text in (before, before[-CONTEXT:], after))
+        ids, sizes = tokenizer.encode_batch([left + right, left, context + right, context])
+        whole, first, continued, begun = np.split(ids, np.cumsum(sizes)[:-1])
+        return np.array_equal(continued[: len(begun)], begun) and np.array_equal(
+            whole, np.concatenate((first, continued[len(begun) :]))
+        )
+
+    return may_cut
+
+
+def _piece(texts: list[str], job: Job, name: str, chunk: InputChunk) -> Column:
+    """As ``_column``, for a piece of a document."""
+    tokenizer, context = tokenizer_of(job), chunk.context.decode(errors="ignore")
+    ids, sizes = tokenizer.encode_batch([context + texts[0], context])
+    begun = int(sizes[1])
+    ids, again = ids[: sizes[0]], ids[sizes[0] :]
+    if not np.array_equal(ids[:begun], again):
+        raise ConfigError(
+            f"{name}: the {job.tokenizer} tokenizer gives parts of this text other tokens than the whole; give --format lines"
+        )
+    ids = _checked(ids[begun:], job, name)
+    inner = int(np.count_nonzero(ids == tokenizer.eod)) if job.append_eod else 0
+    size = len(texts[0].encode())
+    return Column(
+        ids, np.array([ids.size]), np.array([1]), 0, inner, text_bytes=size, is_piece=True, closes=chunk.closes
+    )
+
+
+def _checked(ids: NDArray, job: Job, name: str) -> NDArray:
+    """``ids`` in the dataset's type; ConfigError for those that the tokenizer cannot have."""
+    size = tokenizer_of(job).size
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        raise ConfigError(
+            f"the {job.tokenizer} tokenizer returned ids {ids.min()} to {ids.max()} in {name}, but its size is {size}"
+        )
+    return ids.astype(token_dtype(size), copy=False)
 
 
 def sentences(text: str, language: str) -> list[str]:

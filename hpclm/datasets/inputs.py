@@ -1,14 +1,17 @@
 """Input files of preprocessing: JSONL or plain text, compressed or not, Parquet, Arrow, or a pipe.
 
-They are read in order, in chunks of whole lines, so memory use does not depend on the size of a file, but on its longest line.
+They are read in order, in chunks of whole lines, so memory use does not depend on the size of a file, but on its longest line. A file that is one
+document is read in pieces, where its tokenizer gives them the tokens that they have in the whole.
 """
 
+import codecs
 import gzip
 import io
 import os
+import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
@@ -21,11 +24,25 @@ from hpclm.errors import ConfigError
 from hpclm.files import readable, reader
 
 CHUNK = 1 << 19  # bytes of text in a chunk, unless a single line is longer
+BESIDE = 1 << 11  # bytes on both sides of a cut that are looked at
+CONTEXT = 1 << 8  # bytes before a piece of a document that are tokenized with it
+TRIED = 8  # places of a kind that are tried, from the end of a piece
+CUTS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rb"(?<=\S)\n(?=\S)",  # after a line
+        rb"(?<=\S)(?=\s)",  # after a word
+        rb"(?:\xe3\x80\x82|\xef\xbc[\x81\x8c\x9b\x9f])",  # after 。！，；？
+    )
+)
+"""Places at which a document may be divided, the best first."""
 MAX_LINE_MB = 256  # MB of a line, unless --longest-line says otherwise
 MB = 10**6
 FORMAT = "documents: JSON objects, lines or whole files; default: jsonl for .jsonl, .ndjson, .json and tables; files for .txt and other text"
-LONGEST_LINE = f"refuse a longer line, or with --format files a longer file; default: {MAX_LINE_MB} MB"
+LONGEST_LINE = f"refuse a longer line, or a text that cannot be tokenized in shorter pieces; default: {MAX_LINE_MB} MB"
 STORED_AS = {"gz": ".gz", "zst": ".zst"}
+MayCut = Callable[[bytes, bytes], bool]
+"""Whether a document may be divided between two parts of it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,7 @@ class Input:
 
 @dataclass(frozen=True)
 class InputChunk:
-    """Consecutive lines of an input, or all of it with format "files"."""
+    """Consecutive lines of an input, or with format "files" a piece of its document."""
 
     source: Input
     lines: list[bytes]
@@ -66,6 +83,15 @@ class InputChunk:
     """Byte of the input at which reading began."""
     consumed: int
     """Bytes of the file, as stored, that were read for this chunk."""
+    context: bytes = b""
+    """The end of the piece before this one; empty where a document begins."""
+    closes: bool = True
+    """Whether its last document ends with it."""
+
+    @property
+    def is_piece(self) -> bool:
+        """Whether it is only a part of a document."""
+        return bool(self.context) or not self.closes
 
     def location(self, line: int) -> str:
         """FILE:LINE of line number ``line`` (from 0) of the chunk; FILE if the input is a single document."""
@@ -119,10 +145,16 @@ def _matches(name: str, format: Format | None) -> list[str]:
     return files
 
 
-def chunks(inputs: list[Input], share: Share = Share(), longest: int = MAX_LINE_MB * MB) -> Iterator[InputChunk]:
+def chunks(
+    inputs: list[Input],
+    share: Share = Share(),
+    longest: int = MAX_LINE_MB * MB,
+    may_cut: MayCut | None = None,
+) -> Iterator[InputChunk]:
     """The chunks of a share of the inputs, in order; ConfigError for a corrupt compressed file.
 
-    ConfigError also for a line, or with format "files" a file, of more than ``longest`` bytes of text.
+    ``may_cut``: where a file that is one document may be divided into pieces; None: nowhere. ConfigError also for a line, or such a piece, of more
+    than ``longest`` bytes of text.
     A document belongs to the share that contains its first byte. Compressed files, and files that are single documents, are not
     split: they belong to the share in which they begin.
     """
@@ -135,7 +167,11 @@ def chunks(inputs: list[Input], share: Share = Share(), longest: int = MAX_LINE_
         mine = low <= start and (start < high or last)  # the last share takes empty files at the end
         start += source.size
         if source.unsplittable and mine:
-            yield from _chunks(source, 0, None, longest)
+            yield from (
+                _pieces(source, longest, None if source.path == "-" else may_cut)
+                if source.format == "files"
+                else _chunks(source, 0, None, longest)
+            )
         elif not source.unsplittable and begin < end:
             yield from _chunks(source, begin, end, longest)
 
@@ -149,28 +185,78 @@ def _chunks(source: Input, begin: int, end: int | None, longest: int) -> Iterato
         def chunk() -> InputChunk:
             return InputChunk(source, lines, number, begin, (raw.tell() if raw else here) - before)
 
-        while (end is None or here < end) and (line := _next(file, source.format, longest)):
-            if len(line) > longest and (source.format == "files" or not line.endswith(b"\n")):
-                raise ConfigError(_too_long(chunk().location(len(lines)), source.format, longest))
+        while (end is None or here < end) and (line := file.readline(longest + 1)):
+            if len(line) > longest and not line.endswith(b"\n"):
+                raise ConfigError(_too_long(chunk().location(len(lines)), "a single line", longest))
             here, size = here + len(line), size + len(line)
             lines.append(line if here > len(line) else line.removeprefix(BOM))
             if size >= CHUNK:
                 yield chunk()
                 number, before = number + len(lines), raw.tell() if raw else here
                 lines, size = [], 0
-        if source.format == "files" and not here:  # an empty document
-            lines.append(b"")
         if lines:
             yield chunk()
 
 
-def _next(file: BinaryIO, format: Format, longest: int) -> bytes:
-    """The next document's bytes; of one that is longer than ``longest``, a byte more than that."""
-    return file.read(longest + 1) if format == "files" else file.readline(longest + 1)
+def _pieces(source: Input, longest: int, may_cut: MayCut | None) -> Iterator[InputChunk]:
+    """A file that is one document, in pieces that end where ``may_cut`` allows it."""
+    with _opened(source) as (file, raw):
+        text, context, begin, read, before = bytearray(), b"", 0, 0, 0
+
+        def piece(size: int, closes: bool) -> InputChunk:
+            nonlocal context, begin, before
+            part, consumed = bytes(text[:size]), (raw.tell() if raw else read) - before
+            made = InputChunk(source, [part], 1, begin, consumed, context, closes)
+            del text[:size]
+            context, begin, before = part[-CONTEXT:], begin + size, before + consumed
+            return made
+
+        while block := file.read(CHUNK):
+            text += block if read else block.removeprefix(BOM)
+            read += len(block)
+            if may_cut and len(text) > CHUNK + BESIDE and (cut := _cut(text, may_cut)):
+                if not context and (wrong := _not_utf8(source)):
+                    begin, text[:] = wrong
+                    break
+                yield piece(cut, False)
+            if len(text) > longest:
+                raise ConfigError(
+                    _too_long(source.name, "a single document, and --format lines makes each line one", longest)
+                )
+        yield piece(len(text), True)
 
 
-def _too_long(place: str, format: Format, longest: int) -> str:
-    what = "a single document with --format files" if format == "files" else "a single line"
+def _cut(text: bytearray, may_cut: MayCut) -> int | None:
+    """Where to divide ``text``, near its end; None: nowhere there."""
+    end = len(text) - BESIDE
+    begin = max(0, end - (BESIDE << 3))
+    near = bytes(text[begin:])
+    for kind in CUTS:
+        places = [begin + match.end() for match in kind.finditer(near, 0, end - begin)]
+        for place in reversed(places[-TRIED:]):
+            if may_cut(bytes(text[max(0, place - BESIDE) : place]), bytes(text[place : place + BESIDE])):
+                return place
+    return None
+
+
+def _not_utf8(source: Input) -> tuple[int, bytes] | None:
+    """Where a piece of the text begins that ends with the first byte that is not UTF-8, and the piece; None without one. Of a file with such
+    a byte no tokens are written."""
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    with _opened(source) as (file, _):
+        while True:
+            block = file.read(CHUNK)
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                part = bytes(error.object)
+                return read + len(block) - len(part), part[: error.end]
+            read += len(block)
+            if not block:
+                return None
+
+
+def _too_long(place: str, what: str, longest: int) -> str:
     return (
         f"{place} has more than {longest / MB:g} MB of text without an end: it would be {what}. If that is meant, give "
         "--longest-line MB; it is held in memory several times"

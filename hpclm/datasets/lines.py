@@ -16,10 +16,13 @@ class UnreadableLineError(Exception):
         self.reason = reason
 
 
-def read_line(line: bytes, format: Format, keys: tuple[str, ...]) -> list[str]:
-    """The texts of a line, none for a blank line of JSONL; takes the JSON that Python's json takes. UnreadableLineError."""
+def read_line(line: bytes, format: Format, keys: tuple[str, ...], begin: int = 0) -> list[str]:
+    """The texts of a line, none for a blank line of JSONL; takes the JSON that Python's json takes. UnreadableLineError.
+
+    ``begin``: where a piece of a document begins in it, in bytes.
+    """
     if format != "jsonl":
-        text = _decoded(line)
+        text = _decoded(line, begin)
         return [without_end(text) if format == "lines" else text] * len(keys)
     record = read_object(line, f"with the key {keys[0]!r}")
     if record is None:
@@ -68,9 +71,11 @@ def text_of(value: Any, name: str) -> str:
     return value
 
 
-def _decoded(line: bytes) -> str:
+def _decoded(line: bytes, begin: int = 0) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:
-        message = f" is not UTF-8: byte {line[error.start]:#x} at {error.start}; convert it, for example with iconv"
+        message = (
+            f" is not UTF-8: byte {line[error.start]:#x} at {begin + error.start}; convert it, for example with iconv"
+        )
         raise UnreadableLineError("not UTF-8", message) from None

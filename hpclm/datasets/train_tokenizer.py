@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpclm.data import tokenizers
-from hpclm.datasets.encode import read_texts
+from hpclm.datasets.encode import LONG_TOKEN, read_texts
 from hpclm.datasets.inputs import MAX_LINE_MB, MB, chunks, find
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from hpclm.datasets.tokenizers.sentencepieces import SENTENCES, train_sentencepiece
@@ -77,15 +77,16 @@ def train(wanted: TokenizerRequest) -> list[str]:
     writable_folder(output.parent, "output folder")
 
     measured, text_bytes = Sample(MEASURED), 0
-    pieces = chunks(inputs, longest=wanted.longest_line * MB)
-    texts = (text for piece in pieces for text in read_texts(piece, (key,))[0][0] if text)
+    divided = False
 
     def offered() -> Iterator[str]:
-        nonlocal text_bytes
-        for text in texts:
-            measured.add(text[:LONG])
-            text_bytes += len(text.encode())
-            yield text
+        nonlocal text_bytes, divided
+        for piece in chunks(inputs, longest=wanted.longest_line * MB, may_cut=lambda before, after: True):
+            divided |= piece.is_piece
+            for text in filter(None, read_texts(piece, (key,))[0][0]):
+                measured.add(text[:LONG])
+                text_bytes += len(text.encode())
+                yield text
 
     with prompt_exit():
         if library == "json":
@@ -102,8 +103,14 @@ def train(wanted: TokenizerRequest) -> list[str]:
     characters = sum(map(len, measured.items))
     result = (
         f"{output}: {tokenizer.size:,} entries; {size / tokens:.2f} bytes per token, "
-        f"{tokens / characters:.3f} tokens per character on {len(measured.items):,} of {measured.seen:,} documents"
+        f"{tokens / characters:.3f} tokens per character on {len(measured.items):,} of {measured.seen:,} {'pieces of text' if divided else 'documents'}"
     )
+    if size > LONG_TOKEN * tokens:
+        log.warning(
+            "%s: a token stands for %.0f bytes of text on average (3 to 5 are usual), so whole sentences are entries, which other text does not "
+            "have; give more text, or a smaller --vocab-size",
+            output, size / tokens,
+        )  # fmt: skip
     if tokenizer.size < vocab_size:
         result += f"\nthese are fewer than --vocab-size {vocab_size}: the text has no more pairs of entries to merge"
     occurrences = round(text_bytes * tokens / size / tokenizer.size)

@@ -51,6 +51,8 @@ class Writer:
         self.content: DatasetContent | None = None
         """Hashes of the files, once they are complete."""
         self.tokens = self.sequences = self.documents = 0  # written so far
+        self.open_tokens = 0
+        """Tokens of a document that ``add_piece`` has begun."""
         self.note: dict[str, Any] | None = None
         """For PREFIX.json, together with the content hash."""
 
@@ -58,6 +60,16 @@ class Writer:
         """Append a document of one sequence, [tokens]."""
         given = np.asarray(tokens)
         self.extend(given, np.array([given.size]), np.array([1]))
+
+    def add_piece(self, tokens: NDArray[np.integer], closes: bool) -> None:
+        """Append tokens [t] of a document of one sequence, which ends with them, if it ``closes``, or goes on with the next piece."""
+        self.open_tokens += tokens.size
+        _check_length(self.open_tokens)
+        self._write_tokens(tokens)
+        if closes:
+            self._sizes.write(np.array([self.open_tokens], "<i4").tobytes())
+            self.sequences, self.documents, self.open_tokens = self.sequences + 1, self.documents + 1, 0
+            self._bounds.write(np.array([self.sequences], "<i8").tobytes())
 
     def extend(
         self,
@@ -78,10 +90,7 @@ class Writer:
             if self.sequences != self._modes.tell():
                 raise ValueError("either all sequences have modes or none")
             self._modes.write(modes.astype("i1").tobytes())
-        if sizes.size and sizes.max() > MAX_SEQUENCE_TOKENS:
-            raise ConfigError(
-                f"a sequence of {sizes.max()} tokens is too long: an index holds at most {MAX_SEQUENCE_TOKENS}"
-            )
+        _check_length(int(sizes.max(initial=0)))
         if self.layout == "fairseq" and (modes is not None or (documents != 1).any()):
             number = int(np.argmax(documents != 1))
             what = (
@@ -92,11 +101,14 @@ class Writer:
             raise ConfigError(f"fairseq's layout cannot store this: {what}; choose --layout megatron")
         self._sizes.write(sizes.astype("<i4", copy=False).tobytes())
         self._bounds.write((self.sequences + np.cumsum(documents)).astype("<i8", copy=False).tobytes())
+        self._write_tokens(tokens)
+        self.sequences += sizes.size
+        self.documents += documents.size
+
+    def _write_tokens(self, tokens: NDArray[np.integer]) -> None:
         for start in range(0, tokens.size, ITEMS_PER_WRITE):
             self._stream.write(self._fitting(tokens[start : start + ITEMS_PER_WRITE]).data)
         self.tokens += tokens.size
-        self.sequences += sizes.size
-        self.documents += documents.size
 
     def _fitting(self, tokens: NDArray) -> NDArray:
         if tokens.dtype != self.dtype:
@@ -182,3 +194,12 @@ class Writer:
 def _copy(source: IO[bytes], target: HashedFile) -> None:
     source.seek(0)
     shutil.copyfileobj(source, target, 1 << 20)
+
+
+def _check_length(tokens: int) -> None:
+    """ConfigError for a sequence of so many tokens if an index cannot hold its length."""
+    if tokens > MAX_SEQUENCE_TOKENS:
+        raise ConfigError(
+            f"a sequence of {tokens} tokens is too long: an index holds at most {MAX_SEQUENCE_TOKENS}; divide the text into several "
+            "files, or give --format lines"
+        )

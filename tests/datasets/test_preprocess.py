@@ -175,3 +175,42 @@ def test_a_missing_input_and_a_tokenizer_that_ends_documents_itself_are_refused(
     assert "leave out --append-eod" in capsys.readouterr().err
     assert run({"a.txt": "one"}, "--json-key", "text") == 64
     assert "--json-keys text has no effect" in capsys.readouterr().err
+
+
+LINES = "".join(f"a line of {number} words\n" for number in range(50))
+CHINESE = "".join(f"天地玄黄宇宙洪荒日月盈昃辰宿列张{number}\n" for number in range(50))
+WARNED = {
+    "lines": (
+        ["a.txt", "--format", "lines"],
+        LINES,
+        "only \\d+\\.\\d tokens on average.* leave out --format lines, so that a .txt is one document",
+    ),
+    "objects": (
+        ["a.jsonl"],
+        jsonl(*LINES.splitlines()),
+        "only \\d+\\.\\d tokens on average.* make them one document.*data.reset_attention_mask=true",
+    ),
+    "a text": (["a.txt"], LINES, None),
+    "long lines": (["a.txt", "--format", "lines"], LINES.replace("words", "words " * 5), None),
+    "a few": (["a.jsonl"], jsonl("one", "two"), None),
+}
+
+
+@pytest.mark.parametrize("words, text, warning", WARNED.values(), ids=WARNED.keys())
+def test_documents_that_are_too_short_to_learn_from_are_named(words, text, warning, run, capsys):
+    assert run({words[0]: text}, *words[1:]) == 0
+    said = capsys.readouterr().err
+    assert re.search(warning, said) if warning else "on average" not in said
+
+
+def test_a_tokenizer_that_does_not_divide_the_text_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(**{"zh.txt": CHINESE, "en.txt": LINES, "t.json": '{"<unk>": 0, "<|endoftext|>": 1}'})
+    for name, long in (("zh.txt", True), ("en.txt", False)):
+        for words in (
+            ["--only-source", "--trainpref", name, "--destdir", f"{name}-bin"],
+            ["--input", name, "--output-prefix", name, "--tokenizer", "whitespace", "--tokenizer-files", "t.json"],
+        ):
+            assert preprocess(*words) == 0
+            said = capsys.readouterr().err
+            assert bool(re.search(r"a token stands for \d+ bytes .* hpclm train-tokenizer", said)) == long, said

@@ -3,8 +3,8 @@
 import json
 import os
 import re
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,7 +77,7 @@ def test_the_commands_at_the_top_of_the_page_work_as_typed(mine):
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(shutil.which('hpclm') or '').parent}:{os.environ['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     done = subprocess.run(
         ["bash", "-ec", block], cwd=mine, env=env, capture_output=True, text=True, timeout=PATIENCE * 6

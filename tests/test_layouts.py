@@ -2,6 +2,10 @@
 
 import pytest
 
+from hpclm import config
+from hpclm.engine import check_supports
+from hpclm.errors import ConfigError
+from tests.engine.sharded import Measured
 from tests.forks import Ranks, hpclm
 from tests.runs import figures, lines
 from tests.test_train import corpus
@@ -127,3 +131,15 @@ def test_a_block_and_an_engine_of_ones_own_are_divided_like_ours(tiny, tmp_path)
     done = hpclm("train", *tiny("refused", *own, "engine.bucket_mb=3"), check=64, cwd=tmp_path)
     assert "engine.bucket_mb=3.0 has no effect with engine 'mine:Own'" in done.stderr
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["parallel.pipeline=2"], ["engine.zero_stage=1"], ["parallel.context=2"], ["engine.offload=optimizer"]],
+    ids=lambda words: words[0],
+)
+def test_an_engine_of_ones_own_that_declares_nothing_is_not_asked_for_more_than_replicas_and_tensor_ranks(words):
+    run = config.from_cli(["debug", "engine.name=tests.engine.sharded:Measured", *words], None).for_engine(2)
+    with pytest.raises(ConfigError) as refused:
+        check_supports(run.engine, run.parallel, run.optim, Measured)
+    assert words[0] in str(refused.value) and "says what else it supports in `supports`" in str(refused.value)

@@ -18,7 +18,7 @@ from torch import Tensor
 from hpclm.config import EngineConfig, EngineSettings, OptimConfig, ParallelConfig
 from hpclm.config.engine import ENGINES, unsupported
 from hpclm.config.model import BLOCKS
-from hpclm.config.supports import SUPPORTS, Supports
+from hpclm.config.supports import OPTIONAL, SUPPORTS, Supports
 from hpclm.engine.user_optimizers import check_optimizer
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
@@ -28,6 +28,8 @@ from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.registry import class_check, load, lookup
 
 log = logging.getLogger(__name__)
+
+DECLARE = "an engine of your own says what else it supports in `supports` (hpclm docs your-own-code)"
 
 
 @dataclass(frozen=True)
@@ -213,14 +215,15 @@ def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:
 
 
 def check_supports(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConfig, maker: Maker) -> None:
-    """ConfigError if a user-defined engine declares that it does not support the settings, or not that it can divide sequences."""
-    declared: Supports | None = getattr(maker, "supports", None)
-    if engine.name not in ENGINES and declared is None and parallel.context > 1:
-        raise ConfigError(f"engine {engine.name!r} does not declare support for parallel.context={parallel.context}")
-    if engine.name not in ENGINES and declared:
-        problems = list(unsupported(engine, parallel, optim, declared))
-        if problems:
-            raise ConfigError(problems)
+    """ConfigError if a user-defined engine does not declare, in ``supports``, that it supports the settings.
+
+    One that declares nothing trains with data and tensor parallelism alone; which options of engine.* it reads is not known.
+    """
+    if engine.name in ENGINES:
+        return
+    declared: Supports = getattr(maker, "supports", None) or Supports(engine.name, options=OPTIONAL)
+    if problems := list(unsupported(engine, parallel, optim, declared)):
+        raise ConfigError([*problems, DECLARE] if not hasattr(maker, "supports") else problems)
 
 
 def compiles(config: EngineSettings, device: torch.device) -> tuple[bool, str | None]:

@@ -21,7 +21,7 @@ from hpclm.engine.outliers import GUARDS
 from hpclm.engine.qk_clip import QKClip
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.engine.state import TrainingState, UnsavableStateError
+from hpclm.engine.state import TrainingState
 from hpclm.engine.step import GlobalNorm, StepInputs, Timers, mean_loss, seed_step, step_inputs
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
@@ -206,7 +206,7 @@ class BaseEngine:
         metrics = {"loss": loss, **metrics, **self.reports(inputs.factor), **counts}
         result = StepResult(metrics, scale, self.timers.take())
         if not self._state_checked:  # before hours are spent on what cannot be saved
-            self.check_state()
+            self.state.check(self.weights)
             self._state_checked = True
         if self.scale:  # the next step's scale depends on this one's norm: fp16 waits for the device here
             self.scale = self.scale.after(self.overflowed(result), config.scaler)
@@ -263,27 +263,9 @@ class BaseEngine:
         """What it saves and reads of the optimizer's tensors that are not divided as their weights."""
         return self.state.whole(self.weights, self.mesh, self.config.file_mb)
 
-    def check_state(self) -> None:
-        """UnsavableStateError if a checkpoint would leave out something that the optimizer keeps."""
-        optim, kind = self.config.optim, type(getattr(self.optimizer, "inner", self.optimizer))
-        users = isinstance(self.optimizer, UserOptimizer)
-        place = "its attribute state_tensors" if users else "its row in hpclm/config/optimizers.py"
-        who = f"optim.name={optim.name} ({kind.__module__}.{kind.__qualname__})"
-        for unkept in self.state.unkept(self.weights):
-            raise UnsavableStateError(
-                f"{who} keeps no {unkept}, which {place} declares: no run could resume; correct that, or make the tensor in the first update"
-            )
-        for unsaved in self.state.unsaved(self.weights):
-            declared = {name for weight in self.weights for name in self.state.declared(weight.name, weight.shape)}
-            raise UnsavableStateError(
-                f"{who} keeps {unsaved}; a checkpoint would leave it out. Of each weight it holds {', '.join(sorted(declared)) or 'no tensor'}, "
-                f"as declared in {place} (contiguous and in fp32), and a step count; declare the rest there, choose another optimizer, or set "
-                "checkpoint.enabled=false"
-            )
-
     def tensors(self) -> Iterator[Shard]:
         """Weights, and the optimizer's state once there is any."""
-        self.check_state()
+        self.state.check(self.weights)
         yield from self.state.tensors(self.save_plan, self.whole_plans)
 
     def scalars(self) -> dict[str, Any]:

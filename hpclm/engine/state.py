@@ -74,6 +74,23 @@ class TrainingState:
         for weight in weights:
             yield weight.name, weight.parameter, self.declared(weight.name, weight.shape)
 
+    def check(self, weights: Sequence[ShardedParameter]) -> None:
+        """UnsavableStateError if a checkpoint would leave out something that the optimizer keeps."""
+        kind, users = type(getattr(self.optimizer, "inner", self.optimizer)), isinstance(self.optimizer, UserOptimizer)
+        place = "its attribute state_tensors" if users else "its row in hpclm/config/optimizers.py"
+        who = f"optim.name={self.optim.name} ({kind.__module__}.{kind.__qualname__})"
+        for unkept in self.unkept(weights):
+            raise UnsavableStateError(
+                f"{who} keeps no {unkept}, which {place} declares: no run could resume; correct that, or make the tensor in the first update"
+            )
+        for unsaved in self.unsaved(weights):
+            declared = {name for weight in weights for name in self.declared(weight.name, weight.shape)}
+            raise UnsavableStateError(
+                f"{who} keeps {unsaved}; a checkpoint would leave it out. Of each weight it holds {', '.join(sorted(declared)) or 'no tensor'}, "
+                f"as declared in {place} (contiguous and in fp32), and a step count; declare the rest there, choose another optimizer, or set "
+                "checkpoint.enabled=false"
+            )
+
     def unsaved(self, weights: Sequence[ShardedParameter]) -> Iterator[str]:
         """What the optimizer keeps besides what is saved, in words."""
         owners = list(self.owners(weights))

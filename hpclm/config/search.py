@@ -35,9 +35,9 @@ def patterns(words: Sequence[str]) -> list[re.Pattern[str]]:
 
 def places(words: Sequence[str], pages: Mapping[str, Path]) -> list[Place]:
     """The pages that have all ``words``, or if there is none some of them, the best first."""
-    found = [place for name, path in pages.items() if (place := _place(name, files.read_text(path), patterns(words)))]
-    most = max((place.rank[0] for place in found), default=0)
-    return sorted((place for place in found if place.rank[0] == most), key=lambda place: place.rank, reverse=True)
+    matches = [place for name, path in pages.items() if (place := _place(name, files.read_text(path), patterns(words)))]
+    best = max((place.rank[0] for place in matches), default=0)
+    return sorted((place for place in matches if place.rank[0] == best), key=lambda place: place.rank, reverse=True)
 
 
 def _place(page: str, text: str, words: Sequence[re.Pattern[str]]) -> Place | None:

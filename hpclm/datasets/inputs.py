@@ -206,10 +206,10 @@ def _pieces(source: Input, longest: int, may_cut: MayCut | None) -> Iterator[Inp
         def piece(size: int, closes: bool) -> InputChunk:
             nonlocal context, begin, before
             part, consumed = bytes(text[:size]), (raw.tell() if raw else read) - before
-            made = InputChunk(source, [part], 1, begin, consumed, context, closes)
+            chunk = InputChunk(source, [part], 1, begin, consumed, context, closes)
             del text[:size]
             context, begin, before = part[-CONTEXT:], begin + size, before + consumed
-            return made
+            return chunk
 
         while block := file.read(CHUNK):
             text += block if read else block.removeprefix(BOM)

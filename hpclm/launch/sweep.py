@@ -136,8 +136,8 @@ def shares(
     if not available:
         return [{"OMP_NUM_THREADS": str(threads.per_process(count, env))}] * parallel
     if count > available:
-        most = available // processes_of_run
-        way_out = f"give --parallel {most}" if most else f"give job.gpus={available}"
+        possible = available // processes_of_run
+        way_out = f"give --parallel {possible}" if possible else f"give job.gpus={available}"
         raise ConfigError(
             f"--parallel {parallel}: {parallel} runs of {many(processes_of_run, 'GPU')} need {count}, but this machine has {available}; "
             f"{way_out}"

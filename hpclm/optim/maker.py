@@ -70,12 +70,12 @@ class UserOptimizerMaker:
         """Its optimizer of these weights, as it is."""
         if not self.groups_weights:
             return self.of_groups(groups(weights, optim), optim)
-        made = self.source(weights, optim, **self.arguments(optim))
-        if not isinstance(made, torch.optim.Optimizer):
+        optimizer = self.source(weights, optim, **self.arguments(optim))
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(
-                f"optim.name={self.name} returned {type(made).__name__}; it must return a torch.optim.Optimizer"
+                f"optim.name={self.name} returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer"
             )
-        return made
+        return optimizer
 
 
 def parameters_of(source: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -64,12 +64,14 @@ class Tensors:
     def disagreement(self, name: str) -> float:
         """By how much processes differ that hold the same values of a weight, as part of its norm."""
         first = np.full_like(self.whole[name], np.nan)
-        most = 0.0
+        largest = 0.0
         for array in self.held[name]:
             both = ~np.isnan(first) & ~np.isnan(array)
-            most = max(most, _norm(array[both] - first[both]) / (_norm(first[both]) + TINY) if both.any() else 0.0)
+            largest = max(
+                largest, _norm(array[both] - first[both]) / (_norm(first[both]) + TINY) if both.any() else 0.0
+            )
             first = np.where(np.isnan(first), array, first)
-        return most
+        return largest
 
 
 def differences(reference: Sequence[Record], trial: Sequence[Record], exact: bool, random: bool) -> list[Difference]:
@@ -84,7 +86,7 @@ def differences(reference: Sequence[Record], trial: Sequence[Record], exact: boo
             [] if resumed else [_first(reference, trial), _gradients(reference, trial), _updates(reference, trial)]
         )
         stages += [_later(reference, trial, exact)]
-    first = next((found for stage in stages if (found := list(stage))), [])
+    first = next((at_stage for stage in stages if (at_stage := list(stage))), [])
     return first + (list(_state(reference, trial)) if first else [])
 
 

@@ -75,6 +75,6 @@ def trials(kind: str, name: str) -> tuple[Trial, tuple[Trial, ...]]:
 
 def settings_of(kind: str, name: str, trial: Trial, given: tuple[str, ...]) -> list[str]:
     """The settings of a trial, without its run directory; ``given``: the user's own."""
-    own = () if kind == "engine" else (f"{SETTINGS[kind]}={name}",)
+    named = () if kind == "engine" else (f"{SETTINGS[kind]}={name}",)
     adam = () if kind == "optimizer" else ADAM
-    return [*TOY, *adam, *own, *given, *trial.settings]
+    return [*TOY, *adam, *named, *given, *trial.settings]

@@ -267,7 +267,7 @@ HALVES = [
 ]
 
 
-OFTEN = ("native0-dp2", "pipelining0-pp2", "fsdp23-dp2-fp32", "deepspeed3-dp2-fp32", "deepspeed1-dp2pp2-fp32")
+OFTEN = ("native0-dp2", "fsdp23-dp2-fp32", "deepspeed1-dp2pp2-fp32")
 
 
 @pytest.mark.parametrize(

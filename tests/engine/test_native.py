@@ -403,14 +403,11 @@ def losses_as_they_are_and_compiled(shape, folder):
     return [[r.loss for r in train(settings(shape, engine))[1]] for engine in ({}, dict(compile=True))]
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") and HEADER.exists()), reason="no C++ compiler, or no Python.h")
 @pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(dict(GPT2, layers=1), id="small"),
-        *(pytest.param(SHAPES[name], id=name, marks=pytest.mark.whole) for name in ("gpt2", "llama")),
-    ],
+    "shape", [dict(GPT2, layers=1), *(SHAPES[name] for name in ("gpt2", "llama"))], ids=["small", "gpt2", "llama"]
 )
 def test_compiled_blocks_give_the_same_losses(shape, tmp_path):
     # In a new process: PyTorch's C++ builder imports setuptools, which fails once pip or distutils is imported.

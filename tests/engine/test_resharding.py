@@ -23,7 +23,7 @@ CHAINS = {
     "muon": [(3, [FSDP2]), (4, [ZERO1, TENSOR]), (2, ["engine.name=pipelining", PIPELINE]), (4, [FSDP2, SHARD]), (1, [])],
     "fairscale": [(3, [FAIRSCALE, ZERO2]), (4, [ZERO1, TENSOR]), (3, [FAIRSCALE]), (1, [ZERO1])],
 }  # fmt: skip
-OFTEN = ("native", "context", "sharded", "hybrid", "zero3", "pipeline", "muon")
+OFTEN = ("native", "context", "sharded", "pipeline", "muon")
 CASES = [pytest.param(name, marks=[pytest.mark.whole] * (name not in OFTEN)) for name in CHAINS]
 
 

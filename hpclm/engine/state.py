@@ -79,6 +79,11 @@ class TrainingState:
         kind, users = type(getattr(self.optimizer, "inner", self.optimizer)), isinstance(self.optimizer, UserOptimizer)
         place = "its attribute state_tensors" if users else "its row in hpclm/config/optimizers.py"
         who = f"optim.name={self.optim.name} ({kind.__module__}.{kind.__qualname__})"
+        if isinstance(self.optimizer, UserOptimizer) and self.optimizer.lost:
+            raise UnsavableStateError(
+                f"{who} keeps {self.optimizer.lost} outside of its state: a resumed run would make other updates. Keep tensors in "
+                "self.state[parameter] and numbers in the parameter groups, or set checkpoint.enabled=false"
+            )
         for unkept in self.unkept(weights):
             raise UnsavableStateError(
                 f"{who} keeps no {unkept}, which {place} declares: no run could resume; correct that, or make the tensor in the first update"
@@ -205,9 +210,12 @@ class TrainingState:
         for before, group in zip(self._groups, self.optimizer.param_groups, strict=True):
             saved_of_members = (numbers[names[p]] for p in group["params"] if names[p] in numbers)
             entry = next(saved_of_members, saved[0]["numbers"] if saved else before)
-            for key in group.keys() & {*self.kind.group_state} & entry.keys():
-                now = group[key]
-                group[key] = torch.full_like(now, entry[key]) if isinstance(now, Tensor) else entry[key]
+            for key in self.kind.group_state:
+                now = group.get(key)
+                if key in entry:
+                    group[key] = torch.full_like(now, entry[key]) if isinstance(now, Tensor) else entry[key]
+                elif key not in before:  # an update has made it
+                    group.pop(key, None)
 
 
 def is_count(value: Any) -> bool:

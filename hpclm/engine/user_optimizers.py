@@ -8,6 +8,7 @@ from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.config.supports import SUPPORTS, Supports
 from hpclm.errors import ConfigError
 from hpclm.optim import user_optimizer
+from hpclm.optim.trial import RANDOM
 from hpclm.optim.user_optimizer import LoadedOptimizer
 
 DECLARE = "declare in it which weights it needs whole (`matrices`: hpclm docs your-own-code)"
@@ -51,6 +52,10 @@ def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | N
             f"engine {engine.name!r} does not support optim.name={optim.name}, which keeps more than tensors of the weights' shapes; "
             f"engines that do: {able}"
         )
+    processes = parallel.replica * config.plan.data
+    if loaded.trial.parts_differ == RANDOM and processes > 1:
+        yield f"optim.name={optim.name} cannot train in {processes} processes: {RANDOM}"
+        return
     splits = list(_splits(config, can, sharded))
     differ, depend = loaded.trial.parts_differ, loaded.trial.weights_depend
     if splits and differ:

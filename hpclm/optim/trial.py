@@ -24,6 +24,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 """More than 128 each way, from where on some optimizers keep factors of a matrix; all lengths of a matrix differ."""
 MATRIX, VECTOR, TABLE = SHAPES
 UPDATES = 4
+RANDOM = "it draws random numbers, and processes draw different ones"
 LR = 0.01
 RELATIVE, ROUNDING = 1e-3, 1e-6
 """How much updates may differ: of the largest change of a value, and of the largest value."""
@@ -49,6 +50,8 @@ class Trial:
     """How the update of a part of a weight differs from that part of the whole's update; None if it does not."""
     weights_depend: str | None
     """How the update of a weight changes if another process has the other weights; None if it does not."""
+    lost: str | None = None
+    """What a resumed run would not know: with the state and the numbers of the parameter groups alone, updates differ."""
 
     def scalars(self, name: str, shape: Shape) -> Mapping[str, Any]:
         """Examples of the numbers that are kept of a weight."""
@@ -114,6 +117,8 @@ class Trained:
     """As ``kept``, before the first update."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     """That updates changed in parameter groups."""
+    lost: str = ""
+    """Attributes of the optimizer that another one does not take over."""
 
 
 def example(name: str, shape: Shape) -> str:
@@ -141,9 +146,18 @@ def of(maker: UserOptimizerMaker, optim: OptimConfig) -> Trial:
             ) from error
         if maker.whole and not maker.shares:
             _check_skips(maker, optim, device)
+        if not _same(whole, _trained(maker, optim, dict.fromkeys(SHAPES, _all), device)):
+            return Trial(whole.kept, whole.begun[VECTOR], tuple(whole.numbers), RANDOM, RANDOM)
         differ = next(_differences(maker, optim, whole, device), None)
         depend = next(_dependences(maker, optim, whole, device), None)
-    return Trial(whole.kept, whole.begun[VECTOR], tuple(whole.numbers), differ, depend)
+        resumed = _trained(maker, optim, dict.fromkeys(SHAPES, _all), device, resumes=True)
+        lost = None if _same(whole, resumed) else resumed.lost or "more than that"
+    return Trial(whole.kept, whole.begun[VECTOR], tuple(whole.numbers), differ, depend, lost)
+
+
+def _same(trained: "Trained", other: "Trained") -> bool:
+    """Whether both made the same updates, to the last bit."""
+    return all(torch.equal(trained.moved[name], other.moved[name]) for name in trained.moved)
 
 
 def _differences(maker: UserOptimizerMaker, optim: OptimConfig, whole: Trained, device: torch.device) -> Iterator[str]:
@@ -226,20 +240,23 @@ def _trained(
     cuts: Mapping[str, Cut],
     device: torch.device,
     without_gradient: Sequence[str] = (),
+    resumes: bool = False,
 ) -> Trained:
-    """A process that has such a part of each weight, after some updates."""
+    """A process that has such a part of each weight, after some updates. ``resumes``: half-way another optimizer takes over, which gets
+    what a checkpoint has."""
     weights = [
         ToyWeight(name, nn.Parameter(_part(cut, _values(name, device))), SHAPES[name], cut)
         for name, cut in cuts.items()
     ]
     before = [weight.parameter.detach().clone() for weight in weights]
-    optimizer = maker(weights, optim)
-    if maker.shares and maker.whole:
-        matrices = [weight for weight in weights if maker.whole(weight.name, weight.shape)]
-        optimizer.share(LocalExchange(matrices), ModelConfig())  # type: ignore[attr-defined]
+    optimizer, lost = _optimizer(maker, weights, optim), ""
     begun = {w.name: {k: _copied(v) for k, v in optimizer.state.get(w.parameter, {}).items()} for w in weights}
     started = [_numbers(group) for group in optimizer.param_groups]
     for number in range(UPDATES):
+        if resumes and number == UPDATES // 2:
+            before_it, optimizer = optimizer, _optimizer(maker, weights, optim)
+            lost = ", ".join(_attributes_changed(optimizer, before_it))
+            _take_over(optimizer, before_it)
         for group in optimizer.param_groups:
             group["lr"] = optim.lr * group.get("factor", 1.0)
         for weight in weights:
@@ -255,7 +272,31 @@ def _trained(
         {w.name: dict(optimizer.state.get(w.parameter, {})) for w in weights},
         begun,
         changed,
+        lost,
     )
+
+
+def _optimizer(maker: UserOptimizerMaker, weights: Sequence[ToyWeight], optim: OptimConfig) -> torch.optim.Optimizer:
+    optimizer = maker(weights, optim)
+    if maker.shares and maker.whole:
+        matrices = [weight for weight in weights if maker.whole(weight.name, weight.shape)]
+        optimizer.share(LocalExchange(matrices), ModelConfig())  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _take_over(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Give ``optimizer`` what a checkpoint has of ``other``: state by parameter, and numbers of parameter groups."""
+    for group, old in zip(optimizer.param_groups, other.param_groups, strict=True):
+        group.update({key: _copied(value) for key, value in old.items() if key != "params" and _is_number(value)})
+        for parameter in group["params"]:
+            if parameter in other.state:
+                optimizer.state[parameter] = {key: _copied(value) for key, value in other.state[parameter].items()}
+
+
+def _attributes_changed(new: torch.optim.Optimizer, used: torch.optim.Optimizer) -> list[str]:
+    """Attributes, beside those that every optimizer has, in which one that has made updates differs from a new one."""
+    common = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+    return [key for key, value in vars(used).items() if key not in common and repr(value) != repr(vars(new).get(key))]
 
 
 def _copied(value: Any) -> Any:

@@ -107,9 +107,13 @@ def make(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer
     """The user's optimizer of these weights, wrapped."""
     loaded = load(optim)
     kept = {weight.parameter: loaded.trial.scalars(weight.name, weight.shape) for weight in weights}
-    if loaded.maker.whole and not loaded.maker.shares:
-        return MatrixwiseOptimizer(loaded, weights, optim, kept)
-    return UserOptimizer(loaded.maker(weights, optim), kept, loaded.trial.scalars("", (1,)), loaded.trial.begun)
+    optimizer = (
+        MatrixwiseOptimizer(loaded, weights, optim, kept)
+        if loaded.maker.whole and not loaded.maker.shares
+        else UserOptimizer(loaded.maker(weights, optim), kept, loaded.trial.scalars("", (1,)), loaded.trial.begun)
+    )
+    optimizer.lost = loaded.trial.lost
+    return optimizer
 
 
 class UserOptimizer(torch.optim.Optimizer):
@@ -117,6 +121,8 @@ class UserOptimizer(torch.optim.Optimizer):
 
     add_param_group = bare(torch.optim.Optimizer.add_param_group)
     zero_grad = bare(torch.optim.Optimizer.zero_grad)
+    lost: str | None = None
+    """What it keeps that a checkpoint cannot have, as of Trial."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from hpclm.trials import causes, direct, kinds, processes, rank, toy
 from hpclm.trials.compare import Difference, changing, differences
 from hpclm.trials.record import Record
 from hpclm.trials.toy import SAVED, STEPS, Trial
-from hpclm.trials.verdict import Result, Verdict
+from hpclm.trials.verdict import UNCOMPARED, Result, Verdict
 
 SHOWN = 4  # weights that are named
 LAST = 1500  # characters of what a process that failed without a message has printed
@@ -119,7 +119,7 @@ def _compared(kind: str, trial: Trial, right: Sequence[Record], records: Sequenc
     random = right[0].draws and (trial.splits or trial.other_batches)
     wrong = [*_samples(right, records), *differences(right, records, trial.exact, random)]
     if not wrong:
-        return Verdict(trial.name, "agrees", ("without its random numbers: in evaluation",) if random else ())
+        return Verdict(trial.name, "agrees", (UNCOMPARED,) if random else ())
     stage = [difference for difference in wrong if difference.stage == wrong[0].stage]
     texts = [difference.what for difference in stage[:SHOWN]]
     if len(stage) > SHOWN:

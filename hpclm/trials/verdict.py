@@ -16,6 +16,10 @@ SETTINGS = {
 }
 """Kind of code -> the setting that names it."""
 INDENT = " " * 26
+UNCOMPARED = (
+    "in evaluation only: it draws random numbers in training, other ones there, so no gradient could be compared"
+)
+"""Of a layout in which training is random in its own way, as with dropout."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,9 @@ def conclusion(result: Result) -> str:
     bad = [verdict.layout for verdict in result.verdicts if not verdict.good]
     refused = [verdict.layout for verdict in result.verdicts if verdict.outcome == "refused"]
     beside = f"; {_listed(refused)} {'is' if len(refused) == 1 else 'are'} refused" if refused else ""
+    uncompared = [verdict.layout for verdict in result.verdicts if UNCOMPARED in verdict.details]
+    if uncompared:
+        beside += f"; gradients were not compared in {_listed(uncompared)}: test it without its random numbers too"
     if bad:
         return f"{who} does not agree with one process: {_listed(bad)}{beside}"
     return f"{who} agrees with one process everywhere else{beside}" if refused else f"{who} agrees with one process"

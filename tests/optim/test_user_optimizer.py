@@ -5,6 +5,7 @@ import torch
 
 from hpclm import config
 from hpclm.config.supports import SUPPORTS
+from hpclm.engine.state import UnsavableStateError
 from hpclm.engine.user_optimizers import check_optimizer
 from hpclm.errors import ConfigError
 from hpclm.optim.adamw import groups
@@ -263,3 +264,26 @@ def test_a_step_that_is_not_finite_changes_nothing(name):
         weight.copy_(kept)
     assert engine.scalars() == scalars
     assert all(torch.equal(value, before[key]) for key, value in state(engine).items())
+
+
+def test_what_an_optimizer_keeps_in_other_attributes_ends_the_first_step(tmp_path):
+    with pytest.raises(
+        AssertionError, match=r"keeps momentum outside of its state: a resumed run would make other updates"
+    ):
+        ranks.run(1, users.goes_on, tmp_path, 2, [*WORDS, *named("Attributes")])
+
+
+def test_a_number_that_the_first_update_makes_is_resumed(tmp_path):
+    words = [*WORDS, *named("LateCounter")]
+    [alone] = ranks.run(1, users.goes_on, tmp_path / "alone", 4, words)
+    parts = [ranks.run(1, users.goes_on, tmp_path / "moved", steps, words)[0] for steps in (2, 4)]
+    assert parts[0] + parts[1] == alone
+
+
+def test_an_optimizer_that_draws_random_numbers_trains_in_one_process():
+    for layout in (["job.gpus=2"], ["job.gpus=2", "parallel.tensor=2"], ["job.gpus=2", "engine.zero_stage=1"]):
+        run = config.load("configs/debug.yaml", [*named("Noisy"), *layout]).for_engine(2)
+        with pytest.raises(ConfigError, match="cannot train in 2 processes: it draws random numbers"):
+            check_optimizer(run, SUPPORTS["native"])
+    run = config.load("configs/debug.yaml", named("Noisy")).for_engine(1)
+    check_optimizer(run, SUPPORTS["native"])

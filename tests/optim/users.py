@@ -125,3 +125,36 @@ def goes_on(folder, stop, words):
         assert mine.keys() == theirs.keys() and torch.equal(weight.parameter, same.parameter)
         assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[key])) for key, value in mine.items())
     return losses
+
+
+class Attributes(Lion):
+    """Its momentum is no state, so no checkpoint has it."""
+
+    def __init__(self, params, lr=1e-4):
+        super().__init__(params, lr)
+        self.momentum = {}
+
+    @torch.no_grad()
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.momentum[p] = 0.9 * self.momentum.get(p, 0.0) + p.grad
+            p.sub_(0.01 * self.momentum[p])
+
+
+class LateCounter(torch.optim.SGD):
+    """A number of its parameter groups is made in the first update."""
+
+    def step(self):
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            group["lr"] = 0.1 / group["calls"]
+        super().step()
+
+
+class Noisy(torch.optim.SGD):
+    """It draws random numbers."""
+
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad += 0.01 * torch.randn_like(p)
+        super().step()

@@ -54,10 +54,9 @@ def story(place):
     env = {**os.environ, "HPCLM_SITE": str(place / "site.yaml"), "OMP_NUM_THREADS": "1"}
     tokenizer = ["train-tokenizer", "--input", "stories.jsonl", "--output", "my files/t.json", "--vocab-size", "300"]
     said = [hpclm(*tokenizer, cwd=place, env=env, check=0)]
-    for verb, more in (("preprocess", []), ("train", SHORT)):
-        [words] = commands(said[-1].stdout)
-        assert words[0] == verb
-        said.append(hpclm(*words, *more, cwd=place, env=env, check=0))
+    [words] = commands(said[-1].stdout)
+    assert words[0] == "train"
+    said.append(hpclm(*words, *SHORT, cwd=place, env=env, check=0))
     return [done.stdout + done.stderr for done in said]
 
 
@@ -106,7 +105,12 @@ def test_an_import_names_a_command_that_uses_it_and_a_card_has_code_that_runs_he
     assert capsys.readouterr().out.startswith("Story 1")
 
 
-def test_a_dataset_without_hashes_names_the_command_that_adds_them(story, typed, place):
+def test_a_dataset_names_a_command_that_trains_on_it_and_one_that_adds_missing_hashes(story, typed, place):
+    made = typed(
+        "preprocess", "--input", "stories.jsonl", "--output-prefix", "DATASET", "--tokenizer", "bytes", "--append-eod"
+    )
+    [words] = commands(made)
+    typed(*words, *SHORT, "out=runs/of-dataset")
     for end in ("bin", "idx"):
         (place / f"bare.{end}").write_bytes((place / f"DATASET_text_document.{end}").read_bytes())
     verified, inspected = (commands(typed("data", verb, "bare")) for verb in ("verify", "inspect"))

@@ -13,11 +13,11 @@ COMMAND = "hpclm.train in a notebook"
 
 
 def test_the_first_example_in_a_notebook(tmp_path):
-    (tmp_path / "text.jsonl").write_text('{"text": "Once upon a time there was a number."}\n' * 100)
+    (tmp_path / "text.txt").write_text("Once upon a time there was a number.\n" * 100)
     example = re.search(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.S)[1]
-    assert '"small"' in example and "steps=200" in example
+    assert '"small"' in example and "steps=500" in example
     without = "import sys; sys.modules.update(matplotlib=None, pandas=None); run.resume(steps=22).metrics"
-    cells = [example.replace('"small"', TINY).replace("steps=200", "steps=20"), 'hpclm.train("smal")', without]
+    cells = [example.replace('"small"', TINY).replace("steps=500", "steps=20"), 'hpclm.train("smal")', without]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     ExecutePreprocessor(timeout=PATIENCE, allow_errors=True).preprocess(notebook, {"metadata": {"path": tmp_path}})
     shown, error, plain = (cell.outputs for cell in notebook.cells)

@@ -125,7 +125,12 @@ def test_a_twin_trains_on_several_processes(name, processes, home):
         assert f"{processes} processes" in said
     used, rows = config.load(out / "config.yaml"), [json.loads(line) for line in lines(out / "metrics.jsonl")]
     changed = {word.partition("=")[0] for word in words} | {"job.gpus", "job.cluster"}
-    assert used.diff(given).keys() <= changed | {"data.prefix", "data.train", "data.valid"}  # which are absolute now
+    assert used.diff(given).keys() <= changed | {
+        "data.prefix",
+        "data.train",
+        "data.valid",
+        "data.split_by",
+    }  # absolute and decided now
     micro_size = config_history.micro_size(out)  # auto, which is 0, stays in config.yaml
     assert used.batch.micro_size in (0, micro_size)
     assert replace(used, batch=replace(used.batch, micro_size=micro_size)).plan(processes)

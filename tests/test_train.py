@@ -339,7 +339,7 @@ def test_mistakes_in_the_data_are_answered(tiny, tmp_path):
         "train", *tiny("run", *data, "model.vocab_size=257", "data.split=99999,1,0", "evaluate.every=5"), check=64
     )
     assert "the valid split of" in valid.stderr and "evaluate.every=0" in valid.stderr
-    (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "empty.txt").write_text("")
     nothing = hpclm(
         "preprocess",
         "--input",

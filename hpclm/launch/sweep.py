@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from hpclm import config, failures, files, folders, paths, terminal
 from hpclm.config import RunConfig
@@ -29,10 +29,12 @@ from hpclm.launch.done import nothing_left
 from hpclm.launch.foreground import Forward, end_with
 from hpclm.launch.jobs import query
 from hpclm.node import environment, gpus, preemption, processes, python, secrets, threads
-from hpclm.progress import Bar, ProgressBar
 from hpclm.rundir import runs as run_folders
 from hpclm.rundir.status import last_fault
 from hpclm.terminal import many, say
+
+if TYPE_CHECKING:
+    from hpclm.progress import ProgressBar
 
 POLL = 0.2  # seconds between looks at the processes
 UPDATE = 1.0  # seconds between updates of a progress bar
@@ -166,7 +168,9 @@ class Child:
         )
         self._bar, self._shown = self._new_bar(None, 0), time.monotonic()
 
-    def _new_bar(self, total: int | None, step: int) -> ProgressBar:
+    def _new_bar(self, total: int | None, step: int) -> "ProgressBar":
+        from hpclm.progress import ProgressBar
+
         title = f"{self.name}  {self.out.name}  step "
         return ProgressBar(total, initial=step, desc=title, unit="", position=self.row, leave=False)
 
@@ -312,6 +316,8 @@ def _finish(sweep: Sweep, unfinished: Sequence[Path], code: int) -> int:
 
 def _tell(text: str) -> None:
     """A line on standard error, above the progress bars."""
+    from hpclm.progress import Bar  # loads tqdm, of which hpclm submit has no need
+
     Bar.write(terminal.line(text), file=sys.stderr)
 
 

@@ -247,7 +247,7 @@ def test_a_part_shorter_than_a_sample_is_refused_or_repeated(make):
     ):
         source(train=[short]).samples("train", 7)
     ways = {
-        "refuse": "; set another data.split, or give more data$",
+        "refuse": "; set another data.split or data.split_by=tokens, or give more data$",
         "repeat": "nothing that data.short_part=repeat could",
     }
     for name, (short_part, way) in zip(("one", "two"), ways.items()):

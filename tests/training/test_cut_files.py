@@ -20,7 +20,8 @@ def data(tmp_path, monkeypatch):
     """The prefix of a dataset, in the current folder."""
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("".join(f"{number} of many lines\n" for number in range(20_000)))
-    assert preprocess("--input", "a.txt", "--output-prefix", tmp_path / "d", "--tokenizer", "bytes") == 0
+    lines = ["--format", "lines"]  # whose index is long enough to be cut
+    assert preprocess("--input", "a.txt", *lines, "--output-prefix", tmp_path / "d", "--tokenizer", "bytes") == 0
     return tmp_path / "d_text_document"
 
 

@@ -15,6 +15,7 @@ from hpclm import extras
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.launch import process
+from hpclm.node import threads
 from hpclm.reporting import figures, history
 from hpclm.rundir.status import span
 
@@ -79,13 +80,16 @@ def computing() -> Iterator[None]:
 
 
 def load_pytorch() -> None:
-    """Import PyTorch; KeyboardInterrupt only afterwards, since an import that was interrupted cannot be repeated in this process."""
+    """Import PyTorch; KeyboardInterrupt only afterwards, since an import that was interrupted cannot be repeated in this process.
+
+    Its idle OpenMP threads sleep, as those of ``hpclm train`` do (hpclm.node.threads.prepare); the variable is read at the import."""
     if "torch" in sys.modules or threading.current_thread() is not threading.main_thread():
         return
     interrupts: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
-        import_module("torch")
+        with threads.sleeping():
+            import_module("torch")
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
     if interrupts:

@@ -3,8 +3,8 @@
 import os
 import resource
 import threading
-from collections.abc import Collection, Mapping, MutableMapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpclm.node import slurm
@@ -12,6 +12,8 @@ from hpclm.node import slurm
 SYS = Path("/sys")
 CORES = "HPCLM_CORES"
 """Variable with the PID of a process of hpclm and the cores that it could use when it began, for itself and what it starts."""
+WAITING = "OMP_WAIT_POLICY"
+"""Variable that says whether idle threads of an OpenMP runtime sleep or spin; it is read when the runtime is loaded."""
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """Variables by which an OpenMP runtime binds threads to cores: PyTorch's binds the main thread as soon as it is loaded."""
 
@@ -120,6 +122,19 @@ def available(env: Mapping[str, str] = os.environ) -> int:
     return min(len(allowed), slurm.cores_on_node(env) or len(allowed))
 
 
+@contextmanager
+def sleeping() -> Iterator[None]:
+    """Idle threads of an OpenMP runtime that is loaded in the block sleep, unless the user chose otherwise; processes that are started
+    after it choose for themselves."""
+    chosen = os.environ.get(WAITING)
+    os.environ.setdefault(WAITING, "PASSIVE")
+    try:
+        yield
+    finally:
+        if chosen is None:
+            os.environ.pop(WAITING, None)
+
+
 def prepare() -> None:
     """Let idle OpenMP threads sleep, unless the user chose otherwise, and raise the soft limit of open files to the hard one.
 
@@ -127,7 +142,7 @@ def prepare() -> None:
     a blend keeps several files open for each of its datasets.
     """
     note_cores()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault(WAITING, "PASSIVE")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -130,7 +130,7 @@ def test_a_mistake_is_answered_with_what_to_write(words, tmp_path, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["train", "submit"])
+@pytest.mark.parametrize("verb", ["train", pytest.param("submit", marks=pytest.mark.whole)])
 def test_every_option_of_the_page_on_other_projects_is_answered_with_what_the_page_says(verb, capsys):
     rows = migrating.replacements()
     assert len(rows) > 150

@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,9 @@ OF_SUBMIT = (
     *("--dry-run", "--interactive", "--debug", "--pdb", "--again", "--ranks"),
 )
 """Options of ``hpclm submit`` that ``hpclm train`` does not have."""
+STARTS_RUNS = ("hpclm submit", "hpclm train")
+OF_PREPROCESS = ("--json-keys", "--json-key", "--columns", "--column", "--format", "--on-error", "--append-eod")
+"""Options that its messages name, also where ``data=`` has called it."""
 SETTINGS_FILE = ("--config", "--config-file", "--config_file", "--cfg", "--preset", "--settings", "--yaml")
 """Options by which other programs take a settings file."""
 ALIASES = {
@@ -156,7 +160,11 @@ class Parser(argparse.ArgumentParser):
             value = value if sign else self._after(word)
             meant = self._meant(option, value)
             of_others = of_others or (self.prog in DESCRIBES_RUN and _is_of_another_project(option))
-            if meant is not None:
+            if self.prog in STARTS_RUNS and option in ("--data", "--tokenizer"):
+                settings.append(f"{option[2:]}={shlex.quote(value) if value else '...'}")
+            elif self.prog in STARTS_RUNS and option in OF_PREPROCESS:
+                hints.append(f"{option} is an option of hpclm preprocess; data= takes the dataset that it writes")
+            elif meant is not None:
                 hints += [meant] if meant else []
             elif self.takes_settings and (setting := _setting(option, value or "...")):
                 settings.append(setting)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 
@@ -32,11 +33,17 @@ def told(job, number):
     return [line.partition(begins)[2] for line in lines(job.out / "log.txt") if begins in line]
 
 
+def trains(job, number):
+    """Whether start ``number`` has done a step: metrics.jsonl may still have those of the one before it, which saved nothing."""
+    said = (job.out / "log.txt").read_text().partition(f"start {number} of job {job.id}; why")[2]
+    return re.search(r" I step \d+/", said) is not None
+
+
 def test_a_run_starts_again_when_srun_or_the_script_is_killed_and_its_log_says_what_slurm_says_of_it(cluster, tmp_path):
     job = Job(cluster, tmp_path / "run", 2, 1, *ENDLESS)
     job.wait_for_step(2)
     kill(cluster, rf"srun .*{job.out}/")
-    job.wait_for_step(2, 1)
+    until(lambda: trains(job, 2), "a step of the second start", cluster)
     [why] = told(job, 2)
     assert (
         "SIGTERM: saved at step " in why or "ended without a message: killed" in why

@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
         several = self.add_argument_group("several runs")
         values = f"{starts} a separate run for each value; for each combination if repeated"
         several.add_argument("--sweep", "--array", action="append", default=[], metavar="key=a,b,c", help=values)
-        at_once = "with --sweep: so many runs train at a time on this machine, each on GPUs of its own (default: 1)"
+        at_once = "with --sweep: so many runs train at a time on this machine, each on separate GPUs (default: 1)"
         several.add_argument("--parallel", type=positive, metavar="N", help=at_once)
 
     def add_wait(self, help: str) -> None:

@@ -1,4 +1,4 @@
-"""``hpclm.selftest``: the test of the user's own code, in processes of its own."""
+"""``hpclm.selftest``: the test of the user's own code, in separate processes."""
 
 import json
 import os

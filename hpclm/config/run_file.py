@@ -15,7 +15,7 @@ from hpclm.errors import ConfigError
 FIRST = f"# Every setting of a run of hpclm {__version__}, resolved: a site file is not read again for it; ~ and $NAME are expanded in paths.\n"
 # older versions did not name themselves
 COUNT = "# {} settings\n"
-"""The second line, by which a file that has lost some is told from one of a version that had fewer."""
+"""The second line, which distinguishes a file that has lost some from one of a version that had fewer."""
 _FIRST = re.compile(r"# Every setting of a run(?: of hpclm (\S+))?, resolved:")
 _COUNT = re.compile(r"[^\n]*\n# (\d+) settings\n")
 _LAST = ("cluster", "verify_every")  # of the files before settings were counted

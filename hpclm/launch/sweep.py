@@ -1,4 +1,4 @@
-"""The runs of a sweep on this machine, each in a process of its own: one after another, or several at a time.
+"""The runs of a sweep on this machine, each in a separate process: one after another, or several at a time.
 
 The same command continues a sweep: runs that are done are skipped, one that was stopped continues from its last checkpoint.
 """
@@ -150,7 +150,7 @@ def shares(
 
 
 class Child:
-    """A run that trains in a process of its own."""
+    """A run that trains in a separate process."""
 
     def __init__(self, run: RunConfig, name: str, words: Words, share: Mapping[str, str], output: IO[bytes], row: int):
         """Start ``run``; what it prints goes to ``output``, and its progress is shown in this ``row`` of a terminal."""

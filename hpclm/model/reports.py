@@ -19,7 +19,7 @@ def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: boo
     of these tokens, such as the mean of a gate.
 
     The mean is over the tokens of the step, on all processes, weighted as the loss is. What several layers report under one name is added
-    up; ``by_layer``: each has a name of its own, ``name/block3``. Outside of training nothing is reported. ConfigError for another shape,
+    up; ``by_layer``: each has a separate name, ``name/block3``. Outside of training nothing is reported. ConfigError for another shape,
     and for a name that hpclm's own metrics have.
     """
     if metadata.reports is not None and metadata.weights is not None:

@@ -1,5 +1,5 @@
 """An optimizer of the user's own, optim.name=package.module:Name: a class as torch.optim has them, or a function or class that is
-called with (weights, optim). What it declares stands in attributes of it:
+called with (weights, optim). What it declares are attributes of it:
 
 state_tensors: what it keeps of a weight, {"exp_avg": "weight"} for a tensor of the weight's shape, "scalar" for a single value; or a
 function (name, shape, optim) -> {name: StateTensor}.

@@ -35,7 +35,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong: nobody uses by accident a layout that is refused by name."""
+        """Whether nothing is wrong: a layout that is refused by name cannot be used by accident."""
         return self.outcome in ("agrees", "refused")
 
 

@@ -40,7 +40,7 @@ CHEAP = ("NotCopied",)
 
 
 def tried(name, *words, code=0):
-    """The layouts and what came of them, by the command in a process of its own."""
+    """The layouts and what came of them, by the command in a separate process."""
     result = json.loads(hpclm("selftest", f"{HERE}:{name}", "--json", *words, check=code, env=ENV).stdout)
     return {verdict["layout"]: verdict for verdict in result["verdicts"]}
 

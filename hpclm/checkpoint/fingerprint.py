@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.config import ModelConfig
+from hpclm.config.experts import COEFFICIENTS
 from hpclm.config.optimizers import row
 from hpclm.data.tokenizers import mismatch
 from hpclm.errors import ConfigError
 
-FREE = {"dropout", "attention_dropout", "init_std", "kernels", "attention"}
+FREE = {"dropout", "attention_dropout", "init_std", "kernels", "attention", *COEFFICIENTS}
 """Model settings that may change when a run is resumed."""
 DEFAULTS = vars(ModelConfig())
 """What a model setting was in a checkpoint from before it existed: a new setting's default changes nothing."""

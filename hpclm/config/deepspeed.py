@@ -122,7 +122,7 @@ def unsuitable(config: "RunConfig") -> Iterator[str]:
         )
     precision = config.engine.precision
     try:
-        smallest = config.for_engine(config.parallel.replica)
+        smallest = config.for_engine(config.parallel.smallest)
     except ConfigError:  # reported elsewhere
         return
     flat = derived(smallest, None if precision == "auto" else precision)

@@ -28,6 +28,10 @@ class ParallelConfig(Checked):
     """Context-parallel size: processes that share a sequence."""
     pipeline: int = 1
     """Pipeline stages."""
+    expert: int = 1
+    """Consecutive data-parallel ranks, context-parallel ones among them, that share out the experts (model.experts)."""
+    split_experts: bool = True
+    """Split each expert over parallel.tensor; false: each process of it has whole experts, for the tokens of its part of the sequence."""
     shard: int | None = None
     """Hybrid sharding: group size, usually a node's GPUs; null: all data-parallel ranks."""
     partition: Literal["parameters", "blocks", "time"] = "parameters"
@@ -40,9 +44,11 @@ class ParallelConfig(Checked):
     def problems(self) -> Iterator[str]:
         """Invalid parallel settings."""
         yield from at_least(1, "parallel", tensor=self.tensor, context=self.context)
-        yield from at_least(1, "parallel", pipeline=self.pipeline, chunks=self.chunks)
+        yield from at_least(1, "parallel", pipeline=self.pipeline, chunks=self.chunks, expert=self.expert)
         if self.shard is not None and self.shard < 2:
             yield f"parallel.shard={self.shard} must be at least 2; to shard nothing, set parallel.shard=null engine.name=native engine.zero_stage=0"
+        if self.tensor == 1 and not self.split_experts:
+            yield "parallel.split_experts=false has no effect with parallel.tensor=1"
         if self.pipeline == 1:
             for name in ("partition", "schedule", "chunks"):
                 if self._changed(name):
@@ -71,6 +77,11 @@ class ParallelConfig(Checked):
     def replica(self) -> int:
         """Number of processes that read the same samples."""
         return self.model * self.context
+
+    @property
+    def smallest(self) -> int:
+        """The fewest processes that can train: those of one replica, or of as many as share out the experts."""
+        return self.model * math.lcm(self.context, self.expert)
 
 
 @dataclass(frozen=True)
@@ -220,6 +231,9 @@ def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConf
     if parallel.context > 1 and not can.context:
         able = ", ".join(other for other, supports in SUPPORTS.items() if supports.context)
         yield f"engine {name!r} does not support parallel.context={parallel.context}; engines that do: {able}"
+    if parallel.expert > 1 and not can.splits_by_replica:
+        able = ", ".join(other for other, supports in SUPPORTS.items() if supports.splits_by_replica)
+        yield f"engine {name!r} does not support parallel.expert={parallel.expert}; engines that do: {able}"
     for option in OPTIONAL:
         if option in chosen and option not in can.options:
             able = ", ".join(other for other, supports in SUPPORTS.items() if option in supports.options)

@@ -50,4 +50,4 @@ def inside_warmup(config: RunConfig, length: Length) -> str | None:
 
 def planned_inside_warmup(config: RunConfig) -> str | None:
     """As ``inside_warmup``, before the data and so the length of an epoch are known; ConfigError if the budget is too short."""
-    return inside_warmup(config, run_length(config, config.plan(config.parallel.replica), None))
+    return inside_warmup(config, run_length(config, config.plan(config.parallel.smallest), None))

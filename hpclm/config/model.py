@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpclm.config import rope
+from hpclm.config import experts, rope
 from hpclm.config.checks import Checked, at_least, at_most, fraction
 from hpclm.registry import problem
 
@@ -60,8 +60,10 @@ class ModelConfig(Checked):
     """Normalise inputs of sublayers (pre), outputs before the residual (post, OLMo 2), or both (sandwich, Gemma 2)."""
     norm_eps: float = 1e-5
     """Epsilon of the norms."""
-    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu", "geglu", "geglu_tanh"] = "gelu_tanh"
-    """gelu is exact, gelu_tanh GPT-2's, relu2 squared, xielu learned (Huang and Schlag 2024); *glu are gated."""
+    activation: Literal[
+        "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu", "geglu", "geglu_tanh", "swiglu_clamped"
+    ] = "gelu_tanh"
+    """gelu is exact, gelu_tanh GPT-2's, relu2 squared, xielu learned (Huang and Schlag 2024); *glu are gated, swiglu_clamped is gpt-oss's."""
     bias: bool = True
     """Biases of linear layers and LayerNorm."""
     qkv_bias: bool | None = None
@@ -96,6 +98,40 @@ class ModelConfig(Checked):
     """Logits become cap x tanh(logit / cap) (Gemma 2)."""
     logits_fp32: bool = False
     """Compute logits in fp32."""
+    experts: int = 0
+    """Experts of a layer, each an MLP (mixture of experts); 0: none, all MLPs are dense."""
+    experts_per_token: int = 2
+    """Experts that compute each token (top-k)."""
+    expert_ffn: int | None = None
+    """Inner size of an expert; null: as ffn."""
+    shared_ffn: int = 0
+    """Inner size of the shared experts together, which compute every token; 0: there are none."""
+    mlp_pattern: list[str] = field(default_factory=lambda: ["experts"])
+    """MLPs of the layers, repeated: experts or dense; a list with an entry for each layer says it of each."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes a token's scores of its products with the router's weights."""
+    router_normalize: bool = True
+    """Divide the scores of a token's chosen experts by their sum."""
+    router_scale: float = 1.0
+    """Factor of the chosen experts' scores (routed_scaling_factor)."""
+    router_groups: int = 1
+    """Groups of experts, of which a token first chooses router_top_groups, by the sum of a group's two best scores (DeepSeek-V3)."""
+    router_top_groups: int = 1
+    """Groups that a token chooses experts from."""
+    router_bias: bool = False
+    """Bias of the router's products (gpt-oss)."""
+    router_choice_bias: bool = False
+    """A bias on the scores when experts are chosen, not on what they are multiplied by (DeepSeek-V3); no gradient moves it."""
+    balance_bias: float = 0.0
+    """Balance: how far each step moves the choice bias, up for experts with fewer tokens of the step than the mean, down for others."""
+    balance_sequence: float = 0.0
+    """Balance: coefficient of a loss over each sequence (DeepSeek-V3)."""
+    balance_step: float = 0.0
+    """Balance: coefficient of a loss by the step before's counts of tokens, over the global batch."""
+    balance_micro_batch: float = 0.0
+    """Balance: coefficient of a loss over each micro-batch (Mixtral). Results depend on batch.micro_size, which a resumed run must keep."""
+    router_z_loss: float = 0.0
+    """Coefficient of the square of the logarithm of the router's normaliser (Zoph et al. 2022)."""
     dropout: float = 0.0
     """Dropout of embeddings and sublayers."""
     attention_dropout: float = 0.0
@@ -152,6 +188,7 @@ class ModelConfig(Checked):
             yield f"model.attention={self.attention} does not support model.{self.needs_scores[0]}; leave model.attention=auto"
         if self.attention_dropout and (self.score_cap or self.attention_sinks):
             yield "model.attention_dropout is not supported with model.score_cap or model.attention_sinks"
+        yield from experts.problems(self)
         wrong_block = problem("model.block", self.block, BLOCKS)
         if wrong_block:
             yield wrong_block
@@ -180,6 +217,20 @@ class ModelConfig(Checked):
         """Kind of attention of a block, of LAYER_KINDS."""
         return self.pattern[layer % len(self.pattern)]
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of a block consists of experts."""
+        return self.experts > 0 and self.mlp_pattern[layer % len(self.mlp_pattern)] == "experts"
+
+    @property
+    def dense_layers(self) -> int:
+        """Blocks whose MLP is dense."""
+        return sum(not self.has_experts(layer) for layer in range(self.layers))
+
+    @property
+    def expert_width(self) -> int:
+        """Inner width of an expert."""
+        return self.expert_ffn or self.ffn_width
+
     def window_of(self, kind: str) -> int | None:
         """Tokens that a block of this kind attends to; None: all before it."""
         return self.window if "window" in kind else None
@@ -196,7 +247,9 @@ class ModelConfig(Checked):
                 yield f"model.attention_dropout={self.attention_dropout} is not supported with parallel.context={context}"
             if self.block not in BLOCKS:
                 yield f"model.block={self.block} is not supported with parallel.context={context}"
-        sizes = {"model.heads": self.heads, "the MLP's inner width (model.ffn)": self.ffn_width}
+        sizes = {"model.heads": self.heads}
+        sizes |= {"the MLP's inner width (model.ffn)": self.ffn_width} if self.dense_layers else {}
+        sizes |= {"the shared experts' inner width (model.shared_ffn)": self.shared_ffn} if self.experts else {}
         sizes |= {"model.context": self.context, "the padded vocabulary (model.vocab_multiple)": self.padded_vocab}
         for name, size in sizes.items():
             if size % tensor:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
+from hpclm.config import experts
 from hpclm.config.checks import PATHS, Checked, at_least, keyed_texts, texts
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, EngineSettings, ParallelConfig, unsupported
@@ -219,6 +220,7 @@ class RunConfig(Checked):
         if unbounded and self.optim.warmup_fraction:
             yield "optim.warmup_fraction needs a length; set optim.schedule_length, or optim.warmup"
         yield from self.model.unsplit(self.parallel.tensor, self.parallel.context)
+        yield from experts.unsplit(self.model, self.parallel)
         if self.engine.name in SUPPORTS:
             can = SUPPORTS[self.engine.name]
             yield from unsupported(self.engine, self.parallel, self.optim, can)
@@ -242,7 +244,7 @@ class RunConfig(Checked):
                 f"model.layers={self.model.layers}; each stage needs a block"
             )
         try:
-            self.plan(self.parallel.replica)
+            self.plan(self.parallel.smallest)
         except ConfigError as error:
             yield from error.problems
 
@@ -316,6 +318,11 @@ class RunConfig(Checked):
         rampup = Rampup(*self.batch.rampup) if self.batch.rampup else None
         plan = Plan.divide(processes // parallel.replica, self.batch.global_size, self.batch.micro_size or 1, rampup)
         parallel.shard_size(processes // parallel.model)
+        if (processes // parallel.model) % parallel.expert:
+            raise ConfigError(
+                f"parallel.expert={parallel.expert} does not divide the {processes // parallel.model} data-parallel ranks of {processes} "
+                f"process{'es' * (processes != 1)}; set it to a divisor"
+            )
         can = SUPPORTS.get(self.engine.name)
         for count in plan.accumulations() if can and can.counts and parallel.pipeline > 1 else ():
             needs = can.counts(count, parallel.pipeline, parallel.schedule) if can and can.counts else None

@@ -202,12 +202,13 @@ def unavailable(name: str) -> str | None:
 
 
 def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:
-    """ConfigError for entries of optim.groups that match no weight of these layers. All blocks are alike, so one is built."""
+    """ConfigError for entries of optim.groups that match no weight of these layers. Blocks with the same kind of MLP are alike, so one of
+    them is built."""
     weights_of: dict[str, list[str]] = {}
-    for spec in specs:
-        kind = re.sub(r"\d+$", "", spec.name)
+    kinds = [f"{re.sub(r'[0-9]+$', '', spec.name)} {'axes' in spec.kwargs}" for spec in specs]
+    for kind, spec in zip(kinds, specs, strict=True):
         weights_of[kind] = weights_of.get(kind) or [name for name, _ in spec.build().named_parameters()]
-    names = [f"{spec.name}.{name}" for spec in specs for name in weights_of[re.sub(r"\d+$", "", spec.name)]]
+    names = [f"{spec.name}.{name}" for kind, spec in zip(kinds, specs, strict=True) for name in weights_of[kind]]
     unused = [entry for entry in optim.groups if not any(re.search(entry["match"], name) for name in names)]
     if unused:
         examples = ", ".join(dict.fromkeys(re.sub(r"^block\d+", "block0", name) for name in names))

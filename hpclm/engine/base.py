@@ -19,6 +19,7 @@ from hpclm.engine.gradient_buckets import GradientBuckets
 from hpclm.engine.matrix_exchange import MatrixExchange
 from hpclm.engine.outliers import GUARDS
 from hpclm.engine.qk_clip import QKClip
+from hpclm.engine.router_state import RouterState
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
@@ -26,6 +27,7 @@ from hpclm.engine.step import GlobalNorm, StepInputs, Timers, mean_loss, seed_st
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.compiled import Compilation
+from hpclm.model.experts import ExpertAxes
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.loss import Backward, TokenLoss
@@ -78,6 +80,7 @@ class BaseEngine:
         """Of what this process updates."""
         self.guard = GUARDS[config.optim.guard](self.norm, device)
         self.optimizer, self.state, self.exchange = optimizer_for(self.weights, config, mesh)
+        self.router_state = RouterState(self.model_stacks, config.model, compute) if config.model.experts else None
         limit = config.optim.qk_clip
         self.qk_clip = limit and QKClip(self.model_stacks, self.weights, mesh, limit)
         # a run that saves nothing may keep what it likes
@@ -201,6 +204,8 @@ class BaseEngine:
             all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
         with self.timers("optimizer"):
             metrics = self.update(loss, scale)
+        if self.router_state:
+            self.router_state.update(self.reported, metrics["skipped"])
         self._report_optimizer(inputs.factor)
         counts = {"counted_tokens": inputs.counted, "empty_micro_batches": inputs.empty}
         metrics = {"loss": loss, **metrics, **self.reports(inputs.factor), **counts}
@@ -227,7 +232,8 @@ class BaseEngine:
         if self._names_reported is None:
             names = {*self.reported} | ({"z_loss"} if self.config.optim.z_loss else set())
             # these report nothing that only some stages would know
-            shared = self.config.model.block in BLOCKS and self.config.optim.name in OPTIMIZERS
+            alike = self.config.model.block in BLOCKS and not self.config.model.experts
+            shared = alike and self.config.optim.name in OPTIMIZERS
             # sorted, since all ranks reduce one vector and sets have another order in every process
             self._names_reported = tuple(sorted(names if shared else union(names, self.mesh.pp)))
         who = [f"model.block={self.config.model.block}"] * (self.config.model.block not in BLOCKS)
@@ -267,6 +273,8 @@ class BaseEngine:
         """Weights, and the optimizer's state once there is any."""
         self.state.check(self.weights)
         yield from self.state.tensors(self.save_plan, self.whole_plans)
+        if self.router_state:
+            yield from self.router_state.tensors()
 
     def scalars(self) -> dict[str, Any]:
         """The optimizer's step count, numbers of its parameter groups, the loss scale, and what optim.guard remembers."""
@@ -276,7 +284,7 @@ class BaseEngine:
         }
         if self.state.kind.group_state:
             numbers["optimizer_groups"] = self.state.group_numbers(self.weights, self.mesh.pp)
-        return numbers | self.guard.scalars()
+        return numbers | self.guard.scalars() | (self.router_state.scalars() if self.router_state else {})
 
     @torch.no_grad()
     def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:
@@ -289,6 +297,8 @@ class BaseEngine:
         self.state.load(self.save_plan, self.whole_plans, saved, scalars["optimizer_steps"])
         if self.state.kind.group_state:
             self.state.load_groups(self.weights, scalars.get("optimizer_groups", ()))
+        if self.router_state:
+            self.router_state.load_saved(saved, scalars)
         self.refresh()
         self.guard.load(scalars)
         if self.scale:
@@ -357,7 +367,9 @@ def defers(device: torch.device) -> bool:
 
 def whole_model(config: EngineSettings, compute: Compute, wrap: WrapLayer, backward: Backward = "unscaled") -> Stack:
     """The whole model; each layer is passed to ``wrap`` as it is built. ``backward``: as of the loss."""
-    specs = gpt.layers(config.model, config.engine, compute.dtype, config.seed, compute.mesh.tp)
+    mesh = compute.mesh
+    axes = ExpertAxes.of(config.parallel, mesh)
+    specs = gpt.layers(config.model, config.engine, compute.dtype, config.seed, mesh.tp, axes)
     return stack_of(config, compute, specs, wrap, backward)
 
 

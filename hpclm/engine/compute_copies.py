@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.model import BLOCKS
+from hpclm.model.experts import Experts
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.layers import ColumnLinear, Norm, RowLinear, VocabParallelEmbedding
 from hpclm.model.stack import Stack
@@ -39,13 +40,13 @@ class ComputeCopies:
             if isinstance(module, VocabParallelEmbedding) and not in_place:
                 module.rows = module.weight.detach().to(model.dtype)
                 self._tables.append(module)
-            elif isinstance(module, ColumnLinear | RowLinear | Norm | VocabParallelEmbedding):
+            elif isinstance(module, ColumnLinear | RowLinear | Norm | VocabParallelEmbedding | Experts):
                 for name, weight in _castable(module):
                     copy = nn.Parameter(weight.detach().to(model.dtype))
                     setattr(module, name, copy)
                     self.masters[copy] = weight
                     copy.register_post_accumulate_grad_hook(partial(_call, collect))
-                    if in_place and weight.ndim == 2:
+                    if in_place and weight.ndim == 2 and name == "weight":
                         self._added[copy] = module
 
     def attach(self) -> None:

@@ -29,6 +29,7 @@ from hpclm.engine.stages import stages
 from hpclm.engine.step import StepInputs
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
+from hpclm.model.experts import ExpertAxes
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack, Stages
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place
@@ -59,7 +60,8 @@ class PipeliningEngine(BaseEngine):
 
     def __init__(self, config: EngineSettings, compute: Compute):
         mesh, engine, late = compute.mesh, config.engine, config.parallel.schedule == "zero_bubble"
-        parts = stages(config, gpt.layers(config.model, engine, compute.dtype, config.seed, mesh.tp), compute)
+        axes = ExpertAxes.of(config.parallel, mesh)
+        parts = stages(config, gpt.layers(config.model, engine, compute.dtype, config.seed, mesh.tp, axes), compute)
         wrap = materialize_on(compute.device, mesh.tp, mesh.dp.rank)
         self.count = len(parts)
         self.stacks = {

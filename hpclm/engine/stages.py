@@ -86,9 +86,9 @@ def measured(config: EngineSettings, spec: LayerSpec, compute: Compute) -> float
 
 
 def by_kind(specs: Sequence[LayerSpec], cost: Callable[[LayerSpec], float]) -> list[float]:
-    """The cost of each layer; all blocks are alike, so only one is evaluated."""
+    """The cost of each layer; blocks with the same kind of MLP are alike, so only one of them is evaluated."""
     costs: dict[str, float] = {}
-    for spec in specs:
-        kind = "block" if is_block(spec) else str(spec.number)
+    kinds = [f"block {'axes' in spec.kwargs}" if is_block(spec) else str(spec.number) for spec in specs]
+    for kind, spec in zip(kinds, specs, strict=True):
         costs[kind] = costs[kind] if kind in costs else cost(spec)
-    return [costs["block" if is_block(spec) else str(spec.number)] for spec in specs]
+    return [costs[kind] for kind in kinds]

@@ -98,7 +98,7 @@ def without_effect(run: RunConfig, source: "Source | None") -> list[str]:
         from hpclm.data import sources
 
         per_epoch = sources.samples_per_epoch(source)
-        length = run_length(run, run.plan(run.parallel.replica), per_epoch)
+        length = run_length(run, run.plan(run.parallel.smallest), per_epoch)
         reasons += [*no_effect.by_length(run, length), *no_effect.by_epochs(run, length, per_epoch)]
         reasons += sources.without_effect(source)
         reasons += no_effect.by_held_out(run, source.held_out)
@@ -147,7 +147,7 @@ def _check_optimizer(run: RunConfig) -> None:
     try:
         settings = run.for_engine(run.job.nodes * run.job.gpus)
     except ConfigError:  # reported elsewhere
-        settings = run.for_engine(run.parallel.replica)
+        settings = run.for_engine(run.parallel.smallest)
     with nullcontext() if run.engine.device == "cpu" else suppress(NeedsGPUError):
         check_optimizer(settings, SUPPORTS.get(run.engine.name))
 
@@ -166,7 +166,7 @@ def _check_data(run: RunConfig) -> "Source | None":
     source = sources.build(run.data, run.model, run.seed)
     problems = list(sources.needs_eod(run.data, source.eod))
     try:
-        length = run_length(run, run.plan(run.parallel.replica), sources.samples_per_epoch(source))
+        length = run_length(run, run.plan(run.parallel.smallest), sources.samples_per_epoch(source))
         sources.check_part(source, "train", length.samples)
     except ConfigError as error:
         problems = [*error.problems, *problems]
@@ -205,7 +205,7 @@ def _check_history(run: RunConfig, source: "Source | None", resume_step: int | N
         resumable.check_resumable(checkpoint, run.checkpoint.resume, now)
         if checkpoint:
             if source:
-                length = run_length(run, run.plan(run.parallel.replica), sources.samples_per_epoch(source))
+                length = run_length(run, run.plan(run.parallel.smallest), sources.samples_per_epoch(source))
                 check_finished(run, Progress.of(checkpoint[1].progress).step, length.steps)
             return
     if queued and path.is_file():

@@ -145,5 +145,5 @@ def _submission(config: RunConfig, job_id: str, cluster: str, script: Path, comm
         script=str(script),
         command=list(command),
         folder=str(Path.cwd()),
-        steps=run_length(config, config.plan(config.parallel.replica), None).steps,
+        steps=run_length(config, config.plan(config.parallel.smallest), None).steps,
     )

@@ -18,6 +18,7 @@ from hpclm.config.model import BLOCKS
 from hpclm.model.attention.layer import Attention
 from hpclm.model.attention.layout import AttentionMetadata
 from hpclm.model.dropout import dropout
+from hpclm.model.experts import ExpertAxes, ExpertMLP
 from hpclm.model.init import InitSpec, TensorParallelModule
 from hpclm.model.layers import MLP, Norm, VocabParallelEmbedding
 from hpclm.model.position import POSITIONS
@@ -96,9 +97,15 @@ class Head(NamedTuple):
 
 
 def layers(
-    config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, seed: int, tp: Axis = SINGLE
+    config: ModelConfig,
+    engine: EngineConfig,
+    dtype: torch.dtype,
+    seed: int,
+    tp: Axis = SINGLE,
+    axes: ExpertAxes = ExpertAxes(),  # noqa: B008
 ) -> list[LayerSpec]:
-    """The layers in order, split over ``tp``; activations have type ``dtype``, initial weights depend on ``seed``."""
+    """The layers in order, split over ``tp`` and, experts, as ``axes`` say; activations have type ``dtype``, initial weights depend on
+    ``seed``."""
     block = lookup("model.block", config.block, BLOCKS, CHECK)
     table = dict(config=config, dtype=dtype)
     recompute_core = engine.recompute == "selective"
@@ -115,6 +122,7 @@ def layers(
     for index in range(config.layers):
         # 0 to 2 are the embeddings and the output, whether they are tied or not, so that blocks begin alike in both
         kwargs = dict(module=block, config=config, recompute_core=recompute_core, **init(3 + index))
+        kwargs |= dict(axes=axes) if config.has_experts(index) else {}
         full = engine.recompute == "full"
         build = _seeded if config.block in BLOCKS else _own_seeded
         specs.append(LayerSpec(f"block{index}", build, kwargs, recompute=full, kind=config.kind(index)))
@@ -201,7 +209,15 @@ class InputEmbedding(TensorParallelModule):
 class Block(nn.Module):
     """A transformer block, attention and MLP with residual connections: [t, B, C] -> [t, B, C]."""
 
-    def __init__(self, config: ModelConfig, recompute_core: bool, generator: torch.Generator, tp: Axis):
+    def __init__(
+        self,
+        config: ModelConfig,
+        recompute_core: bool,
+        generator: torch.Generator,
+        tp: Axis,
+        axes: ExpertAxes | None = None,
+    ):
+        """``axes``: of the experts of its MLP; None: that is dense."""
         super().__init__()
         self.dropout, self.rank, self.multiplier = config.dropout, tp.rank, config.residual_multiplier
 
@@ -212,14 +228,15 @@ class Block(nn.Module):
         self.attention = Attention(config, recompute_core, generator, tp)
         self.post_norm1 = norm("post", "sandwich")
         self.norm2 = norm("pre", "sandwich")
-        self.mlp = MLP(config, generator, tp)
+        self.mlp = MLP(config, generator, tp) if axes is None else ExpertMLP(config, generator, tp, axes)
         self.post_norm2 = norm("post", "sandwich")
 
     def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[t, B, C] -> [t, B, C]."""
         y = self.attention(x if self.norm1 is None else self.norm1(x), metadata)
         x = self._add(x, y, self.post_norm1, metadata, 0)
-        y = self.mlp(x if self.norm2 is None else self.norm2(x))
+        y = x if self.norm2 is None else self.norm2(x)
+        y = self.mlp(y, metadata) if isinstance(self.mlp, ExpertMLP) else self.mlp(y)
         return self._add(x, y, self.post_norm2, metadata, 1)
 
     def _add(self, x: Tensor, y: Tensor, norm: Norm | None, metadata: AttentionMetadata, site: int) -> Tensor:

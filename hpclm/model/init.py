@@ -105,9 +105,24 @@ class TensorParallelModule(nn.Module):
         self.placements[name], self.init_specs[name] = spec.placement, spec
         return spec.parameter(self.tp, torch.device("meta") if spec.placement.data_ranks > 1 else None)
 
+    def new_buffer(self, name: str, values: Tensor | None) -> None:
+        """Make the buffer ``name``, which is saved with the weights, whole, and which no optimizer updates; None: there is none."""
+        if values is not None:
+            self.placements[name] = Placement(tuple(values.shape))
+        self.register_buffer(name, values)
+
     def replicated(self, parameter: Tensor) -> Tensor:
         """A weight that every rank of ``tp`` holds whole and applies to its own slice of the sequence."""
         return parameter if self.defer_tp_grad_sum else copy_to_tp(parameter, self.tp)
+
+
+def saved_buffers(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a layer that are saved with its weights, by name."""
+    for path, module in layer.named_modules():
+        if isinstance(module, TensorParallelModule):
+            for name, buffer in module.named_buffers(recurse=False):
+                if name in module.placements:
+                    yield f"{path}.{name}" if path else name, buffer
 
 
 def uninitialized(layer: nn.Module) -> Iterator[tuple[str, InitSpec]]:

@@ -21,6 +21,7 @@ from hpclm.parallel.main_gradients import embedding, linear
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.placement import Placement
 
+CLAMPED_SLOPE, CLAMP = 1.702, 7.0  # of gpt-oss's SwiGLU
 # Megatron-LM's fused bias-gelu is the tanh form and its unfused one the erf form, so names here say which
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -30,7 +31,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
     "geglu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu_clamped": lambda x: x * torch.sigmoid(x * CLAMPED_SLOPE),
 }
+"""Of a gated one: what the gate goes through."""
 NORMS = {"layernorm": ("layer_norm", True), "rmsnorm": ("rms_norm", False)}
 """Of each kind: what PyTorch and apex call it, and whether it takes a bias."""
 
@@ -173,18 +176,25 @@ class VocabParallelEmbedding(TensorParallelModule):
 class MLP(nn.Module):
     """[t, B, C] -> [t, B, C]. Gated: ``up`` holds the rows of the gate, then those of the up projection."""
 
-    def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
+    def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis, width: int | None = None):
+        """``width``: inner; None: model.ffn."""
         super().__init__()
-        self.gated, inner, bias = config.gated, config.ffn_width, config.biases[2]
+        self.kind, inner, bias = config.activation, width or config.ffn_width, config.biases[2]
         self.activation = XIELU(tp) if config.activation == "xielu" else ACTIVATIONS[config.activation]
-        branches = 1 + self.gated
+        branches = 1 + config.gated
         self.up = ColumnLinear(config, inner * branches, bias, generator, tp, parts=branches)
         self.down = RowLinear(config, inner, bias, generator, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, B, C] -> [t, B, C]."""
-        x = self.up(x)
-        if self.gated:
-            gate, x = x.chunk(2, -1)
-            return self.down(self.activation(gate) * x)
-        return self.down(self.activation(x))
+        return self.down(activated(self.up(x), self.kind, self.activation))
+
+
+def activated(x: Tensor, kind: str, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """[..., F], or [..., 2 F] of gate and up if ``kind``, a model.activation, is gated -> [..., F]; ``activation``: of this kind."""
+    if "glu" not in kind:
+        return activation(x)
+    gate, up = x.chunk(2, -1)
+    if kind == "swiglu_clamped":
+        return activation(gate.clamp(max=CLAMP)) * (up.clamp(-CLAMP, CLAMP) + 1)
+    return activation(gate) * up

@@ -19,6 +19,7 @@ from hpclm.model.attention.layout import AttentionMetadata, Layouts
 from hpclm.model.cache import KeyValueCache
 from hpclm.model.compiled import Compilation, StackCompilation, compile_layers
 from hpclm.model.dropout import LayerSeeds
+from hpclm.model.experts import ExpertMLP
 from hpclm.model.gpt import Head, LayerSpec
 from hpclm.model.init import InitSpec
 from hpclm.model.loss import TokenLoss
@@ -74,6 +75,9 @@ class Stack(nn.Module):
             if spec.name not in self.layers:
                 layer = spec.build()
                 self.placements |= {f"{spec.name}.{name}": placement for name, placement in placements(layer)}
+                self.placements |= {
+                    f"{spec.name}.{name}": Placement(tuple(buffer.shape)) for name, buffer in init.saved_buffers(layer)
+                }
                 self.init_specs |= {f"{spec.name}.{name}": initial for name, initial in init.uninitialized(layer)}
                 # placed and sharded one by one: a model that fits no process as a whole is never built as one
                 self.layers[spec.name] = wrap(spec.name, layer)
@@ -120,6 +124,10 @@ class Stack(nn.Module):
         reduce gradients in the order in which backward passes make them, and so must run the blocks in one way."""
         names = [name for name in self.layers if name.startswith("block") or name in ("entry", "norm")]
         foreign = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
+        for module in self.modules():
+            if isinstance(module, ExpertMLP) and module.waits_for_host(self.dtype):
+                # sizes that the host learns would be constants of a graph, which every other routing would compile again
+                module.compute, foreign = torch.compiler.disable(module.compute), True  # type: ignore[method-assign]
         self.compilation.layers = compile_layers(
             [self.layers[name] for name in names], whole and not foreign, axes=(self.tp, self.cp, replicas)
         )
@@ -141,6 +149,9 @@ class Stack(nn.Module):
         check_shapes(self.placements, {name: tuple(t.shape) for name, t in tensors.items()})
         for name, parameter in mine.items():
             parameter.copy_(tensors[name])
+        for spec in self.specs:
+            for name, buffer in init.saved_buffers(self.layers[spec.name]):
+                buffer.copy_(tensors[f"{spec.name}.{name}"])
 
     def _run(
         self, specs: list[LayerSpec], x: Any, layouts: dict[str, AttentionMetadata], keys: list[Tensor] | None

@@ -145,6 +145,11 @@ def sum_over_tp(x: Tensor, axis: Axis) -> Tensor:
     return _apply(x, axis, all_reduce, all_reduce)
 
 
+def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
+    """[sum of sent, ...] rows, of which each process gets the number that ``sent`` says -> [sum of received, ...]; gradients go back."""
+    return x if axis.size == 1 else _ExchangedRows.apply(x, tuple(sent), tuple(received), axis)
+
+
 def gathered_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, main_grad: Tensor | None = None
 ) -> Tensor:
@@ -176,6 +181,24 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         return ctx.transpose(outer[0], ctx.axis), None, None, None
+
+
+class _ExchangedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: tuple[int, ...], received: tuple[int, ...], axis: Axis) -> Tensor:
+        ctx.counts, ctx.axis = (sent, received), axis
+        return _exchange(x, sent, received, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        sent, received = ctx.counts
+        return _exchange(outer[0], received, sent, ctx.axis), None, None, None
+
+
+def _exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=axis.group)
+    return out
 
 
 class _GatheredLinear(torch.autograd.Function):

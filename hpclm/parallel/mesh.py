@@ -53,6 +53,8 @@ class Mesh:
     """All ranks that hold the same weights: the replicas, and within each its context-parallel ranks."""
     cp: Axis = SINGLE
     """Consecutive ranks of dp that share one replica's sequences (parallel.context)."""
+    ep: Axis = SINGLE
+    """Consecutive ranks of dp that share out the experts (parallel.expert)."""
     shard: Axis = SINGLE
     """The ranks of dp that this rank's weights or optimizer state are sharded over (parallel.shard): all of dp, or consecutive ones."""
     replicate: Axis = SINGLE
@@ -95,6 +97,7 @@ class Mesh:
 
         stages, replicas, slots = range(pipeline), range(data), range(tensor)
         sharing = [replicas[first : first + shard] for first in replicas[::shard]]
+        experts = [replicas[first : first + parallel.expert] for first in replicas[:: parallel.expert]]
         contexts = [replicas[first : first + parallel.context] for first in replicas[:: parallel.context]]
 
         # each process makes its groups in the order of the axes below; a group's members wait for each other there, so
@@ -108,6 +111,7 @@ class Mesh:
             pp=axis([[at(p, d, t) for p in stages] for d in replicas for t in slots]),
             dp=axis([[at(p, d, t) for d in replicas] for p in stages for t in slots]),
             cp=axis([[at(p, d, t) for d in group] for p in stages for group in contexts for t in slots]),
+            ep=axis([[at(p, d, t) for d in group] for p in stages for group in experts for t in slots]),
             shard=axis([[at(p, d, t) for d in group] for p in stages for group in sharing for t in slots]),
             replicate=axis(
                 [[at(p, d, t) for d in group] for p in stages for group in zip(*sharing, strict=True) for t in slots]
@@ -196,6 +200,14 @@ class Compute:
         """This with one replica, whose weights and sequences are whole; stages and tensor-parallel slices stay."""
         mesh = self.mesh
         alone = replace(
-            mesh, dp=SINGLE, cp=SINGLE, shard=SINGLE, replicate=SINGLE, holders=mesh.tp, world=mesh.model, nodes=1
+            mesh,
+            dp=SINGLE,
+            cp=SINGLE,
+            ep=SINGLE,
+            shard=SINGLE,
+            replicate=SINGLE,
+            holders=mesh.tp,
+            world=mesh.model,
+            nodes=1,
         )
         return replace(self, mesh=alone)

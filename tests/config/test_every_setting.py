@@ -51,7 +51,7 @@ def made(*words):
 def trains(run, folder):
     """Losses, norms, loss scales and saved scalars of two steps, shapes of weights, and learning rates."""
     engine, batches = engine_of(run, TYPES[run.engine.precision]), batches_of(run)
-    shapes, seen = {name: tuple(weight.shape) for name, weight in engine.model.weights()}, []
+    shapes, seen = {name: placement.shape for name, placement in engine.model.placements.items()}, []
     for step in range(2):
         done = run.batch.global_size * step
         rate = learning_rate(done if run.optim.unit == "samples" else step, 1, 100, run.optim)
@@ -167,6 +167,7 @@ def datasets(tmp_path_factory):
 
 
 ROPE = ["model.positions=rope"]
+EXPERTS = ["model.experts=4"]
 WINDOW = [*ROPE, "model.pattern=[window]", "model.window=8"]
 MUON = ["optim.name=muon"]
 FP16 = ["engine.precision=fp16"]
@@ -218,6 +219,23 @@ ACTS = {
     "model.attention_sinks=true": (trains, []),
     "model.embed_multiplier=2.0": (trains, []),
     "model.residual_multiplier=0.5": (trains, []),
+    "model.experts=4": (trains, []),
+    "model.experts_per_token=1": (trains, EXPERTS),
+    "model.expert_ffn=48": (trains, EXPERTS),
+    "model.shared_ffn=16": (trains, EXPERTS),
+    "model.mlp_pattern=[dense,experts]": (trains, EXPERTS),
+    "model.router_score=sigmoid": (trains, EXPERTS),
+    "model.router_normalize=false": (trains, EXPERTS),
+    "model.router_scale=2.0": (trains, EXPERTS),
+    "model.router_groups=2": (trains, EXPERTS),
+    "model.router_top_groups=2": (trains, ["model.experts=8", "model.router_groups=4"]),
+    "model.router_bias=true": (trains, EXPERTS),
+    "model.router_choice_bias=true": (trains, EXPERTS),
+    "model.balance_bias=0.1": (trains, [*EXPERTS, "model.router_choice_bias=true"]),
+    "model.balance_sequence=0.1": (trains, EXPERTS),
+    "model.balance_step=0.1": (trains, EXPERTS),
+    "model.balance_micro_batch=0.1": (trains, EXPERTS),
+    "model.router_z_loss=0.1": (trains, EXPERTS),
     "model.logit_multiplier=0.5": (trains, []),
     "model.logit_cap=0.1": (trains, []),
     "model.logits_fp32=true": (trains, ["engine.precision=bf16"]),
@@ -341,6 +359,8 @@ ELSEWHERE = {
     "data.workers": "tests/data/test_corpus.py",
     "budget.hours": "tests/test_train.py",
     "optim.nonfinite_limit": "tests/test_spikes.py",
+    "parallel.expert": "tests/engine/test_experts.py",
+    "parallel.split_experts": "tests/engine/test_experts.py",
     "parallel.partition": "tests/engine/test_stages.py",
     "parallel.schedule": "tests/test_layouts.py",
     "parallel.chunks": "tests/test_layouts.py",

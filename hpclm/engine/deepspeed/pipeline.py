@@ -27,6 +27,7 @@ from hpclm.engine.stages import owners, stages
 from hpclm.engine.step import StepInputs
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
+from hpclm.model.experts import ExpertAxes
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
@@ -98,7 +99,9 @@ class PipelineEngine(WrappedEngine):
     def __init__(self, config: EngineSettings, compute: Compute):
         mesh, device, dtype = compute.mesh, compute.device, compute.dtype
         library.begin(device)
-        specs = gpt.layers(config.model, config.engine, dtype, config.seed, mesh.tp)
+        specs = gpt.layers(
+            config.model, config.engine, dtype, config.seed, mesh.tp, ExpertAxes.of(config.parallel, mesh)
+        )
         parts = stages(config, specs, compute)
         model = stack_of(config, compute, parts[mesh.pp.rank], materialize_on(device, mesh.tp))
         if config.engine.compile:

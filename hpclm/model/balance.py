@@ -1,0 +1,75 @@
+"""Losses that balance the choice of experts, the router's z-loss, and counts of tokens for each expert.
+
+All but the loss over a micro-batch are the same in every layout and for every size of micro-batches. Tokens that do not count in the loss of
+the model do not count here either.
+
+t tokens of each sequence on this process, B sequences in a micro-batch, E experts, k of them for each token.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpclm.config import ModelConfig
+from hpclm.model.attention.layout import AttentionMetadata
+from hpclm.model.reports import add_loss
+from hpclm.parallel.collectives import all_reduce
+from hpclm.parallel.mesh import Axis
+
+COUNTS = "expert_tokens/"
+"""What blocks report the counts as; the name of the block follows."""
+
+
+class Choice(Protocol):
+    """What a router chose; hpclm.model.experts.Routing."""
+
+    @property
+    def logits(self) -> Tensor:
+        """[t, B, E] fp32."""
+
+    @property
+    def scores(self) -> Tensor:
+        """[t, B, E] fp32."""
+
+    @property
+    def chosen(self) -> Tensor:
+        """[t, B, k] int64."""
+
+
+def add_balance_losses(
+    x: Tensor,
+    metadata: AttentionMetadata,
+    config: ModelConfig,
+    choice: Choice,
+    load: Tensor | None,
+    axes: Sequence[Axis],
+) -> Tensor:
+    """``x`` [t, B, C], whose backward pass adds the losses that ``config`` asks for. ``load``: as Router.load. ``axes``: of the processes
+    that share out the sequences of a micro-batch. Reports each token's experts; without a loss of the model, does nothing."""
+    if metadata.weights is None or metadata.reports is None:
+        return x
+    counted = metadata.weights > 0
+    hits = torch.zeros_like(choice.scores).scatter(-1, choice.chosen, 1.0) * counted[..., None]
+    metadata.reports[COUNTS] = hits.sum((0, 1), dtype=torch.float32).long()
+    # Wang et al. 2024 and DeepSeek-V3: affinities that add up to 1
+    shares = choice.scores / choice.scores.sum(-1, keepdim=True)
+    if config.balance_sequence or config.balance_micro_batch:
+        of_sequences = torch.cat([hits.sum(0), counted.sum(0)[:, None].float()], 1)
+        for axis in axes:
+            of_sequences = all_reduce(of_sequences, axis)
+        counts, tokens = of_sequences[:, :-1], of_sequences[:, -1:]
+        factor = config.experts / config.experts_per_token
+        if config.balance_sequence:
+            values = (shares * (counts * factor / tokens.clamp(min=1))).sum(-1)
+            x = add_loss(metadata, x, "balance_loss_sequence", values, config.balance_sequence)
+        if config.balance_micro_batch:
+            values = (shares * (counts.sum(0) * factor / tokens.sum().clamp(min=1))).sum(-1)
+            x = add_loss(metadata, x, "balance_loss_micro_batch", values, config.balance_micro_batch)
+    if config.balance_step:
+        assert load is not None, "the engine sets Router.load"
+        x = add_loss(metadata, x, "balance_loss_step", (shares * load).sum(-1), config.balance_step)
+    if config.router_z_loss:
+        x = add_loss(metadata, x, "router_z_loss", choice.logits.logsumexp(-1).square(), config.router_z_loss)
+    return x

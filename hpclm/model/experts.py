@@ -1,0 +1,196 @@
+"""Mixture of experts: an MLP of which each token uses a few parts, chosen by a router (Shazeer et al. 2017).
+
+T tokens in a sequence, t = T / tp of them on this process between layers, B sequences in a micro-batch, C hidden size, E experts, k of them
+for each token, F inner size of an expert. All tokens are computed, however uneven the choice is (dropless, Gale et al. 2022).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpclm.config import ModelConfig, ParallelConfig
+from hpclm.model.attention.layout import AttentionMetadata
+from hpclm.model.balance import add_balance_losses
+from hpclm.model.init import InitSpec, TensorParallelModule
+from hpclm.model.layers import ACTIVATIONS, MLP, activated
+from hpclm.parallel.collectives import all_gather, gather, scatter
+from hpclm.parallel.dispatch import give_back, send
+from hpclm.parallel.mesh import SINGLE, Axis, Mesh
+from hpclm.parallel.placement import Placement
+
+ALIGNMENT = 16  # bytes that rows of grouped_mm must be a multiple of
+SMALLEST_SUM = 1e-20  # added to sums of scores, as in DeepSeek-V3: sigmoids may all be 0
+GROUPED: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None)
+"""PyTorch's product of consecutive rows with matrices of their own, from 2.10 on."""
+
+
+class ExpertAxes(NamedTuple):
+    """The processes that share experts, or a token's sequence."""
+
+    ep: Axis = SINGLE
+    """Which share out the experts."""
+    cp: Axis = SINGLE
+    """Which share out sequences."""
+    split: bool = True
+    """Whether experts are split over tensor parallelism."""
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, mesh: Mesh) -> "ExpertAxes":
+        """As ``parallel`` says."""
+        return cls(mesh.ep, mesh.cp, parallel.split_experts)
+
+
+class Routing(NamedTuple):
+    """A router's choice for each token of [t, B]."""
+
+    logits: Tensor  # [t, B, E] fp32
+    scores: Tensor  # [t, B, E] fp32, of which the chosen ones became factors
+    chosen: Tensor  # [t, B, k] int64
+    factors: Tensor  # [t, B, k] fp32, of the chosen experts' results
+
+
+class Router(TensorParallelModule):
+    """Chooses experts; in fp32, since bf16 would take other experts where scores are close (Fedus et al. 2022, section 2.4)."""
+
+    def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
+        super().__init__(tp)
+        self.config, count = config, config.experts
+        self.weight = self.new_parameter(
+            "weight", InitSpec.normal(Placement((count, config.hidden)), config.init_std, generator)
+        )
+        self.bias = self.new_parameter("bias", InitSpec(Placement((count,)))) if config.router_bias else None
+        self.choice_bias: Tensor | None
+        """[E] fp32, which engines keep in fp32 and move; no gradient does."""
+        self.new_buffer("choice_bias", torch.zeros(count, device="cpu") if config.router_choice_bias else None)
+        self.load: Tensor | None = None
+        """[E] fp32: of the step before, each expert's tokens divided by the mean; set by engines with model.balance_step."""
+
+    def forward(self, x: Tensor) -> Routing:
+        """[t, B, C] -> the choice for each token."""
+        # the weight as engines that compute with copies in the compute type have it, so that all choose alike
+        weight = self.replicated(self.weight).to(x.dtype).float()
+        bias = None if self.bias is None else self.replicated(self.bias).to(x.dtype).float()
+        logits = F.linear(x.float(), weight, bias)
+        scores = logits.softmax(-1) if self.config.router_score == "softmax" else logits.sigmoid()
+        chosen = self._choose(scores.detach())
+        factors = scores.gather(-1, chosen)
+        if self.config.router_normalize:
+            factors = factors / (factors.sum(-1, keepdim=True) + SMALLEST_SUM)
+        return Routing(logits, scores, chosen, factors * self.config.router_scale)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """[t, B, E] scores -> [t, B, k] experts."""
+        config = self.config
+        if self.choice_bias is not None:
+            scores = scores + self.choice_bias
+        if config.router_groups > 1:
+            grouped = scores.unflatten(-1, (config.router_groups, -1))
+            best = grouped.topk(2, -1).values.sum(-1).topk(config.router_top_groups, -1).indices
+            taken = torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0)
+            scores = grouped.masked_fill(taken[..., None] == 0, -torch.inf).flatten(-2)
+        return scores.topk(config.experts_per_token, -1).indices
+
+
+class Experts(TensorParallelModule):
+    """The experts of this process: rows sorted by expert [m, C] -> [m, C].
+
+    Gated: ``up`` holds the rows of the gate, then those of the up projection. Split over tensor parallelism, each result is a part of a sum.
+    """
+
+    def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis, axes: ExpertAxes):
+        super().__init__(tp)
+        self.split, self.kind = axes.split, config.activation
+        self.activation = ACTIVATIONS[config.activation]
+        count, width, inner, branches = config.experts, config.hidden, config.expert_width, 1 + config.gated
+        std = config.init_std / (2 * config.layers) ** 0.5  # as of RowLinear
+        shared_out = dict(data_dim=0, data_ranks=axes.ep.size)
+        rows, columns = (1, 2) if axes.split else (None, None)
+        up = Placement((count, branches * inner, width), rows, branches, **shared_out)
+        down = Placement((count, width, inner), columns, **shared_out)
+        self.up = self.new_parameter("up", InitSpec.normal(up, config.init_std, generator))
+        self.down = self.new_parameter("down", InitSpec.normal(down, std, generator))
+        self.up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        if config.biases[2]:
+            self.up_bias = self.new_parameter(
+                "up_bias", InitSpec(Placement(up.shape[:2], rows, branches, **shared_out))
+            )
+            self.down_bias = self.new_parameter("down_bias", InitSpec(Placement((count, width), **shared_out)))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """[m, C] rows, of which the first ``counts[0]`` are of the first expert -> [m, C]."""
+        up, down = (self._weight(weight).to(x.dtype) for weight in (self.up, self.down))
+        up_bias, down_bias = (
+            None if bias is None else self._weight(bias).to(x.dtype) for bias in (self.up_bias, self.down_bias)
+        )
+        if down_bias is not None and self.split and self.tp.size > 1:
+            down_bias = self.replicated(down_bias) / self.tp.size  # each of the parts that are added up has it
+        multiply = grouped if self.groups(x.dtype) else one_by_one
+        hidden = activated(multiply(x, up, up_bias, counts), self.kind, self.activation)
+        return multiply(hidden, down, down_bias, counts)
+
+    def groups(self, dtype: torch.dtype) -> bool:
+        """Whether grouped_mm can compute the products in this type."""
+        rows = self.up.shape[2], self.up.shape[1], self.down.shape[2]
+        return GROUPED is not None and all(width * dtype.itemsize % ALIGNMENT == 0 for width in rows)
+
+    def _weight(self, weight: Tensor) -> Tensor:
+        """A weight; where each process of tensor parallelism has it whole, for its own tokens, the sum over these makes its gradient."""
+        return weight if self.split else self.replicated(weight)
+
+
+def grouped(x: Tensor, weights: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """[m, A] rows x [E, B, A] matrices, each with the next ``counts[e]`` rows -> [m, B]."""
+    assert GROUPED is not None
+    y = GROUPED(x, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    return y if bias is None else y + bias.repeat_interleave(counts, 0, output_size=len(x))
+
+
+def one_by_one(x: Tensor, weights: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """As grouped(), in a loop over the experts; the host waits for their counts."""
+    parts = x.split(counts.tolist())
+    biases = [None] * len(parts) if bias is None else [*bias.unbind()]
+    return torch.cat([F.linear(*of) for of in zip(parts, weights.unbind(), biases, strict=True)])
+
+
+class ExpertMLP(nn.Module):
+    """Router, experts and shared experts: [t, B, C] -> [t, B, C]."""
+
+    def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis, axes: ExpertAxes):
+        super().__init__()
+        self.config, self.tp, self.axes = config, tp, axes
+        self.router = Router(config, generator, tp)
+        self.experts = Experts(config, generator, tp, axes)
+        self.shared = MLP(config, generator, tp, config.shared_ffn) if config.shared_ffn else None
+
+    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """[t, B, C] -> [t, B, C]."""
+        routing = self.router(x)
+        x = add_balance_losses(x, metadata, self.config, routing, self.router.load, (self.tp, self.axes.cp))
+        chosen, factors, tokens = routing.chosen, routing.factors.to(x.dtype), x
+        split = self.axes.split and self.tp.size > 1
+        if split:  # each process has a part of every expert, so it needs the tokens of all
+            tokens, factors, chosen = gather(x, self.tp), gather(factors, self.tp), all_gather(chosen, self.tp)
+        y = self.compute(tokens, chosen, factors)
+        y = scatter(y, self.tp) if split else y
+        return y if self.shared is None else y + self.shared(x)
+
+    def compute(self, x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+        """[T, B, C] tokens, their [T, B, k] experts and the factors of these -> [T, B, C]."""
+        arrived = send(x.flatten(0, 1), chosen.flatten(0, 1), self.config.experts, self.axes.ep)
+        y = give_back(self.experts(arrived.rows, arrived.counts), arrived, self.axes.ep)
+        # a product of [1, k] and [k, C] for each token: it adds up in fp32 what it does not round in between
+        y = factors.reshape(-1, 1, factors.shape[-1]) @ y.unflatten(0, (-1, factors.shape[-1]))
+        return y.view(x.shape)
+
+    def waits_for_host(self, dtype: torch.dtype) -> bool:
+        """Whether the host must know how many tokens each expert has: such code cannot be compiled."""
+        return self.axes.ep.size > 1 or not self.experts.groups(dtype)
+
+
+def routers(module: Any) -> list[Router]:
+    """The routers of a module, in order."""
+    return [inner for inner in module.modules() if isinstance(inner, Router)]

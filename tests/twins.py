@@ -1,6 +1,6 @@
 """Shrunken twins: the settings that let a run for a large machine take three steps on a few processes of a small one.
 
-Sizes of the model are cut, and what is measured in them: the attention window in tokens, key/value heads in heads. The parallel
+Sizes of the model are cut, and what is measured in them: the attention window in tokens, key/value heads in heads, experts. The parallel
 degrees and the micro-batch are halved until they fit the processes. The global batch, which costs time and nothing else, is halved
 down to at most BATCH samples, and a batch-size ramp with it. All other settings stay as they are.
 """
@@ -17,6 +17,7 @@ from hpclm.errors import ConfigError
 STEPS = 3
 BATCH = 64  # samples
 CONTEXT, VOCABULARY, HEADS, WIDTH = 32, 257, 8, 8  # 257: bytes, and the end of a document
+EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 
 
 def twin(run: RunConfig, processes: int, weights: bool = False) -> list[str]:
@@ -48,6 +49,13 @@ def _model(run: RunConfig) -> dict[str, object]:
         sizes["head_dim"] = WIDTH
     if model.ffn is not None:
         sizes["ffn"] = min(model.ffn, 3 * heads * WIDTH // 2)
+    if model.experts:
+        sizes |= {
+            "experts": min(model.experts, EXPERTS),
+            "experts_per_token": min(model.experts_per_token, EXPERTS_PER_TOKEN),
+        }
+        if model.expert_ffn is not None:
+            sizes["expert_ffn"] = min(model.expert_ffn, heads * WIDTH // 2)
     if model.window is not None:
         sizes["window"] = max(2, model.window * context // model.context)
     return {f"model.{name}": size for name, size in sizes.items() if size != getattr(model, name)}
@@ -63,8 +71,8 @@ def _divided(run: RunConfig, processes: int) -> dict[str, object]:
             words["batch.rampup"] = list(ramp)
         batch = replace(batch, global_size=batch.global_size // 2, micro_size=0, rampup=ramp)
     batch = replace(batch, micro_size=run.batch.micro_size)
-    while processes % parallel.replica:
-        degree = max(("tensor", "pipeline", "context"), key=lambda name: getattr(parallel, name))
+    while processes % parallel.smallest:
+        degree = max(("tensor", "pipeline", "context", "expert"), key=lambda name: getattr(parallel, name))
         parallel = replace(parallel, **{degree: getattr(parallel, degree) // 2})
         words[f"parallel.{degree}"] = getattr(parallel, degree)
     while not _plans(run, batch, parallel, processes):

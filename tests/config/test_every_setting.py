@@ -593,11 +593,10 @@ def plans_on(run, processes):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_a_shipped_settings_file_has_no_setting_without_effect(path):
     run = compose.load(path)
-    fits = [
-        run.parallel.replica * replicas for replicas in (16, 2, 1) if plans_on(run, run.parallel.replica * replicas)
-    ]
+    smallest = run.parallel.smallest
+    fits = [smallest * replicas for replicas in (16, 2, 1) if plans_on(run, smallest * replicas)]
     plan = run.plan(fits[0])
-    length = run_length(run, run.plan(run.parallel.replica), 100_000)
+    length = run_length(run, run.plan(smallest), 100_000)
     said = [*no_effect.by_settings(run), *no_effect.by_processes(run, plan), *no_effect.by_length(run, length)]
     assert not said
 

@@ -26,7 +26,7 @@ def test_every_shipped_settings_file_loads_and_plans(path):
     run = config.load(path)
     needs_data = not any(word in path.read_text() for word in ("prefix:", "train:", "synthetic"))
     assert [m.split()[0] for m in run.missing()] == ["data.prefix"] * needs_data
-    plan = run.plan(run.parallel.replica)
+    plan = run.plan(run.parallel.smallest)
     assert plan.global_size == run.batch.global_size
     found = run_length(run, plan, 100_000)
     assert found.steps > 0

@@ -6,7 +6,7 @@ import pytest
 
 import hpclm
 from hpclm import cli, config, parser
-from hpclm.config import fields, hints, migrating
+from hpclm.config import experts, fields, hints, migrating
 from hpclm.errors import ConfigError
 from tests.runs import exit_code
 
@@ -94,7 +94,12 @@ MISTAKES = {
     ("train", "small", "--adam-betas", "(0.9, 0.98)"): "as key=value: optim.betas=[0.9,0.98]; hpclm docs migrating",
     ("train", "small", "--report_to", "wandb"): "as key=value: log.sinks=[wandb]; hpclm docs migrating",
     ("train", "small", "--normalization", "LayerNorm"): "as key=value: model.norm=...; hpclm docs migrating",
-    ("train", "small", "--expert-model-parallel-size", "2"): "hpclm does not support mixture of experts; hpclm docs migrating",
+    ("train", "small", "--expert-model-parallel-size", "2"): "as key=value: parallel.expert=2; hpclm docs migrating",
+    ("submit", "small", "--moe-router-topk", "4"): "as key=value: model.experts_per_token=4; hpclm docs migrating",
+    ("train", "small", "--moe-grouped-gemm"): "--moe-grouped-gemm: leave it out: hpclm does what is fastest, with the router in fp32",
+    ("train", "small", "--moe-expert-capacity-factor", "1.5"): "leave it out: hpclm computes all tokens and drops none",
+    ("train", "small", "--multi-latent-attention"): "--multi-latent-attention: hpclm does not have it",
+    ("train", "small", "moe_intermediate_size=64"): "Did you mean 'model.expert_ffn'?",
     ("train", "small", "--load", "x"): "a run resumes from its newest good checkpoint by itself; hpclm docs migrating",
     ("train", "small", "--dtype", "bfloat16"): "as key=value: engine.precision=bf16; hpclm docs migrating",
     ("train", "small", "optimizer.type=Adam"): "Did you mean 'optim.name'?",
@@ -150,7 +155,8 @@ def test_every_option_of_the_page_on_other_projects_is_answered_with_what_the_pa
         ):
             assert fields.type_of(setting) is not None, f"{name}: {row.here}"
         if re.fullmatch(r"\w+\.\w+=\S+", row.here):
-            config.load(None, ["model.heads=8", row.here])
+            needs = ["model.experts=8"] * (row.here.partition("=")[0].removeprefix("model.") in experts.SETTINGS)
+            config.load(None, ["model.heads=8", *needs, row.here])
 
 
 def test_what_hpclm_train_says_of_options_of_submit_is_true():

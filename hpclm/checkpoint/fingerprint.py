@@ -14,6 +14,8 @@ FREE = {"dropout", "attention_dropout", "init_std", "kernels", "attention", *COE
 """Model settings that may change when a run is resumed."""
 DEFAULTS = vars(ModelConfig())
 """What a model setting was in a checkpoint from before it existed: a new setting's default changes nothing."""
+WHY = {"batch.micro_size": ", and model.balance_micro_batch, a loss over each micro-batch, depends on it"}
+"""Why a setting must not change, where that is not plain, by its name."""
 OF_DATASETS = {
     "layout": "another layout",
     "dtype": "another type of tokens",
@@ -27,14 +29,22 @@ OF_DATASETS = {
 
 
 def fingerprint(
-    model: ModelConfig, seed: int, data: Mapping[str, Any] | None = None, optimizer: str = "adamw"
+    model: ModelConfig,
+    seed: int,
+    data: Mapping[str, Any] | None = None,
+    optimizer: str = "adamw",
+    micro_size: int | str | None = None,
 ) -> dict[str, Any]:
-    """What must not change when a run is resumed: the network, the seed, the data and their order, and what the optimizer keeps.
+    """What must not change when a run is resumed: the network, the seed, the data and their order, what the optimizer keeps, and with
+    model.balance_micro_batch the micro-batches.
 
-    ``data``: the fingerprint of its source; None if that is unknown. ``optimizer``: optim.name.
+    ``data``: the fingerprint of its source; None if that is unknown. ``optimizer``: optim.name. ``micro_size``: samples of a
+    micro-batch, or auto, if another number is to be chosen; None if it is unknown.
     """
     shape = {key: value for key, value in vars(model).items() if key not in FREE}
     identity = {"model": shape, "seed": seed, "optim": {"name": row(optimizer).family or optimizer}}
+    if model.experts and model.balance_micro_batch and micro_size:
+        identity["batch"] = {"micro_size": micro_size}
     return identity | ({} if data is None else {"data": data})
 
 
@@ -59,10 +69,16 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         then = {name: DEFAULTS[name] for name in now.get("model", {}) if name in DEFAULTS}
         optim = {"optim": {"name": "adamw"}} if "optim" in now else {}
         saved = {**optim, **saved, "model": {**then, **saved["model"]}}
+    if not ("batch" in saved and "batch" in now):  # the loss may have begun, or ended, since
+        saved, now = ({key: value for key, value in given.items() if key != "batch"} for given in (saved, now))
     before, after = _leaves(saved), _leaves(now)
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     return [
-        *(f"{key} was {before.get(key)!r} and is now {after.get(key)!r}" for key in changed if key != "data.datasets"),
+        *(
+            f"{key} was {before.get(key)!r} and is now {after.get(key)!r}{WHY.get(key, '')}"
+            for key in changed
+            if key != "data.datasets"
+        ),
         *_datasets(before.get("data.datasets") or [], after.get("data.datasets") or []),
     ]
 

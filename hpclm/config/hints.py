@@ -68,7 +68,23 @@ _NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and De
     "it follows from Slurm, MPI or torchrun; hpclm submit takes --nodes and --gpus": "local_rank world_size master_addr",
     "with parallel.tensor, activations between layers are always divided (sequence parallelism)": "partition_activations",
     "hpclm submit --debug waits for the GPU after every operation": "synchronize_each_layer",
-    "hpclm does not support mixture of experts": "num_experts expert_model_parallel_size",
+    "parallel.expert": "expert_model_parallel_size expert_parallel_degree expert_parallel_size ep_size",
+    "model.experts": "num_experts num_local_experts n_routed_experts moe_num_experts num_moe_experts",
+    "model.experts_per_token": "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts",
+    "model.expert_ffn": "moe_intermediate_size",
+    "set model.shared_ffn to the inner size of the shared experts together": "n_shared_experts moe_num_shared_experts",
+    "set model.mlp_pattern, a list of experts and dense": (
+        "first_k_dense_replace decoder_sparse_step mlp_only_layers mlp_layer_types moe_layer_start_index"
+    ),
+    "model.router_score": "scoring_func",
+    "model.router_normalize": "norm_topk_prob",
+    "model.router_scale": "routed_scaling_factor",
+    "model.router_groups": "n_group",
+    "model.router_top_groups": "topk_group",
+    "model.router_choice_bias": "use_expert_bias",
+    "model.balance_bias": "load_balance_coeff",
+    "model.balance_micro_batch": "router_aux_loss_coef",
+    "model.router_z_loss": "router_z_loss_coef",
 }
 OTHER_NAMES = {name: meaning for meaning, names in _NAMES.items() for name in names.split()}
 """Name in another project -> a setting, key=value, or why there is none."""

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.node import notify, secrets
 from hpclm.node.processes import NoAnswerError
 from hpclm.registry import lookup
-from hpclm.rundir import folder, summary
+from hpclm.rundir import config_history, folder, summary
 from hpclm.terminal import say
 
 if TYPE_CHECKING:
@@ -196,7 +196,9 @@ def _check_history(run: RunConfig, source: "Source | None", resume_step: int | N
     from hpclm.checkpoint.fingerprint import check_fingerprint, fingerprint
 
     out, path = Path(run.out), Path(run.out) / "config.yaml"
-    now = fingerprint(run.model, run.seed, None if source is None else source.fingerprint, run.optim.name)
+    now = fingerprint(
+        run.model, run.seed, None if source is None else source.fingerprint, run.optim.name, _micro_size(run)
+    )
     if resume_step is not None or os.path.lexists(out / "checkpoints"):
         from hpclm.checkpoint import Progress
         from hpclm.data import sources
@@ -211,10 +213,27 @@ def _check_history(run: RunConfig, source: "Source | None", resume_step: int | N
     if queued and path.is_file():
         before = config.load(path)
         then, new = (
-            fingerprint(run_config.model, run_config.seed, optimizer=run_config.optim.name)
+            fingerprint(
+                run_config.model,
+                run_config.seed,
+                optimizer=run_config.optim.name,
+                micro_size=run_config.batch.micro_size,
+            )
             for run_config in (before, run)
         )
         check_fingerprint(path, then, new)
+
+
+def _micro_size(run: RunConfig) -> int | str | None:
+    """The micro-batch that a start will use: auto, if it will choose another than the last start used; None if that is unknown."""
+    size = run.batch.micro_size or config_history.micro_size(Path(run.out))
+    if run.batch.micro_size or not size or run.job.hostfile:
+        return size
+    try:
+        replace(run, batch=replace(run.batch, micro_size=size)).plan(run.job.nodes * run.job.gpus)
+    except ConfigError:
+        return "auto"
+    return size
 
 
 def missing_paths(run: RunConfig) -> list[str]:

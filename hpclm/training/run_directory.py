@@ -93,7 +93,7 @@ def check_start(run: RunContext, data: RunData, resume_step: int | None) -> None
     """ConfigError where the run cannot start, or resume, with these settings from the checkpoint that it would take."""
     config, out = run.config, run.out
     check_attempts_readable(out)
-    now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name)
+    now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name, data.plan.micro_size)
     candidate = resumable.candidate(out, records.requested_step(out, resume_step, run.distributed.job))
     resumable.check_resumable(candidate, config.checkpoint.resume, now)
     if candidate:

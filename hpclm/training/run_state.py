@@ -73,7 +73,7 @@ def open_store(run: RunContext, data: RunData, directory: Directory) -> Checkpoi
     retention = Retention(
         saving.keep_last, saving.keep_every, saving.keep_best, saving.keep_epochs, samples_per_save(run, data)
     )
-    now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name)
+    now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name, data.plan.micro_size)
     origin = dict(processes=context.size, engine=config.engine.name, parallel=vars(config.parallel), hpclm=__version__)
     origin |= {"precision": hardware.NAMES[run.compute.dtype], **run.distributed.job.row()}
     return CheckpointStore(run.out / "checkpoints", retention, now, context, directory.lease, origin)

@@ -22,6 +22,17 @@ def test_another_optimizers_state_is_refused_by_name_also_of_a_checkpoint_that_d
     assert differences(older, was) == differences(older, fingerprint(ModelConfig(), 1)) == []
 
 
+def test_only_a_loss_over_each_micro_batch_keeps_the_micro_batches():
+    def of(coefficient, size, experts=4):
+        return fingerprint(ModelConfig(experts=experts, balance_micro_batch=coefficient), 1, micro_size=size)
+
+    assert of(0.1, 2)["batch"] == {"micro_size": 2} and "batch" not in of(0.1, 0) | of(0.0, 2)
+    [difference] = differences(of(0.1, 2), of(0.2, 4))
+    assert difference.startswith("batch.micro_size was 2 and is now 4, and model.balance_micro_batch")
+    assert not any(differences(of(a, 2), of(b, 4)) for a, b in ((0.0, 0.1), (0.1, 0.0), (0.0, 0.0)))
+    assert differences(of(0.1, 2), of(0.1, 2)) == differences(of(0.1, 2), of(0.1, None)) == []
+
+
 ONE = {"bin": "a", "idx": "b", "span": [0, 9], "content": None}
 
 

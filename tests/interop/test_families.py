@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from hpclm import cli
 from hpclm.commands.convert import main
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
@@ -248,6 +249,33 @@ REFUSED = {
     "not a number": ("granite", dict(logits_scaling="x"), 'logits_scaling="x" must be a finite number of more than 0'),
     "heads": ("llama", dict(hidden_size=50), "hidden_size=50, and LlamaForCausalLM needs a multiple"),
 }
+
+
+LACKS = {
+    "latent attention": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_linear glm4_moe_lite glm_moe_dsa longcat_flash axk1",
+    "state-space, linear-attention or convolution layers": "jamba bamba granitemoehybrid qwen3_next lfm2_moe falcon_h1 mamba2",
+    "gates on the results of attention": "afmoe",
+    "a gate on the shared experts": "qwen2_moe",
+    "sparse mixer": "phimoe",
+    "factors on the inputs of experts": "llama4_text",
+    "attention made of experts": "jetmoe",
+    "clipped queries": "dbrx",
+    "norms of queries and keys after their rotation": "hunyuan_v1_moe",
+    "a kind of experts": "granitemoe granitemoeshared flex_olmo minimax_m2 exaone_moe",
+}
+
+
+@pytest.mark.parametrize("what, kinds", LACKS.items())
+def test_a_class_whose_arithmetic_hpclm_lacks_is_refused_with_what_is_missing(
+    what, kinds, tmp_path, transformers, capsys
+):
+    for kind in kinds.split():
+        transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path / kind)
+        assert cli.main(["convert", str(tmp_path / kind), str(tmp_path / "run")]) == 64
+        said = capsys.readouterr().err
+        assert (
+            f"model_type={kind} is not supported: it has " in said and what in said and not (tmp_path / "run").exists()
+        )
 
 
 @pytest.mark.parametrize("kind, change, answer", REFUSED.values(), ids=REFUSED.keys())

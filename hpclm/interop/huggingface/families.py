@@ -7,7 +7,19 @@ from hpclm.config import ModelConfig
 from hpclm.config.model import BLOCKS
 from hpclm.config.rope import KINDS
 from hpclm.errors import ConfigError
-from hpclm.interop.huggingface import bloom_neox, custom, gemma, glm_phi, gpt2, llama, nanochat, olmo, relatives, shape
+from hpclm.interop.huggingface import (
+    bloom_neox,
+    custom,
+    gemma,
+    glm_phi,
+    gpt2,
+    llama,
+    nanochat,
+    olmo,
+    relatives,
+    shape,
+    unsupported,
+)
 from hpclm.interop.huggingface.family import Family, Json
 from hpclm.interop.rules import without
 
@@ -63,7 +75,9 @@ def of_config(tree: Json) -> Family:
     """The class that a config.json describes; ConfigError if hpclm does not support the network."""
     kind = tree.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(f"model_type={kind} is not supported; hpclm reads {', '.join(FAMILIES)}")
+        what = unsupported.lacking(tree)
+        why = f": it has {what}, which hpclm lacks" if what else ""
+        raise ConfigError(f"model_type={kind} is not supported{why}; hpclm reads {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     wrong = family.problems(tree)
     if tree.get("quantization_config") is not None:

@@ -1,0 +1,38 @@
+"""Classes of transformers with arithmetic that hpclm does not have, so that a refusal says what it is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+LATENT = "latent attention (keys and values made of one small vector)"
+RECURRENT = "state-space, linear-attention or convolution layers"
+EXPERTS = "a kind of experts"
+LACKING = {
+    LATENT: """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 kimi_k25 kimi_linear glm4_moe_lite glm_moe_dsa longcat_flash
+        mistral4 minicpm3 youtu sarvam_mla""",
+    RECURRENT: """jamba bamba granitemoehybrid qwen3_next qwen3_5 qwen3_5_moe lfm2 lfm2_moe falcon_h1 falcon_mamba mamba mamba2 zamba
+        zamba2 nemotron_h olmo_hybrid minimax bailing_hybrid recurrent_gemma rwkv xlstm""",
+    "gates on the results of attention": "afmoe step3p5 step3p7",
+    "a gate on the shared experts": "qwen2_moe",
+    "a choice of experts by sparse mixer": "phimoe",
+    "factors on the inputs of experts, and attention in chunks": "llama4 llama4_text",
+    "attention made of experts": "jetmoe",
+    "clipped queries, keys and values": "dbrx",
+    "norms of queries and keys after their rotation": "hunyuan_v1_moe hunyuan_v1_dense",
+    "values of another width than keys": "mimo_v2_flash",
+    "attention and MLP side by side": "cohere cohere2 cohere2_moe phi falcon",
+}
+"""What hpclm lacks, and the model_types that need it."""
+KEYS = {
+    LATENT: ("kv_lora_rank",),
+    RECURRENT: ("mamba_", "ssm_", "state_size", "conv_L_cache", "linear_num_", "linear_key_", "linear_conv_"),
+    EXPERTS: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+}
+"""Beginnings of keys of config.json by which other classes show what they need."""
+
+
+def lacking(tree: Mapping[str, Any]) -> str | None:
+    """What the network of a config.json, of a class that hpclm does not read, has and hpclm lacks; None if that is not known."""
+    kind = tree.get("model_type")
+    by_name = next((what for what, kinds in LACKING.items() if kind in kinds.split()), None)
+    by_key = (what for what, starts in KEYS.items() if any(key.startswith(starts) and tree[key] for key in tree))
+    return by_name or next(by_key, None)

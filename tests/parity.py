@@ -104,10 +104,10 @@ def train(words, steps, first=0, saved=None, device="cpu"):
     if saved:
         engine.load(Kept({name: torch.from_numpy(array) for name, array in saved[0].items()}), saved[1])
     gradients = watched(engine) if run.engine.precision == "fp32" else []
-    results = [
-        engine.train_step(batches.step(step * each), learning_rate(step, 1, STEPS, run.optim), step)
-        for step in range(first, steps)
-    ]
+    results, expert_counts = [], []
+    for step in range(first, steps):
+        results.append(engine.train_step(batches.step(step * each), learning_rate(step, 1, STEPS, run.optim), step))
+        expert_counts.append(engine.router_state.counts.tolist() if engine.router_state else [])
     held = [(s.name, s.tensor.float().cpu().numpy().copy(), s.shape, s.start) for s in engine.tensors()]
     return {
         "losses": [result.loss for result in results],
@@ -117,6 +117,7 @@ def train(words, steps, first=0, saved=None, device="cpu"):
         "guarded": [result.numbers.get("guarded", 0.0) for result in results],
         "z_losses": [result.numbers.get("z_loss", 0.0) for result in results],
         "reports": [{n: v for n, v in result.numbers.items() if n not in NOT_REPORTED} for result in results],
+        "expert_counts": expert_counts,
         "evaluation": engine.evaluate(batches.take(0, 5)),
         "scalars": engine.scalars(),
         "held": held,
@@ -159,7 +160,7 @@ def trained(size, *words, steps=STEPS, first=0, saved=None):
     handed = saved and ({name: tensor.numpy() for name, tensor in saved["tensors"].items()}, saved["scalars"])
     found = ranks.run(size, train, list(words), steps, first, handed)
     for other in found[1:]:
-        for what in ("losses", "norms", "guarded", "z_losses", "reports", "evaluation", "scalars"):
+        for what in ("losses", "norms", "guarded", "z_losses", "reports", "expert_counts", "evaluation", "scalars"):
             assert repr(other[what]) == repr(found[0][what]), f"ranks disagree on {what}"
     return {**found[0], "tensors": assembled(found), "gradients": reduced(found, "engine.name=deepspeed" in words)}
 

@@ -101,7 +101,12 @@ def like_weight(*names: str) -> Callable[[str, Shape, Settings], State]:
 
 def block_matrix(name: str, shape: Shape) -> bool:
     """Whether a weight is a matrix of a block: no embedding, output projection, norm or bias."""
-    return len(shape) == 2 and name.startswith("block")
+    return len(shape) == 2 and name.startswith("block") and is_matrix(name, shape)
+
+
+def is_matrix(name: str, shape: Shape) -> bool:
+    """Whether a weight is a matrix, or several, and no vector; the biases of experts, [E, F], are E vectors."""
+    return len(shape) >= 2 and not name.endswith((".mlp.experts.up_bias", ".mlp.experts.down_bias"))
 
 
 def momentum(name: str, shape: Shape, optim: Settings) -> State:

@@ -74,7 +74,8 @@ class BaseEngine:
         """The names of all that is reported, on any stage; None before the first step."""
         own_block = config.model.block not in BLOCKS
         split = {weight.name for weight in self.weights if weight.placement.data_ranks > 1}
-        split = union(split, mesh.pp) if own_block else split  # ours are alike on all stages
+        # ours are alike on all stages, but that some may have no layer with experts
+        split = union(split, mesh.pp) if own_block or config.model.experts else split
         sharded = self.sharded or any(weight.local_range for weight in self.weights)
         self.norm = GlobalNorm(self.weights, mesh, sharded, bool(split))
         """Of what this process updates."""
@@ -205,7 +206,7 @@ class BaseEngine:
         with self.timers("optimizer"):
             metrics = self.update(loss, scale)
         if self.router_state:
-            self.router_state.update(self.reported, metrics["skipped"])
+            self.router_state.update(self.reported, metrics["skipped"] + self.guard.held_back)
         self._report_optimizer(inputs.factor)
         counts = {"counted_tokens": inputs.counted, "empty_micro_batches": inputs.empty}
         metrics = {"loss": loss, **metrics, **self.reports(inputs.factor), **counts}

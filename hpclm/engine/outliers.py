@@ -25,6 +25,8 @@ class UpdateGuard:
     sigma, min_steps, correction = 0.0, 0, 0
     lr = 0.0
     """Of the current step."""
+    held_back: Tensor | float = 0.0
+    """1 if the last update was skipped, though loss and gradients were finite."""
     counted: Tensor | None = None
     """Of the current step: tokens that count in the loss; without any its loss and gradients say nothing. None: not known."""
 
@@ -81,7 +83,7 @@ class SkipStep(UpdateGuard):
         # comparisons with NaN are false, so a step without counted tokens is no outlier; one that is not finite counts
         # as bad only
         outlier = (values > self.limits(values)).any().float() * (1 - bad)
-        self.metrics = {"guarded": outlier}
+        self.metrics, self.held_back = {"guarded": outlier}, outlier
         yield bad + outlier
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpclm import registry
-from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind
+from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, is_matrix
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ class MatrixOptimizer(Protocol):
 def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tuple[float, float]:
     """Factor on the learning rate, and weight decay, of a weight: by optim.decayed, and every entry of optim.groups in order."""
     embedding = name.startswith(("tokens.", "entry."))
-    decays = optim.decayed == "all" or (len(shape) >= 2 and not (optim.decayed == "non_embedding" and embedding))
+    decays = optim.decayed == "all" or (is_matrix(name, shape) and not (optim.decayed == "non_embedding" and embedding))
     factor, decay = 1.0, optim.weight_decay if decays else 0.0
     for entry in optim.groups:
         if re.search(entry["match"], name):

@@ -37,6 +37,20 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True)
+class OnDemand(Sequence[Tensor]):
+    """Tensors that are read when they are taken, so that a layer's experts are not in memory twice."""
+
+    source: TensorSource
+    theirs: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.theirs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.source.read(self.theirs[index])
+
+
+@dataclass(frozen=True)
 class RunCheckpoint:
     """A checkpoint of a run."""
 
@@ -115,7 +129,7 @@ class ImportedWeights:
 
     def _converted(self, rule: Rule, source: TensorSource) -> Tensor:
         try:
-            tensor = rule.join([source.read(name) for name in rule.theirs])
+            tensor = rule.join(OnDemand(source, rule.theirs))
         except RuntimeError as error:  # torch's error for shapes that do not match
             raise ConfigError(f"{self.place}: {', '.join(rule.theirs)}: {str(error).splitlines()[0]}") from None
         if tuple(tensor.shape) != self.shapes[rule.ours]:

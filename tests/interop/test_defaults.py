@@ -15,7 +15,7 @@ from hpclm.interop.huggingface.defaults import DEFAULTS, NULLABLE
 RELATIVES = [family.model_type for family in relatives.ALL_FAMILIES]
 KINDS = [kind for kind in families.FAMILIES if kind not in ("hpclm", *RELATIVES)]
 NOT_READ = {"bloom": {"seq_length"}, "glm4": {"partial_rotary_factor"}, "smollm3": {"head_dim"}}
-NOT_READ |= {"granite": {"head_dim"}, "apertus": {"head_dim"}}
+NOT_READ |= {"granite": {"head_dim"}, "apertus": {"head_dim"}, "qwen3_moe": {"head_dim"}}
 """Keys that are no fields of the class: it takes them all the same, or only hpclm does."""
 HYBRID = dict(use_parallel_residual=False)  # GPT-NeoX's default is a network that hpclm does not have
 
@@ -64,7 +64,7 @@ def small(kind):
     tree |= {key: 0.3 for key, value in tree.items() if type(value) is float and "cap" not in key}
     tree |= {key: not value for key, value in DEFAULTS[kind].items() if isinstance(value, bool) and key not in sizes}
     tree |= {"partial_rotary_factor": 1.0} if kind == "glm4" else {}
-    tree |= {"attention_dropout": 0.0} if kind == "gemma2" else {}  # hpclm has none with a cap
+    tree |= {"attention_dropout": 0.0} if kind in ("gemma2", "gpt_oss") else {}  # hpclm has none with a cap or sinks
     return tree | base(kind)
 
 

@@ -25,6 +25,7 @@ LONG = dict(
 LONG3 = {**LONG, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 3.5], "partial_rotary_factor": 0.75}
 PLAIN = dict(rope_type="default", rope_theta=500.0)
 PADS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+QWEN3_MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
 THEIRS = {
     "Llama 3.1": ("Llama", dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
     "Llama, wide heads": (
@@ -154,6 +155,40 @@ THEIRS = {
     ),
     "InternLM 3": ("InternLM3", dict(**PADS, head_dim=16, attention_bias=True, mlp_bias=True)),
     "nanochat": ("NanoChat", dict(rope_parameters=PLAIN)),
+    "Mixtral": ("Mixtral", dict(num_local_experts=5, num_experts_per_tok=3)),
+    "Mixtral, windows, wide heads, tied": (
+        "Mixtral",
+        dict(
+            num_local_experts=4,
+            sliding_window=5,
+            head_dim=16,
+            tie_word_embeddings=True,
+            hidden_act="gelu",
+            rope_parameters=YARN,
+        ),
+    ),
+    "Qwen 3 MoE": ("Qwen3Moe", dict(**QWEN3_MOE, norm_topk_prob=True, head_dim=16)),
+    "Qwen 3 MoE, not normalised, some layers dense": (
+        "Qwen3Moe",
+        dict(**QWEN3_MOE, mlp_only_layers=[0, 2], attention_bias=True, tie_word_embeddings=True),
+    ),
+    "Qwen 3 MoE, every second layer, windows": (
+        "Qwen3Moe",
+        dict(**QWEN3_MOE, decoder_sparse_step=2, use_sliding_window=True, sliding_window=5, rope_parameters=LLAMA3),
+    ),
+    "OLMoE": ("Olmoe", dict(**PADS, num_experts=6, num_experts_per_tok=3)),
+    "OLMoE, normalised, tied": (
+        "Olmoe",
+        dict(**PADS, num_experts=4, num_experts_per_tok=1, norm_topk_prob=True, tie_word_embeddings=True),
+    ),
+    "gpt-oss": (
+        "GptOss",
+        dict(num_local_experts=5, num_experts_per_tok=3, head_dim=16, sliding_window=5, rope_parameters=YARN),
+    ),
+    "gpt-oss, no windows": (
+        "GptOss",
+        dict(num_local_experts=4, head_dim=8, layer_types=["full_attention"] * 4, rope_parameters=PLAIN),
+    ),
 }
 
 

@@ -199,6 +199,52 @@ DEFAULTS: dict[str, Keys] = {
     "ministral": _llama(
         (32000, 4096, 14336, 32, 32), 131072, num_key_value_heads=8, sliding_window=4096, layer_types=None
     ),
+    "mixtral": _llama(
+        (32000, 4096, 14336, 32, 32),
+        131072,
+        num_key_value_heads=8,
+        head_dim=None,
+        rms_norm_eps=1e-5,
+        sliding_window=None,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "qwen3_moe": _llama(
+        (151936, 2048, 6144, 24, 32),
+        32768,
+        attention_bias=False,
+        num_key_value_heads=4,
+        head_dim=None,
+        sliding_window=4096,
+        use_sliding_window=False,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=None,
+    ),
+    "olmoe": _llama(
+        (50304, 2048, 2048, 16, 16),
+        4096,
+        attention_bias=False,
+        rms_norm_eps=1e-5,
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=False,
+    ),
+    "gpt_oss": _llama(
+        (201088, 2880, 2880, 36, 64),
+        131072,
+        num_key_value_heads=8,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        sliding_window=128,
+        layer_types=None,
+        attention_bias=True,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+    ),
     "internlm3": COMMON  # not in transformers: its sizes must be there
     | BIASES
     | dict(hidden_act="silu", head_dim=128, num_key_value_heads=2, max_position_embeddings=32768, rms_norm_eps=1e-5),
@@ -220,6 +266,8 @@ NULLABLE = {
     "vaultgemma": "attention_dropout sliding_window final_logit_softcapping attn_logit_softcapping",
     "granite_swa": "num_key_value_heads sliding_window",
     "ministral": "sliding_window",
+    "qwen3_moe": "sliding_window",
+    "gpt_oss": "sliding_window",
     "internlm3": "num_key_value_heads head_dim",
 }
 """Keys that may be null though their default is another value."""

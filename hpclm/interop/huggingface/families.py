@@ -14,6 +14,7 @@ from hpclm.interop.huggingface import (
     glm_phi,
     gpt2,
     llama,
+    mixtures,
     nanochat,
     olmo,
     relatives,
@@ -25,7 +26,7 @@ from hpclm.interop.rules import without
 
 OLDER = (gpt2.FAMILY, bloom_neox.BLOOM, bloom_neox.NEOX)
 NEWER = (olmo.OLMO2, olmo.OLMO3, gemma.GEMMA2, gemma.GEMMA3, glm_phi.GLM4, nanochat.NANOCHAT)
-WRITTEN = (*OLDER, glm_phi.PHI3, *llama.ALL_FAMILIES, *NEWER, *relatives.ALL_FAMILIES)
+WRITTEN = (*OLDER, glm_phi.PHI3, *llama.ALL_FAMILIES, *NEWER, *relatives.ALL_FAMILIES, *mixtures.ALL_FAMILIES)
 """Classes for an export, in the order in which they are tried."""
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, custom.FAMILY)}
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpclm.config import ModelConfig
+from hpclm.config.experts import COEFFICIENTS
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface.defaults import DEFAULTS as MISSING
 from hpclm.interop.huggingface.defaults import NULLABLE
@@ -38,7 +39,7 @@ GELUS |= dict(gelu_fast="gelu_tanh", gelu_accurate="gelu_tanh", gelu_python_tanh
 LAYERNORM = dict(norm=("layernorm",), activation=("gelu", "gelu_tanh", "relu", "relu2"), bias=(True,))
 """Settings that older classes need."""
 ELSEWHERE = {"vocab_size", "vocab_multiple", "dropout", "attention_dropout", "init_std", "kernels", "attention", "tied"}
-ELSEWHERE |= {"kv_heads", "ffn", "head_dim", "hidden", "heads", "layers", "context"}
+ELSEWHERE |= {"kv_heads", "ffn", "head_dim", "hidden", "heads", "layers", "context", *COEFFICIENTS}
 """Settings that no class is chosen by, or that have checks of their own."""
 DIVIDED = {
     f"{name}ForCausalLM"
@@ -99,6 +100,7 @@ class Family:
             "ffn": config.ffn_width,
             "kv_heads": config.groups,
             "head_dim": config.head_width,
+            "expert_ffn": config.expert_width,
             "activation": names.get(config.activation, config.activation),
         }
         values = {theirs: derived.get(ours, getattr(config, ours)) for ours, theirs in self.keys.items()}

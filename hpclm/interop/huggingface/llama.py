@@ -1,6 +1,6 @@
 """transformers' LlamaForCausalLM, and those that differ from it in biases, norms of q and k, windows, multipliers or activation."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,13 +33,13 @@ SILU = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 SQUARED = {"relu2": "relu2"}
 
 
-def modules(config: ModelConfig, more: dict[str, str] | None = None) -> dict[str, Any]:
+def modules(config: ModelConfig, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Our module -> theirs; ``more``: where a class differs."""
     up = ("mlp.gate_proj", "mlp.up_proj") if config.gated else "mlp.up_proj"
     return {**ALWAYS, "mlp.up": up, **(more or {})}
 
 
-def rules(config: ModelConfig, more: dict[str, str] | None = None) -> Iterable[Rule]:
+def rules(config: ModelConfig, more: Mapping[str, Any] | None = None) -> Iterable[Rule]:
     """How each weight is converted."""
     return of_modules(config, modules(config, more), LAYER)
 

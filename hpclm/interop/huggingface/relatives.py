@@ -24,13 +24,6 @@ CWM_SCALING = dict(
 WINDOWS = (*llama.LLAMA.covers, *shape.WINDOW_SETTINGS[:2])
 
 
-def only(config: ModelConfig, *kinds: str) -> Iterator[str]:
-    """Why a class with these kinds of layers does not cover a network."""
-    others = sorted(set(config.pattern) - set(kinds))
-    if others:
-        yield f"model.pattern has {', '.join(others)}, where it has {' and '.join(kinds)}"
-
-
 def _first_of_four(i: int) -> str:
     return "sliding_attention" if i % 4 else "full_attention"
 
@@ -52,7 +45,7 @@ MINISTRAL = replace(
     covers=WINDOWS,
     unread="auto_map",
     wrong=lambda tree: (),
-    more=lambda config: [*shape.bias_obstacles(config, NONE), *only(config, "full", "window")],
+    more=lambda config: [*shape.bias_obstacles(config, NONE), *shape.only(config, "full", "window")],
 )
 CWM = replace(
     MINISTRAL,
@@ -75,7 +68,7 @@ CWM = replace(
         | shape.layers(tree, _first_of_four)
     ),
     unread="auto_map pretraining_tp",
-    more=lambda config: [*shape.bias_obstacles(config, CWM_BIASES), *only(config, "full", "window")],
+    more=lambda config: [*shape.bias_obstacles(config, CWM_BIASES), *shape.only(config, "full", "window")],
 )
 INTERNLM3 = replace(
     llama.LLAMA,
@@ -126,7 +119,7 @@ def described_exaone4(config: ModelConfig) -> dict[str, Any]:
 def more_exaone4(config: ModelConfig) -> Iterator[str]:
     """Why an EXAONE 4 does not cover a network."""
     yield from shape.bias_obstacles(config, NONE)
-    yield from only(config, *(("full",) if config.pattern == ["full"] else ("window", "nope")))
+    yield from shape.only(config, *(("full",) if config.pattern == ["full"] else ("window", "nope")))
 
 
 EXAONE4 = replace(

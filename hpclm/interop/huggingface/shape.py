@@ -179,6 +179,9 @@ def canonical(config: ModelConfig) -> ModelConfig:
     kinds = [config.kind(i) for i in range(config.layers)]
     if not any("window" in kind for kind in kinds):
         config = replace(config, pattern=["full"], window=None, window_rope_base=None, window_rope_scaled=True)
+    if config.experts:
+        mlps = ["experts" if config.has_experts(i) else "dense" for i in range(config.layers)]
+        config = replace(config, mlp_pattern=period(mlps))
     return replace(config, pattern=period(kinds))
 
 
@@ -241,6 +244,13 @@ def near(tree: Json, given: Json, far: Json, kinds: Json, theta: float) -> dict[
         raise ConfigError("rope_parameters: layers with a window are scaled in another way than the others")
     base = window_rope["rope_base"] if window_rope["rope_base"] != far["rope_base"] else None
     return dict(window_rope_base=base, window_rope_scaled=window_rope["rope_scaling"] == far["rope_scaling"])
+
+
+def only(config: ModelConfig, *kinds: str) -> Iterator[str]:
+    """Why a class with these kinds of layers does not cover a network."""
+    others = sorted(set(config.pattern) - set(kinds))
+    if others:
+        yield f"model.pattern has {', '.join(others)}, where it has {' and '.join(kinds)}"
 
 
 def unscaled_windows(config: ModelConfig) -> Iterator[str]:

@@ -1,0 +1,118 @@
+"""What classes of transformers with experts have in common: names of their weights, and keys of config.json.
+
+E experts, F inner width of an expert, C hidden size.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpclm.config import ModelConfig
+from hpclm.errors import ConfigError
+from hpclm.interop.huggingface import llama, shape
+from hpclm.interop.huggingface.family import Json
+from hpclm.interop.rules import LOGICAL, Rule, same
+
+KEYS = dict(
+    experts="num_experts",
+    experts_per_token="num_experts_per_tok",
+    expert_ffn="moe_intermediate_size",
+    router_normalize="norm_topk_prob",
+)
+"""Our settings, and the keys that most classes have for them."""
+LOSSES = "router_aux_loss_coef output_router_logits"
+"""Keys of the loss that balances experts while transformers trains; no setting of ours follows from them, see remark()."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where the weights of a layer's router and experts are; most classes have these names."""
+
+    router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts.{}."
+    """With the number of an expert; a name of ``up`` or ``down`` follows."""
+    shared: str = "mlp.shared_experts."
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: tuple[str, ...] = ("down_proj",)
+
+
+NAMES = Names()
+
+
+def rules(config: ModelConfig, names: Names = NAMES, more: Mapping[str, Any] | None = None) -> Iterator[Rule]:
+    """How each weight is converted. ``more``: our modules outside the experts, and theirs, where a class differs from Llama."""
+    modules = {
+        "mlp.router": names.router,
+        "mlp.shared.up": [names.shared + name for name in names.up],
+        "mlp.shared.down": [names.shared + name for name in names.down],
+    }
+    for rule in llama.rules(config, {**modules, **(more or {})}):
+        match = LOGICAL.fullmatch(rule.ours)
+        assert match is not None
+        block, module, kind = match.groups()
+        layer = llama.LAYER.format(block)
+        if module == "mlp.experts":
+            branch, _, suffix = kind.partition("_")
+            parts = {"up": names.up, "down": names.down}[branch]
+            experts = [layer + names.experts.format(i) for i in range(config.experts)]
+            theirs = [f"{name}{part}.{suffix or 'weight'}" for name in experts for part in parts]
+            yield per_expert(rule.ours, theirs, config.experts)
+        elif kind == "choice_bias":
+            yield same(rule.ours, layer + names.choice_bias)
+        else:
+            yield rule
+
+
+def per_expert(ours: str, theirs: Sequence[str], experts: int) -> Rule:
+    """A weight [E, rows, ...] or bias [E, rows] of all experts, and tensors of each expert that share its rows out evenly, such as
+    gate and up projection; those of the first expert come first."""
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        first = tensors[0].shape
+        whole = torch.empty((len(theirs), *first))
+        for name, place, part in zip(theirs, whole, tensors, strict=True):
+            if part.shape != first:
+                raise ConfigError(f"{name} has shape {tuple(part.shape)}, but {theirs[0]} has {tuple(first)}")
+            place.copy_(part)
+        return whole.unflatten(0, (experts, -1)).flatten(1, 2)
+
+    return Rule(ours, tuple(theirs), lambda x: x.flatten(0, 1).chunk(len(theirs)), join)
+
+
+def interleaved(ours: str, theirs: str) -> Rule:
+    """The gate's rows and those of the up projection [E, 2F, ...], and one tensor there in which they take turns."""
+
+    def split(x: Tensor) -> list[Tensor]:
+        return [x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)]
+
+    return Rule(ours, (theirs,), split, lambda tensors: tensors[0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2))
+
+
+def mlp_pattern(sparse: Sequence[bool]) -> dict[str, Any]:
+    """Our setting for which layers have experts."""
+    return dict(mlp_pattern=shape.period(["experts" if experts else "dense" for experts in sparse]))
+
+
+def dense_layers(config: ModelConfig) -> list[int]:
+    """Numbers of the layers without experts."""
+    return [i for i in range(config.layers) if not config.has_experts(i)]
+
+
+def absent(config: ModelConfig) -> Iterator[str]:
+    """Why a class with experts does not cover a network without them."""
+    if not config.experts:
+        yield "model.experts=0, where it has some"
+
+
+def remark(tree: Json) -> str | None:
+    """What does not become a setting: the balance loss of transformers."""
+    if not tree.get("router_aux_loss_coef"):
+        return None
+    return (
+        f"router_aux_loss_coef={tree['router_aux_loss_coef']} is not taken over: transformers multiplies the shares of all layers "
+        "together, hpclm those of each layer. Training balances experts if you set model.balance_sequence or another of model.balance_…"
+    )

@@ -75,12 +75,78 @@ def plain(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: 
     return _stepping(network, rows, dtype, torch.compile(network) if compiled else network)
 
 
-def transformers(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
-    """GPT2LMHeadModel, or LlamaForCausalLM for a model with rotary positions; SDPA, autocast, fused AdamW, clipping."""
+def looping(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype) -> Step:
+    """A Mixtral in a page of PyTorch, with a loop over the experts as people write it by hand; autocast, SDPA, fused AdamW, clipping."""
     import torch
     import torch.nn.functional as F
     from torch import nn
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    width, heads, size = model.hidden, model.heads, model.head_width
+    turns = 1 / model.rope_base ** (torch.arange(0, size, 2, device=rows.device) / size)
+    angles = torch.outer(torch.arange(model.context, device=rows.device), turns).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(width, model.experts, bias=False)
+            self.up = nn.ModuleList(nn.Linear(width, 2 * model.expert_width, bias=False) for _ in range(model.experts))
+            self.down = nn.ModuleList(nn.Linear(model.expert_width, width, bias=False) for _ in range(model.experts))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            tokens = x.flatten(0, 1)
+            weights, chosen = self.router(tokens).float().softmax(-1).topk(model.experts_per_token, -1)
+            weights, y = (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype), torch.zeros_like(tokens)
+            for number, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+                token, place = torch.where(chosen == number)
+                gate, inner = up(tokens[token]).chunk(2, -1)
+                y = y.index_add(0, token, (down(F.silu(gate) * inner) * weights[token, place, None]).to(y.dtype))
+            return y.view_as(x)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+            self.qkv, self.out = (nn.Linear(width, n * width, bias=False) for n in (3, 1))
+            self.experts = Experts()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (
+                part.unflatten(2, (heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=2)
+            )
+            y = F.scaled_dot_product_attention(turned(q).to(v.dtype), turned(k).to(v.dtype), v, is_causal=True)
+            x = x + self.out(y.transpose(1, 2).flatten(2))
+            return x + self.experts(self.norm2(x))
+
+    torch.manual_seed(0)
+    inner = [nn.Embedding(model.padded_vocab, width), *(Block() for _ in range(model.layers)), nn.RMSNorm(width)]
+    network = nn.Sequential(*inner, nn.Linear(width, model.padded_vocab, bias=False)).to(rows.device).train()
+    for parameter in network.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+    return _stepping(
+        network, rows, dtype, lambda ids, labels: F.cross_entropy(network(ids).float().flatten(0, 1), labels.flatten())
+    )
+
+
+def transformers(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
+    """GPT2LMHeadModel, or LlamaForCausalLM for a model with rotary positions, or MixtralForCausalLM with experts; SDPA, autocast, fused
+    AdamW, clipping."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+    )
 
     shape: dict[str, Any] = dict(vocab_size=model.padded_vocab, attn_implementation="sdpa", use_cache=False)
     classes: tuple[Any, Any] = (
@@ -92,10 +158,13 @@ def transformers(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, com
             hidden_size=model.hidden,
             num_attention_heads=model.heads,
             num_key_value_heads=model.groups,
-            intermediate_size=model.ffn_width,
+            intermediate_size=model.expert_width if model.experts else model.ffn_width,
             max_position_embeddings=model.context,
             tie_word_embeddings=model.tied,
         )
+        if model.experts:
+            classes = MixtralConfig, MixtralForCausalLM
+            shape |= dict(num_local_experts=model.experts, num_experts_per_tok=model.experts_per_token, head_dim=None)
     else:
         shape |= dict(n_layer=model.layers, n_embd=model.hidden, n_head=model.heads, n_positions=model.context)
         shape |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

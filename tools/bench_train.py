@@ -4,6 +4,7 @@ Same shape, data, precision and optimizer for all; one optimizer step of each, i
 drifts drifts for all. Megatron-core runs on GPUs only, where it is installed. The limit is the step's matrix products and attention, forward and backward, and nothing else.
 
     python tools/bench_train.py                                              # CPU: 6 layers x 384, one thread
+    python tools/bench_train.py --shape experts --context 128                # 16 experts in each of 4 layers
     python tools/bench_train.py --shape 124m --context 1024 --batch 16       # on a GPU, bf16
     python tools/bench_train.py --shape llama-1b --context 2048 --batch 8 --only compiled limit
 """
@@ -34,6 +35,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "small": dict(layers=6, hidden=384, heads=6, vocab_size=65, vocab_multiple=1),
     "124m": dict(layers=12, hidden=768, heads=12, vocab_size=50257),
     "1.3b": dict(layers=24, hidden=2048, heads=16, vocab_size=50257),
+    "experts": dict(
+        **dict(layers=4, hidden=256, heads=4, vocab_size=512, vocab_multiple=1, positions="rope", norm="rmsnorm"),
+        **dict(activation="swiglu", bias=False, tied=False, experts=16, experts_per_token=4, expert_ffn=192),
+    ),
     "llama-1b": dict(
         **dict(layers=22, hidden=2048, heads=32, kv_heads=4, ffn=5632, vocab_size=32000, positions="rope"),
         **dict(norm="rmsnorm", activation="swiglu", bias=False, tied=False),
@@ -71,6 +76,7 @@ SUBJECTS: dict[str, Callable[[ModelConfig, torch.Tensor, torch.dtype], Step]] = 
     "hpclm, compiled": partial(ours, compiled=True),
     "plain PyTorch": bench_peers.plain,
     "plain PyTorch, compiled": partial(bench_peers.plain, compiled=True),
+    "plain PyTorch, a loop over experts": bench_peers.looping,
     "transformers": bench_peers.transformers,
     "transformers, compiled": partial(bench_peers.transformers, compiled=True),
     "Megatron-core": bench_megatron.megatron,
@@ -110,7 +116,12 @@ def measure(args: argparse.Namespace) -> None:
     if device.type == "cpu":  # for which it is not made
         names = [name for name in names if name != "Megatron-core"]
     if model.positions == "rope":  # the page of PyTorch is GPT-2
-        names = [name for name in names if not name.startswith("plain")]
+        names = [name for name in names if not name.startswith("plain") or (model.experts and "loop" in name)]
+    else:
+        names = [name for name in names if "loop" not in name]
+    if model.experts:  # whose products depend on the routing
+        left_out = LIMIT, "Megatron-core", "transformers, compiled"  # of which every routing would be compiled anew
+        names = [name for name in names if name not in left_out]
     memory = dict[str, int]()
     for name in tqdm(names if args.memory else [], desc="peak memory, a process each", disable=None):
         memory |= peak_of(name)

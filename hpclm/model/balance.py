@@ -20,6 +20,7 @@ from hpclm.parallel.mesh import Axis
 
 COUNTS = "expert_tokens/"
 """What blocks report the counts as; the name of the block follows."""
+SMALLEST_SUM = 1e-20  # added to sums of scores, as in DeepSeek-V3: sigmoids may all be 0
 
 
 class Choice(Protocol):
@@ -50,22 +51,22 @@ def add_balance_losses(
     that share out the sequences of a micro-batch. Reports each token's experts; without a loss of the model, does nothing."""
     if metadata.weights is None or metadata.reports is None:
         return x
-    counted = metadata.weights > 0
-    hits = torch.zeros_like(choice.scores).scatter(-1, choice.chosen, 1.0) * counted[..., None]
-    metadata.reports[COUNTS] = hits.sum((0, 1), dtype=torch.float32).long()
+    counted = (metadata.weights > 0).long()
+    counts = tokens_of_experts(choice.chosen, counted, config.experts)
+    metadata.reports[COUNTS] = counts.sum(0)
     # Wang et al. 2024 and DeepSeek-V3: affinities that add up to 1
-    shares = choice.scores / choice.scores.sum(-1, keepdim=True)
+    shares = choice.scores if config.router_score == "softmax" else normalized(choice.scores)
     if config.balance_sequence or config.balance_micro_batch:
-        of_sequences = torch.cat([hits.sum(0), counted.sum(0)[:, None].float()], 1)
+        of_sequences = torch.cat([counts, counted.sum(0)[:, None]], 1)
         for axis in axes:
             of_sequences = all_reduce(of_sequences, axis)
-        counts, tokens = of_sequences[:, :-1], of_sequences[:, -1:]
+        hits, tokens = of_sequences[:, :-1].float(), of_sequences[:, -1:]
         factor = config.experts / config.experts_per_token
         if config.balance_sequence:
-            values = (shares * (counts * factor / tokens.clamp(min=1))).sum(-1)
+            values = (shares * (hits * factor / tokens.clamp(min=1))).sum(-1)
             x = add_loss(metadata, x, "balance_loss_sequence", values, config.balance_sequence)
         if config.balance_micro_batch:
-            values = (shares * (counts.sum(0) * factor / tokens.sum().clamp(min=1))).sum(-1)
+            values = (shares * (hits.sum(0) * factor / tokens.sum().clamp(min=1))).sum(-1)
             x = add_loss(metadata, x, "balance_loss_micro_batch", values, config.balance_micro_batch)
     if config.balance_step:
         assert load is not None, "the engine sets Router.load"
@@ -73,3 +74,16 @@ def add_balance_losses(
     if config.router_z_loss:
         x = add_loss(metadata, x, "router_z_loss", choice.logits.logsumexp(-1).square(), config.router_z_loss)
     return x
+
+
+def normalized(scores: Tensor) -> Tensor:
+    """[..., n] scores, divided by their sums."""
+    return scores / (scores.sum(-1, keepdim=True) + SMALLEST_SUM)
+
+
+def tokens_of_experts(chosen: Tensor, counted: Tensor, experts: int) -> Tensor:
+    """[t, B, k] chosen experts, and [t, B] 1 for tokens that count, else 0 -> [B, E] int64: each expert's tokens of each sequence."""
+    sequences = torch.arange(chosen.shape[1], device=chosen.device)[:, None]
+    # in one dimension, where GPUs add in a fixed order; a [t, B, E] tensor of hits would cost E / k times as much
+    places, ones = (sequences * experts + chosen).flatten(), counted[..., None].expand_as(chosen).flatten()
+    return counted.new_zeros(chosen.shape[1] * experts).scatter_add_(0, places, ones).view(-1, experts)

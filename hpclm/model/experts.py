@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hpclm.config import ModelConfig, ParallelConfig
 from hpclm.model.attention.layout import AttentionMetadata
-from hpclm.model.balance import add_balance_losses
+from hpclm.model.balance import add_balance_losses, normalized
 from hpclm.model.init import InitSpec, TensorParallelModule
 from hpclm.model.layers import ACTIVATIONS, MLP, activated
 from hpclm.parallel.collectives import all_gather, gather, scatter
@@ -22,7 +22,6 @@ from hpclm.parallel.mesh import SINGLE, Axis, Mesh
 from hpclm.parallel.placement import Placement
 
 ALIGNMENT = 16  # bytes that rows of grouped_mm must be a multiple of
-SMALLEST_SUM = 1e-20  # added to sums of scores, as in DeepSeek-V3: sigmoids may all be 0
 GROUPED: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None)
 """PyTorch's product of consecutive rows with matrices of their own, from 2.10 on."""
 
@@ -78,7 +77,7 @@ class Router(TensorParallelModule):
         chosen = self._choose(scores.detach())
         factors = scores.gather(-1, chosen)
         if self.config.router_normalize:
-            factors = factors / (factors.sum(-1, keepdim=True) + SMALLEST_SUM)
+            factors = normalized(factors)
         return Routing(logits, scores, chosen, factors * self.config.router_scale)
 
     def _choose(self, scores: Tensor) -> Tensor:

@@ -75,12 +75,12 @@ class _Sorted(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.k = k
-        return x[order // k]
+        return x.index_select(0, order // k)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         [order] = ctx.saved_tensors
-        return outer[0][inverse(order)].unflatten(0, (-1, ctx.k)).sum(1), None, None
+        return outer[0].index_select(0, inverse(order)).unflatten(0, (-1, ctx.k)).sum(1), None, None
 
 
 class _Moved(torch.autograd.Function):
@@ -89,9 +89,9 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(order)
-        return x[order]
+        return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         [order] = ctx.saved_tensors
-        return outer[0][inverse(order)], None
+        return outer[0].index_select(0, inverse(order)), None

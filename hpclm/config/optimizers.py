@@ -3,6 +3,7 @@
 A matrix is [A, B].
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -18,6 +19,9 @@ EXAMPLES: Sequence[tuple[str, Shape]] = (
     ("tokens.weight", (2, 2)),
 )
 """Names and shapes of a weight of each sort: a matrix of a block, which is what most parameters belong to, comes first."""
+
+EXPERTS = re.compile(r"block\d+\.mlp\.experts\.(up|down)(_bias)?")
+"""Names of weights that are stacks of those of experts."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +103,22 @@ def like_weight(*names: str) -> Callable[[str, Shape, Settings], State]:
     return lambda name, shape, optim: dict.fromkeys(names, StateTensor(tuple(shape)))
 
 
+def stacked(name: str) -> bool:
+    """Whether a weight is a stack of those of experts, along its first dimension."""
+    return bool(EXPERTS.fullmatch(name))
+
+
+def dimensions(name: str, shape: Shape) -> int:
+    """2 of a matrix, 1 of a bias or norm; of a stack, those of one expert's."""
+    return len(shape) - stacked(name)
+
+
 def block_matrix(name: str, shape: Shape) -> bool:
-    """Whether a weight is a matrix of a block: no embedding, output projection, norm or bias."""
-    return len(shape) == 2 and name.startswith("block") and is_matrix(name, shape)
+    """Whether a weight is a matrix of a block, or a stack of such: no embedding, output projection, norm or bias.
 
-
-def is_matrix(name: str, shape: Shape) -> bool:
-    """Whether a weight is a matrix, or several, and no vector; the biases of experts, [E, F], are E vectors."""
-    return len(shape) >= 2 and not name.endswith((".mlp.experts.up_bias", ".mlp.experts.down_bias"))
+    The weight of a router is one, as in Moonlight, which saw Muon change routers most (Liu et al. 2025), and in Megatron-LM.
+    """
+    return dimensions(name, shape) == 2 and name.startswith("block")
 
 
 def momentum(name: str, shape: Shape, optim: Settings) -> State:

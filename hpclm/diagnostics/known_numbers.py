@@ -19,7 +19,7 @@ TYPES = (torch.bfloat16, torch.float32)
 def wrong_sums(compute: Compute) -> Iterator[str]:
     """The process groups in which known numbers do not arrive as they should."""
     mesh = compute.mesh
-    axes = {name: getattr(mesh, name) for name in ("world", "pp", "dp", "shard", "replicate", "tp", "model")}
+    axes = {name: getattr(mesh, name) for name in ("world", "pp", "dp", "ep", "shard", "replicate", "tp", "model")}
     numbers = (torch.arange(SENT) % 251 + 1).to(compute.device)
 
     def of(rank: int) -> Tensor:

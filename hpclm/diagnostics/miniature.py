@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpclm import engine as engines
-from hpclm.config import EngineConfig, EngineSettings, ModelConfig, OptimConfig
+from hpclm.config import EngineConfig, EngineSettings, ModelConfig, OptimConfig, ParallelConfig, experts
+from hpclm.config.experts import MLP_KINDS
 from hpclm.config.optimizers import OPTIMIZERS, row
 from hpclm.config.plan import Plan
 from hpclm.diagnostics.samples import EPS, Sample, Samples, of_matrices, of_update, of_weights, sample, sample_of
 from hpclm.engine.base import BaseEngine, optimizer_for
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import count
+from hpclm.model.experts import Experts
 from hpclm.model.stack import Stages
 from hpclm.optim.adamw import update
 from hpclm.optim.optimizers import kind_of
@@ -57,6 +59,8 @@ class Measured:
     """With copies of their values before the first update; of plain steps, none."""
     gradients: Sequence[Mapping[str, Tensor]] = ()
     """Of each update, by the names of the weights: flattened, as the optimizer applied them, so scaled and clipped."""
+    routed: int = 0
+    """Tokens that all experts got together in the first step."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,12 @@ class MiniatureRun:
             optim.name not in OPTIMIZERS
         ):  # how much its updates may differ is not known; a trial has compared them (hpclm.optim.trial)
             optim = replace(optim, name=OptimConfig.name, arguments={})
-        kinds = list(dict.fromkeys(settings.model.kind(layer) for layer in range(settings.model.layers)))
+        model, numbers = settings.model, range(settings.model.layers)
+        kinds = list(dict.fromkeys((model.kind(layer), model.has_experts(layer)) for layer in numbers))
         layers = max(BLOCKS, parallel.pipeline * parallel.chunks, len(kinds))
-        model = replace(settings.model, layers=layers, pattern=kinds, attention_dropout=0.0)
+        model = replace(model, layers=layers, pattern=[kind for kind, _ in kinds], attention_dropout=0.0)
+        if model.experts:
+            model = replace(model, mlp_pattern=[MLP_KINDS[not of_experts] for _, of_experts in kinds])
         # scores of attention that differ by about 1: in a narrow model they are otherwise so small that it is a mere mean
         model = replace(model, init_std=max(model.init_std, model.hidden**-0.5))
         micro_batches = 2 * parallel.pipeline
@@ -93,6 +100,9 @@ class MiniatureRun:
         divisible = 4 * parallel.tensor * parallel.context
         while length % divisible == 0 and length > MIN_CONTEXT and _bytes(settings, model, size, length) > room:
             length //= 2
+        # the plain way has all experts in one replica
+        while _bytes(settings, model, size, length) > room and (fewer := _half_the_experts(model, parallel)):
+            model = fewer
         window = model.window and max(1, min(model.window, length // 2))
         model = replace(model, context=length, window=window)
         max_replicas = max(1, MAX_TOKENS // (length * micro_batches * size))
@@ -143,12 +153,20 @@ class MiniatureRun:
                 compute,
                 model=replace(self.settings.model, attention="math", kernels="torch"),
                 optim=self._optim(exact, plain=True),
-                parallel=replace(parallel, shard=None, context=1),
+                parallel=replace(parallel, shard=None, context=1, expert=1),
                 engine=EngineConfig(name=name, compile=False, device=engine.device, precision=engine.precision),
                 plan=Plan.divide(1, rows.shape[0] * rows.shape[1], rows.shape[1]),
                 in_place=False,
             )
+            for module in plain.model.modules():
+                if isinstance(module, Experts):
+                    module.loops = True
             return measured(plain, [self._batch(batch_rows) for batch_rows in rows], plain=True)
+
+    def lost_tokens(self, run: Measured, plain: Measured) -> str:
+        """How many tokens the counts of a run's experts lack; empty if none."""
+        due = plain.routed * self.compute.mesh.replicas // len(self.rows)
+        return "" if run.routed == due else f"experts counted {run.routed} tokens of a step that has {due} for them"
 
     def _optim(self, exact: bool, plain: bool = False) -> OptimConfig:
         """The settings of the optimizer; ``exact``: in fp32; ``plain``: in plain PyTorch."""
@@ -200,7 +218,8 @@ class MiniatureRun:
             return torch.rand(values.shape, generator=draw, device=values.device).sub(0.5).mul(2 * EPS).add(1.0)
 
         mesh = self.compute.alone.mesh if plain else self.compute.mesh
-        slices: dict[str, Any] = dict(begin=0, values=None, replicas=SINGLE, local_range=None) if plain else {}
+        whole: dict[str, Any] = dict(begin=0, values=None, replicas=SINGLE, local_range=None, holders=None)
+        slices = whole if plain else {}
         weights = [
             replace(weight, parameter=nn.Parameter(given(weight, weight.parameter)), **slices) for weight in run.weights
         ]
@@ -225,15 +244,17 @@ class MiniatureRun:
         return outcomes
 
     def _whole(self, weight: ShardedParameter, values: Tensor) -> Tensor:
-        """The tensor-parallel slice, of which this process holds ``values``, in a new tensor; a collective over those that hold the rest."""
-        mesh = self.compute.mesh
+        """The tensor-parallel slice, of which this process holds ``values``, in a new tensor; a collective over those that hold the rest.
+        Of experts, those that this process has a part of."""
+        mesh, parts = self.compute.mesh, weight.placement.data_ranks
         shape = weight.placement.local(mesh.tp)
         values = values.detach().to(self.compute.device).flatten()
-        if weight.replicas.size == mesh.dp.size:
+        if weight.replicas.size * parts == mesh.dp.size:
             return values.clone().view(shape)
-        out = torch.zeros(math.prod(shape), device=self.compute.device)
-        out[weight.begin : weight.begin + weight.count] = values
-        return all_reduce(out, mesh.shard).view(shape)
+        out = torch.zeros(parts, math.prod(shape), device=self.compute.device)
+        part = weight.data_rank % parts
+        out[part, weight.begin : weight.begin + weight.count] = values
+        return all_reduce(out, mesh.shard)[part].view(shape)
 
 
 def plain_attention() -> AbstractContextManager[None]:
@@ -248,13 +269,20 @@ def _bytes(settings: EngineSettings, model: ModelConfig, size: int, length: int)
     return (16 * count.parameters(model) + activations) / settings.parallel.tensor
 
 
+def _half_the_experts(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig | None:
+    """The model with half as many experts; None if it cannot have so few."""
+    fewer = replace(model, experts=model.experts // 2)
+    wrong = fewer.experts < 2 or model.experts % 2 or [*experts.problems(fewer), *experts.unsplit(fewer, parallel)]
+    return None if wrong else fewer
+
+
 def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False) -> Measured:
     """Two steps of a fresh engine; ``plain``: those that others are compared with, whose updates are not made again."""
     state, mesh, weights = engine.state, engine.mesh, engine.weights
     before = of_weights(state, weights, mesh)
     initial = {f"initial {name}": values for name, values in before.items()}
     kept, outcomes = [] if plain else [*_copies(engine)], dict[str, Sample]()
-    scalars, gradients = list[dict[str, Sample]](), list[dict[str, Any]]()
+    scalars, gradients, routed = list[dict[str, Sample]](), list[dict[str, Any]](), 0
 
     def record(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         scale = getattr(optimizer, "grad_scale", 1.0)  # as torch.amp has it; a library scales gradients itself
@@ -270,6 +298,10 @@ def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False)
         gradients.append({})
         result = engine.train_step(batches, LR, number - 1)
         numbers = {what: torch.tensor(result.numbers[what], dtype=torch.float64) for what in ("loss", "grad_norm")}
+        if number == 1 and engine.router_state:
+            routers = engine.router_state
+            initial |= {f"load of {name}": sample(routers.load[row]) for name, row in routers.rows.items()}
+            routed = int(routers.counts.sum())
         scalars.append({f"{what} of step {number}": sample(value) for what, value in numbers.items()})
         if not plain:
             outcomes |= of_update(number, before, state, weights, mesh) | of_matrices(number, state, weights)
@@ -280,7 +312,7 @@ def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False)
         first if plain else {held.name: sample_of(held, first[held.name], mesh) for held in kept if held.name in first}
     )
     first_step = scalars[0] | initial | {f"gradient of {name}": values for name, values in applied.items()}
-    return Measured(first_step, scalars[1], outcomes, kept, [] if plain else gradients)
+    return Measured(first_step, scalars[1], outcomes, kept, [] if plain else gradients, routed)
 
 
 def _copies(engine: BaseEngine) -> Iterator[ShardedParameter]:

@@ -25,7 +25,9 @@ ROUNDINGS = 4.0 * EPS  # of a weight, when a change is added to it
 FACTOR = 3.0  # times what the type costs
 FLOOR = 1e-4  # relative; the order of sums alone changes fp32 by this
 UPDATE_FLOOR = 2e-4  # relative; the order of operations changes an update in fp32 by less
+ROUTING_FLOOR = 0.05  # relative; where two scores are close, a rounding error gives a token to another expert
 ZERO = 0.1  # of the floor, for rounding errors of what is 0 in exact arithmetic
+ROUTED = ("gradient of ", "grad_norm of ", "load of ")  # samples that such a token changes by leaps
 TINY = 1e-30
 JUDGED_ALONE = 256  # values of a tensor by which one rank can be judged alone
 
@@ -56,7 +58,9 @@ def sample(values: Tensor | float, size: int | None = None, begin: int = 0) -> S
 
 def sample_of(held: ShardedParameter, values: Tensor, mesh: Mesh) -> Sample:
     """A sample of the tensor-parallel slice of a weight, or of what has its shape, of which this process holds ``values``."""
-    return sample(values.flatten()[: held.count], math.prod(held.placement.local(mesh.tp)), held.begin)
+    size, parts = math.prod(held.placement.local(mesh.tp)), held.placement.data_ranks
+    begin = held.begin + held.data_rank % parts * size  # a part of experts is some of the first dimension
+    return sample(values.flatten()[: held.count], size * parts, begin)
 
 
 def of_weights(state: TrainingState, weights: Sequence[ShardedParameter], mesh: Mesh) -> Samples:
@@ -101,6 +105,8 @@ class Tolerance:
 
     floor: float
     """The relative difference that is always allowed."""
+    routing: float = 0.0
+    """The same for what ROUTED names."""
     alike: bool = True
     """Whether what the type costs tensors of the same kind is allowed too, since a small tensor's own cost may be chance."""
 
@@ -114,7 +120,8 @@ def of_steps(settings: EngineSettings, compute: Compute) -> Tolerance:
     engine, floor = settings.engine, max(torch.finfo(compute.dtype).eps, FLOOR)
     library = engine.gradients == "auto" and engine.name in ("deepspeed", "fairscale")
     in_type = engine.gradients == "compute" or library
-    return Tolerance(min(0.25, floor * math.sqrt(compute.mesh.dp.size)) if in_type else floor)
+    routing = ROUTING_FLOOR if settings.model.experts else 0.0
+    return Tolerance(min(0.25, floor * math.sqrt(compute.mesh.dp.size)) if in_type else floor, routing)
 
 
 def differing(
@@ -168,7 +175,8 @@ def judged(total: Mapping[str, Sequence[float]], tolerance: Tolerance) -> tuple[
         usual = median(math.sqrt(c / s) if s else 0.0 for _, c, s, *_ in same) if tolerance.alike else 0.0
         mean = sum(s for _, _, s, *_ in same) / max(1, sum(n for *_, n in same))
         allowed = FACTOR * max(math.sqrt(cost), usual * math.sqrt(size)) + math.sqrt(rounding)
-        allowed += tolerance.floor * (math.sqrt(size) + ZERO * math.sqrt(mean * count)) + TINY
+        floor = max(tolerance.floor, tolerance.routing if what.startswith(ROUTED) else 0.0)
+        allowed += floor * (math.sqrt(size) + ZERO * math.sqrt(mean * count)) + TINY
         share = math.sqrt(off) / allowed
         parts[what] = share if share == share else math.inf
     if not parts:

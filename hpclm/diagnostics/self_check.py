@@ -158,6 +158,8 @@ def _compared(
         uncompiled, wrong = bool(failed), "".join(f"torch.compile failed on {why}" for why in list(failed.values())[:1])
         if not wrong and engine.exchange:
             wrong = next(filter(None, context.all_gather(lost_matrices(engine.exchange))), "")
+        if not wrong and engine.router_state:
+            wrong = next(filter(None, context.all_gather(miniature.lost_tokens(run, plain))), "")
         moves = background and not wrong and _snapshot_moves(engine, batches, context)
         engine.close()
         del engine

@@ -156,7 +156,13 @@ def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh) -> tuple[DTenso
     if name in model.init_specs:
         model.init_specs[name].fill(rows_here.detach().view(-1), begin, mesh.tp)
     return weight, ShardedParameter(
-        name, rows_here, model.placements[name], begin, replicas=mesh.replicate, local_range=local_range
+        name,
+        rows_here,
+        model.placements[name],
+        begin,
+        replicas=mesh.replicate,
+        local_range=local_range,
+        holders=mesh.holders,
     )
 
 

@@ -5,50 +5,70 @@ one copy of the weights gather the matrices and scatter the results; those that 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from math import prod
 
 import torch.distributed as dist
 from torch import Tensor
 
+from hpclm.config.optimizers import stacked
 from hpclm.engine.sharded_parameter import ShardedParameter, blocks
 from hpclm.errors import ConfigError
+from hpclm.optim.optimizers import Matrix
 from hpclm.parallel.collectives import all_to_all
 from hpclm.parallel.mesh import Axis, Mesh
+from hpclm.parallel.placement import Placement
 
 
 class MatrixExchange:
-    """An Exchange (hpclm.optim.optimizers) of matrices that are all divided in the same way."""
+    """An Exchange (hpclm.optim.optimizers) of matrices."""
 
     def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh):
         """``weights``: the same on all processes that hold parts or copies of them."""
         for weight in weights:
-            if weight.placement.data_ranks > 1:
+            if weight.placement.data_ranks > 1 and not stacked(weight.name):
                 raise ConfigError(
                     f"{weight.name} is a matrix that data-parallel ranks split, and this optimizer works on whole ones: give it three "
                     "dimensions, of which they split the first, or choose optim.name=adamw"
                 )
-        self.weights, self.tp = weights, mesh.tp
-        self.holders = mesh.holders if any(weight.local_range for weight in weights) else mesh.tp
-        """The processes that together hold one copy."""
-        self.replicas = weights[0].replicas if weights else mesh.dp
+        self.tp = mesh.tp
+        pairs = [pair for weight in weights for pair in _matrices(weight, mesh.tp)]
+        self.matrices = [matrix for matrix, _ in pairs]
+        self.weights = weights = [local_part for _, local_part in pairs]
+        """Of each matrix, what this process holds."""
         # Newton-Schulz multiplies about prod(shape) x min(shape) times, and a round lasts as long as its slowest matrix
         order = sorted(range(len(weights)), key=lambda n: -prod(weights[n].shape) * min(weights[n].shape))
-        size = self.holders.size * self.replicas.size
-        self.rounds = [order[first : first + size] for first in range(0, len(order), size)]
-        """Matrices that take about the same time; the n-th belongs to the n-th process, counted copy by copy."""
+        self.rounds: list[list[int]] = []
+        """Matrices that take about the same time, divided among the same processes; the n-th belongs to the n-th process, counted copy by
+        copy."""
+        # experts that ranks share out are held by fewer processes than other matrices
+        homes: dict[tuple[Axis, Axis], list[int]] = {}
+        for number in order:
+            homes.setdefault(self._axes([number]), []).append(number)
+        for (holders, replicas), members in homes.items():
+            size = holders.size * replicas.size
+            self.rounds += [members[first : first + size] for first in range(0, len(members), size)]
 
     @property
     def worked_on(self) -> list[str]:
         """Names of the matrices that this process works on."""
-        slot = self.replicas.rank * self.holders.size + self.holders.rank
-        return [self.weights[numbers[slot]].name for numbers in self.rounds if slot < len(numbers)]
+        slots = ((numbers, *self._axes(numbers)) for numbers in self.rounds)
+        places = ((numbers, replicas.rank * holders.size + holders.rank) for numbers, holders, replicas in slots)
+        return [self.weights[numbers[slot]].name for numbers, slot in places if slot < len(numbers)]
+
+    def _axes(self, numbers: Sequence[int]) -> tuple[Axis, Axis]:
+        """The processes that together hold one copy of the matrices of a round, and those that hold the same values."""
+        weight = self.weights[numbers[0]]
+        return weight.holders or self.tp, weight.replicas
 
     def __call__(
         self, numbers: Sequence[int], local_values: Sequence[Tensor], work: Callable[[int, Tensor], Tensor]
     ) -> Sequence[Tensor]:
         """This process's values of each matrix of a round -> its values of ``work(number, matrix)``, flattened."""
-        size, rank, weights = self.holders.size, self.holders.rank, [self.weights[number] for number in numbers]
-        first = self.replicas.rank * size
+        holders, replicas = self._axes(numbers)
+        size, rank, weights = holders.size, holders.rank, [self.weights[number] for number in numbers]
+        first = replicas.rank * size
         matrix_of = dict(enumerate(range(first, min(first + size, len(numbers)))))
         """Rank among the holders -> index of its matrix, of those that this copy of the weights works on."""
         flat = [values.flatten() for values in local_values]
@@ -58,7 +78,7 @@ class MatrixExchange:
             (matrix and self._gives(matrix, peer, rank) and self._local_range(matrix, peer)[1]) or 0
             for peer in range(size)
         ]
-        pieces = all_to_all(sent, counts, flat[0], self.holders)
+        pieces = all_to_all(sent, counts, flat[0], holders)
         if matrix:
             whole = flat[0].new_empty(matrix.shape)
             for peer, piece in enumerate(pieces):
@@ -69,14 +89,14 @@ class MatrixExchange:
                 results.append(whole.new_empty(self._local_range(matrix, peer)[1]))
                 for place, block in self._blocks(matrix, peer, results[-1]):
                     block.copy_(whole[place])
-        scattered = all_to_all(results, [len(flat[i]) for i in matrix_of.values()], flat[0], self.holders)
+        scattered = all_to_all(results, [len(flat[i]) for i in matrix_of.values()], flat[0], holders)
         # all_to_all returns a vector for every process, the last ones empty in a round that is not full
         for i, values in zip(matrix_of.values(), scattered, strict=False):
             flat[i] = values
         # each matrix comes from the copy of the weights that worked on it; all broadcasts are under way before one is
         # waited for
-        every = enumerate(flat) if self.replicas.size > 1 else ()
-        group, ranks = self.replicas.group, self.replicas.ranks
+        every = enumerate(flat) if replicas.size > 1 else ()
+        group, ranks = replicas.group, replicas.ranks
         for broadcast in [dist.broadcast(values, ranks[i // size], group, async_op=True) for i, values in every]:
             broadcast.wait()
         return flat
@@ -100,3 +120,40 @@ class MatrixExchange:
         tp = Axis(self.tp.size, peer % self.tp.size)
         for start, block in blocks(weight, self._local_range(weight, peer)[0], values, tp):
             yield tuple(slice(low, low + n) for low, n in zip(start, block.shape, strict=True)), block
+
+
+def _matrices(weight: ShardedParameter, tp: Axis) -> Iterator[tuple[Matrix, ShardedParameter]]:
+    """The matrices of a weight, and what this process holds of each: the weight itself, or those of the experts in its part of a stack."""
+    if not stacked(weight.name):
+        yield Matrix(weight, weight.shape), weight
+        return
+    placement = weight.placement
+    count, *local = placement.local(tp)
+    first = weight.data_rank % placement.data_ranks * count
+    of_expert = Placement(placement.shape[1:], placement.dim and placement.dim - 1, placement.parts)
+    for expert in range(count):
+        start = expert * prod(local)
+        begin, values = _overlap((weight.begin, weight.count), start, prod(local))
+        at = start + begin - weight.begin if values else 0
+        ranges = weight.local_range and partial(_range_of_expert, weight.local_range, start, prod(local))
+        local_part = replace(
+            weight,
+            name=f"{weight.name}.{first + expert}",
+            placement=of_expert,
+            begin=begin,
+            values=values,
+            local_range=ranges,
+        )
+        yield Matrix(weight, of_expert.shape, slice(at, at + values)), local_part
+
+
+def _range_of_expert(
+    local_range: Callable[[int], tuple[int, int]], start: int, size: int, rank: int
+) -> tuple[int, int]:
+    return _overlap(local_range(rank), start, size)
+
+
+def _overlap(run: tuple[int, int], start: int, size: int) -> tuple[int, int]:
+    """Of a run, its begin and its length, the part within ``size`` values from ``start`` on, counted from there."""
+    low, high = (min(max(end - start, 0), size) for end in (run[0], run[0] + run[1]))
+    return low, high - low

@@ -67,6 +67,7 @@ class ShardedOptimizerEngine(BaseEngine):
                 *(name, shard_part, model.placements[name], bucket.local_range(master)(bucket.mesh.shard.rank)[0]),
                 replicas=bucket.mesh.replicate,
                 local_range=bucket.local_range(master),
+                holders=bucket.mesh.holders,
                 data_rank=mesh.dp.rank,
             )
             for name, _, master in named

@@ -27,6 +27,8 @@ class ShardedParameter:
     """The ranks of the data axis that hold the same values; they share the work of saving and loading them."""
     local_range: Callable[[int], tuple[int, int]] | None = None
     """Rank of mesh.shard -> index of the first value that it holds, and how many it holds; None: each rank holds all."""
+    holders: Axis | None = None
+    """The processes of mesh.shard and mesh.tp that together hold one copy of it; None: those of mesh.tp."""
     duplicate: bool = False
     """Whether another pipeline stage holds it too, and that stage saves and counts it."""
     data_rank: int = 0

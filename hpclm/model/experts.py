@@ -99,6 +99,9 @@ class Experts(TensorParallelModule):
     Gated: ``up`` holds the rows of the gate, then those of the up projection. Split over tensor parallelism, each result is a part of a sum.
     """
 
+    loops = False
+    """Whether to compute one expert after the other, without grouped_mm."""
+
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis, axes: ExpertAxes):
         super().__init__(tp)
         self.split, self.kind = axes.split, config.activation
@@ -134,7 +137,7 @@ class Experts(TensorParallelModule):
     def groups(self, dtype: torch.dtype) -> bool:
         """Whether grouped_mm can compute the products in this type."""
         rows = self.up.shape[2], self.up.shape[1], self.down.shape[2]
-        return GROUPED is not None and all(width * dtype.itemsize % ALIGNMENT == 0 for width in rows)
+        return GROUPED is not None and not self.loops and all(width * dtype.itemsize % ALIGNMENT == 0 for width in rows)
 
     def _weight(self, weight: Tensor) -> Tensor:
         """A weight; where each process of tensor parallelism has it whole, for its own tokens, the sum over these makes its gradient."""

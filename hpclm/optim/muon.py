@@ -15,7 +15,7 @@ from hpclm.config import ModelConfig, OptimConfig
 from hpclm.config.model import BLOCKS
 from hpclm.config.optimizers import block_matrix
 from hpclm.optim.adamw import AdamW, Scaled, bare, groups
-from hpclm.optim.optimizers import Exchange, Weight
+from hpclm.optim.optimizers import Exchange, Matrix, Weight
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
@@ -41,9 +41,9 @@ class Muon(Scaled, torch.optim.Optimizer):
         self._group = {p: group for group in matrix_groups for p in group["params"]}
 
     def share(self, exchange: Exchange, model: ModelConfig) -> None:
-        """Work on whole matrices by ``exchange``, which has them in the order of ``matrices``."""
+        """Work on whole matrices by ``exchange``."""
         self.exchange = exchange
-        self.parts = [parts_of(weight.name, model) if self.optim.split else None for weight in self.matrices]
+        self.parts = [parts_of(matrix.weight.name, model) if self.optim.split else None for matrix in exchange.matrices]
         """Of each matrix, those that it fuses; None: it is one."""
 
     @torch.no_grad()
@@ -52,25 +52,27 @@ class Muon(Scaled, torch.optim.Optimizer):
         self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
         self.adamw.step()
         skipped = self.found_inf.bool()
+        for parameter in (weight.parameter for weight in self.matrices if weight.parameter.grad is not None):
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"], state["step"] = torch.zeros_like(parameter), torch.zeros_like(self.found_inf)
+            state["step"] += 1 - self.found_inf
         for numbers in self.exchange.rounds:
-            moved = [self._update(self.matrices[number].parameter, skipped) for number in numbers]
+            moved = [self._update(self.exchange.matrices[number], skipped) for number in numbers]
             for number, values in zip(numbers, self.exchange(numbers, moved, self._orthogonal), strict=True):
                 self._apply(number, values, skipped)
 
-    def _update(self, parameter: Tensor, skipped: Tensor) -> Tensor:
+    def _update(self, matrix: Matrix, skipped: Tensor) -> Tensor:
         """Add the gradient to the momentum; the update before it is orthogonalised, in the type that that takes."""
-        kind, momentum = TYPES[self.optim.newton_schulz_type], self.optim.momentum
+        kind, momentum, parameter = TYPES[self.optim.newton_schulz_type], self.optim.momentum, matrix.weight.parameter
         if parameter.grad is None:
             # the exchange is a collective, in which a matrix without a gradient takes part with zeros
-            return torch.zeros_like(parameter, dtype=kind)
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"], state["step"] = torch.zeros_like(parameter), torch.zeros_like(self.found_inf)
-        gradient, buffer = parameter.grad / self.grad_scale, state["momentum_buffer"]
+            return torch.zeros_like(matrix.of(parameter), dtype=kind)
+        gradient = matrix.of(parameter.grad) / self.grad_scale
+        buffer = matrix.of(self.state[parameter]["momentum_buffer"])
         moved = buffer.lerp(gradient, 1 - momentum)
         # selected on the device; asking whether the step is skipped would have the host wait
         buffer.copy_(torch.where(skipped, buffer, moved))
-        state["step"] += 1 - self.found_inf
         return (gradient.lerp(moved, momentum) if self.optim.nesterov else moved).to(kind)
 
     def _orthogonal(self, number: int, update: Tensor) -> Tensor:
@@ -85,10 +87,11 @@ class Muon(Scaled, torch.optim.Optimizer):
 
     def _apply(self, number: int, direction: Tensor, skipped: Tensor) -> None:
         """Decay a matrix's values, and move them in ``direction``."""
-        parameter, (rows, columns) = self.matrices[number].parameter, self.matrices[number].shape
-        if parameter.grad is None:
+        matrix = self.exchange.matrices[number]
+        if matrix.weight.parameter.grad is None:
             return
-        group, (count, sizes) = self._group[parameter], self.parts[number] or (1, (rows,))
+        parameter, (rows, columns) = matrix.of(matrix.weight.parameter), matrix.shape
+        group, (count, sizes) = self._group[matrix.weight.parameter], self.parts[number] or (1, (rows,))
         moved = parameter * (1 - group["lr"] * group["weight_decay"])
         moved.add_(direction.view_as(moved), alpha=-group["lr"] * self._ratio((count * sizes[0], columns)))
         parameter.copy_(torch.where(skipped, parameter, moved))
@@ -122,5 +125,6 @@ def parts_of(name: str, model: ModelConfig) -> Parts | None:
     per_group, width = model.heads // model.groups, model.head_width
     fused: dict[str, Any] = {"attention.qkv.weight": (model.groups, (per_group * width, width, width))}
     if model.gated:
-        fused["mlp.up.weight"] = (1, (model.ffn_width, model.ffn_width))
+        widths = {"up.weight": model.ffn_width, "experts.up": model.expert_width, "shared.up.weight": model.shared_ffn}
+        fused |= {f"mlp.{part}": (1, (width, width)) for part, width in widths.items()}
     return fused.get(name.partition(".")[2]) if model.block in BLOCKS else None

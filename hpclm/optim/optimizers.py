@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpclm import registry
-from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, is_matrix
+from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, dimensions
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +30,26 @@ class Weight(Protocol):
         """Of the whole weight."""
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """What is updated as a whole: a weight, or one expert's matrix in a stack of them."""
+
+    weight: Weight
+    shape: tuple[int, ...]
+    run: slice | None = None
+    """Of the values of the weight that this process has, flattened, those of this matrix; None: all."""
+
+    def of(self, values: "torch.Tensor") -> "torch.Tensor":
+        """The part of the weight's ``values``, its gradient or its state that belongs to the matrix, as a view."""
+        return values if self.run is None else values.view(-1)[self.run]
+
+
 class Exchange(Protocol):
     """Hands whole matrices to the processes that work on them."""
+
+    @property
+    def matrices(self) -> Sequence[Matrix]:
+        """All, by number."""
 
     @property
     def rounds(self) -> Sequence[Sequence[int]]:
@@ -53,13 +72,15 @@ class MatrixOptimizer(Protocol):
     """An optimizer that updates some weights as whole matrices: those that its row in OPTIMIZERS says."""
 
     def share(self, exchange: Exchange, model: "ModelConfig") -> None:
-        """Called once, before the first step. ``exchange`` has these weights in the order in which the optimizer got them."""
+        """Called once, before the first step. ``exchange`` has these weights in the order in which the optimizer got them, and instead of
+        a stack the matrices of the experts that this process has."""
 
 
 def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tuple[float, float]:
     """Factor on the learning rate, and weight decay, of a weight: by optim.decayed, and every entry of optim.groups in order."""
     embedding = name.startswith(("tokens.", "entry."))
-    decays = optim.decayed == "all" or (is_matrix(name, shape) and not (optim.decayed == "non_embedding" and embedding))
+    matrix = dimensions(name, shape) >= 2
+    decays = optim.decayed == "all" or (matrix and not (optim.decayed == "non_embedding" and embedding))
     factor, decay = 1.0, optim.weight_decay if decays else 0.0
     for entry in optim.groups:
         if re.search(entry["match"], name):

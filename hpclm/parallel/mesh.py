@@ -142,7 +142,8 @@ class Mesh:
         size = size if self.shard.size % data_ranks == 0 else 1
         first = dp.rank // size * size
         shard = sub_axis(dp, range(first, first + size))
-        return replace(self, dp=dp, shard=shard, replicate=sub_axis(dp, range(dp.rank % size, dp.size, size)))
+        replicate = sub_axis(dp, range(dp.rank % size, dp.size, size))
+        return replace(self, dp=dp, shard=shard, replicate=replicate, holders=_product(shard, self.tp))
 
 
 SINGLE_MESH = Mesh()
@@ -175,6 +176,15 @@ def sub_axis(axis: Axis, members: Sequence[int]) -> Axis:
     ranks = tuple(axis.ranks[member] for member in members)
     group = _new_group(ranks, axis.limit, axis.backend) if len(ranks) > 1 else None
     return Axis(len(ranks), list(members).index(axis.rank), group, ranks, _name(group), axis.backend, axis.limit)
+
+
+def _product(shard: Axis, tp: Axis) -> Axis:
+    """The processes of the same tensor-parallel groups as those of ``shard``."""
+    if 1 in (shard.size, tp.size):
+        return tp if shard.size == 1 else shard
+    ranks = tuple(rank - tp.rank + slot for rank in shard.ranks for slot in range(tp.size))  # tp varies fastest
+    group = _new_group(ranks, shard.limit, shard.backend)
+    return Axis(len(ranks), shard.rank * tp.size + tp.rank, group, ranks, _name(group), shard.backend, shard.limit)
 
 
 def _new_group(ranks: Sequence[int], limit: timedelta | None, backend: str | None) -> Any:

@@ -1,10 +1,10 @@
 """Whether a user's optimizer can run in a layout: what it needs, a trial on small weights shows (hpclm.optim.trial)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 
-from hpclm.config import EngineSettings, OptimConfig
-from hpclm.config.optimizers import OPTIMIZERS
+from hpclm.config import EngineSettings, ModelConfig, OptimConfig
+from hpclm.config.optimizers import OPTIMIZERS, Shape
 from hpclm.config.supports import SUPPORTS, Supports
 from hpclm.errors import ConfigError
 from hpclm.optim import user_optimizer
@@ -52,12 +52,19 @@ def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | N
             f"engine {engine.name!r} does not support optim.name={optim.name}, which keeps more than tensors of the weights' shapes; "
             f"engines that do: {able}"
         )
+    if config.model.experts and kind.matrices and (wrong := next(_stacks(config.model, kind.matrices), None)):
+        yield (
+            f"optim.name={optim.name} declares {wrong} in `matrices`, a stack of weights, one for each expert, which is no matrix: let "
+            "matrices(name, shape) be false for names with .mlp.experts., whose updates must be those of single values, or set optim.name=muon"
+        )
+        return
+    trial = user_optimizer.tried_with_experts(optim) if config.model.experts else loaded.trial
     processes = parallel.replica * config.plan.data
-    if loaded.trial.parts_differ == RANDOM and processes > 1:
+    if trial.parts_differ == RANDOM and processes > 1:
         yield f"optim.name={optim.name} cannot train in {processes} processes: {RANDOM}"
         return
     splits = list(_splits(config, can, sharded))
-    differ, depend = loaded.trial.parts_differ, loaded.trial.weights_depend
+    differ, depend = trial.parts_differ, trial.weights_depend
     if splits and differ:
         yield (
             f"{' and '.join(splits)} splits weights, and optim.name={optim.name} needs whole ones: {differ}. Train with engine.name=native "
@@ -72,11 +79,23 @@ def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | N
         yield f"{' and '.join(splits)} splits weights, and optim.name={optim.name} needs whole ones: {depend}"
 
 
+def _stacks(model: ModelConfig, matrices: Callable[[str, Shape], bool]) -> Iterator[str]:
+    """The weights of experts that an optimizer takes for matrices."""
+    count, rows = model.experts, model.expert_width * (1 + model.gated)
+    shapes: dict[str, Shape] = {"up": (count, rows, model.hidden), "down": (count, model.hidden, model.expert_width)}
+    biases: dict[str, Shape] = {"up_bias": (count, rows), "down_bias": (count, model.hidden)}
+    for name, shape in (shapes | (biases if model.biases[2] else {})).items():
+        if matrices(f"block0.mlp.experts.{name}", shape):
+            yield f"block0.mlp.experts.{name} of the shape {list(shape)}"
+
+
 def _splits(config: EngineSettings, can: Supports | None, sharded: bool) -> Iterator[str]:
     """The settings by which processes have parts of weights."""
     engine, parallel = config.engine, config.parallel
     if parallel.tensor > 1:
         yield f"parallel.tensor={parallel.tensor}"
+    if parallel.expert > 1:
+        yield f"parallel.expert={parallel.expert}"
     stages = (can.pipeline_stages if parallel.pipeline > 1 else can.zero_stages) if can else (0,)
     stage = engine.zero_stage if engine.zero_stage is not None else (stages or (0,))[0]
     replicas = config.plan.data * parallel.context

@@ -1,4 +1,4 @@
-"""What a user's optimizer does, measured on three small weights before a run begins: what it keeps of a weight, and whether the update of
+"""What a user's optimizer does, measured on a few small weights before a run begins: what it keeps of a weight, and whether the update of
 a part of a weight is that part of the whole weight's update, as layouts need that split weights over processes.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpclm.config import ModelConfig, OptimConfig
-from hpclm.config.optimizers import Shape, State, StateTensor
+from hpclm.config.optimizers import Shape, State, StateTensor, dimensions, stacked
 from hpclm.errors import ConfigError
 from hpclm.optim.maker import UserOptimizerMaker
 
@@ -20,10 +20,15 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
     "block0.mlp.up.weight": (160, 144),
     "block0.norm1.weight": (144,),
     "tokens.weight": (150, 136),
+    "block0.mlp.experts.up": (3, 160, 144),
+    "block0.mlp.experts.up_bias": (3, 160),
 }
 """More than 128 each way, from where on some optimizers keep factors of a matrix; all lengths of a matrix differ."""
-MATRIX, VECTOR, TABLE = SHAPES
+MATRIX, VECTOR, TABLE, STACK, BIASES = SHAPES
+USUAL = (MATRIX, VECTOR, TABLE)
+"""What every model has; the others are of experts."""
 UPDATES = 4
+OF_EXPERTS = f", one of which stacks experts in three dimensions ({STACK})"
 RANDOM = "it draws random numbers, and processes draw different ones"
 LR = 0.01
 RELATIVE, ROUNDING = 1e-3, 1e-6
@@ -123,34 +128,36 @@ class Trained:
 
 def example(name: str, shape: Shape) -> str:
     """The example that is like a weight."""
+    if stacked(name):
+        return STACK if dimensions(name, shape) == 2 else BIASES
     if len(shape) < 2:
         return VECTOR
     return MATRIX if name.startswith("block") else TABLE
 
 
-def of(maker: UserOptimizerMaker, optim: OptimConfig) -> Trial:
-    """Try an optimizer; ConfigError if it fails."""
+def of(maker: UserOptimizerMaker, optim: OptimConfig, names: Sequence[str] = USUAL) -> Trial:
+    """Try an optimizer on the weights with these names; ConfigError if it fails."""
     optim = replace(optim, lr=LR, min_lr=0.0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     devices = [torch.cuda.current_device()] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
         try:
-            whole = _trained(maker, optim, dict.fromkeys(SHAPES, _all), device)
+            whole = _trained(maker, optim, dict.fromkeys(names, _all), device)
         except ConfigError:
             raise
         except Exception as error:  # the user's code may raise anything
             needs_gpu = device.type == "cpu" and "cuda" in str(error).lower()
             raise (NeedsGPUError if needs_gpu else ConfigError)(
-                f"optim.name={maker.name} fails on small weights, {_where(error)}: {type(error).__name__}: {error}"
+                f"optim.name={maker.name} fails on small weights{OF_EXPERTS * (STACK in names)}, {_where(error)}: {type(error).__name__}: {error}"
             ) from error
         if maker.whole and not maker.shares:
-            _check_skips(maker, optim, device)
-        if not _same(whole, _trained(maker, optim, dict.fromkeys(SHAPES, _all), device)):
+            _check_skips(maker, optim, device, names)
+        if not _same(whole, _trained(maker, optim, dict.fromkeys(names, _all), device)):
             return Trial(whole.kept, whole.begun[VECTOR], tuple(whole.numbers), RANDOM, RANDOM)
         differ = next(_differences(maker, optim, whole, device), None)
         depend = next(_dependences(maker, optim, whole, device), None)
-        resumed = _trained(maker, optim, dict.fromkeys(SHAPES, _all), device, resumes=True)
+        resumed = _trained(maker, optim, dict.fromkeys(names, _all), device, resumes=True)
         lost = None if _same(whole, resumed) else resumed.lost or "more than that"
     return Trial(whole.kept, whole.begun[VECTOR], tuple(whole.numbers), differ, depend, lost)
 
@@ -162,7 +169,7 @@ def _same(trained: "Trained", other: "Trained") -> bool:
 
 def _differences(maker: UserOptimizerMaker, optim: OptimConfig, whole: Trained, device: torch.device) -> Iterator[str]:
     """How updates of parts differ from parts of the whole update."""
-    for what, processes in _divisions().items():
+    for what, processes in _divisions(list(whole.moved)).items():
         for cuts in processes:
             cuts = {
                 name: _all if maker.whole and maker.whole(name, SHAPES[name]) else cut for name, cut in cuts.items()
@@ -172,7 +179,7 @@ def _differences(maker: UserOptimizerMaker, optim: OptimConfig, whole: Trained, 
 
 def _dependences(maker: UserOptimizerMaker, optim: OptimConfig, whole: Trained, device: torch.device) -> Iterator[str]:
     """How updates change if processes have other weights."""
-    for names in ([MATRIX], [VECTOR, TABLE]):
+    for names in ([MATRIX], [name for name in whole.moved if name != MATRIX]):
         yield from _compared(maker, optim, whole, dict.fromkeys(names, _all), device, "a weight without the others")
 
 
@@ -205,12 +212,11 @@ def _compared(
             yield f"of {what} it has another {key!r} in a parameter group"
 
 
-def _divisions() -> dict[str, list[dict[str, Cut]]]:
-    """How layouts split weights over two processes: by rows, by columns (vectors then are whole), and by values."""
-    names = list(SHAPES)
+def _divisions(names: Sequence[str]) -> dict[str, list[dict[str, Cut]]]:
+    """How layouts split weights over two processes: by rows (stacks by experts), by columns (vectors then are whole), and by values."""
     rows: list[dict[str, Cut]] = [
-        dict.fromkeys(names, lambda values: values[:70]),
-        dict.fromkeys(names, lambda values: values[70:]),
+        {name: (lambda values: values[:2]) if stacked(name) else (lambda values: values[:70]) for name in names},
+        {name: (lambda values: values[2:]) if stacked(name) else (lambda values: values[70:]) for name in names},
     ]
     columns: list[dict[str, Cut]] = [
         {name: (lambda values: values[:, :60]) if len(SHAPES[name]) > 1 else _all for name in names},
@@ -224,9 +230,9 @@ def _divisions() -> dict[str, list[dict[str, Cut]]]:
     return {"some rows": rows, "some columns": columns, "a run of values": runs}
 
 
-def _check_skips(maker: UserOptimizerMaker, optim: OptimConfig, device: torch.device) -> None:
+def _check_skips(maker: UserOptimizerMaker, optim: OptimConfig, device: torch.device, names: Sequence[str]) -> None:
     try:
-        _trained(maker, optim, dict.fromkeys(SHAPES, _all), device, without_gradient=(TABLE,))
+        _trained(maker, optim, dict.fromkeys(names, _all), device, without_gradient=(TABLE,))
     except Exception as error:  # the user's code may raise anything
         raise ConfigError(
             f"optim.name={maker.name} declares `matrices`, which are updated one by one: it must skip parameters whose grad is None, but "

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hpclm.config import OptimConfig
-from hpclm.config.optimizers import EXAMPLES, OptimizerKind, Shape, State, StateTensor
+from hpclm.config.optimizers import EXAMPLES, OptimizerKind, Shape, State, StateTensor, stacked
 from hpclm.errors import ConfigError
 from hpclm.optim import trial
 from hpclm.optim.adamw import bare, groups
@@ -45,6 +45,17 @@ class LoadedOptimizer:
 def load(optim: OptimConfig) -> LoadedOptimizer:
     """The optimizer that ``optim`` names, tried on small weights; ConfigError if it cannot be used."""
     return _load(optim.name, json.dumps(optim.arguments))
+
+
+def tried_with_experts(optim: OptimConfig) -> Trial:
+    """As LoadedOptimizer's trial, with weights of experts among the small ones; ConfigError if the optimizer fails on them."""
+    return _tried_with_experts(optim.name, json.dumps(optim.arguments))
+
+
+@cache
+def _tried_with_experts(name: str, arguments: str) -> Trial:
+    optim = OptimConfig(name=name, arguments=json.loads(arguments))
+    return trial.of(load(optim).maker, optim, list(trial.SHAPES))
 
 
 @cache
@@ -106,7 +117,10 @@ def _check_functions(name: str, source: Any) -> None:
 def make(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:
     """The user's optimizer of these weights, wrapped."""
     loaded = load(optim)
-    kept = {weight.parameter: loaded.trial.scalars(weight.name, weight.shape) for weight in weights}
+    kept = {}
+    for weight in weights:
+        tried = tried_with_experts(optim) if stacked(weight.name) else loaded.trial
+        kept[weight.parameter] = tried.scalars(weight.name, weight.shape)
     optimizer = (
         MatrixwiseOptimizer(loaded, weights, optim, kept)
         if loaded.maker.whole and not loaded.maker.shares
@@ -319,7 +333,7 @@ def _state_of(maker: UserOptimizerMaker, tried: Trial) -> Callable[[str, Shape, 
             scalar = StateTensor((), "everywhere")
             tensors = {key: StateTensor(tuple(shape)) if what == "weight" else scalar for key, what in declared.items()}
         else:
-            tensors = tried.state(name, shape)
+            tensors = dict((tried_with_experts(optim) if stacked(name) else tried).state(name, shape))
         if gathers and gathers(name, shape):
             return {key: replace(tensor, where="matrix") for key, tensor in tensors.items()}
         return dict(tensors)

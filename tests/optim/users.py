@@ -61,6 +61,22 @@ class WholeLamb(Lamb):
         return True
 
 
+class Matrices(Lamb):
+    """That names weights with two dimensions."""
+
+    def matrices(name, shape):
+        return len(shape) == 2
+
+
+class OnlyMatrices(Lamb):
+    """That cannot update other weights than matrices and vectors."""
+
+    def step(self):
+        if any(p.ndim > 2 for group in self.param_groups for p in group["params"]):
+            raise ValueError("three dimensions")
+        super().step()
+
+
 class Counting(torch.optim.Optimizer):
     """A number that each parameter group counts, one of each weight, and integer steps, as many write them."""
 

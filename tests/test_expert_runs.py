@@ -1,5 +1,8 @@
 """Runs of models with experts, as a person starts them."""
 
+import pytest
+
+from hpclm import cli
 from tests.forks import hpclm
 
 EXPERTS = ["model.experts=4", "model.activation=swiglu", "model.balance_micro_batch=0.1", "budget.steps=4"]
@@ -39,3 +42,73 @@ def test_every_size_of_micro_batches_may_follow_another_without_such_a_loss(tmp_
     for size in (1, 2):
         again = tmp_path / "run" / "config.yaml", "budget.steps=8", f"batch.micro_size={size}", "--gpus", 2
         hpclm("submit", "--dry-run", *again, check=0)
+
+
+WRONG = {
+    "6 experts over 4": (
+        4,
+        ["model.experts=6", "parallel.expert=4"],
+        "model.experts=6 must be a multiple of parallel.exp",
+    ),
+    "3 ranks over 2": (
+        3,
+        ["parallel.expert=2", "batch.global_size=12"],
+        "parallel.expert=2 does not divide the 3 data-p",
+    ),
+    "more parts than ranks": (
+        2,
+        ["parallel.expert=4"],
+        "parallel.expert=4 does not divide the 2 data-parallel ranks of 2",
+    ),
+    "tensor ranks": (
+        4,
+        ["parallel.expert=4", "parallel.tensor=2"],
+        "does not divide the 2 data-parallel ranks of 4 process",
+    ),
+    "one process": (
+        1,
+        ["parallel.expert=2"],
+        "parallel.expert=2 does not divide the 1 data-parallel ranks of 1 process",
+    ),
+    "too many a token": (
+        1,
+        ["model.experts_per_token=5"],
+        "model.experts_per_token=5 must be from 1 to model.experts=4\n",
+    ),
+    "none a token": (1, ["model.experts_per_token=0"], "model.experts_per_token=0 must be from 1 to model.experts=4\n"),
+    "groups": (1, ["model.router_groups=3"], "model.router_groups=3 must be a divisor of model.experts=4"),
+    "too few in groups": (
+        1,
+        ["model.experts=8", "model.router_groups=4", "model.experts_per_token=3"],
+        "model.experts_per_token=3 is more than the 2 experts of model.router_top_groups=1 groups",
+    ),
+    "no experts": (2, ["model.experts=0", "parallel.expert=2"], "parallel.expert=2 has no effect with model.experts=0"),
+    "no top-k": (
+        1,
+        ["model.experts=0", "model.experts_per_token=1"],
+        "model.experts_per_token=1 has no effect with model.ex",
+    ),
+    "deepspeed": (2, ["engine.name=deepspeed", "parallel.expert=2"], "engines that do: native, fsdp2, pipelining"),
+    "fairscale": (2, ["engine.name=fairscale", "parallel.expert=2"], "'fairscale' does not support parallel.expert=2"),
+    "another block": (
+        1,
+        ["model.block=mine:Block"],
+        "has no effect with model.block=mine:Block, which has its own MLP",
+    ),
+    "a bias that is not there": (1, ["model.balance_bias=0.1"], "which model.router_choice_bias=true adds"),
+    "no layer": (1, ["model.mlp_pattern=[dense]"], "no layer of model.mlp_pattern=['dense'] is of kind experts"),
+    "an odd width": (2, ["model.expert_ffn=25", "parallel.tensor=2"], "or set parallel.split_experts=false"),
+    "not a number": (1, ["model.balance_sequence=nan"], "model.balance_sequence=nan must be at least 0 and finite"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_experts_cannot_do_is_refused_before_the_queue(case, tiny, tmp_path, capsys):
+    processes, more, answer = WRONG[case]
+    words = [*tiny("run", "model.experts=4", "batch.micro_size=1"), *more]
+    assert cli.main(["submit", "--dry-run", "--gpus", str(processes), *words]) == 64
+    assert answer in capsys.readouterr().err
+    if processes == 1:
+        assert cli.main(["train", *words]) == 64
+        assert answer in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

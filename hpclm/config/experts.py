@@ -84,7 +84,7 @@ def _wrong_router(model: Any) -> Iterator[str]:
         yield f"model.router_top_groups={top} must be from 1 to model.router_groups={groups}"
     elif groups > 1 and experts // groups < 2:
         yield f"model.router_groups={groups} leaves one expert in a group; groups are chosen by the sum of their two best scores"
-    elif model.experts_per_token > top * (experts // groups):
+    elif experts >= model.experts_per_token > top * (experts // groups):
         yield (
             f"model.experts_per_token={model.experts_per_token} is more than the {top * (experts // groups)} experts of "
             f"model.router_top_groups={top} groups"

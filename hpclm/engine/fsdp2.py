@@ -1,13 +1,14 @@
 """PyTorch's fully_shard: replicas shard weights, gradients and optimizer state (ZeRO; Rajbhandari et al. 2020).
 
 Each block is an FSDP group, gathered for its forward and its backward pass; the rest of the model (embeddings, final norm,
-output) is another group. The optimizer sees plain tensors: this replica's rows of each weight. With parallel.shard, weights are
+output) is another group. Experts that data-parallel ranks share out are groups of their own, sharded over the ranks that have the same
+ones. The optimizer sees plain tensors: this replica's rows of each weight. With parallel.shard, weights are
 sharded within groups of replicas, and the gradients of a shard are all-reduced between them (hybrid sharding; Zhao et al. 2023).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from math import prod
 
 import torch
@@ -18,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from hpclm.config import EngineSettings
 from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, whole_model
-from hpclm.engine.gradient_buckets import by_mesh
 from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import allocate, move, place, uninitialized
@@ -48,29 +48,35 @@ class FSDP2Engine(BaseEngine):
             reduce_dtype=None if engine.gradients == "compute" else torch.float32,
             cast_forward_inputs=False,  # the weights of the tokens in the loss stay fp32
         )
-        split: set[nn.Parameter] = set()
-        """Weights of which data-parallel ranks hold different parts, as of experts: these are not sharded further."""
-        shard = partial(fully_shard, mesh=device_mesh(mesh, device.type), mp_policy=policy, ignored_params=split)
+        home = cache(mesh.of_weights)
+        device_mesh_of = cache(lambda data_ranks: device_mesh(home(data_ranks), device.type))
+        whole: set[nn.Parameter] = set()
+        """Weights of which data-parallel ranks hold different parts, as of experts, and that are not sharded further."""
+        shard = partial(fully_shard, mp_policy=policy, ignored_params=whole)
 
         def wrap(name: str, layer: nn.Module) -> nn.Module:
             move(layer, device)
+            for module, data_ranks in split_modules(layer, home):
+                shard(module, mesh=device_mesh_of(data_ranks), reshard_after_forward=engine.zero_stage != 2)
             for weight_name, initial in list(uninitialized(layer)):
-                if initial.placement.data_ranks > 1:
+                if initial.placement.data_ranks > 1 and not isinstance(layer.get_parameter(weight_name), DTensor):
                     place(layer, weight_name, initial.parameter(mesh.tp, device, mesh.dp.rank))
-            split.update(
+            whole.update(
                 weight
                 for (_, placement), weight in zip(placements(layer), layer.parameters(), strict=True)
-                if placement.data_ranks > 1
+                if placement.data_ranks > 1 and not isinstance(weight, DTensor)
             )
             if name.startswith("block"):
-                shard(layer, reshard_after_forward=engine.zero_stage != 2)
+                shard(layer, mesh=device_mesh_of(1), reshard_after_forward=engine.zero_stage != 2)
             return layer
 
         model = whole_model(config, compute, wrap)
         defer_tp_grad_sum(model, compute)
         if engine.compile:
             model.compile_blocks()
-        shard(model, reshard_after_forward=False)  # its backward pass starts with the layers its forward pass ends with
+        shard(
+            model, mesh=device_mesh_of(1), reshard_after_forward=False
+        )  # its backward pass starts with the layers its forward pass ends with
         # sharded while it is on the meta device, so that no GPU ever has the whole model
         allocate(model, device)
         for group in groups(model):
@@ -81,18 +87,23 @@ class FSDP2Engine(BaseEngine):
         if engine.zero_stage == 2:
             model.set_reshard_after_backward(False)  # type: ignore[operator]  # of every group
         named = dict(model.weights())
-        pairs = {name: sharded(name, weight, model, mesh) for name, weight in named.items() if weight not in split}
+        pairs = {
+            name: sharded(name, weight, model, home(model.placements[name].data_ranks), mesh.dp.rank)
+            for name, weight in named.items()
+            if weight not in whole
+        }
         self._pairs = [(dtensor, weight.parameter) for dtensor, weight in pairs.values()]
-        homes = list(by_mesh({p: model.placements[name] for name, p in named.items() if p in split}, mesh))
-        replicas = {p: home.dp for home, members in homes for p in members}
+        homes = {p: home(model.placements[name].data_ranks).dp for name, p in named.items() if p in whole}
         weights = [
             pairs[name][1]
             if name in pairs
-            else ShardedParameter(name, p, model.placements[name], replicas=replicas[p], data_rank=mesh.dp.rank)
+            else ShardedParameter(name, p, model.placements[name], replicas=homes[p], data_rank=mesh.dp.rank)
             for name, p in named.items()
         ]
         super().__init__(config, compute, model, weights)
-        self._split_gradients = [(home.dp, members) for home, members in homes if members]
+        self._split_gradients = [
+            (axis, [p for p, of in homes.items() if of == axis]) for axis in dict.fromkeys(homes.values())
+        ]
 
     def no_sync(self) -> AbstractContextManager:
         """Inside this context, backward passes reduce gradients within groups of parallel.shard replicas only; with
@@ -139,8 +150,27 @@ def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
     return DeviceMesh.from_group([replicate.group, shard.group], kind, rows, mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh) -> tuple[DTensor, ShardedParameter]:
-    """A sharded weight, and this replica's rows of it, initialised."""
+def split_modules(layer: nn.Module, home: Callable[[int], Mesh]) -> list[tuple[nn.Module, int]]:
+    """The modules within a layer, such as experts, of whose weights data-parallel ranks hold different parts, and among how many; if those
+    that hold the same part can share out its rows evenly. ``home``: Mesh.of_weights."""
+    placed = dict(placements(layer))
+    modules: dict[str, tuple[nn.Module, int]] = {}
+    for path, module in layer.named_modules():
+        split = [placement for name, placement in placed.items() if path and name.startswith(f"{path}.")]
+        data_ranks = {placement.data_ranks for placement in split}
+        if len(data_ranks) != 1 or data_ranks == {1} or any(path.startswith(f"{other}.") for other in modules):
+            continue
+        [ranks] = data_ranks
+        mesh = home(ranks)
+        # a part with fewer rows than ranks would be padded whenever it is gathered
+        if mesh.shard.size > 1 and not any(placement.local(mesh.tp)[0] % mesh.shard.size for placement in split):
+            modules[path] = module, ranks
+    return list(modules.values())
+
+
+def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh, data_rank: int) -> tuple[DTensor, ShardedParameter]:
+    """A sharded weight, and this replica's rows of it, initialised. ``mesh``: as the weight sees it; ``data_rank``: on the whole data
+    axis."""
     assert isinstance(weight, DTensor)
     rows, *row = model.placements[name].local(mesh.tp)
     rows_here = nn.Parameter(
@@ -154,15 +184,13 @@ def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh) -> tuple[DTenso
 
     begin, _ = local_range(mesh.shard.rank)
     if name in model.init_specs:
-        model.init_specs[name].fill(rows_here.detach().view(-1), begin, mesh.tp)
+        model.init_specs[name].fill(rows_here.detach().view(-1), begin, mesh.tp, data_rank)
     return weight, ShardedParameter(
-        name,
-        rows_here,
-        model.placements[name],
-        begin,
+        *(name, rows_here, model.placements[name], begin),
         replicas=mesh.replicate,
         local_range=local_range,
         holders=mesh.holders,
+        data_rank=data_rank,
     )
 
 

@@ -1,0 +1,63 @@
+"""Experts that fsdp2 shards further, and pipelines with several stages on each process, some of them without experts."""
+
+from math import prod
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.engine.sharded import made, steps
+from tests.engine.test_experts import BALANCE, EXPERTS
+from tests.parity import trained
+
+WORDS = [*EXPERTS, *BALANCE["sequence and bias"], "batch.micro_size=1", "batch.global_size=8"]
+STAGES = {"zero_bubble": "[dense,experts]", "interleaved": "[experts,dense]"}
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", pytest.param("interleaved", marks=pytest.mark.whole)])
+def test_processes_whose_stages_have_no_experts_train_with_the_others(schedule):
+    words = [*WORDS, "model.layers=4", f"model.mlp_pattern={STAGES[schedule]}"]
+    layout = ["engine.name=pipelining", "parallel.pipeline=2", "parallel.expert=2", "parallel.chunks=2"]
+    alone, together = (
+        trained(1, *words, steps=3),
+        trained(4, *words, *layout, f"parallel.schedule={schedule}", steps=3),
+    )
+    for what in ("losses", "norms", "evaluation"):
+        assert together[what] == pytest.approx(alone[what], rel=1e-5), what
+    for name, right in alone["tensors"].items():
+        assert torch.allclose(together["tensors"][name], right, rtol=1e-3, atol=1e-5), name
+
+
+def held(words):
+    """How many experts this process updates of each layer, after a step, and how many processes update the same ones."""
+    run, engine, batches, _ = made(words)
+    steps(run, engine, batches, 0, 1)
+    weights = [weight for weight in engine.weights if weight.name.endswith("experts.up")]
+    return {(weight.count * weight.shape[0] / prod(weight.shape), weight.replicas.size) for weight in weights}
+
+
+@pytest.mark.parametrize(
+    "more, share",
+    [
+        ([], (2, 1)),  # each part is sharded over the two ranks that have it
+        (["parallel.shard=2"], (4, 2)),  # groups of two ranks have each part once
+        (["engine.precision=bf16", "engine.zero_stage=2", "engine.recompute=full"], (2, 1)),
+    ],
+    ids=["sharded", "in groups", "bf16, stage 2"],
+)
+def test_fsdp2_shards_experts_over_the_ranks_that_have_the_same_ones(more, share):
+    assert ranks.run(4, held, [*WORDS, "parallel.expert=2", "engine.name=fsdp2", *more]) == [{share}] * 4
+
+
+def test_experts_that_fsdp2_shards_are_resumed_by_all_layouts():
+    words, sharded = WORDS, ["parallel.expert=2", "engine.name=fsdp2"]
+    full = trained(4, *words, *sharded, steps=4)
+    half = trained(4, *words, *sharded, steps=2)
+    same = trained(4, *words, *sharded, steps=4, first=2, saved=half)
+    assert full["losses"][2:] == same["losses"]
+    assert all(torch.equal(same["tensors"][name], right) for name, right in full["tensors"].items())
+    for size, other in ((1, []), (4, ["parallel.expert=4", "engine.zero_stage=1"]), (2, ["engine.name=fsdp2"])):
+        resumed = trained(size, *words, *other, steps=4, first=2, saved=half)
+        assert resumed["losses"] == pytest.approx(full["losses"][2:], rel=1e-6)
+        back = trained(4, *words, *sharded, steps=4, first=3, saved=trained(size, *words, *other, steps=3))
+        assert back["losses"] == pytest.approx(full["losses"][3:], rel=1e-6)

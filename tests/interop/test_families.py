@@ -185,6 +185,19 @@ THEIRS = {
         "GptOss",
         dict(num_local_experts=5, num_experts_per_tok=3, head_dim=16, sliding_window=5, rope_parameters=YARN),
     ),
+    "gpt-oss, other layers, no biases of attention, tied": (
+        "GptOss",
+        dict(
+            num_hidden_layers=2,
+            num_local_experts=4,
+            head_dim=8,
+            sliding_window=7,
+            layer_types=["full_attention", "sliding_attention"],
+            attention_bias=False,
+            tie_word_embeddings=True,
+            rope_parameters=PLAIN,
+        ),
+    ),
     "gpt-oss, no windows": (
         "GptOss",
         dict(num_local_experts=4, head_dim=8, layer_types=["full_attention"] * 4, rope_parameters=PLAIN),

@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from hpclm.commands.convert import main as convert
-from hpclm.config import load
+from hpclm.config import ModelConfig, load
 from hpclm.errors import ConfigError
 from hpclm.inference import run_model
 from hpclm.inference.generation import Batch, choose, continue_all, window_start
 from hpclm.inference.generation_settings import Sampling
+from hpclm.model.experts import routers
 from hpclm.parallel.mesh import Compute
 from tests.interop import made
+from tests.weights import build
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[5, 17, 40], [9], [88, 3, 3, 61, 20, 7], [1, 2]]
@@ -141,3 +143,21 @@ def test_a_block_of_ones_own_is_used_without_a_cache(tmp_path):
     assert batch.cached
     with_cache, batch.cached = batch.logits(), False
     assert (batch.logits() - with_cache).abs().max() < 1e-5
+
+
+EXPERTS = {
+    "softmax": dict(expert_ffn=24),
+    "sigmoid in groups": dict(router_score="sigmoid", router_choice_bias=True, router_groups=4, router_top_groups=2),
+    "shared, in a loop": dict(expert_ffn=22, shared_ffn=8, mlp_pattern=["dense", "experts"], activation="gelu"),
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_tokens_take_the_experts_that_they_take_without_a_cache(kind):
+    shape = dict(vocab_size=90, layers=3, hidden=32, heads=4, context=32, init_std=0.3, experts=8)
+    model = build(ModelConfig(**{"activation": "swiglu", **shape, **EXPERTS[kind]})).eval()
+    for router in routers(model):
+        if router.choice_bias is not None:
+            router.choice_bias.copy_(torch.linspace(-0.3, 0.3, 8))
+    assert continued(model, PROMPTS) == uncached(model, PROMPTS)
+    assert [continued(model, [prompt])[0] for prompt in PROMPTS] == uncached(model, PROMPTS)

@@ -66,7 +66,7 @@ LAYOUTS = {
 }
 OFTEN = [
     *(("alone", balance, 4, True) for balance in BALANCE),
-    *(("tensor", "none", 2, True), ("recomputed", "sequence and bias", 4, False), ("expert 2", "step", 1, True)),
+    *(("tensor", "step", 2, True), ("recomputed", "sequence and bias", 4, False), ("expert 2", "none", 1, True)),
     *(("context", "micro-batch", 4, True), ("deepspeed", "ungated", 2, False), ("fairscale", "none", 1, True)),
     *(("ZeRO 1", "none", 1, False), ("fsdp2", "sequence and bias", 2, True), ("pipeline", "step", 2, True)),
     *(("tensor and expert", "micro-batch", 2, False), ("tensor and whole experts shared out", "ungated", 1, True)),

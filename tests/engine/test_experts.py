@@ -31,7 +31,7 @@ BALANCE = {
     + ["model.balance_sequence=0.1", "model.shared_ffn=16", "model.router_groups=4", "model.router_top_groups=2"]
     + ["model.router_scale=1.5"],
     "step": ["model.balance_step=0.1", "model.router_z_loss=0.01", "model.mlp_bias=true", "model.router_bias=true"]
-    + ["model.router_normalize=false", "model.activation=swiglu_clamped"],
+    + ["model.router_normalize=false", "model.activation=swiglu_clamped", "seed=1"],
     "micro-batch": ["model.balance_micro_batch=0.1", "seed=3"],
     "ungated": ["model.positions=learned", "model.activation=gelu_tanh", "model.bias=true", "model.qkv_bias=false"]
     + ["model.experts_per_token=3", "model.tied=true", "model.mlp_pattern=[experts,experts,dense]", "seed=2"],

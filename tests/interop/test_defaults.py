@@ -15,9 +15,13 @@ from hpclm.interop.huggingface.defaults import DEFAULTS, NULLABLE
 RELATIVES = [family.model_type for family in relatives.ALL_FAMILIES]
 KINDS = [kind for kind in families.FAMILIES if kind not in ("hpclm", *RELATIVES)]
 NOT_READ = {"bloom": {"seq_length"}, "glm4": {"partial_rotary_factor"}, "smollm3": {"head_dim"}}
-NOT_READ |= {"granite": {"head_dim"}, "apertus": {"head_dim"}, "qwen3_moe": {"head_dim"}}
+NOT_READ |= {kind: {"head_dim"} for kind in ("granite", "apertus", "qwen3_moe", "ernie4_5_moe", "dots1", "glm4_moe")}
 """Keys that are no fields of the class: it takes them all the same, or only hpclm does."""
-HYBRID = dict(use_parallel_residual=False)  # GPT-NeoX's default is a network that hpclm does not have
+GIVEN = {
+    "gpt_neox": dict(use_parallel_residual=False),  # the default is a network that hpclm does not have
+    "dots1": dict(n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2),  # which have no default
+    "glm4_moe": dict(head_dim=128),  # by default 4096 / 96
+}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,7 @@ def explicit(classes, tree):
 
 def base(kind):
     """A config.json that says nothing, as far as hpclm reads that."""
-    return {"model_type": kind, **(HYBRID if kind == "gpt_neox" else {})}
+    return {"model_type": kind, **GIVEN.get(kind, {})}
 
 
 def small(kind):

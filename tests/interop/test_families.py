@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hpclm import cli
 from hpclm.commands.convert import main
@@ -25,6 +26,9 @@ LONG = dict(
 LONG3 = {**LONG, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.0, 3.5], "partial_rotary_factor": 0.75}
 PLAIN = dict(rope_type="default", rope_theta=500.0)
 PADS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+ERNIE = dict(moe_num_experts=6, moe_k=2, moe_intermediate_size=32)
+SIGMOID = dict(n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3, moe_intermediate_size=32)
+GROUPS = dict(n_group=4, topk_group=2, routed_scaling_factor=2.5)
 QWEN3_MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
 THEIRS = {
     "Llama 3.1": ("Llama", dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
@@ -202,6 +206,62 @@ THEIRS = {
         "GptOss",
         dict(num_local_experts=4, head_dim=8, layer_types=["full_attention"] * 4, rope_parameters=PLAIN),
     ),
+    "ERNIE 4.5": ("Ernie4_5_Moe", dict(**ERNIE)),
+    "ERNIE 4.5, every second of some layers, nothing shared, untied, wide heads": (
+        "Ernie4_5_Moe",
+        dict(
+            **ERNIE,
+            num_hidden_layers=7,
+            moe_layer_start_index=2,
+            moe_layer_end_index=5,
+            moe_layer_interval=2,
+            moe_num_shared_experts=0,
+            head_dim=16,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "ERNIE 4.5, YaRN, the last layers dense": (
+        "Ernie4_5_Moe",
+        dict(**ERNIE, moe_layer_start_index=0, moe_layer_end_index=1, moe_num_shared_experts=1, rope_parameters=YARN),
+    ),
+    "dots1": ("Dots1", dict(**SIGMOID)),
+    "dots1, groups, windows, dense layers, biases": (
+        "Dots1",
+        dict(
+            **{**SIGMOID, **GROUPS, "n_shared_experts": 2},
+            norm_topk_prob=True,
+            first_k_dense_replace=2,
+            sliding_window=5,
+            max_window_layers=1,
+            attention_bias=True,
+            head_dim=16,
+        ),
+    ),
+    "dots1, other layers, tied": (
+        "Dots1",
+        dict(
+            **SIGMOID,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+            sliding_window=7,
+            tie_word_embeddings=True,
+            rope_parameters=LLAMA3,
+        ),
+    ),
+    "GLM 4.5": ("Glm4Moe", dict(**SIGMOID, attention_bias=True, head_dim=16)),
+    "GLM 4.5, groups, norms of q and k": (
+        "Glm4Moe",
+        dict(**{**SIGMOID, **GROUPS, "n_shared_experts": 2}, use_qk_norm=True, first_k_dense_replace=3, head_dim=16),
+    ),
+    "GLM 4.5, not normalised, all of each head rotated, tied": (
+        "Glm4Moe",
+        dict(
+            **SIGMOID,
+            norm_topk_prob=False,
+            first_k_dense_replace=0,
+            tie_word_embeddings=True,
+            rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=1.0),
+        ),
+    ),
 }
 
 
@@ -222,6 +282,9 @@ def saved(transformers, kind, folder):
     for weight_name, weight in there.named_parameters():
         if "Gemma" in name and "norm" in weight_name:
             weight.data -= 1  # which it adds itself
+    for tensor_name, tensor in there.state_dict().items():
+        if tensor_name.endswith("e_score_correction_bias"):  # 0 in a new model
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(tensor_name))) * 0.1)
     there.save_pretrained(folder)
     return there
 
@@ -272,6 +335,44 @@ def test_scaled_positions_that_norms_after_the_rotation_undo_are_refused(tmp_pat
         main([str(tmp_path / "hf"), str(tmp_path / "run")])
 
 
+MTP = {
+    "GLM 4.5": ["layers.4.eh_proj.weight", "layers.4.mlp.experts.0.up_proj.weight"],
+    "ERNIE 4.5": ["mtp_block.0.input_layernorm.weight", "mtp_linear_proj.0.weight"],
+}
+
+
+def add_tensors(folder, names):
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **{f"model.{name}": torch.ones(3) for name in names}}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("kind, names", MTP.items(), ids=MTP)
+def test_layers_for_multi_token_prediction_are_left_out_and_named(kind, names, tmp_path, transformers, caplog):
+    there = saved(transformers, kind, tmp_path / "hf")
+    add_tensors(tmp_path / "hf", names)
+    main([str(tmp_path / "hf"), str(tmp_path / "run")])
+    listed = ", ".join(f"model.{name}" for name in names)
+    assert f"multi-token prediction, which hpclm does not train, is left out: {listed}" in caplog.text
+    made.close(made.logits(tmp_path / "run"), peer_logits(there))
+
+
+def test_layers_beyond_those_that_config_json_has_are_refused(tmp_path, transformers):
+    for kind, name in {"GLM 4.5": "layers.5.eh_proj.weight", "dots1": "layers.4.eh_proj.weight"}.items():
+        saved(transformers, kind, tmp_path / kind)
+        add_tensors(tmp_path / kind, [name])
+        with pytest.raises(ConfigError, match=f"does not use: model.{name}"):
+            main([str(tmp_path / kind), str(tmp_path / "run")])
+
+
+def test_an_export_in_bf16_keeps_the_bias_of_the_choice_of_experts(tmp_path, transformers):
+    there = saved(transformers, "GLM 4.5", tmp_path / "hf")
+    main([str(tmp_path / "hf"), str(tmp_path / "run")])
+    main([str(tmp_path / "run"), str(tmp_path / "back"), "--dtype", "bf16"])
+    tensors = load_file(tmp_path / "back/model.safetensors")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(tensors[name], there.state_dict()[name]) and tensors["lm_head.weight"].dtype == torch.bfloat16
+
+
 IGNORED = {**YARN, "attn_factor": 0.9}
 REFUSED = {
     "attn_factor": ("llama", dict(rope_scaling=IGNORED), r"--ignore rope_scaling\.attn_factor"),
@@ -296,6 +397,25 @@ REFUSED = {
     "null": ("llama", dict(rms_norm_eps=None), "rms_norm_eps=null, and LlamaForCausalLM needs a value"),
     "not a number": ("granite", dict(logits_scaling="x"), 'logits_scaling="x" must be a finite number of more than 0'),
     "heads": ("llama", dict(hidden_size=50), "hidden_size=50, and LlamaForCausalLM needs a multiple"),
+    "ERNIE, biases": ("ernie4_5_moe", dict(use_bias=True), "use_bias=true, and hpclm has false or null"),
+    "ERNIE, sigmoids": ("ernie4_5_moe", dict(moe_gate_act="sigmoid"), "moe_gate_act=sigmoid, and hpclm has softmax"),
+    "ERNIE, interval": ("ernie4_5_moe", dict(moe_layer_interval=0), "moe_layer_interval=0 must be whole numbers"),
+    "GLM, softmax": (
+        "glm4_moe",
+        dict(head_dim=16, scoring_func="softmax"),
+        "scoring_func=softmax, and hpclm has sigmoid",
+    ),
+    "GLM, greedy": ("glm4_moe", dict(head_dim=16, topk_method="greedy"), "topk_method=greedy, and hpclm has noaux_tc"),
+    "GLM, nothing shared": (
+        "glm4_moe",
+        dict(head_dim=16, n_shared_experts=0),
+        "n_shared_experts=0 must be a whole number",
+    ),
+    "dots1, dense layers": (
+        "dots1",
+        dict(n_shared_experts=1, first_k_dense_replace=-1),
+        "first_k_dense_replace=-1 must",
+    ),
 }
 
 

@@ -6,6 +6,7 @@ Keys = dict[str, Any]
 BIASES: Keys = dict(attention_bias=False, mlp_bias=False)
 COMMON: Keys = dict(initializer_range=0.02, attention_dropout=0.0, tie_word_embeddings=False)
 NO_WINDOWS: Keys = dict(sliding_window=4096, use_sliding_window=False, max_window_layers=28, layer_types=None)
+SIGMOID: Keys = dict(moe_intermediate_size=1408, n_group=1, topk_group=1, routed_scaling_factor=1.0)
 CAPPED: Keys = dict(final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
 
 
@@ -245,6 +246,53 @@ DEFAULTS: dict[str, Keys] = {
         num_local_experts=128,
         num_experts_per_tok=4,
     ),
+    "ernie4_5_moe": {
+        key: value
+        for key, value in _llama((103424, 2560, 12288, 28, 20), 131072, num_key_value_heads=4, head_dim=None).items()
+        if key != "attention_dropout"
+    }
+    | dict(
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        moe_intermediate_size=1536,
+        moe_k=6,
+        moe_num_experts=64,
+        moe_num_shared_experts=2,
+        moe_layer_start_index=1,
+        moe_layer_end_index=-1,
+        moe_layer_interval=1,
+    ),
+    "dots1": _llama(
+        (152064, 4608, 10944, 62, 32),
+        2048,
+        head_dim=None,
+        num_key_value_heads=32,
+        attention_bias=False,
+        sliding_window=4096,
+        max_window_layers=62,
+        layer_types=None,
+        n_shared_experts=None,
+        n_routed_experts=None,
+        num_experts_per_tok=None,
+        norm_topk_prob=False,
+        first_k_dense_replace=0,
+        **SIGMOID,
+    ),
+    "glm4_moe": _llama(
+        (151552, 4096, 10944, 46, 96),
+        131072,
+        head_dim=None,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        attention_bias=False,
+        n_shared_experts=1,
+        n_routed_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        first_k_dense_replace=1,
+        use_qk_norm=False,
+        **SIGMOID,
+    ),
     "internlm3": COMMON  # not in transformers: its sizes must be there
     | BIASES
     | dict(hidden_act="silu", head_dim=128, num_key_value_heads=2, max_position_embeddings=32768, rms_norm_eps=1e-5),
@@ -268,6 +316,8 @@ NULLABLE = {
     "ministral": "sliding_window",
     "qwen3_moe": "sliding_window",
     "gpt_oss": "sliding_window",
+    "ernie4_5_moe": "num_key_value_heads moe_k moe_num_experts moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval",
+    "dots1": "num_key_value_heads n_group topk_group first_k_dense_replace norm_topk_prob attention_dropout sliding_window max_window_layers",
     "internlm3": "num_key_value_heads head_dim",
 }
 """Keys that may be null though their default is another value."""

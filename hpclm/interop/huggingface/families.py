@@ -8,6 +8,7 @@ from hpclm.config.model import BLOCKS
 from hpclm.config.rope import KINDS
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import (
+    biased_mixtures,
     bloom_neox,
     custom,
     gemma,
@@ -26,7 +27,8 @@ from hpclm.interop.rules import without
 
 OLDER = (gpt2.FAMILY, bloom_neox.BLOOM, bloom_neox.NEOX)
 NEWER = (olmo.OLMO2, olmo.OLMO3, gemma.GEMMA2, gemma.GEMMA3, glm_phi.GLM4, nanochat.NANOCHAT)
-WRITTEN = (*OLDER, glm_phi.PHI3, *llama.ALL_FAMILIES, *NEWER, *relatives.ALL_FAMILIES, *mixtures.ALL_FAMILIES)
+EXPERTS = (*mixtures.ALL_FAMILIES, *biased_mixtures.ALL_FAMILIES)
+WRITTEN = (*OLDER, glm_phi.PHI3, *llama.ALL_FAMILIES, *NEWER, *relatives.ALL_FAMILIES, *EXPERTS)
 """Classes for an export, in the order in which they are tried."""
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, custom.FAMILY)}
 

@@ -81,6 +81,8 @@ class Family:
     """Whether there may be fewer key/value heads than heads."""
     buffers: tuple[str, ...] = ()
     """Endings of tensor names in old files that are not weights."""
+    left_out: Callable[[Json, str], bool] = lambda tree, name: False
+    """Whether a tensor is of layers for multi-token prediction, which an import leaves out, as transformers does."""
     wrong: Callable[[Json], Iterable[str]] = lambda tree: ()
     """What else in a config.json hpclm does not support."""
     remark: Callable[[Json], str | None] = lambda tree: None

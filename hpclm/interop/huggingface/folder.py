@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from hpclm.interop.run import RunCheckpoint, fresh
 from hpclm.node.hardware import TYPES
 
 log = logging.getLogger(__name__)
+CHOICE_BIAS = ".e_score_correction_bias"
 
 
 def export_run(
@@ -46,7 +47,11 @@ def export_run(
         with Exported(checkpoint, rules, allow_nan) as exported:
             sizes = [math.prod(exported.shapes[rule.ours]) * TYPES[dtype].itemsize for rule in rules]
             parts = (exported.tensors(part) for part in _divided(rules, sizes, limit))
-            shards.write(staging_dir, [((name, cast(name, x, TYPES[dtype])) for name, x in part) for part in parts])
+            # transformers keeps the bias of the choice of experts in fp32
+            types = lambda name: "fp32" if name.endswith(CHOICE_BIAS) else dtype  # noqa: E731
+            shards.write(
+                staging_dir, [((name, cast(name, x, TYPES[types(name)])) for name, x in part) for part in parts]
+            )
         paths, chat = files_of_run(checkpoint.config.data), checkpoint.chat
         text = None
         if run_tokenizer is None:
@@ -114,8 +119,8 @@ def _write(path: Path, tree: dict[str, Any]) -> None:
 class Prefixed:
     """The tensors of a folder, named as in the model with its head even if the bare model was saved."""
 
-    def __init__(self, reader: Reader, family: Family, config: ModelConfig):
-        there = {name for name in reader.names() if not name.endswith(family.buffers or ("\0",))}
+    def __init__(self, reader: Reader, family: Family, config: ModelConfig, left_out: Collection[str] = ()):
+        there = {name for name in reader.names() if not name.endswith(family.buffers or ("\0",))} - {*left_out}
         bare = not any(name.startswith(family.prefix) for name in there)
         self._reader = reader
         self._names = {family.prefix + name if bare and not _head(name) else name: name for name in there}
@@ -160,7 +165,14 @@ def import_folder(
     except ConfigError as error:
         raise ConfigError([f"{folder / 'config.json'}: {line}" for line in error.problems]) from None
     reader = Reader(folder, pickle)
-    weights = run.ImportedWeights(config, Prefixed(reader, family, config), family.rules(config), str(folder))
+    left_out = sorted(name for name in reader.names() if family.left_out(tree, name))
+    if left_out:
+        more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+        log.warning(
+            "multi-token prediction, which hpclm does not train, is left out: %s%s", ", ".join(left_out[:5]), more
+        )
+    source = Prefixed(reader, family, config, left_out)
+    weights = run.ImportedWeights(config, source, family.rules(config), str(folder))
     with fresh(target, mode=0o700) as staging_dir:
         tokens = tokenizer.special_tokens_of(folder, tree)
         data, tokens = tokenizer.take(folder, config.vocab_size, staging_dir, target, tokens)

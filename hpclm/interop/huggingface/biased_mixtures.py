@@ -1,0 +1,230 @@
+"""transformers' Ernie4_5_MoeForCausalLM, Dots1ForCausalLM and Glm4MoeForCausalLM: the choice of experts has a bias, and some are shared."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from hpclm.config import ModelConfig
+from hpclm.errors import ConfigError
+from hpclm.interop.huggingface import experts, llama, shape
+from hpclm.interop.huggingface.family import Json
+from hpclm.interop.huggingface.glm_phi import TURNED, interleaved
+from hpclm.interop.rules import Rule, reordered
+
+NONE = (False, False, False)
+GLM_BIASES = ("attention_bias", False, False)
+ERNIE_NAMES = experts.Names(choice_bias="mlp.moe_statics.e_score_correction_bias")
+NUMBERED = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+BALANCED = dict(router_choice_bias=(True,), router_bias=(False,))
+SPLIT = ("shared_ffn", "mlp_pattern")
+
+
+def shared(tree: Json, key: str, width: str, fewest: int = 0) -> dict[str, Any]:
+    """The inner size of the shared experts, of which ``key`` is the number and ``width`` the size of each."""
+    count = tree[key]
+    if type(count) is not int or count < fewest:
+        raise ConfigError(f"{key}={count} must be a whole number of at least {fewest}")
+    return dict(shared_ffn=count * shape.whole(tree, width))
+
+
+def more(config: ModelConfig, fewest: int = 1) -> Iterator[str]:
+    """Why these classes, which have at least ``fewest`` shared experts, do not cover a network."""
+    yield from experts.absent(config)
+    if not config.experts:
+        return
+    if config.shared_ffn % config.expert_width:
+        yield f"model.shared_ffn={config.shared_ffn}, where it has a multiple of the experts' width of {config.expert_width}"
+    elif config.shared_ffn < fewest:
+        yield f"model.shared_ffn={config.shared_ffn}, where it has shared experts"
+
+
+def ernie_rules(config: ModelConfig) -> Iterable[Rule]:
+    """How each weight of an ERNIE 4.5 is converted; it turns pairs of neighbours, and its bias is [1, E]."""
+    for rule in experts.rules(config, ERNIE_NAMES):
+        if rule.ours.endswith(".choice_bias"):
+            yield replace(rule, split=lambda x: [x[None]], join=lambda tensors: tensors[0].flatten())
+        else:
+            yield reordered(rule, interleaved(config)) if ".attention.qkv." in rule.ours else rule
+
+
+def _sparse(first: int, last: int, interval: int, count: int) -> list[bool]:
+    return [first <= i <= last and (i + 1) % interval == 0 for i in range(count)]
+
+
+def ernie(tree: Json) -> dict[str, Any]:
+    """Settings that follow from several keys: experts are in every moe_layer_interval-th of some consecutive layers."""
+    names = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+    first, last, interval = (tree[name] for name in names)
+    if not type(first) is type(last) is type(interval) is int or interval < 1:
+        raise ConfigError(
+            f"{', '.join(f'{name}={tree[name]}' for name in names)} must be whole numbers, the interval at least 1"
+        )
+    count = max(1, shape.whole(tree, "num_hidden_layers"))
+    sparse = _sparse(first, count - 1 if last == -1 else last, interval, count)
+    settings = llama.read(tree, NONE, 500000.0) | shared(tree, "moe_num_shared_experts", "moe_intermediate_size")
+    return settings | experts.mlp_pattern(sparse)
+
+
+def described_ernie_layers(config: ModelConfig) -> dict[str, int] | None:
+    """The keys for layers with experts; None if there are none for these."""
+    sparse = [config.has_experts(i) for i in range(config.layers)]
+    if not any(sparse):
+        return None
+    first, last = sparse.index(True), config.layers - 1 - sparse[::-1].index(True)
+    intervals = range(1, config.layers + 1)
+    interval = next((n for n in intervals if _sparse(first, last, n, config.layers) == sparse), None)
+    keys = dict(moe_layer_start_index=first, moe_layer_end_index=last)
+    return None if interval is None else keys | dict(moe_layer_interval=interval)
+
+
+def described_ernie(config: ModelConfig) -> dict[str, Any]:
+    """The keys that ernie() reads."""
+    count = dict(moe_num_shared_experts=config.shared_ffn // config.expert_width, use_bias=False)
+    return llama.described(config, NONE) | count | (described_ernie_layers(config) or {})
+
+
+def more_ernie(config: ModelConfig) -> Iterator[str]:
+    """Why an ERNIE 4.5 does not cover a network."""
+    yield from shape.bias_obstacles(config, NONE)
+    yield from more(config, fewest=0)
+    if config.experts and described_ernie_layers(config) is None:
+        yield f"model.mlp_pattern={config.mlp_pattern}, where experts are in every n-th of consecutive layers"
+
+
+def ernie_left_out(tree: Json, name: str) -> bool:
+    """Whether a tensor is of layers for multi-token prediction."""
+    return "mtp_" in name
+
+
+ERNIE4_5_MOE = replace(
+    llama.LLAMA,
+    architecture="Ernie4_5_MoeForCausalLM",
+    model_type="ernie4_5_moe",
+    keys={
+        **{ours: key for ours, key in llama.LLAMA.keys.items() if ours != "attention_dropout"},
+        "experts": "moe_num_experts",
+        "experts_per_token": "moe_k",
+        "expert_ffn": "moe_intermediate_size",
+    },
+    rules=ernie_rules,
+    needs={**llama.LLAMA.needs, **BALANCED, "router_normalize": (True,)},
+    fixed=dict(use_bias=(False, None), moe_norm_min=(1e-12,), moe_gate_act=("softmax", None)),
+    aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+    constant=described_ernie,
+    shape=ernie,
+    covers=(*llama.LLAMA.covers, *SPLIT),
+    read=f"{shape.ROPE} moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval",
+    unread=f"moe_capacity moe_gate moe_use_aux_free num_nextn_predict_layers {experts.LOSSES}",
+    left_out=ernie_left_out,
+    wrong=lambda tree: (),
+    remark=experts.remark,
+    more=more_ernie,
+)
+SIGMOID_KEYS = {
+    "experts": "n_routed_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_ffn": "moe_intermediate_size",
+    "router_normalize": "norm_topk_prob",
+    "router_scale": "routed_scaling_factor",
+    "router_groups": "n_group",
+    "router_top_groups": "topk_group",
+}
+
+
+def sigmoid(tree: Json) -> dict[str, Any]:
+    """What dots1 and GLM 4.5 have in common: the first layers are dense, all others have experts chosen by sigmoids in groups."""
+    dense = tree["first_k_dense_replace"]
+    if type(dense) is not int or dense < 0:
+        raise ConfigError(f"first_k_dense_replace={dense} must be a whole number of at least 0")
+    count = max(1, shape.whole(tree, "num_hidden_layers"))
+    settings = shared(tree, "n_shared_experts", "moe_intermediate_size", fewest=1)
+    settings |= experts.mlp_pattern([i >= dense for i in range(count)])
+    settings |= {ours: tree[SIGMOID_KEYS[ours]] or 1 for ours in ("router_groups", "router_top_groups")}
+    return settings | dict(router_normalize=bool(tree["norm_topk_prob"]))
+
+
+def described_sigmoid(config: ModelConfig) -> dict[str, Any]:
+    """The keys that sigmoid() reads."""
+    count = config.shared_ffn // config.expert_width
+    return dict(first_k_dense_replace=config.dense_layers, n_shared_experts=count)
+
+
+def more_sigmoid(config: ModelConfig) -> Iterator[str]:
+    """Why these classes do not cover a network."""
+    yield from more(config)
+    if any(config.has_experts(i) != (i >= config.dense_layers) for i in range(config.layers)):
+        yield f"model.mlp_pattern={config.mlp_pattern}, where all layers but the first have experts"
+
+
+def dots1(tree: Json) -> dict[str, Any]:
+    """Settings that follow from several keys; layers from max_window_layers on have a window."""
+    first = tree["max_window_layers"]
+    if type(first) is not int:
+        raise ConfigError(f"max_window_layers={first} must be a whole number")
+    kind: Any = lambda i: "sliding_attention" if i >= first else "full_attention"  # noqa: E731
+    return llama.windowed(tree, llama.ALL_ATTENTION, kind=kind) | sigmoid(tree)
+
+
+def described_dots1(config: ModelConfig) -> dict[str, Any]:
+    """The keys that dots1() reads."""
+    layers = {"layer_types": shape.layer_types(config), "sliding_window": config.window}
+    biases = llama.described(config, ("attention_bias", "attention_bias", False))
+    return biases | layers | {"max_window_layers": config.layers} | described_sigmoid(config)
+
+
+DOTS1 = replace(
+    llama.WINDOWED,
+    architecture="Dots1ForCausalLM",
+    model_type="dots1",
+    keys={**llama.LLAMA.keys, **SIGMOID_KEYS},
+    rules=experts.rules,
+    needs={**llama.LLAMA.needs, **BALANCED, "router_score": ("sigmoid",), "qk_norm": (True,)},
+    fixed=dict(scoring_func=("sigmoid",), topk_method=("noaux_tc",)),
+    aliases={"num_local_experts": "n_routed_experts"},
+    constant=described_dots1,
+    shape=dots1,
+    covers=(*llama.WINDOWED.covers, *SPLIT),
+    read=f"{shape.ROPE} {shape.LAYERS} attention_bias max_window_layers first_k_dense_replace n_shared_experts",
+    unread="output_router_logits",
+    more=lambda config: [
+        *shape.bias_obstacles(config, llama.ALL_ATTENTION),
+        *more_sigmoid(config),
+        *shape.only(config, "full", "window"),
+    ],
+)
+
+
+def glm4_moe(tree: Json) -> dict[str, Any]:
+    """Settings that follow from several keys; without partial_rotary_factor half of each head is rotated."""
+    rope = shape.rope(tree, part=0.5) | shape.biases(tree, GLM_BIASES)
+    return rope | sigmoid(tree) | dict(qk_norm=bool(tree["use_qk_norm"]))
+
+
+def described_glm4_moe(config: ModelConfig) -> dict[str, Any]:
+    """The keys that glm4_moe() reads."""
+    settings = dict(partial_rotary_factor=config.rope_fraction, use_qk_norm=config.qk_norm, num_nextn_predict_layers=0)
+    return llama.described(config, GLM_BIASES) | settings | described_sigmoid(config)
+
+
+def glm_left_out(tree: Json, name: str) -> bool:
+    """Whether a tensor is of layers for multi-token prediction, which come after the others."""
+    layer, layers = NUMBERED.match(name), shape.whole(tree, "num_hidden_layers")
+    count = tree.get("num_nextn_predict_layers", 1)
+    return layer is not None and type(count) is int and layers <= int(layer[1]) < layers + count
+
+
+GLM4_MOE = replace(
+    DOTS1,
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    needs=TURNED | {**BALANCED, "router_score": ("sigmoid",)},
+    aliases={**DOTS1.aliases, "num_mtp_layers": "num_nextn_predict_layers"},
+    constant=described_glm4_moe,
+    shape=glm4_moe,
+    covers=(*llama.LLAMA.covers, *SPLIT, "qk_norm"),
+    read=(f"{shape.ROPE} attention_bias use_qk_norm first_k_dense_replace n_shared_experts num_nextn_predict_layers"),
+    left_out=glm_left_out,
+    more=lambda config: [*shape.bias_obstacles(config, GLM_BIASES), *more_sigmoid(config)],
+)
+ALL_FAMILIES = (ERNIE4_5_MOE, DOTS1, GLM4_MOE)

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -107,6 +108,14 @@ class Verifier:
         for weight in self._weights:
             if group := self._group(weight):
                 self._shared.setdefault(group, []).append(weight)
+        self._routers: dict[str, list[Tensor]] = {}
+        """What balances experts, by router; every process has that of all."""
+        if routers := engine.router_state:
+            rows = routers.rows.items()
+            self._routers = {f"{name}.mlp.router": [routers.bias[row], routers.load[row]] for name, row in rows}
+        self._all_ranks: Group = (0, mesh.world.size, False)
+        if self._routers and mesh.world.size > 1:
+            self._shared.setdefault(self._all_ranks, [])
         self._batch: MicroBatch | None = None
         self._changed = torch.zeros((), dtype=torch.bool, device=engine.device)
         self._pieces: list[list[Tensor]] = []
@@ -134,9 +143,12 @@ class Verifier:
         losses = [(self.engine.evaluate([batch], alone=True) or 0.0).hex() for batch in batches]
         self._close()
         answer = {
-            "shared": [(*group, self._digest(weights)) for group, weights in self._shared.items()],
+            "shared": [
+                (*group, self._digest(self._state_of(group, weights))) for group, weights in self._shared.items()
+            ],
             "changed": bool(self._changed),
-            "replica": self.mesh.replica,
+            # ranks that compute each other's tokens have wrong losses together
+            "replica": self.mesh.dp.rank // math.lcm(self.mesh.cp.size, self.mesh.ep.size),
             "losses": losses,
         }
         self._set_period()
@@ -149,7 +161,9 @@ class Verifier:
 
     def _differing(self, group: Group) -> tuple[str, ...]:
         """The weights of a group whose values or optimizer state are not the same on all its ranks; a collective."""
-        digests = {weight.name: self._digest([weight]) for weight in self._shared.get(group, ())}
+        digests = {weight.name: self._digest(self._shared_tensors([weight])) for weight in self._shared.get(group, ())}
+        if group == self._all_ranks:
+            digests |= {name: self._digest(tensors) for name, tensors in self._routers.items()}
         answers = [answer for answer in self.context.all_gather(digests) if answer]
         return tuple(name for name in answers[0] if len({answer.get(name) for answer in answers}) > 1)
 
@@ -162,9 +176,19 @@ class Verifier:
         first = replicas.ranks[0] if replicas.size > 1 else self.context.rank
         return first - tp.rank * everywhere, replicas.size, everywhere  # tensor-parallel ranks are consecutive
 
-    def _digest(self, weights: Iterable[ShardedParameter]) -> str:
-        """A hash of the checksums of what other ranks hold too of these weights."""
-        sums = self._sums(pieces(local_tensors(self.engine.state, weights, shared=True)))
+    def _shared_tensors(self, weights: Iterable[ShardedParameter]) -> Iterator[Tensor]:
+        """What other ranks hold too of these weights."""
+        return local_tensors(self.engine.state, weights, shared=True)
+
+    def _state_of(self, group: Group, weights: Iterable[ShardedParameter]) -> Iterator[Tensor]:
+        """All that the ranks of a group hold, of which these are the weights."""
+        yield from self._shared_tensors(weights)
+        if group == self._all_ranks:
+            yield from chain(*self._routers.values())
+
+    def _digest(self, tensors: Iterable[Tensor]) -> str:
+        """A hash of the checksums of tensors."""
+        sums = self._sums(pieces(tensors))
         return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
     def _sums(self, divided: Iterable[list[Tensor]]) -> Tensor:
@@ -177,7 +201,11 @@ class Verifier:
         if anew or len(self.engine.optimizer.state) != self._entries:
             self._entries = len(self.engine.optimizer.state)
             self._pieces = pieces(
-                [*local_tensors(self.engine.state, self._weights, shared=False), *counts(self.engine.optimizer)]
+                [
+                    *local_tensors(self.engine.state, self._weights, shared=False),
+                    *chain(*self._routers.values()),
+                    *counts(self.engine.optimizer),
+                ]
             )
         self._before = self._sums(self._pieces)
 
@@ -221,11 +249,10 @@ def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Corrupti
         for rank, answer in enumerate(answers)
         if answer["changed"]
     ]
-    unequal: dict[int, list[int]] = {}
-    for rank, answer in enumerate(answers):
-        if answer["losses"] and _differ(exact, *answer["losses"]):
-            unequal.setdefault(answer["replica"], []).append(rank)
-    for ranks in unequal.values():
+    unequal = {answer["replica"] for answer in answers if answer["losses"] and _differ(exact, *answer["losses"])}
+    for replica in sorted(unequal):
+        # any of them may be at fault, whoever's loss it was
+        ranks = [rank for rank, answer in enumerate(answers) if answer["replica"] == replica]
         text = "one micro-batch, computed twice, had two losses"
         problems.append(CorruptionFinding(tuple(ranks), text, len(ranks) == 1, TWO_LOSSES))
     problems += _outvoted(answers)

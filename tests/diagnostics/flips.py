@@ -20,7 +20,10 @@ from tests.parity import STEPS
 
 def state(engine):
     """All values that this rank keeps, where it keeps them."""
-    return [tensor.detach() for tensor in local_tensors(engine.state, engine.weights, shared=False) if tensor.numel()]
+    tensors = [*local_tensors(engine.state, engine.weights, shared=False)]
+    if engine.router_state:
+        tensors += [engine.router_state.bias, engine.router_state.load]
+    return [tensor.detach() for tensor in tensors if tensor.numel()]
 
 
 def flip(engine, draw):

@@ -19,10 +19,16 @@ from tests.engine.test_exact import LAYOUTS
 from tests.forks import Ranks
 from tests.runs import ROOT, losses
 
+EXPERTS = ["model.experts=4", "model.expert_ffn=16", "model.router_score=sigmoid", "model.router_choice_bias=true"]
+EXPERTS += ["model.balance_bias=0.01", "model.balance_step=0.1", "parallel.expert=2"]
 MANY = {
     **LAYOUTS,
     "native-bf16": ["engine.precision=bf16"],
     "native1-bf16": ["engine.zero_stage=1", "engine.precision=bf16"],
+    "experts": EXPERTS,
+    "experts-native1": [*EXPERTS, "engine.zero_stage=1", "optim.name=muon"],
+    "experts-fsdp2": [*EXPERTS, "engine.name=fsdp2"],
+    "experts-pp2": [*EXPERTS[:-1], "engine.name=pipelining", "parallel.pipeline=2"],
 }
 
 
@@ -38,13 +44,13 @@ def table(always, others, sizes=(2, 4)):
     return pytest.mark.parametrize("name, processes", [*always, *whole])
 
 
-FIRST = "fsdp2", 2
+FIRST = ("fsdp2", 2), ("experts", 2)
 
 
-@table([FIRST], MANY)
+@table(FIRST, MANY)
 def test_every_bit_that_flips_between_two_updates_is_found_and_its_rank_named(name, processes):
     """With -m whole 7 bits for each other layout and number of processes, 220 in all."""
-    seeds = range(1, 4) if (name, processes) == FIRST else range(100 * processes, 100 * processes + 7)
+    seeds = range(1, 4) if (name, processes) in FIRST else range(100 * processes, 100 * processes + 7)
     for found_by_rank in ranks.run(
         processes, flips.flipped, words(name, processes), seeds, 5, math.inf, 0, "-pp2" not in name
     ):
@@ -52,7 +58,7 @@ def test_every_bit_that_flips_between_two_updates_is_found_and_its_rank_named(na
             assert found and set(found) == {((victim,), True)}
 
 
-PAIRS = ["native1-shard2", "fsdp2-shard2", "native-tp2", "pipelining-pp2"]
+PAIRS = ["experts", "native1-shard2", "fsdp2-shard2", "native-tp2", "pipelining-pp2"]
 COMPARED = ["native", "deepspeed0", "native-bf16", *PAIRS]
 
 
@@ -82,6 +88,7 @@ def test_replicas_that_differ_are_found_where_no_step_is_watched(name, processes
                 ("native-tp2", 4, ((2, 3), False)),
                 ("pipelining-pp2", 4, ((1, 3), False)),
                 ("deepspeed-pp2", 4, ((1, 3), False)),
+                ("experts", 4, ((2, 3), False)),
             ]
         ),
     ],

@@ -20,10 +20,11 @@ def checked(*words):
 
 
 @pytest.mark.parametrize(
-    "layouts",
+    "name, layouts",
     [
-        [(2, [EXPERT, "engine.zero_stage=1"])],
+        ("Lion", [(2, [EXPERT, "engine.zero_stage=1"])]),
         pytest.param(
+            "Counting",
             [
                 (2, [EXPERT]),
                 (4, [EXPERT, "parallel.tensor=2"]),
@@ -37,8 +38,8 @@ def checked(*words):
     ],
     ids=["ZeRO 1", "others"],
 )
-def test_an_update_of_single_values_trains_experts_alike_in_every_layout(layouts, tmp_path):
-    goes_through(tmp_path, [*named("Lion"), *EXPERTS], layouts)
+def test_an_update_of_single_values_trains_experts_alike_in_every_layout(name, layouts, tmp_path):
+    goes_through(tmp_path, [*named(name), *EXPERTS], layouts)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ import torch
 
 from hpclm.config.optimizers import block_matrix
 from hpclm.optim.optimizers import rate_and_decay
+from tests.engine.test_experts import EXPERTS as EXPERT_WORDS
 from tests.engine.test_native import LLAMA, batches_of, engine_of, settings
+from tests.parity import trained
 from tests.states import state
 
 EXPERTS = dict(LLAMA, layers=2, experts=8, experts_per_token=2, expert_ffn=24, mlp_bias=True, router_bias=True)
@@ -77,3 +79,27 @@ def test_the_updates_of_experts_are_those_of_pytorchs_muon_on_each_ones_matrices
     assert kept["optim.momentum_buffer.block0.mlp.experts.up"].shape == (8, 48, 32)
     assert kept["optim.exp_avg.block0.mlp.experts.up_bias"].shape == (8, 48)
     assert engine.scalars()["optimizer_steps"] == 10
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(qk_clip=0.01),
+        dict(guard="skip_step"),
+        dict(guard="clip_update"),
+        dict(name="muon", newton_schulz_type="fp32", qk_clip=0.01),
+    ],
+    ids=str,
+)
+def test_qk_clip_and_guards_work_beside_experts(more):
+    """The same steps on two ranks that share out the experts."""
+    words = [f"optim.{name}={value}" for name, value in more.items()]
+    alone, together = (
+        trained(size, *EXPERT_WORDS, *words, *of, steps=3) for size, of in ((1, []), (2, ["parallel.expert=2"]))
+    )
+    assert together["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+    for mine, right in zip(together["reports"], alone["reports"], strict=True):
+        assert mine == pytest.approx(right, rel=1e-5, abs=1e-6)
+    assert ("max_attention_score" in alone["reports"][0]) == ("qk_clip" in more)
+    for name, right in alone["tensors"].items():
+        assert torch.allclose(together["tensors"][name], right, rtol=1e-3, atol=1e-5), name

@@ -15,7 +15,21 @@ PER_LOGIT = 8
 def parameters(config: ModelConfig) -> int:
     """Parameters of the model, including the padding of the embedding."""
     output = 0 if config.tied else config.padded_vocab * config.hidden
-    return embedding(config) + config.layers * block(config) + norm(config) + output
+    with_experts = config.layers - config.dense_layers
+    blocks = config.dense_layers * block(config) + with_experts * block(config, True)
+    return embedding(config) + blocks + norm(config) + output
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Those of the parameters that compute any one token: of experts, config.experts_per_token in each layer."""
+    idle = (config.layers - config.dense_layers) * (experts(config) - chosen(config))
+    return parameters(config) - idle
+
+
+def described(config: ModelConfig) -> str:
+    """Words for the number of parameters, and of active ones where there are experts."""
+    active = f" ({active_parameters(config):,} active for each token)" if config.experts else ""
+    return f"{parameters(config):,} parameters{active}"
 
 
 def norm(config: ModelConfig) -> int:
@@ -29,16 +43,45 @@ def embedding(config: ModelConfig) -> int:
     return (config.padded_vocab + positions) * config.hidden + norm(config) * config.embed_norm
 
 
-def block(config: ModelConfig) -> int:
-    """Parameters of one block."""
-    c, f, (qkv, out, mlp) = config.hidden, config.ffn_width, config.biases
+def block(config: ModelConfig, with_experts: bool = False) -> int:
+    """Parameters of one block, whose MLP is dense or consists of experts."""
+    c, (qkv, out, _) = config.hidden, config.biases
     fused = (config.heads + 2 * config.groups) * config.head_width
-    up = f * (1 + config.gated)
     attention = (c + qkv) * fused + (config.attention_width + out) * c + config.heads * config.attention_sinks
-    shaped = 2 * (config.activation == "xielu")
     spans = config.qk_norm_span == "projection" and config.qk_norm
     split = (config.heads + config.groups) * config.head_width * spans
-    return _norms(config) + split + attention + (c + mlp) * up + f * c + mlp * c + shaped
+    if with_experts:
+        shared = _mlp(config, config.shared_ffn) if config.shared_ffn else 0
+        mlp = _router(config) + experts(config) + shared
+    else:
+        mlp = _mlp(config, config.ffn_width) + 2 * (config.activation == "xielu")
+    return _norms(config) + split + attention + mlp
+
+
+def active_block(config: ModelConfig, with_experts: bool = False) -> int:
+    """Those of the parameters of one block that compute any one token."""
+    return block(config, with_experts) - with_experts * (experts(config) - chosen(config))
+
+
+def experts(config: ModelConfig) -> int:
+    """Parameters of all experts of one block that has them, without the router."""
+    return config.experts * _mlp(config, config.expert_width)
+
+
+def chosen(config: ModelConfig) -> int:
+    """Parameters of the experts of one block that compute one token."""
+    return config.experts_per_token * _mlp(config, config.expert_width)
+
+
+def _mlp(config: ModelConfig, width: int) -> int:
+    """Parameters of an MLP of this inner width."""
+    bias = config.biases[2]
+    return (config.hidden + bias) * width * (1 + config.gated) + (width + bias) * config.hidden
+
+
+def _router(config: ModelConfig) -> int:
+    """Parameters of a router; the bias of its choice is none, since no gradient moves it."""
+    return config.experts * (config.hidden + config.router_bias)
 
 
 def _norms(config: ModelConfig) -> int:
@@ -48,12 +91,21 @@ def _norms(config: ModelConfig) -> int:
     return heads + norm(config) * (4 if config.norm_order == "sandwich" else 2)
 
 
-def unsplit(config: ModelConfig, blocks: int, first: bool, last: bool) -> int:
-    """Parameters of a pipeline stage that every tensor-parallel rank holds whole: norms, positions, biases of row-parallel layers."""
+def unsplit(config: ModelConfig, blocks: int, first: bool, last: bool, with_experts: int = 0) -> int:
+    """Parameters of a pipeline stage, without those of experts, that every tensor-parallel rank holds whole: norms, positions, routers,
+    biases of row-parallel layers. ``with_experts``: so many of its ``blocks`` have experts."""
     _, out, mlp = config.biases
-    per_block = _norms(config) + config.hidden * (out + mlp) + 2 * (config.activation == "xielu")
+    per_block = _norms(config) + config.hidden * out
+    dense = config.hidden * mlp + 2 * (config.activation == "xielu")
+    routed = _router(config) + config.hidden * mlp * (config.shared_ffn > 0)
     before = embedding(config) - config.padded_vocab * config.hidden
-    return blocks * per_block + first * before + last * norm(config)
+    mlps = (blocks - with_experts) * dense + with_experts * routed
+    return blocks * per_block + mlps + first * before + last * norm(config)
+
+
+def unsplit_experts(config: ModelConfig) -> int:
+    """Parameters of the experts of one block that are not split where experts are split over tensor parallelism: the second bias."""
+    return config.experts * config.hidden * config.biases[2]
 
 
 def attended(config: ModelConfig, causal: bool = True) -> float:
@@ -67,13 +119,16 @@ def flops_per_token(config: ModelConfig, causal: bool = True) -> float:
     """Floating-point operations of one token's forward and backward pass, without recomputation.
 
     Matrix products cost 6 per weight and token (Kaplan et al. 2020); attention 12 x layers x hidden x context (Chowdhery et
-    al. 2022, appendix B), halved by the causal mask, and less with windows. The embedding counts once, as the output projection.
+    al. 2022, appendix B), halved by the causal mask, and less with windows. The embedding counts once, as the output projection. Of
+    experts only those count that compute the token.
     """
-    c = config.hidden
+    c, dense = config.hidden, config.dense_layers
     projections = c * 2 * (config.attention_width + config.groups * config.head_width)
-    mlp = c * config.ffn_width * (2 + config.gated)
+    routed = config.experts_per_token * config.expert_width + config.shared_ffn
+    mlp = c * (2 + config.gated)
     attention = 12 * attended(config, causal) * config.attention_width
-    return config.layers * (6 * (projections + mlp) + attention) + 6 * c * config.padded_vocab
+    mlps = dense * 6 * mlp * config.ffn_width + (config.layers - dense) * 6 * (mlp * routed + c * config.experts)
+    return config.layers * (6 * projections + attention) + mlps + 6 * c * config.padded_vocab
 
 
 def recompute_flops(config: ModelConfig, recompute: str) -> float:

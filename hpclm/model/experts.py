@@ -17,7 +17,7 @@ from hpclm.model.balance import add_balance_losses, normalized
 from hpclm.model.init import InitSpec, TensorParallelModule
 from hpclm.model.layers import ACTIVATIONS, MLP, activated
 from hpclm.parallel.collectives import all_gather, gather, scatter
-from hpclm.parallel.dispatch import give_back, send
+from hpclm.parallel.dispatch import give_back, on_host, send
 from hpclm.parallel.mesh import SINGLE, Axis, Mesh
 from hpclm.parallel.placement import Placement
 
@@ -153,7 +153,7 @@ def grouped(x: Tensor, weights: Tensor, bias: Tensor | None, counts: Tensor) -> 
 
 def one_by_one(x: Tensor, weights: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
     """As grouped(), in a loop over the experts; the host waits for their counts."""
-    parts = x.split(counts.tolist())
+    parts = x.split(on_host(counts, len(x)))
     biases = [None] * len(parts) if bias is None else [*bias.unbind()]
     return torch.cat([F.linear(*of) for of in zip(parts, weights.unbind(), biases, strict=True)])
 

@@ -7,6 +7,9 @@ from hpclm.config.optimizers import EXAMPLES
 from hpclm.config.supports import SUPPORTS
 from hpclm.planning import optimizer
 
+EXPERTS = "block0.mlp.experts.up", (4, 8, 8)
+"""A weight of experts, as what an optimizer keeps of one."""
+
 
 @dataclass(frozen=True)
 class BytesPerParameter:
@@ -29,6 +32,8 @@ class EngineCosts:
     optimizer: BytesPerParameter = BytesPerParameter(8)
     outside: float = 0.0
     """Bytes of optimizer state of a parameter outside of the blocks beyond that of one in them; sharded with ZeRO."""
+    of_experts: float = 0.0
+    """The same of a parameter of experts."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """What updates the weights, and keeps state that is not divided as they are."""
     gathered: BytesPerParameter = BytesPerParameter(2)
@@ -82,9 +87,11 @@ def costs(
     """Whether products add to the fp32 gradients, so that the embedding needs no gradient of a micro-batch."""
     optim = optim or OptimConfig()
     kind = optimizer.kind(optim)
+    of_block = kind.bytes_per_parameter(optim)
     common = EngineCosts(
-        optimizer=BytesPerParameter(kind.bytes_per_parameter(optim)),
-        outside=kind.bytes_per_parameter(optim, EXAMPLES[2]) - kind.bytes_per_parameter(optim),
+        optimizer=BytesPerParameter(of_block),
+        outside=kind.bytes_per_parameter(optim, EXAMPLES[2]) - of_block,
+        of_experts=kind.bytes_per_parameter(optim, EXPERTS) - of_block,
         optim=optim,
         gathered=BytesPerParameter(cast),
         element=element,
@@ -160,6 +167,7 @@ def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engi
         weights=BytesPerParameter() if engine.offload == "parameters" else weights,
         gradients=whole if stage == 1 else BytesPerParameter(0, element if on_cpu else 4),
         outside=0.0 if on_cpu else common.outside,
+        of_experts=0.0 if on_cpu else common.of_experts,
         optimizer=BytesPerParameter() if on_cpu else BytesPerParameter(0, 4 + common.optimizer.replicated),
         gathered=BytesPerParameter(0, element if stage == 3 else 0),
         kept=5e8,  # those needed again before 1e9 others are

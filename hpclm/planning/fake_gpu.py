@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -119,6 +120,14 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
     return aten.native_dropout(x, p, training)[0]
 
 
+def evenly(counter: CallCounter, counts: Tensor, rows: int) -> Any:
+    """What the host learns of the rows of experts: fake tensors have no values, so each gets as many as any other."""
+    counter.wait()
+    *outer, parts = counts.shape
+    even = [rows // parts + (part < rows % parts) for part in range(parts)]
+    return [even] * outer[0] if outer else even
+
+
 @contextmanager
 def fake_gpu(rank: int, world: int) -> Iterator[CallCounter]:
     """Inside this context PyTorch is that of rank ``rank`` of ``world``, on a GPU that computes nothing."""
@@ -131,6 +140,8 @@ def fake_gpu(rank: int, world: int) -> Iterator[CallCounter]:
             opened.enter_context(mock.patch(f"torch.{name}", value))
         opened.enter_context(mock.patch.object(Tensor, "is_cuda", property(lambda tensor: True), create=True))
         opened.enter_context(torch.autograd.set_multithreading_enabled(False))
+        for user in ("parallel.dispatch", "model.experts"):
+            opened.enter_context(mock.patch(f"hpclm.{user}.on_host", partial(evenly, counter)))
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), counter, OnTheCPU()):
             opened.enter_context(mode)
         yield counter

@@ -1,6 +1,7 @@
 """The parallel layout of a run, and the contents of each pipeline stage."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hpclm.config import ModelConfig, RunConfig
@@ -19,6 +20,10 @@ class Layout:
     """Data-parallel ranks that weights or optimizer state are sharded over; None: all."""
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
+    """Data-parallel ranks that share out the experts."""
+    split_experts: bool = True
+    """Whether each expert is split over tensor parallelism."""
     micro_size: int = 1
     accumulation: int = 1
     schedule: str = "1f1b"
@@ -52,6 +57,14 @@ class Layout:
         """Number of such copies."""
         return self.ranks // self.sharing
 
+    @property
+    def of_experts(self) -> "Layout":
+        """This layout as experts see it: of the data-parallel ranks only those that hold the same ones (Mesh.of_weights)."""
+        if self.expert == 1:
+            return self
+        shard = 1 if self.sharing % self.expert else self.sharing // self.expert
+        return replace(self, data=self.ranks // self.expert, context=1, shard=shard)
+
 
 def of(run: RunConfig) -> Layout:
     """The layout of a run; ConfigError if its sizes do not divide."""
@@ -63,6 +76,8 @@ def of(run: RunConfig) -> Layout:
         context=parallel.context,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
+        expert=parallel.expert,
+        split_experts=parallel.split_experts,
         micro_size=run.batch.micro_size,
         accumulation=run.batch.global_size // (run.batch.micro_size * plan.data),
         schedule=parallel.schedule,
@@ -84,43 +99,89 @@ class Stage:
     """Whether it has the embedding."""
     last: bool
     """Whether it has the head and the loss."""
+    with_experts: int = 0
+    """How many of the blocks have experts."""
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Whether blocks have experts: of those with and those without, as far as there are any."""
+        return tuple(kind for kind in (False, True) if self.count(kind))
+
+    def count(self, with_experts: bool) -> int:
+        """Blocks with experts, or those without."""
+        return self.with_experts if with_experts else self.blocks - self.with_experts
+
+    def total(self, of_block: Callable[[bool], float]) -> float:
+        """Of all blocks together, what ``of_block`` gives for one with experts, and for one without."""
+        return sum(self.count(kind) * of_block(kind) for kind in self.kinds)
 
 
 def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
     """The layers on every pipeline rank, in order. With several chunks, a rank holds every ``pipeline``-th stage."""
     size = layout.pipeline
-    held = _blocks(model, size * layout.chunks, layout.partition)
-    return tuple(Stage(i, sum(held[i::size]), i == 0, i == size - 1) for i in range(size))
+    held = _blocks(model, size * layout.chunks, layout)
+    mine = [[layer for part in held[i::size] for layer in part] for i in range(size)]
+    return tuple(
+        Stage(i, len(layers), i == 0, i == size - 1, sum(map(model.has_experts, layers)))
+        for i, layers in enumerate(mine)
+    )
 
 
-def _blocks(model: ModelConfig, parts: int, by: str) -> tuple[int, ...]:
+def _blocks(model: ModelConfig, parts: int, layout: Layout) -> tuple[range, ...]:
     """Blocks of each of ``parts`` stages."""
-    table, block = model.hidden * model.padded_vocab, count.block(model)
-    costs = {
-        "blocks": (0, 1, 0),
+    table, kinds = model.hidden * model.padded_vocab, [model.has_experts(layer) for layer in range(model.layers)]
+    if layout.partition == "blocks":
+        first, last, cost = 0, 0, {False: 1, True: 1}
+    elif layout.partition == "time":
         # attention counts too, and the embedding takes almost no time
-        "time": (0, block + model.attention_width * model.context, table),
-        "parameters": (count.embedding(model), block, table + count.norm(model)),
-    }
-    return _divided(*costs[by], model.layers, parts)
+        core = model.attention_width * model.context
+        first, last, cost = 0, table, {kind: count.active_block(model, kind) + core for kind in (False, True)}
+    else:
+        first, last = count.embedding(model), table + count.norm(model)
+        cost = {kind: count.block(model, kind) - kind * _elsewhere(model, layout) for kind in (False, True)}
+    return _divided((first, *(cost[kind] for kind in kinds), last), parts)
+
+
+def _elsewhere(model: ModelConfig, layout: Layout) -> int:
+    """Parameters of a block's experts that other data-parallel ranks have."""
+    return count.experts(model) - count.experts(model) // layout.expert
 
 
 @lru_cache(maxsize=512)
-def _divided(first: int, block: int, last: int, blocks: int, parts: int) -> tuple[int, ...]:
-    """Blocks of each of ``parts`` stages, whose costs are as even as can be."""
+def _divided(costs: tuple[float, ...], parts: int) -> tuple[range, ...]:
+    """Blocks of each of ``parts`` stages; ``costs``: of what is before the first block, of each block, and of what is after the last."""
+    blocks = len(costs) - 2
     needed = [False, *[True] * blocks, False]
-    ranges = balanced([first, *[block] * blocks, last], parts, needed)
-    return tuple(sum(needed[i] for i in part) for part in ranges)
+    ranges = balanced(costs, parts, needed)
+    return tuple(range(max(part.start - 1, 0), min(part.stop - 1, blocks)) for part in ranges)
 
 
 def parameters(model: ModelConfig, layout: Layout, stage: Stage) -> float:
     """Parameters of one GPU of a stage; a tied embedding counts twice if first and last stage differ."""
+    return outside_experts(model, layout, stage) + experts(model, layout) * stage.with_experts
+
+
+def outside_experts(model: ModelConfig, layout: Layout, stage: Stage) -> float:
+    """Those of the parameters of one GPU of a stage that do not belong to experts."""
     table = model.padded_vocab * model.hidden
     ends = stage.first * count.embedding(model) + stage.last * count.norm(model)
     if stage.last and not (model.tied and stage.first):
         ends += table
-    whole = count.unsplit(model, stage.blocks, stage.first, stage.last)
-    return (stage.blocks * count.block(model) + ends - whole) / layout.tensor + whole
+    whole = count.unsplit(model, stage.blocks, stage.first, stage.last, stage.with_experts)
+    blocks = stage.total(lambda kind: count.block(model, kind)) - stage.with_experts * count.experts(model)
+    return (blocks + ends - whole) / layout.tensor + whole
+
+
+def experts(model: ModelConfig, layout: Layout) -> float:
+    """Parameters of one block's experts that one GPU has."""
+    whole = count.unsplit_experts(model) if layout.split_experts else count.experts(model)
+    return ((count.experts(model) - whole) / layout.tensor + whole) / layout.expert
+
+
+def block(model: ModelConfig, layout: Layout, with_experts: bool) -> float:
+    """Parameters of one block that one GPU has, as if all outside of experts were divided over tensor parallelism."""
+    outside = count.block(model, with_experts) - with_experts * count.experts(model)
+    return outside / layout.tensor + with_experts * experts(model, layout)
 
 
 def micro_batches_held(layout: Layout, stage: Stage) -> float:

@@ -34,17 +34,22 @@ class Exchange:
 
 def weights(model: ModelConfig, stage: Stage) -> list[tuple[str, list[Shape]]]:
     """The two-dimensional weights of a stage: the name of each, and the matrices that it fuses."""
-    hidden, inner = model.hidden, model.ffn_width
-    keys = model.groups * model.head_width
-    block = [
+    hidden, keys = model.hidden, model.groups * model.head_width
+    attention = [
         ("block0.attention.qkv.weight", [(model.attention_width, hidden), (keys, hidden), (keys, hidden)]),
         ("block0.attention.out.weight", [(hidden, model.attention_width)]),
-        ("block0.mlp.up.weight", [(inner, hidden)] * (1 + model.gated)),
-        ("block0.mlp.down.weight", [(hidden, inner)]),
     ]
+    mlp = _mlp("block0.mlp", hidden, model.ffn_width, model.gated)
+    routed = [("block0.mlp.router.weight", [(model.experts, hidden)])]
+    routed += _mlp("block0.mlp.shared", hidden, model.shared_ffn, model.gated) if model.shared_ffn else []
     table = [(model.padded_vocab, hidden)]
     tokens = [("tokens.weight", table)] * (stage.first or (stage.last and model.tied))
-    return [*block * stage.blocks, *tokens, *[("output.weight", table)] * (stage.last and not model.tied)]
+    blocks = [*attention * stage.blocks, *mlp * stage.count(False), *routed * stage.count(True)]
+    return [*blocks, *tokens, *[("output.weight", table)] * (stage.last and not model.tied)]
+
+
+def _mlp(name: str, hidden: int, inner: int, gated: bool) -> list[tuple[str, list[Shape]]]:
+    return [(f"{name}.up.weight", [(inner, hidden)] * (1 + gated)), (f"{name}.down.weight", [(hidden, inner)])]
 
 
 def whole(parts: Sequence[Shape]) -> Shape:

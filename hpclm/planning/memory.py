@@ -1,7 +1,8 @@
 """Memory of one GPU by part, in bytes.
 
 n = tokens of a micro-batch on this rank, C hidden width, F the MLP's inner width, D a head's width, H heads, G key/value heads,
-t tensor-parallel ranks.
+t tensor-parallel ranks, E experts, k of them for each token. All experts are taken to get as many tokens: a rank whose experts get more
+than the mean needs more.
 """
 
 from dataclasses import dataclass, fields
@@ -10,7 +11,8 @@ from math import ceil
 from hpclm.config import ModelConfig
 from hpclm.model import count
 from hpclm.planning.engines import EngineCosts
-from hpclm.planning.layout import Layout, Stage, micro_batches_held, parameters, stages
+from hpclm.planning.layout import Layout, Stage, block, micro_batches_held, outside_experts, parameters, stages
+from hpclm.planning.layout import experts as of_experts
 from hpclm.planning.matrices import exchange
 
 PROCESS = 3 * 2**30
@@ -56,17 +58,21 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     """Memory of one GPU of a stage at the fullest moment of a step: while the loss has its logits, while the last block is in its
     backward pass (and recomputed, if it is), or while the optimizer works on whole matrices."""
     weight_count = parameters(model, layout, stage)
+    plain, expert = outside_experts(model, layout, stage), stage.with_experts * of_experts(model, layout)
+    experts_sharing = layout.of_experts.sharing
     weights, gradients, optimizer = (
-        part.on(layout.sharing) * weight_count for part in (costs.weights, costs.gradients, costs.optimizer)
+        part.on(layout.sharing) * plain + part.on(experts_sharing) * expert
+        for part in (costs.weights, costs.gradients, costs.optimizer)
     )
-    of_others = weight_count - stage.blocks * count.block(model) / layout.tensor
+    of_others = weight_count - stage.total(lambda kind: block(model, layout, kind))
     optimizer += costs.outside * of_others / (layout.sharing if costs.zero else 1)
+    optimizer += costs.of_experts * expert / (experts_sharing if costs.zero else 1)
     if costs.deferred and layout.accumulation > 1:
         gradients = costs.reduced * weight_count  # whole until the last backward pass
     held = activations(model, layout, costs, stage)
     tokens, table = layout.tokens(model), model.padded_vocab * model.hidden / layout.tensor
     rows = min(costs.loss_chunk or count.loss_chunk(tokens, model.padded_vocab // layout.tensor, costs.memory), tokens)
-    several, block = rows < tokens, count.block(model) / layout.tensor
+    several, largest = rows < tokens, max(block(model, layout, kind) for kind in stage.kinds)
     # the loss has its inputs, which tensor-parallel ranks gather, and their gradient; of several chunks it sums gradients
     of_loss = stage.last * tokens * model.hidden * costs.element * (2 + (layout.tensor > 1) / layout.tensor)
     entries = stage.last * rows * model.padded_vocab / layout.tensor
@@ -74,10 +80,11 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     if not several:  # the table's gradient is made from that of the logits
         logits = max(logits, 2 * costs.element * entries + costs.table_at_once * stage.last * table)
     copied = copies(model, layout, costs, stage)
-    in_backward = held + working(model, layout, costs)
+    in_backward = held + max(working(model, layout, costs, kind) for kind in stage.kinds)
     # gradients of the block before are still being reduced, when its activations are free
-    freed = 0.0 if layout.recompute == "full" else block_activations(model, layout, costs)
-    prefetched = costs.gathered.sharded * block
+    saved = [block_activations(model, layout, costs, kind) for kind in stage.kinds]
+    freed = 0.0 if layout.recompute == "full" else max(saved)
+    prefetched = costs.gathered.sharded * largest
     prefetched += stage.last * table * costs.table / 2 * (model.tied or costs.working > 0)
     matrices = exchange(model, layout, costs.optim, costs.zero, stage)
     optimizer += matrices.state
@@ -85,7 +92,7 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     held, copied, scored = max(
         (held + of_loss, copied + stage.last * table * costs.table * several, logits),
         (in_backward, copied + prefetched, 0.0),
-        (in_backward - freed, copied + prefetched + costs.working * block, 0.0),
+        (in_backward - freed, copied + prefetched + costs.working * largest, 0.0),
         (0.0, updating, 0.0),
         key=sum,
     )
@@ -94,19 +101,30 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
 
 def copies(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
     """Weights that were cast or gathered, while one block computes, and buckets."""
-    weight_count, block = parameters(model, layout, stage), count.block(model) / layout.tensor
-    at_once = max(weight_count - (stage.blocks - 1) * block, min(weight_count, costs.kept))
+    weight_count, sizes = parameters(model, layout, stage), {kind: block(model, layout, kind) for kind in stage.kinds}
+    others = stage.total(sizes.__getitem__) - max(sizes.values())
+    at_once = max(weight_count - others, min(weight_count, costs.kept))
     gathered = costs.gathered.replicated * weight_count + costs.gathered.sharded * at_once
     return gathered + casts(model, layout, costs, stage) + costs.buckets
 
 
-def working(model: ModelConfig, layout: Layout, costs: EngineCosts) -> float:
-    """Activations of the block that is in its backward pass: gradients in the MLP, and what is recomputed."""
-    tokens = layout.tokens(model)
-    size = tokens * (model.hidden + model.ffn_width) * costs.element / layout.tensor
+def working(model: ModelConfig, layout: Layout, costs: EngineCosts, with_experts: bool) -> float:
+    """Activations of a block that is in its backward pass: gradients in the MLP, and what is recomputed."""
+    if with_experts:
+        rows = expert_rows(model, layout)
+        inner = model.expert_width / (layout.tensor if layout.split_experts else 1)
+        size = rows * (model.hidden + inner) * costs.element
+        size += layout.tokens(model) * model.hidden * costs.element / layout.tensor
+    else:
+        size = layout.tokens(model) * (model.hidden + model.ffn_width) * costs.element / layout.tensor
     if layout.recompute == "full":
-        size += block_activations(model, layout, costs) * min(layout.recompute_every, model.layers)
+        size += block_activations(model, layout, costs, with_experts) * min(layout.recompute_every, model.layers)
     return size
+
+
+def expert_rows(model: ModelConfig, layout: Layout) -> float:
+    """Rows that one GPU's experts compute in a layer: k for each token, of all that tensor-parallel ranks share if these split experts."""
+    return layout.tokens(model) * model.experts_per_token / (1 if layout.split_experts else layout.tensor)
 
 
 def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
@@ -120,7 +138,7 @@ def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: S
     if layout.recompute == "full":
         kept = ceil(stage.blocks / layout.recompute_every) * line
     else:
-        kept = stage.blocks * block_activations(model, layout, costs)
+        kept = stage.total(lambda kind: block_activations(model, layout, costs, kind))
     if model.positions == "alibi" and layout.context == 1:  # distances of all pairs, made for each micro-batch
         kept += model.heads * model.context**2 * costs.element / layout.tensor
     first = tokens * model.hidden * bool(model.dropout) / layout.tensor + line * model.embed_norm
@@ -131,7 +149,7 @@ def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: S
     return micro_batches_held(layout, stage) * kept + received
 
 
-def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts) -> float:
+def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts, with_experts: bool = False) -> float:
     """Activations that one block saves of one micro-batch, tensor by tensor: Korthikanti et al. (2022), section 4.1.
 
     Split over tensor-parallel ranks, as all between layers: inputs and outputs of two norms, two dropout masks; the fused
@@ -144,18 +162,36 @@ def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts) ->
     norms = 6 if model.norm_order == "sandwich" else 4  # with their outputs
     # compiled blocks keep what attention and MLP gather, and gather nothing again
     norms += 2 * (layout.tensor - 1) * costs.compiled
-    # what the activation function reads and makes, and with gates both their factors, of which compiled blocks compute one again;
-    # ReLU's output tells its gradient
-    saved = 4 - costs.compiled if model.gated else 1 if model.activation == "relu" else 2
-    elements = norms * c + (queries + 2 * keys) + again + queries + saved * model.ffn_width
+    elements = norms * c + (queries + 2 * keys) + again + queries
+    elements += _inner(model, costs) * (model.shared_ffn if with_experts else model.ffn_width)
     width = elements * costs.element + 2 * c * bool(model.dropout) + 4 * model.heads
     whole = 2 * keys * layout.tokens(model) * layout.context * costs.element * (layout.context > 1)  # keys and values
-    return (layout.tokens(model) * width + whole) / layout.tensor
+    kept = (layout.tokens(model) * width + whole) / layout.tensor
+    return kept + (expert_activations(model, layout, costs) if with_experts else 0.0)
+
+
+def _inner(model: ModelConfig, costs: EngineCosts) -> int:
+    """Activations of an MLP's inner width that are saved: what the activation function reads and makes, and with gates both their
+    factors, of which compiled blocks compute one again. ReLU's output tells its gradient."""
+    return 4 - costs.compiled if model.gated else 1 if model.activation == "relu" else 2
+
+
+def expert_activations(model: ModelConfig, layout: Layout, costs: EngineCosts) -> float:
+    """What router and experts save of one micro-batch: for each token its fp32 copy and scores, for each of its k rows the input, the inner
+    activations, the result, and places before and after it is moved.
+
+    With tensor parallelism that splits experts, each rank has whole inputs and results of all rows, and its part of the inner activations.
+    """
+    tokens = layout.tokens(model) / layout.tensor
+    inner = _inner(model, costs) * model.expert_width / (layout.tensor if layout.split_experts else 1)
+    row = (2 * model.hidden + inner) * costs.element + 8 * (2 + 2 * (layout.expert > 1))
+    return tokens * (4 * model.hidden + 4 * model.experts) + expert_rows(model, layout) * row
 
 
 def casts(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
     """Block weights in the compute type, which autograd saves from the forward pass until the backward pass."""
-    once = costs.casts * count.block(model) / layout.tensor
     if layout.recompute == "full":
-        return once * min(stage.blocks, layout.recompute_every)
-    return once * stage.blocks * micro_batches_held(layout, stage)
+        largest = max(block(model, layout, kind) for kind in stage.kinds)
+        return costs.casts * largest * min(stage.blocks, layout.recompute_every)
+    blocks = stage.total(lambda kind: block(model, layout, kind))
+    return costs.casts * blocks * micro_batches_held(layout, stage)

@@ -94,7 +94,9 @@ def simulate(run: RunConfig, rank: int = 0) -> Simulation:
 
         memory = peak_memory(engine.model, engine.optimizer, lambda: engine.train_step(batches, 1e-4, 1, between))
         updated = sum(weight.numel() for group in engine.optimizer.param_groups for weight in group["params"])
-        parameters = sum(prod(placement.local(mesh.tp)) for placement in engine.model.placements.values())
+        placements = engine.model.placements
+        of_experts = mesh.of_weights(run.parallel.expert)
+        parameters = sum(prod(placements[name].local(mesh.tp)) for name, _ in engine.model.weights())
     calls, sizes = counter.calls, counter.bytes
     if count == SHORT < micro_batches and run.parallel.pipeline == 1:
         for total, before, after in ((calls, seen[0][0], seen[1][0]), (sizes, seen[0][1], seen[1][1])):
@@ -108,7 +110,7 @@ def simulate(run: RunConfig, rank: int = 0) -> Simulation:
         parameters,
         updated,
         {part: sum(memory[name] for name in names) for part, names in PARTS.items()},
-        tuple(_collectives(calls, sizes, mesh)),
+        tuple(_collectives(calls, sizes, mesh, of_experts)),
         counter.waits,
     )
 
@@ -142,9 +144,15 @@ def micro_batch(run: RunConfig) -> MicroBatch:
     )
 
 
-def _collectives(calls: Counter[Collective], sizes: Counter[Collective], mesh: Mesh) -> list[CollectiveTotal]:
-    """Each kind of collective, with the mesh's axis that its group is; the most specific of axes with the same ranks."""
+def _collectives(
+    calls: Counter[Collective], sizes: Counter[Collective], mesh: Mesh, of_experts: Mesh
+) -> list[CollectiveTotal]:
+    """Each kind of collective, with the mesh's axis that its group is; the most specific of axes with the same ranks. ``of_experts``: the
+    mesh as experts see it."""
     axes = {
+        "expert data": of_experts.dp,
+        "expert shard": of_experts.shard,
+        "expert replicate": of_experts.replicate,
         "all ranks": mesh.world,
         "model": mesh.model,
         "shard x tensor": mesh.holders,
@@ -153,7 +161,12 @@ def _collectives(calls: Counter[Collective], sizes: Counter[Collective], mesh: M
     }
     axes |= {"replicate": mesh.replicate, "data": mesh.dp, "context": mesh.cp, "tensor": mesh.tp}
     names = {axis.ranks: name for name, axis in axes.items() if axis.size > 1}
+
+    def name(kind: str, ranks: tuple[int, ...]) -> str:
+        of_rows = kind == "alltoall" and ranks == mesh.ep.ranks
+        return "expert" if of_rows else names.get(ranks, f"{len(ranks)} ranks")
+
     return [
-        CollectiveTotal(kind, names.get(ranks, f"{len(ranks)} ranks"), len(ranks), count, sizes[kind, ranks])
+        CollectiveTotal(kind, name(kind, ranks), len(ranks), count, sizes[kind, ranks])
         for (kind, ranks), count in calls.items()
     ]

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
+from math import gcd
+from typing import Any
 
 from hpclm.config import RunConfig
 from hpclm.config.supports import SUPPORTS
@@ -12,7 +15,7 @@ from hpclm.planning import forecast
 from hpclm.planning.forecast import GIB, Forecast
 
 VARIED = {
-    "parallel": ("tensor", "pipeline", "shard", "schedule", "chunks"),
+    "parallel": ("tensor", "pipeline", "expert", "split_experts", "shard", "schedule", "chunks"),
     "batch": ("micro_size",),
     "engine": ("name", "zero_stage", "recompute", "recompute_every"),
 }
@@ -69,10 +72,20 @@ def variants(run: RunConfig) -> Iterator[RunConfig]:
                 continue
             for engine, shape in _engines(run, tensor, pipeline):
                 for recompute in ("none", "full"):
-                    with suppress(ConfigError):  # the engine does not support this combination
-                        parallel = replace(run.parallel, tensor=tensor, pipeline=pipeline, **shape)
-                        changed = replace(run.engine, **engine, recompute=recompute, recompute_every=1)
-                        yield replace(run, batch=batch, parallel=parallel, engine=changed)
+                    for experts in _experts(run, tensor, gpus // tensor // pipeline):
+                        with suppress(ConfigError):  # the engine does not support this combination
+                            parallel = replace(run.parallel, tensor=tensor, pipeline=pipeline, **shape, **experts)
+                            changed = replace(run.engine, **engine, recompute=recompute, recompute_every=1)
+                            yield replace(run, batch=batch, parallel=parallel, engine=changed)
+
+
+def _experts(run: RunConfig, tensor: int, data: int) -> Iterator[dict[str, Any]]:
+    """Ways to share out experts over ``data`` data-parallel ranks, and to split them over tensor parallelism or not."""
+    if not run.model.experts:
+        yield {}
+        return
+    for expert, split in product(_divisors(gcd(data, run.model.experts)), (True, False) if tensor > 1 else (True,)):
+        yield dict(expert=expert, split_experts=split)
 
 
 def _engines(run: RunConfig, tensor: int, pipeline: int) -> Iterator[tuple[dict, dict]]:

@@ -60,6 +60,7 @@ def facts(plan: Forecast) -> dict[str, Any]:
     """A forecast as plain values, in bytes and seconds."""
     return {
         "parameters": count.parameters(plan.model),
+        "active_parameters": count.active_parameters(plan.model),
         "layout": asdict(plan.layout),
         "memory": [{**asdict(part), "overhead": part.overhead, "total": part.total} for part in plan.memory],
         "available": plan.kind.memory * GIB,
@@ -94,10 +95,11 @@ def report(run: RunConfig, plan: Forecast, kind: str) -> Iterator[str]:
     """A forecast for a reader."""
     model, layout = plan.model, plan.layout
     context = f"context {layout.context} x " * (layout.context > 1)
+    experts = f"; experts over {layout.expert} data ranks" * (layout.expert > 1)
     groups = f" in groups of {layout.sharing} replicas" if layout.copies > 1 else ""
-    yield f"{count.parameters(model):,} parameters: {model.layers} blocks of width {model.hidden}, samples of {model.context} tokens"
+    yield f"{count.described(model)}: {model.layers} blocks of width {model.hidden}, samples of {model.context} tokens"
     yield (
-        f"{layout.gpus} x {kind}: data {layout.data} x {context}pipeline {layout.pipeline} x tensor {layout.tensor}; engine "
+        f"{layout.gpus} x {kind}: data {layout.data} x {context}pipeline {layout.pipeline} x tensor {layout.tensor}{experts}; engine "
         f"{run.engine.name}, ZeRO stage {zero_stage(run.engine, layout.pipeline)}{groups}, recompute {layout.recompute}"
     )
     yield (

@@ -1,6 +1,7 @@
 """Time of an optimizer step, in seconds: matrix products, memory traffic and communication, in sequence unless they overlap.
 
-n = tokens of a micro-batch, T tokens of a sample, C hidden width, V padded vocabulary, t tensor-parallel ranks.
+n = tokens of a micro-batch, T tokens of a sample, C hidden width, V padded vocabulary, t tensor-parallel ranks, k experts of a token, R
+ranks that share out the experts, whose loads are taken to be even. Products of experts are taken to be as fast as others.
 """
 
 from dataclasses import dataclass, fields
@@ -9,9 +10,10 @@ from hpclm.config import ModelConfig
 from hpclm.model import count
 from hpclm.node.gpus import Kind
 from hpclm.planning.engines import EngineCosts
-from hpclm.planning.layout import Layout, Stage, parameters, stages
+from hpclm.planning.layout import Layout, Stage, block, outside_experts, parameters, stages
+from hpclm.planning.layout import experts as of_experts
 from hpclm.planning.matrices import exchange
-from hpclm.planning.memory import block_activations
+from hpclm.planning.memory import block_activations, expert_rows
 
 EFFICIENCY = {"Ampere": 0.67, "Hopper": 0.56}
 """Part of the peak that matrix products reach: one constant a generation, fitted to published runs (docs/planner.md)."""
@@ -26,6 +28,9 @@ TRAFFIC = 2.4
 is read or written once."""
 WEIGHT_TRAFFIC = 18
 """Bytes per parameter and micro-batch: products, casts, accumulation."""
+WAIT = 1e-4
+"""Seconds that a layer's experts cost where the host waits to learn how many rows are sent: a small all-to-all, a copy to the host, and
+the launches until the GPU is busy again. An assumption, not a measurement."""
 EXPOSED = 0.1
 """Part of the communication that overlaps with computation and still costs time. Fitted to published multi-node runs."""
 
@@ -40,6 +45,10 @@ class Step:
     """Gathers and scatters between tensor-parallel ranks."""
     context: float
     """Keys and values, and their gradients, between context-parallel ranks."""
+    expert: float
+    """Rows, and their gradients, on their way to experts and back."""
+    waits: float
+    """Waiting for the host, which learns how many rows go where."""
     bubble: float
     """Waiting while the pipeline fills and drains."""
     pipeline: float
@@ -64,6 +73,7 @@ class Volume:
 
     tensor: float
     context: float
+    expert: float
     pipeline: float
     data: float
     """To replicas; with hybrid sharding to those that share out the weights."""
@@ -91,31 +101,39 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
     parallelism 2 more (Korthikanti et al. 2022, section 4.2.2). data: 2 psi elements a step for ZeRO stages 0 to 2, 3 psi for
     stage 3 (Rajbhandari et al. 2020, section 7); what is not kept is sent again for each micro-batch. replicate: an all-reduce of
     the gradients of a shard: once, but sums of gradients that are not in fp32 are not kept until the last micro-batch. context: a
-    layer gathers keys and values, again if they are recomputed, and reduce-scatters their gradients.
+    layer gathers keys and values, again if they are recomputed, and reduce-scatters their gradients. expert: the k rows of each token
+    go to their experts and back, in the forward pass, again if it is recomputed, and in the backward pass.
     """
     t, m, line = layout.tensor, layout.accumulation, layout.tokens(model) * model.hidden * costs.element
     keys = 2 * model.groups * model.head_width * layout.tokens(model) * costs.element / t
     rows = []
     for stage in stages(model, layout):
-        weight_count = parameters(model, layout, stage)
-        recomputed = 4 * (layout.recompute == "full")
-        collectives = stage.blocks * (10 + recomputed) + 2 * (stage.first + stage.last)
+        recomputed = layout.recompute == "full"
+        collectives = stage.blocks * (5 + 2 * recomputed) + stage.count(False) * (5 + 2 * recomputed)
+        of_mlp = (5 + 2 * recomputed) * (model.shared_ffn > 0) + (4 + 2 * recomputed) * layout.split_experts
+        collectives += stage.with_experts * of_mlp + 2 * (stage.first + stage.last)
+        # each of the tensor-parallel ranks that have an expert whole has a part of its gradient, of other tokens
+        of_wholes = 0 if layout.split_experts else 8 * _all_experts(model, layout, stage)
+        moved = stage.with_experts * (4 + 2 * recomputed) * expert_rows(model, layout) * model.hidden * costs.element
         pipeline = 0.0
         if layout.pipeline > 1:
             pipeline = line / t * m * (2 * layout.chunks - stage.first - stage.last)
             if model.tied:  # the two copies of the embedding sum their gradients
                 pipeline += 4 * model.hidden * model.padded_vocab / t * (stage.first or stage.last)
+        held = [
+            (layout, outside_experts(model, layout, stage)),
+            (layout.of_experts, _all_experts(model, layout, stage)),
+        ]
         each_time = costs.zero >= 2 and not costs.deferred
-        shards = weight_count / layout.sharing * costs.reduced * (m if each_time and costs.reduced < 4 else 1)
+        per_gradient = 2 * costs.reduced * (m if each_time and costs.reduced < 4 else 1)
         rows.append(
             Volume(
-                collectives * (t - 1) / t * line * m,
+                (t - 1) / t * (collectives * line * m + of_wholes),
                 stage.blocks * (2 + (layout.recompute != "none")) * (layout.context - 1) * keys * m,
+                (layout.expert - 1) / layout.expert * moved * m,
                 pipeline,
-                (layout.sharing - 1)
-                / layout.sharing
-                * _with_replicas(model, layout, costs, stage, m if each_time else 1),
-                2 * shards * (layout.copies - 1) / layout.copies,
+                sum(_with_replicas(model, layout, costs, stage)),
+                sum(per_gradient * size / seen.sharing * (seen.copies - 1) / seen.copies for seen, size in held),
             )
         )
     return rows
@@ -126,15 +144,26 @@ def busiest(every: list[Volume]) -> Volume:
     return Volume(*(max(getattr(volume, axis.name) for volume in every) for axis in fields(Volume)))
 
 
-def _with_replicas(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage, reductions: int) -> float:
-    """Bytes of gradients and weights that a GPU of a stage exchanges with an endless number of replicas."""
-    weight_count = parameters(model, layout, stage)
-    gradients = weight_count * costs.reduced * reductions
-    if costs.zero == 0:
-        return 2 * gradients
-    blocks = stage.blocks * count.block(model) / layout.tensor if costs.gathers else 0
-    times = layout.accumulation if costs.gathers else 1
-    return gradients * (1 + costs.all_reduced) + times * costs.sent * (weight_count + (costs.gathers - 1) * blocks)
+def _all_experts(model: ModelConfig, layout: Layout, stage: Stage) -> float:
+    """Parameters of all experts that one GPU of a stage has."""
+    return stage.with_experts * of_experts(model, layout)
+
+
+def _with_replicas(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> tuple[float, float]:
+    """Bytes of gradients and weights that a GPU of a stage exchanges with its replicas: of all but experts, and of experts."""
+    m, each_time = layout.accumulation, costs.zero >= 2 and not costs.deferred
+    experts = _all_experts(model, layout, stage)
+    blocks = stage.total(lambda kind: block(model, layout, kind)) if costs.gathers else 0
+
+    def sent(size: float, of_blocks: float, sharing: int) -> float:
+        gradients = size * costs.reduced * (m if each_time else 1)
+        if costs.zero == 0:
+            return (sharing - 1) / sharing * 2 * gradients
+        weights = (m if costs.gathers else 1) * costs.sent * (size + (costs.gathers - 1) * of_blocks)
+        return (sharing - 1) / sharing * (gradients * (1 + costs.all_reduced) + weights)
+
+    rest = outside_experts(model, layout, stage), blocks - experts if costs.gathers else 0
+    return sent(*rest, layout.sharing), sent(experts, experts if costs.gathers else 0, layout.of_experts.sharing)
 
 
 def step(
@@ -158,27 +187,40 @@ def step(
     ]
     sent = volumes(model, layout, costs)
     between = [volume.context / m / _rate(layout, kind, layout.context, t) for volume in sent]
-    talking = [volume.tensor / m / _rate(layout, kind, t, 1) + n for volume, n in zip(sent, between, strict=True)]
+    going = [volume.expert / m / _all_to_all_rate(layout, kind) for volume in sent]
+    passes = (1 + (layout.recompute == "full")) * (layout.expert > 1)
+    waiting = [stage.with_experts * passes * WAIT for stage in every]
+    shared = [volume.tensor / m / _rate(layout, kind, t, 1) for volume in sent]
+    talking = [sum(of_stage) for of_stage in zip(shared, between, going, waiting, strict=True)]
     slowest = max(range(p), key=lambda i: computing[i] + talking[i])
     last = computing[slowest] * 2 / 3  # the backward pass of the last micro-batch
     hidden = {3: m * computing[slowest], 2: m * last}.get(costs.zero, last) * costs.overlap
     largest = busiest(sent)
-    data = largest.data / _rate(layout, kind, layout.sharing, t)
+    experts = layout.of_experts
+    rates = _rate(layout, kind, layout.sharing, t), _rate(layout, kind, experts.sharing, t * layout.expert)
+    with_replicas = [_with_replicas(model, layout, costs, stage) for stage in every]
+    data = max(sum(size / rate for size, rate in zip(sizes, rates, strict=True)) for sizes in with_replicas)
     replicate = largest.replicate / _rate(layout, kind, layout.copies, t * layout.sharing)
-    # fp32: reads w, g, m and v, writes w, m and v
-    update = max(parameters(model, layout, stage) for stage in every) * 28 / (layout.sharing if costs.zero else 1)
+    updated = [
+        outside_experts(model, layout, stage) / (layout.sharing if costs.zero else 1)
+        + _all_experts(model, layout, stage) / (experts.sharing if costs.zero else 1)
+        for stage in every
+    ]
     matrices = [exchange(model, layout, costs.optim, costs.zero, stage) for stage in every]
     rate = _rate(layout, kind, t * layout.ranks, 1)
     whole = max(of_stage.flops / efficiency / kind.peak + of_stage.sent / rate for of_stage in matrices)
     return Step(
         compute=m * computing[slowest],
-        tensor=m * (talking[slowest] - between[slowest]),
+        tensor=m * shared[slowest],
         context=m * between[slowest],
+        expert=m * going[slowest],
+        waits=m * waiting[slowest],
         bubble=(sum(computing) + sum(talking)) / p * idle(layout),
         pipeline=largest.pipeline / _rate(layout, kind, p, t * layout.ranks),
         data=_exposed(data, hidden),
         replicate=_exposed(replicate, last * costs.overlap),
-        optimizer=update / kind.bandwidth + whole,
+        # fp32: reads w, g, m and v, writes w, m and v
+        optimizer=max(updated) * 28 / kind.bandwidth + whole,
     )
 
 
@@ -195,19 +237,28 @@ def _rate(layout: Layout, kind: Kind, size: int, stride: int) -> float:
     return min(kind.link, kind.network * within) * ACHIEVED
 
 
+def _all_to_all_rate(layout: Layout, kind: Kind) -> float:
+    """Bytes/s that a GPU sends to those that share out the experts with it: as the slower takes, its link or its share of the network."""
+    peers, within = layout.expert - 1, min(layout.expert, max(1, layout.node // layout.tensor))
+    inside, outside = (within - 1) / kind.link, (layout.expert - within) / kind.network
+    return ACHIEVED * peers / max(inside, outside) if peers else kind.link
+
+
 def _work(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> tuple[float, float, float]:
     """Forward and backward pass of one micro-batch through a stage: FLOPs of products and of attention's core, and bytes of memory
     traffic. The backward pass does each product twice.
 
-    A block's products cost 2 FLOPs a weight and token (Kaplan et al. 2020); attention's core 4 T C a token, half of it masked.
+    A block's products cost 2 FLOPs a weight and token (Kaplan et al. 2020), of experts for each token's k; attention's core 4 T C a token,
+    half of it masked.
     """
     tokens, t = layout.tokens(model), layout.tensor
-    passes = stage.blocks * (4 if layout.recompute == "full" else 3)
+    passes = 4 if layout.recompute == "full" else 3
     cores = stage.blocks * (3 if layout.recompute == "none" else 4)
     products = (
-        passes * 2 * tokens * count.block(model) / t + stage.last * 6 * tokens * model.hidden * model.padded_vocab / t
+        stage.total(lambda kind: passes * 2 * tokens * count.active_block(model, kind) / t)
+        + stage.last * 6 * tokens * model.hidden * model.padded_vocab / t
     )
     core = cores * 4 * tokens * count.attended(model) * model.attention_width / t
-    moved = passes * TRAFFIC * block_activations(model, layout, costs)
+    moved = stage.total(lambda kind: passes * TRAFFIC * block_activations(model, layout, costs, kind))
     moved += stage.last * 2 * tokens * model.padded_vocab / t * costs.logit
     return products, core, moved + WEIGHT_TRAFFIC * parameters(model, layout, stage)

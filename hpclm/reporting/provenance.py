@@ -91,7 +91,7 @@ def facts(history: History, used: Settings) -> dict[str, str]:
 
 def _model(model: ModelConfig) -> str:
     shape = f"{model.layers} layers, hidden size {model.hidden}, {model.heads} heads, context {model.context:,}"
-    return f"{count.parameters(model):,} parameters: {shape}, vocabulary {model.vocab_size:,}"
+    return f"{count.described(model)}: {shape}, vocabulary {model.vocab_size:,}"
 
 
 def _tokens(history: History, model: ModelConfig) -> str:

@@ -50,7 +50,7 @@ def log_start(config: RunConfig, plan: Plan, context: DistributedContext, length
         if length.steps is None
         else f"{length.steps:,} steps{_limit(config.budget, length.steps)}"
     )
-    size = f"{count.parameters(config.model):,} parameters; {steps} of {plan.global_size} samples x {config.model.context} tokens"
+    size = f"{count.described(config.model)}; {steps} of {plan.global_size} samples x {config.model.context} tokens"
     logger.info("%s, %s samples of training data", size, f"{samples:,}")
     if context.job.identity:
         logger.info("%s", context.job.identity)

@@ -9,9 +9,10 @@ from hpclm.engine.stages import is_block
 from hpclm.engine.stages import stages as divided
 from hpclm.model import count, gpt
 from hpclm.node.gpus import KINDS
-from hpclm.parallel.mesh import Compute
+from hpclm.parallel.mesh import Axis, Compute
 from hpclm.planning import engines, memory, suggest, time
 from hpclm.planning.layout import Layout, micro_batches_held, parameters, stages
+from hpclm.planning.layout import experts as of_experts
 
 MODEL = ModelConfig(layers=12)
 
@@ -118,6 +119,64 @@ def test_the_planner_divides_a_model_as_it_runs(by, pipeline, layers):
     ]
     planned = [stage.blocks for stage in stages(run.model, Layout(pipeline=pipeline, partition=by))]
     assert planned == running and sum(planned) == layers
+
+
+EXPERTS = ["model.experts=8", "model.mlp_pattern=[dense,experts,experts]", "model.expert_ffn=1536"]
+
+
+@pytest.mark.parametrize("by, expert", [("parameters", 1), ("parameters", 4), ("blocks", 2)])
+def test_the_planner_divides_a_model_with_experts_as_it_runs(by, expert):
+    words = ["engine.name=pipelining", "parallel.pipeline=4", f"parallel.partition={by}", f"parallel.expert={expert}"]
+    run = config.load(None, [*words, *EXPERTS, "model.layers=11", "batch.global_size=64"])
+    cpu, axes = torch.device("cpu"), gpt.ExpertAxes(Axis(expert))
+    specs = gpt.layers(run.model, run.engine, torch.float32, 1, axes=axes)
+    settings = run.for_engine(4 * expert)
+    running = [
+        [spec.name for spec in stage if is_block(spec)]
+        for stage in divided(settings, specs, Compute(cpu, torch.float32))
+    ]
+    planned = stages(run.model, Layout(pipeline=4, partition=by, expert=expert))
+    assert [stage.blocks for stage in planned] == [len(stage) for stage in running]
+    assert [stage.with_experts for stage in planned] == [
+        sum(run.model.has_experts(int(name.removeprefix("block"))) for name in stage) for stage in running
+    ]
+
+
+def test_ranks_hold_experts_once_for_each_group_that_shares_them_out():
+    model = config.load(None, [*EXPERTS, "model.layers=12"]).model
+    for split in (True, False):
+        layout = Layout(data=8, pipeline=2, tensor=2, expert=4, split_experts=split)
+        experts = sum(of_experts(model, layout) * stage.with_experts for stage in stages(model, layout))
+        whole = 8 * (count.experts(model) - (count.unsplit_experts(model) if split else count.experts(model)))
+        assert experts == (whole / 2 + 8 * count.experts(model) - whole) / 4
+        assert (layout.of_experts.ranks, layout.of_experts.sharing, layout.of_experts.copies) == (2, 2, 1)
+    assert replace(layout, shard=4).of_experts.copies == 2
+
+
+@pytest.mark.parametrize("expert", [2, 8, 16])
+def test_rows_go_to_experts_of_another_node_at_the_pace_of_the_network(expert):
+    kind, model = KINDS["H100"], config.load(None, [*EXPERTS, "model.experts=16"]).model
+    layout = Layout(data=16, expert=expert)
+    costs = engines.costs(EngineConfig(), 2, ParallelConfig())
+    sent = time.volumes(model, layout, costs)[0].expert
+    assert sent == 4 * 8 * 2 * model.context * model.hidden * 2 * (expert - 1) / expert
+    step = time.step(model, layout, costs, kind)
+    pace = kind.link if expert <= 8 else kind.network * 15 / 8
+    assert step.expert == pytest.approx(sent / (pace * time.ACHIEVED))
+    assert step.waits == 8 * time.WAIT
+
+
+def test_what_is_suggested_for_experts_can_run():
+    path, words = "configs/qwen3-30b-a3b.yaml", ["job.gpus=8", "parallel.expert=1", "engine.recompute=none"]
+    suggested = suggest.ranked(config.load(path, words), KINDS["H100"])
+    assert {one.run.parallel.expert for one in suggested} - {1}
+    for one in suggested:
+        config.load(path, [*words, *one.options]).plan(8)
+    # with sizes that neither the experts nor the ranks share, only whole ones are left
+    run = config.load(
+        None, [*EXPERTS, "model.experts=9", "batch.global_size=64", "job.gpus=4", "engine.precision=bf16"]
+    )
+    assert {one.run.parallel.expert for one in suggest.ranked(run, KINDS["H100"])} == {1}
 
 
 @pytest.mark.parametrize(

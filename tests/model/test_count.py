@@ -1,0 +1,64 @@
+"""Numbers of parameters against the networks that are built."""
+
+from math import prod
+
+import pytest
+import torch
+
+from hpclm import config
+from hpclm.config import EngineConfig, ModelConfig
+from hpclm.model import count, gpt
+from hpclm.model.stack import Stack
+
+TINY = dict(vocab_size=200, layers=3, hidden=32, heads=4, context=16, experts=8, expert_ffn=24)
+GATED = dict(bias=False, activation="swiglu", positions="rope", norm="rmsnorm", tied=False)
+SHAPES = {
+    "plain": {},
+    "gated": GATED,
+    "some dense": dict(mlp_pattern=["dense", "experts"], ffn=40),
+    "shared": dict(GATED, shared_ffn=48, router_choice_bias=True),
+    "biases": dict(GATED, mlp_bias=True, router_bias=True, attention_sinks=True, activation="swiglu_clamped"),
+    "shared with biases": dict(shared_ffn=48, experts_per_token=3),
+    "as wide as dense": dict(expert_ffn=None, ffn=40),
+    "no experts": dict(experts=0, expert_ffn=None, activation="xielu"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_parameters_are_those_of_the_network_without_the_bias_of_the_choice(shape):
+    model = ModelConfig(**TINY | shape)
+    specs = gpt.layers(model, EngineConfig(), torch.float32, 1)
+    stack = Stack(model, specs, torch.float32, wrap=lambda name, layer: layer)
+    weights = {name: placement for name, placement in stack.placements.items() if "choice_bias" not in name}
+    assert weights.keys() == dict(stack.weights()).keys()
+    assert count.parameters(model) == sum(prod(placement.shape) for placement in weights.values())
+    idle = sum(prod(p.shape) // model.experts for name, p in weights.items() if ".experts." in name)
+    idle *= model.experts - model.experts_per_token
+    assert count.active_parameters(model) == count.parameters(model) - idle
+    whole = sum(prod(placement.shape) for name, placement in weights.items() if placement.dim is None)
+    with_experts = model.layers - model.dense_layers
+    unsplit = count.unsplit(model, model.layers, True, True, with_experts)
+    assert unsplit + with_experts * count.unsplit_experts(model) == whole
+
+
+@pytest.mark.parametrize(
+    "preset, total, active",
+    [("qwen3-30b-a3b", 30.5e9, 3.3e9), ("olmoe-7b", 6.9e9, 1.3e9)],
+    ids=lambda value: str(value),
+)
+def test_presets_have_as_many_parameters_as_their_papers_say(preset, total, active):
+    model = config.load(f"configs/{preset}.yaml", []).model
+    assert round(count.parameters(model), -8) == total
+    assert abs(count.active_parameters(model) - active) < 1e8
+    said = f"{count.parameters(model):,} parameters ({count.active_parameters(model):,} active for each token)"
+    assert count.described(model) == said
+
+
+def test_a_token_costs_the_products_of_its_experts_alone():
+    few, many = (ModelConfig(**TINY | GATED | dict(experts=experts, experts_per_token=2)) for experts in (4, 64))
+    router = 6 * 3 * 32 * 60
+    assert count.flops_per_token(many) - count.flops_per_token(few) == router
+    dense = ModelConfig(**TINY | GATED | dict(experts=0, expert_ffn=None, ffn=2 * 24))
+    assert count.flops_per_token(few) - count.flops_per_token(dense) == 6 * 3 * 32 * 4
+    more = ModelConfig(**TINY | GATED | dict(experts=4, experts_per_token=3))
+    assert count.flops_per_token(more) - count.flops_per_token(few) == 6 * 3 * 3 * 32 * 24

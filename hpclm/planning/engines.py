@@ -7,7 +7,7 @@ from hpclm.config.optimizers import EXAMPLES
 from hpclm.config.supports import SUPPORTS
 from hpclm.planning import optimizer
 
-EXPERTS = "block0.mlp.experts.up", (4, 8, 8)
+EXPERT_WEIGHT = "block0.mlp.experts.up", (4, 8, 8)
 """A weight of experts, as what an optimizer keeps of one."""
 
 
@@ -91,7 +91,7 @@ def costs(
     common = EngineCosts(
         optimizer=BytesPerParameter(of_block),
         outside=kind.bytes_per_parameter(optim, EXAMPLES[2]) - of_block,
-        of_experts=kind.bytes_per_parameter(optim, EXPERTS) - of_block,
+        of_experts=kind.bytes_per_parameter(optim, EXPERT_WEIGHT) - of_block,
         optim=optim,
         gathered=BytesPerParameter(cast),
         element=element,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from hpclm.config import ModelConfig, OptimConfig
-from hpclm.config.optimizers import StateTensor, tensors_held
+from hpclm.config.optimizers import StateTensor, stacked, tensors_held
 from hpclm.planning import optimizer
 from hpclm.planning.layout import Layout, Stage
 
@@ -52,18 +52,51 @@ def _mlp(name: str, hidden: int, inner: int, gated: bool) -> list[tuple[str, lis
     return [(f"{name}.up.weight", [(inner, hidden)] * (1 + gated)), (f"{name}.down.weight", [(hidden, inner)])]
 
 
+def experts(model: ModelConfig, layout: Layout, stage: Stage) -> list[tuple[str, list[Shape]]]:
+    """The two-dimensional weights of each expert that one process has of a stage."""
+    hidden, inner = model.hidden, model.expert_width
+    one = [
+        ("block0.mlp.experts.up", [(inner, hidden)] * (1 + model.gated)),
+        ("block0.mlp.experts.down", [(hidden, inner)]),
+    ]
+    return one * (stage.with_experts * model.experts // layout.expert)
+
+
 def whole(parts: Sequence[Shape]) -> Shape:
     """The shape of the weight that fuses matrices."""
     return sum(rows for rows, _ in parts), parts[0][1]
 
 
+def shape(name: str, parts: Sequence[Shape]) -> tuple[int, ...]:
+    """The shape of the weight that fuses matrices; of experts, of a stack of one."""
+    return (1, *whole(parts)) if stacked(name) else whole(parts)
+
+
 def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, stage: Stage) -> Exchange:
     """The cost for a GPU of a stage, at a ZeRO stage."""
-    kind, every = optimizer.kind(optim), weights(model, stage)
-    state = {name: kind.state(name, whole(parts), optim) for name, parts in every}
+    if not optimizer.kind(optim).matrices or not stage.with_experts:
+        return _exchange(weights(model, stage), layout, optim, zero)
+    every = weights(model, stage), experts(model, layout, stage)
+    if layout.expert == 1:
+        return _exchange([*every[0], *every[1]], layout, optim, zero)
+    # experts that ranks share out are held by fewer processes, and have rounds of their own
+    rest, of_experts = _exchange(every[0], layout, optim, zero), _exchange(every[1], layout.of_experts, optim, zero)
+    return Exchange(
+        rest.flops + of_experts.flops,
+        rest.sent + of_experts.sent,
+        max(rest.memory, of_experts.memory),
+        rest.state + of_experts.state,
+    )
+
+
+def _exchange(every: list[tuple[str, list[Shape]]], layout: Layout, optim: OptimConfig, zero: int) -> Exchange:
+    """The cost of these weights, for a GPU of a layout as they see it."""
+    kind = optimizer.kind(optim)
+    state = {name: kind.state(name, shape(name, parts), optim) for name, parts in dict(every).items()}
     everywhere = sum(_bytes(tensors_held(state[name], "everywhere").values()) for name, _ in every)
-    works_on = kind.matrices
-    every = [(name, parts) for name, parts in every if works_on and works_on(name, whole(parts))]
+    chooses = kind.matrices
+    works_on = {name for name, parts in dict(every).items() if chooses and chooses(name, shape(name, parts))}
+    every = [(name, parts) for name, parts in every if name in works_on]
     if not every:
         return Exchange(state=everywhere)
     holders = layout.tensor * (layout.sharing if zero else 1)

@@ -78,6 +78,7 @@ LAYOUTS = {
         3,
     ),
     "experts, fsdp2": ("llama-1b", [*EXPERTS, "engine.name=fsdp2"], 3),
+    "experts over 2, fsdp2": ("llama-1b", [*EXPERTS, "engine.name=fsdp2", "parallel.expert=2"], 3),
     "experts over 4, tensor": ("llama-1b", [*EXPERTS, "parallel.expert=4", TP], 3),
     "experts over 2, whole": ("llama-1b", [*EXPERTS, "parallel.expert=2", TP, "parallel.split_experts=false"], 3),
     "experts over 2, context": (

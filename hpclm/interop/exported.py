@@ -9,7 +9,7 @@ from torch import Tensor
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.errors import ConfigError
 from hpclm.interop.rules import Rule, check_names
-from hpclm.interop.run import RunCheckpoint
+from hpclm.interop.run import RunCheckpoint, finite
 from hpclm.progress import Bar
 
 
@@ -42,7 +42,7 @@ class Exported:
         """Name and fp32 value of the tensors that these rules give; ConfigError for values that are not finite."""
         for rule in rules:
             whole = self._saved.whole(f"model.{rule.ours}")
-            if not self.allow_nan and not whole.isfinite().all():
+            if not self.allow_nan and not finite(whole):
                 raise ConfigError(
                     f"{self._folder}: model.{rule.ours} has values that are not finite; export another checkpoint "
                     "(hpclm checkpoints shows which are healthy), or give --allow-nan"

@@ -1,6 +1,7 @@
 """Models with experts go to transformers and come back: the same logits and text there, the same bits here."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from hpclm.config import ModelConfig, load
 from hpclm.errors import ConfigError
 from hpclm.inference import generation, run_model, run_settings
 from hpclm.inference.generation_settings import Sampling
-from hpclm.interop.huggingface import families
-from hpclm.interop.run import network
+from hpclm.interop.huggingface import experts, families
+from hpclm.interop.run import OnDemand, network
 from hpclm.parallel.mesh import Compute
 from tests.interop import made
 from tests.interop.test_huggingface import convert, peer, peer_logits, weights
@@ -160,6 +161,31 @@ def test_the_command_refuses_such_a_folder_and_writes_nothing(tmp_path, capsys):
     assert "its weights are quantized" in capsys.readouterr().err and not (tmp_path / "back").exists()
 
 
+class Watched:
+    """A source of tensors that counts those which are in memory."""
+
+    def __init__(self, shape):
+        self.shape, self.alive, self.most = shape, 0, 0
+
+    def read(self, name):
+        tensor = torch.full(self.shape, float(name))
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(tensor, self.freed)
+        return tensor
+
+    def freed(self):
+        self.alive -= 1
+
+
+def test_experts_are_stacked_with_one_of_them_in_memory():
+    source = Watched((2, 3))
+    rule = experts.per_expert("up", [str(number) for number in range(16)], 8)
+    whole = rule.join(OnDemand(source, rule.theirs))
+    assert whole.shape == (8, 4, 3) and whole[3].unique().tolist() == [6, 7] and source.most <= 2
+    assert [part.unique().item() for part in rule.split(whole)] == [*range(16)]
+
+
 def test_a_missing_or_misshapen_expert_is_named(tmp_path):
     made.run(tmp_path / "run", NETWORKS["Mixtral"][1])
     convert(tmp_path / "run", tmp_path / "hf")
@@ -170,6 +196,15 @@ def test_a_missing_or_misshapen_expert_is_named(tmp_path):
         ConfigError, match=r"experts\.4\.w3\.weight has shape \(1, 48\), but .*experts\.0\.w1\.weight has \(32, 48\)"
     ):
         convert(tmp_path / "hf", tmp_path / "back")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+    save_file(whole, file)
+    with pytest.raises(
+        ConfigError,
+        match=r"experts\.1\.w1\.weight and 7 more gives block0\.mlp\.experts\.up of shape \(5, 64, 48\), but",
+    ):
+        convert(tmp_path / "hf", tmp_path / "back")
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
     save_file({key: x for key, x in whole.items() if key != name}, file)
     with pytest.raises(ConfigError, match=f"has no {name}"):
         convert(tmp_path / "hf", tmp_path / "back")

@@ -68,7 +68,12 @@ OFTEN = [
     *(("alone", balance, 4, True) for balance in BALANCE),
     *(("tensor", "step", 2, True), ("recomputed", "sequence and bias", 4, False), ("expert 2", "none", 1, True)),
     *(("context", "micro-batch", 4, True), ("deepspeed", "ungated", 2, False), ("fairscale", "none", 1, True)),
-    *(("ZeRO 1", "none", 1, False), ("fsdp2", "sequence and bias", 2, True), ("pipeline", "step", 2, True)),
+    *(
+        ("ZeRO 1", "none", 1, False),
+        ("replicated experts", "none", 2, False),
+        ("fsdp2", "sequence and bias", 2, True),
+        ("pipeline", "step", 2, True),
+    ),
     *(("tensor and expert", "micro-batch", 2, False), ("tensor and whole experts shared out", "ungated", 1, True)),
 ]
 """Layouts, kinds of balance, sizes of micro-batches, and whether some tokens do not count: each engine, and each kind on 1, 2 and 4 ranks."""

@@ -188,9 +188,10 @@ class ExpertMLP(nn.Module):
         y = factors.reshape(-1, 1, factors.shape[-1]) @ y.unflatten(0, (-1, factors.shape[-1]))
         return y.view(x.shape)
 
-    def waits_for_host(self, dtype: torch.dtype) -> bool:
-        """Whether the host must know how many tokens each expert has: such code cannot be compiled."""
-        return self.axes.ep.size > 1 or not self.experts.groups(dtype)
+    def runs_uncompiled(self, dtype: torch.dtype) -> bool:
+        """Whether compute() cannot be compiled: the host must know how many tokens each expert has, or PyTorch traces grouped_mm in bf16
+        only, up to 2.13."""
+        return self.axes.ep.size > 1 or dtype != torch.bfloat16 or not self.experts.groups(dtype)
 
 
 def routers(module: Any) -> list[Router]:

@@ -125,7 +125,7 @@ class Stack(nn.Module):
         names = [name for name in self.layers if name.startswith("block") or name in ("entry", "norm")]
         foreign = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
         for module in self.modules():
-            if isinstance(module, ExpertMLP) and module.waits_for_host(self.dtype):
+            if isinstance(module, ExpertMLP) and module.runs_uncompiled(self.dtype):
                 # sizes that the host learns would be constants of a graph, which every other routing would compile again
                 module.compute, foreign = torch.compiler.disable(module.compute), True  # type: ignore[method-assign]
         self.compilation.layers = compile_layers(

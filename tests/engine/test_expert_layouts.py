@@ -63,3 +63,34 @@ def test_experts_that_fsdp2_shards_are_resumed_by_all_layouts():
         assert resumed["losses"] == pytest.approx(full["losses"][2:], rel=1e-6)
         back = trained(4, *words, *sharded, steps=4, first=3, saved=trained(size, *words, *other, steps=3))
         assert back["losses"] == pytest.approx(full["losses"][3:], rel=1e-6)
+
+
+def graphs_of(words, count):
+    """Losses of ``count`` steps, the graphs that PyTorch had compiled after each, whether compilation works, and how many routings there were."""
+    run, engine, batches, _ = made(words)
+    losses, graphs, routings = [], [], set()
+    for step in range(count):
+        losses += [result.loss for result in steps(run, engine, batches, step, step + 1)]
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] if "engine.compile=true" in words else 0)
+        routings.add(str(engine.router_state.counts.tolist()))
+    return losses, graphs, [compilation.failure for compilation in engine.compilations], len(routings)
+
+
+@pytest.mark.parametrize(
+    "size, more",
+    [
+        pytest.param(1, ["engine.precision=bf16"], marks=pytest.mark.whole),
+        pytest.param(1, [], marks=pytest.mark.whole),
+        pytest.param(1, ["engine.precision=fp16", "model.expert_ffn=22"], marks=pytest.mark.whole),
+        pytest.param(2, ["engine.precision=bf16", "parallel.expert=2"], marks=pytest.mark.whole),
+        pytest.param(4, ["parallel.expert=2", "engine.name=fsdp2"], marks=pytest.mark.whole),
+    ],
+    ids=["grouped", "fp32", "loop", "expert 2", "fsdp2"],
+)
+def test_other_routings_compile_nothing_again(size, more):
+    words = [*WORDS, "model.mlp_pattern=[experts]", "batch.global_size=4", *more]
+    plain = ranks.run(size, graphs_of, words, 3)[0][0]
+    for losses, graphs, failures, routings in ranks.run(size, graphs_of, [*words, "engine.compile=true"], 50):
+        assert not any(failures) and routings == 50
+        assert graphs[0] > 0 and set(graphs) == {graphs[0]}
+        assert losses[:3] == pytest.approx(plain, rel=5e-3 if "engine.precision=bf16" in more else 1e-6)

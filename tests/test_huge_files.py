@@ -44,7 +44,7 @@ def python(out):
     for read in (
         lambda: run.rows, lambda: run.status, lambda: repr(run), lambda: run.settings, lambda: run.checkpoints,
         lambda: RunSummary(Path(out)).resume(metrics_file.forget_after(Path(out), 50)),
-        lambda: metrics_file.forget_scores_after(Path(out), 50), lambda: list(metrics_file.NewScores(Path(out)).rows()),
+        lambda: metrics_file.forget_beside_after(Path(out), 50), lambda: list(metrics_file.NewScores(Path(out)).rows()),
         lambda: metrics_file.move_after(Path(out), 50), lambda: records.check_progress(Path(out), 0, Job()),
     ):
         with contextlib.suppress(HpclmError, OSError):

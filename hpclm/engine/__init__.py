@@ -44,6 +44,8 @@ class StepResult:
     loss_scale: float = 1.0
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Of the step's phases, with log.timers."""
+    expert_tokens: Tensor | None = None
+    """[layers with experts, E] tokens of the global batch that went to each expert, the same on every rank; None without experts."""
 
     @property
     def finished(self) -> bool:

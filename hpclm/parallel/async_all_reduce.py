@@ -23,8 +23,8 @@ class AsyncAllReduce:
         # do
         self._idle = torch.cuda.Stream(device) if gpu else None
 
-    def start(self, values: Mapping[str, float | Tensor]) -> "Reduction":
-        """Send numbers that the host knows, and scalars that the device may still be computing.
+    def start(self, values: Mapping[str, float | Tensor], counts: Tensor | None = None) -> "Reduction":
+        """Send numbers that the host knows, and scalars that the device may still be computing; ``counts``: a tensor of any shape.
 
         A collective: every rank sends the same names, with the same kinds of values, in the same order.
         """
@@ -37,6 +37,8 @@ class AsyncAllReduce:
         vector = host.to(self.device, non_blocking=True)
         if queued:
             vector = torch.cat([vector, torch.stack([value.double() for value in queued.values()])])
+        if counts is not None:
+            vector = torch.cat([vector, counts.flatten().double()])
         work: Any = None
         if self.world.size > 1:
             work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.world.group, async_op=True)
@@ -97,4 +99,9 @@ class Reduction:
             self._copied.synchronize()
         elif self._work is not None:
             wait(self._work)
-        return dict(zip(self._names, self._host.tolist(), strict=True))
+        return dict(zip(self._names, self._host[: len(self._names)].tolist(), strict=True))
+
+    @property
+    def counts(self) -> Tensor:
+        """The counts as one fp64 vector, once ``read`` has returned; empty if none were sent."""
+        return self._host[len(self._names) :]

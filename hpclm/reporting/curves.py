@@ -13,7 +13,9 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.reporting.experts import OVER_LAYERS
 from hpclm.reporting.history import History
+from hpclm.rundir.metric_names import EXPERT_FIGURES
 
 POINTS = 120  # of a curve; of more steps the mean of each few is a point
 TAIL = 5  # last steps without a healthy loss that make a run diverged
@@ -31,7 +33,17 @@ TITLES = {
     "grad_norm": ("Gradient norm", "log scale"),
     "lr": ("Learning rate", ""),
     "tokens_per_second": ("Speed", "tokens/s"),
+    "expert_load_max": ("Largest load of an expert", "times the mean"),
+    "expert_entropy": ("Entropy of the experts' shares", "1: all alike"),
+    "dead_experts": ("Experts without a token", ""),
+    "balance_loss_sequence": ("Balance loss of sequences", ""),
+    "balance_loss_step": ("Balance loss by the step before", ""),
+    "balance_loss_micro_batch": ("Balance loss of micro-batches", ""),
+    "router_z_loss": ("Router z-loss", ""),
 }
+OF_EXPERTS = (*EXPERT_FIGURES, *(key for key in TITLES if key.startswith(("balance_loss_", "router_"))))
+"""Keys of charts in a section of their own."""
+LOSSES = ("loss", "validation_loss", "training_loss")
 Array = NDArray[np.float64]
 Pairs = tuple[Array, Array]
 """Steps in order and values, NaN where a value was not finite: [N] each."""
@@ -88,6 +100,11 @@ class Chart:
     def reported(self) -> bool:
         """Whether it shows what the user's code reports."""
         return self.key not in TITLES
+
+    @property
+    def section(self) -> str:
+        """The heading that it stands below."""
+        return "Experts" if self.key in OF_EXPERTS else "Own metrics" if self.reported else "Curves"
 
     @property
     def title(self) -> str:
@@ -149,7 +166,7 @@ def diverged(history: History, limit: float) -> int | None:
 
 def is_loss(key: str) -> bool:
     """Whether a chart shows losses of a run, of which those of one that diverged leave it."""
-    return key in TITLES and key.endswith("loss")
+    return key in LOSSES
 
 
 def _finite(values: Array) -> Array:
@@ -175,6 +192,9 @@ def _of_one(runs: Runs) -> Iterator[tuple[str, dict[str, Pairs]]]:
     yield "loss", {"training": _pairs(history, "loss"), **{name: _listed(pairs) for name, pairs in parts.items()}}
     for key in ("grad_norm", "lr", "tokens_per_second"):
         yield key, {name: _pairs(history, key)}
+    if load := history.experts:
+        for figure, values in load.figures.items():
+            yield figure, {block: (load.steps, of) for block, of in zip(load.blocks, values.T, strict=True)}
     layers: dict[str, dict[str, Pairs]] = {}
     for key in history.steps.reported:  # of all layers in one chart
         reported, _, layer = key.partition("/block")
@@ -189,6 +209,9 @@ def _of_several(runs: Runs) -> Iterator[tuple[str, dict[str, Pairs]]]:
     yield "training_loss", {name: _pairs(history, "loss") for name, history in runs.items()}
     for key in ("grad_norm", "tokens_per_second"):  # the table has what differs in the learning rate
         yield key, {name: _pairs(history, key) for name, history in runs.items()}
+    loads = {name: history.experts for name, history in runs.items() if history.experts}
+    for figure, over in OVER_LAYERS.items() if loads else ():
+        yield figure, {name: (load.steps, over(load.figures[figure], axis=1)) for name, load in loads.items()}
     for key in dict.fromkeys(key for history in runs.values() for key in history.steps.reported):
         able = {name: history for name, history in runs.items() if key in history.steps.reported}
         yield key, {name: _pairs(history, key) for name, history in able.items()}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpclm import extras
 from hpclm.reporting import curves
 from hpclm.reporting.curves import Chart, Runs
+from hpclm.reporting.experts import LOADS, NO_TOKEN, RANGE, ExpertHistory
 from hpclm.reporting.history import KINDS, Attempt, History
 from hpclm.reporting.timeline import COLOURS
 
@@ -69,6 +70,8 @@ def figures(runs: Runs) -> dict[str, "Figure"]:
     with matplotlib.rc_context(_style("".join(runs) if len(runs) > 1 else "")):
         drawn = {chart.place: _chart(chart, list(runs) if len(runs) > 1 else None) for chart in curves.charts(runs)}
         for name, history in runs.items():
+            if history.experts:
+                drawn["expert load" if len(runs) == 1 else f"expert load {name}"] = _heat_maps(history.experts)
             if history.attempts:
                 drawn["attempts" if len(runs) == 1 else f"attempts {name}"] = _timeline(history)
         return drawn
@@ -106,6 +109,29 @@ def _chart(chart: Chart, names: Sequence[str] | None) -> "Figure":
         axes.yaxis.set_major_formatter("{x:,.0f}")
     if len(chart.curves) > 1:
         axes.legend(fontsize=8.5, reverse=True)
+    return figure
+
+
+def _heat_maps(load: ExpertHistory) -> "Figure":
+    """The load of every expert over the steps, a panel for each layer."""
+    from matplotlib.colors import ListedColormap, LogNorm
+    from matplotlib.figure import Figure
+
+    lines = math.ceil(len(load.blocks) / 2)
+    figure = Figure(figsize=(WIDE, 0.9 + 1.6 * lines), layout="constrained")
+    panels = figure.subplots(lines, 2, sharex=True, squeeze=False).ravel()
+    colours = ListedColormap(LOADS, under=NO_TOKEN)
+    for layer, (block, axes) in enumerate(zip(load.blocks, panels, strict=False)):
+        ends = load.edges[0], load.edges[-1], -0.5, load.load.shape[2] - 0.5
+        percent, scale = load.percent(layer).clip(1), LogNorm(100 / RANGE, 100 * RANGE)  # 0 has no logarithm
+        image = axes.imshow(percent, colours, scale, extent=ends, aspect="auto", origin="lower", interpolation="none")
+        axes.set_title(block, fontsize=9)
+        axes.grid(visible=False)
+    for axes in panels[len(load.blocks) :]:
+        axes.set_visible(False)
+    figure.colorbar(image, ax=panels, extend="min", label="load of an expert, % of the mean")
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("expert", fontsize=9)
     return figure
 
 

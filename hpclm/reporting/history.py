@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.errors import MACHINE, unread
+from hpclm.reporting.experts import ExpertHistory, expert_history
 from hpclm.rundir import attempts, metric_names, metrics_file, submissions, summary
 from hpclm.rundir.metrics_file import StepRows
 from hpclm.rundir.status import moment
@@ -137,6 +138,8 @@ class History:
     """Peak memory of rank 0, in bytes; 0 if unknown."""
     tasks: tuple[Row, ...] = ()
     """Scores at tasks (evaluate.tasks)."""
+    experts: ExpertHistory | None = field(default=None, compare=False)
+    """The load of its experts; None if it has none."""
     state: str = ""
     """The state in which it ended, one of ``summary.ENDED``; empty if its files do not say."""
     damaged: int = field(default=0, compare=False)
@@ -183,6 +186,7 @@ def read(out: Path) -> History:
         recent,
         kept.memory,
         tuple(row for row in kept.others if "tasks" in row),
+        _known(lambda: expert_history(metrics_file.stream_expert_tokens(out))),
         state if (state := summary.read(out).get("state", "")) in summary.ENDED else "",
         kept.damaged,
     )

@@ -10,6 +10,7 @@ from hpclm import files
 from hpclm.errors import ConfigError, unwritten
 from hpclm.reporting import comparison, curves, figures, history, plots, provenance, timeline
 from hpclm.reporting.curves import Chart, Standing
+from hpclm.reporting.experts import LOADS, NO_TOKEN, RANGE, ExpertHistory
 from hpclm.reporting.history import RECENT, History
 from hpclm.reporting.html import SORT, definitions, document, folded, text
 from hpclm.reporting.provenance import Settings
@@ -20,6 +21,8 @@ PAGE = ".html"
 SPREAD = "Each point is the mean of {} steps; the band reaches from their lowest to their highest value."
 DIVERGED = "✕: the run diverged, and is off the chart from there; charts show the healthy range."
 CLIPPED = "Values above {:.3g} are off the chart."
+OPEN_LAYERS = 8
+"""Heat maps that are open; more of them are folded."""
 BESIDE = 8
 """Settings that are shown below a run's name on a narrow screen, at most."""
 Samples = Mapping[str, Mapping[int, str]]
@@ -45,6 +48,7 @@ def page(content: Content) -> str:
     ordered = curves.ordered(runs)
     charts = curves.charts(ordered)
     named = {chart.key: _colours([*ordered] if several else [curve.name for curve in chart.curves]) for chart in charts}
+    drawn = [plots.drawn(chart, named[chart.key]) for chart in charts]
     title = f"{len(runs)} runs compared" if several else standings[0].name
     body = [f"<h1>{text(title)}</h1>"]
     if several:
@@ -60,7 +64,9 @@ def page(content: Content) -> str:
         body += [f"<p>{text(timeline.state(history))}</p>"]
         if standings[0].diverged is not None:
             body.append(f'<p class="warn">The run diverged at step {standings[0].diverged}.</p>')
-        body += [*_curves(charts, named), _samples(content, ordered)]
+        load = history.experts
+        drawn += [plots.drawn_heat_map(load, layer) for layer in range(len(load.blocks))] if load else []
+        body += [*_curves(charts, named, _load(load) if load else ""), _samples(content, ordered)]
         body += ["<h2>Numbers</h2>", _numbers(history, standings[0])]
         said = timeline.summary(history)
         body += ["<h2>Attempts</h2>", f"<p>{text(said)}</p>" if said else "", timeline.legend([history])]
@@ -69,7 +75,7 @@ def page(content: Content) -> str:
     now = time.strftime("%Y-%m-%d %H:%M %Z")
     body.append(f"<footer><p>Made by hpclm report, {now}. All times are in this time zone.</p></footer>")
     scripts = (plots.scripts() if charts else []) + ([SORT] if several else [])
-    return document(title, body, [plots.drawn(chart, named[chart.key]) for chart in charts], scripts)
+    return document(title, body, drawn, scripts)
 
 
 def _colours(names: list[str]) -> dict[str, str]:
@@ -156,19 +162,37 @@ def _state(history: History, standing: Standing) -> str:
     return f'<span{warn} title="{text(ended)}">{text(said)}</span>'
 
 
-def _curves(charts: list[Chart], named: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+def _curves(charts: list[Chart], named: Mapping[str, Mapping[str, str]], load: str = "") -> Iterator[str]:
+    """The charts; ``load``: the heat maps of experts."""
     if not charts:
         return
     group = max(chart.group for chart in charts)
     said = ["Point at a chart, or tap it, to read its values."] + [SPREAD.format(group)] * (group > 1)
     said += [DIVERGED] * any(curve.left for chart in charts for curve in chart.curves)
-    of_all, reported = (
-        "".join(_figure(chart, named[chart.key]) for chart in charts if chart.reported == reported)
-        for reported in (False, True)
+    sections = {"Curves": "", "Experts": "", "Own metrics": ""}
+    for chart in charts:
+        sections[chart.section] += _figure(chart, named[chart.key])
+    yield f'<h2>Curves</h2><p class="soft">{" ".join(said)}</p><div class="figures">{sections.pop("Curves")}</div>'
+    for heading, content in sections.items():
+        if content:
+            yield f'<h2>{heading}</h2><div class="figures">{content}</div>{load if heading == "Experts" else ""}'
+
+
+def _load(load: ExpertHistory) -> str:
+    """The places of heat maps, and what their colours mean; folded if there are many."""
+    marks = {NO_TOKEN: "no token", LOADS[0]: f"1/{RANGE:.0f} of the mean or less"}
+    marks |= {LOADS[len(LOADS) // 2]: "the mean", LOADS[-1]: f"{RANGE:.0f} times the mean or more"}
+    swatches = "".join(
+        f'<span><i style="background:{colour};outline:1px solid var(--line)"></i>{text(said)}</span>'
+        for colour, said in marks.items()
     )
-    yield f'<h2>Curves</h2><p class="soft">{" ".join(said)}</p><div class="figures">{of_all}</div>'
-    if reported:
-        yield f'<h2>Own metrics</h2><div class="figures">{reported}</div>'
+    places = "".join(
+        f'<figure><h3>{text(block)}</h3><div class="plot" id="{plots.heat_map_place(layer)}"></div></figure>'
+        for layer, block in enumerate(load.blocks)
+    )
+    content = f'<div class="legend">{swatches}</div><div class="figures">{places}</div>'
+    title = "Load of every expert"
+    return folded(title, content) if len(load.blocks) > OPEN_LAYERS else f"<h2>{title}</h2>{content}"
 
 
 def _figure(chart: Chart, colours: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpclm import extras
 from hpclm.reporting.curves import Chart, Curve
+from hpclm.reporting.experts import LOADS, NO_TOKEN, RANGE, ExpertHistory
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure
@@ -44,16 +45,38 @@ def drawn(chart: Chart, colours: Mapping[str, str]) -> str:
     return json.dumps(json_item(_plot(chart, colours)) | {"target_id": chart.place}).replace("<", r"\u003c")
 
 
-def _plot(chart: Chart, colours: Mapping[str, str]) -> "figure":
-    from bokeh.models import NumeralTickFormatter, PrintfTickFormatter, Range1d
+def heat_map_place(layer: int) -> str:
+    """The id of the element that a heat map is put into."""
+    return f"expert-load-{layer}"
+
+
+def drawn_heat_map(load: ExpertHistory, layer: int) -> str:
+    """The load of each expert of a layer over the steps, as ``drawn``; ``layer``: counted among those with experts."""
+    from bokeh.embed import json_item
+    from bokeh.models import BasicTicker, HoverTool, LogColorMapper
+
+    first, last, experts = float(load.edges[0]), float(load.edges[-1]), load.load.shape[2]
+    plot = _axes((first, last), (-0.5, experts - 0.5), "expert")
+    plot.grid.grid_line_color = None
+    plot.yaxis.ticker = BasicTicker(min_interval=1)
+    scale = LogColorMapper(palette=LOADS, low=100 / RANGE, high=100 * RANGE, low_color=NO_TOKEN)
+    image: Any = [load.percent(layer)]
+    plot.image(image=image, x=first, y=-0.5, dw=last - first, dh=experts, color_mapper=scale)
+    plot.add_tools(HoverTool(tooltips=[("step", "$x{0}"), ("expert", "$y{0}"), ("load", "@image% of the mean")]))
+    return json.dumps(json_item(plot) | {"target_id": heat_map_place(layer)})
+
+
+def _axes(steps: tuple[float, float], values: tuple[float, float], unit: str, log: bool = False) -> "figure":
+    """An empty chart; ``steps``, ``values``: the ends of its axes. ``log``: whether the vertical one is logarithmic."""
+    from bokeh.models import NumeralTickFormatter, Range1d
     from bokeh.plotting import figure
 
     plot = figure(
         height=HEIGHT,
         sizing_mode="stretch_width",
-        x_range=Range1d(start=chart.first, end=chart.last + (chart.first == chart.last)),
-        y_range=Range1d(start=chart.bottom, end=chart.top),
-        y_axis_type="log" if chart.log else "linear",
+        x_range=Range1d(start=steps[0], end=steps[1] + (steps[0] == steps[1])),
+        y_range=Range1d(start=values[0], end=values[1]),
+        y_axis_type="log" if log else "linear",
         tools="box_zoom,reset,save",
         active_drag=None,  # dragging a finger scrolls the page
         background_fill_color=None,
@@ -63,7 +86,7 @@ def _plot(chart: Chart, colours: Mapping[str, str]) -> "figure":
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
     plot.grid.grid_line_color, plot.grid.grid_line_alpha = INK, 0.2
-    for axis, label in ((plot.xaxis, "step"), (plot.yaxis, chart.unit)):
+    for axis, label in ((plot.xaxis, "step"), (plot.yaxis, unit)):
         axis.axis_label = label
         axis.axis_line_color = axis.major_tick_line_color = INK
         axis.minor_tick_line_color = None
@@ -72,6 +95,13 @@ def _plot(chart: Chart, colours: Mapping[str, str]) -> "figure":
         axis.axis_label_text_font_style = "normal"
         axis.major_label_text_font_size = axis.axis_label_text_font_size = "12px"
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    return plot
+
+
+def _plot(chart: Chart, colours: Mapping[str, str]) -> "figure":
+    from bokeh.models import NumeralTickFormatter, PrintfTickFormatter
+
+    plot = _axes((chart.first, chart.last), (chart.bottom, chart.top), chart.unit, chart.log)
     if chart.key == "tokens_per_second":
         plot.yaxis.formatter = NumeralTickFormatter(format="0,0")
     else:

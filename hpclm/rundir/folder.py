@@ -14,6 +14,7 @@ from hpclm.rundir import attempts, metrics_file, submissions
 
 FILES = (
     *("config.yaml", submissions.NAME, attempts.NAME, attempts.ENDS, metrics_file.NAME, "log.txt", "lock", "lock.beat"),
+    metrics_file.EXPERTS,
     *(
         "ranks.json",
         "preflight.json",
@@ -28,7 +29,7 @@ FILES = (
 )
 MARKS = ("config.yaml", submissions.NAME, attempts.NAME)
 """Files of which a run directory has at least one."""
-LASTING = (attempts.NAME, attempts.ENDS, submissions.NAME, metrics_file.NAME, "log.txt")
+LASTING = (attempts.NAME, attempts.ENDS, submissions.NAME, metrics_file.NAME, metrics_file.EXPERTS, "log.txt")
 """Files that grow line by line, and are read after a power cut."""
 MANIFEST = "MANIFEST.json"
 STEP = re.compile("step-[0-9]+")

@@ -31,6 +31,8 @@ RESERVED = frozenset(
     + ("part", "tasks", "counted_tokens", "empty_micro_batches")
 )
 """What a row has of hpclm's own, besides names that end in _seconds or begin with qk_."""
+EXPERT_FIGURES = ("expert_load_max", "expert_entropy", "dead_experts")
+"""What is measured of each layer with experts; a slash and the name of the block follow."""
 MEASURED = frozenset(("z_loss", "guarded"))
 """Those of hpclm's that only some runs have, and that are reported as the user's are."""
 CURVES = 60
@@ -39,7 +41,12 @@ CURVES = 60
 
 def is_reserved(name: str) -> bool:
     """Whether nothing else may be reported under ``name``."""
-    return name in RESERVED or name.endswith(("_seconds", "/")) or name.startswith("qk_")
+    return name in RESERVED or name.endswith(("_seconds", "/")) or name.startswith("qk_") or is_of_experts(name)
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether hpclm measures this of the experts of a layer."""
+    return name.partition("/")[0] in (*EXPERT_FIGURES, "expert_tokens")
 
 
 def is_users(name: str, value: Any) -> bool:
@@ -51,5 +58,5 @@ def reported(row: Mapping[str, Any]) -> dict[str, float | None]:
     """The numbers of a row that are reported under names of their own: all but those that every run has."""
     if "part" in row or "tasks" in row:
         return {}
-    of_some_runs = (name for name in row if name in MEASURED or name.startswith("qk_"))
+    of_some_runs = (name for name in row if name in MEASURED or name.startswith("qk_") or is_of_experts(name))
     return {name: row[name] for name in (*of_some_runs, *(n for n, value in row.items() if is_users(n, value)))}

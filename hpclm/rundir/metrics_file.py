@@ -1,8 +1,11 @@
-"""metrics.jsonl, what a run measures; nothing else opens it. With it scores.jsonl, whose rows are copied there.
+"""metrics.jsonl, what a run measures; nothing else opens it. With it scores.jsonl, whose rows are copied there, and experts.jsonl.
 
 A run of millions of steps has gigabytes of rows, of which each reader needs a few figures, so the file is read as a stream. Rows
 of steps are read by a regular expression for the fields that they have in this file, in their order, in a fraction of the time
 that JSON takes. Whatever it does not match, which is any row that is unusual in any way, is read as JSON and checked.
+
+A line of experts.jsonl has the tokens that went to each expert in some steps: {"step": 20, "steps": 10, "time": 1764.2, "tokens":
+{"block0": [412, 388, ...], ...}}, of the 10 steps up to step 20.
 
 scores.jsonl has the scores of each checkpoint at tasks, from ``hpclm evaluate --follow``: one process writes it, while it holds
 scores.lock. Only the run itself writes metrics.jsonl, and appends those scores.
@@ -30,6 +33,7 @@ log = logging.getLogger(__name__)
 NAME = "metrics.jsonl"
 LOST = "metrics.lost.jsonl"  # lines of metrics.jsonl whose steps a later attempt did again
 SCORES, SCORES_LOCK = "scores.jsonl", "scores.lock"
+EXPERTS = "experts.jsonl"
 INTEGER = rb"0|[1-9]\d{0,14}"
 FLOAT = rb"-?(?:0|[1-9]\d{0,19})(?:\.\d{1,25})?(?:[eE][-+]?\d{1,2})?"
 """Numbers that ``rows.fits`` accepts whatever their value."""
@@ -40,6 +44,17 @@ def are_scores(value: Any) -> bool:
     """Whether ``value`` has scores at tasks: task -> metric -> number, or None where it is not finite."""
     tables = value.values() if isinstance(value, dict) else [None]
     return all(isinstance(table, dict) and all(fits(score, float) for score in table.values()) for table in tables)
+
+
+def are_counts(value: Any) -> bool:
+    """Whether ``value`` has counts for experts: block -> a count for each, of which every block has as many."""
+    lists = [*value.values()] if isinstance(value, dict) else []
+    alike = all(isinstance(counts, list) and len(counts) == len(lists[0]) > 0 for counts in lists)
+    return (
+        alike
+        and bool(lists)
+        and all({*map(type, counts)} == {int} and fits(min(counts), int) and fits(max(counts), int) for counts in lists)
+    )
 
 
 STEP: dict[str, Kind] = {
@@ -266,11 +281,23 @@ def append_scores(out: Path, step: int, samples: int, time: float, tasks: Mappin
     files.sync(out / SCORES)
 
 
-def forget_scores_after(out: Path, step: int) -> None:
-    """Drop the scores of checkpoints past ``step``, where the run resumes: it will save those steps again."""
-    with suppress(FileNotFoundError):
-        if not all(block.is_until(step) for block in scan(out / SCORES, ("step",))):
-            _cut(out / SCORES, step)
+def expert_tokens(out: Path) -> AppendedFile:
+    """experts.jsonl of the run in ``out``, to append to."""
+    return AppendedFile(out / EXPERTS)
+
+
+def stream_expert_tokens(out: Path) -> Iterator[Row]:
+    """The rows of experts.jsonl; OSError if it cannot be read."""
+    fields: dict[str, Kind] = {"step": int, "steps": int, "tokens": are_counts}
+    return rows.stream(out / EXPERTS, fields, fields)
+
+
+def forget_beside_after(out: Path, step: int) -> None:
+    """Drop the scores of checkpoints and the tokens of experts past ``step``, where the run resumes: it will do those steps again."""
+    for name in (SCORES, EXPERTS):
+        with suppress(FileNotFoundError):
+            if not all(block.is_until(step) for block in scan(out / name, ("step",))):
+                _cut(out / name, step)
 
 
 def copy_scores(out: Path) -> None:

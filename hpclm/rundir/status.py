@@ -116,6 +116,8 @@ class RunStatus:
         if run.summary.get("spiking_since"):
             healthy = f": hpclm checkpoints {out}" if run.checkpoint else ""
             yield f"loss spike since step {run.summary['spiking_since']}{healthy}"
+        if run.summary.get("experts"):
+            yield run.summary["experts"]
         if run.bad:
             yield f"{run.bad} bad checkpoint{'s' * (run.bad > 1)} set aside in {files.shown(run.out)}/checkpoints"
 

@@ -31,7 +31,7 @@ RECENT = 50  # steps that speed is averaged over
 MAX_SUMMARY_BYTES = 1 << 20  # bytes
 TRACE = "Traceback (most recent call last):"
 FIELDS: dict[str, rows.Kind] = {
-    **dict.fromkeys(("state", "ending"), str),
+    **dict.fromkeys(("state", "ending", "experts"), str),
     **dict.fromkeys(("step", "attempts", "code", "steps", "checkpoint", "validation_step", "spiking_since"), int),
     "generation": int,
     **dict.fromkeys(("loss", "validation_loss", "time", "stepped", "step_seconds", "tokens_per_second"), float),
@@ -197,6 +197,11 @@ class RunSummary:
     def _evaluated(self, row: Row) -> None:
         if row:
             self._know(validation_loss=row["validation_loss"], validation_step=row["step"])
+
+    def note_experts(self, text: str) -> None:
+        """What is wrong with the load of experts; empty if nothing is."""
+        self._know(experts=text)
+        self._changed = True
 
     def _know(self, **facts: Any) -> None:
         self._facts = {**self._facts, **facts}  # replaced, since another thread may be writing them

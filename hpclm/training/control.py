@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
 from hpclm.checkpoint import CheckpointStore, Progress
 from hpclm.config import CheckpointConfig
 from hpclm.config.plan import Length
-from hpclm.engine import Engine
+from hpclm.engine import Engine, StepResult
 from hpclm.engine.compiling import AgreedCompilations
 from hpclm.engine.state import UnsavableStateError
 from hpclm.errors import REQUEUE, HpclmError, LockedError
@@ -132,10 +130,10 @@ class ControlSync:
             state = replace(state, stop=STOPS[int(self.context.all_reduce_max(self._stop(now=True))[0])])
         return state
 
-    def start(self, metrics: Mapping[str, float | Tensor]) -> Reduction:
-        """Send what this rank knows, and a step's ``metrics``, without waiting; ``state`` reads the answer."""
+    def start(self, result: StepResult) -> Reduction:
+        """Send what this rank knows, and a step's ``result``, without waiting; ``state`` reads the answer."""
         self.context.watchdog.tick()
-        return self.vector.start({**self.values(), **metrics})
+        return self.vector.start({**self.values(), **result.metrics}, result.expert_tokens)
 
     def state(self, answer: Mapping[str, float]) -> ControlState:
         """What an answer says."""

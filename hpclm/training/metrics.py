@@ -9,6 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hpclm.config import LogConfig, ModelConfig
 from hpclm.errors import unread
 from hpclm.log import LIVE
@@ -19,6 +22,7 @@ from hpclm.rundir.rows import Row, finite
 from hpclm.rundir.summary import RunSummary
 from hpclm.side_path import SidePath
 from hpclm.training import log_lines
+from hpclm.training.expert_load import ExpertLoad
 from hpclm.training.tensorboard import EventFile
 from hpclm.training.writer import WriterThread
 
@@ -58,8 +62,10 @@ class Meter:
         total: int | None,
         speed: "Speed",
         summary: RunSummary,
+        experts: ExpertLoad | None = None,
     ):
-        """``start``: the step and samples the run resumes from. ``total``: its last step, where that is known."""
+        """``start``: the step and samples the run resumes from. ``total``: its last step, where that is known. ``experts``: None if the model
+        has none."""
         self.every, (self.start, self.samples), self.total, self.speed = config.every, start, total, speed
         self.out, self._file = out, metrics_file.appended(out)
         self.path = self._file.path
@@ -68,6 +74,7 @@ class Meter:
         self._scores = metrics_file.NewScores(out)
         self.folder = out / "tensorboard" if config.tensorboard else None
         self.summary = summary
+        self._experts = experts
         self._open, self._writer = ExitStack(), WriterThread(idle=summary.tick)
         self._since: list[dict[str, Any]] = []
         self._warned: set[str] = set()
@@ -87,7 +94,7 @@ class Meter:
         self._board_files.attempt(self._open_boards)
         self._bar = self._open.enter_context(ProgressBar(self.total, initial=self.start, desc="step ", unit=""))
         try:
-            metrics_file.forget_scores_after(self.out, self.start)
+            metrics_file.forget_beside_after(self.out, self.start)
         except OSError as error:
             log.warning("%s cannot be rewritten: %s; training continues", error.filename, error.strerror)
         for row in self._scores.rows():
@@ -119,6 +126,8 @@ class Meter:
             self._file.close()
         except OSError as error:
             log.warning("could not flush the last rows of %s: %s", self.path, error.strerror)
+        if self._experts:
+            self._experts.close()
 
     def _open_boards(self) -> None:
         if self.folder is not None:
@@ -138,14 +147,22 @@ class Meter:
             for board in self._boards or ():
                 board.close()
 
-    def step(self, step: int, samples: int, measured: dict[str, float]) -> None:
-        """One step, its number and the samples consumed so far; ``measured`` has batch_size and step_seconds among others."""
+    def step(
+        self, step: int, samples: int, measured: dict[str, float], expert_tokens: NDArray[np.float64] | None = None
+    ) -> None:
+        """One step, its number and the samples consumed so far; ``measured`` has batch_size and step_seconds among others.
+        ``expert_tokens``: as of ExpertLoad.step."""
         row = {"step": step, "samples": samples, "time": round(time.time(), 3), **measured}
         row |= self.speed(int(measured["batch_size"]), measured["step_seconds"])
-        self._writer(lambda: self._step(row))
+        self._writer(lambda: self._step(row, expert_tokens))
 
-    def _step(self, row: dict[str, Any]) -> None:
+    def _step(self, row: dict[str, Any], expert_tokens: NDArray[np.float64] | None) -> None:
         step = row["step"]
+        if self._experts:
+            self._experts.step(expert_tokens)
+            if step % self.every == 0 or step == self.total:
+                row |= self._experts.logged(row, last=step == self.total)
+                self.summary.note_experts(self._experts.problems())
         self._write(row)
         self.summary.measured(row)
         self._warn(row)
@@ -262,7 +279,9 @@ class NullMeter(Meter):
     def __exit__(self, *_: object) -> None:
         """Nothing is open."""
 
-    def step(self, step: int, samples: int, measured: dict[str, float]) -> None:
+    def step(
+        self, step: int, samples: int, measured: dict[str, float], expert_tokens: NDArray[np.float64] | None = None
+    ) -> None:
         """Does nothing; rank 0 logs it."""
 
     def evaluated(self, step: int, samples: int, loss: float, part: str) -> None:

@@ -14,6 +14,7 @@ from hpclm.node.preemption import Preemption
 from hpclm.rundir import folder
 from hpclm.sinks.process import Sinks
 from hpclm.training.control import ControlSync, RunControl, Saver
+from hpclm.training.expert_load import ExpertLoad
 from hpclm.training.metrics import Meter, NullMeter, Speed
 from hpclm.training.profile import Profile
 from hpclm.training.run_context import MemoryPlanner, NoPlanner, RunContext, open_devices
@@ -76,7 +77,8 @@ def open_meter(run: RunContext, data: RunData, state: RunState, directory: Direc
             peak = hardware.peak_flops(compute.device, compute.dtype)
             speed = Speed(config.model, config.engine.recompute, peak and peak * context.size)
             start = state.progress.step, state.progress.samples
-            meter = Meter(run.out, config.log, start, data.length.steps, speed, directory.summary)
+            experts = ExpertLoad(run.out, config.model) if config.model.experts else None
+            meter = Meter(run.out, config.log, start, data.length.steps, speed, directory.summary, experts)
             stack.enter_context(meter)
         losses = context.run_on_main(lambda: list(meter.losses.items()) if meter else [])
         yield meter or NullMeter({(step, part): loss for (step, part), loss in losses})

@@ -117,7 +117,9 @@ class Results:
             row |= dict(loss=math.nan, counted_tokens=0)
         elif empty_micro_batches:
             row["empty_micro_batches"] = int(empty_micro_batches)
-        self.meter.step(step.progress.step, step.progress.samples, row)
+        # a step whose numbers are not finite has chosen experts by them
+        counts = None if skipped or step.result.expert_tokens is None else step.answer.counts.numpy()
+        self.meter.step(step.progress.step, step.progress.samples, row, counts)
         self.guard.check(step.progress.step, loss, grad_norm, bool(skipped), searching)
 
 
@@ -243,7 +245,7 @@ class Session:
             waited = time.perf_counter() - began if self.results.device_is_idle() else 0.0
             result = self.engine.train_step(batches, lr, progress.step, self._check_interrupt(len(batches)))
             self.control.sync.compilations.agree()
-            reduction = self.control.sync.start(result.metrics)
+            reduction = self.control.sync.start(result)
             if self.verifier:
                 self.verifier.after_step(batches[0])
             finished = (time.perf_counter(), time.time()) if result.finished else None

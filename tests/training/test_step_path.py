@@ -65,8 +65,8 @@ class Vectors:
         self._start, self._read = AsyncAllReduce.start, Reduction.read
 
     def starting(self):
-        def start(vector, values):
-            reduction = self._start(vector, values)
+        def start(vector, values, counts=None):
+            reduction = self._start(vector, values, counts)
             known = {name: 0.0 if isinstance(value, torch.Tensor) else value for name, value in values.items()}
             self.sent.append((reduction, known))
             return reduction

@@ -1,0 +1,194 @@
+"""What a run says of its experts: figures of each layer in metrics.jsonl, the tokens of each expert in experts.jsonl, warnings."""
+
+import json
+import logging
+import math
+import shutil
+
+import numpy as np
+import pytest
+
+from hpclm import config
+from hpclm.rundir import metrics_file, summary
+from hpclm.training.expert_load import INTERVALS, RESOLUTION, TOKENS, ExpertLoad
+from tests.forks import Ranks, hpclm
+from tests.runs import lines
+
+SHAPE = ["model.layers=3", "model.experts=4", "model.experts_per_token=2", "model.mlp_pattern=[dense,experts,experts]"]
+WORDS = [*SHAPE, "model.expert_ffn=16", "engine.precision=fp32", "log.every=2", "batch.micro_size=1"]
+LAYOUTS = {
+    "experts on two": (2, ["parallel.expert=2"]),
+    "two stages": (2, ["parallel.pipeline=2", "engine.name=pipelining"]),
+}
+
+
+def model(*words):
+    return config.load(None, [*SHAPE, *words]).model
+
+
+def rows_of(path):
+    return [json.loads(line) for line in lines(path)]
+
+
+def plain_figures(counts):
+    """Of the tokens of each expert of a layer, by the definitions in docs/report.md."""
+    shares = [count / sum(counts) for count in counts]
+    entropy = sum(-share * math.log(share) for share in shares if share)
+    return max(counts) * len(counts) / sum(counts), entropy / math.log(len(counts)), counts.count(0)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Has the steps of runs logged every other step, with the tokens that a function of the step gives."""
+
+    def logged(tokens, steps, *words):
+        experts, figures, problems = ExpertLoad(tmp_path, model(*words)), [], []
+        for step in range(1, steps + 1):
+            given = tokens(step)
+            experts.step(None if given is None else np.array(given, float).ravel())
+            if step % 2 == 0:
+                figures.append(experts.logged({"step": step, "time": 1.0}, last=step == steps))
+                problems.append(experts.problems())
+        experts.close()
+        return figures, problems
+
+    return logged
+
+
+def test_figures_are_of_all_steps_since_the_last_log_line(load, tmp_path):
+    tokens = {
+        1: [[9, 0, 0, 3], [1, 1, 1, 1]],
+        2: [[0, 5, 0, 3], [1, 1, 1, 1]],
+        3: None,
+        4: [[2, 2, 2, 2], [0, 0, 0, 8]],
+    }
+    figures, _ = load(tokens.get, 4)
+    for line, sums in zip(figures, ([[9, 5, 0, 6], [2, 2, 2, 2]], [[2, 2, 2, 2], [0, 0, 0, 8]]), strict=True):
+        for block, counts in zip(("block1", "block2"), sums, strict=True):
+            measured = [line[f"{name}/{block}"] for name in ("expert_load_max", "expert_entropy", "dead_experts")]
+            assert measured == pytest.approx(plain_figures(counts))
+    assert [(row["step"], row["steps"], row["tokens"]) for row in rows_of(tmp_path / "experts.jsonl")] == [
+        (2, 2, {"block1": [9, 5, 0, 6], "block2": [2, 2, 2, 2]}),
+        (4, 2, {"block1": [2, 2, 2, 2], "block2": [0, 0, 0, 8]}),
+    ]
+
+
+def test_steps_without_tokens_have_no_figures_and_no_line(load, tmp_path):
+    assert load(lambda step: None, 4)[0] == [{}, {}]
+    assert not (tmp_path / "experts.jsonl").exists()
+
+
+def test_a_long_run_has_a_line_for_every_thousandth_of_its_steps(tmp_path):
+    experts, steps = ExpertLoad(tmp_path, model()), 5 * RESOLUTION
+    for step in range(1, steps + 1):
+        experts.step(np.full(8, float(step)))
+        if step % 2 == 0:
+            experts.logged({"step": step, "time": 1.0}, last=step == steps)
+    experts.close()
+    rows = rows_of(tmp_path / "experts.jsonl")
+    assert RESOLUTION < len(rows) < 2 * RESOLUTION and rows[-1]["step"] == steps
+    assert sum(row["steps"] for row in rows) == steps
+    assert sum(row["tokens"]["block1"][0] for row in rows) == steps * (steps + 1) // 2
+
+
+BALANCED = [TOKENS] * 4
+ODD = {
+    "an expert without a token": (
+        [0, TOKENS, TOKENS, TOKENS],
+        r"block2: 1 of 4 experts got no token in the last 10 steps",
+    ),
+    "one expert in every token": (
+        [4 * TOKENS, TOKENS, TOKENS, 2 * TOKENS],
+        r"block2: expert 0 takes 2.0 times the mean expert's tokens, for 10 steps now",
+    ),
+}
+
+
+@pytest.mark.parametrize("counts, text", ODD.values(), ids=ODD.keys())
+def test_a_layer_is_warned_of_once_when_it_has_lasted(counts, text, load, caplog):
+    with caplog.at_level(logging.WARNING):
+        _, problems = load(lambda step: [BALANCED, counts if step <= 4 * INTERVALS else BALANCED], 6 * INTERVALS)
+    [warning] = caplog.messages
+    assert text in warning and "set model.balance_sequence=0.01, or model.router_choice_bias=true" in warning
+    assert [bool(said) for said in problems] == [False] * (INTERVALS - 1) + [True] * (INTERVALS + 1) + [
+        False
+    ] * INTERVALS
+    assert problems[INTERVALS - 1] == text.replace("\\", "")
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        lambda step: [[1, 1, 1, 1], [0, 2, 1, 1]],  # too few tokens to say so
+        lambda step: [BALANCED, [TOKENS * (step % 6 < 2), TOKENS, TOKENS, TOKENS]],  # not for long
+        lambda step: [BALANCED, [15 * TOKENS // 10, TOKENS // 2, TOKENS, TOKENS]],
+    ],
+    ids=["few tokens", "now and then", "a little more"],
+)
+def test_what_happens_in_every_run_is_no_warning(counts, load, caplog):
+    with caplog.at_level(logging.WARNING):
+        load(counts, 8 * INTERVALS)
+    assert not caplog.messages
+
+
+def test_a_warning_names_the_setting_that_balances_already(load, caplog):
+    load(lambda step: [BALANCED, [0, TOKENS, TOKENS, TOKENS]], 2 * INTERVALS, "model.balance_step=0.001")
+    assert "A larger model.balance_step=0.001 balances them more" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    "value, valid",
+    [
+        ({"block1": [1, 0]}, True),
+        ({"block1": [1, 0], "block2": [3, 4]}, True),
+        ({"block1": [1, 0], "block2": [3]}, False),
+        *(
+            (value, False)
+            for value in ({}, [], {"a": []}, {"a": [True]}, {"a": [-1]}, {"a": [1.5]}, {"a": [1 << 60]}, {"a": 3})
+        ),
+    ],
+)
+def test_only_counts_for_each_expert_are_read(value, valid):
+    assert metrics_file.are_counts(value) == valid
+
+
+def train(size, out, *words):
+    shape = "model={hidden: 16, heads: 2, context: 16, vocab_size: 64}"
+    words = [shape, "data.source=synthetic", "batch.global_size=4", f"out={out}", *WORDS, *words]
+    words += ["cluster.preflight=false", "cluster.self_check=false", "evaluate.every=0", "checkpoint.every=4"]
+    with Ranks(size, words) as ranks:
+        assert [code for code, _ in ranks.wait().values()] == [0] * size
+
+
+def test_a_run_has_the_load_of_its_experts_and_goes_on_with_it_in_every_layout(tmp_path):
+    out = tmp_path / "run"
+    train(1, out, "budget.steps=8")
+    steps = [row for row in rows_of(out / "metrics.jsonl") if "loss" in row]
+    lines_of_experts = rows_of(out / "experts.jsonl")
+    assert [(row["step"], row["steps"]) for row in lines_of_experts] == [(2, 2), (4, 2), (6, 2), (8, 2)]
+    for row in lines_of_experts:
+        assert [*row["tokens"]] == ["block1", "block2"]
+        assert all(
+            sum(counts) == 2 * 4 * 16 * 2 for counts in row["tokens"].values()
+        )  # steps, samples, tokens, experts
+        for block, counts in row["tokens"].items():
+            logged = steps[row["step"] - 1]
+            measured = [logged[f"{name}/{block}"] for name in ("expert_load_max", "expert_entropy", "dead_experts")]
+            assert measured == pytest.approx(plain_figures(counts))
+    assert not any("expert_entropy/block1" in row for row in steps if row["step"] % 2)
+    train(1, tmp_path / "half", "budget.steps=8", "stop_at=4")
+    with (tmp_path / "half/experts.jsonl").open("a") as file:  # as a run that was killed after step 6
+        file.write('{"step": 6, "steps": 2, "time": 1.0, "tokens": {"block1": [1, 2, 3, 4]}}\n')
+    for name, (size, words) in LAYOUTS.items():
+        again = tmp_path / name.replace(" ", "-")
+        shutil.copytree(tmp_path / "half", again)
+        train(size, again, "budget.steps=8", *words)
+        resumed = rows_of(again / "experts.jsonl")
+        assert [row | {"time": 0} for row in resumed] == [row | {"time": 0} for row in lines_of_experts], name
+
+
+def test_a_run_without_experts_has_no_file_and_no_figures_of_them(tiny, tmp_path):
+    hpclm("train", *tiny("plain"), check=0)
+    assert not (tmp_path / "plain/experts.jsonl").exists()
+    assert not any("expert" in name for row in rows_of(tmp_path / "plain/metrics.jsonl") for name in row)
+    assert "experts" not in summary.read(tmp_path / "plain")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.rundir.expert_figures import layer_figures
 from hpclm.rundir.metric_names import EXPERT_FIGURES
 from hpclm.rundir.rows import Row
 
@@ -100,16 +101,6 @@ def _added(parts: list[_Part], more: list[_Part], width: float) -> list[_Part]:
         else:
             parts.append(part)
     return parts
-
-
-def layer_figures(counts: Array) -> Array:
-    """Of [L, E] tokens, none of them of a layer without any: [3, L], for each layer the largest load of an expert, in units of the mean;
-    the entropy of the shares, divided by that of equal ones; and how many experts have none."""
-    experts = counts.shape[1]
-    shares = counts / counts.sum(1, keepdims=True)
-    entropy = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(1)
-    relative = entropy / np.log(experts) if experts > 1 else np.ones(len(counts))
-    return np.stack([shares.max(1) * experts, relative, (counts == 0).sum(1)])
 
 
 def _columns(parts: list[_Part], most: int) -> tuple[Array, Array]:

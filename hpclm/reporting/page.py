@@ -48,6 +48,7 @@ def page(content: Content) -> str:
     ordered = curves.ordered(runs)
     charts = curves.charts(ordered)
     named = {chart.key: _colours([*ordered] if several else [curve.name for curve in chart.curves]) for chart in charts}
+    scripts = (plots.scripts() if charts else []) + ([SORT] if several else [])
     drawn = [plots.drawn(chart, named[chart.key]) for chart in charts]
     title = f"{len(runs)} runs compared" if several else standings[0].name
     body = [f"<h1>{text(title)}</h1>"]
@@ -74,7 +75,6 @@ def page(content: Content) -> str:
         body.append(folded("Provenance", _origin(history, content.settings[name])))
     now = time.strftime("%Y-%m-%d %H:%M %Z")
     body.append(f"<footer><p>Made by hpclm report, {now}. All times are in this time zone.</p></footer>")
-    scripts = (plots.scripts() if charts else []) + ([SORT] if several else [])
     return document(title, body, drawn, scripts)
 
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from hpclm.config import ModelConfig
 from hpclm.config.experts import COEFFICIENTS
-from hpclm.reporting.experts import layer_figures
 from hpclm.rundir import metric_names, metrics_file
+from hpclm.rundir.expert_figures import layer_figures
 from hpclm.side_path import SidePath
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,8 @@ class ExpertLoad:
         self._dead.add(counts == 0, steps, mean)
         self._taken_over.add(self._load >= self._limit(), steps, mean)
         self._warn()
-        figures = dict(zip(metric_names.EXPERT_FIGURES, layer_figures(counts), strict=True))
+        largest, entropy, dead = layer_figures(counts).tolist()
+        figures = dict(zip(metric_names.EXPERT_FIGURES, (largest, entropy, map(int, dead)), strict=True))
         return {
             f"{name}/{block}": value
             for name, of in figures.items()

@@ -45,8 +45,10 @@ def written(
     Folders of this machine are not named, but those between the current one and ``target``, for the code is typed here first.
     """
     config = checkpoint.config
-    size = count.parameters(replace(config.model, vocab_multiple=1))  # the padding of the vocabulary is not exported
-    about = f"A language model ({architecture}) of {size:,} parameters, exported by hpclm {__version__} from step {checkpoint.step:,}."
+    size = count.described(replace(config.model, vocab_multiple=1))  # the padding of the vocabulary is not exported
+    about = (
+        f"A language model ({architecture}) of {size}, exported by hpclm {__version__} from step {checkpoint.step:,}."
+    )
     chat, tokens = tokenizer and checkpoint.chat is not None, min(20, config.model.context // 2)
     use = _use(_seen_from_here(target), own_code, tokenizer, chat, tokens)
     parts = [HEAD, f"# {_line(checkpoint.run.absolute().name)}", about, "## Use", use]

@@ -39,7 +39,7 @@ def checked(*words):
     ids=["ZeRO 1", "others"],
 )
 def test_an_update_of_single_values_trains_experts_alike_in_every_layout(name, layouts, tmp_path):
-    goes_through(tmp_path, [*named(name), *EXPERTS], layouts)
+    goes_through(tmp_path, [*named(name), *EXPERTS, "optim.lr=1e-2"], layouts)
 
 
 @pytest.mark.parametrize(

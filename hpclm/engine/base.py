@@ -210,7 +210,8 @@ class BaseEngine:
         self._report_optimizer(inputs.factor)
         counts = {"counted_tokens": inputs.counted, "empty_micro_batches": inputs.empty}
         metrics = {"loss": loss, **metrics, **self.reports(inputs.factor), **counts}
-        result = StepResult(metrics, scale, self.timers.take(), self.router_state and self.router_state.counts)
+        expert_tokens = self.router_state.counts if self.router_state else None
+        result = StepResult(metrics, scale, self.timers.take(), expert_tokens)
         if not self._state_checked:  # before hours are spent on what cannot be saved
             self.state.check(self.weights)
             self._state_checked = True

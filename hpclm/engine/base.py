@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hpclm.config import EngineSettings
 from hpclm.config.model import BLOCKS
 from hpclm.config.optimizers import OPTIMIZERS
-from hpclm.config.supports import SUPPORTS
 from hpclm.engine import SavedState, Shard, StepResult, keep_going
 from hpclm.engine.gradient_buckets import GradientBuckets
 from hpclm.engine.matrix_exchange import MatrixExchange
@@ -27,12 +26,9 @@ from hpclm.engine.step import GlobalNorm, StepInputs, Timers, mean_loss, seed_st
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.compiled import Compilation
-from hpclm.model.experts import ExpertAxes
-from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import TensorParallelModule
-from hpclm.model.loss import Backward, TokenLoss
 from hpclm.model.reports import check_name
-from hpclm.model.stack import Execution, Stack, Stages, WrapLayer, check_local_shapes, check_shapes, placements
+from hpclm.model.stack import Stack, Stages, check_shapes
 from hpclm.optim.adamw import update
 from hpclm.optim.optimizers import MatrixOptimizer, kind_of, optimizer_of
 from hpclm.optim.stability import LossScale
@@ -351,57 +347,3 @@ def optimizer_for(
         exchange = MatrixExchange([weight for weight in weights if kind.matrices(weight.name, weight.shape)], mesh)
         cast(MatrixOptimizer, optimizer).share(exchange, config.model)
     return optimizer, TrainingState(optimizer, config.optim, exchange.worked_on if exchange else ()), exchange
-
-
-def defer_tp_grad_sum(model: Stack, compute: Compute) -> None:
-    """On GPUs, sum the gradients of norms and biases over the tensor-parallel ranks once a step and together, rather than six
-    times in each block and micro-batch. On CPUs, where messages cost less, the order of the sums stays what it was."""
-    if defers(compute.device) and compute.mesh.tp.size > 1 and model.config.block in BLOCKS:
-        for module in model.modules():
-            if isinstance(module, TensorParallelModule):
-                module.defer_tp_grad_sum = True
-
-
-def defers(device: torch.device) -> bool:
-    """Whether sums over tensor-parallel ranks wait for the end of the step on this device."""
-    return device.type == "cuda"
-
-
-def whole_model(config: EngineSettings, compute: Compute, wrap: WrapLayer, backward: Backward = "unscaled") -> Stack:
-    """The whole model; each layer is passed to ``wrap`` as it is built. ``backward``: as of the loss."""
-    mesh = compute.mesh
-    axes = ExpertAxes.of(config.parallel, mesh)
-    specs = gpt.layers(config.model, config.engine, compute.dtype, config.seed, mesh.tp, axes)
-    return stack_of(config, compute, specs, wrap, backward)
-
-
-def stack_of(
-    config: EngineSettings,
-    compute: Compute,
-    specs: Sequence[LayerSpec],
-    wrap: WrapLayer,
-    backward: Backward = "once",
-) -> Stack:
-    """The model, or a stage of it, as the engine's settings say."""
-    engine = config.engine
-    loss = TokenLoss(engine.loss_chunk, bool(engine.compile), backward, config.optim.z_loss)
-    supports = SUPPORTS.get(engine.name)
-
-    def checked(name: str, layer: nn.Module) -> nn.Module:
-        check_local_shapes(name, layer, compute.mesh.tp)
-        split = next(
-            (f"{name}.{weight_name}" for weight_name, placement in placements(layer) if placement.data_ranks > 1), None
-        )
-        if split and not (supports and supports.splits_by_replica):
-            able = ", ".join(other for other, can in SUPPORTS.items() if can.splits_by_replica)
-            raise ConfigError(
-                f"engine {engine.name!r} does not support weights that data-parallel ranks split, such as {split} of "
-                f"model.block={config.model.block}; set engine.name to one of {able}"
-            )
-        return wrap(name, layer)
-
-    execution = Execution(loss, engine.recompute_every, engine.offload_activations)
-    stack = Stack(config.model, specs, compute.dtype, compute.mesh, checked, execution)
-    # a zero-bubble schedule runs the backward pass of weights apart, for which a compiled one cannot be divided
-    stack.compilation.may_compile_attention = engine.compile is None and config.parallel.schedule != "zero_bubble"
-    return stack

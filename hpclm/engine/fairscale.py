@@ -20,7 +20,8 @@ from fairscale.nn.data_parallel.fully_sharded_data_parallel import TrainingState
 from torch import Tensor, nn
 
 from hpclm.config import EngineSettings
-from hpclm.engine.base import BaseEngine, whole_model
+from hpclm.engine.base import BaseEngine
+from hpclm.engine.models import whole_model
 from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import InitSpec, move

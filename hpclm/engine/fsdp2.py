@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpclm.config import EngineSettings
-from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, whole_model
+from hpclm.engine.base import BaseEngine
+from hpclm.engine.models import defer_tp_grad_sum, whole_model
 from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import allocate, move, place, uninitialized

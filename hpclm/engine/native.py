@@ -6,9 +6,10 @@ In bf16 and fp16 the model computes with copies of the weights in that type, whi
 import torch
 
 from hpclm.config import EngineSettings
-from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, whole_model
+from hpclm.engine.base import BaseEngine
 from hpclm.engine.compute_copies import ComputeCopies, adds_in_place
 from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, by_mesh, grouped, megabytes
+from hpclm.engine.models import defer_tp_grad_sum, whole_model
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack

@@ -22,14 +22,13 @@ from torch.distributed.pipelining import (
 
 from hpclm.config import EngineSettings
 from hpclm.config.engine import torch_too_old
-from hpclm.engine.base import BaseEngine, defer_tp_grad_sum, stack_of
+from hpclm.engine.base import BaseEngine
 from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, by_mesh, grouped
+from hpclm.engine.models import defer_tp_grad_sum, layers_of, stack_of
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.stages import stages
 from hpclm.engine.step import StepInputs
 from hpclm.errors import ConfigError
-from hpclm.model import gpt
-from hpclm.model.experts import ExpertAxes
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack, Stages
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place
@@ -59,9 +58,8 @@ class PipeliningEngine(BaseEngine):
     backward_timer = "forward_backward"  # of several micro-batches at a time
 
     def __init__(self, config: EngineSettings, compute: Compute):
-        mesh, engine, late = compute.mesh, config.engine, config.parallel.schedule == "zero_bubble"
-        axes = ExpertAxes.of(config.parallel, mesh)
-        parts = stages(config, gpt.layers(config.model, engine, compute.dtype, config.seed, mesh.tp, axes), compute)
+        mesh, late = compute.mesh, config.parallel.schedule == "zero_bubble"
+        parts = stages(config, layers_of(config, compute), compute)
         wrap = materialize_on(compute.device, mesh.tp, mesh.dp.rank)
         self.count = len(parts)
         self.stacks = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpclm.engine import base
+from hpclm.engine import models
 from tests import ranks
 from tests.engine import sharded
 from tests.parity import STYLES, alone, assembled, train
@@ -15,7 +15,7 @@ TENSOR = ["parallel.tensor=2", "engine.precision=fp32", *WORDS]
 
 def counted(words, later, steps=2):
     """Losses and shards of a run, and how many all-reduces ran, by the type of what they summed."""
-    base.defers = lambda device: later
+    models.defers = lambda device: later
     calls = {}
 
     def counting(tensor, *given, **more):

@@ -18,16 +18,14 @@ from torch import Tensor, nn
 
 from hpclm.config import EngineSettings
 from hpclm.config.deepspeed import settings
-from hpclm.engine.base import stack_of
 from hpclm.engine.deepspeed import library
 from hpclm.engine.deepspeed.state import PartitionedOptimizer
 from hpclm.engine.deepspeed.zero import WrappedEngine, finite_or_nan
+from hpclm.engine.models import layers_of, stack_of
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.stages import owners, stages
 from hpclm.engine.step import StepInputs
 from hpclm.errors import ConfigError
-from hpclm.model import gpt
-from hpclm.model.experts import ExpertAxes
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
@@ -99,9 +97,7 @@ class PipelineEngine(WrappedEngine):
     def __init__(self, config: EngineSettings, compute: Compute):
         mesh, device, dtype = compute.mesh, compute.device, compute.dtype
         library.begin(device)
-        specs = gpt.layers(
-            config.model, config.engine, dtype, config.seed, mesh.tp, ExpertAxes.of(config.parallel, mesh)
-        )
+        specs = layers_of(config, compute)
         parts = stages(config, specs, compute)
         model = stack_of(config, compute, parts[mesh.pp.rank], materialize_on(device, mesh.tp))
         if config.engine.compile:

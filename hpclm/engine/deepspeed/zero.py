@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from hpclm.config import EngineSettings
 from hpclm.config.deepspeed import settings, stage_of
 from hpclm.engine import StepResult
-from hpclm.engine.base import BaseEngine, whole_model
+from hpclm.engine.base import BaseEngine
 from hpclm.engine.deepspeed import library
 from hpclm.engine.deepspeed.state import PartitionedOptimizer, PartitionedState, PartitionedWeights
+from hpclm.engine.models import whole_model
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.step import StepInputs
 from hpclm.model.init import materialize_on

@@ -1,0 +1,85 @@
+"""Models with experts on the device: products, training and compilation, beside a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpclm.model.experts import grouped, one_by_one
+from tests import parity, ranks
+from tests.forks import hpclm
+from tests.gpu.test_step import stepper
+from tests.gpu.test_training import trained
+from tests.runs import figures
+
+pytestmark = pytest.mark.gpu
+EXPERTS = [
+    *("model.experts=8", "model.experts_per_token=2", "model.expert_ffn=32", "model.activation=swiglu"),
+    *("model.router_score=sigmoid", "model.router_choice_bias=true", "model.balance_bias=0.001"),
+    *("model.balance_sequence=0.01", "model.balance_step=0.01", "model.shared_ffn=16"),
+]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_grouped_products_are_those_of_a_loop(dtype, device):
+    counts, results = torch.tensor([30, 0, 1, 65, 0, 32]), []
+    generator = torch.Generator().manual_seed(1)
+    rows, matrices, gradient = (torch.randn(size, generator=generator) for size in ((128, 64), (6, 96, 64), (128, 96)))
+    for multiply in (grouped, one_by_one):
+        inputs = [values.to(device, dtype).requires_grad_() for values in (rows, matrices)]
+        y = multiply(*inputs, None, counts.to(device))
+        y.backward(gradient.to(device, dtype))
+        results.append([y.detach(), *(values.grad for values in inputs)])
+    for one, other in zip(*results, strict=True):
+        scale = other.abs().max().item()
+        assert torch.allclose(one, other, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * scale)
+    assert not results[0][2][[1, 4]].any()
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["engine.name=fsdp2"], ["engine.recompute=full"], ["model.expert_ffn=30"]], ids=str
+)
+def test_fp32_follows_a_cpu_step_by_step(more, words, tiny):
+    on_cpu = trained(tiny, "cpu", *EXPERTS, *more, "engine.device=cpu")
+    for (loss, norm), (cpu_loss, cpu_norm) in zip(trained(words, "run", *EXPERTS, *more), on_cpu, strict=True):
+        assert loss == pytest.approx(cpu_loss, rel=1e-4) and norm == pytest.approx(cpu_norm, rel=1e-3)
+
+
+def test_two_ranks_that_share_out_experts_learn_what_one_does(device):
+    """Over gloo, since NCCL refuses two ranks on one GPU."""
+    words = ["engine.precision=fp32", *EXPERTS]
+    both = ranks.run(2, parity.train, [*words, "parallel.expert=2"], 6, 0, None, device.type)
+    alone = ranks.run(1, parity.train, words, 6, 0, None, "cpu")
+    assert both[0]["losses"] == pytest.approx(alone[0]["losses"], rel=1e-4)
+    assert both[0]["losses"] == both[1]["losses"]
+
+
+@pytest.mark.parametrize("more", [["engine.precision=bf16"], ["engine.precision=fp32", "optim.name=muon"]], ids=str)
+def test_the_self_check_agrees_with_the_settings_as_they_are(more, words):
+    ran = words("run", "cluster.self_check=true", "budget.steps=2", *EXPERTS, *more)
+    hpclm("train", *ran, check=0)
+    out = next(word.partition("=")[2] for word in ran if word.startswith("out="))
+    report = json.loads((Path(out) / "self-check.json").read_text())
+    assert (report["way"], report["problems"]) == ("as set", [])
+
+
+def test_a_run_that_stops_goes_on_as_if_it_had_not(words):
+    exact = [*EXPERTS, "engine.deterministic=true", "budget.steps=12", "engine.precision=bf16"]
+    whole, parts = words("whole", *exact), words("parts", *exact, "checkpoint.every=6")
+    hpclm("train", *whole, check=0)
+    hpclm("train", *parts, "stop_at=6", check=0)
+    hpclm("train", *parts, check=0)
+    wholly, partly = (next(word.partition("=")[2] for word in ran if word.startswith("out=")) for ran in (whole, parts))
+    assert figures(partly, "loss", "grad_norm") == figures(wholly, "loss", "grad_norm")
+
+
+def test_other_routings_compile_nothing_again(device):
+    step, _ = stepper(device, "engine.compile=true", "engine.precision=bf16", *EXPERTS)
+    step()
+    step()
+    known = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(10):
+        step()
+    assert known and torch._dynamo.utils.counters["stats"]["unique_graphs"] == known

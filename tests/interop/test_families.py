@@ -416,6 +416,8 @@ REFUSED = {
         dict(n_shared_experts=1, first_k_dense_replace=-1),
         "first_k_dense_replace=-1 must",
     ),
+    "dots1, no groups": ("dots1", dict(n_shared_experts=1, topk_group=0), "topk_group=0 must be a whole number"),
+    "GLM, no groups": ("glm4_moe", dict(head_dim=16, n_group=0), "n_group=0 must be a whole number"),
 }
 
 

@@ -140,7 +140,14 @@ def sigmoid(tree: Json) -> dict[str, Any]:
     count = max(1, shape.whole(tree, "num_hidden_layers"))
     settings = shared(tree, "n_shared_experts", "moe_intermediate_size", fewest=1)
     settings |= experts.mlp_pattern([i >= dense for i in range(count)])
-    settings |= {ours: tree[SIGMOID_KEYS[ours]] or 1 for ours in ("router_groups", "router_top_groups")}
+    for ours in ("router_groups", "router_top_groups"):
+        key = SIGMOID_KEYS[ours]
+        groups = 1 if tree[key] is None else tree[key]
+        if (
+            type(groups) is not int or groups < 1
+        ):  # of no groups, transformers takes experts without regard to their scores
+            raise ConfigError(f"{key}={groups} must be a whole number of at least 1")
+        settings[ours] = groups
     return settings | dict(router_normalize=bool(tree["norm_topk_prob"]))
 
 

@@ -68,7 +68,7 @@ _NAMES = {  # of Megatron-LM, Hugging Face transformers, nanoGPT, fairseq and De
     "it follows from Slurm, MPI or torchrun; hpclm submit takes --nodes and --gpus": "local_rank world_size master_addr",
     "with parallel.tensor, activations between layers are always divided (sequence parallelism)": "partition_activations",
     "hpclm submit --debug waits for the GPU after every operation": "synchronize_each_layer",
-    "parallel.expert": "expert_model_parallel_size expert_parallel_degree expert_parallel_size ep_size",
+    "parallel.expert": "ep ep_size expert_model_parallel_size expert_parallel_degree expert_parallel_size",
     "model.experts": "num_experts num_local_experts n_routed_experts moe_num_experts num_moe_experts",
     "model.experts_per_token": "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts",
     "model.expert_ffn": "moe_intermediate_size",
@@ -91,6 +91,7 @@ OTHER_NAMES = {name: meaning for meaning, names in _NAMES.items() for name in na
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 """PyTorch's names of types."""
 NEAR = 0.8  # minimum similarity of a misspelt name
+SLIP = 0.92  # of one that is a setting of another section, or a name in another project
 
 KEY = re.compile(r"[A-Za-z_][\w.-]*")
 UNIT = re.compile(r"([KMGT])(i?B)?", re.IGNORECASE)
@@ -133,6 +134,10 @@ def is_reason(suggestion: str) -> bool:
 def meant(key: str, keys: Sequence[str]) -> str | None:
     """The one of ``keys`` that ``key`` stands for, perhaps as key=value, or why there is none; None if it is unclear."""
     parts = key.lstrip("-").replace("-", "_").lower().split(".")
+    # a letter too few or too many, before a setting of another section that has this name: model.expert, not parallel.expert
+    inside = {setting.partition(".")[2]: setting for setting in keys if setting.startswith(f"{parts[0]}.")}
+    if slip := get_close_matches(".".join(parts[1:]), [*inside], n=1, cutoff=SLIP):
+        return inside[slip[0]]
     for start in range(len(parts)):  # with and without its sections: fp16.enabled is not our checkpoint.enabled
         name = "_".join(parts[start:])
         if exact := of_another_project(name) or _setting_named(name, parts, keys):

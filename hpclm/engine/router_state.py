@@ -72,8 +72,9 @@ class RouterState:
     def load_saved(self, saved: SavedState, scalars: Mapping[str, Any]) -> None:
         """Load a saved state; without shares of a last step, all experts had the same."""
         if self.config.router_choice_bias:
-            for name in self.routers:
-                row = self.bias[self.rows[name]]
+            # also of other stages' blocks: every process moves the biases of all by the same counts, and they are compared
+            for name, number in self.rows.items():
+                row = self.bias[number]
                 row.copy_(saved.block(bias_name(name), (0,), tuple(row.shape)))
         self.load.copy_(torch.tensor(scalars.get("expert_load") or torch.ones(self.load.shape).tolist()))
 

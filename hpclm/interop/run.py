@@ -146,7 +146,8 @@ class ImportedWeights:
             )
         tensor = tensor.to(torch.float32).contiguous()
         if not finite(tensor):
-            raise ConfigError(f"{where}: values are not finite")
+            named = (name for name in rule.theirs if not finite(source.read(name)))
+            raise ConfigError(f"{self.place}: {next(named, where)}: values are not finite")
         return tensor
 
     def scalars(self) -> dict[str, Any]:

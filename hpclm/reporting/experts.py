@@ -3,7 +3,6 @@
 N lines of experts.jsonl, L layers with experts, E experts in each.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -47,12 +46,10 @@ class ExpertHistory:
     load: Array
     """[columns, L, E]: tokens of an expert, divided by those of the mean expert of its layer."""
 
-    def percent(self, layer: int) -> NDArray[np.uint16]:
-        """[E, columns]: the load as percentages on the scale of colours; 0 only where there was no token."""
-        load = self.load[:, layer].T
+    def percent(self, layer: int) -> NDArray[np.uint32]:
+        """[E, columns]: the load as percentages; 0 only where there was no token."""
         # up, so that no token of an expert is rounded to none
-        on_scale = np.clip(np.ceil(100 * load), math.ceil(100 / RANGE), 100 * RANGE)
-        return np.where(load > 0, on_scale, 0).astype(np.uint16)
+        return np.ceil(100 * self.load[:, layer].T).astype(np.uint32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -123,8 +123,9 @@ def _heat_maps(load: ExpertHistory) -> "Figure":
     colours = ListedColormap(LOADS, under=NO_TOKEN)
     for layer, (block, axes) in enumerate(zip(load.blocks, panels, strict=False)):
         ends = load.edges[0], load.edges[-1], -0.5, load.load.shape[2] - 0.5
-        percent, scale = load.percent(layer).clip(1), LogNorm(100 / RANGE, 100 * RANGE)  # 0 has no logarithm
-        image = axes.imshow(percent, colours, scale, extent=ends, aspect="auto", origin="lower", interpolation="none")
+        percent, scale = load.percent(layer), LogNorm(100 / RANGE, 100 * RANGE)
+        on_scale = percent.clip(math.ceil(100 / RANGE)) * (percent > 0) + (percent == 0)  # 0 has no logarithm
+        image = axes.imshow(on_scale, colours, scale, extent=ends, aspect="auto", origin="lower", interpolation="none")
         axes.set_title(block, fontsize=9)
         axes.grid(visible=False)
     for axes in panels[len(load.blocks) :]:

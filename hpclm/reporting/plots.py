@@ -59,7 +59,10 @@ def drawn_heat_map(load: ExpertHistory, layer: int) -> str:
     plot = _axes((first, last), (-0.5, experts - 0.5), "expert")
     plot.grid.grid_line_color = None
     plot.yaxis.ticker = BasicTicker(min_interval=1)
-    scale = LogColorMapper(palette=LOADS, low=100 / RANGE, high=100 * RANGE, low_color=NO_TOKEN)
+    # the scale's first colour goes on below its end, to less than 1 %: only what is 0 has the colour of no token
+    below = math.ceil(len(LOADS) * math.log(100 / RANGE) / math.log(RANGE**2))
+    low = 100 / RANGE / RANGE ** (2 * below / len(LOADS))
+    scale = LogColorMapper(palette=[LOADS[0]] * below + [*LOADS], low=low, high=100 * RANGE, low_color=NO_TOKEN)
     image: Any = [load.percent(layer)]
     plot.image(image=image, x=first, y=-0.5, dw=last - first, dh=experts, color_mapper=scale)
     plot.add_tools(HoverTool(tooltips=[("step", "$x{0}"), ("expert", "$y{0}"), ("load", "@image% of the mean")]))

@@ -94,7 +94,6 @@ def test_an_imported_model_is_trained_and_goes_back(kind, tmp_path):
     "settings, why",
     {
         "sigmoid": (dict(EXPERTS, router_score="sigmoid"), "MixtralForCausalLM: model.router_score=sigmoid, which it does not have"),
-        "choice bias": (dict(EXPERTS, router_choice_bias=True), "model.router_choice_bias=true, which it does not have"),
         "shared": (dict(EXPERTS, shared_ffn=32), "model.shared_ffn=32, which it does not have"),
         "groups": (dict(QWEN, experts=4, router_groups=2), "model.router_groups=2, which it does not have"),
         "scale": (dict(QWEN, router_scale=2.0), "Qwen3MoeForCausalLM: model.router_scale=2.0, which it does not have"),

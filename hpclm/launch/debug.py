@@ -80,6 +80,7 @@ def overrides(config: RunConfig) -> list[str]:
         "stop_at": min(config.stop_at or STEPS, STEPS),
         "job.nodes": 1,
         "job.gpus": 1,
+        "parallel.expert": 1,
         "batch.micro_size": micro,
         "batch.global_size": 2 * micro,
         "batch.rampup": None,

@@ -251,7 +251,7 @@ def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Corrupti
     ]
     unequal = {answer["replica"] for answer in answers if answer["losses"] and _differ(exact, *answer["losses"])}
     for replica in sorted(unequal):
-        # any of them may be at fault, whoever's loss it was
+        # any of them may be at fault, whichever rank's loss differed
         ranks = [rank for rank, answer in enumerate(answers) if answer["replica"] == replica]
         text = "one micro-batch, computed twice, had two losses"
         problems.append(CorruptionFinding(tuple(ranks), text, len(ranks) == 1, TWO_LOSSES))

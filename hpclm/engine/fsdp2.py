@@ -1,7 +1,7 @@
 """PyTorch's fully_shard: replicas shard weights, gradients and optimizer state (ZeRO; Rajbhandari et al. 2020).
 
 Each block is an FSDP group, gathered for its forward and its backward pass; the rest of the model (embeddings, final norm,
-output) is another group. Experts that data-parallel ranks share out are groups of their own, sharded over the ranks that have the same
+output) is another group. Experts that data-parallel ranks share out are separate groups, sharded over the ranks that have the same
 ones. The optimizer sees plain tensors: this replica's rows of each weight. With parallel.shard, weights are
 sharded within groups of replicas, and the gradients of a shard are all-reduced between them (hybrid sharding; Zhao et al. 2023).
 """

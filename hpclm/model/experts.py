@@ -23,7 +23,7 @@ from hpclm.parallel.placement import Placement
 
 ALIGNMENT = 16  # bytes that rows of grouped_mm must be a multiple of
 GROUPED: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None)
-"""PyTorch's product of consecutive rows with matrices of their own, from 2.10 on."""
+"""PyTorch's product of groups of consecutive rows with a matrix for each group, from 2.10 on."""
 
 
 class ExpertAxes(NamedTuple):

@@ -79,7 +79,7 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
     every = weights(model, stage), experts(model, layout, stage)
     if layout.expert == 1:
         return _exchange([*every[0], *every[1]], layout, optim, zero)
-    # experts that ranks share out are held by fewer processes, and have rounds of their own
+    # experts that ranks share out are held by fewer processes, and have separate rounds
     rest, of_experts = _exchange(every[0], layout, optim, zero), _exchange(every[1], layout.of_experts, optim, zero)
     return Exchange(
         rest.flops + of_experts.flops,

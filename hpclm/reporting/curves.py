@@ -42,7 +42,7 @@ TITLES = {
     "router_z_loss": ("Router z-loss", ""),
 }
 OF_EXPERTS = (*EXPERT_FIGURES, *(key for key in TITLES if key.startswith(("balance_loss_", "router_"))))
-"""Keys of charts in a section of their own."""
+"""Keys of charts in a separate section."""
 LOSSES = ("loss", "validation_loss", "training_loss")
 Array = NDArray[np.float64]
 Pairs = tuple[Array, Array]

@@ -431,7 +431,7 @@ LACKS = {
     "attention made of experts": "jetmoe",
     "clipped queries": "dbrx",
     "norms of queries and keys after their rotation": "hunyuan_v1_moe",
-    "a form of experts of its own": "granitemoe granitemoeshared flex_olmo minimax_m2 exaone_moe",
+    "another form of experts": "granitemoe granitemoeshared flex_olmo minimax_m2 exaone_moe",
 }
 
 

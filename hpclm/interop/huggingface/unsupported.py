@@ -5,7 +5,7 @@ from typing import Any
 
 LATENT = "latent attention (keys and values made of one small vector)"
 RECURRENT = "state-space, linear-attention or convolution layers"
-EXPERTS = "a form of experts of its own"
+EXPERTS = "another form of experts"
 LACKING = {
     LATENT: """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 kimi_k25 kimi_linear glm4_moe_lite glm_moe_dsa longcat_flash
         mistral4 minicpm3 youtu sarvam_mla""",

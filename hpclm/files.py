@@ -17,6 +17,7 @@ import shlex
 import shutil
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,10 @@ HASHED = 1 << 18  # bytes of each block in a file's fingerprint
 FINGERPRINT_BLOCKS = 64
 ABANDONED = 24 * 3600  # seconds after which unfinished files of other machines are removed
 MAX_READ_BYTES = 1 << 26  # default limit, in bytes, for reading a file
+NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+"""What file systems that cannot fsync folders answer."""
+LOCK_SECONDS = 10.0
+NO_ANSWER = "the file system does not answer; choose a folder on one with flock (on NFS, start the lock service)"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -271,22 +276,39 @@ def locked(path: Path, waiting: str | None = None) -> Iterator[None]:
     try:
         with suppress(OSError):
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(handle, path)
             except BlockingIOError:
                 if waiting:
                     log.info(waiting)
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                lock(handle, path, fcntl.LOCK_EX, "another process has locked it; waiting for that process")
         yield
     finally:
         os.close(handle)
 
 
+def lock(handle: int, path: Path, kind: int = fcntl.LOCK_EX | fcntl.LOCK_NB, slow: str = NO_ANSWER) -> None:
+    """Lock the file at ``path``, open as ``handle``; OSError if that fails. All locks of hpclm are taken here.
+
+    If that takes long, ``slow`` says why: a file system without a lock service never answers.
+    """
+    timer = threading.Timer(LOCK_SECONDS, log.warning, ("%s is not locked after %.0f s: %s", path, LOCK_SECONDS, slow))
+    timer.daemon = True
+    timer.start()
+    try:
+        fcntl.flock(handle, kind)
+    finally:
+        timer.cancel()
+
+
 def sync(path: Path) -> None:
-    """fsync a file or folder."""
+    """fsync a file or folder. Not all file systems can fsync folders; there the files in it are as durable as the file system makes them."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
     try:
         with naming(path):
             os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_FSYNC or not stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise
     finally:
         os.close(handle)
 

@@ -1,9 +1,13 @@
 """Errors of the machine say what could not be written, or for what memory was not enough."""
 
 import os
+import shutil
 import subprocess
 import sys
 
+import pytest
+
+from tests import runs
 from tests.runs import ROOT
 
 LIMITED = """
@@ -34,3 +38,58 @@ def test_memory_that_was_not_enough_is_said_with_place_and_limit(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("error: not enough memory: run in failures.py could not get more; ")
     assert "MiB are in use; the limit of this process is 1,024 MiB (ulimit -v)" in done.stderr
+
+
+FILE_SYSTEM = """
+#include <dlfcn.h>
+#include <errno.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#ifdef NUMBER
+int fsync(int handle) {
+    struct stat status;
+    int (*real)(int) = (int (*)(int)) dlsym(RTLD_NEXT, "fsync");
+    if (fstat(handle, &status) || !S_ISDIR(status.st_mode)) return real(handle);
+    errno = NUMBER;
+    return -1;
+}
+#else
+int flock(int handle, int operation) { for (;;) sleep(1000); }
+#endif
+"""
+
+
+@pytest.fixture
+def preloaded(tmp_path):
+    """Environments of processes whose file systems lack something: folders' fsync fails with an errno; locks never answer."""
+    if not shutil.which("cc"):
+        pytest.skip("needs a C compiler")
+
+    def made(*defined):
+        library = tmp_path / "file_system.so"
+        words = ["cc", "-D_GNU_SOURCE", *defined, "-shared", "-fPIC", "-x", "c", "-", "-o", library, "-ldl"]
+        subprocess.run(words, input=FILE_SYSTEM, text=True, check=True)
+        return os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": str(ROOT)}
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "number", ["EINVAL", *(pytest.param(n, marks=pytest.mark.whole) for n in ("ENOTSUP", "EBADF"))]
+)
+def test_a_run_needs_no_fsync_of_folders(preloaded, tiny, number):
+    runs.hpclm("train", *tiny("out", "budget.steps=2"), env=preloaded(f"-DNUMBER={number}"), check=0)
+
+
+@pytest.mark.parametrize("verb", [("submit", "--cluster", "local"), pytest.param(["train"], marks=pytest.mark.whole)])
+def test_a_lock_that_is_never_answered_is_named(preloaded, tiny, tmp_path, verb):
+    said, words = tmp_path / "said", map(str, (*verb, *tiny("out")))
+    with (
+        said.open("w") as file,
+        subprocess.Popen(
+            [sys.executable, "-m", "hpclm", *words], env=preloaded(), cwd=tmp_path, stderr=file, stdout=file
+        ) as process,
+    ):
+        runs.until(lambda: "the file system does not answer" in said.read_text(), "a warning", alive=process)
+        process.kill()
+    assert f"{tmp_path / 'out'}" in said.read_text() and "choose a folder on one with flock" in said.read_text()

@@ -39,7 +39,7 @@ def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: i
     It runs in this process, and what is left after ``ALONE`` seconds in as many ``workers`` as there are cores for; of these more than
     one. HpclmError if a worker is killed; exceptions of ``function`` are raised here.
     """
-    workers, began = min(workers, len(threads.noted_cores())), time.monotonic()
+    workers, began = min(workers, threads.usable()), time.monotonic()
     work = iter(work)
     while workers == 1 or time.monotonic() - began < ALONE:
         try:

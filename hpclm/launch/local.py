@@ -8,7 +8,7 @@ from hpclm.config import JobConfig, RunConfig
 from hpclm.distributed import network
 from hpclm.errors import ConfigError
 from hpclm.launch import foreground
-from hpclm.node import environment, gpus, python
+from hpclm.node import environment, gpus, python, threads
 
 IN_SCRIPTS = ("modules", "venv", "conda", "setup", "container", "runtime", "mounts", "snapshot", "template")
 """Settings that only have an effect in a job script."""
@@ -31,9 +31,9 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     env = environment.inherited(needs=config.libraries()) | config.job.env
     available = 0 if config.engine.device == "cpu" else gpus.count(env)
     count = process_count(config, available)
-    notes = [placement(config, count, available, environment.cores()), *unused(config.job, "local")]
+    notes = [placement(config, count, available, threads.usable()), *unused(config.job, "local")]
     log = foreground.begin(config, "local", (1, count), notes, command)
-    env.setdefault("OMP_NUM_THREADS", str(threads(count, environment.cores())))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, threads.usable() // count)))
 
     def start() -> int:
         environment.replace(env)
@@ -83,7 +83,7 @@ def placement(config: RunConfig, count: int, available: int, cores: int) -> str:
     why = "engine.device=cpu" if config.engine.device == "cpu" else "no GPU here"
     return (
         f"{why}: job.nodes={nodes} x job.gpus={per_node} = {many} of this machine, on its {cores} CPU "
-        f"core{'s' * (cores != 1)}, {threads(count, cores)} for each"
+        f"core{'s' * (cores != 1)}, {max(1, cores // count)} for each"
     )
 
 
@@ -93,8 +93,3 @@ def unused(job: JobConfig, cluster: str) -> Iterator[str]:
     names = [f"job.{name}" for name in ignored if getattr(job, name) != getattr(JobConfig(), name)]
     if names:
         yield f"{', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect with job.cluster={cluster}, which has neither a queue nor a job script: set your shell up before"
-
-
-def threads(count: int, cores: int) -> int:
-    """Threads of each of ``count`` ranks that share ``cores`` cores."""
-    return max(1, cores // count)

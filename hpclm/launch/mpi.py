@@ -14,7 +14,7 @@ from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.launch import foreground, hostfile, local
 from hpclm.launch.hostfile import Resources
-from hpclm.node import environment, gpus, processes, slurm
+from hpclm.node import environment, gpus, processes, slurm, threads
 from hpclm.node.processes import NoAnswerError
 
 Flavour = Literal["Open MPI", "MPICH", "Intel MPI"]
@@ -98,7 +98,7 @@ def plan(config: RunConfig) -> MpiPlan:
         if nodes > 1:
             raise ConfigError(f"job.nodes={nodes} with mpirun needs job.hostfile, or a Slurm allocation around it")
         count = local.process_count(config, 0 if config.engine.device == "cpu" else gpus.count(env))
-        env.setdefault("OMP_NUM_THREADS", str(local.threads(count, environment.cores())))
+        env.setdefault("OMP_NUM_THREADS", str(max(1, threads.usable() // count)))
     note = f"{kind}: {nodes * per_node} processes, {per_node} on each of {nodes} node{'s' * (nodes != 1)}"
     return MpiPlan(env, mpirun, kind, {}, nodes, per_node, note)
 

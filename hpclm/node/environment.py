@@ -65,11 +65,6 @@ def snapshot(env: Mapping[str, str] = os.environ) -> Path | None:
     return Path(env[SNAPSHOT]) if env.get(SNAPSHOT) else None
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMapping[str, str] = os.environ) -> None:
     """Set the device that DeepSpeed uses in this process, number ``index`` of ``kind``; call it before DeepSpeed is imported.
 

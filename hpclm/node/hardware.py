@@ -12,7 +12,7 @@ import torch
 
 from hpclm.config import EngineConfig
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.node import slurm
+from hpclm.node import slurm, threads
 from hpclm.node.gpus import named
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,6 +28,8 @@ def device(
 
     ConfigError if the settings ask for a device that does not exist, or if there are fewer GPUs than processes.
     """
+    if threads.quota() < torch.get_num_threads() and not env.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(threads.quota())  # PyTorch counts the cores
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and not gpus:
         raise ConfigError(next(config.problems_without_gpu()))

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 from hpclm.node import slurm
 
 SYS = Path("/sys")
+GROUPS = Path("/proc/self/cgroup")
 CORES = "HPCLM_CORES"
 """Variable with the PID of a process of hpclm and the cores that it could use when it began, for itself and what it starts."""
 WAITING = "OMP_WAIT_POLICY"
@@ -28,7 +30,7 @@ def per_process(local_size: int, env: Mapping[str, str] = os.environ, system: Pa
     if chosen.isdigit() and int(chosen):
         return int(chosen)
     allowed = noted_cores(env)
-    cores = physical(allowed, system)
+    cores = min(physical(allowed, system), quota(system))
     if given := slurm.cores_per_task(env):
         return max(1, min(given, cores))
     if not bound(allowed, env):
@@ -59,6 +61,35 @@ def physical(cores: Collection[int], system: Path = SYS) -> int:
         except OSError:
             siblings.add(str(core))
     return len(siblings)
+
+
+def usable(env: Mapping[str, str] = os.environ) -> int:
+    """How many cores this process may use: those that it may run on, or fewer if its cgroup has less time on the CPU."""
+    return min(len(noted_cores(env)), quota())
+
+
+def quota(system: Path = SYS, groups: Path = GROUPS) -> int:
+    """How many whole cores the CPU quotas of this process's cgroups are worth, at least 1; sys.maxsize without a quota."""
+    cores: float = sys.maxsize
+    with suppress(OSError):
+        for line in groups.read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if not controllers:
+                folder, names = system / "fs/cgroup", ["cpu.max"]
+            elif "cpu" in controllers.split(","):
+                folder, names = system / "fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+            else:
+                continue
+            folder /= name.lstrip("/")
+            for level in (
+                folder,
+                *folder.parents,
+            ):  # every group above it limits it too; a container sees only the root
+                with suppress(OSError, ValueError):  # of the root of a machine, and "max"
+                    quota, period = " ".join((level / name).read_text() for name in names).split()
+                    if int(quota) > 0:  # -1 is no limit
+                        cores = min(cores, int(quota) / int(period))
+    return max(1, int(cores))
 
 
 def note_cores(env: MutableMapping[str, str] = os.environ) -> None:

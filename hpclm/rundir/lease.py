@@ -6,7 +6,6 @@ attempt of the same job was not killed, the next attempt takes over with a highe
 publishes anything (fencing, as in Burrows 2006), and exits. Clocks are not compared: a waiting attempt watches for heartbeats.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -157,7 +156,7 @@ class Lease:
         new = files.aside(self.path)
         file = os.fdopen(files.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), "wb+")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            files.lock(file.fileno(), new)
             file.write(json.dumps({"generation": generation, **self._me}).encode())
             file.flush()
             os.fsync(file.fileno())

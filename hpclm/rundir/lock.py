@@ -73,7 +73,7 @@ def in_use(folder: Path, holder: Holder) -> LockedError:
 def try_lock(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock ``file``, which is open, at ``path``; False if another process has. HpclmError if the file system has no locks."""
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        files.lock(file.fileno(), path, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

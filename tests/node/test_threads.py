@@ -4,8 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from hpclm.node import threads
+from hpclm import config
+from hpclm.node import hardware, threads
 from tests.runs import ROOT
 
 MINE = os.sched_getaffinity(0)
@@ -30,6 +32,42 @@ CORES = os.cpu_count()
 )
 def test_threads_are_as_the_user_set_or_a_fair_share(local_size, env, count, tmp_path):
     assert threads.per_process(local_size, env, tmp_path) == count
+
+
+QUOTAS = {
+    "version 2": ("0::/job\n", {"job/cpu.max": "300000 100000\n"}, 3),
+    "no limit": ("0::/job\n", {"job/cpu.max": "max 100000\n"}, sys.maxsize),
+    "of a group above": ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "250000 100000\n"}, 2),
+    "in a container": ("0::/docker/1\n", {"cpu.max": "50000 100000\n"}, 1),
+    "version 1": (
+        "4:memory:/x\n3:cpu,cpuacct:/j\n0::/\n",
+        {"cpu/j/cpu.cfs_quota_us": "400000\n", "cpu/j/cpu.cfs_period_us": "100000\n", "cpu/cpu.cfs_quota_us": "-1\n"},
+        4,
+    ),
+    "no cgroups": ("", {}, sys.maxsize),
+}
+
+
+@pytest.mark.parametrize("groups, files, cores", QUOTAS.values(), ids=QUOTAS)
+def test_a_quota_of_a_cgroup_limits_the_cores(groups, files, cores, tmp_path):
+    (tmp_path / "cgroup").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs/cgroup" / name).write_text(text)
+    assert threads.quota(tmp_path, tmp_path / "cgroup") == cores
+
+
+def test_threads_workers_and_pytorch_follow_the_quota(tmp_path, monkeypatch):
+    monkeypatch.setattr(threads, "quota", lambda *_: 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads.per_process(1, {}) == threads.usable() == 1
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        hardware.device(config.EngineConfig(device="cpu"), 0)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_hyperthreads_of_one_core_count_once(tmp_path):

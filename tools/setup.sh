@@ -36,7 +36,20 @@ if ! usable; then
 fi
 
 exec 9>.venv.lock # two set-ups at once would spoil each other
-command -v flock >/dev/null && flock 9
+if command -v flock >/dev/null && ! flock -n 9; then
+  say "waiting for another set-up, which has locked $PWD/.venv.lock"
+  flock 9 || true # a file system without locks
+fi
+
+refuse() { # what is in .venv may be yours: nothing is removed
+  echo "error: $PWD/.venv $1; repair it, or move it away, and run $0 again" >&2
+  exit 1
+}
+if [ ! -e .venv ] && [ ! -L .venv ]; then
+  say "environment: making .venv with $("$python" --version)"
+  "$python" -m venv .venv
+fi
+.venv/bin/python -c "" 2>/dev/null || refuse "has no Python that runs (.venv/bin/python); a module or a mount may be missing"
 
 wanted=$(cat setup.cfg setup.py pyproject.toml tools/setup.sh | cksum | cut -d' ' -f1)
 ready() { [ -x .venv/bin/hpclm ] && [ "$(cat ".venv/$1" 2>/dev/null)" = "$wanted" ]; }
@@ -45,11 +58,10 @@ if ready ready-dev || { [ -z "$dev" ] && ready ready; }; then
   exit 0
 fi
 
-if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-  say "environment: making .venv with $("$python" --version)"
-  rm -rf .venv
-  "$python" -m venv .venv
-fi
+.venv/bin/python -m pip --version >/dev/null 2>&1 || {
+  say "environment: adding pip to .venv"
+  .venv/bin/python -m ensurepip >/dev/null 2>&1 || { command -v uv >/dev/null && uv pip install --python .venv/bin/python pip; }
+} || refuse "has no pip, and neither ensurepip nor uv can install it"
 pip=(.venv/bin/python -m pip install "${quiet[@]}")
 
 missing=() # of what tests want

@@ -77,6 +77,15 @@ class Cluster:
             self.run(["scancel", *jobs], check=False)
             until(lambda: not self.run(["squeue", "-h"]).stdout.strip(), "an empty queue", self)
 
+    def inside(self, node: str, *words: object):
+        """Run a command as root in a node's namespaces."""
+        return self.run(["nsenter", "-t", self.first(node), "-m", "-n", "-p", *words])
+
+    def first(self, node: str) -> str:
+        """The process with number 1 on a node, by this machine's number for it."""
+        pid = (self.folder / "run" / f"slurmd-{node}.pid").read_text().strip()
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
+
     def power_off(self, node: str) -> None:
         """Cut a node's power; Slurm finds out by itself, half a minute later, or is told by `down`."""
         self.run([TOOL, "--folder", self.folder, "power-off", node])

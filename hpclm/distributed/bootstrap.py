@@ -31,8 +31,8 @@ class World:
     """Identifies this start of the run: the same for all ranks, different at the next start."""
     hosts: tuple[str, ...] = ()
     """The host of each rank, if the launcher names them."""
-    master: str = ""
-    """The host of torchrun's store."""
+    masters: tuple[str, ...] = ()
+    """Names and addresses of rank 0's node, or of torchrun's store; a rank that looks for it tries them all."""
     secret: str = field(default="", repr=False)
     """With which the ranks sign what they write into the store; empty if the launcher gave them none."""
     began: float = field(default_factory=time.time, compare=False)
@@ -75,7 +75,7 @@ def _torchrun(env: Env) -> World:
     # torchrun keeps its id over restarts of the ranks, whose keys in the store must not be taken for this start's
     run_id = f"{env['TORCHELASTIC_RUN_ID']}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     launcher = "local" if env.get("HPCLM_LAUNCHER") == "local" else "torchrun"  # hpclm's own, on one machine
-    return World(launcher, rank, size, local_rank, local_size, run_id, master=env.get("MASTER_ADDR", ""))
+    return World(launcher, rank, size, local_rank, local_size, run_id, masters=(env.get("MASTER_ADDR", ""),))
 
 
 def _open_mpi(env: Env) -> World:
@@ -96,8 +96,11 @@ def _srun(env: Env) -> World:
         raise ConfigError(
             f"{slurm.NODES_OF_STEP}={nodes}, {slurm.TASKS_OF_NODES}={tasks} and {slurm.NODE_OF_STEP}={node} contradict each other"
         )
-    hosts = tuple(name for name, count in zip(names, counts, strict=True) for _ in range(count))
-    return World(SRUN, rank, size, local_rank, counts[node], slurm.run_id(env), hosts)
+    order = env.get(slurm.DISTRIBUTION, "block")
+    hosts = [name for name, count in zip(names, counts, strict=True) for _ in range(count)] * order.startswith("block")
+    # a host file may put rank 0 on any node
+    masters = [*(names if order == "arbitrary" else names[:1]), *slurm.addresses(env)]
+    return World(SRUN, rank, size, local_rank, counts[node], slurm.run_id(env), tuple(hosts), tuple(masters))
 
 
 # The first row whose variable is set wins. Launchers nest, so the innermost come first: torchrun and mpirun run inside

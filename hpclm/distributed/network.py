@@ -7,6 +7,7 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -51,34 +52,40 @@ def candidates(seed: str) -> list[int]:
 def listen(ports: Sequence[int], address: str = "") -> socket.socket:
     """A socket that listens on the first free one of ``ports``; HpclmError if all are in use.
 
-    ``address``: of one interface; empty: all. Always IPv4: PyTorch looks up the name of every peer of an IPv6 socket,
-    one after another.
+    ``address``: empty for all interfaces. Always IPv4: PyTorch looks up the name of every peer of an IPv6 socket, one after another.
     """
     for port in ports:
-        try:
+        with suppress(OSError):
             # bound before it is announced, so that no other process can take the port in between
             return socket.create_server((address, port), family=socket.AF_INET, backlog=BACKLOG)
-        except OSError as error:
-            if address and error.errno not in (98, 13):  # in use, not permitted: the next port may do
-                raise HpclmError(f"cannot listen on {address}: {error.strerror}; check cluster.interface") from None
     raise HpclmError(f"no free port on {socket.gethostname()}: {', '.join(map(str, ports))} are all in use")
 
 
 def resolved(host: str) -> str:
-    """The IPv4 address of ``host``; ``host`` itself if it cannot be resolved."""
-    try:
+    """The IPv4 address of ``host``; empty if it has none here."""
+    with suppress(OSError):
         return socket.gethostbyname(host)
-    except OSError:
-        return host
+    return ""
 
 
-def answers(host: str, port: int, seconds: float) -> bool:
-    """Whether a server accepts a connection within ``seconds``."""
+def answers(host: str, port: int, seconds: float) -> bool | None:
+    """Whether a server accepts a connection; None if ``host`` says nothing within ``seconds``."""
     try:
         socket.create_connection((host, port), timeout=seconds).close()
-    except OSError:
-        return False
+    except OSError as error:
+        return None if isinstance(error, TimeoutError) else False
     return True
+
+
+def first_to_answer(hosts: Sequence[str], port: int, seconds: float) -> str:
+    """The first of ``hosts`` on which a server accepts a connection; empty if none does within ``seconds``."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for host in hosts:
+            if answers(host, port, seconds=2.0):
+                return host
+        time.sleep(0.5)
+    return ""
 
 
 def reachable(host: str, seconds: float) -> bool:
@@ -121,6 +128,12 @@ def own_address(host: str) -> str:
             if address in local and not address.startswith("127."):
                 return str(address)
     return ""
+
+
+def own_addresses(first: str | None) -> list[str]:
+    """This machine's addresses for other machines, that of the interface ``first`` first, and its name."""
+    outward = {name: address for name, address in addresses().items() if not address.startswith("127.")}
+    return [outward[name] for name in sorted(outward, key=lambda name: name != first)] + [socket.gethostname()]
 
 
 def address_towards(host: str) -> str:

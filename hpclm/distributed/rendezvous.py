@@ -1,10 +1,12 @@
 """The rendezvous of a run's ranks: they connect to one key-value store, PyTorch's TCPStore.
 
-torchrun's agent already has one. Under MPI, rank 0 opens it and broadcasts its address. Under Slurm, the host of rank 0
-is known, and the port follows from job, step and restart; a client recognises the right server by a signed key. Every rank
-registers in the store, and rank 0 either starts the run or refuses it, with the reason.
+torchrun's agent already has one. Otherwise rank 0 opens it on all interfaces, and the others try all addresses of its node:
+MPI broadcasts them; under Slurm the job's script exports them, and the port follows from job, step and restart. A client recognises
+the right server by a signed key. Every rank registers in the store, and rank 0 either starts the run or refuses it, with the reason.
 """
 
+import itertools
+import logging
 import os
 import resource
 import secrets
@@ -28,8 +30,9 @@ from hpclm.node.processes import wait_until
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+log = logging.getLogger(__name__)
 SERVER, RANKS = "hpclm/server", "hpclm/ranks"
-LOOPBACK, EVERY = "127.0.0.1", "0.0.0.0"
+LOOPBACK = "127.0.0.1"
 PATIENCE = 1.0  # seconds for a server to answer before the next port is tried; a later answer still counts
 SEARCH = 0.1  # seconds between two searches for the server
 CROWD = 128  # with more clients, each asks less often
@@ -100,6 +103,12 @@ def connect(world: World, settings: ClusterConfig) -> Rendezvous:
     address = network.address_towards(host) if host else network.own_address(socket.gethostname())
     ranks = _register(store, RankInfo.of(world, address), world, settings.start_seconds)
     others = [info for info in ranks if info.node != ranks[world.rank].node]
+    nodes = [info.node for info in ranks]
+    if not world.rank and len([*itertools.groupby(nodes)]) > len(set(nodes)):
+        log.warning(
+            "neighbouring ranks are on different nodes, so tensor parallelism may span nodes: have the launcher deal ranks out block by "
+            "block (srun: leave --distribution out; mpirun: --map-by ppr:N:node)"
+        )
     if not others:
         return Rendezvous(store, ranks, "lo")
     return Rendezvous(store, ranks, network.interface_of(network.address_towards(host or others[0].address)))
@@ -112,10 +121,9 @@ def serve(listener: socket.socket, world: World) -> SignedStore:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):  # two connections for each rank
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    host, port = listener.getsockname()[:2]
-    address, limit = LOOPBACK if host == EVERY else host, timedelta(seconds=60)
+    port, limit = listener.getsockname()[1], timedelta(seconds=60)
     # it need not wait: _decide counts the ranks, and can name those that are missing
-    server = TCPStore(address, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+    server = TCPStore(LOOPBACK, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
     store = SignedStore(server, world.run_id, world.secret)
     store.set(SERVER, True)
     return store
@@ -123,20 +131,27 @@ def serve(listener: socket.socket, world: World) -> SignedStore:
 
 def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: float) -> tuple[SignedStore, str]:
     """Rank 0's store on one of ``hosts``, and its address; HpclmError if it is not there within ``seconds``."""
-    until, calls = time.monotonic() + seconds, dict[tuple[str, int], network.StoreCall]()
+    until, calls = time.monotonic() + seconds, dict[tuple[str, int], network.StoreCall | None]()
     while time.monotonic() < until:
-        for address in map(network.resolved, hosts):
-            for endpoint in [(address, port) for port in ports]:
-                call = calls.get(endpoint)
-                if call is None or not (call.is_alive() or call.answer):
-                    # PyTorch's client would try again until its own time limit, on every port that is not the right one
-                    if not network.answers(*endpoint, seconds=2.0):
-                        continue
-                    call = calls[endpoint] = network.StoreCall(partial(_client, *endpoint, world))
-                if store := call.result(PATIENCE):
-                    return store, address
+        addresses = {
+            host: network.resolved(host) for host in hosts
+        }  # again: a node that has just booted may get its names later
+        silent = {""}
+        for port, address in itertools.product(ports, dict.fromkeys(addresses.values())):
+            call = calls.get((address, port))
+            if address not in silent and (call is None or not (call.is_alive() or call.answer)):
+                # PyTorch's client would try again until its own time limit, on every port that is not the right one
+                answer = network.answers(address, port, seconds=2.0)
+                if answer is None:
+                    silent.add(address)
+                call = calls[address, port] = (
+                    network.StoreCall(partial(_client, address, port, world)) if answer else None
+                )
+            if call and (store := call.result(PATIENCE)):
+                return store, address
         time.sleep(_pause(SEARCH, world.size))
-    raise _unreachable(world, ", ".join(hosts), seconds)
+    unknown = [host for host, address in addresses.items() if not address]
+    raise _unreachable(world, hosts, seconds, f" ({', '.join(unknown)} has no IPv4 address here)" if unknown else "")
 
 
 def _client(address: str, port: int, world: World) -> SignedStore | None:
@@ -157,9 +172,10 @@ def check_ipv4(world: World) -> None:
         )
 
 
-def _unreachable(world: World, host: str, seconds: float, why: str = "") -> HpclmError:
-    if world.launcher == SRUN and network.is_ipv6_only(host):
-        why = f" ({host} has only an IPv6 address, and these ranks meet over IPv4: use job.template=torchrun){why}"
+def _unreachable(world: World, hosts: Sequence[str], seconds: float, why: str = "") -> HpclmError:
+    if world.launcher == SRUN and network.is_ipv6_only(hosts[0]):
+        why = f" ({hosts[0]} has only an IPv6 address, and these ranks meet over IPv4: use job.template=torchrun)"
+    host = ", ".join(hosts)
     return HpclmError(
         f"rank {world.rank} on {socket.gethostname()} could not reach rank 0 at {host} within {seconds:g} s{why}; look at rank 0's "
         f"output, check that {host} can be reached from here, or raise cluster.start_seconds"
@@ -174,30 +190,21 @@ def _pause(seconds: float, clients: int) -> float:
 def _store(world: World, settings: ClusterConfig) -> tuple[SignedStore, str]:
     """The run's store, and its host if that is another rank's."""
     if world.launcher in ("torchrun", "local"):
-        return SignedStore(_of_torchrun(world, settings), world.run_id, world.secret), world.master
+        return SignedStore(_of_torchrun(world, settings), world.run_id, world.secret), world.masters[0]
     check_ipv4(world)
     comm = _mpi(world) if world.launcher in OF_MPI else None
     world = replace(world, secret=secrets.token_hex(16)) if comm else world  # rank 0's counts
-    hosts, ports, listener = list(world.hosts[:1]), network.candidates(world.run_id or world.secret), None
-    if world.local_size == world.size:
-        hosts = [LOOPBACK]
+    several, listener = world.local_size < world.size, None
+    hosts, ports = list(world.masters) if several else [LOOPBACK], network.candidates(world.run_id or world.secret)
     if world.rank == 0:
-        listener = network.listen(ports, _address(settings, hosts[0] if hosts else ""))
+        listener = network.listen(ports, "" if several else LOOPBACK)
     if comm:
         if listener:
-            address, port = listener.getsockname()
-            outward = [address for address in network.addresses().values() if not address.startswith("127.")]
-            hosts, ports = [address] if address != EVERY else [*outward, socket.gethostname()], [port]
+            hosts = network.own_addresses(settings.interface) if several else hosts
+            ports = [listener.getsockname()[1]]
         hosts, ports, secret = comm.bcast((hosts, ports, world.secret))
         world = replace(world, secret=secret)
     return (serve(listener, world), "") if listener else find(hosts, ports, world, settings.start_seconds)
-
-
-def _address(settings: ClusterConfig, host: str) -> str:
-    """The address that rank 0 listens on: of the chosen interface, else of its ``host``, if that is known; empty: all."""
-    if settings.interface and host != LOOPBACK:
-        return network.addresses().get(settings.interface, "")
-    return network.own_address(host) if host and host != LOOPBACK else host
 
 
 def _of_torchrun(world: World, settings: ClusterConfig, env: Mapping[str, str] = os.environ) -> "Store":
@@ -207,10 +214,10 @@ def _of_torchrun(world: World, settings: ClusterConfig, env: Mapping[str, str] =
     serves = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     port, limit = int(env["MASTER_PORT"]), timedelta(seconds=settings.start_seconds)
     try:
-        store = TCPStore(world.master, port, None, serves, limit, wait_for_workers=False)
+        store = TCPStore(world.masters[0], port, None, serves, limit, wait_for_workers=False)
     except DistNetworkError as error:
         why = f" ({str(error).splitlines()[0]})"
-        raise _unreachable(world, f"{world.master}:{port}", settings.start_seconds, why) from None
+        raise _unreachable(world, [f"{world.masters[0]}:{port}"], settings.start_seconds, why) from None
     store.set_timeout(timedelta(minutes=10))
     # torchrun's agent keeps its store over restarts: what the attempt before wrote must not count
     return PrefixStore(world.run_id, store)

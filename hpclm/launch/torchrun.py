@@ -56,6 +56,7 @@ BY_TORCHRUN = 20  # seconds after the first failure; torchrun kills ranks that a
 TOLERANCE = (
     2.0  # seconds until torchrun's agent sees that a rank has been killed, at most, and the rounding of its time
 )
+JOIN = 600.0  # seconds until the first node's launcher must answer, as long as torchrun itself would wait
 LOOPBACK = "hpclm-loopback"
 
 
@@ -144,6 +145,11 @@ def main(argv: list[str], job: Job) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads.per_process(args.nproc_per_node, env={})))
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun sends it when the launcher of another node exits
+    host, _, port = args.rdzv_endpoint.rpartition(":")
+    if slurm.addresses() and slurm.node_number():
+        host = network.first_to_answer([host, *slurm.addresses()], int(port), JOIN) or host
+    elif slurm.addresses():
+        host = network.own_address(host) or slurm.addresses()[0]
     return launch(
         python.command(args.module, *args.arguments),
         args.nnodes,
@@ -152,7 +158,7 @@ def main(argv: list[str], job: Job) -> int:
         job,
         run_id=args.rdzv_id,
         rdzv_backend="static",  # all nodes restart together, since a rank that loses another ends too
-        rdzv_endpoint=args.rdzv_endpoint,
+        rdzv_endpoint=f"{host}:{port}",
         rdzv_configs={"rank": slurm.node_number()},
     )
 

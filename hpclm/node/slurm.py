@@ -20,6 +20,10 @@ TASKS, TASKS_OF_STEP, COMPONENTS = "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLUR
 NUMBERS_OF_RANK = ("SLURM_PROCID", TASKS_OF_STEP, "SLURM_LOCALID", "SLURM_NODEID")
 """Rank, ranks, local rank and number of the node among those of the step."""
 NODES_OF_STEP, TASKS_OF_NODES, NODE_OF_STEP = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"
+DISTRIBUTION = "SLURM_DISTRIBUTION"
+"""How srun deals ranks out to nodes; not set for its default, block by block."""
+ADDRESSES = "SLURM_HPCLM_ADDRESSES"
+"""All addresses of the job's first node, set by the job's script: the node's name may lead to none of them."""
 SIGNED = "SLURM_HPCLM_SIGNED"
 """Set by the job's script if it has made a secret: Slurm hands variables of this prefix on to every step."""
 GPUS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
@@ -70,6 +74,11 @@ def run_id(env: Env) -> str:
 def node_number(env: Env = os.environ) -> int:
     """The number of this node among those of the step; 0 outside one."""
     return number(env, NODE_OF_STEP)
+
+
+def addresses(env: Env = os.environ) -> list[str]:
+    """The IPv4 addresses of the job's first node, if its script says them."""
+    return [address for address in env.get(ADDRESSES, "").split() if ":" not in address]
 
 
 def cores_per_task(env: Env) -> int:

@@ -22,7 +22,9 @@ TORCHRUN = {
     "WORLD_SIZE": "2",
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "gpu07",
 }
+STORE = ("gpu07",)
 OMPI = {f"OMPI_COMM_WORLD_{k}": v for k, v in dict(RANK="2", SIZE="4", LOCAL_RANK="0", LOCAL_SIZE="2").items()}
 TWO = OMPI | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 HYDRA = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_RANK": "1", "PMI_SIZE": "2"}
@@ -30,7 +32,10 @@ DAEMON = SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_
 LOCAL = TORCHRUN | {"HPCLM_LAUNCHER": "local"}
 SIGNED = {"SLURM_HPCLM_SIGNED": "1"}
 NODES = ("gpu07", "gpu07", "gpu08", "gpu08")
-IN_SLURM = World("Slurm", 3, 4, 1, 2, "7.0.0", NODES)
+FIRST = ("gpu07",)
+IN_SLURM = World("Slurm", 3, 4, 1, 2, "7.0.0", NODES, FIRST)
+DEALT = {order: SLURM | {"SLURM_DISTRIBUTION": order} for order in ("block:cyclic", "cyclic", "arbitrary")}
+ADDRESSES = {"SLURM_HPCLM_ADDRESSES": "10.0.0.7 fd00::7 10.77.0.7 "}
 
 
 @pytest.mark.parametrize(
@@ -39,15 +44,25 @@ IN_SLURM = World("Slurm", 3, 4, 1, 2, "7.0.0", NODES)
         "nobody": ({}, World("single", 0, 1)),
         "a batch script, not a step": (BATCH, World("single", 0, 1)),
         "srun": (SLURM, IN_SLURM),
-        "srun after a requeue": (SLURM | {"SLURM_RESTART_COUNT": "2"}, World("Slurm", 3, 4, 1, 2, "7.0.2", NODES)),
+        "srun after a requeue": (
+            SLURM | {"SLURM_RESTART_COUNT": "2"},
+            World("Slurm", 3, 4, 1, 2, "7.0.2", NODES, FIRST),
+        ),
+        "srun, block by block": (DEALT["block:cyclic"], IN_SLURM),
+        "srun, ranks in turn": (DEALT["cyclic"], World("Slurm", 3, 4, 1, 2, "7.0.0", (), FIRST)),
+        "srun with a host file": (DEALT["arbitrary"], World("Slurm", 3, 4, 1, 2, "7.0.0", (), ("gpu07", "gpu08"))),
+        "srun in a script of hpclm": (
+            SLURM | ADDRESSES,
+            World("Slurm", 3, 4, 1, 2, "7.0.0", NODES, (*FIRST, "10.0.0.7", "10.77.0.7")),
+        ),
         "srun --mpi=pmi2, with no MPI behind it": (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"}, IN_SLURM),
         "mpirun": (OMPI, World("Open MPI", 2, 4, 0, 2)),
         "MPICH or Intel MPI": (HYDRA, World("MPI", 1, 2, 1, 2)),
         "mpirun in a batch script": (BATCH | OMPI, World("Open MPI", 2, 4, 0, 2)),
         "mpirun's daemons started by srun": (DAEMON | OMPI, World("Open MPI", 2, 4, 0, 2)),
-        "torchrun in srun": (SLURM | TORCHRUN, World("torchrun", 1, 2, 1, 2, "x.0")),
-        "torchrun in mpirun in srun": (DAEMON | TWO | TORCHRUN, World("torchrun", 1, 2, 1, 2, "x.0")),
-        "hpclm's own": (LOCAL | BATCH, World("local", 1, 2, 1, 2, "x.0")),
+        "torchrun in srun": (SLURM | TORCHRUN, World("torchrun", 1, 2, 1, 2, "x.0", (), STORE)),
+        "torchrun in mpirun in srun": (DAEMON | TWO | TORCHRUN, World("torchrun", 1, 2, 1, 2, "x.0", (), STORE)),
+        "hpclm's own": (LOCAL | BATCH, World("local", 1, 2, 1, 2, "x.0", (), STORE)),
     }.values(),
 )
 def test_the_innermost_launcher_says_who_this_process_is(env, world):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
@@ -258,6 +259,18 @@ def test_with_strangers_on_the_ports_of_a_launch_its_ranks_meet_and_on_loopback_
     assert len(listening) == 5 and all(address.startswith("0100007F:") for address in listening), listening
     for stranger in strangers:
         stranger.close()
+
+
+def test_ranks_meet_where_the_name_of_rank_0_s_node_leads_nowhere_and_say_so_without_an_address():
+    job, [address, *_] = secrets.token_hex(8), network.own_addresses(None)
+    settings, nowhere = ClusterConfig(start_seconds=5), "nowhere.invalid"
+    worlds = [World("Slurm", rank, 2, 0, 1, job, (), (nowhere, address)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        met = list(pool.map(lambda world: rendezvous.connect(world, settings), worlds))
+    met[0].store.set("key", "value")
+    assert met[1].store.get("key") == "value" and met[1].ranks[1].address == address
+    with pytest.raises(HpclmError, match=rf"rank 0 at {nowhere} within 1 s \({nowhere} has no IPv4 address here\)"):
+        rendezvous.connect(replace(worlds[1], masters=(nowhere,)), replace(settings, start_seconds=1))
 
 
 def test_of_many_that_want_the_same_ports_at_once_each_gets_one_of_its_own():

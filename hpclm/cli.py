@@ -92,7 +92,7 @@ _COMMANDS = {
     "hpclm request RUN stop": "pause quit end halt finish",
     "hpclm cancel RUN": "kill abort terminate scancel",
     "hpclm resume RUN --from STEP": "rollback roll-back revert rewind",
-    "hpclm sync RUN, with log.sinks=[wandb]": "wandb mlflow trackio track",
+    "hpclm sync RUN, with 'log.sinks=[wandb]'": "wandb mlflow trackio track",
     "hpclm preprocess --input FILE --output-prefix data/mine …": (
         "tokenise tokenize encode prepare prep dataset preprocess-data preprocess_data fairseq-preprocess"
     ),
@@ -112,7 +112,7 @@ _COMMANDS = {
     "hpclm docs settings, or hpclm config FILE key=value": "settings set setting defaults options",
     "hpclm docs presets": "presets preset model models configs",
     "hpclm planner PRESET --gpus-kind H100": "plan memory estimate forecast size flops bench benchmark speed",
-    "profile.steps=[100,103] (hpclm docs report)": "profile profiler trace",
+    "'profile.steps=[100,103]' (hpclm docs report)": "profile profiler trace",
     "hpclm doctor": "env gpu gpus nvidia-smi diagnose health sysinfo",
     "hpclm --version": "version ver",
     "hpclm selftest mine:Block": "self-test self_test unittest",

@@ -18,6 +18,7 @@ import pytest
 from hpclm import cli, config, failures, shipped
 from hpclm.commands import submit
 from hpclm.config.compose import is_override
+from hpclm.config.fields import keys
 from hpclm.datasets import command_line
 from hpclm.launch import arguments
 from tests.runs import ROOT
@@ -55,6 +56,53 @@ def variables_of_the_reader(monkeypatch):
     for _, line, _ in COMMANDS:
         for name in re.findall(r"\$\{?([A-Za-z_]\w*)", line):
             monkeypatch.setenv(name, os.environ.get(name) or f"/{name}")
+
+
+QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|\$\{\w+[^}]*\}|\$[?*]""")
+SETTING = re.compile(rf"(?<![\w.'\"])(?:{'|'.join(map(re.escape, keys()))})=[^\s`]*")
+
+
+def refused_by_zsh(command):
+    """The words of a command that zsh would take for patterns; a pattern of files, which it replaces by their names, is meant."""
+    words = QUOTED.sub("x", command).split()
+    return [word for word in words if re.search(r"[][{}?]|=.*\*", word)]
+
+
+def texts(path):
+    """The texts in a file of Python, with X for what is filled in."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_commands_of_a_page_are_quoted_for_zsh(path):
+    typed = commands(path)
+    if path.name != "settings.md":  # a list of defaults
+        spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", path.read_text(), flags=re.S))
+        typed += [span for span in spans if span.startswith("hpclm ") or SETTING.search(span)]
+    assert [word for command in typed for word in refused_by_zsh(command)] == []
+
+
+def test_the_settings_in_messages_and_help_are_quoted_for_zsh():
+    files = sorted((ROOT / "hpclm").rglob("*.py"))
+    advised = [
+        (path.name, text, word)
+        for path in files
+        for text in texts(path)
+        for word in SETTING.findall(text)
+        if word != text
+    ]
+    assert len(advised) > 100
+    assert [(name, text) for name, text, word in advised if refused_by_zsh(word)] == []
+
+
+def test_what_zsh_refuses_is_known():
+    for word in ("log.sinks=[wandb]", "job.env={}", "x=a*", "data.valid=[$folder/valid]", "what?"):
+        assert refused_by_zsh(f"hpclm train {word}") == [word]
+        assert not refused_by_zsh(f"hpclm train '{word}' {'${HOME}'} configs/*.yaml")
 
 
 class Understood(Exception):

@@ -107,7 +107,7 @@ MISTAKES = {
     ("train", "small", "scheduler.params.warmup_num_steps=9"): "Did you mean 'optim.warmup'?",
     ("train", "small", "--no-such"): "unrecognized arguments: --no-such; hpclm docs migrating lists other projects' options\n",
     # values
-    ("train", "debug", "job.modules=cuda/12.4"): "must be a list of text: job.modules=[cuda/12.4]",
+    ("train", "debug", "job.modules=cuda/12.4"): "must be a list of text: 'job.modules=[cuda/12.4]'",
     ("train", "debug", "budget.tokens=1B"): "must be a whole number or null: 1000000000, or 1e9",
     ("train", "debug", "budget.samples=1.5k"): "must be a whole number or null: 1500, or 1.5e3",
     ("train", "debug", "out=runs/o8-${SLURM_ARRAY_TASK_ID}"): "there is neither a setting nor an environment variable SLURM_ARRAY_TASK_ID",

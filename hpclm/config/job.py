@@ -58,7 +58,7 @@ VALUED = re.compile(
 )
 """Options of sbatch with a value, which is needed except for nice."""
 NOTIFY = re.compile(r"https?://[!-.0-~][!-~]*|\$[A-Za-z_]\w*")
-MAIL = 'Slurm sends it: job.options={mail-type: "END,FAIL", mail-user: you@example.org}'
+MAIL = """Slurm sends it: 'job.options={mail-type: "END,FAIL", mail-user: you@example.org}'"""
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables that bash does not allow to be set, and those by which a process learns its rank.
 RESERVED = re.compile(

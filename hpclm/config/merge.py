@@ -1,6 +1,7 @@
 """Merge settings into one RunConfig, collecting every problem. The only file that imports omegaconf."""
 
 import re
+import shlex
 import sys
 import typing
 import unicodedata
@@ -290,7 +291,7 @@ def _yaml_as_typed(value: Any) -> str:
 def _as_meant(key: str, kind: Any, value: Any) -> str:
     """``: `` and how ``value`` is written so that it is of ``kind``, if that is clear; else empty."""
     if kind == list[str] and isinstance(value, (str, int, float)):
-        return f": {key}=[{value}]"
+        return f": {shlex.quote(f'{key}=[{value}]')}"
     if typing.get_origin(required(kind)) is tuple and isinstance(value, list):
         of_numbers = typing.get_args(required(kind))[0]
         return next(filter(None, (_as_meant(key, of_numbers, part) for part in value)), "")

@@ -122,7 +122,7 @@ class OptimConfig(Checked):
             if self.name not in OPTIMIZERS:
                 yield (
                     f"optim.{name}={getattr(self, name)} is not read by optim.name={self.name}, which is of your own; it takes such in "
-                    f"optim.arguments={{{name}: {getattr(self, name)}}}, if it has such a parameter"
+                    f"'optim.arguments={{{name}: {getattr(self, name)}}}', if it has such a parameter"
                 )
                 continue
             yield f"optim.{name}={getattr(self, name)} has no effect with optim.name={self.name}; it applies to {', '.join(able)}"

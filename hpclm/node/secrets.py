@@ -85,7 +85,7 @@ def problems(settings: Mapping[str, Any], env: Env = os.environ) -> list[str]:
         if inside:
             way_out = "remove it, and export it as an environment variable where you start or submit the run"
             if section == "job.notify":
-                way_out = way_out.removeprefix("remove it, and ") + ", and give its name: job.notify=[$TEAM_HOOK]"
+                way_out = way_out.removeprefix("remove it, and ") + ", and give its name: 'job.notify=[$TEAM_HOOK]'"
             elif section == "job.setup":
                 way_out += " (the job inherits it), or let the command read it from a file: export NAME=$(cat FILE)"
             secret_settings.append(

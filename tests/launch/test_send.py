@@ -292,6 +292,10 @@ if heard or (settings.get("again") and "SLURM_RESTART_COUNT" not in os.environ):
     time.sleep(0.5)
     os.write(1, f"saved after {heard[:1]}\\n".encode())
     os._exit(85)
+alone = os.environ.get("SLURM_NODEID") == "1" and os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ.get("SLURM_LOCALID")) == "0"
+while settings.get("alone") and not alone:
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(85))  # as a rank that has not met the others yet
+    time.sleep(60)
 os._exit(int(settings.get("code", 0)))
 """
 
@@ -345,9 +349,14 @@ def test_a_template_works_by_hand_and_a_run_that_saved_is_started_again_once(clu
 
 
 @pytest.mark.parametrize("template", ["srun", *REST])
-@pytest.mark.parametrize("code", [pytest.param(64, marks=pytest.mark.whole), 93])
-def test_any_other_exit_code_is_the_jobs_own(cluster, by_hand, template, code):
-    job, log = by_hand(template, f"code={code}", options=TWO_BY_TWO)
+@pytest.mark.parametrize(
+    "words", [pytest.param(["code=64"], marks=pytest.mark.whole), ["code=93"], ["code=1", "alone=1"]]
+)
+def test_any_other_exit_code_is_the_jobs_own_also_that_of_one_rank_while_the_others_start(
+    cluster, by_hand, template, words
+):
+    job, log = by_hand(template, *words, options=TWO_BY_TWO)
+    code = words[0].removeprefix("code=")
     assert cluster.wait(job) == "FAILED", log.read_text()
     shown = cluster.show(job)
     assert (shown["ExitCode"], shown["Restarts"]) == (f"{code}:0", "0")

@@ -1,6 +1,7 @@
 """How often a job's script asks for another start, with programs in the place of Slurm's and mpirun."""
 
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -13,18 +14,17 @@ case $1 in show) echo "JobId=7 JobState=RUNNING Requeue=1" ;; requeue) echo $2 >
 """
 
 
-def start(template, folder, number, ending, trained):
-    """Exit code of start ``number`` of the job, and how often it has been requeued until then."""
+def start(template, folder, number, ending, trained=False, said=(), path=os.environ["PATH"]):
+    """Exit code of start ``number`` of the job, and how often it has been requeued until then; ``said``: by srun, of its tasks."""
+    lines = ["10:00:00 I run directory /out, a new run"] * trained + [f"srun: error: n1: {line}" for line in said]
     for name in ("srun", "mpirun"):
-        line = "echo '10:00:00 I run directory /out, a new run' >&2; " if trained else ""
-        (folder / name).write_text(f"#!/bin/bash\n{line}exit {ending}\n")
-    (folder / "scontrol").write_text(SCONTROL)
-    for name in ("srun", "mpirun", "scontrol"):
-        (folder / name).chmod(0o755)
+        (folder / name).write_text("\n".join(["#!/bin/bash", "cat >&2 <<END", *lines, "END", f"exit {ending}"]))
+    if path == os.environ["PATH"]:
+        (folder / "scontrol").write_text(SCONTROL)
+    for program in folder.iterdir():
+        program.chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node1", "SLURMD_NODENAME": "node1"}
-    env = (
-        os.environ | job | {"SLURM_RESTART_COUNT": str(number), "PATH": f"{folder}:{os.environ['PATH']}", "image": "x"}
-    )
+    env = os.environ | job | {"SLURM_RESTART_COUNT": str(number), "PATH": f"{folder}:{path}", "image": "x"}
     with (folder / "job.log").open("a") as log:
         words = ["bash", str(ROOT / f"slurm/{template}.sbatch"), "config.yaml"]
         done = subprocess.run(words, cwd=folder, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
@@ -44,6 +44,33 @@ def test_a_job_of_which_three_starts_in_a_row_end_before_training_is_not_started
         "3 starts in a row ended before training began: the job is not started again"
         in (tmp_path / "job.log").read_text()
     )
+
+
+FIRST = {
+    "a mistake": (85, ["tasks 2-3: Exited with exit code 64", "tasks 0-1: Exited with exit code 85"], 64, 0),
+    "a failure while others start": (143, ["task 3: Exited with exit code 1", "tasks 0-2: Terminated"], 1, 0),
+    "a kill": (137, ["task 1: Killed", "task 0: Exited with exit code 1"], 137, 1),
+    "a save": (85, ["task 1: Exited with exit code 85", "task 0: Exited with exit code 1"], 85, 1),
+}
+
+
+@pytest.mark.parametrize("template", ["srun", "torchrun", "container"])
+@pytest.mark.parametrize("highest, said, code, requeued", FIRST.values(), ids=FIRST)
+def test_the_first_process_that_fails_decides_not_those_that_srun_then_ends(
+    template, highest, said, code, requeued, tmp_path
+):
+    (tmp_path / "job.log").write_text("start 1 of job 7 on n1\nsrun: error: n1: task 0: Exited with exit code 66\n")
+    assert start(template, tmp_path, 1, highest, said=said) == (code, requeued)
+
+
+@pytest.mark.parametrize("template", SCRIPTS)
+def test_where_scontrol_is_missing_a_script_ends_at_once(template, tmp_path):
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("awk", "bash", "cat", "hostname", "id", "od", "python", "tr"):
+        (programs / name).symlink_to(shutil.which(name))
+    assert start(template, tmp_path, 0, 85, path=programs) == (85, 0)
+    assert "scontrol is not installed here: the job is not started again" in (tmp_path / "job.log").read_text()
 
 
 @pytest.mark.parametrize("template", SCRIPTS)

@@ -343,13 +343,6 @@ def test_a_job_that_failed_before_training_is_told_in_the_words_of_its_log(log, 
     assert f"is over: failed, {told}" in hpclm("logs", "-f", run, env=env, check=0).stderr
 
 
-def test_a_job_that_can_never_start_is_warned_of(tmp_path, squeue):
-    run = submitted(make(tmp_path / "a", config_yaml=""), "8", log=False)
-    env = squeue("echo '8|PENDING|0:00|1:00|N/A|1||PartitionTimeLimit'")
-    [warning] = status(run, env=env)[0]["warnings"]
-    assert warning == f"job 8 can never start (PartitionTimeLimit): hpclm cancel {run}"
-
-
 @pytest.mark.parametrize("known", ["8|CANCELLED|0:00|0:00|N/A|1||None", ""], ids=["known", "forgotten"])
 def test_a_job_that_was_cancelled_in_the_queue_has_not_failed(known, tmp_path, squeue):
     run = submitted(make(tmp_path / "a", config_yaml=""), "8", log=False)

@@ -87,9 +87,9 @@ class JobConfig(Checked):
     nodelist: str | None = None
     """Nodes to use; with a hostfile in DeepSpeed's syntax: node1@node2:4,5 is all of node1 and two slots of node2."""
     mem: str | None = None
-    """Memory per node, such as 64G; 0: all; null: the GPUs' share (from sinfo), or the cluster's default."""
+    """Memory per node, such as 64G; 0: all; null: the GPUs' share (from scontrol), or the cluster's default."""
     cpus_per_task: int | None = None
-    """Cores per process; null: a GPU's share (from sinfo), or the cluster's default."""
+    """Cores per process; null: a GPU's share (from scontrol), or the cluster's default."""
     options: dict[str, str] = field(default_factory=dict)
     """Other options of sbatch by long names: {account: me, qos: high, mail-type: END}; flags have an empty value."""
     warn_seconds: int = 120

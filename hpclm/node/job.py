@@ -98,8 +98,6 @@ class JobState:
     """Why it is pending, or how it ended."""
     script: str = ""
     """Path of its script, as it was submitted; "" if unknown."""
-    hopeless: bool = False
-    """Whether it is pending for a reason that does not pass by itself."""
 
     @property
     def live(self) -> bool:

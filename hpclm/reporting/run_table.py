@@ -130,9 +130,7 @@ def values(status: RunStatus) -> dict[str, Any]:
         "run": str(run.out),
         "state": status.name,
         "queue": f"unknown: {status.asked}" if status.asked else None,
-        "job": {name: value for name, value in asdict(status.job).items() if name != "hopeless"}
-        if status.job
-        else None,
+        "job": asdict(status.job) if status.job else None,
         "process": status.process,
         "step": run.step,
         "total_steps": run.total,

@@ -111,8 +111,6 @@ class RunStatus:
             ranks = [f"rank {row['rank']} on {row['host']} ({row['times']:.1f}x the median)" for row in run.slow]
             more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
             yield f"slower than the others: {', '.join(ranks[:8])}{more}"
-        if self.job and self.job.hopeless:
-            yield f"job {self.job.id} can never start ({self.job.reason}): hpclm cancel {out}"
         if run.summary.get("spiking_since"):
             healthy = f": hpclm checkpoints {out}" if run.checkpoint else ""
             yield f"loss spike since step {run.summary['spiking_since']}{healthy}"

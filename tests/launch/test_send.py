@@ -130,35 +130,26 @@ def partition(cluster):
         cluster.run(["scontrol", "delete", f"PartitionName={name}"])
 
 
-def test_a_job_that_can_never_start_ends_with_64_and_is_not_left_in_the_queue(submit, partition):
-    partition("short", "MaxTime=10")
-    partition("few", "MaxNodes=1")
-    partition("lean", "MaxMemPerNode=1000")
-    never = {
-        (
-            "--partition",
-            "short",
-            "--time",
-            60,
-        ): "time=01:00:00; limits of the partition: MaxTime=00:10:00, TotalNodes=4",
-        ("--partition", "few", "--nodes", 2): "asks for partition=few, nodes=2, cores=2, time=UNLIMITED; limits of the "
-        "partition: MaxNodes=1, TotalNodes=4",
-        ("--partition", "main", "--nodes", 16): "limits of the partition: TotalNodes=4",
-        ("--partition", "lean", "--mem", "5G"): "MaxMemPerNode=1000",
-        ("--cpus-per-task", 100): "Slurm refuses the job: CPU count per node can not be satisfied",
-    }
-    for words, said in never.items():
-        error = submit(*SMALL, *words, check=64).stderr
-        assert said in error and ("never start this job (" in error or "refuses" in error), (words, error)
-        assert jobs(submit.cluster) == [] and not (submit.here / "runs/debug/config.yaml").exists()
-    assert not list((submit.here / "runs/debug").rglob("*.sbatch"))
-
-
-def test_what_a_job_waits_for_is_told_where_it_is_not_its_turn(submit, partition):
+def test_what_a_job_waits_for_is_told_where_it_is_not_its_turn_and_no_job_is_cancelled(submit, partition):
     partition("closed")
     submit.cluster.run(["scontrol", "update", "PartitionName=closed", "State=DOWN"])
-    done = submit(*SMALL, "--partition", "closed")
-    assert f"warning: job {job_id(done)} waits for PartitionDown" in done.stderr
+    partition("short", "MaxTime=10")
+    for words, reason in {("closed",): "PartitionDown", ("short", "--time", 60): "Partition"}.items():
+        done = submit(*SMALL, "--partition", *words, f"out={words[0]}")
+        assert f"warning: job {job_id(done)} waits for {reason}" in done.stderr
+        assert submit.cluster.state(job_id(done)) == "PENDING"
+    for words in (["--cpus-per-task", 100], ["--nodes", 2, "--gpus", 8, "engine.device=cuda", "--cpus-per-task", 9]):
+        assert "Slurm refuses the job: " in submit(*SMALL, *words, "out=refused", check=64).stderr
+        assert not (submit.here / "refused/config.yaml").exists() and len(jobs(submit.cluster)) == 2
+
+
+def test_a_job_that_one_of_its_partitions_can_never_take_starts_in_another(submit, partition):
+    partition("one", "MaxNodes=1")
+    busy = submit.cluster.batch("sleep 600", "--nodes=4", "--exclusive", "--partition=high")
+    submit.cluster.wait(busy, "RUNNING")
+    job = job_id(submit(*SMALL, "--nodes", 2, "--partition", "one,main", "--time", 60))
+    submit.cluster.run(["scancel", busy])
+    assert submit.cluster.wait(job) == "COMPLETED" and submit.cluster.show(job)["Partition"] == "main"
 
 
 def test_a_run_that_is_in_the_queue_is_not_submitted_twice(submit):

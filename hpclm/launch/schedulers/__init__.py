@@ -54,7 +54,7 @@ class Scheduler(ABC):
     def submit(self, script: Path, lock: Path) -> str:
         """Submit the script, and give the job's ID, or ID;CLUSTER. ``lock`` stays locked until that has ended, even if this process is killed.
 
-        ConfigError: it was refused, or can never start and was cancelled; another HpclmError: it may be in the queue.
+        ConfigError: it was refused; another HpclmError: it may be in the queue.
         """
 
     def on(self, cluster: str) -> "Scheduler":

@@ -36,18 +36,10 @@ MPI = ("orted", "prted", "prterun", "hydra_bstrap_proxy", "hydra_pmi_proxy")
 """Names of the steps that an mpirun starts for its own daemons."""
 USUAL = {"", "None", "Priority", "Resources", "Dependency", "BeginTime", "JobHeldUser", "JobHeldAdmin"}
 """Reasons for which jobs wait as their owners expect."""
-REQUESTS = {
-    "Partition": "partition",
-    "NumNodes": "nodes",
-    "NumCPUs": "cores",
-    "TimeLimit": "time",
-    "Dependency": "dependency",
-}
 OF_ITS_OWN_JOB = 5.0  # seconds that each command may take which a process calls for its own job
 WITHOUT = """trap '' TERM
 scontrol requeue "$1" || exit
 for _ in 1 2 3; do scontrol update jobid="$1" excnodelist="$2" && exit; sleep 1; done; exit 1"""
-LIMITS = re.compile(r"Max(Nodes|Time|MemPerNode|MemPerCPU|CPUsPerNode)|Allow(Accounts|Qos)|TotalNodes")
 # What sbatch says when it is not known whether the job is in the queue.
 UNANSWERED = re.compile(
     "unable to contact|connection|timed out|socket|communication|try again|temporarily|could not make sense",
@@ -57,7 +49,8 @@ WAYS_OUT = {
     "configuration source": "Slurm's commands are installed here, but no cluster is configured: set SLURM_CONF, or give "
     "--cluster local",
     "generic resource": "if this cluster has no GPUs to ask for, engine.device=cpu; if it names them, job.options.gres=gpu:NAME:N",
-    "configuration is not available": "no node has all that was requested: --gpus counts those of each node",
+    "configuration is not available": "no node has all that was requested: --gpus counts those of each node; ask for fewer, "
+    "for fewer cores of each (job.cpus_per_task) or less memory (job.mem)",
 }
 """What to do about a refusal, by a part of sbatch's message."""
 
@@ -112,7 +105,7 @@ class Slurm(Scheduler):
         return " ".join(message.replace("sbatch: ", "").split())
 
     def submit(self, script: Path, lock: Path) -> str:
-        """Submit by ``main`` in a process of its own, then ask once whether the job can start."""
+        """Submit by ``main`` in a process of its own, then ask once what the job waits for."""
         if not shutil.which("sbatch"):
             raise ConfigError("sbatch is not installed here; give --cluster local to train here")
         text = files.read_text(script)
@@ -127,7 +120,12 @@ class Slurm(Scheduler):
             queued = target.queued(script.parent, SUBMISSION)
             cluster = next((queued_job.cluster for queued_job in queued if queued_job.job_id == job), cluster)
         there = target.on(cluster)
-        there._check_startable(job, shown if there is target else there._shown(job))
+        shown = shown if there is target else there._shown(job)
+        if shown.get("JobState") == "PENDING" and (reason := shown.get("Reason", "")) not in USUAL:
+            say(
+                f"warning: job {job} waits for {reason}; if that does not pass by itself, cancel it and request less",
+                file=sys.stderr,
+            )
         return f"{job};{cluster}" if cluster else job
 
     def _job_of(self, script: Path, answer: str) -> tuple[str, dict[str, str]]:
@@ -234,28 +232,6 @@ class Slurm(Scheduler):
             shown = slurm.shown("job", job.id, OF_ITS_OWN_JOB, self.env)
         # a rank that outlives a requeue sees the next start's state, on which it must not act
         return shown if shown.get("Restarts") == str(job.restart) else {}
-
-    def _check_startable(self, job: str, shown: dict[str, str]) -> None:
-        """ConfigError if Slurm has accepted a job that it can never start, by what it shows of it; the job is cancelled then."""
-        reason = shown.get("Reason", "")
-        if shown.get("JobState") != "PENDING" or reason in USUAL:
-            return
-        if not slurm.NEVER.fullmatch(reason):
-            say(f"warning: job {job} waits for {reason}", file=sys.stderr)
-            return
-        slurm.cancel(job, self.env)
-        partition = dict[str, str]()
-        with contextlib.suppress(NoAnswerError):
-            partition = slurm.shown("partition", shown.get("Partition", ""), env=self.env)
-        values = {name: shown.get(field, "(null)") for field, name in REQUESTS.items()}
-        requests = ", ".join(f"{name}={value}" for name, value in values.items() if value != "(null)")
-        requests = re.sub(r"nodes=(\d+)-\1\b", r"nodes=\1", requests)
-        limits = [f"{name}={value}" for name, value in partition.items() if LIMITS.fullmatch(name)]
-        limits = [limit for limit in limits if not limit.endswith(("=ALL", "=UNLIMITED"))]
-        raise ConfigError(
-            f"Slurm can never start this job ({reason}), so it was cancelled: it asks for {requests}"
-            + (f"; limits of the partition: {', '.join(limits)}" if limits else "")
-        )
 
 
 @cache

@@ -11,17 +11,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from hpclm.errors import HpclmError
 from hpclm.node import environment, processes, slurm
-from hpclm.node.job import WAITING, JobState
+from hpclm.node.job import JobState
 from hpclm.node.processes import OURS, Env, NoAnswerError
 
 FORMAT = "%i|%T|%M|%L|%S|%D|%N|%r|%o"
 SQUEUE = ["squeue", "-h", "-r", "-a", "-t", "all", "-o", FORMAT]
 TEMPORARY = re.compile("Unable to contact|timed out|temporarily|Connection refused|try again", re.IGNORECASE)
-NEVER = re.compile(
-    "PartitionConfig|PartitionNodeLimit|PartitionTimeLimit|BadConstraints|MaxMemPerLimit|DependencyNeverSatisfied|Invalid(Account|QOS)"
-    r"|AccountNotAllowed|QOSNotAllowed|(QOS|Assoc)(Max|Min)\w*(PerJob|PerNode|NotSatisfied)\w*|.*can't[ _]use[ _]this[ _]partition.*"
-)
-"""Reasons for which a job stays pending until somebody changes it, or the cluster."""
 FAULTY = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|REBOOT|POWER", re.IGNORECASE)
 """States of a node that has a problem."""
 
@@ -201,9 +196,8 @@ def _state(line: str) -> JobState | None:
     job, name, elapsed, left, start, nodes, nodelist, rest = parts
     reason, _, path = rest.removesuffix("|(null)").partition("|/")
     script = path and f"/{path}"
-    hopeless = name in WAITING and NEVER.fullmatch(reason) is not None
     count = int(nodes) if nodes.isdecimal() else 0
-    return JobState(job, name, elapsed, left, start, count, nodelist, reason, script, hopeless)
+    return JobState(job, name, elapsed, left, start, count, nodelist, reason, script)
 
 
 def _fields(line: str) -> dict[str, str]:

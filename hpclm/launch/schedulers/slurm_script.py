@@ -15,6 +15,7 @@ from hpclm.errors import ConfigError, unread
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.launch.schedulers.slurm_commands import Options
 from hpclm.node import processes
+from hpclm.node import slurm as variables
 from hpclm.node.processes import NoAnswerError
 
 MARK = "# SET-UP"
@@ -22,10 +23,10 @@ MAX_TEMPLATE_BYTES = 1 << 20  # bytes of a template
 MEMORY_AND_CORES = {"mem-per-gpu", "mem-per-cpu", "cpus-per-gpu", "exclusive"}
 SAME_NAMES = ("time", "partition", "exclude", "nodelist", "mem")
 GPU_OPTIONS = {"gres", "gpus-per-node", "gpus-per-socket"}
-SINFO_SECONDS = 5.0  # for sinfo to answer
+NODES_SECONDS = 5.0  # for scontrol to show all nodes
 NODES = re.compile(r"(?P<cores>\d+)\+?\|(?P<megabytes>\d+)\+?\|(?P<resources>.*)")
-"""A kind of nodes, as sinfo is asked for it."""
-GPUS = re.compile(r"\bgpu(?::[^:,(]*[a-z][^:,(]*)?:(\d+)", re.IGNORECASE)
+"""A kind of nodes, as ``node_kinds`` writes it."""
+GPUS = re.compile(r"\bgpu(?::[^:,(]+)?:(\d+)", re.IGNORECASE)
 BARE = re.compile(r"[A-Za-z0-9_./:=,@%+^-]*")
 DIRECTIVE = re.compile(r"#SBATCH\s+--([A-Za-z-]+)(?:[=\s]+(.*))?")
 
@@ -186,15 +187,20 @@ def directive(option: str, value: str) -> str:
 
 
 def node_kinds(job: JobConfig) -> str:
-    """A line with cores, megabytes and generic resources for each kind of node that ``job`` may get, from sinfo; "" if it does not
-    answer."""
-    chosen = ["--partition", job.partition] if job.partition else []
+    """A line with cores, megabytes and generic resources for each kind of node that ``job`` may get, without what a node keeps for the
+    system, which only scontrol says; "" if it does not answer."""
     env = slurm.env_for(slurm.clusters(job.options))
     try:
-        code, answer, _ = slurm.ask(["sinfo", "--noheader", "--format=%c|%m|%G", *chosen], SINFO_SECONDS, env)
+        _, answer, _ = slurm.ask(["scontrol", "show", "node", "--oneliner"], NODES_SECONDS, env)
     except NoAnswerError:
         return ""
-    return answer if code == 0 else ""
+    kinds, chosen = dict[str, None](), set((job.partition or "").split(","))
+    for line in answer.splitlines():
+        node = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if "CPUTot" in node and (not job.partition or chosen & set(node.get("Partitions", "").split(","))):
+            memory = variables.number(node, "RealMemory") - variables.number(node, "MemSpecLimit")
+            kinds[f"{node.get('CPUEfctv', node['CPUTot'])}|{memory}|{node.get('Gres')}\n"] = None
+    return "".join(kinds)
 
 
 def refuse_without_gpus(job: JobConfig, kinds: str) -> None:

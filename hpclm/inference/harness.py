@@ -125,13 +125,8 @@ class Adapter(TemplateLM):
         super().__init__()
         if text.begin is None:
             raise ConfigError("the tokenizer has no end-of-document token, which begins every text of a task")
-        self.model, self.text, self.first, self.batch, self.check_interrupt = (
-            model,
-            text,
-            text.begin,
-            batch,
-            check_interrupt,
-        )
+        self.model, self.text, self.first = model, text, text.begin
+        self.batch, self.check_interrupt = batch, check_interrupt
         self.max_length = model.config.context
 
     @property
@@ -186,12 +181,16 @@ class Adapter(TemplateLM):
         alike = Collator([request.args for request in requests], longest_first, lambda args: args[1], "gen_kwargs")
         texts: list[str] = []
         for chunk in alike.get_batched(n=self.batch):
-            texts += self._generated([text for text, _ in chunk], dict(normalize_gen_kwargs(chunk[0][1], NEW)))
+            options = dict(normalize_gen_kwargs(chunk[0][1], NEW))
+            texts += self._generated([text for text, _ in chunk], options, first=len(texts))
             self.check_interrupt()
         return list(alike.get_original(texts))
 
-    def _generated(self, prompts: Sequence[str], options: Mapping[str, Any]) -> Iterator[str]:
-        """What follows each prompt until its document ends, one of the texts ``until`` comes, or there are enough tokens."""
+    def _generated(self, prompts: Sequence[str], options: Mapping[str, Any], first: int) -> Iterator[str]:
+        """What follows each prompt until its document ends, one of the texts ``until`` comes, or there are enough tokens.
+
+        ``first``: requests before these; each request has its own random numbers, in batches of any size.
+        """
         until, max_new_tokens = options.get("until") or [], int(options["max_gen_toks"])
         stop = [until] if isinstance(until, str) else [text for text in until if text]
         stop += [end] if (end := self.text.decode([self.eot_token_id])) and end not in stop else []
@@ -203,8 +202,7 @@ class Adapter(TemplateLM):
             )
         starts = [self.tok_encode(prompt)[-room:] or [self.first] for prompt in prompts]
         temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
-        sampling = Sampling(temperature, options.get("top_k") or None, float(options.get("top_p") or 1.0))
-
+        sampling = Sampling(temperature, options.get("top_k") or None, float(options.get("top_p") or 1.0), first=first)
         ends = self.text.ends
 
         def ended(_: int, new: list[int]) -> bool:

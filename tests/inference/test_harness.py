@@ -209,6 +209,32 @@ def test_a_text_has_the_bits_per_byte_of_a_rolling_task(export, place, tmp_path,
     assert text["bits_per_byte"] == pytest.approx(ours["bits_per_byte"], abs=1e-5)
 
 
+COLLECT = """import json
+def process_results(doc, results):
+    with open({path!r}, "a") as file:
+        file.write(json.dumps(results[0]) + "\\n")
+    return {{"n": len(results[0])}}
+"""
+
+
+def test_each_sample_of_a_question_has_its_own_random_numbers_in_batches_of_any_size(export, tmp_path, capsys):
+    rest = (
+        '{doc_to_text: "{{q}}", doc_to_target: "{{q}}", generation_kwargs: {until: [], do_sample: true, temperature: 1.0, max_gen_toks: 12}, '
+        "repeats: 9, filter_list: [{name: all, filter: [{function: take_first_k, k: 9}]}], metric_list: [{metric: n, aggregation: mean, "
+        "higher_is_better: true}]}"
+    )
+    words = task_of(tmp_path / "tasks", "rep", "generate_until", rest, [{"q": "so"}, {"q": "so"}, {"q": "it goes"}])
+    with (tmp_path / "tasks/rep.yaml").open("a") as file:
+        file.write("process_results: !function utils.process_results\n")
+    samples = []
+    for size in (4, 5, 64):
+        (tmp_path / "tasks/utils.py").write_text(COLLECT.format(path=str(path := tmp_path / f"{size}.jsonl")))
+        evaluate(capsys, export[0], tmp_path, *words, "--batch", size, "engine.precision=fp32")
+        samples.append([json.loads(line) for line in path.read_text().splitlines()])
+    assert samples[0] == samples[1] == samples[2]
+    assert len({text for texts in samples[0] for text in texts}) == 27
+
+
 def scored(out):
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
     rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may still be being written

@@ -24,6 +24,8 @@ FORMS = {"messages": ("role", "content", ROLES), "conversations": ("from", "valu
 """Key of the messages of a conversation: keys of a message's role and text, and the names of roles."""
 CHANGE_TEXT = ("tools", "documents")
 """Keys of a conversation that templates read, and hpclm does not."""
+READ = (*FORMS, *CHANGE_TEXT)
+"""Keys of a conversation that count."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of a part of a message's content that is text."""

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
@@ -58,6 +58,8 @@ class Input:
     """Modification time in ns."""
     columns: tuple[str, ...] = ()
     """Those of a table that are read; none: all."""
+    needs_columns: bool = True
+    """Whether a table must have all of them; if not, those that it has are read."""
 
     @property
     def name(self) -> str:
@@ -109,12 +111,16 @@ class Share:
 
 
 def find(
-    names: list[str], format: Format | None, columns: Sequence[str] = (), plain: PlainFormat = "files"
+    names: list[str],
+    format: Format | None,
+    columns: Sequence[str] = (),
+    plain: PlainFormat = "files",
+    needs_columns: bool = True,
 ) -> list[Input]:
     """The inputs ``names``: files, folders, patterns such as 'data/*.jsonl.zst' (their files are sorted), "-" for standard input.
 
-    ``format`` None: that of each file, by its name and content; ``plain`` for text that is neither JSON lines nor a table. ``columns``: those that
-    are read of tables, as of Input. ConfigError for files that do not exist, or are no text.
+    ``format`` None: that of each file, by its name and content; ``plain`` for text that is neither JSON lines nor a table. ``columns`` and
+    ``needs_columns``: see Input. ConfigError for files that do not exist, are not text, or are named twice.
     """
     inputs = []
     for name in names:
@@ -126,10 +132,25 @@ def find(
         for path in _matches(name, format):
             status, kind = readable(path, "input").stat(), kind_of(path, format, plain)
             selected = tuple(columns) if kind.storage == "table" else ()
-            inputs.append(Input(path, kind.format, kind.storage, status.st_size, status.st_mtime_ns, selected))
-    if names.count("-") > 1:
-        raise ConfigError("--input - is given twice; standard input can be read once")
+            inputs.append(
+                Input(path, kind.format, kind.storage, status.st_size, status.st_mtime_ns, selected, needs_columns)
+            )
+    refuse_repeated(inputs)
     return inputs
+
+
+def refuse_repeated(inputs: Iterable[Input]) -> None:
+    """ConfigError if two ``inputs`` are the same file, also through links: its documents could be trained and evaluated on."""
+    names = dict[tuple[int, int] | None, str]()
+    for source in inputs:
+        status = None if source.path == "-" else Path(source.path).stat()
+        file = status and (status.st_dev, status.st_ino)
+        if file in names:
+            if file is None:
+                raise ConfigError("--input - is given twice; standard input can be read once")
+            other = "" if names[file] == source.path else f", also as {names[file]}"
+            raise ConfigError(f"{source.path} is an input twice{other}; its documents would be copied. Give it once")
+        names[file] = source.path
 
 
 def _matches(name: str, format: Format | None) -> list[str]:
@@ -301,7 +322,8 @@ def _opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO | None]]:
             elif source.storage == "zst":
                 yield io.BufferedReader(_Pieces(decompressed(raw)), CHUNK), raw
             elif source.storage == "table":
-                yield io.BufferedReader(_Pieces(tables.json_lines(raw, source.path, source.columns)), CHUNK), raw
+                rows = tables.json_lines(raw, source.path, source.columns, source.needs_columns)
+                yield io.BufferedReader(_Pieces(rows), CHUNK), raw
             else:
                 yield raw, raw
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -9,9 +9,9 @@ from pathlib import Path
 from hpclm import config
 from hpclm.data import chat_record, tokenizers
 from hpclm.data.loss_mask import prefix_of
-from hpclm.datasets.chat import Chat, chat_of, with_end
+from hpclm.datasets.chat import READ, Chat, chat_of, with_end
 from hpclm.datasets.encode import Job
-from hpclm.datasets.inputs import MAX_LINE_MB, MB, Input, Share, find
+from hpclm.datasets.inputs import MAX_LINE_MB, MB, Input, Share, find, refuse_repeated
 from hpclm.datasets.kinds import PlainFormat
 from hpclm.datasets.run_text import token_text
 from hpclm.distributed import bootstrap
@@ -148,7 +148,10 @@ def _chat(args: argparse.Namespace, model: str | None) -> Chat:
 def _corpus(args: argparse.Namespace, share: Share) -> InputCorpus:
     """The inputs, and a dataset for each key; of conversations, their tokens and their loss mask."""
     keys = args.json_keys or ["text"]
-    inputs = find(args.chat, "jsonl") if args.chat else find(args.input, args.format, keys, args.plain_text)
+    if args.chat:
+        inputs = find(args.chat, "jsonl", READ, needs_columns=False)
+    else:
+        inputs = find(args.input, args.format, keys, args.plain_text)
     option = f"--json-keys {' '.join(keys)}"
     if len(set(keys)) < len(keys):
         raise ConfigError(f"{option} contains a key twice")
@@ -173,13 +176,12 @@ def _fairseq(args: argparse.Namespace, share: Share) -> tuple[tuple[InputCorpus,
     folder = Path(args.destdir or "data-bin")
     corpora = []
     for split in ("train", "valid", "test"):
-        for i, file in enumerate(filter(None, (getattr(args, f"{split}pref") or "").split(","))):
-            inputs = find([file], None, plain="lines")
-            if any(source.format != "lines" for source in inputs):
-                raise ConfigError(
-                    f"{file} holds JSON lines, but fairseq's options read plain ones; give --input {file}"
-                )
-            corpora.append(InputCorpus(tuple(inputs), (folder / f"{split}{i or ''}",)))
+        files = filter(None, (getattr(args, f"{split}pref") or "").split(","))
+        found = [find([file], None, plain="lines") for file in files]
+        refuse_repeated(inputs := [source for sources in found for source in sources])
+        if stray := next((source.name for source in inputs if source.format != "lines"), None):
+            raise ConfigError(f"{stray} holds JSON lines, but fairseq's options read plain ones; give --input {stray}")
+        corpora += [InputCorpus(tuple(sources), (folder / f"{split}{i or ''}",)) for i, sources in enumerate(found)]
     given = Path(args.srcdict) if args.srcdict else None
     return tuple(corpora), None if args.tokenizer else Dictionary(folder / "dict.txt", corpora[0], given)
 

@@ -4,7 +4,7 @@ Of Arrow's IPC both forms are read: the file (Feather, version 2), and the strea
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import orjson
@@ -15,27 +15,45 @@ ROWS = 1 << 8  # that are decoded at a time
 PARQUET_MAGIC = b"PAR1"
 FILE_MAGIC = b"ARROW1"
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+Batches = Callable[[list[str]], Iterable[Any]]
+"""Batches of rows that have only the columns of these names."""
 
 
-def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[bytes]:
-    """The rows of a table as lines, a JSON object of ``columns`` for each (none: of all); ConfigError if the file is corrupt
-    or has no such column."""
+def json_lines(file: BinaryIO, path: str, columns: Sequence[str], needs_columns: bool) -> Iterator[bytes]:
+    """The rows of a table as lines, a JSON object of ``columns`` for each (none: of all); ConfigError if the file is corrupt, holds a
+    value that Python does not, or lacks one of the columns. Without ``needs_columns`` those that it has are read; all if it has none."""
     import pyarrow
 
     is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC or ".parquet" in path.lower()
     file.seek(0)
     try:
-        names, batches = (_parquet if is_parquet else _arrow)(file, columns)
-        if absent := [column for column in columns if column not in names]:
+        table, batches = (_parquet if is_parquet else _arrow)(file)
+        names = table.names
+        absent = [column for column in columns if column not in names]
+        if absent and needs_columns:
             raise ConfigError(f"{path} has no column {absent[0]!r}; it has {names}; select one with --column")
-        for batch in batches:
+        for batch in batches([column for column in columns if column in names] or names):
             for first in range(0, batch.num_rows, ROWS):
-                rows = batch.slice(first, ROWS).to_pylist()
-                yield b"".join(_line(row) + b"\n" for row in rows)
+                yield b"".join(_line(row) + b"\n" for row in _rows(batch.slice(first, ROWS), path))
     except (pyarrow.ArrowException, OSError, EOFError) as error:
         kind = "a Parquet" if is_parquet else "an Arrow IPC"
         raise ConfigError(
             f"{path} is truncated, corrupt, or not {kind} file: {error}; copy or create it again"
+        ) from None
+
+
+def _rows(batch: Any, path: str) -> list[dict[str, Any]]:
+    """The rows of a batch; ConfigError for a value that has no form in Python, such as a date after the year 9999."""
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
+    except (
+        ArithmeticError,
+        LookupError,
+        ValueError,
+    ) as error:  # also of text that is not UTF-8, and unknown time zones
+        raise ConfigError(
+            f"{path} holds a value that cannot be read ({error}); write {batch.schema.names} as text"
         ) from None
 
 
@@ -53,16 +71,16 @@ def _plain(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _parquet(file: BinaryIO, columns: Sequence[str]) -> tuple[list[str], Iterable[Any]]:
-    """The names of all columns, and batches of rows that have only ``columns``."""
+def _parquet(file: BinaryIO) -> tuple[Any, Batches]:
+    """The schema, and what gives batches of rows that have only some columns."""
     from pyarrow import parquet
 
     table = parquet.ParquetFile(file, pre_buffer=False)  # else what is read ahead stays in memory to the end
-    return table.schema_arrow.names, table.iter_batches(ROWS, columns=list(columns) or None)
+    return table.schema_arrow, lambda columns: table.iter_batches(ROWS, columns=columns)
 
 
-def _arrow(file: BinaryIO, columns: Sequence[str]) -> tuple[list[str], Iterable[Any]]:
-    """Names and batches of columns of an Arrow file. EOFError for a stream without its end mark: without a part of it, it may look whole."""
+def _arrow(file: BinaryIO) -> tuple[Any, Batches]:
+    """The same of an Arrow file. EOFError for a stream without its end mark: without a part of it, it may look whole."""
     from pyarrow import ipc
 
     beginning = file.read(len(FILE_MAGIC))
@@ -76,4 +94,4 @@ def _arrow(file: BinaryIO, columns: Sequence[str]) -> tuple[list[str], Iterable[
             raise EOFError("it has no end mark")
         file.seek(0)
         table = batches = ipc.open_stream(file)
-    return table.schema.names, (batch.select(list(columns)) if columns else batch for batch in batches)
+    return table.schema, lambda columns: (batch.select(columns) for batch in batches)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from hpclm import cli
 from hpclm.datasets.inputs import CHUNK, Share, chunks, find
 from hpclm.errors import ConfigError
 
@@ -184,6 +185,54 @@ def test_line_numbers_are_right_in_every_share(tmp_path):
             number = int(chunk.location(0).rsplit(":", 1)[1])
             assert chunk.lines[0] == lines[number - 1] + b"\n"
             assert joined([chunk]) in path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "names, other",
+    [
+        (["*.jsonl", "a.jsonl"], ""),
+        ([".", "."], ""),
+        (["a.jsonl", "../data/a.jsonl"], "a.jsonl"),
+        (["a.jsonl", "link.jsonl"], "a.jsonl"),
+        (["more", "a.jsonl"], "more/hard.jsonl"),
+    ],
+)
+def test_a_file_that_is_named_twice_is_refused(names, other, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "data"
+    (folder / "more").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    Path("a.jsonl").write_text('{"text": "a"}\n')
+    Path("copy.jsonl").write_text('{"text": "a"}\n')  # which is another file
+    if names[1] == "link.jsonl":
+        Path("link.jsonl").symlink_to("a.jsonl")
+    Path("more/hard.jsonl").hardlink_to("a.jsonl")
+    said = rf"{names[1]} is an input twice, also as {other};" if other else r"a\.jsonl is an input twice;"
+    with pytest.raises(ConfigError, match=said):
+        find(names, None)
+    for words in (
+        ["preprocess", "--output-prefix", "x", "--tokenizer", "bytes", "--input"],
+        [
+            "preprocess",
+            "--output-prefix",
+            "x",
+            "--tokenizer",
+            "json",
+            "--tokenizer-files",
+            "t.json",
+            "--context",
+            "9",
+            "--chat",
+        ],
+        ["train-tokenizer", "--output", "t.json", "--input"],
+    ):
+        assert cli.main([*words, *names]) == 64
+        assert "is an input twice" in capsys.readouterr().err
+    Path("valid.txt").write_text("a\n")
+    assert (
+        cli.main(["preprocess", "--only-source", "--trainpref", "valid.txt", "--validpref", "valid.txt,./valid.txt"])
+        == 64
+    )
+    assert "./valid.txt is an input twice, also as valid.txt" in capsys.readouterr().err
 
 
 def test_standard_input_needs_a_format_and_is_read_once():

@@ -4,6 +4,7 @@ import gzip
 import json
 import shutil
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import orjson
@@ -14,6 +15,7 @@ from hpclm import cli
 from hpclm.data.indexed import IndexedDataset
 from hpclm.datasets.inputs import chunks, find
 from hpclm.errors import ConfigError
+from tests.datasets import chats
 
 pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import feather, ipc, parquet  # noqa: E402
@@ -96,6 +98,49 @@ def test_a_binary_column_is_text_and_what_is_not_utf_8_is_refused_by_its_row(wan
     parquet.write_table(pyarrow.table({"text": [{"nested": b"\xe9"}]}), path)
     assert preprocess(path, prefix=tmp_path / "z") == 64
     assert f"{path}:1 is not UTF-8" in capsys.readouterr().err
+
+
+ODD = pyarrow.array([1 << 60], pyarrow.timestamp("us"))  # after the year 9999
+ODD_COLUMNS = {"far": ODD, "zone": ODD.cast(pyarrow.timestamp("us", "Nowhere/Land")), "id": [1]}
+CHATS = {
+    "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}],
+    "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}],
+}
+
+
+@pytest.mark.parametrize("ending, write", KINDS.items(), ids=KINDS.keys())
+def test_only_the_columns_that_count_are_read(ending, write, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = f"a.{ending}"
+    Path("t.json").write_text(chats.tokenizer())
+    Path("c.jinja").write_text(chats.PLAIN["chatml"])
+    words = [
+        "preprocess",
+        "--tokenizer",
+        "json",
+        "--tokenizer-files",
+        "t.json",
+        "--chat-template",
+        "c.jinja",
+        "--context",
+        "99",
+    ]
+
+    def chat(columns):
+        write(pyarrow.table(columns), path)
+        return cli.main([*words, "--chat", path, "--output-prefix", "x", "--overwrite"]), capsys.readouterr().err
+
+    for key, turns in CHATS.items():
+        assert chat({key: [turns], "tools": pyarrow.nulls(1), **ODD_COLUMNS}) == (0, "")
+    assert len(IndexedDataset("x_chat")) == 1
+    code, said = chat({"messages": [CHATS["messages"]], "tools": ["[]"]})
+    assert code == 64 and "has 'tools', which hpclm does not render" in said
+    code, said = chat({"talk": [CHATS["messages"]], "id": [1]})
+    assert code == 64 and f"{path}:1 has no one key of ['messages', 'conversations']; it has ['id', 'talk']" in said
+    for name in ("far", "zone"):
+        write(pyarrow.table({"text": [{"when": value} for value in ODD_COLUMNS[name]]}), path)
+        assert preprocess(path, prefix="y") == 64
+        assert f"{path} holds a value that cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])

@@ -38,8 +38,8 @@ class RefusedError(Exception):
 class Sink(Protocol):
     """One run in an experiment tracker. It may raise at any time; it is then recreated and sent the same rows again.
 
-    A row for which it raises RefusedError, ValueError or TypeError is left out instead. A sink may have ``substitutes``, a mapping
-    of the names that its tracker refuses to those that it has instead; the log says them once.
+    A row for which it raises RefusedError is left out instead. A sink may have ``substitutes``, a mapping of the names that its
+    tracker refuses to those that it has instead; the log says them once.
     """
 
     def __init__(self, run: RunInfo) -> None:

@@ -78,7 +78,7 @@ class Feed:
                         say(f"refused {rows_of}, left out there ({refused[0]}); {self.refused} so far")
                     self._say_substitutes(getattr(self.sink, "substitutes", {}), say)
                 self._keep()
-        except Exception:
+        except (Exception, SystemExit):
             self.close(1)
             self.sink = None
             raise
@@ -87,9 +87,7 @@ class Feed:
         """Send rows, after ``before`` others; why the sink refuses some of them, one line for each."""
         try:
             sink.send(pending, before)
-        except Exception as error:
-            if not is_refusal(error):
-                raise
+        except RefusedError as error:
             if len(pending) == 1:
                 return [f"step {pending[0]['step']}: {cause(error)}"]
             half = len(pending) // 2
@@ -105,7 +103,7 @@ class Feed:
     def close(self, code: int) -> None:
         """The attempt has ended with ``code``."""
         if self.sink is not None:
-            with suppress(Exception):
+            with suppress(Exception, SystemExit):
                 self.sink.close(code)
 
     def _run(self) -> RunInfo:
@@ -136,14 +134,7 @@ def kind(row: Row) -> str:
     return str(row.get("part", "valid")) if "validation_loss" in row else "train"
 
 
-def is_refusal(error: Exception) -> bool:
-    """Whether a sink refuses what it was sent, rather than that it cannot be reached."""
-    if isinstance(error, (OSError, json.JSONDecodeError)):  # a proxy's page instead of an answer
-        return False
-    return isinstance(error, (RefusedError, ValueError, TypeError))
-
-
-def cause(error: Exception) -> str:
+def cause(error: BaseException) -> str:
     """An error of a sink, in one line."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
@@ -156,7 +147,7 @@ def send_rest(out: Path, name: str) -> None:
         before, refused = feed.rows, feed.refused
         try:
             feed.send(lambda text: say(f"{name}: {text}"))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise HpclmError(f"{name}: {cause(error).rstrip('.')}; repeat the command to send the rest") from None
         feed.close(0)
     step = max(feed.steps.values(), default=0)

@@ -1,5 +1,6 @@
 """Weights & Biases; WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY and the others of its variables are honoured."""
 
+import os
 from collections.abc import Sequence
 
 import wandb
@@ -7,12 +8,17 @@ import wandb
 from hpclm.sinks import Row, RunInfo, figures
 from hpclm.sinks.names import TrackerNames, is_key
 
+OTHER_SESSION = ("SERVICE", "RUN_ID", "SWEEP_ID", "SWEEP_PARAM_PATH", "LAUNCH", "RESUME", "RESUME_FROM", "FORK_FROM")
+"""Variables WANDB_... that a sweep's agent or another session leaves in a shell; they would decide which run gets the rows."""
+
 
 class WandbSink:
     """A run in W&B. Its own files, and those of an offline run, are in the run directory's folder wandb."""
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""
+        for name in OTHER_SESSION:
+            os.environ.pop(f"WANDB_{name}", None)
         self._names = TrackerNames(is_key)
         self.substitutes = self._names.substitutes
         self.run = wandb.init(

@@ -58,7 +58,7 @@ def main(name: str, out: Path) -> int:
                 if failure:
                     warn(f"reconnected; synced through row {feed.rows}")
                 failure, pause = "", POLL
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # whatever a sink of one's own does
                 if failure != cause(error):
                     warn(f"{cause(error)}; training continues; retrying")
                 failure, pause = cause(error), min(MAX_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))

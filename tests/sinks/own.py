@@ -5,6 +5,8 @@ import os
 import sys
 import time
 
+from hpclm.sinks import RefusedError
+
 
 class Written:
     """Appends the rows to a file in the run directory."""
@@ -54,16 +56,19 @@ class Dies(Written):
 
 
 class Choosy(Written):
-    """Cannot be reached at first; refuses some rows, and renames a metric."""
+    """Fails at first, each time in another way; refuses some rows, and renames a metric."""
+
+    failures = (ConnectionError, ValueError, TypeError, KeyError, SystemExit)
 
     substitutes = {"a,b": "a_b"}  # noqa: RUF012 - as a sink may have it
 
     def send(self, rows, before):
-        reached = self.path.with_name("reached")
-        if not reached.exists():
-            reached.touch()
-            raise ConnectionError("no route to host")
+        failed = self.path.with_name("failed")
+        count = failed.stat().st_size if failed.exists() else 0
+        if count < len(self.failures):
+            failed.write_bytes(bytes(count + 1))
+            raise self.failures[count]("no route to host")
         for row in rows:
             if row["step"] in (3, 5):
-                raise ValueError(f"I do not like {row['step']}")
+                raise RefusedError(f"I do not like {row['step']}")
         super().send(rows, before)

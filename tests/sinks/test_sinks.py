@@ -131,12 +131,15 @@ def records(content):
 def test_weights_and_biases_offline_has_each_step_once(tiny, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("SERVICE", "RUN_ID", "SWEEP_ID", "SWEEP_PARAM_PATH", "LAUNCH"):  # of a sweep's agent
+        monkeypatch.setenv(f"WANDB_{name}", "other")
     from wandb.proto import wandb_internal_pb2 as proto
 
     out = tmp_path / "run"
     attempts(tiny("run", "name=other", "log.sinks=[wandb]", "log.project=proof"), out)
     files = sorted(out.glob("wandb/offline-run-*/*.wandb"))
-    assert len(files) == 2 and len({path.name for path in files}) == 1  # two attempts, one run
+    id = json.loads((out / "sinks/wandb.json").read_text())["id"]
+    assert [path.name for path in files] == [f"run-{id}.wandb"] * 2  # two attempts, one run
     found, settings, names = [], {}, set()
     for path in files:
         for data in records(path.read_bytes()):

@@ -57,8 +57,14 @@ def kind_named(name: str) -> Kind:
     return kind
 
 
+SLICE = re.compile(r"\bMIG\b|-\d+[ABCQ]\b")
+"""In the names of parts of a GPU: NVIDIA's MIG slices, and virtual GPUs such as GRID A100-10C."""
+
+
 def named(name: str) -> Kind | None:
-    """The kind of the GPU that calls itself ``name``; None if it is not known."""
+    """The kind of the GPU that calls itself ``name``; None if it is not known, or only a part of one."""
+    if SLICE.search(name):
+        return None
     models = [model for model in KINDS if re.search(rf"\b{model}\b", name)]
     return KINDS[max(models, key=len)] if models else None
 

@@ -75,6 +75,10 @@ def test_fewer_gpus_than_processes_are_refused(gpus, visible, said):
         "NVIDIA L40": 181e12,
         "NVIDIA L4": 121e12,
         "NVIDIA RTX A1000": None,
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None,
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,
+        "GRID A100-10C": None,
+        "NVIDIA L40S-48Q": None,
         "NVIDIA GeForce RTX 4090": None,
     }.items(),
 )

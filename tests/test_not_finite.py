@@ -101,7 +101,7 @@ class Filled:
             yield Shard.whole(f"model.{name}", torch.full(form.shape, self.value))
 
     def scalars(self):
-        return {"optimizer_steps": 0, "loss_scale": None}
+        return {"optimizer_steps": 0}
 
 
 def test_weights_that_are_not_finite_write_nothing_and_have_no_loss(tiny, tmp_path, capsys):

@@ -191,7 +191,7 @@ def hpclm(case: dict[str, Any], inputs: dict[str, Any], rank: int) -> dict[str, 
         run = config.load(None, case["words"])
         mesh = Mesh.build(rank, size, run.parallel)
         engine: Any = engines.build(run.for_engine(size), Compute(cpu, torch.float32, mesh))
-        engine.load(Weights(inputs["weights"]), {"optimizer_steps": 0, "loss_scale": None})
+        engine.load(Weights(inputs["weights"]), {"optimizer_steps": 0})
     except ConfigError as error:
         raise RefusedError(error.problems[0]) from None
     gradients: list[Any] = []

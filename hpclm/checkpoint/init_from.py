@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpclm.checkpoint.tensors import Tensors
     from hpclm.engine import Engine
 
-FRESH = {"optimizer_steps": 0, "loss_scale": None}
+FRESH = {"optimizer_steps": 0}
 
 
 class SavedWeights:

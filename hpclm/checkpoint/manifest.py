@@ -18,6 +18,7 @@ from typing import Any
 from hpclm import files
 from hpclm.errors import ConfigError
 from hpclm.optim.stability import Health
+from hpclm.rundir import rows
 
 NAME = "MANIFEST.json"
 SCHEMA = 4
@@ -27,6 +28,7 @@ USUAL = 1 << 24  # bytes beyond which it is looked at before it is read
 TAIL = 1 << 10
 END = re.compile(rb'"blake2b": *"[0-9a-f]{128}"\s*\}\s*$')
 NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}  # other errors are the disk's
+PROGRESS: dict[str, rows.Kind] = {"step": int, "samples": int, "seconds": float, "skipped": int, "planned": int}
 PLAIN = re.compile(r"[\w-][\w.-]*")  # a file name in the checkpoint's own folder
 
 
@@ -210,6 +212,12 @@ def _check(manifest: Manifest, folder: Path) -> None:
         starts = [tuple(part["start"]) for part in entry["parts"] if prod(part["size"])]
         if len(set(starts)) != len(starts):  # then others are missing
             raise BadCheckpoint(f"{NAME} lists values of {name} more than once")
+    if not isinstance(manifest.scalars, dict):
+        raise BadCheckpoint(f"{NAME} has no object of scalars")
+    for name, kind in PROGRESS.items():
+        value = manifest.progress.get(name)
+        if not rows.fits(value, kind) or (value is None and name != "planned"):
+            raise BadCheckpoint(f"{NAME} has progress.{name}={value!r:.60}, which no run saves")
     step = Progress.of(manifest.progress).step
     named = re.fullmatch(r"step-(\d+)", folder.name)
     if named and step != int(named[1]):

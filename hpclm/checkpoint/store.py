@@ -15,13 +15,13 @@ from typing import Any
 from hpclm import files, folders
 from hpclm.checkpoint import directory, staging
 from hpclm.checkpoint.fingerprint import check_fingerprint
-from hpclm.checkpoint.manifest import BadCheckpoint, Manifest, Progress, many_objects
+from hpclm.checkpoint.manifest import NAME, BadCheckpoint, Manifest, Progress, many_objects
 from hpclm.checkpoint.retention import CompleteCheckpoints, Retention
 from hpclm.checkpoint.staging import Snapshot
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.engine import Engine, StateSource
-from hpclm.errors import HpclmError, NoCheckpointError
+from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
 from hpclm.rundir.lease import Lease
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,10 @@ class CheckpointStore:
             return None, reason
         manifest, wrong = Manifest(**fields), dict[str, str]()
         with Tensors(folder, manifest, wrong) as saved:
-            engine.load(saved, manifest.scalars)
+            try:
+                engine.load(saved, manifest.scalars)
+            except ConfigError as error:
+                raise ConfigError(f"{folder / NAME}: {problem}" for problem in error.problems) from None
         every = self.context.gather(wrong, unlimited=True)
         reason = self.context.run_on_main(lambda: self._agreed(folder, every))
         return (Progress.of(manifest.progress), None) if reason is None else (None, reason)

@@ -16,10 +16,11 @@ from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.engine import SavedState, Shard, StepResult, keep_going
 from hpclm.engine.gradient_buckets import GradientBuckets
 from hpclm.engine.matrix_exchange import MatrixExchange
-from hpclm.engine.outliers import GUARDS
+from hpclm.engine.outliers import GUARDS, is_guard
 from hpclm.engine.qk_clip import QKClip
 from hpclm.engine.router_state import RouterState
 from hpclm.engine.save_plan import SavePlan
+from hpclm.engine.scalars import Check, check, is_count, is_loss_scale
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
 from hpclm.engine.step import GlobalNorm, StepInputs, Timers, mean_loss, seed_step, step_inputs
@@ -278,7 +279,7 @@ class BaseEngine:
         """The optimizer's step count, numbers of its parameter groups, the loss scale, and what optim.guard remembers."""
         numbers: dict[str, Any] = {
             "optimizer_steps": self.state.steps(),
-            "loss_scale": self.scale and asdict(self.scale),
+            "loss_scale": asdict(self.scale) if self.scale else {},
         }
         if self.state.kind.group_state:
             numbers["optimizer_groups"] = self.state.group_numbers(self.weights, self.mesh.pp)
@@ -289,6 +290,7 @@ class BaseEngine:
         """Load a saved state."""
         given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
         # all checks come before the first write: a refused checkpoint leaves the model as it was
+        check(scalars, self._scalars(scalars))
         check_shapes(self.model.placements, self._expected(given))
         if scalars["optimizer_steps"]:
             self._check_optimizer(saved.shapes(), scalars)
@@ -300,7 +302,16 @@ class BaseEngine:
         self.refresh()
         self.guard.load(scalars)
         if self.scale:
-            self.scale = LossScale.of(scalars["loss_scale"], self.config.scaler)
+            self.scale = LossScale.of(scalars.get("loss_scale"), self.config.scaler)
+
+    def _scalars(self, given: Mapping[str, Any]) -> dict[str, Check]:
+        """What each saved scalar may be."""
+        table: dict[str, Check] = {"optimizer_steps": is_count, "loss_scale": is_loss_scale, "guard": is_guard}
+        if self.state.kind.group_state and "optimizer_groups" in given:  # see _check_optimizer for a state without
+            table["optimizer_groups"] = self.state.fits_groups
+        if self.router_state:
+            table["expert_load"] = self.router_state.fits
+        return table
 
     def _check_optimizer(self, given: Mapping[str, Sequence[int]], scalars: Mapping[str, Any]) -> None:
         """ConfigError if a saved state is not of this optimizer. ``given``: the shapes of all tensors."""

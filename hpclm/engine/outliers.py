@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpclm.engine.scalars import is_array, is_number
 from hpclm.engine.step import GlobalNorm
 
 STEPS = 128
@@ -57,7 +58,7 @@ class UpdateGuard:
     def scalars(self) -> dict[str, Any]:
         """The window, as JSON."""
         rows = [[value if value == value else None for value in row] for row in self.window.tolist()]
-        return {"guard": {"name": self.name, "window": rows}} if self.columns else {}
+        return {"guard": {"name": self.name, "window": rows} if self.columns else {}}
 
     def load(self, scalars: dict[str, Any]) -> None:
         """Set the window to a saved one, or empty it if there is none of this guard."""
@@ -112,3 +113,13 @@ class ClipUpdate(UpdateGuard):
 
 
 GUARDS: dict[str, type[UpdateGuard]] = {kind.name: kind for kind in (UpdateGuard, SkipStep, ClipUpdate)}
+
+
+def is_guard(value: Any) -> bool:
+    """Whether a guard could have saved this as its scalar."""
+    if value == {}:
+        return True
+    if not isinstance(value, dict) or value.keys() != {"name", "window"}:
+        return False
+    columns = [kind.columns for name, kind in GUARDS.items() if name == value["name"]]
+    return bool(columns) and is_array(value["window"], (STEPS, columns[0]), lambda v: v is None or is_number(v))

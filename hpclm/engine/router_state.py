@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpclm.config import ModelConfig
 from hpclm.engine import SavedState, Shard
+from hpclm.engine.scalars import is_array, is_number
 from hpclm.model.balance import COUNTS
 from hpclm.model.experts import Router, routers
 from hpclm.model.stack import Stack
@@ -67,16 +68,21 @@ class RouterState:
 
     def scalars(self) -> dict[str, Any]:
         """The shares of the last step, as JSON."""
-        return {"expert_load": self.load.tolist()} if self.config.balance_step else {}
+        return {"expert_load": self.load.tolist()}
+
+    def fits(self, value: Any) -> bool:
+        """Whether ``value`` could be saved shares: no expert has more than all tokens."""
+        experts = self.config.experts
+        return is_array(value, tuple(self.load.shape), lambda share: is_number(share) and 0 <= share <= experts)
 
     def load_saved(self, saved: SavedState, scalars: Mapping[str, Any]) -> None:
-        """Load a saved state; without shares of a last step, all experts had the same."""
+        """Load a saved state; imported weights have no shares of a last step, so all experts begin with the same."""
         if self.config.router_choice_bias:
             # also of other stages' blocks: every process moves the biases of all by the same counts, and they are compared
             for name, number in self.rows.items():
                 row = self.bias[number]
                 row.copy_(saved.block(bias_name(name), (0,), tuple(row.shape)))
-        self.load.copy_(torch.tensor(scalars.get("expert_load") or torch.ones(self.load.shape).tolist()))
+        self.load.copy_(torch.tensor(scalars.get("expert_load", 1.0)))
 
 
 def bias_name(block: str) -> str:

@@ -152,7 +152,7 @@ class ImportedWeights:
 
     def scalars(self) -> dict[str, Any]:
         """The optimizer's step count."""
-        return {"optimizer_steps": self.steps, "loss_scale": None}
+        return {"optimizer_steps": self.steps}
 
 
 def settings_of(

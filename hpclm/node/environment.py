@@ -49,6 +49,12 @@ def replace(env: Mapping[str, str]) -> None:
     os.environ.update(env)
 
 
+def forget(names: Iterable[str]) -> None:
+    """Remove variables from the environment of this process and of its children."""
+    for name in names:
+        os.environ.pop(name, None)
+
+
 @contextmanager
 def preserved() -> Iterator[None]:
     """After the block, the environment of this process is as before it."""

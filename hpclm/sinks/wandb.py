@@ -1,10 +1,10 @@
 """Weights & Biases; WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY and the others of its variables are honoured."""
 
-import os
 from collections.abc import Sequence
 
 import wandb
 
+from hpclm.node import environment
 from hpclm.sinks import Row, RunInfo, figures
 from hpclm.sinks.names import TrackerNames, is_key
 
@@ -17,8 +17,7 @@ class WandbSink:
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""
-        for name in OTHER_SESSION:
-            os.environ.pop(f"WANDB_{name}", None)
+        environment.forget(f"WANDB_{name}" for name in OTHER_SESSION)
         self._names = TrackerNames(is_key)
         self.substitutes = self._names.substitutes
         self.run = wandb.init(

@@ -63,7 +63,7 @@ class Drawn:
             yield Shard.whole(f"optim.exp_avg.{name}", whole * 0)
 
     def scalars(self):
-        return {"optimizer_steps": 7, "loss_scale": None}
+        return {"optimizer_steps": 7}
 
 
 def run(folder, network, blocks=1, fingerprint=None, **data):

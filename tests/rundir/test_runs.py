@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hpclm.checkpoint.manifest import Manifest
+from hpclm.checkpoint.manifest import Manifest, Progress
 from hpclm.errors import ConfigError
 from hpclm.rundir import runs, submissions
 from hpclm.rundir.submissions import Submission
@@ -41,7 +41,9 @@ def checkpoint(folder, processes=1, tensors=1):
     parts = {
         f"tensor-{number}": {"parts": [{"file": name, "start": [0, 0]} for name in files]} for number in range(tensors)
     }
-    Manifest({"step": int(folder.name[5:])}, {}, {}, parts, files, {"processes": processes}).write(folder)
+    Manifest(
+        vars(Progress(int(folder.name[5:]))) | {"health": None}, {}, {}, parts, files, {"processes": processes}
+    ).write(folder)
     for name in files:
         (folder / name).write_bytes(bytes(100))
     return folder

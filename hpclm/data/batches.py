@@ -50,6 +50,12 @@ class Batches:
         self.plan, self.data, self.device = plan, data, compute.device
         self.replica, self.cp = compute.mesh.replica, compute.mesh.cp
         self.width, self.vocab_size, self.eod = model.context + 1, model.vocab_size, eod
+        if np.dtype(samples.dtype).kind not in "iu":
+            raise ConfigError(f"data.source={data.source} has rows of {samples.dtype}, not of integers")
+        fits = model.vocab_size <= np.iinfo(samples.dtype).max
+        self.dtype = np.dtype(samples.dtype if fits else np.int64)
+        self.unset = int(np.iinfo(self.dtype).max)
+        """What a row holds before it is read; not a token."""
         self._ahead = Prefetch(
             self._read_step,
             lambda consumed: consumed + plan.batch_size(consumed),
@@ -88,7 +94,7 @@ class Batches:
                 yield spare._replace(loss_mask=torch.zeros_like(spare.rows[:, 1:], dtype=torch.bool))
 
     def _load(self, indices: range) -> "_Loaded":
-        rows = np.empty((len(indices), self.width), self.samples.dtype)
+        rows = np.full((len(indices), self.width), self.unset, self.dtype)
         read, length = self.samples.read, len(self.samples)
         for row, index in zip(rows, indices, strict=True):
             read(index % length, row)
@@ -127,6 +133,11 @@ class Batches:
             low = int(rows.min(where=rows != PADDING, initial=0))
         if high >= self.vocab_size or low < 0:
             row, column = np.argwhere((rows >= self.vocab_size) | ((rows < 0) & (rows != PADDING)))[0]
+            if rows[row, column] == self.unset:
+                raise ConfigError(
+                    f"data.source={self.data.source} sets only {column} of the {self.width} tokens of sample {indices[row]}; fill the row, "
+                    "and pad a shorter sample with hpclm.data.sources.PADDING"
+                )
             raise ConfigError(
                 f"sample {indices[row]} holds token {rows[row, column]}, outside model.vocab_size={self.vocab_size}; "
                 f"set model.vocab_size to the tokenizer's size, or check the dataset"

@@ -49,9 +49,9 @@ class Rows:
         row[:] = self.rows[index]
 
 
-def batches(samples=None, replica=0, replicas=1, workers=0, rampup=None, eod=None, device=CPU, **data):
+def batches(samples=None, replica=0, replicas=1, workers=0, rampup=None, eod=None, device=CPU, vocab_size=200, **data):
     config = RunConfig(
-        model=ModelConfig(vocab_size=200, layers=1, hidden=8, heads=2, context=CONTEXT),
+        model=ModelConfig(vocab_size=vocab_size, layers=1, hidden=8, heads=2, context=CONTEXT),
         data=DataConfig(source="synthetic", workers=workers, **data),
         batch=BatchConfig(global_size=12, micro_size=2, rampup=rampup),
         budget=BudgetConfig(steps=10),
@@ -151,6 +151,32 @@ def test_an_error_while_reading_ahead_reaches_the_step_that_needs_it():
     assert made.step(180)
     with pytest.raises(ConfigError, match=r"sample 194 holds token 200, outside model.vocab_size=200"):
         made.step(192)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.int64, int, "uint32"])
+@pytest.mark.parametrize("begin, end, said", [(0, 5, "only 5"), (0, 0, "only 0"), (3, 7, "only 0")])
+def test_a_row_that_a_source_does_not_fill_is_refused(begin, end, said, dtype):
+    class Short(Rows):
+        def read(self, index, row):
+            super().read(index, row) if index != 1 else row.__setitem__(slice(begin, end), 7)
+
+    Short.dtype = dtype
+    source = Short(*[[3] * 7] * 12)
+    with pytest.raises(
+        ConfigError, match=f"data.source=synthetic sets {said} of the 7 tokens of sample 1; fill the row"
+    ):
+        batches(source).step(0)
+
+
+def test_the_greatest_number_of_a_type_may_be_a_token_and_rows_are_integers():
+    class Bytes(Rows):
+        dtype = np.dtype(np.uint8)
+
+    [loaded] = batches(Bytes([255] * 7, [0] * 7), vocab_size=256).take(0, 2)
+    assert loaded.tokens[0].tolist() == [255] * 6
+    Bytes.dtype = np.dtype(np.float32)
+    with pytest.raises(ConfigError, match="has rows of float32, not of integers"):
+        batches(Bytes([0] * 7))
 
 
 @pytest.mark.parametrize("token", [200, -1, -3])

@@ -75,6 +75,7 @@ WRONG = {
         ["model.experts_per_token=5"],
         "model.experts_per_token=5 must be from 1 to model.experts=4\n",
     ),
+    "one a token, normalised": (1, ["model.experts_per_token=1"], "needs model.router_normalize=false"),
     "none a token": (1, ["model.experts_per_token=0"], "model.experts_per_token=0 must be from 1 to model.experts=4\n"),
     "groups": (1, ["model.router_groups=3"], "model.router_groups=3 must be a divisor of model.experts=4"),
     "too few in groups": (

@@ -34,6 +34,11 @@ def problems(model: Any) -> Iterator[str]:
     yield from _wrong_layers(model)
     if not 1 <= model.experts_per_token <= model.experts:
         yield f"model.experts_per_token={model.experts_per_token} must be from 1 to model.experts={model.experts}"
+    if model.experts_per_token == 1 < model.experts and model.router_normalize:
+        yield (
+            "model.experts_per_token=1 needs model.router_normalize=false (norm_topk_prob in config.json): one score divided by itself "
+            "is 1, so the router would get no gradient from the loss"
+        )
     if model.activation == "xielu":
         yield "model.activation=xielu is not supported with model.experts: its two weights would be shared by all of them"
     if model.expert_ffn is not None and model.expert_ffn < 1:

@@ -111,7 +111,7 @@ class ModelConfig(Checked):
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """What makes a token's scores of its products with the router's weights."""
     router_normalize: bool = True
-    """Divide the scores of a token's chosen experts by their sum."""
+    """Divide the scores of a token's chosen experts by their sum; must be false with experts_per_token=1."""
     router_scale: float = 1.0
     """Factor of the chosen experts' scores (routed_scaling_factor)."""
     router_groups: int = 1

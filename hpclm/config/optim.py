@@ -129,6 +129,8 @@ class OptimConfig(Checked):
         wrong = problem("optim.schedule", self.schedule, SCHEDULES)
         if wrong:
             yield wrong
+        if not self.lr and self.schedule in SCHEDULES:
+            yield "optim.lr=0 changes no weight, so nothing would be learned; set it to more than 0"
         if self.min_lr > self.lr and self.schedule not in ENDLESS:
             yield f"optim.min_lr={self.min_lr} must not be more than optim.lr={self.lr}"
         if self.warmup_fraction is not None:

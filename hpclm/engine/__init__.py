@@ -23,6 +23,7 @@ from hpclm.engine.user_optimizers import check_optimizer
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.gpt import LayerSpec
+from hpclm.optim.optimizers import rate_and_decay
 from hpclm.parallel.mesh import Compute
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.registry import class_check, load, lookup
@@ -215,6 +216,10 @@ def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:
     if unused:
         examples = ", ".join(dict.fromkeys(re.sub(r"^block\d+", "block0", name) for name in names))
         raise ConfigError([f"optim.groups: {entry} matches no weight; weights are {examples}" for entry in unused])
+    if not any(rate_and_decay(name, (), optim)[0] for name in names):
+        raise ConfigError(
+            f"optim.groups={optim.groups} sets the learning rate of every weight to 0; nothing would be learned"
+        )
 
 
 def check_supports(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConfig, maker: Maker) -> None:

@@ -73,6 +73,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "batch={micro_size: 8, rampup: [4,4,100]}": "batch.rampup's start=4 must be a multiple of batch.micro_size=8",
         "budget.hours=.inf": "must be a finite number",
         "budget.steps=0": "must be at least 1",
+        "optim={lr: 0, min_lr: 0}": "optim.lr=0 changes no weight",
         "optim.min_lr=1": "must not be more than optim.lr",
         "optim.period=2": "has no effect with optim.schedule=cosine; it applies to fairseq_cosine",
         "optim.schedule=cosin": "Did you mean 'cosine'?",

@@ -211,7 +211,7 @@ def test_a_step_is_adamw_as_published():
 
 @pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
 def test_dropout_is_drawn_anew_each_step_and_only_in_training(kind):
-    config = settings(dict(GPT2, **{kind: 0.3}), optim=dict(lr=0.0, min_lr=0.0))
+    config = settings(dict(GPT2, **{kind: 0.3}), optim=dict(lr=1e-3, min_lr=0.0))
     engine, batches = engine_of(config), batches_of(config).step(0)
     found = [engine.train_step(batches, 0.0, step).loss for step in (0, 1, 1)]
     plain = engine_of(settings(GPT2)).train_step(batches, 0.0, 0).loss
@@ -256,6 +256,7 @@ def test_groups_set_learning_rate_and_decay_by_the_names_of_weights_and_later_on
             dict(match="outptu", lr=2),
             r"'outptu'.* matches no weight; weights are tokens\.weight, .*block0\.norm1\.weight",
         ),
+        (dict(match="", lr=0), "sets the learning rate of every weight to 0"),
         (dict(match="(", lr=2), "match is not a regular expression"),
         (dict(match="norm", rate=2), "unknown rate; an entry has match, and lr or weight_decay"),
         (dict(match="norm"), "needs match, a regular expression, and lr or weight_decay"),

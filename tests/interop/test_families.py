@@ -183,7 +183,7 @@ THEIRS = {
     "OLMoE": ("Olmoe", dict(**PADS, num_experts=6, num_experts_per_tok=3)),
     "OLMoE, normalised, tied": (
         "Olmoe",
-        dict(**PADS, num_experts=4, num_experts_per_tok=1, norm_topk_prob=True, tie_word_embeddings=True),
+        dict(**PADS, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=True),
     ),
     "gpt-oss": (
         "GptOss",

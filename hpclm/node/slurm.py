@@ -5,10 +5,10 @@ No other file below launch/ reads them; Slurm's commands are called in ``hpclm.l
 
 import os
 import re
+import socket
 from collections.abc import Iterable, Mapping
 
 from hpclm.node.job import JobIdentity
-from hpclm.node.parent import LAUNCHED
 
 Env = Mapping[str, str]
 JOB, STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
@@ -49,13 +49,16 @@ def identity(env: Env = os.environ) -> JobIdentity | None:
         return None
     array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID", "0")
     ends = env.get("SLURM_JOB_END_TIME", "")
+    hosts = tuple(expand(env.get("SLURM_JOB_NODELIST", "")))
+    # MPICH hands the variables of its first node on to all ranks
+    node = socket.gethostname().partition(".")[0] if "MPI_LOCALRANKID" in env else env.get("SLURMD_NODENAME", "")
     return JobIdentity(
         scheduler="Slurm",
         id=f"{array}_{task}" if array else env[JOB],  # the array's own number means all tasks
         restart=number(env, "SLURM_RESTART_COUNT"),
         array_task=task if array else "",
-        hosts=tuple(expand(env.get("SLURM_JOB_NODELIST", ""))),
-        node=env.get("SLURMD_NODENAME", "") if STEP in env and not any(name in env for name in LAUNCHED) else "",
+        hosts=hosts,
+        node=node if node in hosts else "",
         deadline=float(ends) if ends.isascii() and ends.isdigit() else None,
     )
 

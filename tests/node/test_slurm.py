@@ -2,6 +2,7 @@
 
 import pytest
 
+from hpclm.node.job import Job
 from hpclm.node.slurm import expand, identity, tasks_per_node
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
@@ -31,6 +32,19 @@ def test_a_job_is_named_as_squeue_names_it():
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"}
     task = identity(BATCH | array)
     assert (task.id, task.array_task, task.restart) == ("5_3", "3", 1)
+
+
+@pytest.mark.parametrize(
+    "launcher", [{}, {"TORCHELASTIC_RUN_ID": "7"}, {"OMPI_COMM_WORLD_RANK": "0"}, {"MPI_LOCALRANKID": "0"}]
+)
+def test_a_node_has_the_name_that_slurm_knows_whatever_started_the_process(launcher, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu08.cluster.local")
+    first = "gpu07" if "MPI_LOCALRANKID" in launcher else "gpu08"  # as MPICH hands it on
+    env = BATCH | launcher | {"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURMD_NODENAME": first}
+    assert Job(identity(env)).node == "gpu08"
+    assert (
+        Job(identity(env | {"SLURM_JOB_NODELIST": "gpu07", "SLURMD_NODENAME": "login1"})).node == "gpu08.cluster.local"
+    )
 
 
 def test_a_job_has_its_nodes_and_the_end_of_its_time():

@@ -8,12 +8,10 @@ the right server by a signed key. Every rank registers in the store, and rank 0 
 import itertools
 import logging
 import os
-import resource
 import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -118,9 +116,6 @@ def serve(listener: socket.socket, world: World) -> SignedStore:
     """Rank 0's store on the socket ``listener``, which it takes over, so that no other process can take the port in between."""
     from torch.distributed import TCPStore
 
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(ValueError, OSError):  # two connections for each rank
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     port, limit = listener.getsockname()[1], timedelta(seconds=60)
     # it need not wait: _decide counts the ranks, and can name those that are missing
     server = TCPStore(LOOPBACK, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -46,4 +46,5 @@ def srun(job: JobConfig, program: Sequence[str], inside: bool) -> list[str]:
     """The srun command: with every count, and ending all ranks when one fails. ``inside``: of another step."""
     line = ["srun", f"--nodes={job.nodes}", f"--ntasks={job.nodes * job.gpus}", f"--ntasks-per-node={job.gpus}"]
     line += [f"--cpus-per-task={job.cpus_per_task}"] * bool(job.cpus_per_task) + ["--overlap"] * inside
+    line += ["--propagate=NONE"]  # limits are this shell's otherwise
     return [*line, "--kill-on-bad-exit=1", "--wait=60", "--unbuffered", "--input=none", "--export=ALL", *program]

@@ -1,7 +1,8 @@
 """Catch the signals that announce the end, so that the loop finishes its step before it saves and exits.
 
 Which signal comes depends on the cluster: TERM on plain preemption, USR1 or USR2 if the job asked for it. Ctrl-C counts too;
-a second Ctrl-C ends the process at once. HUP means that the terminal was closed, unless nohup ignores it.
+a second Ctrl-C ends the process at once. HUP means that the terminal was closed, unless nohup ignores it, XCPU that the limit of CPU time
+is near.
 """
 
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 from hpclm.errors import REQUEUE
 
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
 
 
 class Start:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from hpclm.node import slurm
 
+NAMES = ("CPU", "FSIZE", "NOFILE", "NPROC", "AS", "DATA", "RSS", "MEMLOCK")
+LIMITS = [getattr(resource, f"RLIMIT_{name}") for name in NAMES]
+"""Limits that a process has by its login shell; not those of cores dumped and of the stack, on which more than its size depends."""
 SYS = Path("/sys")
 GROUPS = Path("/proc/self/cgroup")
 CORES = "HPCLM_CORES"
@@ -167,13 +170,23 @@ def sleeping() -> Iterator[None]:
 
 
 def prepare() -> None:
-    """Let idle OpenMP threads sleep, unless the user chose otherwise, and raise the soft limit of open files to the hard one.
+    """Let idle OpenMP threads sleep, unless the user chose otherwise, and raise soft limits, which may be a login shell's, to the hard
+    ones.
 
-    Called before torch is loaded. Spinning threads that share their core with another process make a step ten times as slow;
-    a blend keeps several files open for each of its datasets.
+    Called before torch is loaded. Spinning threads that share their core with another process make a step ten times as slow.
     """
     note_cores()
     os.environ.setdefault(WAITING, "PASSIVE")
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    for limit in LIMITS:
+        hard = soft = resource.getrlimit(limit)[1]
+        if limit == resource.RLIMIT_CPU and hard != resource.RLIM_INFINITY:
+            soft -= hard // 10  # SIGXCPU comes at the soft limit, SIGKILL at the hard one
+        with suppress(ValueError, OSError):
+            resource.setrlimit(limit, (soft, hard))
+
+
+def hard_limits() -> str:
+    """The hard limits of this process that may end a run, in words; empty without one."""
+    limits = {resource.RLIMIT_CPU: "s of CPU time (ulimit -t)", resource.RLIMIT_FSIZE: "bytes a file (ulimit -f)"}
+    hard = {text: resource.getrlimit(limit)[1] for limit, text in limits.items()}
+    return ", ".join(f"{number} {text}" for text, number in hard.items() if number != resource.RLIM_INFINITY)

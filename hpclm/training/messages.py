@@ -29,6 +29,8 @@ def device(device: torch.device, dtype: torch.dtype, products: str) -> None:
     logger.info("%s, %s; fp32 matmuls: %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
     if slow := hardware.slow_type(device, dtype):
         logger.warning("%s", slow)
+    if limits := threads.hard_limits():
+        logger.warning("this process is limited to %s", limits)
     main, noted, computing = os.sched_getaffinity(os.getpid()), threads.noted_cores(), threads.computing_cores()
     omp_threads = torch.get_num_threads()
     if main != noted:

@@ -18,7 +18,7 @@ from tests.runs import PATIENCE, ROOT, until
 def test_srun_gets_every_count():
     job = config.load(None, ["job.nodes=2", "job.gpus=4", "job.cpus_per_task=3"]).job
     assert " ".join(srun.srun(job, ["prog"], inside=False)) == (
-        "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=3 --kill-on-bad-exit=1 --wait=60 --unbuffered "
+        "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=3 --propagate=NONE --kill-on-bad-exit=1 --wait=60 --unbuffered "
         "--input=none --export=ALL prog"
     )
     assert "--overlap" in srun.srun(job, ["prog"], inside=True)

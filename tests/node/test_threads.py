@@ -127,3 +127,24 @@ def test_a_note_of_another_process_does_not_count():
     assert env["HPCLM_CORES"] == f"{os.getpid()} 7"
     threads.note_cores(env := {"HPCLM_CORES": "1 7"})
     assert threads.noted_cores(env) == MINE
+
+
+PREPARED = """
+import json, resource as r
+from hpclm.node import threads
+for limit, soft, hard in ((r.RLIMIT_CPU, SOFT, HARD), (r.RLIMIT_FSIZE, 1 << 20, -1), (r.RLIMIT_NOFILE, 32, 64), (r.RLIMIT_CORE, 0, -1)):
+    r.setrlimit(limit, (soft, hard))
+threads.prepare()
+print(json.dumps([threads.hard_limits(), *(r.getrlimit(n) for n in (r.RLIMIT_CPU, r.RLIMIT_FSIZE, r.RLIMIT_NOFILE, r.RLIMIT_CORE))]))
+"""
+
+
+@pytest.mark.parametrize(
+    "soft, hard, cpu, said", [(12, -1, [-1, -1], ""), (500, 500, [450, 500], "500 s of CPU time (ulimit -t)")]
+)
+def test_soft_limits_are_raised_to_the_hard_ones_and_time_to_save_is_left_before_that_of_cpu_time(
+    soft, hard, cpu, said
+):
+    code = PREPARED.replace("SOFT", str(soft)).replace("HARD", str(hard))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert json.loads(done.stdout) == [said, cpu, [-1, -1], [64, 64], [0, -1]]

@@ -27,3 +27,12 @@ def test_the_log_says_what_follows_and_a_step_that_outlasts_the_time_left_ends_a
     assert f"{name}: once step 3 ends within {setting}, the run saves, if there is time, and exits" in log
     assert f"to end it sooner, without saving: hpclm cancel --now {out}" in log
     assert f"and {setting} has passed: exiting without saving; the steps after 2 will be repeated" in log
+
+
+def test_a_limit_of_cpu_time_that_is_near_is_a_warning_of_which_nothing_but_a_save_follows(tiny, tmp_path):
+    out = tmp_path / "run"
+    with Ranks(2, tiny("run", "budget.steps=1000000", "optim.schedule=constant")) as ranks:
+        until(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text(), "a step")
+        ranks.processes[1].send_signal(signal.SIGXCPU)
+        assert {code for code, _ in ranks.wait().values()} == {85}
+    assert "SIGXCPU: saved at step " in (out / "log.txt").read_text()

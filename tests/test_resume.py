@@ -76,6 +76,15 @@ def test_a_run_that_was_started_by_hand_keeps_its_size(tmp_path):
     assert resume.words(runs.read(tmp_path), [])[2:6] == ["--nodes", "2", "--gpus", "4"]
 
 
+def test_a_run_that_was_started_by_hand_on_one_machine_stays_here_unless_another_cluster_is_typed(tmp_path):
+    make(tmp_path, [attempt(size=2, hosts=["a"])], config_yaml="")
+    size = ["--nodes", "1", "--gpus", "2"]
+    assert resume.words(runs.read(tmp_path), [])[2:8] == ["--cluster", "local", *size]
+    assert resume.words(runs.read(tmp_path), ["--cluster", "slurm"])[2:6] == size
+    make(tmp_path, [attempt(size=2, hosts=["a"], job_id="7")], config_yaml="")
+    assert resume.words(runs.read(tmp_path), [])[2:6] == size
+
+
 def test_a_run_that_never_wrote_its_settings_cannot_be_resumed(tmp_path):
     run = make(tmp_path / "a", [attempt(host=os.uname().nodename)])
     assert "has no config.yaml" in hpclm("resume", run, check=64).stderr

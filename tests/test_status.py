@@ -374,6 +374,15 @@ ENDS = {
         "failed",
     ),
     "a fault": (START.format(1) + "error: no data\n", "FAILED", "failed"),
+    "a fault of one rank": (
+        START.format(1)
+        + "error: no data\n"
+        + STEP.format("")
+        + TERM
+        + EXITED.replace("with exit code 85\n", "with exit code 64\n"),
+        "FAILED",
+        "failed",
+    ),
 }
 
 

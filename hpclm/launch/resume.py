@@ -88,6 +88,8 @@ def words(run: Run, changes: list[str]) -> list[str]:
     else:
         nodes = int(run.attempt.get("nodes") or len(run.attempt.get("hosts") or [1]))
         choices = {"nodes": nodes, "gpus": max(1, int(run.attempt.get("size") or 1) // nodes)}
+        if run.attempt and nodes == 1 and not run.attempt.get("job_id"):
+            choices = {"cluster": "local", **choices}
     changed = [name for name in choices for word in changes if re.match(rf"--{name}(=|$)|job\.{name}=", word)]
     kept = [word for name, value in choices.items() if name not in changed for word in (f"--{name}", str(value))]
     out = run.out.absolute()

@@ -32,8 +32,10 @@ FAULT = re.compile(
     re.IGNORECASE,
 )
 
-LAUNCHER_KILLED = re.compile(r"^\d\d:\d\d:\d\d E the launcher was killed", re.MULTILINE)
-"""A line of a job's log: the launcher then ends its ranks with the signal that a person would send."""
+NOT_CANCELLED = re.compile(
+    r"^\d\d:\d\d:\d\d E the launcher was killed|^(srun|mpirun) ended with exit code (1|64|66|75|93)$", re.MULTILINE
+)
+"""Lines of a job's log after which a launcher ended the other ranks, with the signal that a person would send."""
 CANCELLED = re.compile(
     r"^SIG(TERM|INT|HUP|USR1) during the start: nothing to save, exiting$|^second Ctrl-C: exiting now without saving$"
     r"|: \*\*\* (JOB|STEP) \S+ ON \S+ CANCELLED AT (?!.* DUE TO ).*\*\*\*$| ended with exit code 143$",
@@ -224,7 +226,7 @@ def _was_cancelled(log: Path, job: JobState | None) -> bool:
     if not files.is_file(log):
         return job is None
     last = START.split(rows.tail(log))[-1]
-    return CANCELLED.search(last) is not None and LAUNCHER_KILLED.search(last) is None
+    return CANCELLED.search(last) is not None and NOT_CANCELLED.search(last) is None
 
 
 def last_fault(log: Path | None) -> str:

@@ -183,6 +183,8 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
     if reason := unavailable(config.engine.name):
         raise ConfigError(reason)
     specs = gpt.layers(config.model, config.engine, torch.float32, config.seed)  # loads a user-defined block
+    if config.model.block not in BLOCKS and config.parallel.pipeline > 1:
+        gpt.check_blocks(specs)
     if config.optim.groups:
         check_groups(config.optim, specs)
     if config.engine.compile and (missing := missing_compiler()):

@@ -28,6 +28,7 @@ from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.compiled import Compilation
 from hpclm.model.init import TensorParallelModule
+from hpclm.model.own_block import BlockState
 from hpclm.model.reports import check_name
 from hpclm.model.stack import Stack, Stages, check_shapes
 from hpclm.optim.adamw import update
@@ -81,8 +82,9 @@ class BaseEngine:
         self.router_state = RouterState(self.model_stacks, config.model, compute) if config.model.experts else None
         limit = config.optim.qk_clip
         self.qk_clip = limit and QKClip(self.model_stacks, self.weights, mesh, limit)
+        self.block_state = BlockState(model) if own_block else None
         # a run that saves nothing may keep what it likes
-        self._state_checked = not config.saves
+        self._steps_to_check = 2 if config.saves else 0
         self.timers = Timers(device, config.timers)
         self.scale = LossScale.first(config.scaler) if model.dtype == torch.float16 else None
 
@@ -112,6 +114,10 @@ class BaseEngine:
         """After the last backward pass: finish reducing gradients over the replicas."""
         if self.gradients:
             self.gradients.finish()
+        for weight in self.weights:
+            # as with several replicas, where buckets are zeroed: a weight that a step does not use is updated all the same
+            if weight.parameter.grad is None:
+                weight.parameter.grad = torch.zeros_like(weight.parameter)
 
     def gradient_norm(self) -> Tensor:
         """Global norm of the reduced gradients."""
@@ -159,7 +165,7 @@ class BaseEngine:
         return scale
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:
-        """Run this replica's micro-batches; the sum of the weighted losses of all replicas, without the factor, a scalar in fp32."""
+        """Run this replica's micro-batches; the sum of their weighted losses, without the factor, a scalar in fp32."""
         total, factor, last = torch.zeros((), device=self.device), inputs.factor, len(inputs.batches) - 1
         for number, batch in enumerate(inputs.batches):
             if number:
@@ -172,8 +178,7 @@ class BaseEngine:
                     self.backward(value)
             total += value.detach() if factor == 1.0 else value.detach() / factor
             add(self.reported, scalars)
-        # from here on the loss has the same bits on every rank, so that all decide alike whether the step is skipped
-        return all_reduce(total, self.mesh.dp)
+        return total
 
     # the step and the state, the same for all engines
 
@@ -199,6 +204,9 @@ class BaseEngine:
         loss = self.forward_backward(inputs)
         with self.timers(self.backward_timer):
             self.finish_backward()
+            # after the gradients, which some ranks may have begun to send: all ranks send in one order. From here on the loss has
+            # the same bits on every rank, so that all decide alike whether the step is skipped
+            loss = all_reduce(loss, mesh.dp)
             all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
         with self.timers("optimizer"):
             metrics = self.update(loss, scale)
@@ -209,12 +217,18 @@ class BaseEngine:
         metrics = {"loss": loss, **metrics, **self.reports(inputs.factor), **counts}
         expert_tokens = self.router_state.counts if self.router_state else None
         result = StepResult(metrics, scale, self.timers.take(), expert_tokens)
-        if not self._state_checked:  # before hours are spent on what cannot be saved
-            self.state.check(self.weights)
-            self._state_checked = True
+        if self._steps_to_check:  # before hours are spent on what cannot be saved
+            self._check_state(first=self._steps_to_check == 2)
+            self._steps_to_check -= 1
         if self.scale:  # the next step's scale depends on this one's norm: fp16 waits for the device here
             self.scale = self.scale.after(self.overflowed(result), config.scaler)
         return result
+
+    def _check_state(self, first: bool = False) -> None:
+        """ConfigError if optimizer or blocks keep what a checkpoint would leave out."""
+        self.state.check(self.weights)
+        if self.block_state:
+            self.block_state.begin() if first else self.block_state.check()
 
     def _report_optimizer(self, factor: float) -> None:
         """Add what a user's optimizer has measured to what is reported: the mean over all processes."""
@@ -270,7 +284,7 @@ class BaseEngine:
 
     def tensors(self) -> Iterator[Shard]:
         """Weights, and the optimizer's state once there is any."""
-        self.state.check(self.weights)
+        self._check_state()
         yield from self.state.tensors(self.save_plan, self.whole_plans)
         if self.router_state:
             yield from self.router_state.tensors()
@@ -316,12 +330,9 @@ class BaseEngine:
     def _check_optimizer(self, given: Mapping[str, Sequence[int]], scalars: Mapping[str, Any]) -> None:
         """ConfigError if a saved state is not of this optimizer. ``given``: the shapes of all tensors."""
         name = self.config.optim.name
-        updated = {tensor.split(".", 2)[2] for tensor in given if tensor.startswith("optim.")}
-        # an optimizer keeps nothing of a weight that never had a gradient, such as one that a user's block does not use
-        weights = [weight for weight in self.weights if weight.name in updated or not updated]
         needed = {
             f"optim.{name}.{weight.name}": tuple(tensor.shape)
-            for weight in weights
+            for weight in self.weights
             for name, tensor in self.state.declared(weight.name, weight.shape).items()
         }
         missing = [tensor for tensor in needed if tensor not in given]

@@ -25,6 +25,7 @@ from hpclm.engine.models import whole_model
 from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import InitSpec, move
+from hpclm.model.own_block import use_every_weight
 from hpclm.parallel.collectives import gather_into, scatter_into
 from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.parallel.placement import Placement
@@ -67,6 +68,7 @@ class FairScaleEngine(BaseEngine):
         weights: dict[str, nn.Parameter] = {}
 
         def wrap(name: str, layer: nn.Module) -> nn.Module:
+            use_every_weight(layer)
             move(layer, device)
             weights.update((f"{name}.{weight_name}", weight) for weight_name, weight in layer.named_parameters())
             return shard(layer) if name.startswith("block") else layer

@@ -23,6 +23,7 @@ from hpclm.engine.models import defer_tp_grad_sum, whole_model
 from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import allocate, move, place, uninitialized
+from hpclm.model.own_block import use_every_weight
 from hpclm.model.stack import Stack, placements
 from hpclm.parallel.collectives import all_reduce_in_place
 from hpclm.parallel.mesh import Compute, Mesh
@@ -56,6 +57,7 @@ class FSDP2Engine(BaseEngine):
         shard = partial(fully_shard, mp_policy=policy, ignored_params=whole)
 
         def wrap(name: str, layer: nn.Module) -> nn.Module:
+            use_every_weight(layer)
             move(layer, device)
             for module, data_ranks in split_modules(layer, home):
                 shard(module, mesh=device_mesh_of(data_ranks), reshard_after_forward=engine.zero_stage != 2)

@@ -100,7 +100,7 @@ class PipeliningEngine(BaseEngine):
         """Those of the current step."""
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:
-        """Run the micro-batches forward and backward through all stages; the sum of their weighted losses, on every stage."""
+        """Run the micro-batches forward and backward through all stages; the sum of this replica's weighted losses, on every stage."""
         self.micro_batches = inputs.batches
         numbers = torch.arange(len(inputs.batches))
         losses: list[Tensor] = []
@@ -113,7 +113,7 @@ class PipeliningEngine(BaseEngine):
         self.micro_batches = ()
         total = torch.stack(losses).sum() / inputs.factor if losses else torch.zeros((), device=self.device)
         # only the last stage has losses; the others add 0
-        return all_reduce(all_reduce(total.detach(), self.mesh.pp), self.mesh.dp)
+        return all_reduce(total.detach(), self.mesh.pp)
 
     def finish_backward(self) -> None:
         """Sum the gradients of the replicas, then those of the two tied embeddings, which so get the same bits."""

@@ -173,10 +173,7 @@ class TrainingState:
             tensors = {name: torch.empty_like(weight.parameter) for name in kept if declared[name].where == "weight"}
             for name, values in tensors.items():
                 plan.load(number, f"optim.{name}.{weight.name}", saved, values)
-            # a weight that never had a gradient has no state: with zeros and a step count its first update would be
-            # another
-            updated = bool(kept or (steps and not declared))
-            set_state(self.optimizer, weight.parameter, tensors if updated else None, steps)
+            set_state(self.optimizer, weight.parameter, tensors if steps else None, steps)
         for plan in whole:
             for number, tensor in enumerate(plan.weights):
                 if f"optim.{tensor.name}" in given:

@@ -37,6 +37,7 @@ from hpclm.terminal import say
 if TYPE_CHECKING:
     from hpclm.data.sources import Source
 
+WIDEST_BUILT = 2048  # model.hidden up to which a block is built on the login node: 200 MB
 SIGNAL = re.compile(r"(?:[A-Z]+:)?\w+@(\d+)")  # of #SBATCH --signal
 
 
@@ -132,6 +133,12 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
                 from hpclm.engine import check_supports
 
                 check_supports(run.engine, run.parallel, run.optim, loaded)
+    if run.model.block not in BLOCKS and run.model.hidden <= WIDEST_BUILT:
+        import torch
+
+        from hpclm.model import gpt
+
+        gpt.check_blocks(gpt.layers(run.model, run.engine, torch.float32, run.seed))
     if run.optim.name not in OPTIMIZERS:
         _check_optimizer(run)
     for name in run.log.sinks if with_sinks else ():

@@ -4,7 +4,7 @@ T tokens in a sequence, t = T / tp of them on this process between layers, B seq
 padded vocabulary size. Activations are [t, B, C].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.model import BLOCKS
+from hpclm.model import own_block
 from hpclm.model.attention.layer import Attention
 from hpclm.model.attention.layout import AttentionMetadata
 from hpclm.model.dropout import dropout
@@ -124,7 +125,7 @@ def layers(
         kwargs = dict(module=block, config=config, recompute_core=recompute_core, **init(3 + index))
         kwargs |= dict(axes=axes) if config.has_experts(index) else {}
         full = engine.recompute == "full"
-        build = _seeded if config.block in BLOCKS else _own_seeded
+        build = _seeded if config.block in BLOCKS else partial(own_block.build, name=f"block{index}")
         specs.append(LayerSpec(f"block{index}", build, kwargs, recompute=full, kind=config.kind(index)))
     specs.append(LayerSpec("norm", Norm, dict(config=config, width=config.hidden, tp=tp), call=_plain))
     output = "tokens" if config.tied else "output"
@@ -145,6 +146,13 @@ def layers(
     ]
 
 
+def check_blocks(specs: Sequence[LayerSpec]) -> None:
+    """ConfigError if blocks of the user's own are unsuitable: two are built, which one stage of a pipeline may not have."""
+    for spec in specs:
+        if spec.name in ("block0", "block1"):
+            spec.build()
+
+
 def random(config: ModelConfig) -> bool:
     """Whether training uses random numbers: dropout, or a user-defined block that may."""
     return bool(config.dropout or config.attention_dropout or config.block not in BLOCKS)
@@ -152,14 +160,6 @@ def random(config: ModelConfig) -> bool:
 
 def _seeded(module: Callable[..., nn.Module], seed: int, **kwargs: Any) -> nn.Module:
     return module(**kwargs, generator=torch.Generator().manual_seed(seed))
-
-
-def _own_seeded(module: Callable[..., nn.Module], seed: int, **kwargs: Any) -> nn.Module:
-    """As _seeded, for a user-defined block, which may have modules of PyTorch, such as nn.Linear, that ask for no generator."""
-    # only the CPU's generator: modules are built there
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return _seeded(module, seed, **kwargs)
 
 
 def _embed(table: nn.Module, ids: Tensor, _: AttentionMetadata) -> Tensor:

@@ -52,7 +52,7 @@ class Muon(Scaled, torch.optim.Optimizer):
         self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
         self.adamw.step()
         skipped = self.found_inf.bool()
-        for parameter in (weight.parameter for weight in self.matrices if weight.parameter.grad is not None):
+        for parameter in (weight.parameter for weight in self.matrices):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"], state["step"] = torch.zeros_like(parameter), torch.zeros_like(self.found_inf)
@@ -65,9 +65,6 @@ class Muon(Scaled, torch.optim.Optimizer):
     def _update(self, matrix: Matrix, skipped: Tensor) -> Tensor:
         """Add the gradient to the momentum; the update before it is orthogonalised, in the type that that takes."""
         kind, momentum, parameter = TYPES[self.optim.newton_schulz_type], self.optim.momentum, matrix.weight.parameter
-        if parameter.grad is None:
-            # the exchange is a collective, in which a matrix without a gradient takes part with zeros
-            return torch.zeros_like(matrix.of(parameter), dtype=kind)
         gradient = matrix.of(parameter.grad) / self.grad_scale
         buffer = matrix.of(self.state[parameter]["momentum_buffer"])
         moved = buffer.lerp(gradient, 1 - momentum)
@@ -88,8 +85,6 @@ class Muon(Scaled, torch.optim.Optimizer):
     def _apply(self, number: int, direction: Tensor, skipped: Tensor) -> None:
         """Decay a matrix's values, and move them in ``direction``."""
         matrix = self.exchange.matrices[number]
-        if matrix.weight.parameter.grad is None:
-            return
         parameter, (rows, columns) = matrix.of(matrix.weight.parameter), matrix.shape
         group, (count, sizes) = self._group[matrix.weight.parameter], self.parts[number] or (1, (rows,))
         moved = parameter * (1 - group["lr"] * group["weight_decay"])

@@ -284,6 +284,11 @@ def _trained(
 
 def _optimizer(maker: UserOptimizerMaker, weights: Sequence[ToyWeight], optim: OptimConfig) -> torch.optim.Optimizer:
     optimizer = maker(weights, optim)
+    if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
+        raise ConfigError(
+            f"optim.name={maker.name} has eval() and train(), as schedule-free optimizers have: it evaluates other weights than those it "
+            "trains, and hpclm would evaluate, keep as best and export the trained ones"
+        )
     if maker.shares and maker.whole:
         matrices = [weight for weight in weights if maker.whole(weight.name, weight.shape)]
         optimizer.share(LocalExchange(matrices), ModelConfig())  # type: ignore[attr-defined]

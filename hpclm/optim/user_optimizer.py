@@ -272,17 +272,15 @@ class MatrixwiseOptimizer(UserOptimizer):
             parameter.grad = None
         for numbers in self.exchange.rounds:
             parameters = [self.matrices[number].parameter for number in numbers]
-            given = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            given = [p.grad for p in parameters if p.grad is not None]
             self.exchange(numbers, [p.detach() for p in parameters], self._gather)
             for parameter, values in zip(parameters, self.exchange(numbers, given, self._update), strict=True):
-                if parameter.grad is not None:
-                    parameter.copy_(values.view_as(parameter))
+                parameter.copy_(values.view_as(parameter))
         for parameter, gradient in zip(others, gradients, strict=True):
             parameter.grad = gradient
         self.inner.step()
         for parameter in others:
-            if parameter.grad is not None:
-                self._count(parameter)
+            self._count(parameter)
 
     def restore(self, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int) -> None:
         """As UserOptimizer's; of a matrix only the process that works on it keeps anything."""
@@ -297,8 +295,6 @@ class MatrixwiseOptimizer(UserOptimizer):
         """The new values of a matrix, given its gradient."""
         parameter = self.matrices[number].parameter
         whole = self._whole[parameter]
-        if parameter.grad is None:  # of a weight that has no part in the step
-            return whole.data
         if self.state.get(parameter):
             self.state[whole] = self.state.pop(parameter)
         whole.grad = gradient.clone()

@@ -49,13 +49,6 @@ RESUME = (
     "a checkpoint has weights and the optimizer's declared state, and nothing else: what a block, an optimizer, a source or a schedule "
     "remembers besides is lost when the run is killed; make it a weight, or a function of the step or the samples read"
 )
-STATE = {
-    "resume": "checkpoints have no buffers and no attributes of blocks: keep it as a weight (nn.Parameter), or compute it from the input",
-    "batches": "it changes with every micro-batch, so that the size of these matters: compute it from each sample alone; random numbers come "
-    "from PyTorch's default generator, which is seeded for every layer and micro-batch",
-    "other": "nothing synchronises buffers and attributes of blocks: compute it from the input alone, or make it a weight; random numbers come "
-    "from PyTorch's default generator, which is seeded for every layer and micro-batch",
-}
 AGAIN = "random numbers that are not seeded, the time, or an order that changes, such as that of a set"
 SCHEDULE = "a schedule is a pure function of its arguments: it must not count its calls or remember values"
 SOURCE = "samples may depend on nothing but the seed and their number: not on the rank, the time, unseeded random numbers, or what was read before"
@@ -68,7 +61,6 @@ def cause(kind: str, trial: Trial, differences: Sequence[Difference]) -> str:
     place = "tensor" if trial.splits else "batches" if trial.other_batches else "other"
     if kind == "engine" and "parallel.pipeline=2" in trial.settings:
         return GRADIENT["stages"]
-    states = [difference for difference in differences if difference.stage == "state"]
     if stage == "samples":
         return SOURCE
     if kind == "schedule":
@@ -77,8 +69,6 @@ def cause(kind: str, trial: Trial, differences: Sequence[Difference]) -> str:
         return SOURCE
     if trial.name.endswith("again"):
         return AGAIN
-    if states:
-        return STATE["resume" if trial.killed else "batches" if trial.other_batches else "other"]
     if trial.killed:
         return RESUME
     if stage == "report":

@@ -29,7 +29,7 @@ class Difference:
     """What differs, at one stage of training."""
 
     stage: str
-    """initial, forward, training, gradient, update, later, state, report or samples."""
+    """initial, forward, training, gradient, update, later, report or samples."""
     what: str
     """In words: which weight, and by how much."""
     weight: str = ""
@@ -75,7 +75,7 @@ class Tensors:
 
 
 def differences(reference: Sequence[Record], trial: Sequence[Record], exact: bool, random: bool) -> list[Difference]:
-    """What differs in ``trial``: all that does at the first stage that differs, and the state that differs at the end.
+    """What differs in ``trial``: all that does at the first stage that differs.
 
     ``exact``: every bit must agree. ``random``: training draws other random numbers there, so that only evaluation is compared.
     """
@@ -86,8 +86,7 @@ def differences(reference: Sequence[Record], trial: Sequence[Record], exact: boo
             [] if resumed else [_first(reference, trial), _gradients(reference, trial), _updates(reference, trial)]
         )
         stages += [_later(reference, trial, exact)]
-    first = next((at_stage for stage in stages if (at_stage := list(stage))), [])
-    return first + (list(_state(reference, trial)) if first else [])
+    return next((at_stage for stage in stages if (at_stage := list(stage))), [])
 
 
 def _initial(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
@@ -235,38 +234,6 @@ def _figures(
             yield Difference(
                 kind, f"the {what} of step {step} is {given[name]:.7g}, and {right[name]:.7g} in one process", hint=name
             )
-
-
-def _state(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
-    """Buffers and attributes that training changes and that differ at the end."""
-    right: dict[str, Any] = {}
-    for record in reference:
-        right |= {name: record.state_after[name] for name in changing(record)}
-    wrong = [
-        name
-        for name in sorted(right)
-        if any(not equal(record.state_after[name], right[name]) for record in trial if name in record.state_after)
-    ]
-    if wrong:
-        yield Difference(
-            "state", f"training changes {', '.join(wrong[:4])}, and in another way than in one process", wrong[0]
-        )
-
-
-def changing(record: Record) -> list[str]:
-    """The buffers and attributes of blocks that training has changed."""
-    before = record.state_before
-    return [name for name, value in record.state_after.items() if name in before and not equal(before[name], value)]
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Whether two recorded values are the same, but for rounding."""
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        if one.shape != other.shape:
-            return False
-        floats = np.issubdtype(one.dtype, np.floating)
-        return bool(np.allclose(one, other, rtol=1e-4, atol=1e-7) if floats else np.array_equal(one, other))
-    return bool(one == other)
 
 
 def _norm(values: Array) -> float:

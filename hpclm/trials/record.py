@@ -1,18 +1,15 @@
-"""What one process of a trial records of its training: losses, weights, gradients, and the state of its blocks.
+"""What one process of a trial records of its training: losses, weights and gradients.
 
 Values are NumPy arrays: they travel between processes in a file.
 """
 
 import os
-import random
 import signal
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -25,7 +22,6 @@ from hpclm.training.session import Session
 
 NUDGE = 0.05  # standard deviation of what is added to a weight to see what it does to the loss
 NOT_METRICS = ("counted_tokens", "empty_micro_batches", "guarded")
-LONG = 4096  # characters of an attribute's value that is recorded
 
 
 class Piece(NamedTuple):
@@ -56,9 +52,6 @@ class Record:
     """The loss in evaluation before the first update: "" as it is, and with each weight of the first block changed a little."""
     final: list[Piece] = field(default_factory=list)
     """The weights at the end."""
-    state_before: dict[str, Any] = field(default_factory=dict)
-    """Buffers and attributes of blocks, by name."""
-    state_after: dict[str, Any] = field(default_factory=dict)
     draws: bool = False
     """Whether blocks draw random numbers from PyTorch's generator in training."""
     samples: list[str] = field(default_factory=list)
@@ -112,7 +105,6 @@ def begin(session: Session, record: Record, kill_at: int | None) -> None:
         record.initial = list(weights(engine))
         if isinstance(engine, BaseEngine):
             record.evaluated = evaluated(session, engine)
-    record.state_before = state_of_blocks(engine)
     session.engine = ObservedEngine(engine, record, kill_at)
 
 
@@ -120,7 +112,7 @@ def end(session: Session, record: Record) -> None:
     """Record how the run ends."""
     engine = session.engine
     inner = engine.inner if isinstance(engine, ObservedEngine) else engine
-    record.final, record.state_after = list(weights(inner)), state_of_blocks(inner)
+    record.final = list(weights(inner))
 
 
 def weights(engine: Engine) -> Iterator[Piece]:
@@ -209,37 +201,3 @@ def _nudge(engine: BaseEngine, weight: ShardedParameter, values: Tensor) -> None
     for start, block in blocks(part, part.begin, values.view(-1)[: part.count], engine.mesh.tp):
         places = tuple(slice(low, low + size) for low, size in zip(start, block.shape, strict=True))
         block.add_(whole[places])
-
-
-def state_of_blocks(engine: Engine) -> dict[str, Any]:
-    """Buffers, and attributes that are numbers or tensors, of all modules in the blocks that this process has, by name."""
-    values: dict[str, Any] = {}
-    usual = vars(nn.Module()).keys()
-    for name, block in blocks_of(engine) if isinstance(engine, BaseEngine) else ():
-        for path, module in block.named_modules():
-            place = f"{name}.{path}" if path else name
-            for buffer, tensor in module.named_buffers(recurse=False):
-                values[f"{place}.{buffer}"] = tensor.detach().cpu().numpy().copy()
-            for attribute in vars(module).keys() - usual:
-                if (value := _plain(vars(module)[attribute])) is not None:
-                    values[f"{place}.{attribute}"] = value
-    return values
-
-
-def _plain(value: Any) -> Any:
-    """A copy of a value that may be state: a number, a tensor, a generator, or numbers in a list or dictionary; None for any other."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().numpy().copy()
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().copy()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, random.Random):
-        return repr(value.getstate())
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, (list, tuple, dict, set, deque)) and len(text := repr(value)) <= LONG and " at 0x" not in text:
-        return text
-    return None

@@ -11,7 +11,7 @@ from hpclm import config, files, folders
 from hpclm.engine import unavailable
 from hpclm.errors import ConfigError
 from hpclm.trials import causes, direct, kinds, processes, rank, toy
-from hpclm.trials.compare import Difference, changing, differences
+from hpclm.trials.compare import Difference, differences
 from hpclm.trials.record import Record
 from hpclm.trials.toy import SAVED, STEPS, Trial
 from hpclm.trials.verdict import UNCOMPARED, Result, Verdict
@@ -111,8 +111,6 @@ def _notes(right: Sequence[Record]) -> Iterator[str]:
     """What is worth knowing of the reference."""
     if right[0].draws:
         yield "it draws random numbers in training: with tensor 2 and other micro-batches these are others, so that only evaluation is compared"
-    if state := changing(right[0]):
-        yield f"training changes {_listed(state)}, which checkpoints do not have"
 
 
 def _compared(kind: str, trial: Trial, right: Sequence[Record], records: Sequence[Record]) -> Verdict:
@@ -124,9 +122,6 @@ def _compared(kind: str, trial: Trial, right: Sequence[Record], records: Sequenc
     texts = [difference.what for difference in stage[:SHOWN]]
     if len(stage) > SHOWN:
         texts.append(f"and {len(stage) - SHOWN} more")
-    texts += [difference.what for difference in wrong if difference.stage == "state" and difference not in stage][
-        :SHOWN
-    ]
     return Verdict(trial.name, "differs", tuple(texts), causes.cause(kind, trial, wrong))
 
 
@@ -192,8 +187,3 @@ def _left(path: Path) -> Record | rank.Failure | None:
 def _end_of(output: Path) -> str:
     text = files.read_text(output, errors="replace") if files.is_file(output) else ""
     return text[-LAST:].strip()
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"

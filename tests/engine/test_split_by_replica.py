@@ -39,6 +39,7 @@ class Split(Block):
     """With the expert of this replica."""
 
     data_ranks = RANKS
+    transient = ("passes",)
 
     def __init__(self, config, recompute_core, generator, tp):
         super().__init__(config, recompute_core, generator, tp)

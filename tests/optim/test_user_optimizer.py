@@ -182,6 +182,7 @@ REFUSED = {
     f"{__name__}:REFUSED": "is neither a class nor a function",
     f"{__name__}:Silent": "fails on small weights",
     f"{__name__}:returns_nothing": "it must return a torch.optim.Optimizer",
+    "tests.optim.users:ScheduleFree": "has eval() and train()",
     f"{__name__}:WithSelf": "matrices must be a function of (name, shape), without self",
     f"{__name__}:OddState": "must be such as {'exp_avg': 'weight'}",
     "json:loads": "part of Python's standard library",
@@ -204,7 +205,7 @@ def test_arguments_and_settings_that_an_optimizer_does_not_take_are_refused_by_n
     for setting in ("betas=[0.8, 0.9]", "eps=1e-6", "momentum=0.5", "newton_schulz_steps=3"):
         with pytest.raises(
             ConfigError,
-            match=f"optim.{setting.split('=')[0]}=.* is not read by optim.name=.*it takes such in optim.arg",
+            match=f"optim.{setting.split('=')[0]}=.* is not read by optim.name=.*it takes such in 'optim.arg",
         ):
             config.load(None, [*TINY, *WORDS, *named("Lion"), f"optim.{setting}"])
     with pytest.raises(ConfigError, match="is for an optimizer of your own"):

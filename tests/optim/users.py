@@ -167,6 +167,16 @@ class LateCounter(torch.optim.SGD):
         super().step()
 
 
+class ScheduleFree(torch.optim.SGD):
+    """Its gradients are not taken where it is evaluated."""
+
+    def eval(self):
+        """Put the average into the weights."""
+
+    def train(self):
+        """Put back what is trained."""
+
+
 class Noisy(torch.optim.SGD):
     """It draws random numbers."""
 

@@ -22,15 +22,11 @@ EVERY = ["one process", *(trial.name for trial in toy.LAYOUTS["block"])]
 
 WRONG = {
     "NotCopied": ("tensor 2", "the gradient of block0.scale", "copy_to_tp"),
-    "RunningMean": ("data 2", "block0.mean", "nothing synchronises buffers"),
-    "RunningMean on resume": ("killed and resumed", "block0.mean", "checkpoints have no buffers"),
-    "OwnGenerator": ("data 2", "block0.generator", "PyTorch's default generator"),
     "Unseeded": ("one process again", "the loss of step 1", "not seeded"),
     "BatchNorm": ("smaller micro-batches", "the loss before the first step", "other samples of its micro-batch"),
     "BiasedTwice": ("tensor 2", "block0.extra.bias", "counts on each rank"),
     "FanInOfSlice": ("tensor 2", "block0.down begins with other values", "fan-in"),
     "NotPlaced": ("tensor 2", "block0.down has the shape [32, 16], and [32, 32] in one process", "placements"),
-    "Counting": ("killed and resumed", "block0.calls", "checkpoints have no buffers and no attributes"),
     "remembering": ("killed and resumed", "learning rate", "pure function"),
     "source_by_rank": ("data 2", "sample 0 of the training data is another on rank 1", "not on the rank"),
     "Forgetful": ("data 2", "the gradient of", "does not average the gradients"),
@@ -55,6 +51,19 @@ def test_a_usual_mistake_is_named_with_its_layout_and_its_cause(mistake):
     wrong = verdicts[layout]
     assert wrong["outcome"] == "differs" and what in wrong["details"][0] + wrong["details"][-1], wrong
     assert cause in wrong["cause"]
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("RunningMean", "block0.mean"),
+        pytest.param("OwnGenerator", "block0.generator", marks=pytest.mark.whole),
+        pytest.param("Counting", "block0.calls", marks=pytest.mark.whole),
+    ],
+)
+def test_a_block_that_keeps_what_no_checkpoint_has_is_refused_by_its_name(name, what):
+    result = hpclm("selftest", f"{HERE}:{name}", check=64, env=ENV)
+    assert f"training changes {what}" in result.stderr
 
 
 @pytest.mark.whole
@@ -176,7 +185,6 @@ def test_every_stage_has_a_cause_in_every_layout():
                 "gradient",
                 "update",
                 "later",
-                "state",
                 "report",
                 "samples",
             ):

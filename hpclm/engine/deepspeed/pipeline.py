@@ -20,14 +20,13 @@ from hpclm.config import EngineSettings
 from hpclm.config.deepspeed import settings
 from hpclm.engine.deepspeed import library
 from hpclm.engine.deepspeed.state import PartitionedOptimizer
-from hpclm.engine.deepspeed.zero import WrappedEngine, finite_or_nan
+from hpclm.engine.deepspeed.zero import WrappedEngine, finite_or_nan, place_on
 from hpclm.engine.models import layers_of, stack_of
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.stages import owners, stages
 from hpclm.engine.step import StepInputs
 from hpclm.errors import ConfigError
 from hpclm.model.gpt import LayerSpec
-from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import all_reduce, all_reduce_max
 from hpclm.parallel.mesh import Compute, Mesh
@@ -99,7 +98,7 @@ class PipelineEngine(WrappedEngine):
         library.begin(device)
         specs = layers_of(config, compute)
         parts = stages(config, specs, compute)
-        model = stack_of(config, compute, parts[mesh.pp.rank], materialize_on(device, mesh.tp))
+        model = stack_of(config, compute, parts[mesh.pp.rank], place_on(compute))
         if config.engine.compile:
             model.compile_blocks(whole=False, replicas=mesh.dp)  # its hooks break graphs
         first = {name: holders[0] for name, holders in owners(parts).items() if mesh.pp.rank in holders}
@@ -133,7 +132,7 @@ class PipelineEngine(WrappedEngine):
         self.part.factor = count / factor
         with self.timers(self.backward_timer):
             loss = engine.train_batch(ids(inputs.batches))
-        return loss.double() * self.mesh.dp.size  # DeepSpeed returns the mean over replicas of their contributions
+        return loss.double()  # the mean over the replicas, on each of them: their sum is that of the weighted losses
 
     def finish_backward(self) -> None:
         """Done by train_batch."""

@@ -19,25 +19,34 @@ from hpclm.engine.models import whole_model
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.step import StepInputs
 from hpclm.model.init import materialize_on
+from hpclm.model.own_block import is_own, use_every_weight
 from hpclm.model.stack import Stack, WrapLayer
 from hpclm.parallel.mesh import Compute
 
 
 def stack(config: EngineSettings, compute: Compute, wrap: WrapLayer) -> Stack:
     """The whole model."""
-    model = whole_model(config, compute, wrap, backward="once")
-    if config.engine.compile:
-        if stage_of(config.engine) == 3 and not config.engine.offload_folder:  # from disks a few weights come at a time
-            gather_blocks(model)
+    engine, model = config.engine, whole_model(config, compute, wrap, backward="once")
+    if stage_of(engine) == 3:
+        for name, layer in model.layers.items():
+            # all weights of a block are gathered before it runs. Hooks in it would break its graph; in a user's block, replicas may run
+            # other layers. From disks a few weights come at a time.
+            if is_own(layer) or (engine.compile and name.startswith("block") and not engine.offload_folder):
+                set_z3_leaf_module(layer, True)
+    if engine.compile:
         model.compile_blocks(whole=False, replicas=compute.mesh.dp)  # its hooks break graphs
     return model
 
 
-def gather_blocks(model: Stack) -> None:
-    """Stage 3: gather all weights of a block before it runs; hooks that gather those of a layer inside it would break its graph."""
-    for name, layer in model.layers.items():
-        if name.startswith("block"):
-            set_z3_leaf_module(layer, True)
+def place_on(compute: Compute) -> WrapLayer:
+    """A function that places and initialises a layer on the device."""
+    materialize = materialize_on(compute.device, compute.mesh.tp)
+
+    def wrap(name: str, layer: nn.Module) -> nn.Module:
+        use_every_weight(layer)
+        return materialize(name, layer)
+
+    return wrap
 
 
 class ReplicatedEngine(BaseEngine):
@@ -48,7 +57,7 @@ class ReplicatedEngine(BaseEngine):
         mesh, device = compute.mesh, compute.device
         library.begin(device)
         tree = settings(config, library.NAMES[compute.dtype])
-        model = stack(config, compute, materialize_on(device, mesh.tp))
+        model = stack(config, compute, place_on(compute))
         self.engine = library.initialize(model=model, config=tree, mpu=library.MeshView(mesh))
         self.engine.enable_backward_allreduce = False  # gradients are reduced once per step
         weights = [ShardedParameter(name, p, model.placements[name], replicas=mesh.dp) for name, p in model.weights()]
@@ -106,7 +115,7 @@ class ZeroEngine(WrappedEngine):
         library.begin(device)
         tree = settings(config, library.NAMES[compute.dtype])
         stage = stage_of(config.engine)
-        wrap = partition(tree, compute) if stage == 3 else materialize_on(device, mesh.tp)
+        wrap = partition(tree, compute) if stage == 3 else place_on(compute)
         model = stack(config, compute, wrap)
         weights = [ShardedParameter(name, p, model.placements[name]) for name, p in model.weights()]
         library.mark_split(weights)

@@ -73,7 +73,7 @@ def _unsuitable(name: str, block: nn.Module) -> Iterator[str]:
         if not weight.requires_grad:
             yield (
                 f"{path} does not require a gradient, and engines train all weights; keep fixed values in a buffer, or freeze the weight "
-                f"with optim.groups=[{{match: {path.removeprefix(name + '.')}, lr: 0}}]"
+                f"with 'optim.groups=[{{match: {path.removeprefix(name + '.')}, lr: 0}}]'"
             )
         if not weight.ndim:
             yield f"{path} has no dimension, so no engine can divide it; make it a vector, such as torch.ones(1)"

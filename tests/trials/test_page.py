@@ -15,7 +15,7 @@ from hpclm.trials.verdict import SETTINGS
 from tests.runs import PATIENCE, ROOT, hpclm
 
 PAGE = (ROOT / "docs/your-own-code.md").read_text()
-NAMES = dict(re.findall(r"`'?(?:hpclm preprocess --)?([\w.]+)[= ]\[?(mine:\w+)\]?`", PAGE.partition("## A block")[0]))
+NAMES = dict(re.findall(r"`'?(?:hpclm preprocess --)?([\w.]+)[= ]\[?(mine:\w+)\]?'?`", PAGE.partition("## A block")[0]))
 """Setting -> the example that the page's table names."""
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from hpclm.launch.jobs import jobs_of
+from hpclm.launch.jobs import jobs_by_scheduler
 from hpclm.parser import SEVERAL, STOP_OR_CANCEL, Parser
 from hpclm.rundir import control_files, runs
 
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
         options.error(f"the run comes first: hpclm request RUN {argv[0]}")
     args = options.parse_intermixed_args(argv)
     file, done = REQUESTS[args.request]
-    return control_files.request_all(file, runs.choose(args.run, args.runs), args.wait, done, jobs_of)
+    return control_files.request_all(file, runs.choose(args.run, args.runs), args.wait, done, jobs_by_scheduler)
 
 
 def parser() -> Parser:

@@ -5,7 +5,7 @@ import sys
 from contextlib import suppress
 
 from hpclm import paths
-from hpclm.launch.jobs import jobs_of
+from hpclm.launch.jobs import jobs_by_scheduler
 from hpclm.parser import Parser
 from hpclm.reporting.run_table import TopScreen
 from hpclm.rundir import runs as folders
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     args = options.parse_args(argv)
     if not 0.1 <= args.every <= 86400:
         options.error(f"--every {args.every} must be between 0.1 and 86400 seconds")
-    watch = TopScreen(args.folder or args.runs, jobs_of)
+    watch = TopScreen(args.folder or args.runs, jobs_by_scheduler)
     folders.check_folder(watch.folder)
     if args.once or not sys.stdout.isatty():
         statuses = watch.look()

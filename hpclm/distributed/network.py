@@ -18,6 +18,8 @@ from hpclm.errors import ConfigError, HpclmError
 PORTS = range(10_240, 32_000)
 """Below the ephemeral range (Linux: 32768 and up), from which any outgoing connection may take a port."""
 CANDIDATES = 32
+DISCARD = 9
+"""A port on which usually nothing listens."""
 # with a short queue, connections were reset when 128 ranks came at once
 BACKLOG = 4096
 SIOCGIFADDR = 0x8915
@@ -69,11 +71,11 @@ def resolved(host: str) -> str:
 
 
 def answers(host: str, port: int, seconds: float) -> bool | None:
-    """Whether a server accepts a connection; None if ``host`` says nothing within ``seconds``."""
+    """Whether a server accepts a connection; None if the machine does not even refuse it within ``seconds``."""
     try:
         socket.create_connection((host, port), timeout=seconds).close()
     except OSError as error:
-        return None if isinstance(error, TimeoutError) else False
+        return False if isinstance(error, ConnectionRefusedError) else None
     return True
 
 
@@ -81,20 +83,10 @@ def first_to_answer(hosts: Sequence[str], port: int, seconds: float) -> str:
     """The first of ``hosts`` on which a server accepts a connection; empty if none does within ``seconds``."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        for host in hosts:
-            if answers(host, port, seconds=2.0):
-                return host
+        if host := next((host for host in hosts if answers(host, port, seconds=2.0)), ""):
+            return host
         time.sleep(0.5)
     return ""
-
-
-def reachable(host: str, seconds: float) -> bool:
-    """Whether the machine ``host`` responds at all, even by refusing a connection."""
-    try:
-        socket.create_connection((host, 9), timeout=seconds).close()  # the discard port, where usually nothing listens
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return True
 
 
 def addresses() -> dict[str, str]:
@@ -111,13 +103,6 @@ def addresses() -> dict[str, str]:
 def without_ipv4() -> bool:
     """Whether this machine has no IPv4 address but loopback's."""
     return all(address.startswith("127.") for address in addresses().values())
-
-
-def is_ipv6_only(host: str) -> bool:
-    """Whether the name ``host`` has an IPv6 address here, and no IPv4 address."""
-    with suppress(OSError):
-        return {family for family, *_ in socket.getaddrinfo(host, None)} == {socket.AF_INET6}
-    return False
 
 
 def own_address(host: str) -> str:
@@ -140,7 +125,7 @@ def address_towards(host: str) -> str:
     """This machine's address on the route to ``host``; nothing is sent. Empty without a route."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # a datagram socket's connect() only looks up the route
-        probe.connect((host, 9))
+        probe.connect((host, DISCARD))
         return str(probe.getsockname()[0])
     return ""
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hpclm import __version__, extras, files
 from hpclm.config import ClusterConfig
 from hpclm.distributed import network
-from hpclm.distributed.bootstrap import OF_MPI, SRUN, World
+from hpclm.distributed.bootstrap import OF_MPI, World
 from hpclm.distributed.signed import SignedStore
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.node.processes import wait_until
@@ -104,8 +104,7 @@ def connect(world: World, settings: ClusterConfig) -> Rendezvous:
     nodes = [info.node for info in ranks]
     if not world.rank and len([*itertools.groupby(nodes)]) > len(set(nodes)):
         log.warning(
-            "neighbouring ranks are on different nodes, so tensor parallelism may span nodes: have the launcher deal ranks out block by "
-            "block (srun: leave --distribution out; mpirun: --map-by ppr:N:node)"
+            "neighbouring ranks are on different nodes, which slows tensor parallelism: leave srun's --distribution out"
         )
     if not others:
         return Rendezvous(store, ranks, "lo")
@@ -146,7 +145,9 @@ def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: floa
                 return store, address
         time.sleep(_pause(SEARCH, world.size))
     unknown = [host for host, address in addresses.items() if not address]
-    raise _unreachable(world, hosts, seconds, f" ({', '.join(unknown)} has no IPv4 address here)" if unknown else "")
+    raise _unreachable(
+        world, hosts, seconds, f" ({', '.join(unknown)}: no IPv4 address is known here)" if unknown else ""
+    )
 
 
 def _client(address: str, port: int, world: World) -> SignedStore | None:
@@ -168,8 +169,6 @@ def check_ipv4(world: World) -> None:
 
 
 def _unreachable(world: World, hosts: Sequence[str], seconds: float, why: str = "") -> HpclmError:
-    if world.launcher == SRUN and network.is_ipv6_only(hosts[0]):
-        why = f" ({hosts[0]} has only an IPv6 address, and these ranks meet over IPv4: use job.template=torchrun)"
     host = ", ".join(hosts)
     return HpclmError(
         f"rank {world.rank} on {socket.gethostname()} could not reach rank 0 at {host} within {seconds:g} s{why}; look at rank 0's "

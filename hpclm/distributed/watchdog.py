@@ -303,7 +303,7 @@ class Watchdog:
         if info.node == self.me.node or not info.address or self.now < self._probed.get(rank, 0.0):
             return False
         self._probed[rank] = self.now + SILENCE
-        return not network.reachable(info.address, seconds=5.0)
+        return network.answers(info.address, network.DISCARD, seconds=5.0) is None
 
     # the end of a run that hangs
 

@@ -1,6 +1,6 @@
 """Which scheduler knows the jobs of a run, and how runs stand according to them."""
 
-from collections.abc import ItemsView, Sequence
+from collections.abc import Sequence
 
 from hpclm.launch.schedulers import Scheduler, named, of_job
 from hpclm.rundir.runs import Run
@@ -18,14 +18,9 @@ def jobs_by_scheduler(run: Run) -> dict[Scheduler, list[str]]:
     return jobs
 
 
-def jobs_of(run: Run) -> ItemsView[Scheduler, list[str]]:
-    """``jobs_by_scheduler``, pair by pair."""
-    return jobs_by_scheduler(run).items()
-
-
 def queue(seconds: float) -> Queue:
     """The status of runs, again and again; a scheduler has ``seconds`` to answer."""
-    return Queue(jobs_of, seconds)
+    return Queue(jobs_by_scheduler, seconds)
 
 
 def query(runs: Sequence[Run], seconds: float) -> list[RunStatus]:

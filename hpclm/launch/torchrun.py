@@ -146,10 +146,11 @@ def main(argv: list[str], job: Job) -> int:
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun sends it when the launcher of another node exits
     host, _, port = args.rdzv_endpoint.rpartition(":")
-    if slurm.addresses() and slurm.node_number():
-        host = network.first_to_answer([host, *slurm.addresses()], int(port), JOIN) or host
-    elif slurm.addresses():
-        host = network.own_address(host) or slurm.addresses()[0]
+    node, addresses = slurm.number(os.environ, slurm.NODE_OF_STEP), slurm.addresses()
+    if node and addresses:
+        host = network.first_to_answer([host, *addresses], int(port), JOIN) or host
+    elif addresses:
+        host = network.own_address(host) or addresses[0]
     return launch(
         python.command(args.module, *args.arguments),
         args.nnodes,
@@ -159,7 +160,7 @@ def main(argv: list[str], job: Job) -> int:
         run_id=args.rdzv_id,
         rdzv_backend="static",  # all nodes restart together, since a rank that loses another ends too
         rdzv_endpoint=f"{host}:{port}",
-        rdzv_configs={"rank": slurm.node_number()},
+        rdzv_configs={"rank": node},
     )
 
 

@@ -74,11 +74,6 @@ def run_id(env: Env) -> str:
     return ".".join([env[JOB], env[STEP], env.get("SLURM_RESTART_COUNT", "0")])
 
 
-def node_number(env: Env = os.environ) -> int:
-    """The number of this node among those of the step; 0 outside one."""
-    return number(env, NODE_OF_STEP)
-
-
 def addresses(env: Env = os.environ) -> list[str]:
     """The IPv4 addresses of the job's first node, if its script says them."""
     return [address for address in env.get(ADDRESSES, "").split() if ":" not in address]

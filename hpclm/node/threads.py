@@ -10,9 +10,6 @@ from pathlib import Path
 
 from hpclm.node import slurm
 
-NAMES = ("CPU", "FSIZE", "NOFILE", "NPROC", "AS", "DATA", "RSS", "MEMLOCK")
-LIMITS = [getattr(resource, f"RLIMIT_{name}") for name in NAMES]
-"""Limits that a process has by its login shell; not those of cores dumped and of the stack, on which more than its size depends."""
 SYS = Path("/sys")
 GROUPS = Path("/proc/self/cgroup")
 CORES = "HPCLM_CORES"
@@ -177,9 +174,19 @@ def prepare() -> None:
     """
     note_cores()
     os.environ.setdefault(WAITING, "PASSIVE")
-    for limit in LIMITS:
+    for name in (
+        "CPU",
+        "FSIZE",
+        "NOFILE",
+        "NPROC",
+        "AS",
+        "DATA",
+        "RSS",
+        "MEMLOCK",
+    ):
+        limit = getattr(resource, f"RLIMIT_{name}")
         hard = soft = resource.getrlimit(limit)[1]
-        if limit == resource.RLIMIT_CPU and hard != resource.RLIM_INFINITY:
+        if name == "CPU" and hard != resource.RLIM_INFINITY:
             soft -= hard // 10  # SIGXCPU comes at the soft limit, SIGKILL at the hard one
         with suppress(ValueError, OSError):
             resource.setrlimit(limit, (soft, hard))

@@ -2,11 +2,11 @@
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hpclm import files
 from hpclm.node import processes
@@ -129,7 +129,7 @@ class KnowsJobs(Protocol):
         """The jobs among ``ids`` that it still knows; ``users``: their owners. NoAnswerError."""
 
 
-JobsOf = Callable[[Run], Iterable[tuple[KnowsJobs, list[str]]]]
+JobsOf = Callable[[Run], Mapping[Any, list[str]]]
 """The IDs of a run's jobs, oldest first, by the scheduler that knows them."""
 
 
@@ -159,7 +159,7 @@ class Queue:
         answers = self._states
         return {
             job: answers[scheduler][job]
-            for scheduler, jobs in self.jobs_of(run)
+            for scheduler, jobs in self.jobs_of(run).items()
             for job in jobs
             if job in answers.get(scheduler, {})
         }
@@ -168,7 +168,7 @@ class Queue:
         self._asked, self._known, self._states, self.silent = time.monotonic(), jobs, {}, ""
         asked, owners = dict[KnowsJobs, set[str]](), sorted({run.owner for run in runs if run.jobs})
         for run in runs:
-            for scheduler, mine in self.jobs_of(run):
+            for scheduler, mine in self.jobs_of(run).items():
                 asked.setdefault(scheduler, set()).update(mine)
         try:
             self._states = {scheduler: scheduler.states(ids, owners, self.seconds) for scheduler, ids in asked.items()}

@@ -269,7 +269,9 @@ def test_ranks_meet_where_the_name_of_rank_0_s_node_leads_nowhere_and_say_so_wit
         met = list(pool.map(lambda world: rendezvous.connect(world, settings), worlds))
     met[0].store.set("key", "value")
     assert met[1].store.get("key") == "value" and met[1].ranks[1].address == address
-    with pytest.raises(HpclmError, match=rf"rank 0 at {nowhere} within 1 s \({nowhere} has no IPv4 address here\)"):
+    with pytest.raises(
+        HpclmError, match=rf"rank 0 at {nowhere} within 1 s \({nowhere}: no IPv4 address is known here\)"
+    ):
         rendezvous.connect(replace(worlds[1], masters=(nowhere,)), replace(settings, start_seconds=1))
 
 

@@ -40,11 +40,6 @@ OF_ITS_OWN_JOB = 5.0  # seconds that each command may take which a process calls
 WITHOUT = """trap '' TERM
 scontrol requeue "$1" || exit
 for _ in 1 2 3; do scontrol update jobid="$1" excnodelist="$2" && exit; sleep 1; done; exit 1"""
-# What sbatch says when it is not known whether the job is in the queue.
-UNANSWERED = re.compile(
-    "unable to contact|connection|timed out|socket|communication|try again|temporarily|could not make sense",
-    re.IGNORECASE,
-)
 WAYS_OUT = {
     "configuration source": "Slurm's commands are installed here, but no cluster is configured: set SLURM_CONF, or give "
     "--cluster local",
@@ -114,13 +109,12 @@ class Slurm(Scheduler):
         code, answer, message = processes.ask(command, SUBMISSION, env)
         if code:
             raise refused(message)
-        job, shown = target._job_of(script, answer.strip())
+        job = target._job_of(script, answer.strip())
         cluster = target.clusters
         if not re.fullmatch(r"[\w-]*", cluster) or cluster == "all":
             queued = target.queued(script.parent, SUBMISSION)
             cluster = next((queued_job.cluster for queued_job in queued if queued_job.job_id == job), cluster)
-        there = target.on(cluster)
-        shown = shown if there is target else there._shown(job)
+        shown = slurm.shown(job, env=target.on(cluster).env)
         if shown.get("JobState") == "PENDING" and (reason := shown.get("Reason", "")) not in USUAL:
             say(
                 f"warning: job {job} waits for {reason}; if that does not pass by itself, cancel it and request less",
@@ -128,23 +122,13 @@ class Slurm(Scheduler):
             )
         return f"{job};{cluster}" if cluster else job
 
-    def _job_of(self, script: Path, answer: str) -> tuple[str, dict[str, str]]:
-        """The ID of the job of ``script``, and what Slurm shows of it; ``answer``: what submitit took for the ID, which may be from a
-        line that the cluster adds to sbatch's own: "your last job 12 took 3 hours"."""
-        shown = self._shown(answer)
-        if _submitted(shown.get("Command", ""), script.parent) == script:
-            return answer, shown
-        with contextlib.suppress(NoAnswerError):
-            for job in self.queued(script.parent, 60.0):
-                if job.script == script:
-                    return job.job_id, self._shown(job.job_id)
-        return answer, shown
-
-    def _shown(self, job: str) -> dict[str, str]:
-        """The fields that scontrol shows of a job; {} without an answer."""
-        with contextlib.suppress(NoAnswerError):
-            return slurm.shown("job", job, env=self.env)
-        return {}
+    def _job_of(self, script: Path, answer: str) -> str:
+        """The ID of the job of ``script``; ``answer``: what submitit took for it, which may be from a line that the cluster adds to
+        sbatch's own: "your last job 12 took 3 hours"."""
+        if _submitted(slurm.shown(answer, env=self.env).get("Command", ""), script.parent) != script:
+            with contextlib.suppress(NoAnswerError):
+                return next((job.job_id for job in self.queued(script.parent, 60.0) if job.script == script), answer)
+        return answer
 
     def queued(self, scripts: Path, seconds: float) -> list[Queued]:
         """squeue shows the paths of scripts."""
@@ -227,9 +211,7 @@ class Slurm(Scheduler):
 
     def _this_start(self, job: JobIdentity) -> dict[str, str]:
         """What scontrol shows of a job; {} without an answer, or if Slurm has restarted it meanwhile."""
-        shown = dict[str, str]()
-        with contextlib.suppress(NoAnswerError):
-            shown = slurm.shown("job", job.id, OF_ITS_OWN_JOB, self.env)
+        shown = slurm.shown(job.id, OF_ITS_OWN_JOB, self.env)
         # a rank that outlives a requeue sees the next start's state, on which it must not act
         return shown if shown.get("Restarts") == str(job.restart) else {}
 
@@ -253,7 +235,7 @@ def refused(message: str) -> HpclmError:
     lines = re.sub(r"(sbatch|allocation failure): (error: )?", "", message).splitlines()
     text = "; ".join(" ".join(line.split()) for line in lines if line.strip())
     text = text or "sbatch failed without a message"
-    if UNANSWERED.search(message):
+    if slurm.UNANSWERED.search(message):
         return HpclmError(f"Slurm did not answer: {text}; repeat the command: it checks the queue before it submits")
     return ConfigError(
         "; ".join([f"Slurm refuses the job: {text}", *(WAYS_OUT[part] for part in WAYS_OUT if part in message)])

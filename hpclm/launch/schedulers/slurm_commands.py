@@ -16,7 +16,11 @@ from hpclm.node.processes import OURS, Env, NoAnswerError
 
 FORMAT = "%i|%T|%M|%L|%S|%D|%N|%r|%o"
 SQUEUE = ["squeue", "-h", "-r", "-a", "-t", "all", "-o", FORMAT]
-TEMPORARY = re.compile("Unable to contact|timed out|temporarily|Connection refused|try again", re.IGNORECASE)
+UNANSWERED = re.compile(
+    "unable to contact|connection|timed out|socket|communication|try again|temporarily|could not make sense",
+    re.IGNORECASE,
+)
+"""What commands say if slurmctld did not answer: it may have done what they asked for, or not."""
 FAULTY = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|REBOOT|POWER", re.IGNORECASE)
 """States of a node that has a problem."""
 
@@ -83,9 +87,12 @@ def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:
     return [name for step, _, name in rows if re.fullmatch(r".*\.\d+", step)]
 
 
-def shown(kind: str, name: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str]:
-    """The fields that scontrol shows of a job, a partition or a node; {} if it does not know it. NoAnswerError as in ``states``."""
-    code, answer, _ = ask(["scontrol", "show", kind, name, "--oneliner"], seconds, env)
+def shown(job: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str]:
+    """The fields that scontrol shows of a job; {} if it does not know it, or does not answer."""
+    try:
+        code, answer, _ = ask(["scontrol", "show", "job", job, "--oneliner"], seconds, env)
+    except NoAnswerError:
+        return {}
     return _fields(answer) if not code else {}
 
 
@@ -171,7 +178,7 @@ def retry(words: list[str], env: Env = os.environ, tries: int = 3, seconds: floa
         except NoAnswerError as missing:
             failure = missing
             continue
-        if not code or not TEMPORARY.search(error):
+        if not code or not UNANSWERED.search(error):
             return "" if not code else _last_line(error) or f"exit code {code}"
         failure = NoAnswerError(f"{words[0]}: {_last_line(error)}")
     raise failure

@@ -24,8 +24,6 @@ MEMORY_AND_CORES = {"mem-per-gpu", "mem-per-cpu", "cpus-per-gpu", "exclusive"}
 SAME_NAMES = ("time", "partition", "exclude", "nodelist", "mem")
 GPU_OPTIONS = {"gres", "gpus-per-node", "gpus-per-socket"}
 NODES_SECONDS = 5.0  # for scontrol to show all nodes
-NODES = re.compile(r"(?P<cores>\d+)\+?\|(?P<megabytes>\d+)\+?\|(?P<resources>.*)")
-"""A kind of nodes, as ``node_kinds`` writes it."""
 GPUS = re.compile(r"\bgpu(?::[^:,(]+)?:(\d+)", re.IGNORECASE)
 BARE = re.compile(r"[A-Za-z0-9_./:=,@%+^-]*")
 DIRECTIVE = re.compile(r"#SBATCH\s+--([A-Za-z-]+)(?:[=\s]+(.*))?")
@@ -225,10 +223,9 @@ def of_nodes(job: JobConfig, kinds: str) -> dict[str, str]:
     GPUs.
     """
     nodes = []
-    for line in map(NODES.fullmatch, kinds.splitlines()):
-        gpus = sum(map(int, GPUS.findall(line["resources"]))) if line else 0
-        if line and gpus >= job.gpus:
-            nodes.append((int(line["cores"]), int(line["megabytes"]), gpus))
+    for cores, megabytes, resources in (line.split("|") for line in kinds.splitlines()):
+        if (gpus := sum(map(int, GPUS.findall(resources)))) >= job.gpus:
+            nodes.append((int(cores), int(megabytes), gpus))
     options = {}
     if nodes and job.cpus_per_task is None:
         options["cpus-per-task"] = str(max(1, min(cores // gpus for cores, _, gpus in nodes)))

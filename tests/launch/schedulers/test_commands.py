@@ -134,7 +134,7 @@ def test_a_real_job_is_seen_waiting_changed_and_cancelled(cluster):
     job = cluster.batch("sleep 3600", "--hold", f"--output={cluster.folder}/held-%j.log")
     state = slurm.states([job, "999999"], [os.getuid()], env=cluster.env)[job]
     assert (state.name, state.reason, state.waits) == ("PENDING", "JobHeldUser", True)
-    assert slurm.shown("job", job, env=cluster.env)["StdOut"] == f"{cluster.folder}/held-{job}.log"
+    assert slurm.shown(job, env=cluster.env)["StdOut"] == f"{cluster.folder}/held-{job}.log"
     assert slurm.update(job, requeue=0, env=cluster.env) and cluster.show(job)["Requeue"] == "0"
     assert slurm.cancel(job, env=cluster.env)
     assert slurm.states([job], env=cluster.env)[job].name == "CANCELLED"

@@ -9,7 +9,7 @@ from hpclm.errors import ConfigError
 from hpclm.launch.schedulers import slurm_script as template
 from hpclm.launch.schedulers.slurm_script import of_nodes, options_of
 
-BIG, SMALL = "128|1031000|gpu:a100:8(S:0-1)\n", "64+|515000|gpu:4\n"
+BIG, SMALL = "128|1031000|gpu:a100:8(S:0-1)\n", "64|515000|gpu:4\n"
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ BIG, SMALL = "128|1031000|gpu:a100:8(S:0-1)\n", "64+|515000|gpu:4\n"
         ("64|256000|gpu:4090:4,gpu:a100:4\n", ["job.gpus=1"], {"cpus-per-task": "8", "mem": "32000M"}),
         ("128|1031000|(null)\n", ["job.gpus=1"], {}),
         (SMALL, ["job.gpus=8"], {}),
-        ("nonsense\n\n|||\n", [], {}),
+        ("", [], {}),
     ],
 )
 def test_a_job_asks_for_its_gpus_share_of_a_node(told, words, found):

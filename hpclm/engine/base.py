@@ -16,11 +16,11 @@ from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.engine import SavedState, Shard, StepResult, keep_going
 from hpclm.engine.gradient_buckets import GradientBuckets
 from hpclm.engine.matrix_exchange import MatrixExchange
-from hpclm.engine.outliers import GUARDS, is_guard
+from hpclm.engine.outliers import GUARDS
 from hpclm.engine.qk_clip import QKClip
 from hpclm.engine.router_state import RouterState
 from hpclm.engine.save_plan import SavePlan
-from hpclm.engine.scalars import Check, check, is_count, is_loss_scale
+from hpclm.engine.scalars import check as check_scalars
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
 from hpclm.engine.step import GlobalNorm, StepInputs, Timers, mean_loss, seed_step, step_inputs
@@ -304,7 +304,8 @@ class BaseEngine:
         """Load a saved state."""
         given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
         # all checks come before the first write: a refused checkpoint leaves the model as it was
-        check(scalars, self._scalars(scalars))
+        own = self.scalars() | {"guard": self.guard.form(scalars.get("guard"))}
+        check_scalars(scalars, own if scalars.get("loss_scale") else own | {"loss_scale": {}})
         check_shapes(self.model.placements, self._expected(given))
         if scalars["optimizer_steps"]:
             self._check_optimizer(saved.shapes(), scalars)
@@ -317,15 +318,6 @@ class BaseEngine:
         self.guard.load(scalars)
         if self.scale:
             self.scale = LossScale.of(scalars.get("loss_scale"), self.config.scaler)
-
-    def _scalars(self, given: Mapping[str, Any]) -> dict[str, Check]:
-        """What each saved scalar may be."""
-        table: dict[str, Check] = {"optimizer_steps": is_count, "loss_scale": is_loss_scale, "guard": is_guard}
-        if self.state.kind.group_state and "optimizer_groups" in given:  # see _check_optimizer for a state without
-            table["optimizer_groups"] = self.state.fits_groups
-        if self.router_state:
-            table["expert_load"] = self.router_state.fits
-        return table
 
     def _check_optimizer(self, given: Mapping[str, Sequence[int]], scalars: Mapping[str, Any]) -> None:
         """ConfigError if a saved state is not of this optimizer. ``given``: the shapes of all tensors."""

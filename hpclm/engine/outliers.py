@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpclm.engine.scalars import is_array, is_number
 from hpclm.engine.step import GlobalNorm
 
 STEPS = 128
@@ -34,8 +33,9 @@ class UpdateGuard:
     def __init__(self, norm: GlobalNorm, device: torch.device):
         """``norm``: of what each process updates."""
         self.norm, self.weights = norm, norm.weights
-        self.window = torch.full((STEPS, self.columns), torch.nan, dtype=torch.float64, device=device)
-        """[STEPS, columns]: what is compared, of the last steps; NaN where it does not count."""
+        rows = STEPS if self.columns else 0
+        self.window = torch.full((rows, self.columns), torch.nan, dtype=torch.float64, device=device)
+        """[rows, columns]: what is compared, of the last steps; NaN where it does not count."""
         self.metrics: dict[str, Tensor] = {}
         """``guarded``: 1 if the last update was skipped or limited."""
 
@@ -58,7 +58,14 @@ class UpdateGuard:
     def scalars(self) -> dict[str, Any]:
         """The window, as JSON."""
         rows = [[value if value == value else None for value in row] for row in self.window.tolist()]
-        return {"guard": {"name": self.name, "window": rows} if self.columns else {}}
+        return {"guard": {"name": self.name, "window": rows}}
+
+    def form(self, saved: Any) -> Any:
+        """What a saved scalar must look like: an empty window; another guard's is not read."""
+        name = saved.get("name") if isinstance(saved, dict) else None
+        if name in [other for other in GUARDS if other != self.name]:
+            return saved
+        return {"name": self.name if name == self.name else {}, "window": [[None] * self.columns] * len(self.window)}
 
     def load(self, scalars: dict[str, Any]) -> None:
         """Set the window to a saved one, or empty it if there is none of this guard."""
@@ -113,13 +120,3 @@ class ClipUpdate(UpdateGuard):
 
 
 GUARDS: dict[str, type[UpdateGuard]] = {kind.name: kind for kind in (UpdateGuard, SkipStep, ClipUpdate)}
-
-
-def is_guard(value: Any) -> bool:
-    """Whether a guard could have saved this as its scalar."""
-    if value == {}:
-        return True
-    if not isinstance(value, dict) or value.keys() != {"name", "window"}:
-        return False
-    columns = [kind.columns for name, kind in GUARDS.items() if name == value["name"]]
-    return bool(columns) and is_array(value["window"], (STEPS, columns[0]), lambda v: v is None or is_number(v))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hpclm.config import ModelConfig
 from hpclm.engine import SavedState, Shard
-from hpclm.engine.scalars import is_array, is_number
 from hpclm.model.balance import COUNTS
 from hpclm.model.experts import Router, routers
 from hpclm.model.stack import Stack
@@ -69,11 +68,6 @@ class RouterState:
     def scalars(self) -> dict[str, Any]:
         """The shares of the last step, as JSON."""
         return {"expert_load": self.load.tolist()}
-
-    def fits(self, value: Any) -> bool:
-        """Whether ``value`` could be saved shares: no expert has more than all tokens."""
-        experts = self.config.experts
-        return is_array(value, tuple(self.load.shape), lambda share: is_number(share) and 0 <= share <= experts)
 
     def load_saved(self, saved: SavedState, scalars: Mapping[str, Any]) -> None:
         """Load a saved state; imported weights have no shares of a last step, so all experts begin with the same."""

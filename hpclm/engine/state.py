@@ -200,21 +200,6 @@ class TrainingState:
             alike.setdefault(repr(numbers), {"weights": [], "numbers": numbers})["weights"] += members
         return list(alike.values())
 
-    def fits_groups(self, value: Any) -> bool:
-        """Whether ``value`` could be saved by ``group_numbers``. Some optimizers have a number only after an update."""
-        named = {*self.kind.group_state}
-        always = {key for key in named if all(key in group for group in self._groups)}
-
-        def fits(entry: Any) -> bool:
-            if not isinstance(entry, dict) or entry.keys() != {"weights", "numbers"}:
-                return False
-            weights, numbers = entry["weights"], entry["numbers"]
-            if not isinstance(weights, list) or not isinstance(numbers, dict) or not always <= numbers.keys() <= named:
-                return False
-            return all(isinstance(n, (int, float)) and n == n for n in numbers.values())
-
-        return isinstance(value, list) and all(map(fits, value))
-
     def load_groups(self, weights: Sequence[ShardedParameter], saved: Sequence[Mapping[str, Any]]) -> None:
         """Set the numbers of parameter groups to saved ones, or if there are none, to those of before the first update."""
         names = {weight.parameter: weight.name for weight in weights}

@@ -27,8 +27,8 @@ ROWS = {
             8.0,
             None,
             {"value": 8.0},
-            *({**SCALE, "value": value} for value in (math.nan, 0, "8", None)),
-            {**SCALE, "good_steps": -1},
+            *({**SCALE, "value": value} for value in (math.nan, "8", None)),
+            {**SCALE, "good_steps": True},
         ],
     ),
     "guard": (
@@ -54,7 +54,7 @@ ROWS = {
             [],
             LOAD[:1],
             [row[1:] for row in LOAD],
-            *([[*LOAD[0][:3], load], LOAD[1]] for load in (math.nan, "1", None, 5.0, -1)),
+            *([[*LOAD[0][:3], load], LOAD[1]] for load in (math.nan, math.inf, "1", None, [1.0])),
         ],
     ),
 }

@@ -112,7 +112,7 @@ def verify(folder: Path, manifest: Manifest, names: Collection[str] | None = Non
     check_sizes(folder, manifest, names)
     not_finite: list[str] = []
     for name, info in manifest.infos.items():
-        if names is None or (info.within or name) in names:
+        if names is None or name in names:
             with closing(File(folder, name, info)) as file:
                 not_finite += file.check()
     return not_finite
@@ -122,22 +122,21 @@ class File:
     """A file written by ``write``, open for reading; raises BadCheckpoint as soon as a mismatch is found."""
 
     def __init__(self, folder: Path, name: str, info: FileInfo):
-        """``name``: as in the manifest; the bytes may be in a node's file."""
-        self.path, self._digests = folder / (info.within or name), info.xxh3
-        self._name = f"{name} in {info.within}" if info.within else name
+        """``name``: see the manifest."""
+        self.path, self._name, self._digests = folder / name, name, info.xxh3
         self._handle: int | None = None
         try:
-            length = self._read(info.offset, 8)
+            length = self._read(0, 8)
             begin = 8 + struct.unpack("<Q", length)[0]
             if begin > min(info.size, MAX_HEADER_BYTES):
                 raise self._differs()
-            text = self._read(info.offset + 8, begin - 8)
+            text = self._read(8, begin - 8)
             self._verify(memoryview(length + text), 0)
             self._entries = _entries(self._name, text, info.size - begin)
         except BaseException:
             self.close()
             raise
-        self._begin = info.offset + begin
+        self._begin = begin
         blocks = [-(-self._size(name) // HASH_BLOCK_BYTES) for name in self._entries]
         self._first = dict(zip(self._entries, accumulate(blocks, initial=1), strict=False))
         """Index of the hash of each tensor's first block."""

@@ -22,7 +22,6 @@ from hpclm.rundir import rows
 
 NAME = "MANIFEST.json"
 SCHEMA = 4
-READABLE = (3, SCHEMA, 5)  # 3 has no sizes of parts; 5 may have one file for the ranks of a node
 MAX_MANIFEST_BYTES = 1 << 30  # bytes of a manifest
 USUAL = 1 << 24  # bytes beyond which it is looked at before it is read
 TAIL = 1 << 10
@@ -44,10 +43,6 @@ class FileInfo:
     """Bytes."""
     xxh3: str
     """Hashes, 16 characters each: of the header with its length, then of every block of every tensor, in file order."""
-    within: str | None = None
-    """The node's file that contains it."""
-    offset: int = 0
-    """Where it begins in that, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class Manifest:
     scalars: dict[str, Any]  # engine state other than tensors
     fingerprint: dict[str, Any]  # what must not change when the run is resumed; named identity in the file
     tensors: dict[str, dict[str, Any]]  # name -> shape of the whole tensor; parts: file, start, size, key in that file
-    files: dict[str, dict[str, Any]]  # name -> FileInfo; of a node: size, and what it contains: name -> FileInfo
+    files: dict[str, dict[str, Any]]  # name -> FileInfo
     made: dict[str, Any] = field(default_factory=dict)  # when and why it was saved, by which attempt, in which layout
     validation: float | None = None  # validation loss at this step, if measured
 
@@ -95,13 +90,7 @@ class Manifest:
     @cached_property
     def infos(self) -> dict[str, FileInfo]:
         """Expected size and hashes of every rank's file, by name."""
-        infos: dict[str, FileInfo] = {}
-        for name, entry in self.files.items():
-            if "contains" in entry:
-                infos |= {inner: FileInfo(**info, within=name) for inner, info in entry["contains"].items()}
-            else:
-                infos[name] = FileInfo(**entry)
-        return infos
+        return {name: FileInfo(**entry) for name, entry in self.files.items()}
 
     @property
     def size(self) -> int:
@@ -160,36 +149,13 @@ def _parsed(text: str, folder: Path) -> Manifest:
     if content.pop("blake2b") != digest_of(content):
         raise BadCheckpoint(f"{NAME} differs from what was saved (its hash is wrong)")
     version = content.pop("schema")
-    if version not in READABLE:
+    if version != SCHEMA:
         raise ConfigError(
-            f"{folder / NAME} has schema {version!r}, but this version of hpclm reads {', '.join(map(str, READABLE))}; "
-            f"use the version that wrote it"
+            f"{folder / NAME} has schema {version!r}, but this version of hpclm reads {SCHEMA}; use the version that wrote it"
         )
     manifest = Manifest(fingerprint=content.pop("identity"), **content)
-    for entry in manifest.tensors.values():
-        entry["parts"] = [one for part in entry["parts"] for one in _repeated(part, len(manifest.infos) + 1)]
     _check(manifest, folder)
     return manifest
-
-
-def _repeated(part: dict[str, Any], limit: int) -> list[dict[str, Any]]:
-    """The parts that ``part`` stands for, up to ``limit``.
-
-    Earlier versions saved parts that follow each other in even steps, each in the file of another rank, as one with
-    ``repeat``: their number, and the step in ranks and in rows.
-    """
-    if "repeat" not in part:
-        return [part]
-    count, ranks, rows = part.pop("repeat")
-    prefix, rank, rest = re.split(r"(\d+)", part["file"], maxsplit=1)
-    return [
-        {
-            **part,
-            "file": f"{prefix}{int(rank) + number * ranks:05d}{rest}",
-            "start": [part["start"][0] + number * rows, *part["start"][1:]],
-        }
-        for number in range(min(count, limit))
-    ]
 
 
 def _check(manifest: Manifest, folder: Path) -> None:
@@ -198,14 +164,12 @@ def _check(manifest: Manifest, folder: Path) -> None:
     The hash shows only that the manifest has not changed since it was written, by whomever.
     """
     infos = manifest.infos
-    if not infos or not all(map(PLAIN.fullmatch, [*manifest.files, *infos])):
+    if not infos or not all(map(PLAIN.fullmatch, infos)):
         raise BadCheckpoint(f"{NAME} lists no files, or files elsewhere")
     for name, entry in manifest.tensors.items():
         if any(part["file"] not in infos for part in entry["parts"]):
             raise BadCheckpoint(f"{NAME} refers to files that it does not list")
-        sizes = [part.get("size") for part in entry["parts"]]
-        if None in sizes:  # schema 3
-            continue
+        sizes = [part["size"] for part in entry["parts"]]
         count, whole = sum(map(prod, sizes)), prod(entry["shape"])
         if count != whole:
             raise BadCheckpoint(f"{NAME} lists {count} of the {whole} values of {name}")

@@ -78,10 +78,7 @@ class Tensors:
 
     def _overlap(self, name: str, part: Mapping[str, Any], start: Sequence[int], size: Sequence[int]) -> list[Span]:
         """The overlap of a part with a block, along each dimension; empty spans if there is none."""
-        shape = part.get("size")
-        if shape is None:  # schema 3
-            shape = self._file(part["file"]).shape(part.get("key", name))
-        corners = zip(part["start"], shape, start, size, strict=True)
+        corners = zip(part["start"], part["size"], start, size, strict=True)
         return [(max(a, b), min(a + n, b + m)) for a, n, b, m in corners]
 
     def _file(self, name: str) -> File:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 
 import pytest
 import torch
@@ -105,6 +106,28 @@ def test_a_dataset_is_evaluated_by_the_tokens_that_training_counts(prefix, maske
     assert found.get("loss_mask") == (f"{prefix}_loss" if masked else None)
     if masked:  # the tokens of other datasets follow the token that begins a text
         assert found["loss"] == pytest.approx(alone(made, prefix, masked), rel=1e-5)
+
+
+@pytest.mark.parametrize("option, name, text", [
+    ("--input", "small.txt", "hello there what is this\n" * 30),
+    ("--input", "long.txt", "hello there what is this\n" * 3000),
+    ("--chat", "few.jsonl", "".join(json.dumps({"messages": said("hello", "there")}) + "\n" for _ in range(3))),
+], ids=lambda value: value if value.endswith((".txt", ".jsonl")) else "")  # fmt: skip
+def test_the_command_that_preprocess_prints_trains_on_data_of_any_size(option, name, text, made):
+    (made / name).write_text(text)
+    end = ["--append-eod"] if option == "--input" else []
+    words = ["preprocess", option, name, *end, "--tokenizer", "runs/base", "--output-prefix", f"data/{name}"]
+    command = shlex.split(hpclm(*words, cwd=made, check=0).stdout.partition("next: hpclm ")[2])
+    hpclm(*command, f"out=runs/{name}", "engine.device=cpu", cwd=made, check=0)
+    assert losses(made / "runs" / name)
+
+
+def test_a_text_beside_an_imported_run_has_its_tokenizer(made):
+    (made / "beside.txt").write_text("hello there what is this\n" * 300)
+    words = ["data=beside.txt", "engine.device=cpu", "budget.steps=2", "evaluate.every=0"]
+    hpclm("train", *tuning(made, "beside"), *words, cwd=made, check=0)
+    [note] = [json.loads(path.read_text()) for path in (made / "runs/datasets").glob("beside-*/*.json")]
+    assert note["tokenizer"]["kind"] == "json" and note["tokenizer"]["options"] == {"eod": "<|im_end|>"}
 
 
 def test_a_run_that_was_stopped_resumes_with_the_same_samples(made, tuned):

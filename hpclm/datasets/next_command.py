@@ -1,10 +1,12 @@
 """The training command for a new dataset: a preset, and settings that adapt it to the dataset."""
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpclm import config, paths
+from hpclm.config import BatchConfig
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import samples_in, split_bounds, token_bounds
 from hpclm.datasets.encode import tokenizer_of
@@ -16,7 +18,7 @@ LARGE_FROM = 100_000_000  # training tokens; with fewer, a model of GPT-2's size
 TRAIN_ONLY = "data.split=1"
 SPLITS: tuple[list[str], ...] = ([], ["data.split=90,10"], ["data.split=90,10", "data.split_by=tokens"], [TRAIN_ONLY])
 """Settings that divide a dataset; the first ones that leave enough for validation are used."""
-EPOCHS = 10
+EPOCHS, TUNING_EPOCHS = 10, 3
 STEPS = 10  # a run has at least
 SHORTEST = 8  # tokens of a sample from which a model can learn more than which token follows which
 WARMUP = 1 / 20  # of the steps
@@ -36,13 +38,12 @@ def after(request: Request) -> str:
 def next_command(prefixes: Sequence[Path], vocab_size: int) -> str:
     """``hpclm train PRESET ...`` for one dataset, or for train, valid, ... datasets; or how much more text it needs."""
     vocabulary = f"model.vocab_size={vocab_size}"
-    for settings, train, valid in (
-        _splits(prefixes[0], vocabulary) if len(prefixes) == 1 else _parts(prefixes, vocabulary)
-    ):
+    one = [f"data.prefix={paths.literal(prefixes[0])}", vocabulary] if len(prefixes) == 1 else []
+    for settings, train, valid in _splits(prefixes[0]) if one else _parts(prefixes, vocabulary):
         preset = LARGE if train >= LARGE_FROM else SMALL
         changes = _changes(train, valid, preset)
         if changes is not None:
-            return shlex.join(["hpclm", "train", preset, *settings, *changes])
+            return shlex.join(["hpclm", "train", preset, *one, *settings, *changes])
     min_tokens = SHORTEST * -(-STEPS * config.load(SMALL).batch.global_size // EPOCHS) + 1
     tokens = IndexedDataset(prefixes[0]).token_count
     return f"add text; {tokens:,} tokens are too few (a first run needs at least {min_tokens:,})"
@@ -50,35 +51,53 @@ def next_command(prefixes: Sequence[Path], vocab_size: int) -> str:
 
 def next_tuning_command(prefix: Path, run: str, chat: bool) -> str:
     """``hpclm train`` that goes on from the weights of ``run``, with text or conversations."""
-    words = [
-        f"{paths.literal(run)}/config.yaml",
-        "name=tuned",
-        "out=runs/tuned",
-        f"checkpoint.init_from={paths.literal(run)}",
-        f"data.prefix={paths.literal(prefix)}",
-    ]
+    words = [f"{paths.literal(run)}/config.yaml", "name=tuned", "out=runs/tuned"]
+    words += [f"checkpoint.init_from={paths.literal(run)}", f"data.prefix={paths.literal(prefix)}"]
     separate = ["data.order=packed", "data.reset_attention_mask=true", "data.reset_position_ids=true"] if chat else []
-    return shlex.join(["hpclm", "train", *words, *separate, "optim.lr=1e-5", "optim.min_lr=1e-6", "budget.epochs=3"])
+    words += [*separate, "optim.lr=1e-5", "optim.min_lr=1e-6", f"budget.epochs={TUNING_EPOCHS}"]
+    settings = config.of_run(Path(run), []) if Path(run).is_dir() else config.load()
+    context = settings.model.context
+
+    def samples(tokens: int) -> int:
+        return -(-tokens // context) if chat else samples_in(tokens, context)
+
+    for chosen, train, valid in _splits(prefix, chat):
+        if samples(train) and (valid is None or samples(valid)):
+            return shlex.join(
+                ["hpclm", "train", *words, *chosen, *_smaller_batch(settings.batch, TUNING_EPOCHS * samples(train))]
+            )
+    return f"add text; {IndexedDataset(prefix).token_count:,} tokens are too few for a sample of model.context={context}; import with a shorter one"
+
+
+def _smaller_batch(batch: BatchConfig, samples: int) -> list[str]:
+    """Settings of a batch with which ``samples`` last for some steps; none if those of ``batch`` do."""
+    size, micro = batch.global_size, batch.micro_size
+    while size > 1 and samples < STEPS * size:
+        size //= 2
+    if size == batch.global_size:
+        return []
+    return [f"batch.global_size={size}", *([] if micro == "auto" else [f"batch.micro_size={math.gcd(size, micro)}"])]
 
 
 def dataset_settings(prefix: Path, vocab_size: int, context: int) -> list[str]:
     """The settings with which a run of ``context`` reads one dataset, and divides it so that there is enough to validate on."""
-    choices = _splits(prefix, f"model.vocab_size={vocab_size}")
-    return next(words for words, _, valid in choices if valid is None or samples_in(valid, context))
+    named = [f"data.prefix={paths.literal(prefix)}", f"model.vocab_size={vocab_size}"]
+    return next([*named, *words] for words, _, valid in _splits(prefix) if valid is None or samples_in(valid, context))
 
 
-def _splits(prefix: Path, vocabulary: str) -> Iterator[Choice]:
-    """One dataset, which data.split divides."""
+def _splits(prefix: Path, chat: bool = False) -> Iterator[Choice]:
+    """How data.split divides one dataset, that of conversations only between these."""
     dataset = IndexedDataset(prefix)
     for chosen in SPLITS:
+        if chat and "data.split_by=tokens" in chosen:
+            continue
         data = config.load(None, chosen).data
         if data.split_by == "tokens":
             train, valid, _ = (end - begin for begin, end in token_bounds(data.split, dataset.token_count))
         else:
             bounds = split_bounds(data.split, len(dataset), data.order)
             train, valid, _ = (dataset.place(end) - dataset.place(begin) for begin, end in bounds)
-        settings = [f"data.prefix={paths.literal(prefix)}", vocabulary, *chosen]
-        yield settings, train, None if chosen == [TRAIN_ONLY] else valid
+        yield chosen, train, None if chosen == [TRAIN_ONLY] else valid
 
 
 def _parts(prefixes: Sequence[Path], vocabulary: str) -> Iterator[Choice]:

@@ -98,14 +98,19 @@ def request(args: argparse.Namespace, fairseq: bool, model: str | None) -> Reque
 
 
 def text_request(
-    path: Path, name: str, tokenizer: str, files: Sequence[str] = (), plain: PlainFormat = "files"
+    path: Path,
+    name: str,
+    tokenizer: str,
+    files: Sequence[str] = (),
+    plain: PlainFormat = "files",
+    eod: str | None = None,
 ) -> Request:
     """The text at ``path`` as the dataset ``name``, in this process, with the end of each document marked; ``plain``: as of ``find``."""
     corpus = InputCorpus(tuple(find([str(path)], None, ["text"], plain)), (Path(f"{name}_text_document"),))
     job = Job(
         tokenizer=tokenizer,
         files=tuple(files),
-        eod=None,
+        eod=eod,
         keys=("text",),
         append_eod=True,
         empty="skip",

@@ -51,6 +51,10 @@ class RunText:
             self.imported_tokens, self.tokenizer.eod, token_text(self.tokenizer, self.tokenizer.eod), ends
         )
         begin = token_id(self.tokenizer, self.chat.named.get("bos_token")) if self.chat else None
+        if begin is None and not self.imported:  # the token that ends a document begins the next
+            begin = self.tokenizer.eod
+        if begin is None and ids["bos_token_id"] is None:
+            begin = token_id(self.tokenizer, self.imported_tokens.get("bos_token"))
         return ids if begin is None else ids | {"bos_token_id": begin}
 
     @property

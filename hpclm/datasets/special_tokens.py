@@ -53,7 +53,7 @@ def _places(run: Path, paths: Sequence[str]) -> list[Path]:
 def ids(
     imported_tokens: Mapping[str, Any], end: int | None, end_text: str | None = None, answer_ends: Iterable[int] = ()
 ) -> dict[str, Any]:
-    """Ids for config.json: the ``imported_tokens``, the run's end-of-document token ``end``, which also begins a text,
+    """Ids for config.json: the ``imported_tokens``, the run's end-of-document token ``end``,
     and ``answer_ends``, with which it was tuned to end an answer.
 
     ``end_text``: of ``end``. Where the folder named that as the end, it is one more; elsewhere the run was trained with another.
@@ -67,8 +67,6 @@ def ids(
     if answer_ends := [id for id in answer_ends if id not in ends]:
         ends = [*ends, *answer_ends]
         tokens["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-    if tokens["bos_token_id"] is None:
-        tokens["bos_token_id"] = end
     return tokens
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from hpclm import folders, paths
 from hpclm.config import RunConfig, compose
+from hpclm.data import tokenizers
 from hpclm.datasets import build, options
 from hpclm.datasets.encode import tokenizer_of
 from hpclm.datasets.kinds import PlainFormat
@@ -59,7 +60,8 @@ class NamedDataset:
         job, prefix = self.text.request.job, self.prefix.parent.parent / self.text.name
         words = ["--input", str(self.text.path), "--output-prefix", str(prefix), "--tokenizer", job.tokenizer]
         files = ["--tokenizer-files", *job.files] if job.files else []
-        return shlex.join(["hpclm", "preprocess", *words, *files, "--append-eod"])
+        end = ["--eod", job.eod] if job.eod else []
+        return shlex.join(["hpclm", "preprocess", *words, *files, *end, "--append-eod"])
 
     @property
     def written(self) -> bool:
@@ -103,8 +105,8 @@ def _is_dataset(prefix: Path) -> bool:
 def named(data: str, tokenizer: str | None, run: RunConfig) -> NamedDataset:
     """The dataset that ``data``, the prefix of a dataset or a text, names for ``run``.
 
-    ``tokenizer`` of a text: "bytes", a tokenizer.json or sentencepiece file, or package.module:Name; None: "bytes". ConfigError for
-    what cannot be read.
+    ``tokenizer`` of a text: "bytes", a tokenizer.json or sentencepiece file, or package.module:Name; None: that of
+    the settings (data.tokenizer), else "bytes". ConfigError for what cannot be read.
     """
     if not data.strip():
         raise ConfigError("data is empty; give the prefix of a dataset, or a text file")
@@ -130,7 +132,10 @@ def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConf
     name = re.sub(r"\W+", "-", path.name.partition(".")[0]).strip("-") or "text"
     kind = TOKENIZER if tokenizer is None else paths.expanded(tokenizer)
     files: list[str] = []
-    if file := FILES.get(Path(kind).suffix):
+    end, of_run = None, tokenizer is None and run.data.tokenizer is not None
+    if of_run:  # such as that of an imported model
+        _, kind, files, end = tokenizers.build_of_run(run.data)
+    elif file := FILES.get(Path(kind).suffix):
         kind, files = file, [str(Path(kind).absolute())]
     elif kind != TOKENIZER and not OWN.fullmatch(kind):
         raise ConfigError(
@@ -139,7 +144,7 @@ def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConf
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
 
     def dataset_of(plain: PlainFormat) -> tuple[Request, Path]:
-        request = options.text_request(path, name, kind, files, plain)
+        request = options.text_request(path, name, kind, files, plain, end)
         [corpus] = request.corpora
         facts = build.job_fingerprint(corpus, request) | ({"inputs": content} if content else {})
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]
@@ -154,7 +159,9 @@ def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConf
         divided = ((key, begun.get(key)) for key in ("data.split", "data.split_by"))
     return NamedDataset(
         prefix,
-        Text(path, name, request.corpora[0], request, tokenizer_of(request.job).size),
+        Text(
+            path, name, request.corpora[0], request, run.model.vocab_size if of_run else tokenizer_of(request.job).size
+        ),
         tuple(f"{key}={value}" for key, value in divided if value is not None),
     )
 

@@ -25,6 +25,6 @@ def test_work_that_takes_longer_is_finished_by_others_in_its_order():
 
 
 def test_there_are_no_more_workers_than_cores(monkeypatch):
-    monkeypatch.setattr(workers.threads, "noted_cores", lambda: {3})
+    monkeypatch.setattr(workers.threads, "usable", lambda: 1)
     results = list(workers.ordered(double_here, range(50), 64))
     assert {process for _, process in results} == {os.getpid()}

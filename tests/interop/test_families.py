@@ -413,10 +413,14 @@ REFUSED = {
     ),
     "dots1, dense layers": (
         "dots1",
-        dict(n_shared_experts=1, first_k_dense_replace=-1),
+        dict(n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=-1),
         "first_k_dense_replace=-1 must",
     ),
-    "dots1, no groups": ("dots1", dict(n_shared_experts=1, topk_group=0), "topk_group=0 must be a whole number"),
+    "dots1, no groups": (
+        "dots1",
+        dict(n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, topk_group=0),
+        "topk_group=0 must be a whole number",
+    ),
     "GLM, no groups": ("glm4_moe", dict(head_dim=16, n_group=0), "n_group=0 must be a whole number"),
 }
 

@@ -213,6 +213,28 @@ def test_ids_and_texts_of_special_tokens_come_back_from_an_import(tmp_path):
     assert there["add_bos_token"] is False  # transformers goes by the template of tokenizer.json, which adds nothing
 
 
+@pytest.mark.parametrize("named, id", [({}, None), ({"bos_token": "the"}, 280)])
+def test_an_export_names_no_begin_of_a_text_that_the_imported_tokenizer_does_not(named, id, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(train_bpe(TEXTS, 390))
+    made.run(tmp_path / "run", NETWORK, source="indexed", tokenizer="json", tokenizer_files=[str(path)])
+    convert(tmp_path / "run", tmp_path / "hf")
+    if named:
+        named = {
+            "bos_token": next(word for word, at in json.loads(path.read_text())["model"]["vocab"].items() if at == id)
+        }
+    for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        tree = json.loads((tmp_path / "hf" / file).read_text())
+        kept = {name: value for name, value in tree.items() if not name.startswith("bos_")}
+        (tmp_path / "hf" / file).write_text(json.dumps(kept | (named if file == "tokenizer_config.json" else {})))
+    convert(tmp_path / "hf", tmp_path / "back")
+    convert(tmp_path / "back", tmp_path / "again")
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "again" / file).read_text())["bos_token_id"] == id
+    assert json.loads((tmp_path / "again/tokenizer_config.json").read_text()).get("bos_token") == named.get("bos_token")
+    convert(tmp_path / "back", tmp_path / "again.gguf")
+
+
 def test_special_ids_are_kept_without_a_tokenizer_unless_the_run_has_another_end(tmp_path, caplog):
     made.run(tmp_path / "run", NETWORK)
     convert(tmp_path / "run", tmp_path / "hf")

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpclm.config import ModelConfig
 from hpclm.config.experts import COEFFICIENTS
+from hpclm.config.fields import required, type_of, type_text
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface.defaults import DEFAULTS as MISSING
 from hpclm.interop.huggingface.defaults import NULLABLE
@@ -46,6 +47,9 @@ DIVIDED = {
     for name in ("Llama", "Arcee", "Gemma2", "Gemma3", "VaultGemma", "Cwm", "HyperCLOVAX", "Jais2", "InternLM3")
 }
 """Classes that refuse a hidden size that is not a multiple of the number of heads, even where head_dim is set."""
+DERIVED = ("ffn", "kv_heads", "attention_dropout")
+"""Settings with a value of their own where config.json has null."""
+DIVISORS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "vocab_size")
 DEFAULTS = vars(ModelConfig())
 
 
@@ -95,6 +99,11 @@ class Family:
     width: bool = False
     """Whether the heads may be wider or narrower than hidden / heads."""
 
+    @property
+    def theirs(self) -> dict[str, str]:
+        """Our setting -> its key in config.json, with those that all classes have."""
+        return {"vocab_size": "vocab_size", "init_std": "initializer_range", **self.keys}
+
     def described(self, config: ModelConfig) -> dict[str, Any]:
         """config.json of a network."""
         names = {ours: theirs for theirs, ours in reversed([*self.activations.items()])}
@@ -111,11 +120,17 @@ class Family:
     def settings(self, tree: Json) -> dict[str, Any]:
         """Settings of the network that a config.json describes."""
         tree = self.completed(tree)
-        missing = [key for key in ("vocab_size", "initializer_range", *self.keys.values()) if key not in tree]
+        missing = [key for key in self.theirs.values() if key not in tree]
         if missing:
             raise ConfigError(f"it does not say {', '.join(missing)}")
-        values = {ours: tree[key] for ours, key in self.keys.items()}
-        values |= dict(vocab_size=tree["vocab_size"], init_std=tree["initializer_range"])
+        values = {ours: tree[key] for ours, key in self.theirs.items()}
+        wrong = [
+            f"{self.theirs[ours]}={_shown(value)} must be {kind}"
+            for ours, value in values.items()
+            if (kind := _expected(ours, value))
+        ]
+        if wrong:
+            raise ConfigError(wrong)
         if "activation" in values:
             key, theirs = self.keys["activation"], values["activation"]
             if not isinstance(theirs, str) or theirs not in self.activations:
@@ -200,6 +215,17 @@ def described_context(config: ModelConfig) -> dict[str, Any]:
     if config.rope_scaling.get("rope_type") != "dynamic":
         return {}
     return {"max_position_embeddings": json.loads(config.rope_scaling["original_max_position_embeddings"])}
+
+
+def _expected(name: str, value: Any) -> str:
+    """Which kind of value the setting model.``name`` takes; empty if ``value`` is one."""
+    kind = type_of(f"model.{name}")
+    inner, least = required(kind), name in DIVISORS
+    if inner not in (int, float, bool) or (value is None and (inner is not kind or name in DERIVED)):
+        return ""
+    if isinstance(value, bool) == (inner is bool) and isinstance(value, (inner, int)) and (value >= 1 or not least):
+        return ""
+    return type_text(kind) + " of at least 1" * least
 
 
 def _shown(value: Any) -> str:

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,10 @@ from hpclm.interop.run import RunCheckpoint, fresh
 from hpclm.node.hardware import TYPES
 
 log = logging.getLogger(__name__)
+SHAPED = dict(sliding_window="window", final_logit_softcapping="logit_cap", attn_logit_softcapping="score_cap")
+SHAPED |= dict(residual_dropout="dropout", logits_scaling="logit_multiplier")
+SHAPED |= dict(partial_rotary_factor="rope_fraction", rotary_pct="rope_fraction")
+"""Keys of config.json that only a class's ``shape`` reads, and the settings that they become."""
 CHOICE_BIAS = ".e_score_correction_bias"
 
 
@@ -158,12 +163,19 @@ def import_folder(
     weights do not match.
     """
     saved = json_object(folder / "config.json")
+    theirs: dict[str, str] = {}
     try:
         tree = families.without_ignored(saved, ignored)
         family = families.of_config(tree)
-        config = run.network(families.settings(tree), overrides)
+        settings = families.settings(tree)
+        given = {word.partition("=")[0].strip() for word in overrides}
+        names = {ours: key for key, ours in SHAPED.items() if key in tree} | family.theirs
+        theirs = {f"model.{ours}": key for ours, key in names.items() if f"model.{ours}" not in given}
+        config = run.network(settings, overrides)
     except ConfigError as error:
-        raise ConfigError([f"{folder / 'config.json'}: {line}" for line in error.problems]) from None
+        lines = [re.sub(r"\bmodel\.\w+", lambda name: theirs.get(name[0], name[0]), line) for line in error.problems]
+        lines = [line if "model." in line else line.removesuffix(" (command line)") for line in lines]
+        raise ConfigError([f"{folder / 'config.json'}: {line}" for line in lines]) from None
     reader = Reader(folder, pickle)
     left_out = sorted(name for name in reader.names() if family.left_out(tree, name))
     if left_out:

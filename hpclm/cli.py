@@ -68,8 +68,6 @@ GROUPS = {
 }
 """Verbs by what they are for: their modules, and what they do."""
 VERBS = {verb: row for verbs in GROUPS.values() for verb, row in verbs.items()}
-RENAMED = {"save-now": "save", "stop": "stop"}
-"""Former verbs, and what ``hpclm request`` calls them."""
 
 _COMMANDS = {
     "hpclm train PRESET key=value … here, or hpclm submit PRESET … on a cluster": "run fit pretrain start begin launch exec",
@@ -157,9 +155,6 @@ def _dispatch(arguments: list[str]) -> int:
     if verb in ("--version", "-V"):
         print(f"hpclm {__version__}")
         return 0
-    if verb in RENAMED:
-        print(f"hpclm {verb} RUN is now hpclm request RUN {RENAMED[verb]}", file=sys.stderr)
-        verb, rest = "request", [*rest, RENAMED[verb]]
     if verb not in VERBS:
         say(f"error: {_unknown(verb, rest)}", file=sys.stderr)
         return 2

@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import subprocess
 import sys
 import time
@@ -100,18 +99,6 @@ def test_a_request_to_runs_that_are_not_training_gives_64_and_writes_nothing(req
     assert cli.main(["request", "--runs", str(tmp_path), "new", "ended", "f*", request_name]) == 64
     assert capsys.readouterr().err.count("is not training") == 3
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
-@pytest.mark.parametrize("verb, new", [("save-now", "save"), ("stop", "stop")])
-def test_a_former_verb_does_what_request_does_and_says_so_in_one_line(verb, new, tmp_path, capsys):
-    make(tmp_path / "new")
-    endings = []
-    for words in ([verb, "--runs", str(tmp_path), "new"], ["request", "--runs", str(tmp_path), "new", new]):
-        code = cli.main(words)
-        endings.append((code, *capsys.readouterr()))
-    assert endings[0] == (64, "", f"hpclm {verb} RUN is now hpclm request RUN {new}\n{endings[1][2]}")
-    assert verb not in cli.VERBS and cli.main(["--help"]) == 0
-    assert not re.search(rf"^\w*\s+{verb} ", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")

@@ -18,7 +18,7 @@ from hpclm import files, folders, own_code, paths, shipped
 from hpclm.config import length, reading, run_file
 from hpclm.config.fields import as_yaml, path_separator, required, type_of
 from hpclm.config.hints import mistakes
-from hpclm.config.job import MAIL, TEMPLATES
+from hpclm.config.job import TEMPLATES
 from hpclm.config.merge import Setting, literal, merge, shown_setting
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
@@ -73,15 +73,12 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
         file = files.readable(_settings_file(path), "settings file")
         content, resolved = run_file.read_settings(file)
         settings = _leaves(content, file)
-        if resolved:
-            settings = [_without_mail(setting) for setting in settings]
         if run_file.is_run(Path(path)):  # which may have been moved
             settings.append(Setting("out", paths.literal(path), "command line"))
         problems += _untrusted(settings + given, file, content.exposed)
     if site is not None and not resolved:
         settings = _from_site(site, problems) + settings
     run = merge(settings + given, problems)
-    _refuse_unexpanded(settings + given, run.out)
     names = {setting.key for setting in given}
     # a budget on the command line tries a file's settings for some steps: worth no more than a warning
     tries = any(key.startswith("budget.") for key in names) and not names & {"optim.warmup", "optim.wsd_decay"}
@@ -102,16 +99,6 @@ def _refuse_moved(file: Path, out: str) -> None:
         f"relative to another folder. Give the folder, {paths.literal(folder)}, in place of its config.yaml to continue this run, or "
         f"out=... to train elsewhere"
     )
-
-
-def _refuse_unexpanded(settings: list[Setting], out: str) -> None:
-    """ConfigError if ``settings`` name the run directory ``out`` by ~ or $NAME, and there is a run in a folder of that very name."""
-    typed = next((str(setting.value) for setting in reversed(settings) if setting.key == "out"), out)
-    if typed != out and run_file.is_run(Path(typed)) and not run_file.is_run(Path(out)):
-        raise ConfigError(
-            f"out={typed} is {out}, but an earlier version wrote the run to {Path(typed).absolute()}, since it expanded neither ~ nor "
-            f"$NAME: move that folder to {out}, or give out={paths.literal(Path(typed).absolute())}"
-        )
 
 
 def changed(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -280,12 +267,9 @@ def _from_site(path: Path, problems: list[str]) -> list[Setting]:
 
 
 def _leaves(content: reading.Content, path: Path) -> list[Setting]:
-    """The settings of a file, without removed ones at the value that changes nothing; ConfigError for one that it has twice."""
-    leaves = [setting for key, value in content.tree.items() for setting in _flat(key, value, str(path), key.line)]
-    unchanged = {key: default for key, (default, _) in run_file.REMOVED.items()}
-    leaves = [setting for setting in leaves if setting.key not in run_file.HARMLESS]
+    """The settings of a file; ConfigError for one that it has twice."""
     leaves = _renamed(
-        setting for setting in leaves if setting.key not in unchanged or unchanged[setting.key] != setting.value
+        setting for key, value in content.tree.items() for setting in _flat(key, value, str(path), key.line)
     )
     if repeated := list(_repeated(leaves)):
         raise ConfigError(f"{problem} ({path})" for problem in repeated)
@@ -314,18 +298,8 @@ def _lines(key: str, value: Any, line: int) -> Iterator[tuple[str, int]]:
         yield from _lines(f"{key}.{name}", inner, name.line)
 
 
-def _without_mail(setting: Setting) -> Setting:
-    """A setting that a run has stored; job.notify without mail addresses, which earlier versions took."""
-    if setting.key != "job.notify" or not isinstance(setting.value, list):
-        return setting
-    kept = [target for target in setting.value if not str(target).startswith("mailto:")]
-    if len(kept) < len(setting.value):
-        log.warning("job.notify: no mail is sent any more; %s", MAIL)
-    return setting._replace(value=kept)
-
-
 def _renamed(settings: Iterable[Setting]) -> list[Setting]:
-    """The settings by their names of today; renamed ones last, since a mapping that they are in may be emptied first."""
+    """The settings, options of sbatch by their place in job.options and last, since a mapping that they are in may be emptied first."""
     settings = list(settings)
     renamed = [setting for setting in settings if setting.key in run_file.RENAMED and setting.value is not None]
     return [setting for setting in settings if setting.key not in run_file.RENAMED] + [

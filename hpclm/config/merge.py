@@ -14,11 +14,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from hpclm import paths
-from hpclm.config import hints, reading, run_file
+from hpclm.config import hints, reading
 from hpclm.config.checks import MAX_INTEGER, PATH, URL, shown, texts
 from hpclm.config.fields import (
     as_word,
-    as_yaml,
     flattened,
     keys,
     path_separator,
@@ -44,7 +43,7 @@ class Setting(NamedTuple):
     line: int | None = None
     """Of the file that it was given in."""
     typed: str = ""
-    """Its name there, if it is a former one."""
+    """Its name there, if it has another."""
 
 
 def merge(settings: list[Setting], problems: list[str]) -> RunConfig:
@@ -127,11 +126,6 @@ def _set(tree: Any, key: str, value: Any) -> None:
 def _unknown(key: str) -> str:
     if VARIABLE.fullmatch(key):
         return f"{key} is an environment variable, not a setting: export it where you start or submit the run"
-    if key in run_file.REMOVED:
-        default, advice = run_file.REMOVED[key]
-        return (
-            f"{key} no longer exists; {advice or f'leave it out: hpclm always does what {key}={as_yaml(default)} did'}"
-        )
     written = re.sub(r"[\s\u200b-\u200f\u2060\ufeff]", "", unicodedata.normalize("NFKC", key))
     if written != key and type_of(written) is not None:
         return f"unknown setting {key!a}: it has characters that only look like those of {written}; type it anew"

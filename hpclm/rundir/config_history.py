@@ -5,9 +5,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from hpclm import files
-from hpclm.config.compose import flat_of_run
 from hpclm.config.run_file import HISTORY, NAME
-from hpclm.errors import ConfigError
 from hpclm.rundir import runs
 from hpclm.side_path import SidePath
 
@@ -46,13 +44,8 @@ def restore(out: Path, before: bytes | None) -> None:
 
 def micro_size(out: Path) -> int | None:
     """The batch.micro_size that the last attempt in the run directory ``out`` trained with; None if it is unknown."""
-    attempt = runs.read(out).attempt
-    if attempt.get("micro_size"):
-        return int(attempt["micro_size"])
-    with suppress(ConfigError):  # of an older version, which wrote the number to config.yaml
-        size = flat_of_run(out, attempt.get("config") or NAME)["batch.micro_size"]
-        return size if type(size) is int and size > 0 else None
-    return None
+    size = runs.read(out).attempt.get("micro_size")
+    return int(size) if size else None
 
 
 def _keep(folder: Path, content: bytes) -> str:

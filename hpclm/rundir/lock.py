@@ -45,15 +45,13 @@ def holder(path: Path | str) -> Holder | None:
 
 
 def is_here(record: Mapping[str, Any]) -> bool:
-    """Whether the PID in a record (a holder, an attempt or a launch) is one of this machine. Old records have only the host."""
-    machine = record.get("machine")
-    return bool(machine == files.here() if machine else record.get("host") == socket.gethostname())
+    """Whether the PID in a record (a holder, an attempt or a launch) is one of this machine."""
+    return bool(record.get("machine") == files.here())
 
 
 def shares_locks(holder: Holder) -> bool:
     """Whether a lock of ``holder``, if it still had one, would be visible here for certain: it runs on the same kernel."""
-    machine = holder.get("machine")
-    return files.kernel_of(machine) == files.kernel_of(files.here()) if machine else is_here(holder)
+    return files.kernel_of(holder.get("machine", "")) == files.kernel_of(files.here())
 
 
 def described(holder: Holder) -> str:

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from hpclm import cli, config, paths
-from hpclm.config import RunConfig, compose, run_file
+from hpclm.config import RunConfig
 from hpclm.config.fields import docs, keys, path_separator, type_of
 from hpclm.errors import ConfigError
 from hpclm.launch.arguments import whole
-from hpclm.node import environment
 
 PATH_SETTINGS = [key for key in keys() if path_separator(key) is not None]
 NO_PATHS = (
@@ -159,37 +158,6 @@ def test_settings_printed_by_hpclm_config_read_back_with_the_same_paths(capfd):
     Path("printed.yaml").write_text(capfd.readouterr().out)
     assert config.load("printed.yaml") == config.load(None, words)
     assert config.load("printed.yaml").out == "$DATA/~/1234"
-
-
-OLD = "# Every setting of a run of hpclm 0.1.0, resolved: a site file is not read again for this one.\n"
-
-
-def old_run(folder, **changes):
-    """A run directory as versions wrote it that expanded nothing."""
-    Path(folder).mkdir(parents=True)
-    text = compose.dumped(config.load(None, [])).partition("\n")[2]
-    for key, value in changes.items():
-        text = re.sub(rf"^( *){key}: .*$", rf"\g<1>{key}: {value}", text, count=1, flags=re.MULTILINE)
-    (Path(folder) / "config.yaml").write_text(OLD + text)
-
-
-def test_the_config_of_an_older_run_keeps_its_folders(surroundings):
-    old_run("~/runs/x", out="~/runs/x", prefix="/data/$DATA/~", container="~/i.sif")
-    run = config.load("./~/runs/x/config.yaml")
-    assert (run.out, run.data.prefix) == (f"{surroundings}/~/runs/x", "/data/$DATA/~")
-    assert run.job.container == f"{surroundings}/~/i.sif"
-    assert config.load(Path("~/runs/x")).out == f"{surroundings}/~/runs/x"
-    assert environment.settings(["./~/runs/x"]).out == f"{surroundings}/~/runs/x"
-    assert run_file.FIRST != OLD
-
-
-@pytest.mark.parametrize("typed, folder", {"~/runs/x": "~/runs/x", "$DATA/x": "$DATA/x"}.items())
-def test_a_run_that_an_older_version_wrote_elsewhere_is_named_not_started_anew(typed, folder):
-    old_run(folder, out=folder)
-    with pytest.raises(ConfigError, match="an earlier version wrote the run to") as error:
-        config.load(None, [f"out={typed}"])
-    way_out = str(error.value).rpartition("give out=")[2]
-    assert config.load(None, [f"out={way_out}"]).out == str(Path(folder).absolute())
 
 
 def test_a_path_as_text_names_that_very_path(surroundings):

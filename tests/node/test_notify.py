@@ -73,19 +73,6 @@ def test_a_run_notifies_when_it_finishes_restarts_and_fails(tiny, tmp_path, monk
     assert received[2]["text"].startswith("hpclm: run has failed (")
 
 
-def test_a_mail_address_that_a_run_has_stored_is_left_out_with_a_warning(tiny, tmp_path, capsys):
-    assert cli.main(["train", *tiny("run", "stop_at=2")]) == 0
-    file = tmp_path / "run" / "config.yaml"
-    stored = file.read_text().replace("  notify: []", "  notify: ['mailto:you@example.org?smtp=host:25']")
-    assert "mailto" in stored
-    file.write_text(stored)
-    assert cli.main(["train", str(tmp_path / "run")]) == 0
-    assert (
-        "W job.notify: no mail is sent any more; Slurm sends it" in capsys.readouterr().err
-        and "mailto" not in file.read_text()
-    )
-
-
 @pytest.mark.whole
 def test_a_run_whose_rank_is_killed_notifies_once(tiny, tmp_path):
     with webhook() as (url, received):

@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
 
 from hpclm import __version__, failures
-from hpclm.errors import ConfigError
-from hpclm.node import bus_error, interruption
+from hpclm.node import interruption
 from hpclm.parser import EPILOG, Parser
 from hpclm.registry import hint
 from hpclm.terminal import say
@@ -158,7 +156,7 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in VERBS:
         say(f"error: {_unknown(verb, rest)}", file=sys.stderr)
         return 2
-    with interruption.prompt_exit(), bus_error.explained(_end_with):
+    with interruption.prompt_exit():
         return function(verb)(rest)
 
 
@@ -196,13 +194,6 @@ def parser(verb: str) -> Parser:
     """The parser of a verb's arguments."""
     verb_parser: Parser = import_module(VERBS[verb][0]).parser()
     return verb_parser
-
-
-def _end_with(cause: str) -> NoReturn:
-    """End this process where it cannot go on, because of invalid files."""
-    interruption.remove_unfinished()
-    say(f"error: {cause}", file=sys.stderr)
-    os._exit(ConfigError.exit_code)
 
 
 def entry() -> None:

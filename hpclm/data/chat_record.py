@@ -1,6 +1,6 @@
 """What conversations were rendered with: recorded beside their dataset, kept by a run that is tuned on it, carried by its exports.
 
-PREFIX.json has it under "chat", a run directory in chat.json. Neither exists where nothing was tuned, or by an earlier version.
+PREFIX.json has it under "chat", a run directory in chat.json. Neither exists where nothing was tuned.
 """
 
 import json
@@ -68,13 +68,13 @@ def of_json(tree: Any, path: Path, way_out: str) -> ChatRecord:
 
 
 def of_dataset(prefix: str | Path) -> ChatRecord | None:
-    """What the conversations of a dataset were rendered with; None if it has none, or was made by an earlier version."""
+    """What the conversations of a dataset were rendered with; None if it has none."""
     note = sidecar(prefix).get(KEY)
     return None if note is None else of_json(note, files(prefix)[2], "restore that file, or preprocess again")
 
 
 def of_run(run: Path) -> ChatRecord | None:
-    """What the run in the directory ``run`` was tuned with; None if it was not, or by an earlier version."""
+    """What the run in the directory ``run`` was tuned with; None if it was not."""
     path = run / FILE
     if not path.is_file():
         return None

@@ -221,18 +221,9 @@ def corpus(data: DataConfig, context: int, seed: int, vocab_size: int, facts: Sh
 
 
 def shared_chat(prefixes: list[str]) -> dict[str, Any]:
-    """What the conversations of all datasets were rendered with (JSON); {} if that is unknown, with a warning where there are any.
+    """What the conversations of all datasets were rendered with (JSON); {} if there are none.
     ConfigError if they differ."""
     record = chat_record.shared(prefixes)
-    silent = [
-        prefix for prefix in prefixes if loss_mask.KEY in (note := sidecar(prefix)) and chat_record.KEY not in note
-    ]
-    if silent:
-        log.warning(
-            "%s: the chat template is not recorded there, as an earlier version preprocessed the conversations, so exports and "
-            "generation cannot follow it: preprocess them again",
-            ", ".join(silent),
-        )
     return record.note() if record else {}
 
 

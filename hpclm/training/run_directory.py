@@ -14,9 +14,8 @@ from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.checkpoint.init_from import check_init_from
 from hpclm.config.no_effect import check_finished
 from hpclm.diagnostics import preflight
-from hpclm.errors import ConfigError
 from hpclm.model import count
-from hpclm.node import bus_error, secrets
+from hpclm.node import secrets
 from hpclm.node.job import Job
 from hpclm.rundir.attempts import check_attempts_readable
 from hpclm.rundir.lease import Lease
@@ -69,11 +68,6 @@ def open_run_directory(run: RunContext, data: RunData, resume_step: int | None =
         restarted = records.tell_restart(out, context, summary.before) if summary else ""
         stacks = context.run_on_main(lambda: time.strftime("stacks-%Y%m%d-%H%M%S"))
         context.watchdog.write_to(out, stacks, config.parallel.pipeline)
-        stack.enter_context(
-            bus_error.explained(
-                lambda cause: context.watchdog.end(f"{context.ranks[context.rank]}: {cause}", ConfigError.exit_code)
-            )
-        )
         try:
             yield Directory(lease, summary, restarted, resume_step)
         except KeyboardInterrupt:

@@ -12,7 +12,6 @@ from hpclm.data.loss_mask import prefix_of
 from hpclm.datasets.chat import READ, Chat, chat_of, with_end
 from hpclm.datasets.encode import Job
 from hpclm.datasets.inputs import MAX_LINE_MB, MB, Input, Share, find, refuse_repeated
-from hpclm.datasets.kinds import PlainFormat
 from hpclm.datasets.run_text import token_text
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
@@ -102,11 +101,10 @@ def text_request(
     name: str,
     tokenizer: str,
     files: Sequence[str] = (),
-    plain: PlainFormat = "files",
     eod: str | None = None,
 ) -> Request:
-    """The text at ``path`` as the dataset ``name``, in this process, with the end of each document marked; ``plain``: as of ``find``."""
-    corpus = InputCorpus(tuple(find([str(path)], None, ["text"], plain)), (Path(f"{name}_text_document"),))
+    """The text at ``path`` as the dataset ``name``, in this process, with the end of each document marked."""
+    corpus = InputCorpus(tuple(find([str(path)], None, ["text"], "files")), (Path(f"{name}_text_document"),))
     job = Job(
         tokenizer=tokenizer,
         files=tuple(files),

@@ -15,7 +15,6 @@ from hpclm.config import RunConfig, compose
 from hpclm.data import tokenizers
 from hpclm.datasets import build, options
 from hpclm.datasets.encode import tokenizer_of
-from hpclm.datasets.kinds import PlainFormat
 from hpclm.datasets.next_command import dataset_settings
 from hpclm.datasets.options import InputCorpus, Request
 from hpclm.errors import ConfigError
@@ -143,25 +142,18 @@ def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConf
         )
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
 
-    def dataset_of(plain: PlainFormat) -> tuple[Request, Path]:
-        request = options.text_request(path, name, kind, files, plain, end)
-        [corpus] = request.corpora
-        facts = build.job_fingerprint(corpus, request) | ({"inputs": content} if content else {})
-        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]
-        return request, Path(run.out).parent / "datasets" / f"{name}-{digest}" / corpus.prefixes[0].name
-
-    (request, prefix), begun = dataset_of("files"), _data_of_run(Path(run.out))
-    of_lines = dataset_of("lines") if begun else (request, prefix)
-    if begun.get("data.prefix") == str(of_lines[1].absolute()):  # by a version for which each line was a document
-        request, prefix = of_lines
+    request = options.text_request(path, name, kind, files, end)
+    [corpus] = request.corpora
+    facts = build.job_fingerprint(corpus, request) | ({"inputs": content} if content else {})
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]
+    prefix = Path(run.out).parent / "datasets" / f"{name}-{digest}" / corpus.prefixes[0].name
+    begun = _data_of_run(Path(run.out))
     divided: Iterable[tuple[str, Any]] = ()
     if begun.get("data.prefix") == str(prefix.absolute()):
         divided = ((key, begun.get(key)) for key in ("data.split", "data.split_by"))
     return NamedDataset(
         prefix,
-        Text(
-            path, name, request.corpora[0], request, run.model.vocab_size if of_run else tokenizer_of(request.job).size
-        ),
+        Text(path, name, corpus, request, run.model.vocab_size if of_run else tokenizer_of(request.job).size),
         tuple(f"{key}={value}" for key, value in divided if value is not None),
     )
 

@@ -57,9 +57,7 @@ class Input:
     changed: int
     """Modification time in ns."""
     columns: tuple[str, ...] = ()
-    """Those of a table that are read; none: all."""
-    needs_columns: bool = True
-    """Whether a table must have all of them; if not, those that it has are read."""
+    """Those that are read of a table, which has at least one of them; none: all."""
 
     @property
     def name(self) -> str:
@@ -111,16 +109,12 @@ class Share:
 
 
 def find(
-    names: list[str],
-    format: Format | None,
-    columns: Sequence[str] = (),
-    plain: PlainFormat = "files",
-    needs_columns: bool = True,
+    names: list[str], format: Format | None, columns: Sequence[str] = (), plain: PlainFormat = "files"
 ) -> list[Input]:
     """The inputs ``names``: files, folders, patterns such as 'data/*.jsonl.zst' (their files are sorted), "-" for standard input.
 
-    ``format`` None: that of each file, by its name and content; ``plain`` for text that is neither JSON lines nor a table. ``columns`` and
-    ``needs_columns``: see Input. ConfigError for files that do not exist, are not text, or are named twice.
+    ``format`` None: that of each file, by its name and content; ``plain`` for text that is neither JSON lines nor a table. ``columns``: see
+    Input. ConfigError for files that do not exist, are not text, or are named twice.
     """
     inputs = []
     for name in names:
@@ -132,9 +126,7 @@ def find(
         for path in _matches(name, format):
             status, kind = readable(path, "input").stat(), kind_of(path, format, plain)
             selected = tuple(columns) if kind.storage == "table" else ()
-            inputs.append(
-                Input(path, kind.format, kind.storage, status.st_size, status.st_mtime_ns, selected, needs_columns)
-            )
+            inputs.append(Input(path, kind.format, kind.storage, status.st_size, status.st_mtime_ns, selected))
     refuse_repeated(inputs)
     return inputs
 
@@ -322,8 +314,7 @@ def _opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO | None]]:
             elif source.storage == "zst":
                 yield io.BufferedReader(_Pieces(decompressed(raw)), CHUNK), raw
             elif source.storage == "table":
-                rows = tables.json_lines(raw, source.path, source.columns, source.needs_columns)
-                yield io.BufferedReader(_Pieces(rows), CHUNK), raw
+                yield io.BufferedReader(_Pieces(tables.json_lines(raw, source.path, source.columns)), CHUNK), raw
             else:
                 yield raw, raw
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:

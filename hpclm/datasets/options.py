@@ -151,10 +151,7 @@ def _chat(args: argparse.Namespace, model: str | None) -> Chat:
 def _corpus(args: argparse.Namespace, share: Share) -> InputCorpus:
     """The inputs, and a dataset for each key; of conversations, their tokens and their loss mask."""
     keys = args.json_keys or ["text"]
-    if args.chat:
-        inputs = find(args.chat, "jsonl", READ, needs_columns=False)
-    else:
-        inputs = find(args.input, args.format, keys, args.plain_text)
+    inputs = find(args.chat, "jsonl", READ) if args.chat else find(args.input, args.format, keys, args.plain_text)
     option = f"--json-keys {' '.join(keys)}"
     if len(set(keys)) < len(keys):
         raise ConfigError(f"{option} contains a key twice")

@@ -19,9 +19,9 @@ Batches = Callable[[list[str]], Iterable[Any]]
 """Batches of rows that have only the columns of these names."""
 
 
-def json_lines(file: BinaryIO, path: str, columns: Sequence[str], needs_columns: bool) -> Iterator[bytes]:
-    """The rows of a table as lines, a JSON object of ``columns`` for each (none: of all); ConfigError if the file is corrupt, holds a
-    value that Python does not, or lacks one of the columns. Without ``needs_columns`` those that it has are read; all if it has none."""
+def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[bytes]:
+    """The rows of a table as lines, a JSON object for each of those of ``columns`` that it has (none: of all); ConfigError if the file
+    is corrupt, holds a value that Python does not, or has none of the columns."""
     import pyarrow
 
     is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC or ".parquet" in path.lower()
@@ -29,10 +29,11 @@ def json_lines(file: BinaryIO, path: str, columns: Sequence[str], needs_columns:
     try:
         table, batches = (_parquet if is_parquet else _arrow)(file)
         names = table.names
-        absent = [column for column in columns if column not in names]
-        if absent and needs_columns:
-            raise ConfigError(f"{path} has no column {absent[0]!r}; it has {names}; select one with --column")
-        for batch in batches([column for column in columns if column in names] or names):
+        selected = [column for column in columns or names if column in names]
+        if not selected:
+            wanted = " or ".join(map(repr, columns))
+            raise ConfigError(f"{path} has no column {wanted}; it has {names}; --column selects one of --input")
+        for batch in batches(selected):
             for first in range(0, batch.num_rows, ROWS):
                 yield b"".join(_line(row) + b"\n" for row in _rows(batch.slice(first, ROWS), path))
     except (pyarrow.ArrowException, OSError, EOFError) as error:

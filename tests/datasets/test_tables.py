@@ -136,7 +136,7 @@ def test_only_the_columns_that_count_are_read(ending, write, tmp_path, monkeypat
     code, said = chat({"messages": [CHATS["messages"]], "tools": ["[]"]})
     assert code == 64 and "has 'tools', which hpclm does not render" in said
     code, said = chat({"talk": [CHATS["messages"]], "id": [1]})
-    assert code == 64 and f"{path}:1 has no one key of ['messages', 'conversations']; it has ['id', 'talk']" in said
+    assert code == 64 and "has no column 'messages' or 'conversations' or " in said and "it has ['talk', 'id']" in said
     for name in ("far", "zone"):
         write(pyarrow.table({"text": [{"when": value} for value in ODD_COLUMNS[name]]}), path)
         assert preprocess(path, prefix="y") == 64

@@ -41,8 +41,8 @@ def train(
         changes: settings on top of it, as {"optim.lr": 1e-3}, {"optim": {"lr": 1e-3}} or "optim.lr=1e-3".
         data: the prefix of a dataset; a text that `hpclm preprocess` reads; or a datasets.Dataset with a column "text". Text
             is tokenized once, into a folder `datasets` beside the run, and model.vocab_size is set to fit.
-        tokenizer: for text: "bytes" (the default: each byte is a token), a tokenizer.json, a sentencepiece .model file, or
-            "package.module:Name".
+        tokenizer: for text: "bytes" (each byte is a token), a tokenizer.json, a sentencepiece .model file, or
+            "package.module:Name". The default is the base's data.tokenizer, else "bytes".
         steps: number of optimizer steps (budget.steps), instead of the base's budget.
         lr: peak learning rate (optim.lr).
         seed: of initial weights, dropout and sample order (seed).

@@ -74,8 +74,7 @@ def _special(text: RunText) -> Keys:
     """The tokens that begin and end a text, and whether a text gets them."""
     ids, end = text.ids, text.tokenizer.eod
     of_chat = text.chat.named if text.chat else {}  # its template must write here what it wrote for training
-    named = token_id(text.tokenizer, of_chat.get("bos_token") or text.imported_tokens.get("bos_token"))
-    begin = special_tokens.first(ids["bos_token_id"]) if named is None else named
+    begin = special_tokens.first(ids["bos_token_id"])
     ends = special_tokens.listed(ids["eos_token_id"])
     of_answers, named_end = (
         text.chat.ends.values() if text.chat else (),

@@ -283,7 +283,8 @@ if heard or (settings.get("again") and "SLURM_RESTART_COUNT" not in os.environ):
     time.sleep(0.5)
     os.write(1, f"saved after {heard[:1]}\\n".encode())
     os._exit(85)
-alone = os.environ.get("SLURM_NODEID") == "1" and os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ.get("SLURM_LOCALID")) == "0"
+ranks = [os.environ.get(name) for name in ("OMPI_COMM_WORLD_RANK", "RANK", "SLURM_PROCID")]
+alone = next(rank for rank in ranks if rank) == "2"
 while settings.get("alone") and not alone:
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(85))  # as a rank that has not met the others yet
     time.sleep(60)

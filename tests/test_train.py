@@ -236,7 +236,7 @@ def warned_in_two_steps():
 def test_another_budget_is_warned_of_because_the_order_follows_from_it(tiny, tmp_path):
     hpclm("train", *tiny(), check=0)
     assert (
-        "the budget changed from 96 to 112 samples" in hpclm("train", *tiny("run", "budget.steps=14"), check=0).stderr
+        "the run's samples changed from 96 to 112." in hpclm("train", *tiny("run", "budget.steps=14"), check=0).stderr
     )
 
 

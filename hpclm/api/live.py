@@ -17,6 +17,7 @@ from hpclm.errors import ConfigError, HpclmError
 from hpclm.launch import process
 from hpclm.node import threads
 from hpclm.reporting import figures, history
+from hpclm.rundir import summary
 from hpclm.rundir.status import span
 
 EVERY = 1.0  # seconds between updates
@@ -26,7 +27,7 @@ MAX_TIME_FRACTION = 1 / 20  # of the time, that updates may take
 class Snapshot:
     """A run's progress: its loss as a picture, or as one line where nothing can draw it."""
 
-    def __init__(self, out: Path, total: int | None) -> None:
+    def __init__(self, out: Path, stop_at: int | None = None) -> None:
         self._line = f"{out}: starting"
         self._png: bytes | None = None
         try:
@@ -38,6 +39,8 @@ class Snapshot:
             row = read.recent[-1]
             without = "none" if row.get("counted_tokens") == 0 else "not finite"
             loss = without if row["loss"] is None else f"{row['loss']:.4f}"
+            ends = [end for end in (stop_at, summary.read(out).get("steps")) if end]
+            total = min(ends, default=None)
             of = f"/{total}" if total else ""
             self._line = f"{out}: step {row['step']}{of}, loss {loss}, {row['tokens_per_second']:,.0f} tokens/s"
             if total and total > row["step"]:
@@ -111,14 +114,13 @@ def _shown(run: RunConfig) -> Iterator[None]:
     from IPython.display import display
 
     out, over = Path(run.out), threading.Event()
-    total = run.stop_at or run.budget.steps
-    handle: Any = display(Snapshot(out, total), display_id=True)
+    handle: Any = display(Snapshot(out, run.stop_at), display_id=True)
 
     def update() -> None:
         wait = EVERY
         while not over.wait(wait):
             began = time.monotonic()
-            handle.update(Snapshot(out, total))
+            handle.update(Snapshot(out, run.stop_at))
             wait = max(EVERY, (time.monotonic() - began) / MAX_TIME_FRACTION)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(update,), daemon=True)  # of this cell
@@ -128,4 +130,4 @@ def _shown(run: RunConfig) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        handle.update(Snapshot(out, total))
+        handle.update(Snapshot(out, run.stop_at))

@@ -16,7 +16,7 @@ from typing import Any
 from hpclm import files
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.fingerprint import check_fingerprint
-from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
+from hpclm.checkpoint.manifest import BadCheckpoint, Manifest, Progress
 from hpclm.errors import ConfigError, NoCheckpointError
 from hpclm.rundir import metrics_file, submissions
 
@@ -68,6 +68,12 @@ def candidate(out: Path, step: int | None = None) -> Candidate | None:
         f"{folder} has no complete checkpoint of step {required}{asked}; it has {listed(saved)}{reasons}: hpclm checkpoints "
         f"{shlex.quote(str(out))} shows them"
     )
+
+
+def progress(out: Path, step: int | None = None) -> Progress:
+    """How far the run is where the next attempt in ``out`` begins; see ``candidate``."""
+    checkpoint = candidate(out, step)
+    return Progress.of(checkpoint[1].progress) if checkpoint else Progress()
 
 
 def check_fresh_start(folder: Path, policy: str) -> None:

@@ -1,18 +1,18 @@
 """Where a run ends, by its budgets; and whether that is inside its warm-up."""
 
-from hpclm.config.plan import Length, Plan
+from hpclm.config.plan import Length
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
 
 MAX_SAMPLES = 2**53 - 1  # samples; larger integers do not mean the same to every program that reads JSON
 
 
-def run_length(config: RunConfig, plan: Plan, samples_per_epoch: int | None) -> Length:
-    """The end of the run by the tightest budget; ConfigError if that is before the first step.
+def run_length(config: RunConfig, samples_per_epoch: int | None, step: int = 0, consumed: int = 0) -> Length:
+    """The end of the run by the tightest budget, after ``step`` steps of ``consumed`` samples; ConfigError if it has room for no step.
 
     ``samples_per_epoch``: None if it is not known, so that epochs do not count.
     """
-    budget = config.budget
+    budget, plan = config.budget, config.plan(config.parallel.smallest)
     ends = [] if budget.steps is None else [budget.steps]
     samples = {"samples": budget.samples}
     samples["tokens"] = None if budget.tokens is None else budget.tokens // config.model.context
@@ -20,14 +20,14 @@ def run_length(config: RunConfig, plan: Plan, samples_per_epoch: int | None) -> 
     for name, count in samples.items():
         if count is None:
             continue
-        ends.append(plan.steps_within(count))
-        if not ends[-1]:
+        ends.append(max(0, step + plan.steps_within(count, consumed)))
+        if count < plan.batch_size(0):
             raise ConfigError(
                 f"budget.{name}={getattr(budget, name)} is {count} samples of {config.model.context} tokens, "
                 f"less than the first step's {plan.batch_size(0)}; raise it, or lower batch.global_size"
             )
     steps = min(ends, default=None)
-    length = Length(steps, None if steps is None else plan.samples_after(steps))
+    length = Length(steps, None if steps is None else plan.samples_after(steps - step, consumed))
     if (length.samples or 0) > MAX_SAMPLES:
         raise ConfigError(
             f"the budget is {length.samples} samples: {steps} steps of batch.global_size={config.batch.global_size}; at most "
@@ -46,8 +46,3 @@ def inside_warmup(config: RunConfig, length: Length) -> str | None:
     if end is None or warmup < end:
         return None
     return f"the run ends after {end} {optim.unit}, inside its warm-up of {warmup:g} (optim.warmup): optim.lr is never reached"
-
-
-def planned_inside_warmup(config: RunConfig) -> str | None:
-    """As ``inside_warmup``, before the data and so the length of an epoch are known; ConfigError if the budget is too short."""
-    return inside_warmup(config, run_length(config, config.plan(config.parallel.smallest), None))

@@ -67,23 +67,21 @@ class Plan:
         sizes = range(ramp.start, self.global_size + 1, ramp.increment) if ramp else [self.global_size]
         return [size // (self.micro_size * self.data) for size in sizes]
 
-    def samples_after(self, steps: int) -> int:
-        """Samples consumed by the first ``steps`` steps."""
-        done = samples = 0
+    def samples_after(self, steps: int, begin: int = 0) -> int:
+        """Samples consumed ``steps`` steps after ``begin`` samples."""
+        done, samples = 0, begin
         while done < steps and self.batch_size(samples) < self.global_size:
             samples += self.batch_size(samples)
             done += 1
-        return samples + (steps - done) * self.global_size
+        return samples + max(0, steps - done) * self.global_size
 
-    def steps_within(self, samples: int) -> int:
-        """Number of whole steps in ``samples`` samples."""
-        steps = used = 0
+    def steps_within(self, samples: int, begin: int = 0) -> int:
+        """Number of whole steps from ``begin`` samples to ``samples`` samples; negative if ``begin`` is past them."""
+        steps, used = 0, begin
         while self.batch_size(used) < self.global_size and used + self.batch_size(used) <= samples:
             used += self.batch_size(used)
             steps += 1
-        if self.batch_size(used) < self.global_size:
-            return steps
-        return steps + (samples - used) // self.global_size
+        return steps + (samples - used) // self.batch_size(used)
 
 
 @dataclass(frozen=True)

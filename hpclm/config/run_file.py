@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields, is_dataclass
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def count(tree: dict[Any, Any]) -> int:
 
 def is_run(folder: Path) -> bool:
     """Whether ``folder`` is a run directory with its settings."""
-    return folder.is_dir() and (folder / NAME).is_file()
+    return lexists(folder / NAME)
 
 
 def _missing(tree: dict[Any, Any]) -> list[str]:

@@ -66,7 +66,7 @@ class BatchConfig(Checked):
 
 @dataclass(frozen=True)
 class BudgetConfig(Checked):
-    """How long to train: until the first limit."""
+    """How long to train: until the first limit. Samples read with other batch sizes before a resume count."""
 
     steps: int | None = None
     """Optimizer steps."""

@@ -57,7 +57,7 @@ class Batches:
         self.unset = int(np.iinfo(self.dtype).max)
         """What a row holds before it is read; not a token."""
         self._ahead = Prefetch(
-            self._read_step,
+            lambda consumed: list(self._read(consumed, plan.batch_size(consumed))),
             lambda consumed: consumed + plan.batch_size(consumed),
             data.workers,
             partial(_begin, compute.device),
@@ -77,9 +77,6 @@ class Batches:
     def close(self) -> None:
         """Stop prefetching."""
         self._ahead.close()
-
-    def _read_step(self, consumed: int) -> "list[_Loaded]":
-        return list(self._read(consumed, self.plan.batch_size(consumed)))
 
     def _read(self, start: int, count: int) -> "Iterator[_Loaded]":
         """This replica's micro-batches of those samples."""

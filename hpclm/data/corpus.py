@@ -12,7 +12,7 @@ from hpclm.data import chat_record, loss_mask, tokenizers
 from hpclm.data.chat_record import ChatRecord
 from hpclm.data.content import DIGEST, check_some, noted
 from hpclm.data.indexed import IndexedDataset, sidecar
-from hpclm.data.order import split_bounds, split_parts, token_bounds
+from hpclm.data.order import split_bounds, split_parts
 from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import NEED_EOD, Samples
 from hpclm.data.splits import DatasetSlice, SampleSettings, Split
@@ -155,7 +155,7 @@ class Corpus:
                         f"data.split_by=tokens would divide inside the conversations of {prefix}, which has a loss mask; set "
                         "data.split_by=documents, or list its parts in data.train and data.valid"
                     )
-                inside = range(*token_bounds(self.settings.split, dataset.token_count)[SPLITS.index(name)])
+                inside = range(*split_bounds(self.settings.split, dataset.token_count)[SPLITS.index(name)])
                 slices.append(DatasetSlice.of_tokens(dataset, inside, self._sampling, keep))
                 continue
             span = range(len(dataset))

@@ -56,8 +56,8 @@ def split_parts(split: str) -> list[float]:
     return given + [0.0] * (3 - len(given))
 
 
-def split_bounds(split: str, sequences: int, policy: str) -> list[tuple[int, int]]:
-    """First and last + 1 sequence of the training, validation and test split of ``sequences``."""
+def split_bounds(split: str, sequences: int, policy: str = "mcore") -> list[tuple[int, int]]:
+    """First and last + 1 sequence of the training, validation and test split of ``sequences``; or of as many tokens."""
     given = split_parts(split)
     parts = (np.array(given) / sum(given)).tolist()
     bounds = [0.0]
@@ -71,11 +71,6 @@ def split_bounds(split: str, sequences: int, policy: str) -> list[tuple[int, int
         overshoot = int(bounds[-1]) - sequences
         whole = [0, *(max(0, int(bound) - overshoot) for bound in bounds[1:])]
     return list(pairwise(whole))
-
-
-def token_bounds(split: str, tokens: int) -> list[tuple[int, int]]:
-    """First and last + 1 token of the training, validation and test split of a dataset that is divided inside its documents."""
-    return split_bounds(split, tokens, "mcore")
 
 
 def samples_in(tokens: int, context: int, keep_partial: bool = False) -> int:

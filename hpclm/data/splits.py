@@ -126,22 +126,23 @@ class DatasetSlice:
     def samples(self, requested: int | None) -> Samples:
         """At least ``requested`` samples, or one epoch; there must be at least one sample."""
         if self.sampling.break_mode:
-            return self._block_samples(requested or self.per_epoch)
+            first = self.dataset.place(self.span.start)
+            flat = self.dataset.flat[first : first + self.tokens]
+            order = shuffled(self.per_epoch, requested or self.per_epoch, self.sampling.seed)
+            return BlockSamples(flat, self._blocks, order, self.sampling.eos)
         if self.sampling.packed:
             shuffle = shuffled(self.per_epoch, requested or self.per_epoch, self.sampling.seed)
             return DocumentSamples(
                 self.dataset.flat, None if self.mask is None else self.mask.flat, self._packing, shuffle
             )
-        order = self._order(requested)
-
-        sequences = self._sequences
+        wanted, sequences = self._order(requested), self._sequences
 
         def build() -> index_cache.Arrays:
             self.dataset.check_once()  # completely; opening a large dataset only checks its ends
-            return vars(build_index(sequences.sizes, sequences.span, order))
+            return vars(build_index(sequences.sizes, sequences.span, wanted))
 
         often = -(-(requested or 1) // max(1, self.per_epoch))
-        index = self._kept(often * (len(self.span) + self.per_epoch), {"order": asdict(order)}, build)
+        index = self._kept(often * (len(self.span) + self.per_epoch), {"order": asdict(wanted)}, build)
         return PackedSamples(self.dataset, SampleIndex(**index), self.keep_partial, sequences)
 
     def _kept(self, entries: int, key: dict[str, Any], build: Callable[[], index_cache.Arrays]) -> index_cache.Arrays:
@@ -180,12 +181,6 @@ class DatasetSlice:
             sizes[0] -= begin - self.dataset.place(self.span.start)
             pointers[0] = begin * self.dataset.dtype.itemsize
         return Sequences(sizes, pointers, range(len(sizes)))
-
-    def _block_samples(self, requested: int) -> Samples:
-        first = self.dataset.place(self.span.start)
-        flat = self.dataset.flat[first : first + self.tokens]
-        order = shuffled(self.per_epoch, requested, self.sampling.seed)
-        return BlockSamples(flat, self._blocks, order, self.sampling.eos)
 
     @property
     def folder(self) -> Path:

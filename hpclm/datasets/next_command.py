@@ -8,7 +8,7 @@ from pathlib import Path
 from hpclm import config, paths
 from hpclm.config import BatchConfig
 from hpclm.data.indexed import IndexedDataset
-from hpclm.data.order import samples_in, split_bounds, token_bounds
+from hpclm.data.order import samples_in, split_bounds
 from hpclm.datasets.encode import tokenizer_of
 from hpclm.datasets.options import Request
 
@@ -93,7 +93,7 @@ def _splits(prefix: Path, chat: bool = False) -> Iterator[Choice]:
             continue
         data = config.load(None, chosen).data
         if data.split_by == "tokens":
-            train, valid, _ = (end - begin for begin, end in token_bounds(data.split, dataset.token_count))
+            train, valid, _ = (end - begin for begin, end in split_bounds(data.split, dataset.token_count))
         else:
             bounds = split_bounds(data.split, len(dataset), data.order)
             train, valid, _ = (dataset.place(end) - dataset.place(begin) for begin, end in bounds)

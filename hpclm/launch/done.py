@@ -41,5 +41,6 @@ def ending_of(run: RunConfig) -> tuple[str, RunConfig | None]:
 
 
 def same_length(run: RunConfig, before: RunConfig) -> bool:
-    """Whether the two runs end at the same step."""
-    return (run.budget, run.stop_at) == (before.budget, before.stop_at)
+    """Whether the two runs end at the same step, even if one has trained with larger batches."""
+    sizes, then = ((of.batch.global_size, of.batch.rampup) for of in (run, before))
+    return (run.budget, run.stop_at) == (before.budget, before.stop_at) and (sizes == then or run.stop_at is not None)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpclm import config, extras, sinks
-from hpclm.checkpoint import resumable
+from hpclm.checkpoint import Progress, resumable
 from hpclm.config import JobConfig, RunConfig, no_effect
 from hpclm.config.compose import missing_code
 from hpclm.config.data import SOURCES
 from hpclm.config.engine import ENGINES
 from hpclm.config.job import seconds_of
-from hpclm.config.length import run_length
+from hpclm.config.length import inside_warmup, run_length
 from hpclm.config.model import BLOCKS
 from hpclm.config.monitoring import SINKS
 from hpclm.config.no_effect import check_finished
@@ -79,27 +79,32 @@ def check(
     problems += without_code
     if not without_code:
         collect(lambda: _check_names(run, same_python))
+    begin = Progress()
+    if not debug and not misplaced:
+        begin = collect(lambda: resumable.progress(Path(run.out), resume_step)) or begin
     source: Source | None = None
     if with_data and not debug and not run.missing() and not without_code:
-        source = collect(lambda: _check_data(run))
+        source = collect(lambda: _check_data(run, begin))
     collect(lambda: _check_init_from(run, source))
     if not debug and not misplaced:
         collect(lambda: _check_history(run, source, resume_step, queued))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return without_effect(run, source)
+    return [] if debug else without_effect(run, source, begin)
 
 
-def without_effect(run: RunConfig, source: "Source | None") -> list[str]:
-    """The settings that would change nothing, as far as that is known before the job starts."""
+def without_effect(run: RunConfig, source: "Source | None", begin: Progress) -> list[str]:
+    """The settings that would change nothing from ``begin`` on, as far as that is known before the job starts."""
     reasons = list(no_effect.by_settings(run))
     with suppress(ConfigError):  # of a number of processes that is not the job's, as with --debug
         reasons += no_effect.by_processes(run, run.plan(run.job.nodes * run.job.gpus))
+    per_epoch = source.per_epoch("train") if source else 0
+    length = run_length(run, per_epoch or None, begin.step, begin.samples)
+    if short := inside_warmup(run, length):
+        reasons.insert(0, short)
     if source:
         from hpclm.data import sources
 
-        per_epoch = sources.samples_per_epoch(source)
-        length = run_length(run, run.plan(run.parallel.smallest), per_epoch)
         reasons += [*no_effect.by_length(run, length), *no_effect.by_epochs(run, length, per_epoch)]
         reasons += sources.without_effect(source)
         reasons += no_effect.by_held_out(run, source.held_out)
@@ -113,7 +118,7 @@ def check_files(run: RunConfig, resume_step: int | None) -> None:
     ``resume_step``: as of ``check``.
     """
     folder.check(Path(run.out))
-    source = _check_data(run)
+    source = _check_data(run, resumable.progress(Path(run.out), resume_step))
     _check_init_from(run, source)
     _check_history(run, source, resume_step, queued=False)
     resumable.check_fresh_start(Path(run.out) / "checkpoints", run.checkpoint.resume)
@@ -159,8 +164,9 @@ def _check_optimizer(run: RunConfig) -> None:
         check_optimizer(settings, SUPPORTS.get(run.engine.name))
 
 
-def _check_data(run: RunConfig) -> "Source | None":
-    """The data's source; ConfigError with every problem of its data. No index is built, and no samples are read.
+def _check_data(run: RunConfig, begin: Progress) -> "Source | None":
+    """The data's source; ConfigError with every problem of its data from ``begin`` on, where the budget may have ended. No index is built,
+    and no samples are read.
 
     Of a user-defined source only the name is checked, because building it may take long; it is not returned.
     """
@@ -173,8 +179,9 @@ def _check_data(run: RunConfig) -> "Source | None":
     source = sources.build(run.data, run.model, run.seed)
     problems = list(sources.needs_eod(run.data, source.eod))
     try:
-        length = run_length(run, run.plan(run.parallel.smallest), sources.samples_per_epoch(source))
+        length = run_length(run, sources.samples_per_epoch(source), begin.step, begin.samples)
         sources.check_part(source, "train", length.samples)
+        check_finished(run, begin.step, length.steps)
     except ConfigError as error:
         problems = [*error.problems, *problems]
     for part in source.held_out if run.evaluate.every else ():
@@ -207,15 +214,9 @@ def _check_history(run: RunConfig, source: "Source | None", resume_step: int | N
         run.model, run.seed, None if source is None else source.fingerprint, run.optim.name, _micro_size(run)
     )
     if resume_step is not None or os.path.lexists(out / "checkpoints"):
-        from hpclm.checkpoint import Progress
-        from hpclm.data import sources
-
         checkpoint = resumable.candidate(out, resume_step)
         resumable.check_resumable(checkpoint, run.checkpoint.resume, now)
         if checkpoint:
-            if source:
-                length = run_length(run, run.plan(run.parallel.smallest), sources.samples_per_epoch(source))
-                check_finished(run, Progress.of(checkpoint[1].progress).step, length.steps)
             return
     if queued and path.is_file():
         before = config.load(path)

@@ -16,7 +16,7 @@ from hpclm.terminal import say
 
 PATIENCE = 5.0  # seconds squeue may take
 SETTING = re.compile(r"[A-Za-z_][\w.-]*\s*=")
-EXTENDS = ("budget", "stop_at", "--from")  # changes that let a run that is done continue
+EXTENDS = ("batch", "budget", "stop_at", "--from")  # changes that let a run that is done continue
 
 
 def resume(

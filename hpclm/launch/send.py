@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpclm import files
+from hpclm.checkpoint import resumable
 from hpclm.config import RunConfig
 from hpclm.config.compose import dumped
 from hpclm.config.length import run_length
@@ -134,6 +135,7 @@ def _same(out: Path, config: RunConfig, script: Path, text: str) -> bool:
 
 
 def _submission(config: RunConfig, job_id: str, cluster: str, script: Path, command: Sequence[str]) -> Submission:
+    begin = resumable.progress(Path(config.out))
     return Submission(
         cluster="slurm" if config.job.cluster == "auto" else config.job.cluster,
         job_id=job_id,
@@ -145,5 +147,5 @@ def _submission(config: RunConfig, job_id: str, cluster: str, script: Path, comm
         script=str(script),
         command=list(command),
         folder=str(Path.cwd()),
-        steps=run_length(config, config.plan(config.parallel.smallest), None).steps,
+        steps=run_length(config, None, begin.step, begin.samples).steps,
     )

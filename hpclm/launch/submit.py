@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from hpclm import config, files, paths
 from hpclm.config import JobConfig, ParallelConfig, RunConfig
 from hpclm.config.job import seconds_of
-from hpclm.config.length import planned_inside_warmup
 from hpclm.data import split_by
 from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.inference.evaluation import TaskRequest
@@ -145,8 +144,7 @@ def _own_directory(toy: RunConfig) -> RunConfig:
 
 def _warn(runs: Sequence[RunConfig], reasons: Sequence[str]) -> None:
     """Warn of what may go wrong in a job, and of runs that have trained outside of one. ``reasons``: why settings change nothing."""
-    warmups = [short for run in runs if (short := planned_inside_warmup(run))]
-    for warning in dict.fromkeys([*warmups, *reasons]):  # runs that start at once say so themselves
+    for warning in dict.fromkeys(reasons):  # runs that start at once say so themselves
         say(f"warning: {warning}", file=sys.stderr)
     prechecks.warn_of_missing_paths(runs[0])
     for out in (Path(run.out) for run in runs if folders.is_run(Path(run.out))):

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 
 from hpclm.checkpoint import CheckpointStore, Progress
 from hpclm.config import CheckpointConfig
-from hpclm.config.plan import Length
 from hpclm.engine import Engine, StepResult
 from hpclm.engine.compiling import AgreedCompilations
 from hpclm.engine.state import UnsavableStateError
@@ -85,7 +84,7 @@ class ControlSync:
         self.control_files = ControlFiles(run.out, run.config.kill_switch) if self.context.is_main else None
         self.vector = AsyncAllReduce(run.compute.mesh.world, run.compute.device)
         self.exit_minutes = math.inf if run.config.exit_minutes is None else run.config.exit_minutes
-        self.trained, self.micro_batch = state.progress.seconds, 0.0
+        self.trained, self.micro_batch = state.data.begin.seconds, 0.0
         """Seconds by this rank's clock: of all attempts' steps whose results are known; of a micro-batch of the last of them."""
         self._began, self._set_up_minutes = time.monotonic(), max(0.0, time.time() - self.context.began) / 60
 
@@ -274,9 +273,9 @@ class Saver:
 class RunControl:
     """When the ranks must agree on something, what is due then, and whether the run exits; decided alike on every rank."""
 
-    def __init__(self, run: RunContext, length: Length, state: RunState, sync: ControlSync, saver: Saver):
-        self.run, self.config, self.length, self.engine = run, run.config, length, state.engine
-        self.guard = NonfiniteGuard(run.config.optim, state.progress.skipped, state.progress.health)
+    def __init__(self, run: RunContext, state: RunState, sync: ControlSync, saver: Saver):
+        self.run, self.config, self.length, self.engine = run, run.config, state.data.length, state.engine
+        self.guard = NonfiniteGuard(run.config.optim, state.data.begin.skipped, state.data.begin.health)
         self.sync, self.saver, self.first_step, self.state = sync, saver, saver.step, ControlState()
         self._save_pending = self._announced = False
         self._answer: ControlState | None = None
@@ -336,8 +335,7 @@ class RunControl:
     def save_if_due(self, progress: Progress, validation: float | None) -> None:
         """Begin a save where one is due. While steps are skipped it waits: what may have diverged must not replace good
         checkpoints. ``validation``: the loss on held-out data after this step, where it was measured."""
-        self._save_pending = self._save_pending or self.saver.due(progress, self.state)
-        if self._save_pending and not self.guard.in_a_row:
+        if self.saves_now(progress):
             self.saver.save(self.engine, progress, validation, self.state)
             self._save_pending = False
         if self.state.save and not self._save_pending:

@@ -12,12 +12,6 @@ def run(
 ) -> int:
     """Train until the budget is used up, ``stop_at`` is reached or a signal warns; the exit code.
 
-    ``open_session`` refuses what cannot work, and sets up all that follows. The ``Session`` does what a turn consists of: it reads
-    the schedule and the data, has the engine do a step, judges what came of the step before, and evaluates, verifies and exits. Its
-    ``RunControl`` decides, alike on every rank, when the ranks must agree on something, what is due then, and whether the run exits; what
-    it knows of signals, requests and the clocks of all ranks comes from its ``ControlSync``. Its ``Saver`` decides whether there is time
-    for a checkpoint, and writes it. ``NonfiniteGuard`` (optim/stability.py) decides whether the run has diverged.
-
     ``resume_step``: the step of a checkpoint to resume from, in place of the newest. Every rank of ``context`` runs this, and all
     take every turn together. ``planner``: for batch.micro_size=auto, and to explain a lack of memory.
     """

@@ -103,10 +103,10 @@ def kernels(model: ModelConfig, device: torch.device) -> None:
 
 
 def other_budget(progress: Progress, samples: int | None) -> None:
-    """Warn that the budget is not the one for which a checkpoint's data order was made."""
+    """Warn that the data are put in another order than for the checkpoint, because the run reads another number of samples."""
     logger.warning(
-        "the budget changed from %s to %s samples. The data order depends on it, so samples may be repeated or skipped after "
-        "step %d, unless both budgets fit in one epoch",
+        "the run's samples changed from %s to %s. The data order depends on their number, so samples may be repeated or skipped after "
+        "step %d, unless both fit in one epoch",
         progress.planned,
         samples,
         progress.step,

@@ -18,9 +18,9 @@ from hpclm.training.expert_load import ExpertLoad
 from hpclm.training.metrics import Meter, NullMeter, Speed
 from hpclm.training.profile import Profile
 from hpclm.training.run_context import MemoryPlanner, NoPlanner, RunContext, open_devices
-from hpclm.training.run_data import RunData, open_data, with_split
+from hpclm.training.run_data import open_data, with_split
 from hpclm.training.run_directory import Directory, open_run_directory
-from hpclm.training.run_state import RunState, open_state
+from hpclm.training.run_state import RunState, open_state, samples_per_save
 from hpclm.training.session import Outputs, Session
 
 
@@ -45,7 +45,7 @@ def open_session(
         config = with_split(config, context)
         run = RunContext(planner.with_micro_size(config, context, compute.device), context, compute)
         with (
-            open_data(run) as data,
+            open_data(run, resume_step) as data,
             open_run_directory(run, data, resume_step) as directory,
             # again, before the guard of the run directory reports the error
             planner.memory_errors_explained(run.config, context),
@@ -53,22 +53,22 @@ def open_session(
             checked = self_check.check_computation(run.config, context, compute)
             state = open_state(replace(run, config=config), data, directory, checked.settings)
             if state.attempt is not None:
-                notifier.begin(state.attempt, state.progress.step, directory.restarted)
+                notifier.begin(state.attempt, state.data.begin.step, directory.restarted)
             with (
                 Sinks(config.log.sinks if context.is_main else [], run.out) as sinks,
-                open_meter(run, data, state, directory) as meter,
+                open_meter(run, state, directory) as meter,
                 Profile(config.profile, run.out, context.rank, compute.device) as profile,
             ):
                 sinks.start()
                 sync = ControlSync(run, state, directory.lease, preemption)
                 saver = open_saver(run, state, meter, checked.background)
-                control = RunControl(run, data.length, state, sync, saver)
+                control = RunControl(run, state, sync, saver)
                 context.watchdog.each_turn = control.watch_signals
-                yield Session(run, data, state, control, Outputs(meter, sinks, profile, notifier))
+                yield Session(run, state, control, Outputs(meter, sinks, profile, notifier))
 
 
 @contextmanager
-def open_meter(run: RunContext, data: RunData, state: RunState, directory: Directory) -> Iterator[Meter]:
+def open_meter(run: RunContext, state: RunState, directory: Directory) -> Iterator[Meter]:
     """What writes metrics, on rank 0; the others only know which losses on held-out data have been measured."""
     config, context, compute = run.config, run.distributed, run.compute
     with ExitStack() as stack:
@@ -76,9 +76,9 @@ def open_meter(run: RunContext, data: RunData, state: RunState, directory: Direc
         if directory.summary:
             peak = hardware.peak_flops(compute.device, compute.dtype)
             speed = Speed(config.model, config.engine.recompute, peak and peak * context.size)
-            start = state.progress.step, state.progress.samples
+            start = state.data.begin.step, state.data.begin.samples
             experts = ExpertLoad(run.out, config.model) if config.model.experts else None
-            meter = Meter(run.out, config.log, start, data.length.steps, speed, directory.summary, experts)
+            meter = Meter(run.out, config.log, start, state.data.length.steps, speed, directory.summary, experts)
             stack.enter_context(meter)
         losses = context.run_on_main(lambda: list(meter.losses.items()) if meter else [])
         yield meter or NullMeter({(step, part): loss for (step, part), loss in losses})
@@ -92,4 +92,5 @@ def open_saver(run: RunContext, state: RunState, meter: Meter, background: bool)
         folder.sync(run.out)
 
     saving = replace(run.config.checkpoint, background=background)
-    return Saver(state.store, saving, run.config.job.warn_seconds, state.progress, state.samples_per_save, flush)
+    every = samples_per_save(run, state.data)
+    return Saver(state.store, saving, run.config.job.warn_seconds, state.data.begin, every, flush)

@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+from hpclm.checkpoint import Progress, resumable
 from hpclm.checkpoint.fingerprint import differences
 from hpclm.config import Plan, RunConfig, no_effect
 from hpclm.config.length import run_length
@@ -18,6 +19,7 @@ from hpclm.data.tokenizers import mismatch
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Compute
+from hpclm.training import records
 from hpclm.training.run_context import RunContext
 
 T = TypeVar("T")
@@ -40,11 +42,20 @@ class RunData:
 
     plan: Plan
     length: Length
+    begin: Progress
+    """Where the attempt begins; ``planned`` samples of the training data are in order."""
     source: Source
     train: Batches
     """The micro-batches of this rank's replica."""
     held_out: list[HeldOut]
     """What evaluations read."""
+
+    def after(self, config: RunConfig, begin: Progress) -> "RunData":
+        """These data for an attempt that begins at ``begin``: elsewhere, if the newest checkpoint was bad."""
+        length, begin = _planned(config, self.source, begin)
+        if begin.planned != self.begin.planned:
+            self.train.samples = self.source.samples("train", begin.planned)
+        return replace(self, length=length, begin=begin)
 
 
 def on_main(context: DistributedContext, act: Callable[[], T]) -> T | None:
@@ -66,16 +77,18 @@ def with_split(config: RunConfig, context: DistributedContext) -> RunConfig:
 
 
 @contextmanager
-def open_data(run: RunContext) -> Iterator[RunData]:
-    """Open the data of a run, for the replica of this rank.
+def open_data(run: RunContext, resume_step: int | None = None) -> Iterator[RunData]:
+    """Open the data of a run, for the replica of this rank. ``resume_step``: the step of a checkpoint to resume from.
 
     Rank 0 reads the files first, and writes the index cache; then the first rank of each other node; all others only open
     what they train on. ConfigError if the data of another node differ from rank 0's.
     """
-    config, context = run.config, run.distributed
+    config, context, out = run.config, run.distributed, run.out
+    step = context.run_on_main(lambda: records.requested_step(out, resume_step, context.job))
+    begin = Progress.of(context.run_on_main(lambda: asdict(resumable.progress(out, step))))
 
     def build(facts: SharedFacts) -> RunData:
-        return build_data(config, config.plan(context.size), run.compute, facts)
+        return build_data(config, config.plan(context.size), run.compute, facts, begin)
 
     def first() -> RunData:
         built = build(facts)
@@ -113,16 +126,24 @@ def open_data(run: RunContext) -> Iterator[RunData]:
         data.train.close()
 
 
-def build_data(config: RunConfig, plan: Plan, compute: Compute, facts: SharedFacts) -> RunData:
-    """Build what this rank's replica reads, without asking other ranks."""
+def _planned(config: RunConfig, source: Source, begin: Progress) -> tuple[Length, Progress]:
+    """The end of a run that begins at ``begin``; and ``begin`` with the samples that are put in order: as many as before if they suffice,
+    because the order depends on their number."""
+    length = run_length(config, samples_per_epoch(source), begin.step, begin.samples)
+    suffice = length.samples is not None and length.samples <= (begin.planned or 0)
+    return length, begin if suffice else replace(begin, planned=length.samples)
+
+
+def build_data(config: RunConfig, plan: Plan, compute: Compute, facts: SharedFacts, begin: Progress) -> RunData:
+    """Build what this rank's replica reads from ``begin`` on, without asking other ranks."""
     source = sources.build(config.data, config.model, config.seed, facts)
-    length = run_length(config, plan, samples_per_epoch(source))
+    length, begin = _planned(config, source, begin)
 
     def batches(part: str, count: int | None) -> Batches:
         samples = source.samples(part, count)
         return Batches(samples, plan, config.data, config.model, source.eod, compute)
 
-    train, held_out = batches("train", length.samples), []
+    train, held_out = batches("train", begin.planned), []
     if config.evaluate.every and not source.held_out:
         log.info("no evaluation: the data settings keep nothing for it")
     for part in source.held_out if config.evaluate.every else ():
@@ -131,7 +152,7 @@ def build_data(config: RunConfig, plan: Plan, compute: Compute, facts: SharedFac
             held_out.append(HeldOut(part, batches(part, size), size))
         except ConfigError as error:
             raise without_evaluation(source, part, error) from None
-    return RunData(plan, length, source, train, held_out)
+    return RunData(plan, length, begin, source, train, held_out)
 
 
 def _differences(main: dict[str, Any], here: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpclm import folders
 from hpclm import log as logs
-from hpclm.checkpoint import Progress, resumable
+from hpclm.checkpoint import resumable
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.checkpoint.init_from import check_init_from
 from hpclm.config.no_effect import check_finished
@@ -90,6 +90,5 @@ def check_start(run: RunContext, data: RunData, resume_step: int | None) -> None
     now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name, data.plan.micro_size)
     candidate = resumable.candidate(out, records.requested_step(out, resume_step, run.distributed.job))
     resumable.check_resumable(candidate, config.checkpoint.resume, now)
-    if candidate:
-        check_finished(config, Progress.of(candidate[1].progress).step, data.length.steps)
+    check_finished(config, data.begin.step, data.length.steps)
     check_init_from(config.checkpoint.init_from, out / "checkpoints", now)

@@ -2,13 +2,12 @@
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpclm import __version__
 from hpclm import engine as engines
-from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable
+from hpclm.checkpoint import CheckpointStore, Retention, begin_from, resumable
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.config import EngineSettings
 from hpclm.engine import Engine
@@ -31,9 +30,7 @@ class RunState:
 
     engine: Engine
     store: CheckpointStore
-    progress: Progress
-    samples_per_save: float = math.inf
-    """What checkpoint.epochs asks for."""
+    data: RunData
     attempt: int | None = None
     """The attempt's number, on rank 0."""
 
@@ -46,7 +43,8 @@ def open_state(run: RunContext, data: RunData, directory: Directory, settings: E
     engine = engines.build(settings, run.compute)
     store, context, out = open_store(run, data, directory), run.distributed, run.out
     rolled_back = context.run_on_main(lambda: roll_back(out, directory.resume_step, context.job))
-    progress = load(run, engine, store, data)
+    data = load(run, engine, store, data)
+    progress = data.begin
     context.run_on_main(lambda: records.check_progress(out, progress.step, context.job))
     context.run_on_main(lambda: tuning.keep(run.config, data.source, progress.step))
     attempt = None
@@ -55,10 +53,12 @@ def open_state(run: RunContext, data: RunData, directory: Directory, settings: E
         attempts = records.start(run.config, context, settings.plan.micro_size, begins)
         directory.summary.begin(attempts, data.length.steps)
         attempt = len(attempts)
-        tell_changed_schedule(run, data, progress, attempts)
+        last = attempts[-2] if progress.step and len(attempts) > 1 else {}
+        if before := schedule.of_attempt(out, last, data.source.per_epoch("train"), progress):
+            schedule.tell_changes(before, Schedule(run.config.optim, data.plan, data.length), progress)
     begun = "starts from imported weights" if (store.folder / "latest").exists() else "a new run"
     log.info("run directory %s, %s", out, f"resumes from step {progress.step}" if progress.step else begun)
-    return RunState(engine, store, progress, samples_per_save(run, data), attempt)
+    return RunState(engine, store, data, attempt)
 
 
 def samples_per_save(run: RunContext, data: RunData) -> float:
@@ -87,22 +87,14 @@ def roll_back(out: Path, resume_step: int | None, job: Job) -> int | None:
     return resumable.roll_back(out)
 
 
-def load(run: RunContext, engine: Engine, store: CheckpointStore, data: RunData) -> Progress:
-    """Load the checkpoint to resume from, or the weights to begin with, into the engine; how far the run is."""
-    saving, samples = run.config.checkpoint, data.length.samples
+def load(run: RunContext, engine: Engine, store: CheckpointStore, data: RunData) -> RunData:
+    """Load the checkpoint to resume from, or the weights to begin with, into the engine; the data from there on."""
+    saving = run.config.checkpoint
     progress = store.resume(engine, saving.resume)
+    data = data.after(run.config, progress)
     if saving.init_from and not progress.step:
         weights = begin_from(Path(saving.init_from), engine, run.distributed, store.fingerprint)
         log.info("weights of %s; optimizer, step and data start from scratch", weights)
-    if progress.step and progress.planned != samples:
-        messages.other_budget(progress, samples)
-    return replace(progress, planned=samples)
-
-
-def tell_changed_schedule(run: RunContext, data: RunData, progress: Progress, attempts: list[dict[str, Any]]) -> None:
-    """Log where the last of these attempts resumes with another learning rate or batch than the one before it would have had."""
-    if len(attempts) < 2:
-        return
-    before = schedule.of_attempt(run.out, attempts[-2], data.source.per_epoch("train"))
-    if before and progress.step:
-        schedule.tell_changes(before, Schedule(run.config.optim, data.plan, data.length), progress)
+    if progress.step and progress.planned != data.begin.planned:
+        messages.other_budget(progress, data.begin.planned)
+    return data

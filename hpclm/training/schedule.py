@@ -38,12 +38,12 @@ class Schedule:
         return learning_rate(position, amount, self.length.in_unit(self.optim.unit), self.optim)
 
 
-def of_attempt(out: Path, attempt: Mapping[str, Any], samples_per_epoch: int) -> Schedule | None:
-    """What an earlier attempt of the run followed; None if its settings cannot be read."""
+def of_attempt(out: Path, attempt: Mapping[str, Any], samples_per_epoch: int, progress: Progress) -> Schedule | None:
+    """What an earlier attempt of the run would follow from ``progress`` on; None if its settings cannot be read."""
     with suppress(ConfigError, KeyError, TypeError):
         config: RunConfig = compose.of_run(out, [], attempt["config"])
-        plan = config.plan(attempt["size"])
-        return Schedule(config.optim, plan, run_length(config, plan, samples_per_epoch))
+        length = run_length(config, samples_per_epoch, progress.step, progress.samples)
+        return Schedule(config.optim, config.plan(attempt["size"]), length)
     return None
 
 

@@ -24,7 +24,6 @@ from hpclm.training.control import ControlState, RunControl, due
 from hpclm.training.metrics import Meter
 from hpclm.training.profile import Profile
 from hpclm.training.run_context import RunContext
-from hpclm.training.run_data import RunData
 from hpclm.training.run_state import RunState
 from hpclm.training.schedule import Schedule
 
@@ -141,13 +140,13 @@ class Outputs:
 class Session:
     """An attempt of a run, on one rank."""
 
-    def __init__(self, run: RunContext, data: RunData, state: RunState, control: RunControl, outputs: Outputs):
+    def __init__(self, run: RunContext, state: RunState, control: RunControl, outputs: Outputs):
         self.run, self.config, self.context, self.device = run, run.config, run.distributed, run.compute.device
-        self.data, self.control, self.outputs, self.meter = data, control, outputs, outputs.meter
+        self.data, self.control, self.outputs, self.meter = state.data, control, outputs, outputs.meter
         self.engine, self.attempt = state.engine, state.attempt
-        self.progress = state.progress
+        self.progress = state.data.begin
         """Where it begins."""
-        self.schedule = Schedule(self.config.optim, data.plan, data.length)
+        self.schedule = Schedule(self.config.optim, self.data.plan, self.data.length)
         self.results = Results(control, self.meter)
         self.verifier = verifier(self.engine, run.compute.mesh, self.context, self.config.cluster.verify_every)
         self.unmeasurable: set[str] = set()

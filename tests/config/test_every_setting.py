@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpclm import config, shipped
-from hpclm.checkpoint import Retention
+from hpclm.checkpoint import Progress, Retention
 from hpclm.config import compose, no_effect
 from hpclm.config.deepspeed import settings as deepspeed
 from hpclm.config.fields import keys
@@ -85,7 +85,7 @@ def plans(run, folder):
     plan = run.plan(8)
     sizes = [plan.batch_size(samples) for samples in range(0, 100, 8)]
     shards = run.parallel.shard_size(8 // run.parallel.model)
-    return plan.data, plan.micro_size, sizes, run_length(run, plan, 1000), shards
+    return plan.data, plan.micro_size, sizes, run_length(run, 1000), shards
 
 
 def spikes(run, folder):
@@ -532,7 +532,7 @@ def test_a_setting_that_the_number_of_processes_switches_off_is_named(processes,
 }.items())  # fmt: skip
 def test_a_setting_of_steps_after_the_end_is_named(word, says):
     run = made(word)
-    [reason] = no_effect.by_length(run, run_length(run, run.plan(), 1000))
+    [reason] = no_effect.by_length(run, run_length(run, 1000))
     assert says in reason
 
 
@@ -549,7 +549,7 @@ def test_a_setting_that_the_chosen_device_switches_off_is_named(words, gpu, fp32
 
 def test_saves_at_the_ends_of_epochs_that_do_not_come_are_named():
     run = made("checkpoint.epochs=2", "checkpoint.keep_epochs=1")
-    length = run_length(run, run.plan(), None)
+    length = run_length(run, None)
     [reason] = no_effect.by_epochs(run, length, 600)
     assert "checkpoint.epochs=2.0, checkpoint.keep_epochs=1 have no effect: the run ends after 1.33 epochs" in reason
     assert not list(no_effect.by_epochs(run, length, 400))
@@ -557,7 +557,7 @@ def test_saves_at_the_ends_of_epochs_that_do_not_come_are_named():
 
 def test_an_update_guard_that_never_judges_is_named():
     run = made("optim.guard=skip_step", "budget.steps=20")
-    [reason] = no_effect.by_length(run, run_length(run, run.plan(), 1000))
+    [reason] = no_effect.by_length(run, run_length(run, 1000))
     assert "optim.guard=skip_step has no effect: it judges from about 64 steps on" in reason
 
 
@@ -596,7 +596,7 @@ def test_a_shipped_settings_file_has_no_setting_without_effect(path):
     smallest = run.parallel.smallest
     fits = [smallest * replicas for replicas in (16, 2, 1) if plans_on(run, smallest * replicas)]
     plan = run.plan(fits[0])
-    length = run_length(run, run.plan(smallest), 100_000)
+    length = run_length(run, 100_000)
     said = [*no_effect.by_settings(run), *no_effect.by_processes(run, plan), *no_effect.by_length(run, length)]
     assert not said
 
@@ -624,7 +624,7 @@ def without_ends(datasets):
 @pytest.mark.parametrize("prefix, named", {"a": None, "inside": None, "rare": None, "never": "/never"}.items())
 def test_settings_of_documents_are_named_where_no_document_ends(settings, prefix, named, without_ends):
     run = made(*with_data([*A, f"data.prefix=DATA/{prefix}", *settings], without_ends))
-    said = prechecks.without_effect(run, sources.build(run.data, run.model, run.seed))
+    said = prechecks.without_effect(run, sources.build(run.data, run.model, run.seed), Progress())
     if named is None:
         assert not said
         return
@@ -651,7 +651,7 @@ def test_settings_that_these_data_switch_off_are_named(words, says, datasets):
     run = made(*with_data([*A, *words], datasets))
     assert [
         reason
-        for reason in prechecks.without_effect(run, sources.build(run.data, run.model, run.seed))
+        for reason in prechecks.without_effect(run, sources.build(run.data, run.model, run.seed), Progress())
         if says in reason
     ]
 

@@ -26,9 +26,8 @@ def test_every_shipped_settings_file_loads_and_plans(path):
     run = config.load(path)
     needs_data = not any(word in path.read_text() for word in ("prefix:", "train:", "synthetic"))
     assert [m.split()[0] for m in run.missing()] == ["data.prefix"] * needs_data
-    plan = run.plan(run.parallel.smallest)
-    assert plan.global_size == run.batch.global_size
-    found = run_length(run, plan, 100_000)
+    assert run.plan(run.parallel.smallest).global_size == run.batch.global_size
+    found = run_length(run, 100_000)
     assert found.steps > 0
     assert run.name == path.stem
     assert run.optim.warmup < found.in_unit(run.optim.unit)
@@ -242,7 +241,7 @@ def test_config_prints_settings_that_load_as_the_same_run(tmp_path):
 )
 def test_a_budget_ends_where_it_says(words, steps):
     run = config.load(DEBUG, list(words))
-    assert run_length(run, run.plan(), samples_per_epoch=100).steps == steps
+    assert run_length(run, samples_per_epoch=100).steps == steps
 
 
 @pytest.mark.parametrize(
@@ -257,24 +256,24 @@ def test_a_budget_ends_where_it_says(words, steps):
 def test_a_budget_that_cannot_be_counted_is_refused(words):
     with pytest.raises(ConfigError, match="at most 9007199254740991 samples can be counted"):
         run = config.load(DEBUG, list(words))
-        run_length(run, run.plan(), None)
+        run_length(run, None)
 
 
 def test_the_longest_budget_that_can_be_counted_is_accepted():
     run = config.load(DEBUG, ["budget.steps=562949953421311"])
-    assert run_length(run, run.plan(), None).samples == 2**53 - 16
+    assert run_length(run, None).samples == 2**53 - 16
 
 
 def test_a_budget_of_less_than_a_step_is_refused():
     run = config.load(DEBUG, ["budget.steps=null", "budget.samples=15"])
     with pytest.raises(ConfigError, match="less than the first step's 16"):
-        run_length(run, run.plan(), 100)
+        run_length(run, 100)
 
 
 def test_a_run_by_the_clock_needs_a_length_for_its_schedule():
     assert "set optim.schedule_length" in problems("budget.steps=null", "budget.hours=1")[0]
     run = config.load(DEBUG, ["budget.steps=null", "budget.hours=1", "optim.schedule=constant"])
-    assert run_length(run, run.plan(), 1) == Length(None, None)
+    assert run_length(run, 1) == Length(None, None)
 
 
 @pytest.mark.parametrize("bad", [dict(hidden=10, heads=3), dict(layers=0), dict(vocab_size=-1)])

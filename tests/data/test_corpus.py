@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpclm.checkpoint import Progress
 from hpclm.config import DataConfig
 from hpclm.data.corpus import corpus
 from hpclm.data.scan import SharedFacts
@@ -127,7 +128,9 @@ def test_a_runs_own_evaluation_reads_the_kept_end_and_nothing_twice(make):
     model = ModelConfig(layers=1, hidden=8, heads=2, context=CONTEXT, vocab_size=64)
     data = DataConfig(train=[prefix], valid=[prefix], keep_partial=True)
     config = RunConfig(model=model, data=data, batch=BatchConfig(global_size=2, micro_size=2))
-    [part] = build_data(config, config.plan(), Compute(torch.device("cpu"), torch.float32), SharedFacts()).held_out
+    [part] = build_data(
+        config, config.plan(), Compute(torch.device("cpu"), torch.float32), SharedFacts(), Progress()
+    ).held_out
     seen = list(part.batches.take(0, part.size))
     first = sorted(token for batch in seen for token in batch.tokens[:, 0].tolist())
     assert first == [0, 4, 8, 12, 16, 20]

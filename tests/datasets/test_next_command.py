@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hpclm import cli
+from hpclm.checkpoint import Progress
 from hpclm.config import from_cli
 from hpclm.data.scan import SharedFacts
 from hpclm.datasets.next_command import LARGE_FROM, next_command
@@ -40,7 +41,7 @@ CORPORA = {
 def test_the_next_command_fits_a_corpus_of_any_size(corpus, tmp_path):
     prefix = dataset(tmp_path / "x", CORPORA[corpus])
     config = from_cli(shlex.split(next_command([prefix], 64))[2:], None)
-    opened = build_data(config, config.plan(), Compute(torch.device("cpu"), torch.float32), SharedFacts())
+    opened = build_data(config, config.plan(), Compute(torch.device("cpu"), torch.float32), SharedFacts(), Progress())
     source, train, parts, length = opened.source, opened.train, opened.held_out, opened.length
     assert length.steps >= 10
     warmup = config.optim.warmup or config.optim.warmup_fraction * length.steps

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from hpclm import cli
+from hpclm.rundir import runs
 from tests.runs import lines
 
 CHANGES = {
@@ -51,3 +52,49 @@ def test_nothing_is_said_where_the_schedule_stays(changes, tiny, capsys):
     assert cli.main(["train", *tiny("run", *constant, "stop_at=8")]) == 0
     assert cli.main(["train", *tiny("run", *constant, *changes)]) == 0
     assert "settings of the last attempt replaced" not in capsys.readouterr().err
+
+
+SAMPLES = ["budget.steps=null", "budget.samples=160"]
+RAMP = ["batch.global_size=16", "batch.rampup=[8,8,100]"]
+BUDGETS = {  # what is set, what changes after step 5, and the last step and its samples
+    "larger batches": ([*SAMPLES, "batch.global_size=8"], ["batch.global_size=16"], (12, 152)),
+    "smaller batches": ([*SAMPLES, "batch.global_size=16"], ["batch.global_size=8"], (15, 160)),
+    "in tokens": (["budget.steps=null", "budget.tokens=2560"], ["batch.global_size=16"], (12, 152)),
+    "in epochs": (["budget.steps=null", "budget.epochs=0.016"], ["batch.global_size=16"], (12, 152)),
+    "in steps": (["budget.steps=20"], ["batch.global_size=16"], (20, 280)),
+    "a ramp given": (SAMPLES, RAMP, (16, 152)),
+    "a ramp changed": ([*SAMPLES, *RAMP], ["batch.rampup=[4,12,60]"], (16, 156)),
+    "a ramp removed": ([*SAMPLES, *RAMP], ["batch.rampup=null"], (12, 152)),
+}
+
+
+@pytest.mark.parametrize("words, changes, end", BUDGETS.values(), ids=BUDGETS.keys())
+def test_a_budget_is_kept_with_other_batches(words, changes, end, tiny, tmp_path, capsys):
+    words = tiny("run", *words, "optim.schedule=linear", "optim.unit=samples", "optim.warmup=1")
+    assert cli.main(["train", *words, "stop_at=5"]) == 0
+    assert cli.main(["train", *words, *changes]) == 0
+    said = capsys.readouterr().err
+    assert f"done at step {end[0]}, {end[1]} samples" in said and f"{end[0]} steps of" in said
+    more = end in ((20, 280), (16, 156))  # than the order of the first attempt was made for
+    assert ("The data order depends on" in said) == more
+    rows = [row for row in map(json.loads, lines(tmp_path / "run/metrics.jsonl")) if "loss" in row]
+    assert (rows[-1]["step"], rows[-1]["samples"]) == end
+    position = end[1] - rows[-1]["batch_size"]
+    assert rows[-1]["lr"] == pytest.approx(3e-3 - (3e-3 - 1e-4) * (position - 1) / (end[1] - 1))
+    assert runs.read(tmp_path / "run").total == end[0]
+    assert cli.main(["train", *words, *changes]) == 0
+    assert f"done at step {end[0]}, {end[1]} samples" in capsys.readouterr().err
+    assert len([row for row in map(json.loads, lines(tmp_path / "run/metrics.jsonl")) if "loss" in row]) == len(rows)
+
+
+def test_the_end_follows_from_the_checkpoint_that_is_loaded_if_the_newest_is_bad(tiny, tmp_path, capsys):
+    words = tiny("run", *SAMPLES)
+    for changes in (["stop_at=5"], ["batch.global_size=16", "stop_at=8"]):
+        assert cli.main(["train", *words, *changes]) == 0
+    newest = tmp_path / "run/checkpoints/step-00000008"
+    largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[-1] ^= 1
+    largest.write_bytes(content)
+    assert cli.main(["train", *words, "batch.global_size=32"]) == 0
+    assert "done at step 8, 136 samples" in capsys.readouterr().err

@@ -106,20 +106,21 @@ def simulated(tmp_path, *words):
         mesh = Mesh.build(0, RANKS, run.parallel)
         engine = simulate.build(run, mesh)
         counts.append(CollectiveCounts(engine, counter))
-        state = RunState(engine, CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context), Progress())
         plan, length = run.plan(RANKS), config.plan.Length(None, None)
 
         def step(samples):
             counts[0].begin()
             return [simulate.micro_batch(run)] * plan.accumulation(samples)
 
+        data = RunData(plan, length, Progress(), None, SimpleNamespace(step=step), [])
+        store = CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context)
+        state = RunState(engine, store, data)
         whole = RunContext(run, context, Compute(CUDA, torch.bfloat16, mesh))
         sync = ControlSync(whole, state, None, Preemption())
-        control = RunControl(whole, length, state, sync, Saver(state.store, run.checkpoint))
-        data = RunData(plan, length, None, SimpleNamespace(step=step), [])
+        control = RunControl(whole, state, sync, Saver(state.store, run.checkpoint))
         profile = Profile(run.profile, tmp_path, 0, CUDA)
         outputs = Outputs(NullMeter({}), Sinks([], tmp_path), profile, Notifier([], run.name, run.out))
-        opened = Session(whole, data, state, control, outputs)
+        opened = Session(whole, state, control, outputs)
         opened.verifier = Verifier(engine, mesh, context, math.inf)
         yield opened
 

@@ -165,8 +165,7 @@ def _check_optimizer(run: RunConfig) -> None:
 
 
 def _check_data(run: RunConfig, begin: Progress) -> "Source | None":
-    """The data's source; ConfigError with every problem of its data from ``begin`` on, where the budget may have ended. No index is built,
-    and no samples are read.
+    """The data's source; ConfigError with every problem of its data from ``begin`` on. No index is built, and no samples are read.
 
     Of a user-defined source only the name is checked, because building it may take long; it is not returned.
     """
@@ -181,7 +180,6 @@ def _check_data(run: RunConfig, begin: Progress) -> "Source | None":
     try:
         length = run_length(run, sources.samples_per_epoch(source), begin.step, begin.samples)
         sources.check_part(source, "train", length.samples)
-        check_finished(run, begin.step, length.steps)
     except ConfigError as error:
         problems = [*error.problems, *problems]
     for part in source.held_out if run.evaluate.every else ():
@@ -216,6 +214,10 @@ def _check_history(run: RunConfig, source: "Source | None", resume_step: int | N
     if resume_step is not None or os.path.lexists(out / "checkpoints"):
         checkpoint = resumable.candidate(out, resume_step)
         resumable.check_resumable(checkpoint, run.checkpoint.resume, now)
+        if checkpoint and source:
+            begin = Progress.of(checkpoint[1].progress)
+            length = run_length(run, source.per_epoch("train"), begin.step, begin.samples)
+            check_finished(run, begin.step, length.steps)
         if checkpoint:
             return
     if queued and path.is_file():

@@ -26,6 +26,7 @@ from hpclm.errors import ConfigError
 log = logging.getLogger(__name__)
 
 SITE_SECTIONS = ("job", "cluster")
+LENGTHS = ("budget.steps", "budget.samples", "budget.tokens", "budget.epochs")
 NAMES_CODE = (
     "model.block",
     "data.source",
@@ -78,7 +79,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
         problems += _untrusted(settings + given, file, content.exposed)
     if site is not None and not resolved:
         settings = _from_site(site, problems) + settings
-    run = merge(settings + given, problems)
+    run = merge(_without_other_lengths(settings, given) + given, problems)
     names = {setting.key for setting in given}
     # a budget on the command line tries a file's settings for some steps: worth no more than a warning
     tries = any(key.startswith("budget.") for key in names) and not names & {"optim.warmup", "optim.wsd_decay"}
@@ -105,7 +106,14 @@ def changed(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """``run`` with ``overrides`` ("key=value") on top; or ConfigError."""
     problems: list[str] = []
     settings = [setting for key, value in tree(run).items() for setting in _flat(key, value, "settings")]
-    return merge(settings + _parsed(overrides, problems), problems)
+    given = _parsed(overrides, problems)
+    return merge(_without_other_lengths(settings, given) + given, problems)
+
+
+def _without_other_lengths(inherited: list[Setting], given: list[Setting]) -> list[Setting]:
+    """``inherited``, without its length of training if ``given`` has one in any unit."""
+    typed = any(setting.key in LENGTHS and setting.value is not None for setting in given)
+    return [setting for setting in inherited if not (typed and setting.key in LENGTHS)]
 
 
 def of_run(folder: Path, overrides: Sequence[str], version: str = run_file.NAME) -> RunConfig:

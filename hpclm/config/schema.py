@@ -66,7 +66,7 @@ class BatchConfig(Checked):
 
 @dataclass(frozen=True)
 class BudgetConfig(Checked):
-    """How long to train: until the first limit. Samples read with other batch sizes before a resume count."""
+    """How long to train: until the first limit. A length on the command line replaces those of the file or run. Samples read with other batch sizes before a resume count."""
 
     steps: int | None = None
     """Optimizer steps."""

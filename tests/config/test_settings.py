@@ -341,3 +341,21 @@ def test_a_budget_lowered_to_try_a_preset_and_budgets_of_unknown_length_are_acce
     settings = compose.from_cli(words)
     compose.dump(settings, tmp_path / "config.yaml")
     assert compose.load(tmp_path / "config.yaml") == settings  # a job reads what was accepted
+
+
+@pytest.mark.parametrize("typed", ["budget.epochs=150", "budget={epochs: 150, tokens: null}"])
+def test_a_length_that_is_typed_replaces_those_of_the_file_and_of_the_run(typed, tmp_path):
+    (tmp_path / "a.yaml").write_text("budget: {steps: 20, samples: 100, hours: 3}\ndata: {source: synthetic}\n")
+    loaded = config.load(tmp_path / "a.yaml", [typed])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(compose.dumped(config.load(tmp_path / "a.yaml")))
+    for run in (
+        loaded,
+        config.load(tmp_path / "run", [typed]),
+        compose.changed(config.load(tmp_path / "a.yaml"), [typed]),
+    ):
+        assert (run.budget.epochs, run.budget.hours, run.budget.steps, run.budget.samples) == (150, 3, None, None)
+    two = config.load(tmp_path / "a.yaml", ["budget.steps=5", "budget.samples=90"]).budget
+    assert (two.steps, two.samples) == (5, 90)
+    kept = config.load(tmp_path / "a.yaml", ["budget.steps=null", "budget.hours=1"]).budget
+    assert (kept.steps, kept.samples, kept.hours) == (None, 100, 1)

@@ -65,9 +65,8 @@ def parser() -> Parser:
         "save_to_disk writes; a quoted pattern; or - (a pipe)",
     )
     add("--format", choices=["jsonl", "lines", "files"], help=FORMAT)
-    add(
-        "--plain-text", choices=["lines", "files"], default="files", help=argparse.SUPPRESS
-    )  # for tools/preprocess_data.py
+    # for tools/preprocess_data.py
+    add("--plain-text", choices=["lines", "files"], default="files", help=argparse.SUPPRESS)
     keys = "keys, or columns, of the texts; a dataset is written for each; default: text"
     add("--json-keys", "--json-key", "--columns", "--column", nargs="+", metavar="KEY", help=keys)
     add("--longest-line", type=int, default=MAX_LINE_MB, metavar="MB", help=LONGEST_LINE)

@@ -144,9 +144,8 @@ class Batches:
     def _place(self, loaded: "_Loaded") -> MicroBatch:
         moved: list[Any] = [None if x is None else x.to(self.device, non_blocking=True) for x in loaded]
         rows, *others = moved
-        whole = MicroBatch(
-            rows[:, :-1], rows[:, 1:], *others
-        )  # views, because two copies would take as long as reading
+        # views, because two copies would take as long as reading
+        whole = MicroBatch(rows[:, :-1], rows[:, 1:], *others)
         return whole.part(self.cp)
 
 

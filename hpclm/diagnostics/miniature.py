@@ -80,9 +80,8 @@ class MiniatureRun:
     ) -> "MiniatureRun":
         """The miniature of a run with these settings, on devices with ``memory`` bytes."""
         mesh, parallel, optim = compute.mesh, settings.parallel, settings.optim
-        if (
-            optim.name not in OPTIMIZERS
-        ):  # how much its updates may differ is not known; a trial has compared them (hpclm.optim.trial)
+        # how much its updates may differ is not known; a trial has compared them (hpclm.optim.trial)
+        if optim.name not in OPTIMIZERS:
             optim = replace(optim, name=OptimConfig.name, arguments={})
         model, numbers = settings.model, range(settings.model.layers)
         kinds = list(dict.fromkeys((model.kind(layer), model.has_experts(layer)) for layer in numbers))

@@ -77,9 +77,8 @@ class FSDP2Engine(BaseEngine):
         defer_tp_grad_sum(model, compute)
         if engine.compile:
             model.compile_blocks()
-        shard(
-            model, mesh=device_mesh_of(1), reshard_after_forward=False
-        )  # its backward pass starts with the layers its forward pass ends with
+        # its backward pass starts with the layers its forward pass ends with
+        shard(model, mesh=device_mesh_of(1), reshard_after_forward=False)
         # sharded while it is on the meta device, so that no GPU ever has the whole model
         allocate(model, device)
         for group in groups(model):
@@ -176,9 +175,8 @@ def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh, data_rank: int)
     axis."""
     assert isinstance(weight, DTensor)
     rows, *row = model.placements[name].local(mesh.tp)
-    rows_here = nn.Parameter(
-        weight.to_local().detach()
-    )  # the same memory, without DTensor's overhead on every operation
+    # the same memory, without DTensor's overhead on every operation
+    rows_here = nn.Parameter(weight.to_local().detach())
     # fully_shard gives each rank ceil(rows / ranks) rows, the last ones what is left, perhaps none
     size, per_rank = rows * prod(row), -(-rows // mesh.shard.size) * prod(row)
 

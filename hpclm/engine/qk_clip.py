@@ -53,9 +53,8 @@ class QKClip:
             [factors[..., None].expand(-1, -1, self.per_group + 1), torch.ones_like(factors)[..., None]],
             2,
         )
-        rows = rows.repeat_interleave(self.width, 2).flatten(
-            1
-        )  # of each layer, the factor of each row of its fused weight
+        # of each layer, the factor of each row of its fused weight
+        rows = rows.repeat_interleave(self.width, 2).flatten(1)
         for layer, weight in self.weights:
             values, used = weight.parameter.view(-1), 0
             rows_here = rectangles(weight.placement.local(self.mesh.tp), weight.begin, weight.begin + weight.count)

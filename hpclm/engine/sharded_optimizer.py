@@ -152,9 +152,8 @@ class ShardedBucket(Bucket):
                 low, high = max(start, self.begin), min(start + parameter.numel(), self.end)
                 if low < high:
                     self.masters[low - self.begin : high - self.begin] = parameter.view(-1)[low - start : high - start]
-                parameter.data = parameter.new_zeros(1).expand(
-                    parameter.shape
-                )  # it only names its gradient from now on
+                # it only names its gradient from now on
+                parameter.data = parameter.new_zeros(1).expand(parameter.shape)
             used.data = values
 
 

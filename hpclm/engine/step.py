@@ -124,9 +124,8 @@ class GlobalNorm:
             return norm
         device = self.weights[0].parameter.device
         square = all_reduce(norm.to(device, torch.float32).square(), mesh.model)
-        if (
-            self.sharded
-        ):  # summed over all replicas, although groups of them hold the same: every rank gets the same bits
+        # summed over all replicas, although groups of them hold the same: every rank gets the same bits
+        if self.sharded:
             square = all_reduce(square, mesh.dp)
             square = square / mesh.replicate.size if mesh.replicate.size > 1 else square
         if self.split:  # summed over all ranks, which each count the part that falls to them of what others hold too

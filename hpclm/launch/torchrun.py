@@ -190,9 +190,8 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: J
                 first_report = min((note.get("time", math.inf) for note in ends), default=math.inf)
                 for rank, failure in causes.items():
                     number = -failure.exitcode
-                    if (
-                        failure.timestamp > first_report + TOLERANCE
-                    ):  # a rank that hung was killed by another, which has said so
+                    # a rank that hung was killed by another, which has said so
+                    if failure.timestamp > first_report + TOLERANCE:
                         continue
                     if number > 0 and number not in (signal.SIGTERM, *forward.received):
                         _report(f"rank {rank} (pid {failure.pid}) was {processes.killed_by(number)}")

@@ -127,9 +127,8 @@ def computing_cores(env: Mapping[str, str] = os.environ) -> set[int]:
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has just ended
             allowed = os.sched_getaffinity(int(task.name))
-            cores |= (
-                allowed if allowed != noted else set()
-            )  # those that began before the runtime was loaded have all cores
+            if allowed != noted:  # threads that began before the runtime was loaded have all cores
+                cores |= allowed
     return cores
 
 
@@ -174,16 +173,7 @@ def prepare() -> None:
     """
     note_cores()
     os.environ.setdefault(WAITING, "PASSIVE")
-    for name in (
-        "CPU",
-        "FSIZE",
-        "NOFILE",
-        "NPROC",
-        "AS",
-        "DATA",
-        "RSS",
-        "MEMLOCK",
-    ):
+    for name in ("CPU", "FSIZE", "NOFILE", "NPROC", "AS", "DATA", "RSS", "MEMLOCK"):
         limit = getattr(resource, f"RLIMIT_{name}")
         hard = soft = resource.getrlimit(limit)[1]
         if name == "CPU" and hard != resource.RLIM_INFINITY:

@@ -84,9 +84,8 @@ def simulate(run: RunConfig, rank: int = 0) -> Simulation:
         engine = build(small, mesh)
         batches = [micro_batch(run).part(mesh.cp) for _ in range(count)]
         seen: list[tuple[Counter[Collective], Counter[Collective]]] = []
-        engine.train_step(
-            batches if run.parallel.pipeline > 1 else batches[:1], 1e-4, 0
-        )  # allocates the optimizer's state
+        # allocates the optimizer's state
+        engine.train_step(batches if run.parallel.pipeline > 1 else batches[:1], 1e-4, 0)
         counter.restart()
 
         def between(done: int) -> None:

@@ -50,9 +50,8 @@ class Feed:
         with suppress(FileNotFoundError):
             text = files.read_text(place(out, name, "json"), MAX_POSITION_BYTES, errors="replace")
             before = rows.parsed(text, POSITION, NEEDED)
-            if (
-                before and before["rollbacks"] == self.rollbacks
-            ):  # otherwise the run has gone back: a new one in the sink
+            # otherwise the run has gone back: a new one in the sink
+            if before and before["rollbacks"] == self.rollbacks:
                 self.id, self.rows, self.steps = before["id"], before["rows"], before["steps"]
                 self.refused, self.substitutes = before.get("refused") or 0, before.get("substitutes") or {}
 
@@ -63,9 +62,8 @@ class Feed:
         """
         try:
             while self._read() or (self.sink is None and self.rows):
-                if (
-                    self.sink is None
-                ):  # not before the first row: an attempt that fails earlier leaves no empty run there
+                # not before the first row: an attempt that fails earlier leaves no empty run there
+                if self.sink is None:
                     self._keep()  # its id, before it is there
                     self.sink = lookup(self.name)(self._run())
                 if self._pending:

@@ -69,8 +69,7 @@ def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     mesh = replace(mesh, nodes=len({context.ranks[rank].node for rank in mesh.dp.ranks}))
     if config.modules() or config.engine.name == "deepspeed":
         environment.for_code_that_may_compile()
-    engines.engine_class(
-        config.for_engine(context.size), device
-    )  # refused, if it cannot be used, before anything is written
+    # refused, if it cannot be used, before anything is written
+    engines.engine_class(config.for_engine(context.size), device)
     shape(config.optim)  # a schedule that cannot be loaded must not surface only after the warm-up
     return Compute(device, dtype, mesh)

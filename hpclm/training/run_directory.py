@@ -54,9 +54,8 @@ def open_run_directory(run: RunContext, data: RunData, resume_step: int | None =
         summary = stack.enter_context(RunSummary(out, lease)) if lease else None
         context.watchdog.shutdown.listeners.insert(0, summary.failed if summary else failed_without_main(out))
         context.watchdog.shutdown.recorded = recorded_ending(out)
-        stack.enter_context(
-            context.exit_on_error()
-        )  # the summary, left after it, must not say that a connection was lost, but why
+        # the summary, left after it, must not say that a connection was lost, but why
+        stack.enter_context(context.exit_on_error())
         if config.cluster.preflight:
             room = 12 * count.parameters(config.model)  # bytes of a checkpoint: weights and Adam's two moments in fp32
             preflight.check(context, run.compute.device, config.modules(), out, room=room)

@@ -143,9 +143,8 @@ def sigmoid(tree: Json) -> dict[str, Any]:
     for ours in ("router_groups", "router_top_groups"):
         key = SIGMOID_KEYS[ours]
         groups = 1 if tree[key] is None else tree[key]
-        if (
-            type(groups) is not int or groups < 1
-        ):  # of no groups, transformers takes experts without regard to their scores
+        # of no groups, transformers takes experts without regard to their scores
+        if type(groups) is not int or groups < 1:
             raise ConfigError(f"{key}={groups} must be a whole number of at least 1")
         settings[ours] = groups
     return settings | dict(router_normalize=bool(tree["norm_topk_prob"]))

@@ -7,6 +7,10 @@ BIASES: Keys = dict(attention_bias=False, mlp_bias=False)
 COMMON: Keys = dict(initializer_range=0.02, attention_dropout=0.0, tie_word_embeddings=False)
 NO_WINDOWS: Keys = dict(sliding_window=4096, use_sliding_window=False, max_window_layers=28, layer_types=None)
 SIGMOID: Keys = dict(moe_intermediate_size=1408, n_group=1, topk_group=1, routed_scaling_factor=1.0)
+MULTIPLIERS: Keys = dict.fromkeys(
+    ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
+)
+SLIDING: Keys = dict(sliding_window=4096, layer_types=None)
 CAPPED: Keys = dict(final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
 
 
@@ -19,9 +23,7 @@ def _llama(sizes: tuple[int, int, int, int, int], context: int, **more: Any) -> 
 
 def _gemma(vocabulary: int, context: int, **more: Any) -> Keys:
     usual: Keys = dict(head_dim=256, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256)
-    usual |= dict(
-        attention_bias=False, num_key_value_heads=4, sliding_window=4096, layer_types=None, tie_word_embeddings=True
-    )
+    usual |= dict(attention_bias=False, num_key_value_heads=4, **SLIDING, tie_word_embeddings=True)
     keys = _llama((vocabulary, 2304, 9216, 26, 8), context, **{**usual, **more})
     del keys["hidden_act"]
     return keys
@@ -95,16 +97,7 @@ DEFAULTS: dict[str, Keys] = {
         tie_word_embeddings=True,
         head_dim=None,
     ),
-    "granite": _llama(
-        (32000, 4096, 11008, 32, 32),
-        2048,
-        **BIASES,
-        embedding_multiplier=1.0,
-        logits_scaling=1.0,
-        residual_multiplier=1.0,
-        attention_multiplier=1.0,
-        head_dim=None,
-    ),
+    "granite": _llama((32000, 4096, 11008, 32, 32), 2048, **BIASES, **MULTIPLIERS, head_dim=None),
     "arcee": _llama((32000, 2560, 18432, 32, 32), 4096, hidden_act="relu2", rms_norm_eps=1e-5, **BIASES, head_dim=None),
     "seed_oss": _llama(
         (155136, 4096, 27648, 64, 80),
@@ -121,14 +114,7 @@ DEFAULTS: dict[str, Keys] = {
         (131072, 4096, 14336, 32, 32), 65536, attention_bias=False, hidden_act="xielu", rms_norm_eps=1e-5, head_dim=None
     ),
     "olmo2": _llama((50304, 4096, 11008, 32, 32), 2048, attention_bias=False, rms_norm_eps=1e-5),
-    "olmo3": _llama(
-        (50304, 4096, 11008, 32, 32),
-        2048,
-        attention_bias=False,
-        rms_norm_eps=1e-5,
-        sliding_window=4096,
-        layer_types=None,
-    ),
+    "olmo3": _llama((50304, 4096, 11008, 32, 32), 2048, attention_bias=False, rms_norm_eps=1e-5, **SLIDING),
     "gemma2": _gemma(256000, 8192, **CAPPED),
     "gemma3_text": _gemma(262208, 131072, **dict.fromkeys(CAPPED)),
     "glm4": _llama(
@@ -144,23 +130,10 @@ DEFAULTS: dict[str, Keys] = {
         (50304, 768, 8192, 12, 6), 2048, attention_bias=False, hidden_act="relu2", final_logit_softcapping=15.0
     ),
     "exaone4": _llama(
-        (102400, 4096, 16384, 32, 32),
-        2048,
-        num_key_value_heads=32,
-        rms_norm_eps=1e-5,
-        head_dim=None,
-        sliding_window=4096,
-        layer_types=None,
+        (102400, 4096, 16384, 32, 32), 2048, num_key_value_heads=32, rms_norm_eps=1e-5, head_dim=None, **SLIDING
     ),
     "hyperclovax": _llama(
-        (32000, 4096, 11008, 32, 32),
-        2048,
-        **BIASES,
-        head_dim=None,
-        embedding_multiplier=1.0,
-        residual_multiplier=1.0,
-        attention_multiplier=None,
-        logits_scaling=1.0,
+        (32000, 4096, 11008, 32, 32), 2048, **BIASES, head_dim=None, **{**MULTIPLIERS, "attention_multiplier": None}
     ),
     "jais2": _llama(
         (150272, 3328, 26624, 32, 26),
@@ -182,10 +155,7 @@ DEFAULTS: dict[str, Keys] = {
         tie_word_embeddings=True,
         sliding_window=128,
         layer_types=None,
-        embedding_multiplier=1.0,
-        residual_multiplier=1.0,
-        attention_multiplier=1.0,
-        logits_scaling=1.0,
+        **MULTIPLIERS,
     ),
     "cwm": _llama(
         (128256, 6144, 21504, 64, 48),
@@ -197,9 +167,7 @@ DEFAULTS: dict[str, Keys] = {
         sliding_window=8192,
         layer_types=None,
     ),
-    "ministral": _llama(
-        (32000, 4096, 14336, 32, 32), 131072, num_key_value_heads=8, sliding_window=4096, layer_types=None
-    ),
+    "ministral": _llama((32000, 4096, 14336, 32, 32), 131072, num_key_value_heads=8, **SLIDING),
     "mixtral": _llama(
         (32000, 4096, 14336, 32, 32),
         131072,

@@ -163,9 +163,8 @@ class Slurm(Scheduler):
         elif str(attempt.get("job_id")) != job.id:  # it has just started, and has nothing to save
             slurm.cancel(job.id, self.env)
         elif not slurm.signal_process(job.id, host, pid, "TERM", env=self.env):
-            slurm.send(
-                job.id, "USR2", whole=True, env=self.env
-            )  # the ranks are children of the script, which passes this signal on
+            # the ranks are children of the script, which passes this signal on
+            slurm.send(job.id, "USR2", whole=True, env=self.env)
 
     def cancel(self, job: str) -> None:
         """scancel; it is not requeued."""

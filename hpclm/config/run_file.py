@@ -17,10 +17,10 @@ COUNT = "# {} settings\n"
 """The second line, which tells a file that has lost some settings from one of a version that had fewer."""
 _FIRST = re.compile(r"# Every setting of a run of hpclm \S+, resolved:")
 _COUNT = re.compile(r"[^\n]*\n# (\d+) settings\n")
-OPTIONS = (
-    "account begin clusters comment constraint cpus-per-gpu dependency distribution export gpus-per-node gres licenses mail-type "
-    "mail-user mem-per-cpu mem-per-gpu nice priority qos reservation switches time-min wckey"
-).split()
+OPTIONS = """
+    account begin clusters comment constraint cpus-per-gpu dependency distribution export gpus-per-node gres licenses mail-type mail-user
+    mem-per-cpu mem-per-gpu nice priority qos reservation switches time-min wckey
+""".split()
 """Options of sbatch with a value that may be written as settings: job.account for job.options.account."""
 RENAMED = {
     "job.name": "job.options.job-name",

@@ -20,11 +20,11 @@ _COUNT = re.compile(r"[^\n]*\n# (\d+) settings\n")
 OPTIONS = """
     account begin clusters comment constraint cpus-per-gpu dependency distribution export gpus-per-node gres licenses mail-type mail-user
     mem-per-cpu mem-per-gpu nice priority qos reservation switches time-min wckey
-""".split()
+"""
 """Options of sbatch with a value that may be written as settings: job.account for job.options.account."""
 RENAMED = {
     "job.name": "job.options.job-name",
-    **{f"job.{option.replace('-', '_')}": f"job.options.{option}" for option in OPTIONS},
+    **{f"job.{option.replace('-', '_')}": f"job.options.{option}" for option in OPTIONS.split()},
 }
 """Options of sbatch as if they were settings."""
 REQUESTS = (

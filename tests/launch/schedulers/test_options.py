@@ -94,7 +94,7 @@ def test_a_job_for_gpus_is_refused_where_slurm_would_ignore_that_it_asks_for_som
 
 def test_options_of_sbatch_in_a_site_file_are_written_as_settings_or_the_error_says_how(tmp_path):
     site = tmp_path / "site.yaml"
-    for option in run_file.OPTIONS:
+    for option in run_file.OPTIONS.split():
         site.write_text(f"job: {{{option.replace('-', '_')}: 007}}\n")
         assert config.load("debug", [], site).job.options == {option: "007"}
     for name, way_out in {

@@ -48,13 +48,10 @@ def _rows(batch: Any, path: str) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
         return rows
-    except (
-        ArithmeticError,
-        LookupError,
-        ValueError,
-    ) as error:  # also of text that is not UTF-8, and unknown time zones
+    # also of text that is not UTF-8, and unknown time zones
+    except (ArithmeticError, LookupError, ValueError) as error:
         raise ConfigError(
-            f"{path} holds a value that cannot be read ({error}); write {batch.schema.names} as text"
+            f"{path} holds a value that cannot be read ({error}); correct or leave out that value"
         ) from None
 
 

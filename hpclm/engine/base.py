@@ -22,7 +22,7 @@ from hpclm.engine.router_state import RouterState
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.scalars import check as check_scalars
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.engine.state import TrainingState
+from hpclm.engine.state import TrainingState, UnsavableStateError
 from hpclm.engine.step import GlobalNorm, StepInputs, Timers, mean_loss, seed_step, step_inputs
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
@@ -225,10 +225,18 @@ class BaseEngine:
         return result
 
     def _check_state(self, first: bool = False) -> None:
-        """ConfigError if optimizer or blocks keep what a checkpoint would leave out."""
+        """UnsavableStateError if optimizer or blocks keep what a checkpoint would leave out."""
         self.state.check(self.weights)
-        if self.block_state:
-            self.block_state.begin() if first else self.block_state.check()
+        if not self.block_state:
+            return
+        if first:
+            self.block_state.begin()
+        elif changed := self.block_state.changed():
+            raise UnsavableStateError(
+                f"training changes {', '.join(changed[:4])}, which no checkpoint has and processes do not share: a resumed run would differ. "
+                "Keep it as a weight, compute it from the input, or draw from PyTorch's default generator; name in the block's attribute "
+                "`transient` what no result depends on; or set checkpoint.enabled=false"
+            )
 
     def _report_optimizer(self, factor: float) -> None:
         """Add what a user's optimizer has measured to what is reported: the mean over all processes."""

@@ -109,6 +109,9 @@ class TrainingState:
                     yield f"{key!r} of {name}, {described(value)}"
                 elif tensor.where == "matrix" and name not in self.works_on:
                     yield f"{key!r} of {name}, {described(value)}, on a process that does not work on this matrix"
+        states = self.optimizer.state.values() if isinstance(self.optimizer, UserOptimizer) else ()
+        if len(counts := {float(entry["step"]) for entry in states if "step" in entry}) > 1:
+            yield f"{min(counts):.0f} to {max(counts):.0f} as 'step' of different weights, which have one in a checkpoint"
         parameters = {parameter for _, parameter, _ in owners}
         for key in self.optimizer.state.keys() - parameters:
             yield f"state of {described(key)}, which is no weight"

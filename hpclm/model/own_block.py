@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from hpclm.errors import ConfigError
 
-MAX_TEXT = 4096  # characters of a list or dictionary that is compared
 HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -50,13 +49,7 @@ def build(module: Callable[..., nn.Module], name: str, seed: int, **kwargs: Any)
     problems = list(_unsuitable(name, block))
     if problems:
         raise ConfigError(problems)
-    usual = vars(nn.Module()).keys()
-    # now: libraries add attributes of their own
-    kept = {
-        path: (*vars(module).keys() - usual, *dict(module.named_buffers(recurse=False)))
-        for path, module in block.named_modules()
-    }
-    block.hpclm_state = name, kept  # type: ignore[assignment]
+    block.hpclm_state = name, {path: {*_names(module)} for path, module in _watched(block)}  # type: ignore[assignment]
     return block
 
 
@@ -75,6 +68,8 @@ def _unsuitable(name: str, block: nn.Module) -> Iterator[str]:
                 f"{path} does not require a gradient, and engines train all weights; keep fixed values in a buffer, or freeze the weight "
                 f"with 'optim.groups=[{{match: {path.removeprefix(name + '.')}, lr: 0}}]'"
             )
+        if weight.dtype != torch.float32:
+            yield f"{path} is {weight.dtype}; weights are fp32: use {path.rpartition('.')[2]}.to(x.dtype) where the block computes"
         if not weight.ndim:
             yield f"{path} has no dimension, so no engine can divide it; make it a vector, such as torch.ones(1)"
     for weight, path in names.items():
@@ -127,27 +122,38 @@ class BlockState:
 
     def begin(self) -> None:
         """After the first step, by which blocks have made what they compute once."""
-        self.values = dict(self._current())
+        self.values = self._current()
 
-    def check(self) -> None:
-        """ConfigError if a value is another than after the first step."""
-        changed = sorted(name for name, value in self._current() if self.values.get(name, value) != value)
-        if changed:
-            raise ConfigError(
-                f"training changes {', '.join(changed[:4])}, which no checkpoint has and processes do not share: a resumed run would differ. "
-                "Keep it as a weight, compute it from the input, or draw from PyTorch's default generator; name in the block's attribute "
-                "`transient` what no result depends on; or set checkpoint.enabled=false"
-            )
+    def changed(self) -> list[str]:
+        """Names of what has another value than after the first step."""
+        now = self._current()
+        return sorted(name for name in now.keys() & self.values if _differ(self.values[name], now[name]))
 
-    def _current(self) -> Iterator[tuple[str, Any]]:
+    def _current(self) -> dict[str, Any]:
         """Buffers, and attributes that may be state, by name."""
+        values = {}
         for block in self.blocks:
-            name, kept = block.hpclm_state  # type: ignore[misc]
-            for path, keys in kept.items():
-                module = block.get_submodule(path)
-                for key in keys:
-                    if key not in getattr(module, "transient", ()):
-                        yield ".".join(filter(None, (name, path, key))), _comparable(getattr(module, key, None))
+            name, begun = block.hpclm_state  # type: ignore[misc]
+            transient = getattr(block, "transient", ())
+            for path, module in _watched(block):
+                for key in _names(module):
+                    value, place = getattr(module, key, None), f"{path}.{key}".removeprefix(".")
+                    # libraries add attributes of other kinds than tensors
+                    watched = isinstance(value, Tensor) or key in begun.get(path, ())
+                    if watched and not any(f"{place}.".startswith(f"{left}.") for left in transient):
+                        values[f"{name}.{place}"] = _comparable(value)
+        return values
+
+
+def _watched(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a block but those of hpclm itself, with their paths."""
+    return ((path, m) for path, m in block.named_modules() if not type(m).__module__.startswith("hpclm."))
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    """The names of a module's attributes and buffers."""
+    yield from vars(module).keys() - vars(nn.Module()).keys()
+    yield from dict(module.named_buffers(recurse=False))
 
 
 def _comparable(value: Any) -> Any:
@@ -166,15 +172,18 @@ def _comparable(value: Any) -> Any:
         return repr(value.getstate())
     if isinstance(value, np.ndarray):
         return _digest(value)
-    if isinstance(value, (bool, int, float)):
-        return repr(value)
-    if (
-        isinstance(value, (list, tuple, dict, set, deque))
-        and len(text := repr(value)) <= MAX_TEXT
-        and " at 0x" not in text
-    ):
-        return text
-    return None
+    if isinstance(value, dict):
+        return {repr(key): _comparable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [_comparable(entry) for entry in value]
+    return repr(value) if isinstance(value, (bool, int, float, set)) else None
+
+
+def _differ(before: Any, now: Any) -> bool:
+    """Whether a value has changed; a dictionary may get more entries, as a cache does."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return any(_differ(before[key], now[key]) for key in before.keys() & now.keys())
+    return bool(before != now)
 
 
 def _digest(values: Any) -> str:

@@ -5,11 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from hpclm import config
+from hpclm import cli, config
 from hpclm.errors import ConfigError
 from hpclm.launch import prechecks
 from hpclm.model.gpt import Block
 from tests import parity, ranks
+from tests.runs import lines
 
 HERE = __name__
 STEPS = 6
@@ -93,6 +94,67 @@ class Remembers(Attributed):
     def changed(self):
         """Add to it."""
         self.kept.append(1)
+
+
+class MadeLate(Averages):
+    """A tensor that the first step makes."""
+
+    def begun(self, config):
+        """None: it is made in ``changed``."""
+
+    def changed(self):
+        """Make it, or move it."""
+        self.moved = getattr(self, "moved", torch.ones(3)) * 0.9
+
+
+class InList(Averages):
+    """A tensor in a list."""
+
+    def begun(self, config):
+        """Zeros."""
+        return [torch.zeros(2000)]
+
+    def changed(self):
+        """Move its middle."""
+        self.kept[0][1000] += 1
+
+
+class Caches(Attributed):
+    """What it computes once for each mode and length."""
+
+    def begun(self, config):
+        """Empty."""
+        return {}
+
+    def changed(self):
+        """Nothing: see forward."""
+
+    def forward(self, x, metadata):
+        """[t, B, C] -> [t, B, C]."""
+        return super().forward(x, metadata) + self.kept.setdefault((len(x), self.training), torch.zeros(1))
+
+
+class Normed(Block):
+    """Statistics of a layer of PyTorch's, on which nothing depends."""
+
+    transient = ("norm",)
+
+    def __init__(self, config, recompute_core, generator, tp):
+        super().__init__(config, recompute_core, generator, tp)
+        self.norm = nn.BatchNorm1d(config.hidden, affine=False)
+
+    def forward(self, x, metadata):
+        """[t, B, C] -> [t, B, C]."""
+        self.norm(x.detach().flatten(0, 1))
+        return super().forward(x, metadata)
+
+
+class Half(Block):
+    """A weight that is not fp32."""
+
+    def __init__(self, config, recompute_core, generator, tp):
+        super().__init__(config, recompute_core, generator, tp)
+        self.scale = nn.Parameter(torch.ones(config.hidden, dtype=torch.bfloat16))
 
 
 class Frozen(Block):
@@ -208,6 +270,7 @@ def test_a_run_with_weights_that_missed_updates_resumes_to_the_last_bit(optimize
 REFUSED = {
     "Frozen": "block0.fixed does not require a gradient",
     "Scalar": "block0.scale has no dimension",
+    "Half": "block0.scale is torch.bfloat16; weights are fp32",
     "SharesWithin": "block0.one.weight and block0.other.weight are one weight",
     "Shares": "block0.linear.weight and block1.linear.weight are one weight",
     "Hooked": "block0 registers a hook",
@@ -228,14 +291,38 @@ def test_a_pipeline_of_one_block_a_stage_finds_that_blocks_share_a_weight():
         ranks.run(2, parity.train, words, 1)
 
 
-@pytest.mark.parametrize("name", ["Counts", "Averages", "Buffered", "Remembers"])
+KEPT = ("Counts", "Averages", "Buffered", "Remembers", "MadeLate", "InList")
+
+
+@pytest.mark.parametrize("name", KEPT)
 def test_what_a_block_keeps_and_no_checkpoint_has_is_refused_in_the_second_step(name):
-    with pytest.raises(ConfigError, match=r"training changes block0\.kept, block1\.kept, which no checkpoint has"):
+    kept = "moved" if name == "MadeLate" else "kept"
+    with pytest.raises(ConfigError, match=rf"training changes block0\.{kept}, block1\.{kept}, which no checkpoint has"):
         parity.train([*WORDS, f"model.block={HERE}:{name}"], 2)
 
 
-def test_a_block_that_says_what_nothing_depends_on_trains(alone):
-    parity.train([*WORDS, f"model.block={HERE}:Named"], 3)
+@pytest.mark.parametrize("name", ["Named", "Normed", "Caches"])
+def test_a_block_trains_whose_caches_grow_or_that_says_what_nothing_depends_on(name, tiny):
+    parity.train([*WORDS, f"model.block={HERE}:{name}"], 3)
+    assert (
+        cli.main(["train", *tiny("run", f"model.block={HERE}:{name}", "evaluate.every=2", "checkpoint.every=3")]) == 0
+    )
+
+
+class Late(Counts):
+    """A number that changes from the fifth pass on."""
+
+    def changed(self):
+        """Count late."""
+        self.passes = getattr(self, "passes", 0) + 1
+        self.kept += self.passes > 4
+
+
+def test_what_changes_later_ends_the_run_at_its_next_save(tiny, tmp_path, capsys):
+    words = ["model.block=tests.model.test_own_block:Late", "budget.steps=40", "checkpoint.every=8"]
+    assert cli.main(["train", *tiny("run", *words)]) == 64
+    assert "training changes block0.kept" in capsys.readouterr().err
+    assert len(lines(tmp_path / "run/metrics.jsonl")) <= 10
 
 
 def test_a_frozen_weight_is_one_whose_rate_is_0():

@@ -274,6 +274,12 @@ def test_what_an_optimizer_keeps_in_other_attributes_ends_the_first_step(tmp_pat
         ranks.run(1, users.goes_on, tmp_path, 2, [*WORDS, *named("Attributes")])
 
 
+def test_an_optimizer_whose_step_counts_differ_by_weight_ends_the_step_in_which_they_do(tmp_path):
+    words = [*WORDS, *named("Skipping"), "model.block=tests.engine.test_unsaved_state:Unused"]
+    with pytest.raises(ConfigError, match="0 to 1 as 'step' of different weights"):
+        users.goes_on(tmp_path, 1, words)
+
+
 def test_a_number_that_the_first_update_makes_is_resumed(tmp_path):
     words = [*WORDS, *named("LateCounter")]
     [alone] = ranks.run(1, users.goes_on, tmp_path / "alone", 4, words)

@@ -167,6 +167,16 @@ class LateCounter(torch.optim.SGD):
         super().step()
 
 
+class Skipping(torch.optim.SGD):
+    """It counts its steps by weight, and skips weights whose gradient is 0."""
+
+    def step(self):
+        """Of what has a gradient."""
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["step"] = self.state[p].get("step", 0) + int(bool(p.grad.any()))
+        super().step()
+
+
 class ScheduleFree(torch.optim.SGD):
     """Its gradients are not taken where it is evaluated."""
 

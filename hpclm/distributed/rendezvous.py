@@ -127,9 +127,8 @@ def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: floa
     """Rank 0's store on one of ``hosts``, and its address; HpclmError if it is not there within ``seconds``."""
     until, calls = time.monotonic() + seconds, dict[tuple[str, int], network.StoreCall | None]()
     while time.monotonic() < until:
-        addresses = {
-            host: network.resolved(host) for host in hosts
-        }  # again: a node that has just booted may get its names later
+        # again: a node that has just booted may get its names later
+        addresses = {host: network.resolved(host) for host in hosts}
         silent = {""}
         for port, address in itertools.product(ports, dict.fromkeys(addresses.values())):
             call = calls.get((address, port))

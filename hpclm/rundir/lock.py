@@ -45,13 +45,15 @@ def holder(path: Path | str) -> Holder | None:
 
 
 def is_here(record: Mapping[str, Any]) -> bool:
-    """Whether the PID in a record (a holder, an attempt or a launch) is one of this machine."""
-    return bool(record.get("machine") == files.here())
+    """Whether the PID in a record (a holder, an attempt or a launch) is one of this machine; a record need only have the host."""
+    machine = record.get("machine")
+    return bool(machine == files.here() if machine else record.get("host") == socket.gethostname())
 
 
 def shares_locks(holder: Holder) -> bool:
     """Whether a lock of ``holder``, if it still had one, would be visible here for certain: it runs on the same kernel."""
-    return files.kernel_of(holder.get("machine", "")) == files.kernel_of(files.here())
+    machine = holder.get("machine")
+    return files.kernel_of(machine) == files.kernel_of(files.here()) if machine else is_here(holder)
 
 
 def described(holder: Holder) -> str:

@@ -50,7 +50,7 @@ class Submission:
     slurm_cluster: str = ""
     """The cluster of Slurm that it was sent to, where another one than that of ``host`` was named."""
     machine: str = ""
-    """Where ``job_id``, if it is that of a process, means that process (``files.here``)."""
+    """Where ``job_id``, if it is that of a process, means that process (``files.here``); empty in old records."""
 
     @property
     def is_job(self) -> bool:

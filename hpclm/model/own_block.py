@@ -49,7 +49,7 @@ def build(module: Callable[..., nn.Module], name: str, seed: int, **kwargs: Any)
     problems = list(_unsuitable(name, block))
     if problems:
         raise ConfigError(problems)
-    block.hpclm_state = name, {path: {*_names(module)} for path, module in _watched(block)}  # type: ignore[assignment]
+    block.hpclm_state = name, {path: _names(module) for path, module in _watched(block)}  # type: ignore[assignment]
     return block
 
 
@@ -150,10 +150,9 @@ def _watched(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, m) for path, m in block.named_modules() if not type(m).__module__.startswith("hpclm."))
 
 
-def _names(module: nn.Module) -> Iterator[str]:
+def _names(module: nn.Module) -> set[str]:
     """The names of a module's attributes and buffers."""
-    yield from vars(module).keys() - vars(nn.Module()).keys()
-    yield from dict(module.named_buffers(recurse=False))
+    return (vars(module).keys() - vars(nn.Module()).keys()) | dict(module.named_buffers(recurse=False)).keys()
 
 
 def _comparable(value: Any) -> Any:

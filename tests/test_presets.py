@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpclm import config, shipped
-from hpclm.config import ModelConfig
+from hpclm.config import ModelConfig, compose
 from hpclm.extras import EXTRAS
 from hpclm.interop.huggingface import families
 from hpclm.interop.rules import placements
@@ -151,7 +151,8 @@ def test_a_twin_trains_on_several_processes(name, processes, home):
         "data.train",
         "data.valid",
         "data.split_by",
-    }  # absolute and decided now
+        *compose.LENGTHS,
+    }  # absolute, decided now, and replaced by the length that is typed
     micro_size = config_history.micro_size(out)  # auto, which is 0, stays in config.yaml
     assert used.batch.micro_size in (0, micro_size)
     assert replace(used, batch=replace(used.batch, micro_size=micro_size)).plan(processes)

@@ -16,7 +16,7 @@ from tests.test_preemption import Job
 # Requests of one squeue, scontrol or sinfo: some ask for partitions or the federation too.
 BUDGET = {
     "submit": 5,  # 3, and what the script asks about its job, which may have started by then
-    "submit with GPUs": 6,  # it has no time limit of its own, so the partition is asked for its
+    "submit with GPUs": 9,  # the partition for its time limit, and the nodes for the cores and memory that they keep
     "status": 3,
     "logs": 3,
     "logs -f, a minute": 3,

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, is_dataclass
 from difflib import get_close_matches
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
     names = {setting.key for setting in given}
     # a budget on the command line tries a file's settings for some steps: worth no more than a warning
     tries = any(key.startswith("budget.") for key in names) and not names & {"optim.warmup", "optim.wsd_decay"}
-    if not resolved and not (path is not None and tries) and not run_file.is_run(Path(run.out)):
+    # lexists: of a folder that cannot be read, the start says so
+    if not resolved and not (path is not None and tries) and not lexists(Path(run.out) / run_file.NAME):
         short = length.inside_warmup(run, length.run_length(run, None))
         if short and run.optim.schedule_length is None:
             raise ConfigError(f"{short}; shorten the warm-up, or extend the budget. To stop early once, set stop_at")

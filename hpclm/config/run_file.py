@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import fields, is_dataclass
-from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def count(tree: dict[Any, Any]) -> int:
 
 def is_run(folder: Path) -> bool:
     """Whether ``folder`` is a run directory with its settings."""
-    return lexists(folder / NAME)
+    return folder.is_dir() and (folder / NAME).is_file()
 
 
 def _missing(tree: dict[Any, Any]) -> list[str]:

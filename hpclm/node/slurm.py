@@ -58,7 +58,7 @@ def identity(env: Env = os.environ) -> JobIdentity | None:
         restart=number(env, "SLURM_RESTART_COUNT"),
         array_task=task if array else "",
         hosts=hosts,
-        node=node if node in hosts else "",
+        node=node if not hosts or node in hosts else "",
         deadline=float(ends) if ends.isascii() and ends.isdigit() else None,
     )
 

@@ -203,19 +203,3 @@ def test_a_run_keeps_how_it_divides_its_data_and_every_verb_follows(make, tiny, 
     assert "another part in use (data.split, data.split_by)" in capsys.readouterr().err
     assert cli.main(["train", *words, "model.context=64", "evaluate.every=0", "stop_at=6"]) == 0  # enough by documents
     assert "  split_by: tokens\n" in text() and (out / "checkpoints/step-00000006").is_dir()
-
-
-def test_a_run_from_before_this_setting_goes_on_by_documents(make, tiny, tmp_path, capsys):
-    words = tiny(
-        "run", "data.source=indexed", f"data.prefix={make([200])}", "model.vocab_size=1200", "evaluate.every=0"
-    )
-    assert cli.main(["train", *words, "stop_at=2"]) == 0
-    path = tmp_path / "run/config.yaml"
-    lines = [line for line in path.read_text().splitlines(keepends=True) if "split_by" not in line]
-    for version in (path, *(tmp_path / "run/config-history").glob("*.yaml")):
-        version.write_text("".join(line for line in lines if not line.endswith(" settings\n")))
-    assert cli.main(["train", *words, "stop_at=3", "evaluate.every=1"]) == 64  # it had no validation, and gets none
-    said = capsys.readouterr().err
-    assert "the valid split of" in said and "data.split_by=tokens" in said and "evaluate.every=0" in said
-    assert cli.main(["train", str(path), "stop_at=3"]) == 0
-    assert "split_by: documents\n" in path.read_text() and "resumes from step 2" in capsys.readouterr().err

@@ -27,8 +27,9 @@ def test_the_driver_does_not_matter_to_a_run_on_cpus(monkeypatch):
 
 def test_the_name_of_a_node_is_slurms_only_for_its_own_ranks():
     env = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURMD_NODENAME": "node1"}
-    names = [current_job(env=env | more).node for more in ({}, {"OMPI_COMM_WORLD_RANK": "0"})]
-    assert names == ["node1", socket.gethostname()]
+    env["SLURM_JOB_NODELIST"] = "node[1-2]"
+    names = [current_job(env=env | more).node for more in ({}, {"OMPI_COMM_WORLD_RANK": "0"}, {"MPI_LOCALRANKID": "0"})]
+    assert names == ["node1", "node1", socket.gethostname()]  # MPICH hands on the variables of its first node
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_a_run_keeps_the_number_it_started_with(tmp_path):
     first = fit.with_micro_size_for(H200, run, context)
     assert first.batch.micro_size == 16
     compose.dump(first, tmp_path / "config.yaml")
+    (tmp_path / "attempts.jsonl").write_text('{"time": "2026-01-01T00:00:00+0000", "from_step": 0, "micro_size": 16}\n')
     assert fit.with_micro_size_for(H100, run, context).batch.micro_size == 16
     other = replace(run, batch=replace(run.batch, global_size=24))  # 16 does not divide it
     assert fit.with_micro_size_for(H100, other, context).batch.micro_size == 8

@@ -227,11 +227,9 @@ class BaseEngine:
     def _check_state(self, first: bool = False) -> None:
         """UnsavableStateError if optimizer or blocks keep what a checkpoint would leave out."""
         self.state.check(self.weights)
-        if not self.block_state:
-            return
-        if first:
+        if first and self.block_state:
             self.block_state.begin()
-        elif changed := self.block_state.changed():
+        elif self.block_state and (changed := self.block_state.changed()):
             raise UnsavableStateError(
                 f"training changes {', '.join(changed[:4])}, which no checkpoint has and processes do not share: a resumed run would differ. "
                 "Keep it as a weight, compute it from the input, or draw from PyTorch's default generator; name in the block's attribute "

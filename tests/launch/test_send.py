@@ -2,8 +2,6 @@
 
 import random
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,8 +11,10 @@ import pytest
 from hpclm import config
 from hpclm.launch.schedulers.slurm_script import directive
 from hpclm.rundir import submissions
+from tests import forks
 from tests.launch.schedulers.test_template import NASTY, script
 from tests.runs import ROOT, until
+from tests.slurm import ENDED
 
 SMALL = ["budget.steps=5", "engine.device=cpu", "evaluate.every=0", "log.tensorboard=false"]
 HOLD = ["--sbatch", "hold"]
@@ -25,15 +25,12 @@ def submit(cluster, tmp_path):
     """`hpclm submit WORDS`, typed in an empty folder on the cluster."""
     here = tmp_path / "h e'r\"e"
     here.mkdir()
+    options = {"env": {**cluster.env, "HPCLM_SITE": "", "OMP_NUM_THREADS": "1"}, "cwd": here}
 
-    def call(*words, check=0, env=None, **more):
-        command = [sys.executable, "-m", "hpclm", "submit", *map(str, words)]
-        env = {**cluster.env, "HPCLM_SITE": "", "OMP_NUM_THREADS": "1", **(env or {})}
-        done = cluster.run(command, check=False, cwd=here, env=env, **more)
-        assert check is None or done.returncode == check, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
+    def call(*words, check=0):
+        return forks.hpclm("submit", *words, check=check, **options)
 
-    call.here, call.cluster = here, cluster
+    call.here, call.cluster, call.options = here, cluster, options
     return call
 
 
@@ -178,8 +175,6 @@ def test_a_sweep_is_a_job_for_each_run_and_what_is_queued_already_is_left_alone(
 
 @pytest.mark.parametrize("times", [4, pytest.param(30, marks=[pytest.mark.whole, pytest.mark.slow])])
 def test_submit_killed_at_any_moment_and_typed_again_leaves_exactly_one_job(submit, times):
-    words = [sys.executable, "-m", "hpclm", "submit", *SMALL, *HOLD]
-    env = {**submit.cluster.env, "HPCLM_SITE": ""}
     began = time.monotonic()
     submit(*SMALL, *HOLD, "out=runs/timed")
     usual = time.monotonic() - began
@@ -187,12 +182,8 @@ def test_submit_killed_at_any_moment_and_typed_again_leaves_exactly_one_job(subm
     chance, codes, lost = random.Random(4), [], 0
     for number in range(times):
         out = submit.here / f"runs/k{number}"
-        process = subprocess.Popen(
-            [*words, f"out={out}"], env=env, cwd=submit.here, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        time.sleep(chance.uniform(0.3, 1.2) * usual)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        with forks.Hpclm("submit", *SMALL, *HOLD, f"out={out}", **submit.options):
+            time.sleep(chance.uniform(0.0, 1.2) * usual)
         recorded = len(submissions.read(out))
         done = submit(*SMALL, *HOLD, f"out={out}", check=None)
         codes.append(done.returncode)
@@ -217,8 +208,7 @@ def test_a_job_whose_submission_was_not_recorded_is_found_again_and_cancelled(su
     assert f"job {job_id(first)}" in submit(*SMALL, *HOLD, "out=runs/debug", "seed=9", check=75).stderr
     assert [each.job_id for each in submissions.read(out)] == [job_id(first)]
     (out / "jobs.jsonl").unlink()
-    words = [sys.executable, "-m", "hpclm", "cancel", "debug"]
-    assert f"job {job_id(first)}: cancelled" in submit.cluster.run(words, cwd=submit.here).stdout
+    assert f"job {job_id(first)}: cancelled" in forks.hpclm("cancel", "debug", check=0, **submit.options).stdout
     assert submit.cluster.wait(job_id(first)) == "CANCELLED"
 
 
@@ -228,12 +218,9 @@ def test_an_sbatch_that_outlives_its_killed_submit_is_waited_for(submit, tmp_pat
     real = submit.cluster.run(["which", "sbatch"]).stdout.strip()
     slow.write_text(f'#!/bin/bash\ntouch {tmp_path}/begun\nsleep 4\nexec {real} "$@"\n')
     slow.chmod(0o755)
-    env = {**submit.cluster.env, "HPCLM_SITE": "", "PATH": f"{slow.parent}:{submit.cluster.env['PATH']}"}
-    command = [sys.executable, "-m", "hpclm", "submit", *SMALL, *HOLD]
-    process = subprocess.Popen(command, env=env, cwd=submit.here)
-    until((tmp_path / "begun").exists)
-    process.kill()
-    process.wait()
+    env = {**submit.options["env"], "PATH": f"{slow.parent}:{submit.cluster.env['PATH']}"}
+    with forks.Hpclm("submit", *SMALL, *HOLD, env=env, cwd=submit.here):
+        until((tmp_path / "begun").exists)
     assert jobs(submit.cluster) == []
     done = submit(*SMALL, *HOLD)
     assert "already queued" in done.stdout
@@ -251,7 +238,7 @@ def test_submit_inside_a_job_starts_a_job_of_its_own_size(submit):
     )
     assert submit.cluster.wait(outer) == "COMPLETED", (submit.here / "outer.log").read_text()
     (said,) = submissions.read(submit.here / "inner")
-    submit.cluster.wait(said.job_id)
+    submit.cluster.wait(said.job_id, ("RUNNING", *ENDED))
     shown = submit.cluster.show(said.job_id)
     assert (shown["NumNodes"], shown["NumTasks"], shown["CPUs/Task"]) == ("1", "2", "1")
 

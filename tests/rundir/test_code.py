@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import pytest
 from hpclm import config
 from hpclm.errors import ConfigError
 from hpclm.rundir import code
-from tests.runs import PATIENCE, ROOT
+from tests.forks import hpclm
+from tests.runs import ROOT
 from tests.slurm import until
 
 MINE = "import json\nimport torch\nfrom tools import chart\nfrom helper import factor\n\n\ndef rate(position, length, optim):\n    return optim.lr * factor\n"
@@ -73,11 +73,10 @@ def test_a_warning_says_that_the_code_has_changed_since_the_last_attempt(mine, t
     warning = "the code is not the one that the last attempt ran"
 
     def train(*more):
-        command = [sys.executable, "-m", "hpclm", "train", *words, *more]
-        env = os.environ | {"PYTHONPATH": str(mine)}
-        done = subprocess.run(command, cwd=mine, env=env, capture_output=True, text=True, timeout=PATIENCE)
-        assert done.returncode == 0, done.stderr
-        return warning in done.stderr
+        return (
+            warning
+            in hpclm("train", *words, *more, cwd=mine, env=os.environ | {"PYTHONPATH": str(mine)}, check=0).stderr
+        )
 
     assert not train() and not train("stop_at=6")
     (mine / "helper.py").write_text("factor = 2.0\n")

@@ -80,7 +80,9 @@ def test_a_run_starts_again_without_the_node_on_which_bits_flipped(template, clu
     site.mkdir()
     (site / "sitecustomize.py").write_text(flips.SITE)
     own = [f"job.env={{TEST_FLIPPED: {tmp_path}/flipped, PYTHONPATH: '{site}:{ROOT}'}}"]
-    job = Job(cluster, tmp_path / "run", 3, 1, *own, "batch.global_size=6", f"job.template={template}")
+    job = Job(
+        cluster, tmp_path / "run", 3, 1, *own, "batch={global_size: 6, micro_size: 2}", f"job.template={template}"
+    )
     job.finish()
     first, second = [json.loads(line) for line in lines(job.out / "attempts.jsonl")]
     [row] = [json.loads(line) for line in lines(job.out / "corruption.jsonl")]

@@ -1,21 +1,24 @@
 """Tasks of lm-evaluation-harness: scored as the library scores an export, from a run and while it trains."""
 
+import functools
 import json
 import os
 import random
-import subprocess
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import hpclm
 from hpclm import cli
+from hpclm.checkpoint import directory
 from hpclm.data import tokenizers
 from hpclm.node.job import Job
 from hpclm.rundir import lock
 from tests.forks import Ranks
 from tests.interop import made
-from tests.runs import PATIENCE, ROOT, until
+from tests.runs import ROOT, until
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
@@ -74,12 +77,17 @@ def lines(flow):
     yield from yaml.safe_dump(yaml.safe_load(flow)).splitlines()
 
 
-@pytest.fixture(autouse=True)
-def offline(tmp_path_factory, monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def offline(tmp_path_factory):
+    """Nothing is downloaded, and the library asks pip once for what is installed, not at each scoring."""
     import datasets
+    from torch.utils import collect_env
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        patch.setattr(collect_env, "get_pretty_env_info", functools.cache(collect_env.get_pretty_env_info))
+        yield
 
 
 def size_of(place):
@@ -253,37 +261,38 @@ def words_of_follower(place, out, *more):
     return ["evaluate", str(out), *words]
 
 
-def following(place, out):
-    """``hpclm evaluate --follow`` of a run, as a process: it imports the library anew, which takes many seconds."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": f"{place}/hf", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "hpclm", *words_of_follower(place, out)]
-    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def followed(capfd, place, out, *more):
-    """The exit code of ``hpclm evaluate --follow`` of a run, here and now, and what it says."""
+def followed(capfd, place, out, *more, meanwhile=lambda: None):
+    """The exit code of ``hpclm evaluate --follow`` of a run, here and now, and what it says. A process of its own would import
+    the library anew, which takes many seconds; ``meanwhile`` is called beside it."""
     capfd.readouterr()
-    code = cli.main(words_of_follower(place, out, *more))
+    with ThreadPoolExecutor() as beside:
+        called = beside.submit(meanwhile)
+        code = cli.main(words_of_follower(place, out, *more))
+        called.result()
     return code, "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(
     "layout", [[], pytest.param(["parallel.tensor=2"], marks=pytest.mark.whole)], ids=["one", "tp2"]
 )
-def test_each_checkpoint_of_a_run_is_scored_once_while_it_trains_and_after_it(layout, place, tiny, tmp_path, capsys):
+def test_each_checkpoint_of_a_run_is_scored_once_while_it_trains_and_after_it(layout, place, tiny, tmp_path, capfd):
     out = tmp_path / "run"
     words = training(
-        place, tiny, "run", "budget.steps=100000", "checkpoint.every=200", "checkpoint.keep_last=500", *layout
+        place, tiny, "run", "budget.steps=100000", "checkpoint.every=40", "checkpoint.keep_last=500", *layout
     )
     with Ranks(1 + len(layout), words) as ranks:
-        ranks.wait_for(out, 1)
-        follower = following(place, out)
-        until(lambda: len(scored(out)) >= 2)  # the run copies what is scored while it trains
-        for process in ranks.processes.values():
-            process.terminate()
+        until(lambda: len(directory.steps(out / "checkpoints")) >= 2, alive=ranks.processes[0])
+
+        def stop():
+            try:
+                until(lambda: len(scored(out)) >= 2)  # the run copies what is scored while it trains
+            finally:
+                for process in ranks.processes.values():
+                    process.terminate()
+
+        code, said = followed(capfd, place, out, meanwhile=stop)
         assert {code for code, _ in ranks.wait().values()} == {85}
-    said, _ = follower.communicate(timeout=PATIENCE)
-    assert follower.returncode == 0 and "is exited, and its checkpoints are scored" in said, said
+    assert code == 0 and "is exited, and its checkpoints are scored" in said, said
     steps = sorted(int(folder.name[5:]) for folder in (out / "checkpoints").glob("step-*"))
     with Ranks(1 + len(layout), [*words, f"stop_at={steps[-1] + 4}"]) as ranks:  # and the rest when it resumes
         assert {code for code, _ in ranks.wait().values()} == {0}
@@ -294,12 +303,14 @@ def test_each_checkpoint_of_a_run_is_scored_once_while_it_trains_and_after_it(la
 def test_an_interrupted_follower_ends_with_85_and_the_next_one_scores_the_rest(place, tiny, tmp_path, capfd):
     out = tmp_path / "run"
     assert cli.main(["train", *training(place, tiny, "run")]) == 0
-    follower = following(place, out)
-    until(lambda: (out / "scores.jsonl").exists())
-    follower.terminate()
-    said, _ = follower.communicate(timeout=PATIENCE)
-    complete = follower.returncode == 0  # it was faster than the signal
-    assert complete or (follower.returncode == 85 and "the same command scores" in said), said
+
+    def interrupt():
+        until(lambda: (out / "scores.jsonl").exists())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, lambda *_: None)  # of this process, where the follower was faster than the signal
+    code, said = followed(capfd, place, out, meanwhile=interrupt)
+    assert code == 0 or (code == 85 and "the same command scores" in said), said
     with lock.held(out, "scores.lock", Job()):
         code, said = followed(capfd, place, out)
         assert code == 75 and "is in use" in said

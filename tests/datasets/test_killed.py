@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.datasets.texts import COMMAND, WITH_WORKERS, content
+from tests.datasets.texts import WITH_WORKERS, content
+from tests.forks import hpclm
 from tests.runs import PATIENCE, until
 
 WORDS = ["--input", "a.txt", "--format", "lines", "--output-prefix", "x", "--tokenizer", "bytes"]
@@ -117,7 +118,7 @@ def test_killed_at_a_random_moment_it_leaves_no_dataset_and_no_workers_and_start
     assert gone(process.pid)
     if (folder / "x_text_document.idx").exists():  # it was quicker
         assert content(folder / "x_text_document") == content(whole / "x_text_document")
-    subprocess.run([*COMMAND, *WORDS, "--overwrite"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    hpclm("preprocess", *WORDS, "--overwrite", cwd=folder, check=0)
     assert content(folder / "x_text_document") == content(whole / "x_text_document")
     assert names(folder) == ["a.txt", *(f"x_text_document.{end}" for end in ("bin", "idx", "json"))]
 
@@ -164,9 +165,7 @@ def test_a_full_disk_is_an_error_with_a_message_that_leaves_nothing(folder):
     if mounted.returncode:
         pytest.skip("a small disk cannot be mounted here")
     try:
-        words = [*COMMAND, *WORDS, "--output-prefix", "disk/x"]
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
-        assert done.returncode == 1
+        done = hpclm("preprocess", *WORDS, "--output-prefix", "disk/x", cwd=folder, check=1)
         assert done.stderr == "error: disk/x_text_document: No space left on device; no dataset was written\n"
         assert names(disk) == []
     finally:

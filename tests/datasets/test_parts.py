@@ -5,15 +5,16 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import zstandard
 
+from hpclm.datasets.writer import Writer
 from hpclm.errors import HpclmError
 from hpclm.files import write_text
+from tests import forks
 from tests.datasets.texts import COMMAND, content, jsonl, preprocess, write
 from tests.runs import PATIENCE
 
@@ -51,28 +52,20 @@ def ended(processes):
 
 def start(words, parts, dies=None):
     """A process for each part, all at once; that of the part ``dies`` is killed in the middle of its writing."""
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return [
-        subprocess.Popen([*(DIES if part == dies else COMMAND), *words, "--part", f"{part}/{parts}"], **quiet)
+        forks.Hpclm("preprocess", *words, "--part", f"{part}/{parts}", cwd=".", before=dying if part == dies else None)
         for part in range(parts)
     ]
 
 
-DYING = """
-import os, signal, sys
-from hpclm import cli
-from hpclm.datasets.writer import Writer
+def dying(extend=Writer.extend):
+    """Have this process killed once it has written some tokens."""
 
-extend = Writer.extend
+    def killed(self, *words):
+        extend(self, *words)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def killed(self, *words):
-    extend(self, *words)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-Writer.extend = killed
-sys.exit(cli.main(["preprocess", *sys.argv[1:]]))
-"""
-DIES = [sys.executable, "-c", DYING]
+    Writer.extend = killed
 
 
 POLICIES = {
@@ -198,7 +191,7 @@ def test_a_process_that_starts_while_another_one_publishes_the_datasets_waits_fo
     late = []
 
     def publish(path, text):
-        late.append(subprocess.Popen([*COMMAND, *words, "--part", "0/2"]))
+        late.append(forks.Hpclm("preprocess", *words, "--part", "0/2", cwd="."))
         with suppress(subprocess.TimeoutExpired):
             late[0].wait(4)
         write_text(path, text)
@@ -255,7 +248,7 @@ def test_a_launchers_processes_find_their_parts(variables):
     write(**{"a.txt": "one\ntwo\nthree\n"})
     for rank in range(2):
         told = {name: value.format(rank) for name, value in variables.items()}
-        subprocess.run([*COMMAND, "--input", "a.txt", *BYTES], env={**os.environ, **told}, check=True)
+        forks.hpclm("preprocess", "--input", "a.txt", *BYTES, env={**os.environ, **told}, cwd=".", check=0)
     joined = content("x_text_document")
     assert preprocess("--input", "a.txt", *BYTES, "--overwrite") == 0
     assert content("x_text_document") == joined

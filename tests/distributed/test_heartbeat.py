@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -21,7 +19,8 @@ from hpclm.distributed.rendezvous import RankInfo, rank_key
 from hpclm.distributed.signed import SignedStore
 from hpclm.errors import ConfigError
 from tests.distributed.test_watchdog import descendants, training
-from tests.runs import PATIENCE, ROOT, has_step, lines, until
+from tests.forks import Hpclm
+from tests.runs import PATIENCE, has_step, lines, until
 
 
 class Beating(threading.Thread):
@@ -112,19 +111,15 @@ def test_a_launcher_of_which_two_ranks_are_killed_at_once_names_one_of_them_and_
     launcher, tiny, tmp_path
 ):
     words = tiny("run", "budget.steps=100000", "batch.global_size=6", "batch.micro_size=1", "cluster.preflight=false")
-    command = [sys.executable, "-m", "hpclm", "submit", *words, f"job.cluster={launcher}", "job.gpus=3"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
+    with Hpclm("submit", *words, f"job.cluster={launcher}", "job.gpus=3", env=env, merged=True) as process:
         until(lambda: has_step(tmp_path / "run", 3), "step 3", process)
         ranks = [pid for pid in descendants(process.pid) if training(pid)]
         [first] = [json.loads(line)["pid"] for line in lines(tmp_path / "run/attempts.jsonl")]
         assert len(ranks) == 3
         for pid in [pid for pid in ranks if pid != first][:2]:
             os.kill(pid, signal.SIGKILL)
-        said, _ = process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
+        said, _ = process.communicate()
     assert process.returncode == 128 + signal.SIGKILL and "was killed" in said, said
     assert not any(map(alive, ranks))
 

@@ -19,8 +19,9 @@ from hpclm import files
 from hpclm.launch import jobs
 from hpclm.rundir import runs, status
 from hpclm.rundir.lease import Lease
+from tests.forks import hpclm
 from tests.rundir.test_runs import make
-from tests.runs import ROOT, hpclm, variables
+from tests.runs import ROOT, variables
 
 NAME = "twin"
 ENTER = 'hostname "$1"; mount --bind "$2" /proc/sys/kernel/random/boot_id; shift 2; exec "$@"'

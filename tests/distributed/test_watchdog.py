@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -18,8 +16,8 @@ from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.node import python
 from hpclm.rundir import summary
-from tests.forks import Ranks, hpclm
-from tests.runs import PATIENCE, ROOT, has_step, lines, losses, until
+from tests.forks import Hpclm, Ranks, hpclm
+from tests.runs import has_step, lines, losses, until
 
 HANG = 10.0  # seconds that count as a hang here: more than a busy machine keeps a rank waiting
 WATCHED = [f"cluster.hang_minutes={HANG / 60}", "cluster.preflight=false"]
@@ -91,17 +89,13 @@ def test_a_rank_that_cannot_even_be_asked_is_killed_and_leaves_its_stacks_in_its
 @pytest.mark.parametrize("launcher", ["local", pytest.param("mpirun", marks=[pytest.mark.mpi, pytest.mark.whole])])
 def test_a_launcher_ends_with_its_stopped_rank_and_asks_to_be_started_again(launcher, tiny, tmp_path):
     words = tiny("run", "budget.steps=100000", "batch.micro_size=1", *WATCHED, f"job.cluster={launcher}", "job.gpus=2")
-    command = [sys.executable, "-m", "hpclm", "submit", *words]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
+    with Hpclm("submit", *words, env=env, merged=True) as process:
         until(lambda: has_step(tmp_path / "run", 3), "step 3", process)
         ranks = [json.loads(line)["pid"] for line in lines(tmp_path / "run/attempts.jsonl")]
         others = [pid for pid in descendants(process.pid) if training(pid) and pid not in ranks]
         os.kill(others[0], signal.SIGSTOP)
-        said, _ = process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
+        said, _ = process.communicate()
     assert process.returncode == 85, said
     assert "rank 1 on" in said and "stopped by a signal" in said and "was killed" not in said
     assert "is blocking the others" in summary.read(tmp_path / "run")["ending"]

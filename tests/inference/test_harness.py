@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,7 +15,7 @@ from hpclm.checkpoint import directory
 from hpclm.data import tokenizers
 from hpclm.node.job import Job
 from hpclm.rundir import lock
-from tests.forks import Ranks
+from tests import forks
 from tests.interop import made
 from tests.runs import ROOT, until
 
@@ -280,7 +279,7 @@ def test_each_checkpoint_of_a_run_is_scored_once_while_it_trains_and_after_it(la
     words = training(
         place, tiny, "run", "budget.steps=100000", "checkpoint.every=40", "checkpoint.keep_last=500", *layout
     )
-    with Ranks(1 + len(layout), words) as ranks:
+    with forks.Ranks(1 + len(layout), words) as ranks:
         until(lambda: len(directory.steps(out / "checkpoints")) >= 2, alive=ranks.processes[0])
 
         def stop():
@@ -294,7 +293,7 @@ def test_each_checkpoint_of_a_run_is_scored_once_while_it_trains_and_after_it(la
         assert {code for code, _ in ranks.wait().values()} == {85}
     assert code == 0 and "is exited, and its checkpoints are scored" in said, said
     steps = sorted(int(folder.name[5:]) for folder in (out / "checkpoints").glob("step-*"))
-    with Ranks(1 + len(layout), [*words, f"stop_at={steps[-1] + 4}"]) as ranks:  # and the rest when it resumes
+    with forks.Ranks(1 + len(layout), [*words, f"stop_at={steps[-1] + 4}"]) as ranks:  # and the rest when it resumes
         assert {code for code, _ in ranks.wait().values()} == {0}
     assert [step for step, _ in scored(out)] == steps
     assert [row["step"] for row in hpclm.open(out).rows if "tasks" in row] == steps
@@ -326,9 +325,7 @@ def test_a_job_follows_the_run(cluster, place, tiny, tmp_path):
     out = tmp_path / "run"
     assert cli.main(["train", *training(place, tiny, "run")]) == 0
     env = {**cluster.env, "HF_HUB_OFFLINE": "1", "HF_HOME": f"{place}/hf", "PYTHONPATH": str(ROOT), "HPCLM_SITE": ""}
-    words = ["--tasks", "own_choice", "--tasks-path", f"{place}/tasks", "--follow", "--submit", "job.time=60"]
-    command = [sys.executable, "-m", "hpclm", "evaluate", out, *words, "engine.device=cpu"]
-    said = cluster.run(command, cwd=ROOT, env=env).stdout
+    said = forks.hpclm(*words_of_follower(place, out, "--submit", "job.time=60"), env=env, check=0).stdout
     assert said.startswith("submitted job ") and "which scores the run's checkpoints" in said
     until(lambda: [step for step, _ in scored(out)] == [4, 8, 12, 16])
 

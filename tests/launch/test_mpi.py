@@ -14,8 +14,9 @@ import pytest
 from hpclm import config
 from hpclm.errors import ConfigError
 from hpclm.launch import mpi
+from tests.forks import hpclm
 from tests.launch.launched import job_log, launched, left, ready, save, signals, start, warned
-from tests.runs import PATIENCE, hpclm, until
+from tests.runs import PATIENCE, losses, until
 
 needs_mpirun = [pytest.mark.mpi, pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed")]
 
@@ -212,8 +213,6 @@ class TestNodes:
             assert process.returncode == 137 and f"on node {b} exited on signal 9 (Killed)" in errors
 
     def test_a_run_on_two_hosts_learns_what_one_process_learns(self, nodes, tiny, tmp_path):
-        from tests.runs import hpclm, losses
-
         hostfile, env, (a, b) = nodes
         hpclm("train", *tiny("alone", "batch.micro_size=1", "optim.warmup=0"), check=0)
         words = tiny("mpi", "batch.micro_size=1", "optim.warmup=0", hostfile, f"job.nodelist={a}@{b}:0,1")

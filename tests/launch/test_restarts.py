@@ -3,15 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
 
 from hpclm.launch import torchrun
-from tests.forks import Ranks, hpclm
-from tests.runs import PATIENCE, ROOT, has_step, lines, losses, until
+from tests.forks import Hpclm, Ranks, hpclm
+from tests.runs import has_step, lines, losses, until
 
 WORDS = ["budget.steps=60", "checkpoint.every=5", "batch.micro_size=1", "cluster.preflight=false"]
 
@@ -30,20 +28,15 @@ def launch(tiny, tmp_path):
     """`hpclm submit` of two ranks here with one restart, until a checkpoint is there; ended after the test."""
     words = [*tiny("run", *WORDS), "job.cluster=local", "job.gpus=2", "job.restarts=1"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
-    command = [sys.executable, "-m", "hpclm", "submit", *words]
-    launcher = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    until(lambda: has_step(tmp_path / "run", 8), "step 8", launcher)
-    yield launcher
-    launcher.kill()
-    launcher.wait()
+    with Hpclm("submit", *words, env=env) as launcher:
+        until(lambda: has_step(tmp_path / "run", 8), "step 8", launcher)
+        yield launcher
 
 
 def test_a_killed_rank_is_started_again_and_the_run_learns_the_same(launch, tmp_path):
     out, doomed = tmp_path / "run", ranks_of(launch)[1]
     os.kill(doomed, signal.SIGKILL)
-    _, said = launch.communicate(timeout=PATIENCE)
+    _, said = launch.communicate()
     assert launch.returncode == 0, said
     attempts = [json.loads(line) for line in lines(out / "attempts.jsonl")]
     assert len(attempts) == 2 and attempts[1]["from_step"] >= 5
@@ -57,7 +50,7 @@ def test_a_killed_rank_is_started_again_and_the_run_learns_the_same(launch, tmp_
 
 def test_ranks_that_end_on_purpose_are_not_started_again(launch, tmp_path):
     launch.terminate()
-    _, said = launch.communicate(timeout=PATIENCE)
+    _, said = launch.communicate()
     assert launch.returncode == 85, said
     assert len(lines(tmp_path / "run/attempts.jsonl")) == 1
 

@@ -1,20 +1,17 @@
 """What a job's set-up names and this machine does not have: refused where every node would lack it, else a warning."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.runs import PATIENCE, ROOT
+from tests.forks import hpclm
 
 SMALL = ["configs/debug.yaml", "engine.device=cpu", "--dry-run", "--cluster", "slurm"]
 
 
 def dry_run(out, *words):
     env = {**os.environ, "HPCLM_SITE": "", "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-m", "hpclm", "submit", *SMALL, f"out={out}/run", *words]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE)
+    return hpclm("submit", *SMALL, f"out={out}/run", *words, env=env)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hpclm.config.documentation import explained
 from hpclm.sinks import figures
 from hpclm.sinks.feed import Feed
 from hpclm.sinks.names import TrackerNames, is_key, is_path
-from tests.runs import hpclm
+from tests.forks import hpclm
 from tests.sinks.own import Choosy
 
 TASKS = [

@@ -4,7 +4,8 @@ import json
 import os
 
 from hpclm.launch.schedulers import of_job
-from tests.runs import ROOT, hpclm, lines, until
+from tests.forks import hpclm
+from tests.runs import ROOT, lines, until
 
 
 def test_code_that_another_user_s_run_directory_names_is_not_loaded():

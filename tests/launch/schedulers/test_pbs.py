@@ -10,8 +10,9 @@ import pytest
 from hpclm.launch.jobs import query
 from hpclm.launch.schedulers import current_job
 from hpclm.rundir import runs
+from tests.forks import hpclm
 from tests.launch.schedulers import pbs_commands
-from tests.runs import PATIENCE, ROOT, has_step, hpclm, lines, until
+from tests.runs import PATIENCE, ROOT, has_step, lines, until
 
 PBS = "tests.launch.schedulers.pbs:Pbs"
 

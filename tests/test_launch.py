@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import ROOT, command_of, figures, hpclm, lines
+from tests.forks import hpclm
+from tests.runs import ROOT, command_of, figures, lines
 from tests.slurm import until
 
 MARK = str(20_000_000 + os.getpid())
@@ -28,7 +29,9 @@ def by_hand(cluster, tmp_path):
     """`sbatch slurm/TEMPLATE.sbatch WORDS`, on two nodes with two processes each; job id and log."""
     path = f"{Path(sys.executable).parent}:{cluster.env['PATH']}"
     env = {**cluster.env, "PATH": path, "OMP_NUM_THREADS": "1", "OMPI_MCA_btl": "self,tcp", "HPCLM_SITE": ""}
-    env |= {"TEST_MARK": MARK, "PYTHONPATH": str(ROOT)}
+    env |= {"TEST_MARK": MARK, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    # alone, because a run looks through the whole package of such a module
+    (tmp_path / "own.py").write_text("from tests.faults import with_children\n")
 
     def call(template, *words, options=()):
         log = tmp_path / f"{template}-{time.monotonic_ns()}.log"
@@ -86,7 +89,7 @@ def test_a_job_of_submit_learns_what_one_process_does(each, layout, cluster, wor
     job = done.stdout.split()[1].rstrip(":")
     assert cluster.wait(job) == "COMPLETED", Path(tmp_path / f"sub mit/logs/job-{job}.log").read_text()
     same(tmp_path / "sub mit", alone)
-    status = cluster.run([sys.executable, "-m", "hpclm", "status", tmp_path / "sub mit"], env=env).stdout
+    status = hpclm("status", tmp_path / "sub mit", env=env).stdout
     assert "done" in status and f"{2 * each} ranks by Slurm" in status
 
 
@@ -129,7 +132,7 @@ def test_when_a_rank_is_killed_nothing_is_left_on_any_node_and_the_log_names_it(
 ):
     job, log = by_hand(
         template,
-        *words("run", "budget.steps=100000", "data.source=tests.faults:with_children"),
+        *words("run", "budget.steps=100000", "data.source=own:with_children"),
         options=["--no-requeue"],
     )
     out = tmp_path / "run"

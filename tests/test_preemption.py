@@ -16,16 +16,12 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 EVERY = 5  # steps between saves
 RUN = ["configs/debug.yaml", "engine.device=cpu", "log.tensorboard=false", f"checkpoint.every={EVERY}"]
 RUN += ["model.dropout=0.1", "evaluate.every=20", "evaluate.batches=2", "batch.micro_size=4"]
-RUN += [
-    "cluster.preflight=false",
-    "model.block=tests.faults:SlowBlock",
-]  # a run that lasts long enough to be disturbed, and computes little
 RANK = command_of("hpclm.train")
 
 
 def uninterrupted(folder, size, *words):
     """Losses in hex, by step, of ``size`` processes that nobody disturbs."""
-    with Ranks(size, [*RUN, *words, f"out={folder}"], TEST_PAUSE=0) as ranks:
+    with Ranks(size, [*RUN, *words, f"out={folder}"]) as ranks:
         assert {code for code, _ in ranks.wait().values()} == {0}
     return losses(folder)
 
@@ -35,10 +31,13 @@ class Job:
 
     def __init__(self, cluster, out, nodes, each, *words, minutes=30):
         self.cluster, self.out = cluster, out
-        self.env = {**cluster.env, "OMP_NUM_THREADS": "1", "HPCLM_SITE": "", "PYTHONPATH": str(ROOT)}
-        self.env["TEST_PAUSE"] = "0.02"  # two to four times in a step
-        words = [*RUN, "job.warn_seconds=60", "--nodes", nodes, "--gpus", each, "--time", minutes, f"out={out}", *words]
-        self.id = self.hpclm("submit", *words).stdout.split()[1].rstrip(":")
+        # alone, because a run looks through the whole package of such a module
+        (out.parent / "own.py").write_text("from tests.faults import *\n")
+        self.env = {**cluster.env, "OMP_NUM_THREADS": "1", "HPCLM_SITE": "", "PYTHONPATH": f"{out.parent}:{ROOT}"}
+        self.env["TEST_PAUSE"] = "0.02"  # two to four times in a step: the run lasts, and computes little
+        words = [*RUN, "model.block=own:SlowBlock", "job.warn_seconds=60", f"out={out}", *words]
+        submit = ["submit", "--nodes", nodes, "--gpus", each, "--time", minutes]
+        self.id = self.hpclm(*submit, *words).stdout.split()[1].rstrip(":")
 
     def hpclm(self, *words):
         return hpclm(*words, env=self.env, check=0)
@@ -173,7 +172,7 @@ def test_a_job_that_is_ended_in_every_way_learns_what_an_undisturbed_one_does(cl
         )  # the order of gloo's sums of four is the nodes', too
         alone.finish()
         expected = losses(alone.out)
-    job = Job(cluster, tmp_path / "run", 2, tasks, budget, "job.partition=low", "cluster.preflight=true")
+    job = Job(cluster, tmp_path / "run", 2, tasks, budget, "job.partition=low")
     disturb(job, names, random.Random(len(names)))
     job.finish()
     assert int(cluster.show(job.id)["Restarts"]) == len(names)  # each was one requeue, no more
@@ -259,7 +258,7 @@ def test_a_run_leaves_before_its_time_is_up_and_is_started_again(cluster, tmp_pa
 
 
 def test_a_job_that_comes_to_no_checkpoint_is_not_started_for_ever(cluster, tmp_path):
-    words = ["budget.steps=50", "data.source=tests.faults:killing", "--sbatch", "hold"]
+    words = ["budget.steps=50", "data.source=own:killing", "--sbatch", "hold"]
     job = Job(cluster, tmp_path / "run", 1, 2, *words)
     row = json.dumps({"job_id": job.id, "from_step": 0}) + "\n"
     (job.out / "attempts.jsonl").write_text(2 * row)  # two starts came to nothing

@@ -62,10 +62,7 @@ def test_a_sweep_is_cancelled_in_the_queue_and_resumed_as_a_whole(cluster, tmp_p
     env = {**cluster.env, "HPCLM_SITE": ""}
 
     def call(*words, check=0):
-        command = [sys.executable, "-m", "hpclm", *map(str, words)]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=PATIENCE)
-        assert done.returncode == check, done.stdout + done.stderr
-        return done
+        return hpclm(*words, cwd=tmp_path, env=env, check=check)
 
     def waiting():
         return cluster.run(["squeue", "-h", "-t", "PD", "-o", "%j"]).stdout.split()
@@ -89,25 +86,16 @@ def test_a_sweep_is_cancelled_in_the_queue_and_resumed_as_a_whole(cluster, tmp_p
 
 
 def test_a_name_that_looks_like_an_option_is_written_so_that_it_is_none(cluster, tmp_path):
-    command = [sys.executable, "-m", "hpclm", "submit", *SMALL, "--sbatch", "hold", "out=-dash"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**cluster.env, "HPCLM_SITE": ""}, capture_output=True, text=True, timeout=PATIENCE
-    )
+    env = {**cluster.env, "HPCLM_SITE": ""}
+    done = hpclm("submit", *SMALL, "--sbatch", "hold", "out=-dash", cwd=tmp_path, env=env)
     told = dict(
         line.split(None, 1) for line in done.stdout.splitlines() if line.startswith(("follow", "cancel", "resume"))
     )
     assert set(told) == {"follow", "cancel", "resume"}
     for line, code in ((told["resume"], 75), (told["cancel"], 0)):
-        words = shlex.split(line)
-        again = subprocess.run(
-            [sys.executable, "-m", *words],
-            cwd=tmp_path,
-            env=cluster.env,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-        assert again.returncode == code, again.stderr
+        name, *words = shlex.split(line)
+        again = hpclm(*words, cwd=tmp_path, env=cluster.env, check=code)
+        assert name == "hpclm"
         assert "hpclm resume ./-dash" in again.stdout + again.stderr or "hpclm cancel ./-dash" in again.stderr
 
 

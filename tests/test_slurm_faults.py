@@ -79,7 +79,7 @@ def test_a_run_starts_again_without_the_node_on_which_bits_flipped(template, clu
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(flips.SITE)
-    own = [f"job.env={{TEST_FLIPPED: {tmp_path}/flipped, PYTHONPATH: '{site}:{ROOT}'}}"]
+    own = [f"job.env={{TEST_FLIPPED: {tmp_path}/flipped, PYTHONPATH: '{site}:{tmp_path}:{ROOT}'}}"]
     job = Job(
         cluster, tmp_path / "run", 3, 1, *own, "batch={global_size: 6, micro_size: 2}", f"job.template={template}"
     )
@@ -127,7 +127,8 @@ def test_when_all_ranks_of_another_node_are_lost_at_once_the_log_names_them_and_
 ):
     if not cluster.isolated:
         pytest.skip("needs nodes with separate process tables")
-    nothing_exported = ["--sbatch", "export=NONE", "job.env={OMP_NUM_THREADS: '1', OF_JOB_ENV: '2'}"]
+    nothing_exported = ["--sbatch", "export=NONE", "model.block=gpt"]
+    nothing_exported += ["job.env={OMP_NUM_THREADS: '1', OF_JOB_ENV: '2'}"]
     job = Job(cluster, tmp_path / "run", 2, 2, *ENDLESS, f"job.template={template}", *nothing_exported)
     job.wait_for_step(2)
     for rank in job.ranks():

@@ -4,8 +4,6 @@ import contextlib
 import logging
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -198,12 +196,14 @@ def test_what_hpclm_writes_it_accepts_again_whatever_the_umask(tmp_path, tiny):
         tmp_path / "run",
         tiny("run", "stop_at=2", "checkpoint.every=1", "log.tensorboard=true"),
     )
-    code = f"import os, sys; os.umask(0); from hpclm import cli; sys.exit(cli.main(['train', *{words!r}]))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    forks.hpclm("train", *words, before=leave_all_rights, check=0)
     mine = [path for path in out.rglob("*") if "tensorboard" not in path.parts]  # which is nothing that a run reads
     assert len(mine) > 12 and not [path for path in mine if path.stat().st_mode & folders.OTHERS]
     folder.check(out)
+
+
+def leave_all_rights():
+    os.umask(0)
 
 
 @pytest.mark.parametrize("kind", ["a hole", "letters"])
@@ -231,11 +231,14 @@ def test_a_folder_of_logs_may_hold_any_names(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_user_s_run_cannot_have_ones_own_jobs_cancelled():
-    become = f"os.setgroups([]); os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)"
     with tempfile.TemporaryDirectory() as below:  # pytest's own folders are closed to others
         out = make(Path(below) / "run", [attempt(job_id="7")])
         Path(below).chmod(0o755)
-        code = f"import os, sys; from hpclm import cli; from hpclm.commands import cancel; {become}; sys.exit(cli.main(['cancel', {str(out)!r}]))"
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 64, done.stderr
-    assert "cannot be cancelled by you; it belongs to root" in done.stderr
+        said = forks.hpclm("cancel", out, before=become_nobody, check=64).stderr
+    assert "cannot be cancelled by you; it belongs to root" in said
+
+
+def become_nobody():
+    os.setgroups([])
+    os.setresgid(*[NOBODY] * 3)
+    os.setresuid(*[NOBODY] * 3)

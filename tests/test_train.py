@@ -13,7 +13,7 @@ import pytest
 
 from hpclm import cli, config
 from hpclm.node.preemption import Preemption
-from tests import forks, runs
+from tests import forks
 from tests.forks import Hpclm, hpclm
 from tests.runs import PATIENCE, ROOT, losses
 
@@ -27,24 +27,14 @@ def corpus(tmp_path, name="data"):
     draw = random.Random(name)
     lines = [" ".join(draw.choices(words, k=draw.randrange(3, 30))) for _ in range(80)]
     (tmp_path / "text.txt").write_text("\n".join(lines) + "\n")
-    prefix = tmp_path / name
-    hpclm(
-        "preprocess",
-        "--input",
-        tmp_path / "text.txt",
-        "--output-prefix",
-        prefix,
-        "--tokenizer",
-        "bytes",
-        "--append-eod",
-        check=0,
-    )
-    return f"{prefix}_text_document"
+    words = ["--input", f"{tmp_path}/text.txt", "--output-prefix", f"{tmp_path}/{name}", "--tokenizer", "bytes"]
+    assert cli.main(["preprocess", *words, "--append-eod"]) == 0
+    return f"{tmp_path}/{name}_text_document"
 
 
 def test_a_run_learns_and_leaves_what_the_readme_says(tiny, tmp_path):
     words = tiny("run", "evaluate.every=6", "log.tensorboard=true", "budget.steps=30", "checkpoint.every=10")
-    done = runs.hpclm("train", *words, check=0)
+    done = hpclm("train", *words, check=0)
     out = tmp_path / "run"
     assert {p.name for p in out.iterdir()} == {
         "attempts.jsonl", "checkpoints", "checkpoints.saved", "config-history", "config.yaml", "ends.jsonl", "lock", "log.txt", "metrics.jsonl", "preflight.json", "summary.json", "tensorboard",

@@ -21,14 +21,13 @@ from tests.runs import ROOT, until
 SMALL = ["budget.steps=5", "optim.warmup=0", "engine.device=cpu", "evaluate={every: 0, batches: 10}"]
 
 
-@pytest.fixture
-def submit(tmp_path):
+def submitting(folder):
     """`hpclm submit WORDS` in an empty folder, on a machine without Slurm and without a site file."""
-    (tmp_path / "bin").mkdir()
+    (folder / "bin").mkdir()
     for program in ("bash", "tee"):
-        (tmp_path / "bin" / program).symlink_to(f"/usr/bin/{program}")
-    env = {"PATH": f"{tmp_path}/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    here = tmp_path / "here"
+        (folder / "bin" / program).symlink_to(f"/usr/bin/{program}")
+    env = {"PATH": f"{folder}/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    here = folder / "here"
     here.mkdir()
 
     def call(*words, check=None, **more):
@@ -36,6 +35,18 @@ def submit(tmp_path):
 
     call.here = here
     return call
+
+
+@pytest.fixture
+def submit(tmp_path):
+    return submitting(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The same where a toy run has been submitted; and how that ended."""
+    submit = submitting(tmp_path_factory.mktemp("trained"))
+    return submit, submit("--cluster", "auto", *SMALL, check=0)
 
 
 def test_a_dry_run_prints_a_script_and_writes_nothing(submit):
@@ -128,10 +139,11 @@ def test_slurm_without_a_cluster_still_prints_the_script(submit, tmp_path):
     assert not list(submit.here.iterdir())
 
 
-def test_a_toy_run_that_is_done_leaves_its_directory_and_the_next_has_one_of_its_own(submit):
+def test_a_toy_run_that_is_done_leaves_its_directory_and_the_next_has_one_of_its_own(trained):
+    submit, _ = trained
     folder = submit.here / "runs"
+    submit("--cluster", "local", *SMALL, check=0)
     for name in ("debug", "debug-2"):
-        submit("--cluster", "local", *SMALL, check=0)
         assert (folder / name / "checkpoints" / "step-00000005").is_dir()
     script = submit("--dry-run", *SMALL, check=0).stdout
     assert f"set -- {folder}/debug-3/config.yaml\n" in script
@@ -325,8 +337,8 @@ def test_submit_loads_neither_torch_nor_submitit_for_help_or_a_dry_run(tmp_path)
     assert done.stderr.strip().splitlines()[-1] == "set()", done.stderr
 
 
-def test_without_slurm_the_run_trains_here_in_a_directory_of_its_owner_alone(submit):
-    done = submit("--cluster", "auto", *SMALL, check=0)
+def test_without_slurm_the_run_trains_here_in_a_directory_of_its_owner_alone(trained):
+    submit, done = trained
     out = submit.here / "runs/debug"
     assert stat.S_IMODE(out.stat().st_mode) == 0o700
     assert compose.load(out / "config.yaml").budget.steps == 5

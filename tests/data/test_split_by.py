@@ -139,6 +139,14 @@ def test_tokens_are_divided_where_documents_would_leave_less_than_one_sample(len
     assert split_by.resolved(config.load(None, words)).data.split_by == by
 
 
+@pytest.mark.parametrize("lengths, by", [(([900], [33] * 100), "tokens"), (([33] * 100, [33] * 50), "documents")])
+def test_one_dataset_of_a_blend_that_documents_leave_short_decides_wherever_it_is_listed(lengths, by, make):
+    one, other = (make(each, name) for each, name in zip(lengths, "ab", strict=True))
+    for blend in ([one, other], [other, one]):
+        words = [f"data.blend=[{','.join(blend)}]", "model.context=16", "out=nowhere"]
+        assert split_by.resolved(config.load(None, words)).data.split_by == by
+
+
 @pytest.mark.parametrize("words", [["data.source=synthetic"], ["data.train=[PREFIX]"], []], ids=str)
 def test_what_data_split_does_not_divide_needs_no_decision(words, make):
     run = config.load(None, [word.replace("PREFIX", make([9])) for word in words])

@@ -205,6 +205,18 @@ def test_a_start_verifies_random_blocks_and_logs_it(large, caplog):
         sources.check_content(opened(from_cli(words(large))))
 
 
+def test_any_block_may_be_the_one_that_is_verified(tmp_path):
+    with Writer(tmp_path / "x", "u1") as writer:
+        writer.add_document(np.ones(3 * HASH_BLOCK_BYTES, np.uint8))
+    zero(tmp_path / "x.bin", 0, 3 * HASH_BLOCK_BYTES)
+    dataset, hashes, found = IndexedDataset(tmp_path / "x"), content.noted(tmp_path / "x"), set()
+    for seed in range(30):
+        with pytest.raises(ConfigError, match="1 of 1 blocks of 1 MiB do not match") as told:
+            content.check_some(dataset, hashes, 1, random.Random(seed))
+        found.add(int(str(told.value).partition("the first one at byte ")[2].split()[0]))
+    assert found == {0, HASH_BLOCK_BYTES, 2 * HASH_BLOCK_BYTES}
+
+
 def test_a_start_names_datasets_without_hashes_and_divides_the_blocks_over_the_others(large, tmp_path):
     shutil.copy(large.with_suffix(".bin"), tmp_path / "y.bin")
     shutil.copy(large.with_suffix(".idx"), tmp_path / "y.idx")

@@ -124,6 +124,14 @@ def test_moments_that_are_restored_are_those_that_were(apex, name):
         assert torch.equal(p, copy)
 
 
+def test_an_optimizer_that_is_not_fused_gets_gradients_unscaled_and_clipped():
+    for limit, moved in ((0.0, [3.0, 4.0]), (10.0, [3.0, 4.0]), (1.0, [0.6, 0.8])):
+        p = nn.Parameter(torch.zeros(2))
+        p.grad = 8.0 * torch.tensor([3.0, 4.0])
+        update(torch.optim.SGD([p], lr=1.0), norm_of([p]), limit, 8.0, torch.tensor(0.0))
+        assert p.tolist() == pytest.approx([-value for value in moved], rel=1e-5)
+
+
 def test_without_apex_pytorchs_own_is_used_and_the_log_says_so(caplog):
     found = parameters()
     optim = OptimConfig(name="apex_adam")

@@ -106,6 +106,12 @@ def test_the_first_step_learns_unless_the_warmup_is_told_to_start_at_zero():
     assert [learning_rate(at, 4, 100, by_samples) for at in (0, 4, 8)] == [0.4, 0.8, 1.0]
 
 
+@pytest.mark.parametrize("length, rates", [(50, [1.0, 0.5, 0.0, 0.0]), (200, [1.0, 0.875, 0.75, 0.5])])
+def test_a_schedule_may_be_shorter_or_longer_than_the_budget(length, rates):
+    optim = OptimConfig(lr=1.0, min_lr=0.0, schedule="linear", warmup=0, schedule_length=length)
+    assert [learning_rate(at, 1, 100, optim) for at in (0, 25, 50, 100)] == rates
+
+
 @pytest.mark.parametrize(
     "style, middle",
     {

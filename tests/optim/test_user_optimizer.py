@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from hpclm import config
+from hpclm.config import ModelConfig, OptimConfig
 from hpclm.config.supports import SUPPORTS
 from hpclm.engine.state import UnsavableStateError
 from hpclm.engine.user_optimizers import check_optimizer
 from hpclm.errors import ConfigError
-from hpclm.optim.adamw import groups
-from hpclm.optim.user_optimizer import UserOptimizer
+from hpclm.optim.adamw import AdamW, groups
+from hpclm.optim.maker import UserOptimizerMaker
+from hpclm.optim.trial import SHAPES, USUAL, LocalExchange, ToyWeight
+from hpclm.optim.user_optimizer import UserOptimizer, load, make
 from tests import ranks
 from tests.engine.sharded import made, steps
 from tests.optim import users
@@ -223,6 +226,39 @@ def test_values_of_arguments_keep_their_types():
     }
 
 
+def toys():
+    """A matrix, a vector and an embedding of ones, whose gradients are 1."""
+    found = [ToyWeight(name, torch.nn.Parameter(torch.ones(SHAPES[name])), SHAPES[name], None) for name in USUAL]
+    for weight in found:
+        weight.parameter.grad = torch.ones(weight.shape)
+    return found
+
+
+def test_weight_decay_is_that_of_each_weight():
+    weights = toys()
+    optimizer = UserOptimizerMaker("mine", AdamW, None)(weights, OptimConfig(weight_decay=0.3))
+    found = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert [found[weight.parameter] for weight in weights] == [0.3, 0.0, 0.3]
+
+
+class Whole(torch.optim.SGD):
+    """Its matrices are gathered."""
+
+    def matrices(name, shape):
+        return len(shape) == 2
+
+
+def test_an_optimizer_of_whole_matrices_follows_the_learning_rate():
+    weights = toys()
+    optimizer = make(weights, OptimConfig(name=f"{__name__}:Whole", lr=9.0, weight_decay=0.0))
+    optimizer.share(LocalExchange([weight for weight in weights if len(weight.shape) == 2]), ModelConfig())
+    for rate, left in ((0.25, 0.75), (0.5, 0.25)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        assert [weight.parameter.unique().tolist() for weight in weights] == [[left]] * 3
+
+
 class Halves(torch.optim.Optimizer):
     """Two optimizers, each of some groups."""
 
@@ -265,6 +301,11 @@ def test_a_step_that_is_not_finite_changes_nothing(name):
         weight.copy_(kept)
     assert engine.scalars() == scalars
     assert all(torch.equal(value, before[key]) for key, value in state(engine).items())
+
+
+@pytest.mark.parametrize("name, lost", [("Attributes", "momentum"), ("Lion", None), ("LateCounter", None)])
+def test_a_trial_tells_what_a_resumed_run_would_lose(name, lost):
+    assert load(OptimConfig(name=f"{users.__name__}:{name}")).trial.lost == lost
 
 
 def test_what_an_optimizer_keeps_in_other_attributes_ends_the_first_step(tmp_path):

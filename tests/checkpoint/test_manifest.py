@@ -43,6 +43,21 @@ def test_a_checkpoint_of_several_ranks_is_read(tmp_path, size):
     assert directory.verified(checkpoint).progress["step"] == 2
 
 
+class Blocks(State):
+    """One process that holds four blocks of each tensor."""
+
+    def tensors(self):
+        for rank in range(4):
+            yield from State(2.0, rank, 4).tensors()
+
+
+def test_a_file_may_hold_several_blocks_of_a_tensor(tmp_path):
+    made, state = store(tmp_path / "c"), State()
+    made.save(Blocks(), progress(2))
+    assert [path.name for path in (tmp_path / "c/step-00000002").glob("rank-*")] == [NAME]
+    assert made.resume(state, "require").step == 2 and state.is_of(2)
+
+
 def parts(*found):
     return lambda content: content["tensors"]["model.a"].update(parts=list(found))
 

@@ -52,7 +52,7 @@ def newer(out):
 
 def test_what_is_newer_is_set_aside_once(out):
     before = newer(out)
-    assert resumable.roll_back(out) is None
+    assert resumable.roll_back(out) is None and resumable.candidate(out)[0].name == "step-00000006"
     submissions.roll_back(out, 2)
     assert submissions.rollback(out) == 2 and resumable.candidate(out)[0].name == "step-00000002"
     assert resumable.roll_back(out) == 2

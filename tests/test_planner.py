@@ -51,6 +51,15 @@ def test_json_says_the_same_in_bytes_and_seconds(capsys):
     assert found["hfu"] > found["mfu"] > 0
 
 
+def test_the_stage_that_is_named_has_the_largest_total(capsys):
+    words = ("parallel.pipeline=4", "parallel.shard=null", "engine.name=pipelining", "engine.compile=false")
+    text = output(LLAMA, "--gpus", 4, "batch.micro_size=1", *words, capsys=capsys)
+    heads = re.findall(r"stage (\d)", re.search("memory of a GPU, GiB(.*)", text)[1])
+    totals, named = re.search(r"\n  total +(.*?) of 79, at stage (\d) of 4: does not fit", text).groups()
+    sizes = dict(zip(heads, map(float, totals.split()), strict=True))
+    assert list(sizes) == ["1", "2", "4"] and sizes[named] == max(sizes.values())
+
+
 @pytest.mark.parametrize(
     "less, more",
     (

@@ -62,6 +62,13 @@ def test_activations_of_a_block_are_korthikantis_without_the_scores():
     assert memory.block_activations(model, Layout(tensor=4), costs) == (34 * 1024 * 1024 + sums) / 4
 
 
+def test_blocks_that_are_recomputed_together_keep_one_input():
+    model, costs = replace(MODEL, layers=5), engines.costs(EngineConfig(), 2, ParallelConfig())
+    alone, pairs = (Layout(recompute="full", recompute_every=every) for every in (1, 2))
+    held = [memory.activations(model, layout, costs, stages(model, layout)[0]) for layout in (alone, pairs)]
+    assert held[0] - held[1] == (5 - 3) * model.context * model.hidden * 2
+
+
 @pytest.mark.parametrize("stage, psi", ((0, 2), (1, 3), (2, 3), (3, 3)))
 def test_replicas_send_two_or_three_elements_a_parameter(stage, psi):
     name = "deepspeed" if stage else "native"
@@ -69,6 +76,15 @@ def test_replicas_send_two_or_three_elements_a_parameter(stage, psi):
     chosen = engines.costs(EngineConfig(name=name, zero_stage=stage), 2, ParallelConfig())
     sent = time.volumes(model, Layout(data=8), chosen)[0].data
     assert sent == pytest.approx(psi * count.parameters(model) * 7 / 8 * (2 if stage else 4), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fairscale"])
+@pytest.mark.parametrize("stage, psi", [(2, 2), (3, 3)])
+def test_sharded_weights_are_gathered_once_or_for_each_pass(name, stage, psi):
+    model = replace(MODEL, vocab_size=128, context=16)  # the embedding is gathered only once in stage 3
+    engine = EngineConfig(name=name, zero_stage=stage, gradients="compute")
+    sent = time.volumes(model, Layout(data=8), engines.costs(engine, 2, ParallelConfig()))[0].data
+    assert sent == pytest.approx(psi * count.parameters(model) * 7 / 8 * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("stage, expected", ((0, 16), (1, 2 + 2 + 12 / 64), (2, 2 + 16 / 64), (3, 18 / 64)))

@@ -51,9 +51,11 @@ def test_the_time_between_attempts_that_no_queue_started_is_not_time_in_a_queue(
 def test_a_run_that_has_not_ended_says_when_it_was_last_alive(tmp_path):
     out = made.preempted(tmp_path / "run")
     (out / "ends.jsonl").write_text((out / "ends.jsonl").read_text().splitlines(keepends=True)[0])
-    assert state(history.read(out)).endswith(
+    found = history.read(out)
+    assert state(found).endswith(
         f": not ended, as far as its files say; the last sign of life was at {made.at(470):%Y-%m-%d %H:%M:%S}."
     )
+    assert "4 attempts. It was interrupted 3 times" in summary(found)
 
 
 def test_a_stranger_reads_what_happened(tmp_path):

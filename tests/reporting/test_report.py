@@ -22,7 +22,7 @@ from tests.runs import exit_code
 pytest.importorskip("bokeh")
 pytest.importorskip("matplotlib")
 VOID = {"meta", "br", "img", "link", "hr"}
-HOSTILE = "</script><script>alert(1)</script>\x1b[31m\u202e$$x$$"
+HOSTILE = "</script><script>alert(1)</script>\x1b[31m\u202e$$x$$\" onclick=\"alert(1)' onclick='alert(1)"
 
 
 class Page(HTMLParser):
@@ -39,6 +39,7 @@ class Page(HTMLParser):
         self.count[tag] = self.count.get(tag, 0) + 1
         self.ids += [value for name, value in attrs if name == "id"]
         self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        assert not [name for name, _ in attrs if name.startswith("on")]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -219,6 +220,13 @@ def test_a_stranger_finds_what_ended_each_attempt(written):
     assert "30 → 57" in text and "21.2%" in text and "3.2500" in text
 
 
+def test_the_bars_of_the_image_are_as_long_as_the_run_in_the_unit_of_their_axis(tmp_path):
+    [axes] = figures.figures({"one": history.read(made.preempted(tmp_path / "one"))})["attempts"].axes
+    ends = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches]
+    assert axes.get_xlabel().startswith("minutes ") and min(ends)[0] == 0
+    assert max(end for _, end in ends) == pytest.approx(471 / 60)
+
+
 def test_attempts_are_bars_on_one_axis_of_time(written):
     text = (written / "one/report.html").read_text()
     pieces = re.findall(r'<i class="(\w+)" style="left:([\d.]+)%;width:([\d.]+)%', text)
@@ -262,7 +270,7 @@ def test_the_settings_are_those_that_trained_and_not_those_of_a_job_that_did_not
 
 
 def test_losses_that_do_not_measure_the_same_are_said_not_to(tmp_path):
-    runs = {name: history.read(made.trained(tmp_path / name, [3.0, 2.0])) for name in "ab"}
+    runs = {name: history.read(tmp_path / name) for name in "ab"}
     mine, other = {"data.prefix": "x", "log.every": 1}, {"data.prefix": "y", "log.every": 2}
     text = page_of(Content(runs, {"a": mine, "b": other}))
     assert "log.every" not in text  # it changes no result

@@ -279,11 +279,14 @@ def test_a_bit_that_flips_where_code_of_the_user_takes_part_counts_as_the_progra
     assert not (tmp_path / "run/corruption.jsonl").exists()
 
 
-def test_nodes_that_corrupted_something_are_excluded_with_and_without_a_preflight_report(tmp_path):
+def test_bad_nodes_of_all_runs_are_excluded_with_and_without_a_preflight_report(tmp_path):
     (tmp_path / "corruption.jsonl").write_text('{"bad": ["node3"], "step": 8}\n{"bad": []}\n')
     assert bad_nodes([str(tmp_path)]) == ["node3"]
     (tmp_path / "preflight.json").write_text('{"bad": ["node1"]}')
     assert bad_nodes([str(tmp_path)]) == ["node1", "node3"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/preflight.json").write_text('{"bad": ["node2"]}')
+    assert bad_nodes([str(tmp_path), str(tmp_path / "other")]) == ["node1", "node3", "node2"]
     (tmp_path / "corruption.jsonl").write_text('{"bad": ["-node3"]}\n')
     with pytest.raises(ConfigError, match="'-node3', which is not a node name"):
         bad_nodes([str(tmp_path)])

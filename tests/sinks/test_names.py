@@ -101,7 +101,8 @@ def test_a_row_that_is_refused_is_tried_once_and_counted_and_no_other_error_lose
     again.send(said.append)
     assert len(said) == 2  # nothing is said twice
     sent = [json.loads(line) for line in (out / "written.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in sent if "step" in row] == [1, 2, 4, 6, 7, 8]
+    places = [(row["step"], row["before"]) for row in sent if "step" in row]
+    assert places == [(1, 0), (2, 1), (4, 3), (6, 5), (7, 5), (8, 7)]  # those that are refused have places, too
     assert cli.main(["sync", str(out), "--sink", "tests.sinks.own:Choosy"]) == 0
     assert capsys.readouterr().out == (
         "tests.sinks.own:Choosy: 0 rows sent; it has everything but 2 refused rows up to step 8\n"

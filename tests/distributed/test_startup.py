@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hpclm.config import ClusterConfig
 from hpclm.distributed import rendezvous
 from hpclm.distributed.bootstrap import World
+from tests.runs import PATIENCE
 
 OPERATIONS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set")
 
@@ -28,10 +29,14 @@ def counted(store):
 
     def connect(self, *args, **kwargs):
         self.counts = Counter()
+        serves = args[3]
+        assert serves or serving.wait(PATIENCE)  # or a client would hold the lock that the server waits for
         with one_at_a_time:  # PyTorch mixes up the addresses of two clients of a process that connect at once
             store.__init__(self, *args, **kwargs)
+        if serves:
+            serving.set()
 
-    one_at_a_time = threading.Lock()
+    one_at_a_time, serving = threading.Lock(), threading.Event()
     return type("Counted", (store,), {"__init__": connect} | {name: method(name) for name in OPERATIONS})
 
 

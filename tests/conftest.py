@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import sizes
 from tests.forks import remember_imports
 from tests.slurm import cluster, group, session_cluster  # noqa: F401 - fixtures
 
@@ -50,13 +51,19 @@ def no_slurm(tmp_path_factory):
         yield
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--size", choices=sizes.SIZES, default="more", help="which tests, cheap ones or all: tests/README.md"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     group(items)
-    if "whole" not in config.option.markexpr:
-        left = [item for item in items if item.get_closest_marker("whole")]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if not item.get_closest_marker("whole")]
+    config.stash[sizes.COLLECTED] = {item.nodeid for item in items}
+    left = sizes.left_out(items, "whole" if "whole" in config.option.markexpr else config.option.size)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+    items[:] = [item for item in items if item.nodeid not in left]
 
 
 def pytest_collection_finish():

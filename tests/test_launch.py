@@ -72,7 +72,7 @@ DEEPSPEED = ["engine.name=deepspeed", "parallel.pipeline=2", "parallel.tensor=2"
 @pytest.mark.parametrize(
     "each, layout",
     [
-        (2, []),
+        pytest.param(2, [], marks=pytest.mark.always),
         pytest.param(4, [], marks=pytest.mark.whole),
         pytest.param(1, DEEPSPEED[:2], marks=pytest.mark.whole),
         pytest.param(2, DEEPSPEED, marks=pytest.mark.whole),
@@ -147,6 +147,7 @@ def test_when_a_rank_is_killed_nothing_is_left_on_any_node_and_the_log_names_it(
     assert "was killed" in causes[0]
 
 
+@pytest.mark.always
 def test_when_a_node_loses_its_power_the_others_leave_before_slurm_notices(by_hand, cluster, words, tmp_path):
     if not cluster.isolated:
         pytest.skip("nodes that share this machine's processes cannot lose power separately")

@@ -159,7 +159,10 @@ OFTEN = ["preemption by another partition", "USR1 to all"]  # without and with t
 
 @pytest.mark.parametrize(
     "names, tasks",
-    [(OFTEN, 1), *(pytest.param([*FAULTS] * rounds, 2, marks=pytest.mark.whole) for rounds in (1, 3))],
+    [
+        pytest.param(OFTEN, 1, marks=pytest.mark.always),
+        *(pytest.param([*FAULTS] * rounds, 2, marks=pytest.mark.whole) for rounds in (1, 3)),
+    ],
     ids=lambda value: len(value) if isinstance(value, list) else f"{value} a node",
 )
 def test_a_job_that_is_ended_in_every_way_learns_what_an_undisturbed_one_does(cluster, tmp_path, names, tasks):

@@ -313,8 +313,8 @@ def test_a_process_that_its_mpi_left_alone_is_refused_before_anything_is_written
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.whole)])
+@pytest.mark.always
+@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=pytest.mark.mpi), "torchrun"])
 def test_mpirun_and_torchrun_give_the_same_run(launcher, tiny, tmp_path):
     import sys
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every check of the project in one command: set up, format, lint, types, tests.
-#   tools/test.sh                  the tests that notice nearly every fault: ten minutes on two cores
+#   tools/test.sh                  the cheap tests and a choice of others: ten minutes on two cores
 #   tools/test.sh --more           all tests but those that need a GPU; of long tables, a sample: half an hour
 #   tools/test.sh --whole          with the whole of every table: hours
 #   tools/test.sh -k schedules     other words are passed on to pytest

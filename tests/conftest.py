@@ -6,11 +6,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests import sizes
-from tests.forks import remember_imports
 from tests.slurm import cluster, group, session_cluster  # noqa: F401 - fixtures
 
 torch.set_num_threads(1)  # several workers share the cores
-remember_imports()
 
 # A busy machine is slow; that is not a fault of what is tested.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -47,13 +47,10 @@ class Costs:
 
     def __init__(self, path: Path) -> None:
         self._path, self._meter = path, Meter()
-        self._shares: Counter[tuple[str, str]] = (
-            Counter()
-        )  # CPU-seconds of a shared fixture, by its name and place, for each of its tests
-        self._set_up = (
-            0.0,
-            0.0,
-        )  # CPU-seconds and seconds of shared fixtures that the present test was the first to need
+        # CPU-seconds of a shared fixture, by its name and place, for each of its tests
+        self._shares: Counter[tuple[str, str]] = Counter()
+        # CPU-seconds and seconds of shared fixtures that the present test was the first to need
+        self._set_up = 0.0, 0.0
         self._current = os.environ.get("HPCLM_CURRENT_TEST")
         if self._current:
             self._current += f"-{os.getpid()}"

@@ -11,7 +11,6 @@ import ctypes
 import functools
 import gc
 import importlib
-import modulefinder
 import os
 import select
 import shutil
@@ -28,7 +27,6 @@ from contextlib import suppress
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
-from hpclm.rundir.code import sources
 from tests import runs
 from tests.runs import PATIENCE, ROOT
 
@@ -201,30 +199,12 @@ def serve(address):
                 os._exit(0)
             pipe = listener.accept()
             work, args = pipe.recv()
-            if "=tests." in str(args):
-                _find_imports()
             if os.fork() == 0:
                 _one(pipe, work, args)
             pipe.close()
             with suppress(ChildProcessError):  # there is none left
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-
-
-@functools.cache
-def remember_imports():
-    """Let this process find only once what a file imports: a run looks through all of the tests when a setting names a module of them."""
-    find = functools.cache(lambda code, scan=modulefinder.ModuleFinder.scan_opcodes: [*scan(None, code)])
-    modulefinder.compile = functools.cache(compile)
-    modulefinder.ModuleFinder.scan_opcodes = lambda _, code: find(code)
-
-
-@functools.cache
-def _find_imports():
-    """Look through them, for all forks."""
-    remember_imports()
-    sources({"tests"})
-    gc.freeze()
 
 
 def _one(pipe, work, args):

@@ -170,9 +170,8 @@ def test_a_job_that_is_ended_in_every_way_learns_what_an_undisturbed_one_does(cl
     if tasks == 1:
         expected = uninterrupted(tmp_path / "alone", 2, budget)
     else:
-        alone = Job(
-            cluster, tmp_path / "alone", 2, tasks, budget
-        )  # the order of gloo's sums of four is the nodes', too
+        # the order of gloo's sums of four is the nodes', too
+        alone = Job(cluster, tmp_path / "alone", 2, tasks, budget)
         alone.finish()
         expected = losses(alone.out)
     job = Job(cluster, tmp_path / "run", 2, tasks, budget, "job.partition=low")

@@ -139,6 +139,10 @@ def main() -> int:
     if given.table:
         print(table(chosen))
         return 0
+    if not chosen:
+        parser.error(f"no fault has {' or '.join(given.names)} in its name; --table lists them")
+    if given.search and not LINES.exists():
+        parser.error("a search needs to know which tests run which lines: tools/test_costs.py --lines records it")
     import_libraries()
     missed, costly = 0, sizes.costs().keys() & {fault.test for fault in all_faults()}
     waiting, running = list(reversed(chosen)), dict[Future[str], Fault]()

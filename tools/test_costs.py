@@ -42,26 +42,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         costs = Path(folder, "costs")
         costs.touch()
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "tests.costs",
-            "--costs",
-            str(costs),
-            "-n",
-            "2",
-            "--dist",
-            "loadgroup",
-        ]
+        words = ["-p", "tests.costs", "--costs", str(costs), "-n", "2", "--dist", "loadgroup", "-m", "not gpu", *words]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         if given.lines:
             env["PYTHONPATH"] = f"{OURS}:{ROOT}"
             env["COVERAGE_PROCESS_START"] = str(OURS / "coveragerc")
             env["COVERAGE_FILE"] = f"{folder}/lines"
             env["HPCLM_CURRENT_TEST"] = f"{folder}/current"
-        code = subprocess.run([*command, "-m", "not gpu", *words], cwd=ROOT, env=env, check=False).returncode
+        code = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=env, check=False).returncode
         if given.lines:
             combine = [sys.executable, "-m", "coverage", "combine", "-q", "--rcfile", str(OURS / "coveragerc")]
             subprocess.run([*combine, f"--data-file={folder}/lines", folder], cwd=ROOT, check=True)

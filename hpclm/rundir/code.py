@@ -13,7 +13,6 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
-from modulefinder import ModuleFinder
 from pathlib import Path
 
 from hpclm import files, shipped
@@ -31,21 +30,18 @@ MAX_CODE_BYTES = 1 << 26  # bytes of all files
 
 def sources(modules: Collection[str]) -> Sources:
     """The files of hpclm and of the user's top-level ``modules``, as Python would find them now."""
-    code: dict[str, Path] = _package(ROOT)
+    code = _package(ROOT)
     for module in modules:
-        origin = _own(module)
-        if origin is None:
+        if (origin := _own(module)) is None:
             continue
         beside = origin.parents[1 if origin.name == "__init__.py" else 0]
-        namespaces = [path.name for path in beside.iterdir() if path.is_dir() and not (path / "__init__.py").exists()]
-        finder = ModuleFinder([str(beside)], excludes=namespaces)  # it fails at them, but reports them
-        for path in _files(beside, module).values():
-            if path.suffix == ".py":
-                with suppress(SyntaxError, ValueError):
-                    finder.run_script(str(path))
-        imported = (name.partition(".")[0] for name in (*finder.modules, *finder.badmodules))
-        for name in {module, *imported} - {"__main__", "hpclm"}:
-            code |= _files(beside, name)
+        names, waiting = {"hpclm"}, {module}
+        while waiting := waiting - names:
+            names |= waiting
+            found = [_files(beside, name) for name in sorted(waiting)]
+            waiting = {name for paths in found for path in paths.values() for name in _imported(path)}
+            for paths in found:
+                code |= paths
     return code
 
 
@@ -112,6 +108,18 @@ def revision() -> str | None:
             )
             return None if code else head.strip()
     return None
+
+
+def _imported(path: Path) -> set[str]:
+    """The top-level names that a file of Python imports; none if it cannot be read as Python."""
+    names = list[str]()
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(files.read_bytes(path) if path.suffix == ".py" else b"")):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.append(node.module)
+    return {name.partition(".")[0] for name in names}
 
 
 def _files(folder: Path, name: str) -> dict[str, Path]:

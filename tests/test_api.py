@@ -1,6 +1,7 @@
 """hpclm as a Python library: what a notebook or a script does."""
 
 import faulthandler
+import hashlib
 import io
 import json
 import logging
@@ -21,6 +22,7 @@ import pytest
 
 import hpclm
 from hpclm import cli
+from hpclm.api import dataset as api_dataset
 from hpclm.errors import LockedError
 from tests.runs import ROOT, until
 
@@ -138,6 +140,21 @@ def test_changes_are_the_same_in_every_form(base, changes):
     assert made.log.sinks == ["wandb"] and made.kill_switch is None
     assert "optim.lr = 0.1" in repr(made) and "seed" not in repr(made)
     assert hpclm.settings(made) == made
+
+
+@pytest.mark.parametrize("unit", ["samples", "tokens", "epochs", "hours"])
+def test_steps_replaces_a_budget_of_any_unit(unit):
+    base = hpclm.settings("small", {"budget": {"steps": None, unit: 9}})
+    assert base.diff(hpclm.settings("small"))[f"budget.{unit}"][0] == 9
+    made = hpclm.settings(base, steps=7)
+    assert (made.budget.steps, getattr(made.budget, unit)) == (7, None)
+
+
+def test_the_hash_of_a_datasets_rows_is_that_of_their_text(tmp_path):
+    rows = datasets.Dataset.from_dict({"text": ["ab", "é"]})
+    found = api_dataset._write_rows(rows, tmp_path / "rows")
+    assert (tmp_path / "rows").read_text() == '{"text": "ab"}\n{"text": "\\u00e9"}\n'
+    assert found == hashlib.sha256((tmp_path / "rows").read_bytes()).hexdigest()[:10]
 
 
 def test_steps_replace_the_budget_of_a_preset():

@@ -4,6 +4,7 @@ import secrets
 
 import pytest
 
+from hpclm import cli
 from tests import runs
 from tests.forks import hpclm
 
@@ -87,3 +88,11 @@ def test_each_process_of_a_launch_prints_a_line():
     }
     shown = hpclm("doctor", check=0, env=CALM | launch | {"RANK": "1", "LOCAL_RANK": "1"}).stdout
     assert shown.startswith("rank 1/3  ") and "  local 1/3  " in shown and shown.count("\n") == 1
+
+
+def test_json_with_a_problem_ends_with_1(tmp_path, monkeypatch, capsys):
+    for name, value in package(tmp_path, "torch", "import os; os.abort()").items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor", "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert not shown["ok"] and "PyTorch cannot be loaded (ended by signal 6)" in shown["problems"][0]

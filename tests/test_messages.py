@@ -116,6 +116,8 @@ MISTAKES = {
     ("train", "debug", "WANDB_API_KEY=hunter2hunter2"): "WANDB_API_KEY is an environment variable, not a setting: export it where you",
     ("train", "debug", "job.env={WANDB_API_KEY:hunter2hunter2}"): "job.env has no space after the ':' of WANDB_API_KEY, which YAML needs (value not shown)",
     ("train", "debug", "job.env={WANDB_API_KEY: [hunter2hunter2]}"): "job.env.WANDB_API_KEY must be text",
+    ("train", "debug", "job.options={comment: [hunter2hunter2]}"): "job.options",
+    ("train", "debug", "job.options=hunter2hunter2"): "job.options must be a mapping",
     ("train", "debug", "job.env=WANDB_API_KEY:hunter2hunter2"): "job.env must be a mapping of names to text",
     ("train", "debug", "job.env={WANDB_API_KEY: hunter2hunter2"): "job.env is not a YAML value",
     ("train", "debug", "--wandb-api-key", "hunter2hunter2"): "export WANDB_API_KEY where you start or submit the run",

@@ -113,6 +113,15 @@ def test_suggest_stands_before_or_after_a_file(capsys):
         assert len(text.splitlines()) == 12 and "layouts fit 8 x H100" in text
 
 
+def test_suggestions_in_json_are_the_ten_fastest(capsys):
+    words = ["debug", "--gpus", 2, "batch.global_size=32"]
+    best = suggest.ranked(environment.settings(["debug", "job.gpus=2", "batch.global_size=32"]), tables.kind_of("H100"))
+    assert len(best) > 10
+    found = json.loads(output(*words, "--suggest", "--json", capsys=capsys))
+    assert [row["settings"] for row in found] == [[*one.options] for one in best[:10]]
+    assert [row["tokens_per_second"] for row in found] == [one.speed for one in best[:10]]
+
+
 def test_nothing_fits_a_gpu_that_is_too_small(capsys):
     assert failures.run(planner.main, [LLAMA, "--suggest", "--memory", "2"]) == 1
     assert "nothing fits 1 x H100" in capsys.readouterr().out

@@ -122,3 +122,12 @@ def test_a_header_that_does_not_describe_the_file_is_refused_even_if_its_hash_fi
     digests = xxhash.xxh3_64_hexdigest(head) + xxhash.xxh3_64_hexdigest(bytes(8))
     with pytest.raises(BadCheckpoint, match="header"):
         File(tmp_path, "x", FileInfo(len(head) + 8, digests))
+
+
+@pytest.mark.parametrize(
+    "values, finite", [([3e38, 3e38], True), ([1.0, float("inf")], False), ([float("nan"), 1.0], False)]
+)
+def test_values_are_not_finite_where_one_is_not_but_not_where_only_their_sum_is(tmp_path, values, finite):
+    info = files.write(tmp_path / "x", [("n", torch.arange(3)), ("w", torch.tensor(values))])
+    with closing(File(tmp_path, "x", info)) as file:
+        assert file.check() == ([] if finite else ["w"])

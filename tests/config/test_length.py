@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hpclm.config.length import run_length
-from hpclm.config.plan import Rampup
+from hpclm.config.plan import Plan, Rampup
 from hpclm.config.schema import BatchConfig, BudgetConfig, RunConfig
 
 CONTEXT, PER_EPOCH = 16, 230
@@ -78,3 +78,8 @@ def test_a_budget_that_has_been_passed_ends_before_and_keeps_what_was_read():
     assert (length.steps, length.samples) == (10, 160)
     ramped = replace(run, batch=BatchConfig(global_size=64, micro_size=2, rampup=(32, 32, 1000)))
     assert run_length(ramped, None, 20, 160).steps < 20
+
+
+def test_a_ramp_has_every_batch_size_from_its_start_to_the_last():
+    assert Plan.divide(2, 16, 1, Rampup(4, 4, 1000)).accumulations() == [2, 4, 6, 8]
+    assert Plan.divide(2, 16, 1).accumulations() == [8]

@@ -4,6 +4,7 @@ import os
 import tempfile
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from hpclm import engine as engines
 from hpclm.config import ClusterConfig
 from hpclm.diagnostics import self_check
+from hpclm.distributed.bootstrap import World
+from hpclm.distributed.context import DistributedContext, single
 from hpclm.engine import compiling
 from hpclm.engine.compiling import AgreedCompilations
 from hpclm.errors import ConfigError
@@ -126,6 +129,22 @@ def test_a_rank_that_can_no_longer_compile_ends_the_run_on_all_ranks_with_its_re
     assert (first, second) == ([0, 0], [0, 1])
     for text, shared in (said, same):
         assert "on rank 1" in text and "no space left on device" in text and "engine.compile=false" in text and shared
+
+
+def settled():
+    """What works on this rank after all agreed, where rank 1 could not compile blocks, and no rank the loss."""
+    rank, alone = dist.get_rank(), single()
+    infos = tuple(replace(alone.ranks[0], rank=other) for other in range(2))
+    blocks = SimpleNamespace(name="blocks", works=rank == 0, failure="no space left on device" * rank)
+    last = SimpleNamespace(name="the loss", works=False, failure="no kernels")
+    engine = SimpleNamespace(compilations=[blocks, last])
+    agreed = AgreedCompilations(engine, DistributedContext(World("test", rank, 2), infos, alone.watchdog))
+    agreed.agree()
+    return blocks.works, last.works, agreed.failed_late()
+
+
+def test_after_the_first_step_no_rank_runs_compiled_what_one_could_not_compile():
+    assert ranks.run(2, settled) == [(False, False, 0)] * 2
 
 
 def without(lacks, words):

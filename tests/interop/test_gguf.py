@@ -136,6 +136,17 @@ def test_what_llama_cpp_does_not_compute_is_refused_by_name(why):
         networks.of_network(ModelConfig(**network))
 
 
+def test_granites_multipliers_are_named_as_llama_cpp_reads_them_and_it_divides_logits_by_their_scale():
+    config = ModelConfig(**COMPUTED["granite"])  # whose logits are multiplied by 0.5
+    keys = networks.of_network(config).keys(config)
+    assert {name: keys[name] for name in ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")} == {
+        "attention.scale": 0.0625,
+        "embedding_scale": 12.0,
+        "residual_scale": 0.22,
+        "logit_scale": 2.0,
+    }
+
+
 def pre_tokenizer(pattern):
     split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
     return dict(type="Sequence", pretokenizers=[split, dict(BYTES, use_regex=False)])

@@ -4,11 +4,13 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from hpclm import cli
 from hpclm.inference.completion import Completer
+from hpclm.inference.conversation import converse
 from hpclm.inference.generation_settings import Limits, Sampling
 from hpclm.terminal import plain
 from tests.datasets.texts import documents, preprocess
@@ -119,6 +121,27 @@ def test_interactive_continues_the_text_line_by_line(run, monkeypatch, capsys):
     assert "so" + first == plain(generate(capsys, run, "--prompt", "so", *GREEDY)[:-1])
     assert "so" + first + second == plain(generate(capsys, run, "--prompt", "so" + first, *GREEDY)[:-1])
     assert "a" + third == plain(generate(capsys, run, "--prompt", "a", *GREEDY)[:-1])
+
+
+def test_a_line_continues_the_text_so_far_with_numbers_of_its_own_and_a_cleared_text_is_forgotten(
+    run, monkeypatch, capsys
+):
+    completer, drawn = Completer(run, []), Sampling(temperature=1.0, seed=3)
+
+    def said(text, *typed, stop=()):
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in typed)))
+        converse(completer, text, Limits(8, stop), drawn)
+        return capsys.readouterr().out
+
+    def text(prompt, turn=0):
+        return completer.complete([prompt], Limits(8), replace(drawn, first=turn))[0].text
+
+    first = text("so")
+    second = text(f"so{first} it ", 1)
+    assert said("so", " it ") == plain(f"{first}\n{second}\n")
+    assert said("", "so", " it ") == plain(f"{first}\n{second}\n")
+    assert said("so", "/clear", "a") == plain(f"{first}\n{text('a', 1)}\n")
+    assert said("so", stop=(first[2:5],)) == plain(f"{first[:2]}\n")  # no part of it is shown while it comes
 
 
 def test_interactive_knows_its_commands(run, monkeypatch, capsys):

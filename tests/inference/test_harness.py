@@ -197,6 +197,46 @@ def test_a_pair_that_the_librarys_model_does_not_score_is_refused(case, export, 
     assert said in error and "lm-evaluation-harness's own hf model fails here" in error and "Traceback" not in error
 
 
+def test_a_filter_is_a_part_of_the_name_of_a_metric_unless_it_changes_nothing():
+    from hpclm.inference.harness import _figures
+
+    row = {
+        "alias": "a",
+        "acc,none": 1,
+        "acc_stderr,none": "N/A",
+        "exact,strict": 0.5,
+        "exact_stderr,strict": 0.25,
+        "sample_len": 3,
+    }
+    assert dict(_figures(row)) == {"acc": 1.0, "exact,strict": 0.5, "exact_stderr,strict": 0.25}
+
+
+def test_a_pair_has_the_log_probability_of_its_last_tokens_after_all_that_fit_before_them(export):
+    import torch
+
+    from hpclm.config import load
+    from hpclm.inference import run_model
+    from hpclm.inference.harness import log_likelihoods
+    from hpclm.parallel.mesh import Compute
+
+    config = load(export[0] / "config.yaml")
+    model, _ = run_model.load_model(export[0], config, None, Compute(torch.device("cpu"), torch.float32))
+    ids = torch.randint(0, 250, (80,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def by_hand(before, after):
+        read = [*before, *after][-65:]
+        likely = model.head(torch.tensor([read[:-1]])).logits()[0, -len(after) :].log_softmax(-1)
+        return likely[range(len(after)), after].sum().item(), likely.argmax(-1).tolist()
+
+    best = by_hand(ids[:3], ids[3:4])[1]
+    pairs = [(ids[:3], ids[3:4]), (ids[:3], best), (ids, ids[:5]), (ids[:1], ids[1:65]), (ids[:2], ids[2:4])]
+    calls = []
+    found = log_likelihoods(model, pairs, 2, lambda: calls.append(1))
+    assert [score for score, _ in found] == pytest.approx([by_hand(*pair)[0] for pair in pairs], rel=1e-4)
+    assert [greedy for _, greedy in found] == [False, True, False, False, False]
+    assert len(calls) == 2  # four inputs, of which the one that two pairs share is read once
+
+
 def test_a_task_that_generates_a_whole_context_is_refused(export, tmp_path, capsys):
     rest = KINDS["own_generate"][1].replace("max_gen_toks: 24", "max_gen_toks: 64")
     words = task_of(tmp_path / "tasks", "long", "generate_until", rest, [{"q": "so", "a": "it"}])

@@ -8,6 +8,7 @@ import hpclm
 from hpclm import cli, config, parser
 from hpclm.config import experts, fields, hints, migrating
 from hpclm.errors import ConfigError
+from tests.rundir.test_runs import make
 from tests.runs import exit_code
 
 MISTAKES = {
@@ -86,6 +87,64 @@ MISTAKES = {
     ("submit", "debug", "--dry-run", "--ranks", "0,x"): "argument --ranks: '0,x' must be ranks such as 0,511 or 0-3\n",
     ("submit", "debug", "--dry-run", "--ranks", "0", "--gpus-kind", "X"): "unknown kind of GPU 'X'; choose one of B200",
     ("submit", "debug", "--nodes", "x"): "job.nodes='x' must be a whole number",
+    ("data", "inspect", "x", "--tokenizer-files", "t.json"): "--tokenizer-files goes with --tokenizer\n",
+    ("data", "inspect", "x", "--histogram", "a.jpg"): "--histogram a.jpg must end in .svg or .png\n",
+    ("data", "inspect", "x", "--documents", "-1"): "argument --documents: '-1' is not a number from 0\n",
+    ("data", "verify", "x", "--vocab-size", "1e3"): "argument --vocab-size: '1e3' is not a number from 0\n",
+    ("data", "verify", "x", "--vocab-size", "1" * 19): f"argument --vocab-size: '{'1' * 19}' is not a number from 0\n",
+    ("evaluate", "x", "--samples", "0"): "--samples must be at least 1\n",
+    ("evaluate", "x", "--text", "a", "--tokens", "0"): "--tokens must be at least 1\n",
+    ("evaluate", "x", "--tasks", "a", "--shots", "-1"): "--shots must be at least 0\n",
+    ("evaluate", "x", "--tasks", "a", "--shots", "0"): "x is not a run directory: it does not exist",
+    ("evaluate", "x", "--tasks", "a", "--batch", "0"): "--batch must be at least 1\n",
+    ("evaluate", "x", "--text", "a", "--samples", "3"): "--samples is for --part and --tasks; use --tokens\n",
+    ("evaluate", "x", "--data", "a", "--samples", "3"): "--samples is for --part and --tasks; use --tokens\n",
+    ("evaluate", "x", "--tokens", "3"): "--tokens is for --text and --data; use --samples\n",
+    ("evaluate", "x", "--format", "jsonl"): "--format is for --text\n",
+    ("evaluate", "x", "--shots", "1"): "--tasks-path, --shots and --batch are for --tasks\n",
+    ("evaluate", "x", "--batch", "1"): "--tasks-path, --shots and --batch are for --tasks\n",
+    ("evaluate", "x", "--tasks-path", "."): "--tasks-path, --shots and --batch are for --tasks\n",
+    ("evaluate", "x", "--tasks", "a,,b"): "--tasks must be names, separated by commas\n",
+    ("evaluate", "x", "--submit"): "--submit is for --follow\n",
+    ("evaluate", "x", "--follow"): "--follow is for --tasks, without --json\n",
+    ("evaluate", "x", "--follow", "--tasks", "a", "--json"): "--follow is for --tasks, without --json\n",
+    ("generate", "x"): "give --prompt TEXT, --prompts FILE or --interactive\n",
+    ("generate", "x", "--prompts", "p", "--prompt", "a"): "--prompts goes with neither --prompt nor --interactive\n",
+    ("generate", "x", "--prompts", "p", "--interactive"): "--prompts goes with neither --prompt nor --interactive\n",
+    ("generate", "x", "--prompt", "a", "--format", "lines"): "--format is for --prompts\n",
+    ("generate", "x", "--prompt", "a", "--batch", "0"): "--batch must be at least 1, and --top-k at least 0\n",
+    ("generate", "x", "--prompt", "a", "--top-k", "-1"): "--batch must be at least 1, and --top-k at least 0\n",
+    ("convert", "x", "y", "--shard-gb", "0"): "--shard-gb must be more than 0\n",
+    ("logs", "x", "--lines", "-1"): "--lines and --rank must be at least 0\n",
+    ("logs", "x", "--rank", "-1"): "--lines and --rank must be at least 0\n",
+    ("logs", "x", "--grep", "("): "--grep '(' is not a regular expression: ",
+    ("planner", "a.yaml", "b.yaml", "--suggest"): "error: give one settings file with --suggest, not 2: a.yaml, b.yaml\n",
+    ("preprocess", "--input", "a", "--output-prefix", "b", "--tokenizer", "bytes", "--context", "9"): (
+        "--chat-template, --context and --too-long go with --chat\n"
+    ),
+    ("preprocess", "--input", "a", "--output-prefix", "b", "--tokenizer", "bytes", "--workers", "0"): "--workers 0 must be at least 1\n",
+    ("preprocess", "--input", "a", "--output-prefix", "b", "--tokenizer", "bytes", "--longest-line", "0"): (
+        "--longest-line 0 must be at least 1\n"
+    ),
+    ("report", "x", "-o", "a.pdf"): "--output a.pdf must end with .html\n",
+    ("submit", "debug", "--ranks", "0"): "--ranks is for --dry-run\n",
+    ("submit", "debug", "--pdb"): "--pdb is for --debug\n",
+    **{
+        ("submit", "debug", "--from", "3", *more): "--from is for a single run that is not running; it excludes --debug, --sweep and --again\n"
+        for more in (("--debug",), ("--again",), ("--sweep", "seed=1,2"))
+    },
+    ("top", "--every", "0.05"): "--every 0.05 must be between 0.1 and 86400 seconds\n",
+    ("top", "--every", "86401"): "--every 86401.0 must be between 0.1 and 86400 seconds\n",
+    ("train", "debug", "--from", "3", "--sweep", "seed=1,2"): "--from is for a single run, without --sweep\n",
+    ("train", "debug", "--from", "-3"): "argument --from: '-3' is not a step number\n",
+    ("train", "debug", "--parallel", "2"): "--parallel is for --sweep\n",
+    ("train", "debug", "--sweep", "seed=1,2", "--parallel", "0"): "argument --parallel: '0' is not a whole number of at least 1\n",
+    ("train", "debug", "job.nodes=2"): "error: job.nodes would have no effect: hpclm train does not start jobs; use hpclm submit\n",
+    ("train", "debug", "--sweep", "job.nodes=1,2"): "error: job.nodes would have no effect: hpclm train does not start jobs",
+    ("train-tokenizer", "--input", "a", "--output", "b.json", "--sentences", "0"): "--sentences 0 must be at least 1\n",
+    ("train-tokenizer", "--input", "a", "--output", "b.json", "--longest-line", "0"): "--longest-line 0 must be at least 1\n",
+    ("cancel", "x", "--wait", "soon"): "argument --wait: 'soon' is not a number of seconds from 0\n",
+    ("cancel", "x", "--wait", "inf"): "argument --wait: 'inf' is not a number of seconds from 0\n",
     # options of other projects
     ("train", "small", "--deepspeed", "ds.json"): "--deepspeed: engine.name=deepspeed, and a setting for each key of the JSON; hpclm docs migrating",
     ("train", "small", "deepspeed_config=ds.json"): "unknown setting deepspeed_config: engine.name=deepspeed, and a setting for each key of "
@@ -197,6 +256,23 @@ def test_a_run_directory_is_trained_where_it_is(tiny, tmp_path, monkeypatch, cap
     assert cli.main(["train", "moved $ {x}", "budget.steps=3"]) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["moved $ {x}"]
     assert hpclm.open(tmp_path / "moved $ {x}").rows[-1]["step"] == 3
+
+
+@pytest.mark.parametrize("name", ["mine", "runs/mine"])
+def test_the_name_of_a_run_is_no_verb_and_the_answer_has_those_that_take_it(name, tmp_path, monkeypatch, capsys):
+    make(tmp_path / "runs/mine")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([name]) == 2
+    verbs = f"hpclm status {name} shows it, hpclm train {name} continues it"
+    assert capsys.readouterr().err == f"error: {name} is a run and no verb: {verbs}\n"
+
+
+def test_several_runs_cannot_go_back_to_one_step(tmp_path, monkeypatch, capsys):
+    for name in "ab":
+        make(tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(["resume", "a", "b", "--from", "3"]) == 2
+    assert "--from takes one run: several runs have different steps" in capsys.readouterr().err
 
 
 def test_python_takes_the_name_of_a_preset(tmp_path, monkeypatch):

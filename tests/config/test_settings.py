@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import config
+from hpclm import cli, config
 from hpclm.config import ModelConfig, RunConfig, compose, documentation
 from hpclm.config.fields import docs, keys
 from hpclm.config.length import run_length
@@ -288,6 +288,16 @@ def test_settings_can_be_inspected_without_data():
     assert "lr: 0.004" in hpclm("config", "debug", "--changed", "optim.lr=0.004", check=0).stdout
     done = hpclm("train", "gpt2-124m", "budget.steps=null", check=64)
     assert "data.prefix is not set" in done.stderr and "no budget" in done.stderr
+
+
+def test_config_prints_all_settings_or_those_that_differ_or_the_page_of_all(capsys):
+    assert cli.main(["config", "debug", "optim.lr=0.004"]) == 0
+    whole = capsys.readouterr().out
+    assert cli.main(["config", "debug", "--changed", "optim.lr=0.004"]) == 0
+    less = capsys.readouterr().out
+    assert "lr: 0.004" in whole and "weight_decay:" in whole and "lr: 0.004" in less and "weight_decay:" not in less
+    assert cli.main(["config", "--reference"]) == 0
+    assert capsys.readouterr().out == (ROOT / "docs/settings.md").read_text()
 
 
 def test_a_shipped_settings_file_is_found_by_its_name_from_anywhere(tmp_path):

@@ -68,6 +68,20 @@ def test_a_skipped_last_step_is_enough_where_held_out_data_has_no_finite_loss(he
         guard.check_end(skipped, held_out)
 
 
+def test_what_is_skipped_is_told_with_its_figures(caplog):
+    guard = NonfiniteGuard(OptimConfig(nonfinite_limit=3), skipped=4)
+    with caplog.at_level("INFO"):
+        step(guard, 8, 2.0, math.inf, True, searching=True)
+        step(
+            guard, 9, math.nan, math.inf, True, searching=True
+        )  # a loss that is not finite has nothing to do with the scale
+    assert caplog.messages == [
+        "step 8 skipped: fp16 overflow, the loss scale adapts",
+        "step 9: loss nan, gradient norm inf; skipped, 6 so far",
+    ]
+    assert guard.in_a_row == 1
+
+
 def test_a_spike_is_told_when_it_begins_and_when_it_ends(caplog):
     guard = NonfiniteGuard(OptimConfig())
     with caplog.at_level("INFO"):

@@ -93,6 +93,19 @@ def test_skipped_steps_are_counted_until_one_is_not():
     assert watch.after(14, 3.4, skipped=False).health.good
 
 
+def test_a_spike_that_is_not_finite_and_the_steps_that_it_costs_are_told():
+    health = Health(None, 3.4, 0.1, 16, 1)
+    assert health.describe() == "loss spike since step 16: not finite, usually 3.4; the last step was skipped"
+    assert Health(5.0, spiking_since=2).describe() == "loss spike since step 2: 5"
+
+
+def test_the_usual_loss_is_the_median_of_the_last_hundred_steps():
+    watch = after([1.0] * 50 + [1.25] * 51)
+    assert (watch.health.usual, watch.health.deviation, len(watch.recent)) == (1.25, 0.0, 100)
+    watch = after([float(loss) for loss in range(1, 10)])
+    assert watch.health.usual == 5.0 and watch.health.deviation == pytest.approx(1.4826 * 2.0)
+
+
 @pytest.mark.parametrize("said", [None, [], "x", {"loss": "x", "spiking_since": -1}, {"loss": 1e400, "usual": True}])
 def test_what_a_checkpoint_says_in_no_sense_is_nothing(said):
     assert Health.of(said) == Health()

@@ -128,6 +128,27 @@ def test_wsd_stays_and_then_falls(style, middle):
     assert learning_rate(100, 1, 100, optim) == pytest.approx(0.1)
 
 
+def test_wsd_falls_over_the_last_tenth_unless_told_otherwise():
+    optim = OptimConfig(lr=1.0, min_lr=0.0, schedule="wsd", wsd_style="linear")
+    assert [learning_rate(at, 1, 100, optim) for at in (90, 95, 100, 101)] == [1.0, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "inverse_sqrt", "wsd", "fairseq_polynomial"])
+def test_a_run_that_goes_on_after_its_schedule_stays_at_the_lowest_rate(name):
+    optim = OptimConfig(lr=1.0, min_lr=0.25, warmup=10, schedule=name)
+    assert [learning_rate(at, 1, 100, optim) for at in (101, 1000)] == [0.25, 0.25]
+
+
+def test_one_period_of_a_cosine_without_a_length_of_its_own_lasts_from_the_warmup_to_the_end():
+    optim = OptimConfig(lr=1.0, min_lr=0.0, schedule="fairseq_cosine", warmup=20)
+    assert [learning_rate(at, 1, 100, optim) for at in (20, 60, 100, 140)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
+
+
+def test_inverse_sqrt_does_not_fall_below_the_lowest_rate():
+    optim = OptimConfig(lr=1.0, min_lr=0.25, schedule="inverse_sqrt", warmup=4)
+    assert [learning_rate(at, 1, 100, optim) for at in (4, 16, 64, 100)] == [1.0, 0.5, 0.25, 0.25]
+
+
 def test_inverse_sqrt_halves_when_time_quadruples():
     optim = OptimConfig(lr=1.0, min_lr=0.1, schedule="inverse_sqrt", warmup=100)
     assert learning_rate(400, 1, 10_000, optim) == pytest.approx(0.5)

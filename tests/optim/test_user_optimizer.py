@@ -12,7 +12,7 @@ from hpclm.errors import ConfigError
 from hpclm.optim.adamw import AdamW, groups
 from hpclm.optim.maker import UserOptimizerMaker
 from hpclm.optim.trial import SHAPES, USUAL, LocalExchange, ToyWeight
-from hpclm.optim.user_optimizer import UserOptimizer, load, make
+from hpclm.optim.user_optimizer import UserOptimizer, load, make, restored
 from tests import ranks
 from tests.engine.sharded import made, steps
 from tests.optim import users
@@ -257,6 +257,36 @@ def test_an_optimizer_of_whole_matrices_follows_the_learning_rate():
             group["lr"] = rate
         optimizer.step()
         assert [weight.parameter.unique().tolist() for weight in weights] == [[left]] * 3
+    assert [optimizer.state[weight.parameter]["step"] for weight in weights] == [2, 2, 2]
+    optimizer.share(LocalExchange(weights[:1]), ModelConfig())  # another process works on the other matrix
+    for weight in weights:
+        optimizer.restore(weight.parameter, {"momentum_buffer": torch.full(weight.shape, 4.0)}, 3)
+    assert [optimizer.state.get(weight.parameter, {}).get("step") for weight in weights] == [3, 3, None]
+    optimizer.step()
+    assert [optimizer.state.get(weight.parameter, {}).get("step") for weight in weights] == [4, 4, None]
+
+
+@pytest.mark.parametrize("example", [0, 0.0, torch.tensor(1.0), torch.tensor(1), torch.tensor([1.0])])
+def test_a_step_count_is_restored_in_the_type_that_the_optimizer_keeps(example):
+    count = restored(example, 3, torch.ones(2))
+    assert count == 3 and type(count) is type(example)
+    if isinstance(example, torch.Tensor):
+        assert (count.dtype, count.shape) == (example.dtype, example.shape) and example != 3
+
+
+def test_state_is_restored_as_it_was_saved_or_as_the_optimizer_begins():
+    weights = toys()
+    words = {"initial_accumulator_value": 0.5}
+    optimizer = make(weights, OptimConfig(name="torch.optim:Adagrad", lr=0.1, weight_decay=0.0, arguments=words))
+    first, other = weights[0].parameter, weights[1].parameter
+    optimizer.restore(first, {"sum": torch.full_like(first, 2.0)}, 3)
+    assert optimizer.state[first]["sum"].unique().tolist() == [2.0] and optimizer.state[first]["step"].item() == 3.0
+    for tensors, updates in ((None, 3), ({"sum": torch.full_like(first, 2.0)}, 0)):
+        optimizer.restore(first, tensors, updates)
+        assert optimizer.state[first]["sum"].unique().tolist() == [0.5] and optimizer.state[first]["step"] == 0
+    joined = torch.nn.Parameter(torch.ones(7))  # as a library puts several weights together
+    optimizer.restore(joined, None, 0)
+    assert optimizer.state[joined]["sum"].tolist() == [0.5] * 7 and not {first, other} & optimizer.state.keys()
 
 
 class Halves(torch.optim.Optimizer):

@@ -131,3 +131,15 @@ def test_values_are_not_finite_where_one_is_not_but_not_where_only_their_sum_is(
     info = files.write(tmp_path / "x", [("n", torch.arange(3)), ("w", torch.tensor(values))])
     with closing(File(tmp_path, "x", info)) as file:
         assert file.check() == ([] if finite else ["w"])
+
+
+def test_a_file_names_the_tensors_with_values_that_are_not_finite_in_any_block(tmp_path):
+    held = {"good": torch.ones(40), "large": torch.full((4,), 3e38), "count": torch.arange(40), "last": torch.ones(40)}
+    held["last"][39] = float("nan")  # of the third block
+    held["first"] = torch.tensor([float("inf"), *range(39)])
+    facts = files.write(tmp_path / "x.safetensors", list(held.items()))
+    with closing(File(tmp_path, "x.safetensors", facts)) as file:
+        assert file.check() == ["last", "first"]
+        with pytest.raises(BadCheckpoint, match="has no tensor other, which the manifest says it has"):
+            file.shape("other")
+    assert (facts.size - sum(tensor.nbytes for tensor in held.values())) % 8 == 0  # so that values are aligned

@@ -34,3 +34,10 @@ def test_weights_of_another_model_or_tokenizer_are_refused_by_name(now, told, tm
     assert len(problems) == len(told) and all(
         problem.endswith(end) for problem, end in zip(problems, told, strict=True)
     )
+
+
+def test_a_run_that_has_checkpoints_of_its_own_needs_no_others(tmp_path):
+    with pytest.raises(ConfigError, match="gone is neither a run directory with checkpoints nor a checkpoint"):
+        check_init_from(str(tmp_path / "gone"), tmp_path / "new/checkpoints", MODEL)
+    CheckpointStore(tmp_path / "new/checkpoints", Retention(), MODEL).save(State(), Progress(1))
+    check_init_from(str(tmp_path / "gone"), tmp_path / "new/checkpoints", MODEL)

@@ -1,5 +1,6 @@
 """Manifests: of earlier versions, which are read; and such as hpclm does not write, of which none is used."""
 
+import gc
 import json
 import os
 
@@ -136,3 +137,36 @@ def test_a_manifest_says_where_every_value_is_and_is_equal_after_reading(tmp_pat
     }
     assert manifests.Manifest(**json.loads(json.dumps(manifest.fields))) == manifest
     assert manifest.size == sum(path.stat().st_size for path in checkpoint.glob("rank*"))
+
+
+@pytest.mark.parametrize(
+    "old, new, reason",
+    [
+        (b"a", b"a", None),
+        (b'"model.a"', b'"model.\0"', "it has bytes that are not text"),
+        (b"}\n", b"]\n", "its end is not that"),
+    ],
+    ids=["whole", "zeroed", "cut"],
+)
+def test_a_large_file_is_looked_at_before_it_is_read(old, new, reason, tmp_path, monkeypatch):
+    saved(tmp_path, (1,))
+    monkeypatch.setattr(manifests, "USUAL", 64)
+    monkeypatch.setattr(manifests, "TAIL", 256)
+    path = tmp_path / "step-00000001/MANIFEST.json"
+    path.write_bytes(path.read_bytes().replace(old, new))
+    if reason is None:
+        assert manifests.read(path.parent).progress["step"] == 1
+        return
+    with pytest.raises(manifests.BadCheckpoint, match=reason):
+        manifests.read(path.parent)
+
+
+def test_garbage_is_collected_again_after_a_manifest_only_if_it_was_before():
+    for enabled in (False, True):
+        gc.enable() if enabled else gc.disable()
+        try:
+            with manifests.many_objects():
+                assert not gc.isenabled()
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()

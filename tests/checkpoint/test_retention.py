@@ -1,9 +1,12 @@
 """Which checkpoints stay."""
 
+from pathlib import Path
+
 import pytest
 
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.checkpoint.directory import checked, steps
+from hpclm.checkpoint.manifest import Manifest
 from hpclm.optim.stability import Health
 from tests.checkpoint.state import State
 
@@ -78,3 +81,26 @@ def test_a_checkpoint_from_before_health_was_recorded_counts_as_healthy_and_regu
     keep(store, "2s2 3s2 4s2")
     assert numbers(tmp_path) == [3, 4]  # of step 1 the loss of step 2 says that it was none to go back to
     assert checked(steps(tmp_path)[-1]).health.spiking_since == 2
+
+
+@pytest.mark.parametrize(
+    "retention, left",
+    [
+        (Retention(2), [10, 11]),
+        (Retention(2, every=4), [4, 8, 10, 11]),
+        (Retention(2, passes=1, samples=30), [9, 10, 11]),
+        (Retention(2, passes=2, samples=30), [6, 9, 10, 11]),
+        (Retention(2, passes=9, samples=30), [3, 6, 9, 10, 11]),  # step 1 ends none
+        (Retention(2, best=1), [7, 10, 11]),
+        (Retention(2, best=2), [5, 7, 10, 11]),
+    ],
+    ids=str,
+)
+def test_regular_steps_ends_of_epochs_and_the_best_stay_besides_the_newest(retention, left):
+    losses = {3: 2.0, 5: 1.0, 7: 1.0}  # of two that are alike, the newer one is better
+    complete = [
+        (Path(f"step-{step:08d}"), Manifest({"step": step, "samples": 10 * step}, {}, {}, {}, {}, {}, losses.get(step)))
+        for step in range(1, 12)
+    ]
+    pruned = {int(path.name[5:]) for path in retention.prunable(complete)}
+    assert [step for step in range(1, 12) if step not in pruned] == left

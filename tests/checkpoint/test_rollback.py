@@ -101,6 +101,11 @@ def test_a_step_that_is_not_there_or_not_complete_is_refused_with_those_that_are
         ConfigError, match="no complete checkpoint of step 5; it has steps 1, 2, 4, 6: hpclm checkpoints"
     ):
         resumable.candidate(out, 5)
+    with pytest.raises(
+        ConfigError, match="none is no run yet, so it has no checkpoint of step 5: without --from it starts"
+    ):
+        resumable.candidate(out.with_name("none"), 5)
+    assert [resumable.listed(found) for found in ([], directory.steps(out / "checkpoints")[2:3])] == ["none", "step 4"]
     (out / "checkpoints/step-00000002/rank-00000.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"step-00000002 is bad: rank-00000\.safetensors has 0 bytes"):
         resumable.candidate(out, 2)

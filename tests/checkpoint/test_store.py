@@ -4,6 +4,7 @@ import random
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hpclm.checkpoint.fingerprint import check_fingerprint
 from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
 from tests.checkpoint.state import FINGERPRINT, State, progress, saved, store
 from tests.checkpoint.test_manifest import rewrite, save_as_ranks
+from tests.runs import PATIENCE
 
 
 def test_what_is_saved_comes_back(tmp_path):
@@ -156,10 +158,12 @@ def test_another_runs_checkpoints_are_refused_and_every_difference_named(tmp_pat
 def test_a_full_disk_leaves_the_older_ones_alone(tmp_path, monkeypatch):
     store = saved(tmp_path / "c")
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1727))  # of 1.2 x 1440 bytes
     with pytest.raises(HpclmError, match="free, but a checkpoint needs"):
         store.save(State(), Progress(4))
     assert [p.name for p in steps(store.folder)] == ["step-00000001", "step-00000002", "step-00000003"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1728))
+    assert store.save(State(), Progress(4)).name == "step-00000004"
 
 
 def test_a_folder_with_the_name_of_another_step_is_bad_and_pushes_nothing_out(tmp_path):
@@ -253,3 +257,32 @@ def test_a_checkpoint_that_its_run_removes_while_it_is_read_is_neither_bad_nor_a
     shutil.rmtree(folder)
     with tensors.Tensors(folder, manifest) as found, pytest.raises(HpclmError, match="was removed while it was read"):
         found.whole("model.a")
+
+
+def test_the_first_errors_of_the_ranks_are_told_and_nothing_of_the_checkpoint_stays(tmp_path):
+    made = store(tmp_path)
+    made.begin(State(), progress(1), background=False)
+    written = [{"error": "full"}, {"files": {}, "parts": []}, {"error": "broken"}, {"error": "slow"}, {"error": "old"}]
+    with pytest.raises(
+        HpclmError, match=r"step-00000001 could not be saved: rank 0: full; rank 2: broken; rank 3: slow$"
+    ):
+        made._publish(made.pending, written)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_knows_its_attempt_and_how_long_it_took(tmp_path):
+    made = store(tmp_path, lease=SimpleNamespace(generation=7, check=lambda: None), attempt={"engine": "native"})
+    made.begin(State(), progress(1), 2.5, False, "stop")
+    made.commit()
+    _, manifest = newest(tmp_path)
+    assert (manifest.made["engine"], manifest.made["generation"], manifest.why) == ("native", 7, "stop")
+    assert 0 <= manifest.made["seconds"] < PATIENCE and manifest.validation == 2.5
+
+
+def test_values_that_no_file_has_are_refused_by_name(tmp_path):
+    saved(tmp_path, (1,))
+    with tensors.Tensors(*newest(tmp_path)) as found:
+        with pytest.raises(HpclmError, match=r"has no tensor model\.b; it was saved by a different kind of run"):
+            found.block("model.b", [0], [1])
+        with pytest.raises(HpclmError, match=r"its files contain 160 of the 320 requested values of model\.a"):
+            found.block("model.a", [20, 0], [40, 8])

@@ -60,6 +60,13 @@ def test_the_vocabulary_size_is_the_datasets_unless_another_is_given(tmp_path):
     assert verify(dataset, 301)["highest_token"] == 300
 
 
+def test_the_verb_takes_another_vocabulary_size(tmp_path, capsys):
+    pack(tmp_path / "x", "megatron", SENTENCES, DOCUMENTS)
+    assert cli.main(["data", "verify", str(tmp_path / "x"), "--vocab-size", "7"]) == 0
+    assert cli.main(["data", "verify", str(tmp_path / "x"), "--vocab-size", "6"]) == 64
+    assert "token 6 at byte 20" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", [{"documents": 3}, {"tokens": 5}, {"tokens": "4"}])
 def test_wrong_counts_in_the_json_file_are_reported(wrong, tmp_path):
     with Writer(tmp_path / "x", "u2") as writer:

@@ -123,3 +123,21 @@ def test_the_model_of_a_run_whose_optimizer_works_on_offloaded_state_needs_no_su
     words = ["engine.name=deepspeed", "engine.zero_stage=1", "engine.offload=optimizer", "optim.name=cpu_adam"]
     config = configs.load(None, tiny("run", *words))
     assert run_settings.alone(config).optim.name == "adamw" and config.optim.name == "cpu_adam"
+
+
+def test_a_format_and_a_number_of_tokens_are_what_is_read_of_a_text(run, tmp_path, capsys):
+    (tmp_path / "t.txt").write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXTS))
+    each = [text.encode() for text in TEXTS]
+    lines = evaluate(capsys, run, "--text", tmp_path / "t.txt", "--format", "jsonl", "--json")
+    assert (lines["documents"], lines["bytes"]) == (3, sum(map(len, each)))
+    first = evaluate(capsys, run, "--text", tmp_path / "t.txt", "--format", "jsonl", "--json", "--tokens", 20)
+    check(first, *by_hand(run, each[:1]), len(each[0]), 1)
+
+
+def test_the_figures_of_a_part_are_printed_with_four_digits_and_of_as_many_samples_as_are_asked_for(run, capsys):
+    words = [run, "--part", "test", "--samples", 3, "data.source=synthetic", "data.tokenizer=null"]
+    found = evaluate(capsys, *words, "--json")
+    assert (found["part"], found["samples"]) == ("test", 3)
+    assert cli.main(["evaluate", *map(str, words)]) == 0
+    said = capsys.readouterr().out
+    assert f"loss {found['loss']:.4f}  " in said and "  samples 3" in said

@@ -104,6 +104,20 @@ def test_a_run_without_a_summary_is_known_from_its_attempts(tmp_path):
     assert (run.step, run.attempt, run.summary) == (4, attempts[-1], {})
 
 
+@pytest.mark.parametrize(
+    "code, ending, name", [(85, "SIGTERM: saved at step 5", "exited"), (0, "done at step 5", "done")]
+)
+def test_without_a_summary_the_end_of_the_last_attempt_is_that_of_ends_jsonl(code, ending, name, tmp_path):
+    last = {"from_step": 4, "steps": 20, "time": "2026-01-02T00:00:00+0000"}
+    end = {"attempt": 2, "code": code, "step": 5, "ending": ending, "time": "2026-01-02T01:00:00+0000"}
+    out = make(tmp_path, [{"from_step": 0}, last], summary=False)
+    (out / "ends.jsonl").write_text(json.dumps(end) + "\n")
+    wanted = {"state": name, "attempt": last, "steps": 20, "step": 5, "ending": ending, "code": code}
+    assert runs.read(out).summary == wanted
+    (out / "ends.jsonl").write_text(json.dumps({**end, "time": "2026-01-01T23:00:00+0000"}) + "\n")
+    assert runs.read(out).summary == {}  # of the attempt before
+
+
 def test_the_newest_checkpoint_is_the_one_of_the_highest_step_and_a_thousand_broken_ones_cost_little(tmp_path):
     folder = tmp_path / "checkpoints"
     checkpoint(folder / "step-00000900")

@@ -185,3 +185,22 @@ def test_the_length_of_the_last_start_is_known_also_if_it_ended_before_a_step(tm
     assert known >= 40
     RunSummary(tmp_path).failed("refused before it was recorded")
     assert summary.read(tmp_path)["start_seconds"] == known
+
+
+def test_an_interrupt_is_how_a_run_ended(tmp_path):
+    with pytest.raises(KeyboardInterrupt), RunSummary(tmp_path) as kept:
+        kept.begin([ATTEMPT], 20)
+        raise KeyboardInterrupt
+    told = summary.read(tmp_path)
+    assert (told["state"], told["ending"], told["code"]) == ("exited", "interrupted: nothing saved, exiting", 130)
+
+
+def test_a_step_without_tokens_leaves_the_loss_and_what_is_wrong_with_experts_is_kept(tmp_path):
+    with RunSummary(tmp_path) as kept:
+        kept.begin([ATTEMPT], 20)
+        kept.measured(step(5))
+        kept.measured(step(6, None, counted_tokens=0))
+        kept.note_experts("block 2 uses few experts")
+        kept.write()
+    told = summary.read(tmp_path)
+    assert (told["step"], told["loss"], told["experts"]) == (6, 2.5, "block 2 uses few experts")

@@ -1,5 +1,6 @@
 """A lock on a folder, and the words for who has it."""
 
+import fcntl
 import os
 import socket
 
@@ -22,6 +23,8 @@ def test_a_folder_that_is_held_is_refused_with_the_holder_and_free_again_afterwa
                 refused()
             way_out = f"wait for it, end it (hpclm cancel {tmp_path}), or choose another out="
             assert str(caught.value) == f"{tmp_path} is in use by another run ({holder}); {way_out}"
-    lock.refuse_if_held(tmp_path, "x.lock")
+    with (tmp_path / "x.lock").open() as file:  # somebody else looks, too
+        assert lock.try_lock(file, tmp_path / "x.lock", fcntl.LOCK_SH)
+        lock.refuse_if_held(tmp_path, "x.lock")
     assert (tmp_path / "x.lock").read_text() == ""
     assert lock.described({}) == "process unknown on unknown"

@@ -1,0 +1,221 @@
+"""When a run saves and exits, what it says after a signal, and with which code it ends."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from hpclm import config
+from hpclm.checkpoint import CheckpointStore, Progress, Retention
+from hpclm.config import CheckpointConfig
+from hpclm.config.plan import Length
+from hpclm.errors import HpclmError
+from hpclm.optim.stability import Health
+from hpclm.training.control import ControlState, RunControl, Saver, due
+from tests.checkpoint.state import State
+
+
+def saver_of(folder, begin=Progress(), warn_seconds=120, samples_per_save=float("inf"), **settings):  # noqa: B008
+    settings = CheckpointConfig(**{"every": 0, "background": False, **settings})
+    return Saver(CheckpointStore(folder, Retention(), {}), settings, warn_seconds, begin, samples_per_save)
+
+
+def control_of(out, *words, begin=Progress(), since=None, steps=100):  # noqa: B008
+    """The control of a run, with what ends its process, and with the requests that were granted."""
+    run = config.load(None, ["data.source=synthetic", f"out={out}", *words])
+    told = SimpleNamespace(ends=[], removed=[])
+    watchdog = SimpleNamespace(in_step=True, step=7, end=told.ends.append)
+    preemption = SimpleNamespace(seconds=lambda name: (since or {}).get(name, 0.0))
+    saver = Saver(CheckpointStore(out, Retention(), {}), run.checkpoint, run.job.warn_seconds, begin)
+    control = RunControl(
+        SimpleNamespace(config=run, out=out, distributed=SimpleNamespace(watchdog=watchdog)),
+        SimpleNamespace(data=SimpleNamespace(length=Length(steps, None), begin=begin), engine=State()),
+        SimpleNamespace(preemption=preemption, remove=told.removed.append),
+        saver,
+    )
+    return control, told
+
+
+@pytest.mark.parametrize(
+    "words, since, says",
+    [
+        ([], {"SIGUSR2": 2.0}, "SIGUSR2: once step 7 ends within job.warn_seconds=120, the run saves"),
+        (["job.warn_seconds=0"], {"SIGUSR2": 2.0}, "SIGUSR2: once step 7 ends within checkpoint.grace_seconds=30, the"),
+        ([], {"SIGTERM": 3.0}, "SIGTERM: once step 7 ends within checkpoint.grace_seconds=30, the run saves"),
+        ([], {"SIGINT": 3.0}, "SIGINT: once step 7 ends, the run saves"),
+        ([], {"SIGINT": 9.0, "SIGTERM": 1.0}, "SIGINT: once step 7 ends, the run saves"),
+        ([], {"SIGTERM": 1.9}, None),
+        ([], {}, None),
+    ],
+)
+def test_what_follows_a_signal_in_a_long_step_is_said_once(words, since, says, tmp_path, caplog):
+    control, told = control_of(tmp_path, *words, since=since)
+    control.run.distributed.watchdog.in_step = False
+    control.watch_signals()
+    assert not caplog.messages
+    control.run.distributed.watchdog.in_step = True
+    control.watch_signals()
+    control.watch_signals()
+    assert (
+        len(caplog.messages) == (says is not None) and all(says in line for line in caplog.messages) and not told.ends
+    )
+    sooner = "press Ctrl-C again" if "SIGINT" in since else f"hpclm cancel --now {tmp_path}"
+    assert all(line.endswith(f"without saving: {sooner}") for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    "since, end",
+    [
+        ({"SIGTERM": 35.0}, None),
+        ({"SIGTERM": 36.0}, "SIGTERM: step 7 has gone on for 36 s since, and checkpoint.grace_seconds=30 has passed"),
+        ({"SIGUSR2": 125.0}, None),
+        ({"SIGUSR2": 126.0}, "SIGUSR2: step 7 has gone on for 126 s since, and job.warn_seconds=120 has passed"),
+        ({"SIGINT": 999.0}, None),
+    ],
+)
+def test_a_step_that_outlasts_what_a_signal_leaves_ends_the_process(since, end, tmp_path):
+    control, told = control_of(tmp_path, since=since, begin=Progress(4))
+    control.watch_signals()
+    assert [text.partition(": exiting")[0] for text in told.ends] == [end] * (end is not None)
+    assert all(text.endswith("exiting without saving; the steps after 4 will be repeated") for text in told.ends)
+
+
+@pytest.mark.parametrize(
+    "words, progress, finished",
+    [
+        ([], Progress(99), False),
+        ([], Progress(100), True),
+        (["stop_at=5"], Progress(4), False),
+        (["stop_at=5"], Progress(6), True),
+        (["budget={hours: 0.5, steps: 200}"], Progress(1, seconds=1799.0), False),
+        (["budget={hours: 0.5, steps: 200}"], Progress(1, seconds=1800.0), True),
+    ],
+)
+def test_a_run_is_finished_at_its_last_step_at_stop_at_or_when_its_hours_are_over(words, progress, finished, tmp_path):
+    assert control_of(tmp_path, *words)[0].finished(progress) == finished
+
+
+def test_an_attempt_leaves_at_multiples_of_exit_interval_but_not_where_it_began(tmp_path):
+    control, _ = control_of(tmp_path, "exit_interval=4", begin=Progress(8))
+    assert [step for step in range(8, 14) if control.exit_is_due(Progress(step))] == [12]
+
+
+@pytest.mark.parametrize(
+    "state, step, unmeasured, code",
+    [
+        (ControlState({"SIGTERM": 1.0}), 5, False, 85),
+        (ControlState({"SIGTERM": 1.0}), 100, False, 0),  # nothing is left to do
+        (ControlState({"SIGTERM": 1.0}), 100, True, 85),
+        (ControlState({"SIGTERM": 1.0}, stop="stop"), 5, False, 0),
+        (ControlState(stop="kill_switch"), 5, False, 0),
+        (ControlState(out_of_time=True), 5, False, 0),
+    ],
+)
+def test_only_a_run_that_a_signal_ends_before_its_time_asks_to_be_started_again(
+    state, step, unmeasured, code, tmp_path
+):
+    control, told = control_of(tmp_path)
+    control.state = state
+    assert control.exit(Progress(step), None, unmeasured) == code
+    assert control.saver.step == step and told.removed == ["save-now", *["stop"] * bool(state.stop)]
+
+
+def test_the_signal_that_came_first_counts_and_a_request_to_stop_goes_before_all():
+    both = {"SIGTERM": 5.0, "SIGUSR2": 70.0}
+    assert ControlState(both, out_of_time=True).leaving == ControlState(both).signal == "SIGUSR2"
+    assert ControlState(both, stop="stop").leaving == "stop"
+    assert ControlState(out_of_time=True).leaving == "exit_minutes" and ControlState().leaving is None
+
+
+def test_a_request_to_save_is_answered_where_nothing_is_saved(tmp_path, caplog):
+    control, told = control_of(tmp_path, "checkpoint.enabled=false")
+    control.state = ControlState(save=True)
+    control.save_if_due(Progress(3), None)
+    assert caplog.messages == ["request to save: checkpoint.enabled=false, so nothing is saved"]
+    assert told.removed == ["save-now"] and not control.saver.step
+
+
+def test_a_save_waits_while_steps_are_skipped(tmp_path):
+    control, told = control_of(tmp_path)
+    control.state = ControlState(save=True)
+    control.guard.observe(3, float("nan"), True, False)
+    control.save_if_due(Progress(3), None)
+    assert control.saver.store.pending is None and not told.removed
+    control.guard.observe(4, 2.0, False, False)
+    control.save_if_due(Progress(4), None)
+    control.saver.wait()
+    assert control.saver.step == 4 and told.removed == ["save-now"]
+
+
+@pytest.mark.parametrize(
+    "micro_batch, count, late", [(0.0, 1, False), (1.0, 9, True), (1.0, 10, False), (20.0, 9, False)]
+)
+def test_answers_are_read_late_only_where_time_to_save_remains_after_three_steps(micro_batch, count, late, tmp_path):
+    control, _ = control_of(tmp_path)
+    control.micro_batch = micro_batch
+    assert control.can_check_signals_late(count) == late  # of checkpoint.grace_seconds=30
+
+
+def test_something_is_due_at_multiples_and_not_before_the_first_step():
+    assert [step for step in range(11) if due(5, Progress(step))] == [5, 10]
+    assert not any(due(0, Progress(step)) for step in range(3))
+
+
+def test_saves_by_the_clock_and_by_epochs_count_from_the_last_one(tmp_path):
+    by_clock = saver_of(tmp_path / "a", minutes=9.0)
+    minutes = (8.9, 9.0, 17.9, 18.0, 20.0)
+    found = []
+    for step, minute in enumerate(minutes, 1):
+        if by_clock.due(Progress(step), ControlState(minutes=minute)):
+            by_clock.save(State(), Progress(step), None, ControlState(minutes=minute))
+            found.append(minute)
+    assert found == [9.0, 18.0]
+    by_epochs, found = saver_of(tmp_path / "b", Progress(3, 31), samples_per_save=30), []
+    for step, samples in enumerate((50, 59, 60, 70, 125, 140), 4):
+        if by_epochs.due(Progress(step, samples), ControlState()):
+            by_epochs.save(State(), Progress(step, samples), None, ControlState())
+            found.append(samples)
+    assert found == [60, 125]
+
+
+def test_what_is_on_its_way_is_not_saved_again(tmp_path):
+    saver = saver_of(tmp_path, background=True, every=5)
+    saver.save(State(), Progress(5), None, ControlState())
+    assert saver.store.pending and not saver.due(Progress(5), ControlState(save=True))
+    assert saver.due(Progress(6), ControlState(save=True))
+    saver.wait()
+    assert saver.step == 5 and not saver.due(Progress(5), ControlState(save=True))
+
+
+def test_a_save_that_fails_costs_no_training_and_at_the_exit_no_run_that_starts_again(tmp_path, caplog):
+    (tmp_path / "in the way").touch()
+    saver = saver_of(tmp_path / "in the way")
+    saver.save(State(), Progress(3), None, ControlState())
+    assert caplog.messages[-1].endswith("training continues; the checkpoints before it are untouched")
+    saver.exit(State(), Progress(4), None, ControlState(), again=True)
+    assert caplog.messages[-1].endswith("the steps after 0 will be repeated")
+    with pytest.raises(HpclmError):
+        saver.exit(State(), Progress(4), None, ControlState(), again=False)
+
+
+def test_a_save_may_take_half_as_long_again_as_the_longest_one(tmp_path):
+    saver = saver_of(tmp_path)
+    assert saver.seconds() == 0
+    saver._longest = 4.0  # as if the disk had been slow
+    saver.save(State(), Progress(1), None, ControlState())
+    assert saver.seconds() == 6.0 and saver.step == 1
+
+
+@pytest.mark.parametrize("warn_seconds, left", [(120, 110.0), (0, 20.0), (None, 20.0)])
+def test_without_a_warning_the_grace_is_all_that_a_signal_leaves(warn_seconds, left, tmp_path):
+    saver = saver_of(tmp_path, warn_seconds=warn_seconds)
+    assert saver.seconds_left(ControlState({"SIGUSR1": 10.0})) == left
+    assert saver.seconds_left(ControlState({"SIGUSR2": 10.0})) == left
+
+
+def test_an_unhealthy_checkpoint_is_told_with_its_reason(tmp_path, caplog):
+    saver = saver_of(tmp_path)
+    with caplog.at_level(logging.INFO):
+        saver.save(State(), Progress(3, health=Health(3.0, 3.0, 0.1, 2)), None, ControlState())
+    assert caplog.messages[0].startswith("saved step 3 in ")
+    assert caplog.messages[1].startswith("step 3 is saved, and does not replace healthy checkpoints: ")

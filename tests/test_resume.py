@@ -134,6 +134,15 @@ def test_settings_that_the_checkpoints_refuse_are_refused_before_anything_is_wri
     assert content(run) == before
 
 
+def test_settings_that_would_have_no_effect_on_a_run_that_is_done_are_refused_by_training_itself(run):
+    before = content(run)
+    words = [str(run / "config.yaml"), "budget.steps=4", "optim.lr=0.5"]
+    with pytest.raises(ConfigError) as caught:
+        loop.run(from_cli(words), single())
+    told = f"{run} is at step 4 and its budget ends at step 4, so optim.lr=0.5 would have no effect; raise the budget"
+    assert str(caught.value).startswith(told) and content(run) == before
+
+
 def test_data_that_the_checkpoints_refuse_are_refused_before_anything_is_written(run, tmp_path, capsys):
     with Writer(tmp_path / "text", "u2") as writer:
         writer.add_document(range(40))

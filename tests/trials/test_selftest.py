@@ -11,9 +11,10 @@ from hpclm import cli
 from hpclm.errors import ConfigError
 from hpclm.trials import causes, direct, kinds, toy
 from hpclm.trials.compare import Difference, Tensors, differences
-from hpclm.trials.record import Piece, Record
+from hpclm.trials.record import ObservedEngine, Piece, Record
 from hpclm.trials.run import selftest
 from hpclm.trials.verdict import Result, Verdict, conclusion, lines
+from tests.engine import sharded
 from tests.runs import ROOT, hpclm
 
 HERE = "tests.trials.wrong"
@@ -135,6 +136,26 @@ def test_a_schedule_with_a_memory_is_found_without_training():
 
     assert list(direct.schedule(wrong.constant, OptimConfig())) == []
     assert "in reverse" in next(direct.schedule(wrong.remembering, OptimConfig()))
+
+
+@pytest.mark.parametrize(
+    "rate, right", [(0, True), (1e300, True), (np.inf, False), (np.nan, False), (-1e-9, False), ("1", False)]
+)
+def test_a_learning_rate_is_a_finite_number_from_0(rate, right):
+    from hpclm.config import OptimConfig
+
+    found = [*direct.schedule(lambda position, length, optim: rate, OptimConfig())]
+    assert found == ([] if right else [f"at position 0 it gives {rate!r}, which is no learning rate"])
+
+
+@pytest.mark.parametrize("name, draws", [("Scaled", False), ("Noisy", True)])
+def test_a_process_records_its_step_and_whether_blocks_draw_random_numbers(name, draws):
+    _, engine, batches, _ = sharded.made([f"model.block={HERE}:{name}", "model.dropout=0", "engine.precision=fp32"])
+    observed = ObservedEngine(engine, seen := Record(), None)
+    result = observed.train_step(batches.step(0), 1e-3, 0)
+    assert seen.draws == draws and seen.steps[0]["lr"] == 1e-3 and seen.steps[0]["loss"] == result.loss
+    names = {piece.name for piece in seen.updated}
+    assert "block0.scale" in names and {piece.name for piece in seen.gradients} == names
 
 
 def record(scale=1.0, loss=4.0, first=0, **more):

@@ -53,7 +53,7 @@ def add_balance_losses(
         return x
     counted = (metadata.weights > 0).long()
     counts = tokens_of_experts(choice.chosen, counted, config.experts)
-    metadata.reports[COUNTS] = counts.sum(0)
+    metadata.reports.values[COUNTS] = counts.sum(0)
     # Wang et al. 2024 and DeepSeek-V3: affinities that add up to 1
     shares = choice.scores if config.router_score == "softmax" else normalized(choice.scores)
     if config.balance_sequence or config.balance_micro_batch:

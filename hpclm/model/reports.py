@@ -33,7 +33,8 @@ def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: boo
             )
         key = f"{name}/" if by_layer else name
         total = (values.detach().float() * metadata.weights).sum()
-        metadata.reports[key] = metadata.reports[key] + total if key in metadata.reports else total
+        values_of_layer = metadata.reports.values
+        values_of_layer[key] = values_of_layer[key] + total if key in values_of_layer else total
 
 
 def check_name(name: str) -> None:

@@ -15,7 +15,7 @@ from hpclm.config import ModelConfig
 from hpclm.config.model import BLOCKS
 from hpclm.errors import ConfigError
 from hpclm.model import init
-from hpclm.model.attention.layout import AttentionMetadata, Layouts
+from hpclm.model.attention.layout import AttentionMetadata, Layouts, Reports
 from hpclm.model.cache import KeyValueCache
 from hpclm.model.compiled import Compilation, StackCompilation, compile_layers
 from hpclm.model.dropout import LayerSeeds
@@ -160,7 +160,7 @@ class Stack(nn.Module):
         scalars: dict[str, Tensor] = {}
         for spec in specs:
             given = layouts[spec.kind]
-            reports: dict[str, Tensor] = {}  # of this layer, which may be compiled: never filled before it runs
+            reports = Reports()  # of this layer, which may be compiled: never filled before it runs
             if self.training and given.weights is not None:
                 given = given._replace(reports=reports)
             if self.training:
@@ -168,10 +168,8 @@ class Stack(nn.Module):
             # by name: a tied output runs the module of the token embedding
             module = self.layers[spec.name]
             x = module(x, given) if spec.call is None else spec.call(module, x, given)
-            add(
-                scalars,
-                {f"{name}{spec.name}" if name.endswith("/") else name: value for name, value in reports.items()},
-            )
+            for name, report in reports.values.items():
+                add(scalars, {f"{name}{spec.name}" if name.endswith("/") else name: report})
         return Output(x, scalars)
 
 

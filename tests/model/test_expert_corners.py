@@ -5,7 +5,7 @@ import torch
 
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.model import gpt
-from hpclm.model.attention.layout import AttentionMetadata
+from hpclm.model.attention.layout import AttentionMetadata, Reports
 from hpclm.model.balance import add_balance_losses
 from hpclm.model.experts import ExpertAxes, ExpertMLP, Routing, grouped, one_by_one
 from hpclm.model.stack import Stack
@@ -124,11 +124,11 @@ def test_scores_that_are_all_zero_have_a_finite_balance_loss():
     config = expert_mlp(8, 6, 2, [], router_score="sigmoid", balance_sequence=0.1)[0]
     logits = torch.full((3, 1, 6), -200.0, requires_grad=True)
     chosen = torch.tensor([0, 1]).expand(3, 1, 2)
-    x, reports = torch.ones(3, 1, 16, requires_grad=True), {}
+    x, reports = torch.ones(3, 1, 16, requires_grad=True), Reports()
     metadata = AttentionMetadata(None, None, None, None, weights=torch.ones(3, 1) / 3, reports=reports)
     routing = Routing(logits, logits.sigmoid(), chosen, torch.ones(3, 1, 2))
     add_balance_losses(x, metadata, config, routing, None, (SINGLE, SINGLE)).sum().backward()
-    assert reports["balance_loss_sequence"].isfinite()
+    assert reports.values["balance_loss_sequence"].isfinite()
     assert logits.grad.isfinite().all()
 
 

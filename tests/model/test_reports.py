@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from hpclm import cli
+from hpclm import cli, config
 from hpclm.errors import ConfigError
 from hpclm.model.gpt import Block
 from hpclm.model.reports import add_loss, report
 from hpclm.parallel.collectives import copy_to_tp
+from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.rundir.metric_names import RESERVED
+from tests import weights
 from tests.parity import STYLES, alone, errors, train, trained
 
 COEFFICIENT = 0.3
@@ -149,3 +151,24 @@ def test_the_names_of_our_own_metrics_are_reserved(tiny, tmp_path):
 def test_a_name_that_only_some_steps_report_is_refused():
     with pytest.raises(ValueError, match="reports late in some steps only"):
         trained(1, "engine.precision=fp32", "model.layers=2", "model.block=tests.model.test_reports:Fickle", steps=3)
+
+
+def rebuilt(value):
+    """Equal values in new containers, as FSDP, FairScale and DeepSpeed make them of a module's arguments."""
+    if isinstance(value, dict):
+        return {name: rebuilt(part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        parts = [rebuilt(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def test_a_library_that_makes_new_containers_of_a_blocks_arguments_loses_no_report():
+    stack = weights.build(config.load("debug", BLOCK).model)
+    ids = torch.arange(12).view(2, 6)
+    batch = MicroBatch(ids, labels=ids, weights=torch.full((2, 6), 1 / 12))
+    expected = stack(batch).scalars
+    for layer in stack.layers.values():
+        layer.register_forward_pre_hook(lambda _, args, words: rebuilt((args, words)), with_kwargs=True)
+    found = stack(batch).scalars
+    assert found == expected and {"size/block0", "size/block1", "square"} <= found.keys()

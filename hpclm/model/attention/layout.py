@@ -52,7 +52,17 @@ class AttentionMetadata(NamedTuple):
     slopes: Tensor | None = None  # [H] of ALiBi
     part: SequencePart | None = None  # of each sequence, that this process holds; None: all
     weights: Tensor | None = None  # [t, B] fp32, of this process's tokens in the loss; None: there is no loss
-    reports: dict[str, Tensor] | None = None  # what the layer reports (``model/reports.py``)
+    reports: "Reports | None" = None  # what the layer reports (``model/reports.py``)
+
+
+class Reports:
+    """What one layer reports of one micro-batch.
+
+    A dict would not do: libraries that wrap a layer take dicts and tuples among its arguments apart, and may hand it copies.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
 
 
 class Flex(NamedTuple):

@@ -8,6 +8,7 @@ import yaml
 from hpclm.config import reading
 from hpclm.config.engine import EngineConfig, EngineSettings
 from hpclm.config.fields import flattened
+from hpclm.config.model import BLOCKS
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
 
@@ -119,6 +120,11 @@ def unsuitable(config: "RunConfig") -> Iterator[str]:
         yield (
             f"engine.offload_folder={config.engine.offload_folder} needs engine.zero_stage=3; at stage {stage} "
             f"DeepSpeed would use CPU memory"
+        )
+    if config.engine.compile and config.model.block not in BLOCKS:
+        yield (
+            f"engine.compile=true: DeepSpeed's replicas must compile the same parts in the same order, which is not known of "
+            f"model.block={config.model.block}; leave engine.compile out, or use another engine"
         )
     precision = config.engine.precision
     try:

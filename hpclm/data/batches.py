@@ -4,7 +4,7 @@ B sequences in a micro-batch, T tokens in a sequence, R data-parallel replicas. 
 each replica gets one, as with Megatron's sequential sampler.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -70,7 +70,7 @@ class Batches:
     def take(self, start: int, count: int) -> Iterator[MicroBatch]:
         """Samples ``start`` to ``start + count``, one micro-batch at a time; past the end the samples repeat.
 
-        Every replica gets as many micro-batches as the first, the last one possibly fully masked.
+        All are of one shape: where samples are lacking, the last one is repeated and masked.
         """
         return map(self._place, self._read(start, count))
 
@@ -80,17 +80,18 @@ class Batches:
 
     def _read(self, start: int, count: int) -> "Iterator[_Loaded]":
         """This replica's micro-batches of those samples."""
-        size, stride = self.plan.micro_size, self.plan.micro_size * self.plan.data
-        for first in range(start, start + count, stride):
-            begin = first + self.replica * size
-            if begin < start + count:
-                yield self._load(range(begin, min(begin + size, start + count)))
-            else:
-                # every replica must run as many forward passes as the first, whose collectives would wait otherwise
-                spare = self._load(range(first, first + 1))
-                yield spare._replace(loss_mask=torch.zeros_like(spare.rows[:, 1:], dtype=torch.bool))
+        size, stride, end = self.plan.micro_size, self.plan.micro_size * self.plan.data, start + count
+        for begin in range(start + self.replica * size, end + self.replica * size, stride):
+            loaded = self._load([min(index, end - 1) for index in range(begin, begin + size)])
+            if begin + size > end:
+                # a replica that ran fewer passes, or compiled for another shape, would keep the others waiting
+                counted = torch.arange(begin, begin + size) < end
+                labels = loaded.rows[:, 1:]
+                mask = torch.ones_like(labels, dtype=torch.bool) if loaded.loss_mask is None else loaded.loss_mask
+                loaded = loaded._replace(loss_mask=mask & counted[:, None])
+            yield loaded
 
-    def _load(self, indices: range) -> "_Loaded":
+    def _load(self, indices: Sequence[int]) -> "_Loaded":
         rows = np.full((len(indices), self.width), self.unset, self.dtype)
         read, length = self.samples.read, len(self.samples)
         for row, index in zip(rows, indices, strict=True):
@@ -122,7 +123,7 @@ class Batches:
             tensors = [None if x is None else x.pin_memory() for x in tensors]
         return _Loaded(*tensors)
 
-    def _check(self, rows: NDArray[np.integer], indices: range) -> bool:
+    def _check(self, rows: NDArray[np.integer], indices: Sequence[int]) -> bool:
         """Whether some samples are padded; ConfigError if a token is outside the model's vocabulary."""
         low, high = int(rows.min()), int(rows.max())
         padded = low == PADDING

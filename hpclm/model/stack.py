@@ -121,7 +121,8 @@ class Stack(nn.Module):
 
     def compile_blocks(self, whole: bool = True, replicas: Axis = SINGLE) -> None:
         """Compile the blocks and the other layers between embedding and loss, ``whole``: each as one graph. ``replicas``: those that
-        reduce gradients in the order in which backward passes make them, and so must run the blocks in one way."""
+        reduce gradients in the order in which backward passes make them, and so must run the blocks in one way; they must
+        compile the same graphs in the same order, as they do for hpclm's own blocks and micro-batches of one shape."""
         names = [name for name in self.layers if name.startswith("block") or name in ("entry", "norm")]
         foreign = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
         for module in self.modules():

@@ -117,3 +117,11 @@ def test_gradients_are_reduced_as_deepspeed_does_by_default(stage):
 def test_stage_0_still_reduces_in_buckets():
     words = ["engine.zero_stage=0", "engine.extra.zero_optimization.reduce_bucket_size=8"]
     assert json_for("fp32", *words)["zero_optimization"]["reduce_bucket_size"] == 8
+
+
+def test_a_block_whose_parts_replicas_may_compile_in_another_order_is_not_compiled():
+    own = ["engine.name=deepspeed", "model.block=tests.model.test_reports:Balanced"]
+    with pytest.raises(ConfigError, match=r"engine\.compile=true: DeepSpeed's replicas must compile the same parts"):
+        config.load("debug", [*own, "engine.compile=true"])
+    config.load("debug", own)
+    config.load("debug", ["engine.name=deepspeed", "engine.compile=true"])

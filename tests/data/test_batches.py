@@ -70,13 +70,24 @@ def test_a_step_reads_the_samples_after_those_consumed():
     made = batches()
     assert first(made.step(0)) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert first(made.step(24))[0] == [24, 25]
-    [batch] = made.take(7, 1)
-    assert batch.tokens.tolist() == [[7, 8, 9, 10, 11, 12]] and batch.labels.tolist() == [[8, 9, 10, 11, 12, 13]]
+    [batch] = made.take(7, 2)
+    assert batch.tokens[0].tolist() == [7, 8, 9, 10, 11, 12] and batch.labels[0].tolist() == [8, 9, 10, 11, 12, 13]
     assert batch.loss_mask is batch.positions is batch.documents is None
 
 
 def test_past_the_end_the_samples_repeat():
     assert first(batches(Counting(10)).take(8, 4)) == [[8, 9], [0, 1]]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 12])
+def test_every_replica_gets_as_many_micro_batches_of_one_shape_in_which_each_sample_counts_once(replicas, count):
+    found = [list(batches(None, replica, replicas).take(3, count)) for replica in range(replicas)]
+    assert {len(mine) for mine in found} == {-(-count // (2 * replicas))}
+    together = [batch for mine in found for batch in mine]
+    assert all(batch.tokens.shape == (2, CONTEXT) for batch in together)
+    counted = [batch.tokens[batch.mask().bool()] for batch in together]
+    assert sorted(torch.cat(counted).tolist()) == sorted(i + j for i in range(3, 3 + count) for j in range(CONTEXT))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 6])
@@ -200,15 +211,15 @@ DOCUMENTS = [1, 2, EOD, 3, EOD, EOD, 4]
 
 def test_tokens_after_an_end_of_document_are_masked_in_the_loss():
     [batch] = batches(Rows(DOCUMENTS), eod=EOD, eod_mask_loss=True).take(0, 1)
-    assert batch.loss_mask.tolist() == [[True, True, False, True, False, False]]
+    assert batch.loss_mask.tolist() == [[True, True, False, True, False, False], [False] * CONTEXT]
     [both] = batches(Rows([*DOCUMENTS[:4], EOD, PADDING, PADDING]), eod=EOD, eod_mask_loss=True).take(0, 1)
-    assert both.loss_mask.tolist() == [[True, True, False, True, False, False]]
+    assert both.loss_mask.tolist() == [[True, True, False, True, False, False], [False] * CONTEXT]
 
 
 def test_positions_and_attention_can_stay_inside_a_document():
     [batch] = batches(Rows(DOCUMENTS), eod=EOD, reset_position_ids=True, reset_attention_mask=True).take(0, 1)
-    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0]]
-    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 2]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0]] * 2
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 2]] * 2
 
 
 @pytest.mark.parametrize("option", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])

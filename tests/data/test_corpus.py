@@ -1,3 +1,4 @@
+import random
 from itertools import pairwise
 
 import numpy as np
@@ -267,3 +268,60 @@ def test_a_part_shorter_than_a_sample_is_refused_or_repeated(make):
     assert origins(blend.samples("train", 60), 60).count(0) == 30
     whole = source(train=[short, make("c", [9], 1000)], short_part="repeat")
     assert sorted(origins(whole.samples("train", None))) == [0, 1, 1]
+
+
+def test_what_is_verified_of_the_data_is_told_in_blocks_and_datasets_without_hashes_are_named(make, tmp_path):
+    blend = [make(name, [40]) for name in "abcde"]
+    for name in "bcde":
+        note = tmp_path / f"{name}.json"
+        note.unlink(missing_ok=True)
+    blend = [blend[0], make("f", [1 << 18, 1]), *blend[1:]]
+    intact, unknown = source(blend=blend, split="1", vocab_size=1 << 19).check_content()
+    assert intact == "data: 3 of 3 blocks of 1 MiB, chosen at random, are intact; hpclm data verify reads all"
+    b, c, d, e = blend[2:]
+    assert f"index of {b}, {c}, {d} and 1 more are valid" in unknown and unknown.endswith(
+        f"hpclm data hash {b} {c} {d} {e}"
+    )
+    [unknown] = source(blend=blend[2:5], split="1").check_content()
+    assert f"index of {b}, {c}, {d} are valid" in unknown
+    assert len(source(prefix=blend[0]).check_content()) == 1
+
+
+def test_blocks_of_another_number_of_tokens_are_not_those_that_were_hashed(make, tmp_path):
+    from hpclm.data.content import check_some, noted
+    from hpclm.data.indexed import IndexedDataset
+
+    content = noted(make("a", [40]))
+    large = IndexedDataset(make("b", [1 << 18, 1]))
+    with pytest.raises(ConfigError, match=r"b.bin does not have the length that was hashed: it was replaced"):
+        check_some(large, content, 1, random.Random())
+    assert check_some(large, noted(tmp_path / "b"), 9, random.Random()) == 2
+
+
+def test_the_first_tokens_of_a_dataset_without_a_note_are_in_the_vocabulary(make):
+    prefix = make("a", [40])
+    source(prefix=prefix, vocab_size=40)
+    with pytest.raises(
+        ConfigError, match=r"a holds token 39, outside model.vocab_size=39; set model.vocab_size to the size"
+    ):
+        source(prefix=prefix, vocab_size=39)
+
+
+def test_a_vocabulary_is_as_large_as_its_tokenizer_and_not_much_larger(make, caplog):
+    prefix = make("a", [40], note={"tokenizer": {**build("bytes", []).fingerprint, "size": 600}, "tokenizer_files": []})
+    said = r"model.vocab_size=599 is smaller than the 600 entries of the bytes tokenizer of dataset .*a; set model.vocab_size=600"
+    with pytest.raises(ConfigError, match=said):
+        source(prefix=prefix, vocab_size=599)
+    for size in (600, 1200):
+        source(prefix=prefix, vocab_size=size)
+    assert not caplog.messages
+    source(prefix=prefix, vocab_size=1201)
+    assert caplog.messages[0].startswith("model.vocab_size=1201, but the tokenizer of dataset")
+    assert caplog.messages[0].endswith("has 600 entries; with model.vocab_size=600 the model is smaller and faster")
+
+
+def test_a_dataset_that_is_not_named_or_has_no_tokens_is_refused(make):
+    with pytest.raises(ConfigError, match=r"data.prefix is not set; give the path of a dataset"):
+        source(source="indexed")
+    with pytest.raises(ConfigError, match=r"a has no tokens \(0 sequences\)"):
+        source(prefix=make("a", []))

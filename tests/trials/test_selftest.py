@@ -2,18 +2,20 @@
 
 import json
 import os
+import signal
 
 import numpy as np
 import pytest
 
 import hpclm as api
 from hpclm import cli
-from hpclm.errors import ConfigError
-from hpclm.trials import causes, direct, kinds, toy
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.trials import causes, direct, kinds, processes, run, toy
 from hpclm.trials.compare import Difference, Tensors, differences
+from hpclm.trials.rank import described
 from hpclm.trials.record import ObservedEngine, Piece, Record
 from hpclm.trials.run import selftest
-from hpclm.trials.verdict import Result, Verdict, conclusion, lines
+from hpclm.trials.verdict import UNCOMPARED, Result, Verdict, conclusion, lines
 from tests.engine import sharded
 from tests.runs import ROOT, hpclm
 
@@ -194,6 +196,202 @@ def test_a_gradient_of_which_each_rank_has_a_part_is_known_by_its_sum():
     assert (difference.weight, difference.hint) == ("block0.w", "partial")
     assert "copy_to_tp" in causes.cause("block", toy.TENSOR, [difference])
     assert Tensors.of([record().initial, record().initial]).disagreement("block0.w") == 0
+
+
+def told(*trial, exact=False):
+    return [(d.stage, d.what, d.hint) for d in differences([record()], trial, exact, random=False)]
+
+
+def test_weights_that_begin_otherwise_are_told_by_their_shape_their_rank_or_their_name():
+    def begins(*values, name="block0.w"):
+        return record(initial=[Piece(name, np.array(values, np.float32), (len(values),), (0,))])
+
+    assert told(begins(1, 2)) == [("initial", "block0.w has the shape [2], and [4] in one process", "shape")]
+    [other] = told(begins(2, 2, 3, 4), record())
+    assert other == (
+        "initial",
+        "block0.w begins with other values on another rank: off by 0.17",
+        "ranks",
+    )  # 1 of sqrt(33)
+    assert [what for _, what, _ in told(begins(1, 2, 3, 4, name="x"))] == [
+        "this layout has no weight block0.w",
+        "one process has no weight x",
+    ]
+
+
+def test_a_loss_before_the_first_step_that_differs_as_a_whole_names_no_weight():
+    loss = ("forward", "the loss before the first step is 4.1, and 4 in one process", "")
+    assert told(record(evaluated={"": 4.1, "block0.w": 4.2})) == [loss]
+    assert told(record(evaluated={"": 4.1, "block0.w": 4.9})) == [loss]
+    assert told(record(evaluated={})) == []
+    [(_, what, _)] = told(record(evaluated={"": 4.0, "block0.w": 4.2}))
+    assert what == "block0.w acts otherwise: a small change of it changes the loss by +0.2, and by +0.1 in one process"
+
+
+def test_a_gradient_that_is_counted_twice_or_is_not_there_is_told():
+    assert [hint for *_, hint in told(record(2.0), record(2.0))] == ["2 times"]
+    assert [hint for *_, hint in told(record(0.5))] == ["0.5 times"]
+    assert causes.cause("block", toy.TENSOR, [Difference("gradient", "", hint="2 times")]) == causes.GRADIENT["counted"]
+    other = [Piece("block1.w", np.ones(4, np.float32), (4,), (0,))]
+    assert [what for _, what, _ in told(record(gradients=other))] == ["block0.w has no gradient"]
+    assert told(record(gradients=[])) == []  # an engine that shows none
+
+
+def test_other_bits_at_the_end_count_where_all_must_agree():
+    final = [Piece("block0.w", np.nextafter(record().final[0].values, np.float32(9)), (4,), (0,))]
+    assert told(record(final=final)) == []
+    [(stage, what, _)] = told(record(final=final), exact=True)
+    assert stage == "later" and what.startswith("block0.w has other bits at the end: off by ")
+
+
+def test_figures_that_only_one_side_reports_are_told_by_name_and_step():
+    more = record()
+    more.steps[0]["entropy"] = 1.0
+    assert told(more) == [("report", "entropy is reported, and not in one process (step 1)", "entropy")]
+    [lacks] = differences([more], [record()], exact=False, random=False)
+    assert lacks.what == "entropy is not reported (step 1)"
+    slower = record()
+    slower.steps[0]["lr"] = 2e-3
+    assert told(slower)[0][1] == "the learning rate of step 1 is 0.002, and 0.001 in one process"
+
+
+def test_samples_that_differ_are_told_by_rank_or_as_read_again():
+    right = [record(samples=["a", "b", "c"])]
+    trial = [record(samples=["a", "b", "c"]), record(samples=["a", "x", "y"]), record(samples=["a, then z"])]
+    assert [difference.what for difference in run._samples(right, trial)] == [
+        "sample 1 of the training data is another on rank 1",
+        "sample 0 of the training data is another when it is read again",
+    ]
+
+
+def test_a_layout_whose_random_numbers_are_others_is_compared_in_evaluation_only():
+    right = [record(draws=True)]
+    assert run._compared("block", toy.TENSOR, right, [record(loss=9.0)]).details == (UNCOMPARED,)
+    assert run._compared("block", toy.DATA, right, [record(loss=9.0)]).outcome == "differs"
+    assert [note[:23] for note in run._notes(right)] == ["it draws random numbers"] and not [*run._notes([record()])]
+
+
+def test_no_more_than_four_weights_are_named():
+    def pieces(value):
+        return [Piece(f"block0.{n}", np.full(4, value, np.float32), (4,), (0,)) for n in range(6)]
+
+    verdict = run._compared("block", toy.DATA, [record(initial=pieces(1.0))], [record(initial=pieces(2.0))])
+    assert len(verdict.details) == 5 and verdict.details[4] == "and 2 more" and "block0.3" in verdict.details[3]
+
+
+def test_the_toy_of_a_trial_has_the_users_settings_after_its_own_and_before_those_of_the_layout():
+    given = ("model.hidden=64",)
+    assert toy.settings_of("block", "mine:B", toy.TENSOR, given) == [
+        *toy.TOY,
+        *("optim.eps=1e-5", "model.block=mine:B", "model.hidden=64", "parallel.tensor=2"),
+    ]
+    assert toy.settings_of("optimizer", "mine:O", toy.DATA, ()) == [*toy.TOY, "optim.name=mine:O"]
+    reference, others = toy.trials("engine", "mine:E")
+    assert toy.settings_of("engine", "mine:E", reference, ()) == [*toy.TOY, "optim.eps=1e-5"]
+    assert all("engine.name=mine:E" in trial.settings for trial in others)
+    assert [(trial.name, trial.processes) for trial in others if trial.killed or trial.processes > 1] == [
+        *(("tensor 2", 2), ("pipeline 2", 2), ("data 2", 2), ("ZeRO 1", 2), ("killed and resumed", 1))
+    ]
+    assert causes.cause("engine", others[2], [Difference("gradient", "")]) == causes.GRADIENT["stages"]
+    assert causes.cause("engine", others[3], [Difference("gradient", "")]) == causes.GRADIENT["engine"]
+
+
+def broken():
+    raise ZeroDivisionError
+
+
+def test_an_error_of_the_users_code_is_told_with_its_place():
+    with pytest.raises(ZeroDivisionError) as caught:
+        broken()
+    line = broken.__code__.co_firstlineno + 1
+    failure = described(caught.value)
+    assert failure.text == f"ZeroDivisionError: no message (test_selftest.py:{line}, in broken)" and not failure.refused
+    assert described(ConfigError("x")).refused and not described(HpclmError("x")).refused
+    failed = run._checked("one process", broken)
+    assert (failed.outcome, failed.details) == ("failed", (failure.text,))
+
+
+def test_the_kind_of_a_function_is_known_by_what_it_must_be_called_with():
+    functions = {"schedule": lambda a, b, c, d=0: 0, "optimizer": lambda a, b: 0, "source": lambda a, b, c, d: 0}
+    assert all(kinds.kind_of("mine:f", function) == kind for kind, function in functions.items())
+    with pytest.raises(ConfigError, match="say which with --kind"):
+        kinds.kind_of("mine:f", lambda a: 0)
+
+
+class Fickle:
+    """Samples of which the second is another each time."""
+
+    dtype = np.int64
+
+    def __init__(self):
+        self.read_before = 0
+
+    def samples(self, part, count):
+        return self
+
+    def __len__(self):
+        return 3
+
+    def read(self, index, row):
+        row[:] = index
+        if index == 1:
+            self.read_before += 1
+            row[0] = self.read_before
+
+
+def test_a_sample_that_is_another_when_it_is_read_again_says_so():
+    assert [", then " in digest for digest in direct.digests(Fickle(), 4)] == [False, True, False]
+
+
+@pytest.mark.parametrize("rate", [-1e-3, float("nan"), "1e-3"])
+def test_a_rate_that_is_none_is_named_with_its_position(rate):
+    def schedule(position, length, optim):
+        return rate if position == 7 else 0.0
+
+    assert next(direct.schedule(schedule, None)) == f"at position 7 it gives {rate!r}, which is no learning rate"
+
+
+def test_processes_that_outlive_one_that_failed_are_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "GRACE", 0.0)
+
+    def work(rank):
+        if rank == 1:
+            signal.pause()
+        os.write(1, b"rank %d\n" % rank)
+        return 3
+
+    assert processes.run(2, work, tmp_path / "log") == [3, processes.HUNG]
+    assert (tmp_path / "log").read_text() == "rank 0\n"
+
+
+@pytest.mark.parametrize(
+    "more, end",
+    [
+        ([], "agrees with one process"),
+        ([("fsdp2", "refused", "no")], "agrees with one process everywhere else; fsdp2 is refused"),
+        (
+            [("fsdp2", "refused", "no"), ("ZeRO 1", "refused", "no")],
+            "agrees with one process everywhere else; fsdp2, ZeRO 1 are refused",
+        ),
+        (
+            [("tensor 2", "agrees", UNCOMPARED), ("fsdp2", "refused", "no")],
+            "agrees with one process everywhere else; fsdp2 is refused; gradients were not compared in tensor 2: test it without its "
+            "random numbers too",
+        ),
+        ([("data 2", "failed", "it hung")], "does not agree with one process: data 2"),
+    ],
+)
+def test_the_last_line_says_what_agrees_and_what_was_refused(more, end):
+    verdicts = [Verdict("one process", "agrees"), *(Verdict(name, outcome, (why,)) for name, outcome, why in more)]
+    assert conclusion(Result("mine:Block", "block", tuple(verdicts))) == f"mine:Block (model.block) {end}"
+
+
+def test_a_failure_is_in_capitals_and_its_further_lines_are_indented():
+    assert lines(Verdict("data 2", "failed", ("it hung", "a\nb"))) == [
+        "  data 2                  FAILED: it hung",
+        *(f"{' ' * 26}{line}" for line in "ab"),
+    ]
+    assert lines(Verdict("fsdp2", "refused", ("no",))) == ["  fsdp2                   refused: no"]
 
 
 def test_every_stage_has_a_cause_in_every_layout():

@@ -74,6 +74,7 @@ MISTAKES = {
     ("Eval", "runs/x"): "there is no hpclm Eval; use hpclm evaluate RUN\n",
     ("small", "optim.lr=1"): "small is no verb; to train with it: hpclm train small\n",
     ("optim.lr=1",): "optim.lr=1 is no verb; to train with it: hpclm train optim.lr=1\n",
+    ("--dry-run", "x"): "the verb comes first: hpclm VERB --dry-run\n",
     ("--dry-run", "submit", "small"): "the verb comes first: hpclm submit --dry-run\n",
     ("data", "verfy", "x"): "invalid choice: 'verfy' (choose from", ("data", "vrify", "x"): ". Did you mean 'verify'?\n",
     ("convert", "a", "b", "--dtype", "bf61"): ". Did you mean 'bf16'?\n",

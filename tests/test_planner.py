@@ -122,6 +122,43 @@ def test_suggestions_in_json_are_the_ten_fastest(capsys):
     assert [row["tokens_per_second"] for row in found] == [one.speed for one in best[:10]]
 
 
+def test_the_network_and_the_memory_of_ones_own_are_those_that_are_reckoned_with(capsys):
+    words = ["debug", "-N", 2, "--gpus", 2, "batch={global_size: 32, micro_size: 8}", "--json"]
+    run = environment.settings(["debug", "job.nodes=2", "job.gpus=2", "batch={global_size: 32, micro_size: 8}"])
+    found = json.loads(output(*words, "--network", 0.5, "--memory", 3, capsys=capsys))
+    wanted = forecast.of(run, tables.kind_of("H100", 3, 0.5))
+    assert found["step"]["total"] == wanted.step.total > forecast.of(run, tables.kind_of("H100")).step.total
+    assert found["available"] == 3 * 2**30
+
+
+def test_several_files_are_compared_with_the_same_overrides_and_one_that_cannot_be_planned_says_why(tmp_path, capsys):
+    for name, heads in (("good", 4), ("bad", 5)):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"model: {{hidden: 64, heads: {heads}}}\ndata: {{source: synthetic}}\nbudget: {{steps: 1}}\n"
+        )
+    good, bad = f"{tmp_path}/good.yaml", f"{tmp_path}/bad.yaml"
+    found = json.loads(output(good, bad, "batch.micro_size=2", "--json", capsys=capsys))
+    assert found[good]["layout"]["micro_size"] == 2 and found[bad].keys() == {"error"}
+    head, first, second = output(good, bad, "batch.micro_size=2", capsys=capsys).splitlines()
+    assert head.split() == ["on", "H100", "parameters", "GPUs", "micro", "GiB", "tokens/s", "a", "GPU", "MFU"]
+    assert first.split()[:4] == [good, f"{found[good]['parameters']:,}", "1", "2"]
+    assert second.split(maxsplit=1) == [bad, found[bad]["error"].splitlines()[0]]
+
+
+def test_the_idle_part_of_a_pipeline_is_told(capsys):
+    words = ["debug", "--gpus", 2, "parallel.pipeline=2", "engine.name=pipelining", "engine.precision=bf16"]
+    text = output(*words, "batch={global_size: 32, micro_size: 8}", "engine.compile=false", capsys=capsys)
+    assert f"bubble of equal stages {1 / 5:.1%}" in text  # (p - 1) / (m + p - 1)
+
+
+def test_what_is_assumed_of_an_optimizer_that_cannot_be_tried_here_is_told(capsys):
+    text = output("debug", "optim.name=no_such_module:X", capsys=capsys)
+    assert (
+        "optim.name=no_such_module:X is taken to keep two tensors of each weight's shape, as AdamW does, since it cannot be"
+        in text
+    )
+
+
 def test_nothing_fits_a_gpu_that_is_too_small(capsys):
     assert failures.run(planner.main, [LLAMA, "--suggest", "--memory", "2"]) == 1
     assert "nothing fits 1 x H100" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpclm.commands import preprocess as verb
 from hpclm.commands.preprocess import request as parse
 from hpclm.config import DataConfig, RunConfig, dump
 from hpclm.data.indexed import IndexedDataset, sidecar
@@ -188,3 +189,20 @@ def test_a_run_s_tokenizer_is_that_of_its_dataset_where_its_settings_name_none(c
     Path("vocab.json").write_text('{"<unk>": 0, "<|endoftext|>": 1, "高": 3, "血压": 2}')
     assert preprocess(*words, "again") == 64
     assert "--tokenizer run: the tokenizer of dataset old_text_document has changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "kind, names, wanted",
+    [
+        ("GPT2BPETokenizer", ["--vocab-file", "--merge-file"], "gpt2"),
+        ("BertWordPieceLowerCase", ["--vocab-file"], "wordpiece_lower"),
+        ("BertWordPieceCase", ["--vocab-file"], "wordpiece"),
+        ("SentencePieceTokenizer", ["--tokenizer-model"], "sentencepiece"),
+    ],
+)
+def test_megatrons_tokenizers_are_ours_with_their_files_in_order(kind, names, wanted):
+    args = verb.parser().parse_args(
+        ["--tokenizer-type", kind, *(word for name in names[::-1] for word in (name, name[2:]))]
+    )
+    assert [*verb._tokenizer(args, False)] == []
+    assert (args.tokenizer, args.tokenizer_files) == (wanted, [name[2:] for name in names])

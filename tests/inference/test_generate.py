@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+import hpclm
 from hpclm import cli
 from hpclm.inference.completion import Completer
 from hpclm.inference.conversation import converse
@@ -232,3 +233,19 @@ def test_a_checkpoint_of_any_layout_continues_text_as_one_process_does(layout, t
     capsys.readouterr()
     alone, split = (generate(capsys, tmp_path / name, *words) for name in ("alone", "split"))
     assert split == alone and sum(json.loads(line)["tokens"] for line in split.splitlines()) > 20
+
+
+def test_a_text_is_printed_with_its_prompt_and_as_json_apart_from_it(run, capsys):
+    words = [run, "--prompt", "so", "--tokens", 3, "--top-k", 0, "--temperature", 3, "--seed", 5]
+    row = json.loads(generate(capsys, *words, "--json"))
+    assert row.keys() == {"prompt", "text", "tokens", "finish"} and row["prompt"] == "so"
+    assert generate(capsys, *words) == f"so{row['text']}\n"
+    assert hpclm.open(run).generate("so", tokens=3, top_k=None, temperature=3.0, seed=5) == row["text"]
+
+
+def test_a_file_of_prompts_is_answered_in_json(run, tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("so\nit\n")
+    rows = [
+        json.loads(line) for line in generate(capsys, run, "--prompts", tmp_path / "p.txt", "--tokens", 1).splitlines()
+    ]
+    assert [row["prompt"] for row in rows] == ["so", "it"]

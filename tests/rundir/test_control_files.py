@@ -1,14 +1,17 @@
 """Requests by files in a run directory."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from hpclm import cli
 from hpclm.errors import HpclmError
 from hpclm.rundir.control_files import KILL_SWITCH, ControlFiles, create, followed
 from hpclm.rundir.lease import Lease
 from tests.checkpoint import state
 from tests.rundir.test_runs import make
+from tests.runs import until
 from tests.test_status import attempt, rows
 
 
@@ -54,3 +57,24 @@ def test_a_request_that_is_not_followed_in_time_stays(tmp_path):
     with Lease(out), pytest.raises(HpclmError, match="a has not responded in time; the request stays pending"):
         followed(create(out, "stop"), time.monotonic() - 1, lambda run: {})
     assert (out / "stop").exists() and followed(out / "gone", 0.0, lambda run: {})
+
+
+@pytest.mark.parametrize(
+    "verb, file, done",
+    [
+        ("save", "save-now", "saving; see: hpclm checkpoints"),
+        ("stop", "stop", "saved and ended; continue with: hpclm resume"),
+    ],
+)
+def test_the_verb_waits_until_a_run_has_complied_and_says_what_comes_next(verb, file, done, tmp_path, capsys):
+    out = make(tmp_path / "a", [attempt()], rows(5))
+
+    def comply():
+        until((out / file).exists)
+        (out / file).unlink()
+
+    with Lease(out), ThreadPoolExecutor() as pool:
+        complied = pool.submit(comply)
+        assert cli.main(["request", str(out), verb]) == 0
+        complied.result()
+    assert capsys.readouterr().out == f"{done} {out}\n"

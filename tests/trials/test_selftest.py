@@ -160,6 +160,16 @@ def test_a_process_records_its_step_and_whether_blocks_draw_random_numbers(name,
     assert "block0.scale" in names and {piece.name for piece in seen.gradients} == names
 
 
+@pytest.mark.parametrize("name, code", [("Bytes", 0), ("Lower", 64)])
+def test_the_verb_ends_with_64_where_something_differs_and_prints_words_or_json(name, code, capsys):
+    assert cli.main(["selftest", f"{HERE}:{name}"]) == code
+    said = capsys.readouterr().out
+    assert cli.main(["selftest", f"{HERE}:{name}", "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    result = selftest(f"{HERE}:{name}")
+    assert found["agrees"] == (code == 0) == result.agrees and conclusion(result) in said
+
+
 def record(scale=1.0, loss=4.0, first=0, **more):
     """What a process records of a toy with one weight."""
 

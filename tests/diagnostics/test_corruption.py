@@ -7,11 +7,13 @@ import re
 import pytest
 import torch
 
+from hpclm.diagnostics import corruption
 from hpclm.diagnostics.corruption import Verifier, findings
 from hpclm.diagnostics.report import bad_nodes
+from hpclm.distributed.context import single
 from hpclm.engine.checksum import MIN_PIECE_VALUES, checksums, counts, pieces
 from hpclm.engine.native import NativeEngine
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, CorruptedError, DivergedError
 from tests import ranks
 from tests.diagnostics import flips
 from tests.engine.sharded import made
@@ -290,3 +292,52 @@ def test_bad_nodes_of_all_runs_are_excluded_with_and_without_a_preflight_report(
     (tmp_path / "corruption.jsonl").write_text('{"bad": ["-node3"]}\n')
     with pytest.raises(ConfigError, match="'-node3', which is not a node name"):
         bad_nodes([str(tmp_path)])
+
+
+def finding(**more):
+    return corruption.CorruptionFinding((0,), "its weights changed", **{"advice": "check your block", **more})
+
+
+@pytest.mark.parametrize("certain, saved", [(True, 5), (False, 0)])
+def test_a_run_that_ends_because_of_corruption_notes_the_node_and_says_how_to_exclude_it(certain, saved, tmp_path):
+    with pytest.raises(CorruptedError) as ended:
+        corruption.end_run([finding(certain=certain)], 7, saved, single(), torch.device("cpu"), tmp_path)
+    [row] = [json.loads(line) for line in (tmp_path / "corruption.jsonl").read_text().splitlines()]
+    [node] = row["bad"]
+    way = "The run resumes from step 5, which was good when it was saved" if saved else "Nothing was saved"
+    assert row["step"] == 7 and str(ended.value) == (
+        f"{row['text']}. {way}; to exclude {node}: hpclm resume {tmp_path} --exclude-bad {tmp_path}"
+    )
+    assert row["text"].startswith(
+        f"silent corruption detected after step 7: {'' if certain else 'one of '}{single().ranks[0]}, "
+    )
+    assert row["text"].endswith(": its weights changed") and bad_nodes([str(tmp_path)]) == [node]
+
+
+@pytest.mark.parametrize(
+    "saved, way", [(5, "resumes from step 5, which was good when it was saved"), (0, "starts anew: nothing was saved")]
+)
+def test_code_of_the_user_is_named_with_what_to_change_and_no_node(saved, way):
+    with pytest.raises(DivergedError) as ended:
+        corruption.blame_program([finding(), finding()], 7, saved, ["model.block=my:B", "optim.name=my:O"], single())
+    said = str(ended.value)
+    assert said.startswith("state that must be equal differs after step 7: ") and said.count("check your block") == 1
+    assert "takes part in training (model.block=my:B, optim.name=my:O), so this counts as its fault" in said
+    assert said.endswith(f"To fix it, check your block. Then hpclm resume: the run {way}") and ended.value.shared
+
+
+def test_a_finding_names_some_ranks_and_weights_and_how_many_more_there_are():
+    few = finding(weights=("a", "b")).described(["rank 0"])
+    assert few == "rank 0: its weights changed (a, b)"
+    most = corruption.MAX_NAMED
+    names = [f"w{n}" for n in range(most + 2)]
+    many = corruption.CorruptionFinding(tuple(range(most + 1)), "x", weights=tuple(names)).described(names)
+    assert many == f"{'; '.join(names[:most])}; 1 more: x ({', '.join(names[:most])}, 2 more)"
+
+
+def test_what_cannot_be_checked_has_no_verifier(caplog):
+    assert corruption.verifier(None, None, single(), 0) is None and not caplog.messages
+    assert corruption.verifier(object(), None, single(), 5) is None
+    assert caplog.messages == [
+        "cluster.verify_every: an engine that is not derived from BaseEngine is not checked for corruption"
+    ]

@@ -54,3 +54,35 @@ def test_a_library_from_outside_is_too_old_by_the_numbers_of_its_version(version
 )
 def test_a_library_that_fails_is_an_answer(code, error):
     assert python.ask(code, os.environ, seconds=0.3 if "sleep" in code else PATIENCE)["error"].endswith(error)
+
+
+def test_a_process_is_told_in_one_line():
+    own = {"rank": 1, "size": 8, "host": "h", "local_rank": 1, "local_size": 4, "launcher": "srun", "threads": 4}
+    own |= {"python": "3.12.1", "torch": "2.9", "gpus": 2, "device_name": "H200", "visible": "0,1"}
+    head, tail = "rank 1/8  h  local 1/4  srun  ", "  4 threads  python 3.12.1  torch 2.9"
+    assert facts.line(own) == f"{head}2 x H200 (CUDA_VISIBLE_DEVICES=0,1){tail}"
+    assert facts.line(own | {"gpus": 0, "visible": None}) == f"{head}CPU{tail}"
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (None, "none"),
+        ([], "none"),
+        (["a", 2], "a; 2"),
+        ((1 << 24) - 1, "16777215"),
+        (3 << 29, "1.5 GiB"),
+        ({"free": 1 << 30, "total": 5}, "free 1.0 GiB, total 5"),
+        ("a\nb", "a; b"),
+    ],
+)
+def test_a_value_is_shown_in_one_line_and_bytes_in_gib(value, text):
+    assert facts.lines({"x": value}) == [f"{'x':<26}{text}"]
+
+
+def test_the_variables_of_a_process_have_a_line_each():
+    assert facts.lines({"variables": {"RANK": "0", "NCCL_DEBUG": "INFO"}}) == [
+        "variables",
+        f"  {'RANK':<24}0",
+        f"  {'NCCL_DEBUG':<24}INFO",
+    ]

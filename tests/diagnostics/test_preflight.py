@@ -5,8 +5,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+from hpclm.diagnostics import preflight, verdict
 from hpclm.diagnostics.preflight import refusal
+from hpclm.distributed.context import single
 from tests.diagnostics import peers
 from tests.forks import hpclm
 from tests.runs import ROOT
@@ -120,3 +123,23 @@ def test_a_folder_without_room_is_refused(tmp_path, monkeypatch):
         assert report(tmp_path)["ok"] and report(tmp_path)["links"] == []
         with pytest.raises(HpclmError, match=r"MiB free on .*a checkpoint may take 1,125,899,906,842,624"):
             preflight.check(alone, cpu, (), tmp_path, env={}, room=1 << 70)
+
+
+def test_what_does_not_stop_a_run_is_logged_and_kept_as_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(verdict, "SHM", 1 << 60)  # more than any machine has
+    preflight.check(single(), torch.device("cpu"), [], tmp_path, room=1)
+    found = report(tmp_path)
+    assert found["ok"] and not found["problems"] and not found["bad"]
+    assert [f"preflight: {text}" for text in found["warnings"]] == caplog.messages
+    assert caplog.messages[0].startswith("preflight: /dev/shm of ")
+
+
+@pytest.mark.parametrize("bad, kept, lines", [
+    ([], False, ["set cluster.preflight=false to skip these checks"]),
+    (["a"], False, ["bad node: a; start again without: hpclm resume /r --exclude-bad /r", "set cluster.preflight=false"]),
+    (["a", "b"], True, ["bad nodes: a, b; start again without: hpclm resume /r", "/r/preflight.json has the host, device"]),
+])  # fmt: skip
+def test_a_refusal_says_which_nodes_to_leave_out(bad, kept, lines):
+    first, *rest = refusal(["x is wrong"], bad, Path("/r"), kept).splitlines()
+    assert first == "preflight: x is wrong"
+    assert all(line.startswith(begin) for line, begin in zip(rest, lines, strict=True))

@@ -157,3 +157,39 @@ def test_ranks_that_share_a_core_without_need_are_named(bound, available, shared
     assert [text.split(" (OMP_PROC_BIND=true), of ")[0] for text in texts] == [
         f"ranks {who} on a are all bound to {cores}" for who, cores in shared
     ]
+
+
+def test_a_main_thread_that_pytorch_binds_is_a_hint_with_its_cores():
+    own = {
+        "main_cores": "0",
+        "binding": "OMP_PROC_BIND=true",
+        "cores": "0-3 (2 physical) of 8",
+        "computing_cores": "0-3",
+    }
+    (hint,) = verdict.hints(rank("a", **own))
+    assert hint.startswith(
+        "OMP_PROC_BIND=true: importing PyTorch binds the main thread to core 0 of 0-3, and OpenMP computes on 0-3;"
+    )
+    assert "to cores 0-1 of 0-3" in next(verdict.hints(rank("a", **own | {"main_cores": "0-1"})))
+    assert not list(verdict.hints(rank("a", **own | {"main_cores": "0-3"})))
+
+
+def test_other_code_is_told_by_digests_nodes_and_files():
+    digests = [("a", "1"), ("a", "1"), ("b", "2"), ("c", "1")]
+    contents = [{"x.py": "1", "y.py": "1"}] * 2 + [{"x.py": "2", "y.py": "1", "z.py": "1"}, {"x.py": "1", "y.py": "1"}]
+    assert verdict.other_code(digests, contents) == (
+        "the nodes run different code: 1 on a and c; 2 on b; different: x.py and z.py"
+    )
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [(1, "0"), (2, "0 and 1"), (8, "0, 1, 2, 3, 4, 5, 6 and 7"), (9, "0, 1, 2, 3, 4, 5, 6, 7 and 1 more")],
+)
+def test_a_long_list_says_how_many_more_there_are(count, text):
+    assert verdict.listing(range(count)) == text
+
+
+def test_a_gpu_of_which_others_use_a_tenth_or_less_is_no_finding():
+    gpu = {"device": "cuda:0", "uuid": "GPU-1", "device_used": 8 * GIB, "device_total": 80 * GIB}
+    assert verdict.devices([rank("a", **gpu)]) == []

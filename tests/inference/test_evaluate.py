@@ -9,8 +9,10 @@ import torch
 
 from hpclm import cli
 from hpclm import config as configs
+from hpclm.commands import evaluate as verb
 from hpclm.config import load
 from hpclm.inference import run_model, run_settings, scoring
+from hpclm.inference.evaluation import TaskRequest
 from hpclm.parallel.mesh import Compute
 from tests.interop import made
 from tests.runs import exit_code
@@ -141,3 +143,9 @@ def test_the_figures_of_a_part_are_printed_with_four_digits_and_of_as_many_sampl
     assert cli.main(["evaluate", *map(str, words)]) == 0
     said = capsys.readouterr().out
     assert f"loss {found['loss']:.4f}  " in said and "  samples 3" in said
+
+
+def test_the_options_of_tasks_are_what_is_asked_of_them():
+    words = ["run", "--tasks", "a,b", "--tasks-path", "p", "--samples", "3", "--shots", "2"]
+    assert verb._tasks(verb.parser().parse_args(words)) == TaskRequest(["a", "b"], "p", 3, 2, 16)
+    assert verb._tasks(verb.parser().parse_args([*words, "--batch", "4"])).batch == 4

@@ -109,6 +109,26 @@ def test_a_row_that_is_refused_is_tried_once_and_counted_and_no_other_error_lose
     )
 
 
+@pytest.mark.parametrize(
+    "sinks, code",
+    [(["Written"], 0), (["Written", "Refuses"], 1), (["Refuses", "Nowhere"], 1), (["Nowhere", "Written"], 64)],
+)
+def test_a_sink_that_fails_is_how_the_verb_ends_and_hinders_no_other(sinks, code, tmp_path, capsys):
+    out = run_with(tmp_path, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5})
+    words = [word for sink in sinks for word in ("--sink", f"tests.sinks.own:{sink}")]
+    assert cli.main(["sync", str(out), *words]) == code
+    sent = "tests.sinks.own:Written: 2 rows sent; it has everything up to step 2\n"
+    said = capsys.readouterr()
+    assert sent * ("Written" in sinks) in said.out and said.err.count("error: ") == len({*sinks} - {"Written"})
+
+
+def test_a_run_without_sinks_says_how_to_name_one(tmp_path, capsys):
+    assert cli.main(["sync", str(run_with(tmp_path))]) == 64
+    assert (
+        capsys.readouterr().err == f"error: {tmp_path} has no log.sinks; name one: hpclm sync {tmp_path} --sink wandb\n"
+    )
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("sink", ["mlflow", "wandb", "trackio"])
 def test_a_tracker_gets_every_row_whatever_the_names_of_its_numbers(sink, tmp_path, monkeypatch):

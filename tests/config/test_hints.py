@@ -6,7 +6,7 @@ import pytest
 
 from hpclm import cli, config
 from hpclm.config import fields
-from hpclm.config.hints import OTHER_NAMES, hint, is_reason
+from hpclm.config.hints import OTHER_NAMES, hint, is_reason, mistakes, sbatch_option
 from hpclm.config.migrating import SEE
 from hpclm.errors import ConfigError
 
@@ -67,6 +67,62 @@ def test_every_name_of_the_table_leads_to_a_setting_that_exists_or_says_why_ther
 
 def test_nothing_is_suggested_for_a_dissimilar_name():
     assert hint("zzz.qqq", KEYS) == hint("", KEYS) == ". See hpclm config --reference for all settings."
+
+
+@pytest.mark.parametrize(
+    "key, end",
+    {
+        "job.exclusive": ": set job.options.exclusive='' (sbatch --exclusive)",
+        "job.mail_typ": ". Options of sbatch are job.options.NAME. See hpclm config --reference for all settings.",
+        "job.chdir": ": set job.options.chdir=... (sbatch --chdir)",
+        "job.ntasks": ": processes are job.nodes x job.gpus (--nodes, --gpus)",
+        "job.ntasks_per_node": ": processes are job.nodes x job.gpus (--nodes, --gpus)",
+        "job.zzz": ". Options of sbatch are job.options.NAME. See hpclm config --reference for all settings.",
+        "model.expert": ". Did you mean 'model.experts'?",  # not parallel.expert
+    }.items(),
+)
+def test_an_option_of_sbatch_is_answered_with_where_it_stands(key, end):
+    assert hint(key, KEYS) == end
+
+
+@pytest.mark.parametrize(
+    "option, value, says",
+    [
+        ("--gres", "gpu:4", "use --gpus 4 (GPUs of each node)"),
+        ("--gpus-per-node", "8", "use --gpus 8 (GPUs of each node)"),
+        ("--gres", "gpu:a100", "it is an option of sbatch: hpclm submit --sbatch gres=gpu:a100"),
+        ("--qos", "high", "it is an option of sbatch: hpclm submit --sbatch qos=high"),
+        ("--qos", "", "it is an option of sbatch: hpclm submit --sbatch qos=..."),
+        ("--exclusive", "", "it is an option of sbatch: hpclm submit --sbatch exclusive"),
+        ("-D", "/x", "it is an option of sbatch: hpclm submit --sbatch chdir=/x"),
+        ("-n", "4", "processes are job.nodes x job.gpus (--nodes, --gpus)"),
+        ("--mem", "8G", "set job.mem"),
+        ("--exclusively", "", None),
+        ("-x", "", None),
+    ],
+)
+def test_an_option_of_sbatch_is_answered_with_what_to_give_in_its_place(option, value, says):
+    assert sbatch_option(option, value) == says
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    {
+        "optim.lr = 3": ["write optim.lr=3, without spaces"],
+        "optim.lr =3": ["write optim.lr=3, without spaces"],
+        "optim.lr= 3": ["write optim.lr=3, without a space"],
+        "batch.global_size=8 K": ["write batch.global_size=8K, in one word"],
+        "--vocab-size 32 k": ["write --vocab-size 32K, in one word"],
+        "optim.lr": ["optim.lr has no value: optim.lr=…"],
+        "nothing at all": [],
+    }.items(),
+)
+def test_stray_words_are_answered_with_what_was_meant(words, says):
+    words = words.split()
+    assert (
+        mistakes([word for word in words if "=" not in word or word.startswith("=") or word.endswith("=")], words)
+        == says
+    )
 
 
 OPTIONS = {

@@ -3,6 +3,7 @@
 import pytest
 
 from hpclm import config
+from hpclm.config import compose, fields
 from hpclm.config.compose import dumped
 from hpclm.config.run_file import FIRST
 from hpclm.errors import ConfigError
@@ -63,7 +64,15 @@ def test_a_truncated_config_is_refused(size, tmp_path):
 def test_other_settings_files_need_not_be_complete(tmp_path):
     (tmp_path / "config.yaml").write_text("optim: {lr: 0.1}\n")
     assert config.load(tmp_path / "config.yaml").optim.lr == 0.1
-    (tmp_path / "attempts.jsonl").touch()  # a run has begun here, and what it wrote is gone
+    more = len(fields.keys()) - 6  # than optim.lr and the five that are named
+    for name in ("jobs.jsonl", "checkpoints.saved", "attempts.jsonl"):
+        (tmp_path / name).touch()  # a run has begun here, and what it wrote is gone
+        with pytest.raises(
+            ConfigError, match=f"lacks name, out, seed, stop_at, exit_interval and {more} more; a run's config"
+        ):
+            config.load(tmp_path / "config.yaml")
+        (tmp_path / name).unlink()
+    (tmp_path / "attempts.jsonl").touch()
     assert "lacks name, out, seed" in refused(tmp_path)
     (tmp_path / "config.yaml").rename(tmp_path / "mine.yaml")
     assert config.load(tmp_path / "mine.yaml").optim.lr == 0.1
@@ -73,3 +82,71 @@ def test_an_option_of_sbatch_may_stand_in_job(tmp_path):
     (tmp_path / "a.yaml").write_text("job: {account: me, qos: null, options: {}}\n")
     options = config.load(tmp_path / "a.yaml", ["job.constraint=[a|b]", "job={qos: high}"]).job.options
     assert options == {"account": "me", "constraint": "[a|b]", "qos": "high"}
+
+
+def test_five_settings_that_are_missing_are_all_named(tmp_path):
+    lost = ("seed:", "stop_at:", "exit_interval:", "exit_minutes:", "kill_switch:")
+    fewer = [line for line in TEXT.splitlines(keepends=True) if not line.startswith(lost)]
+    message = refused(run_directory(tmp_path / "run", "".join(fewer)))
+    assert "lacks seed, stop_at, exit_interval, exit_minutes, kill_switch; a run's config.yaml" in message
+
+
+def test_a_run_that_was_moved_is_continued_by_its_folder_and_not_by_its_settings_file(tmp_path):
+    run_directory(tmp_path / "run", dumped(config.load(None, [f"out={tmp_path}/before", "budget.steps=5"])))
+    file = str(tmp_path / "run/config.yaml")
+    with pytest.raises(ConfigError, match=f"belongs to the run in {tmp_path}/run, but its out={tmp_path}/before is"):
+        compose.from_cli([file])
+    assert compose.from_cli([file, f"out={tmp_path}/other"]).out == f"{tmp_path}/other"
+    assert compose.from_cli([str(tmp_path / "run")]).out == str(tmp_path / "run")
+
+
+def test_settings_of_the_job_do_not_keep_a_run_from_being_read(tmp_path):
+    out = run_directory(tmp_path / "run", TEXT.replace("  nodes: 1", "  nodes: many"))
+    assert config.of_run(out, []).job == config.JobConfig()
+    with pytest.raises(ConfigError, match=r"job\.nodes='many' must be a whole number"):
+        config.load(out / "config.yaml")
+
+
+@pytest.mark.parametrize("kind", ["a file", "nothing", "a folder"])
+def test_what_is_no_run_directory_is_told_what_it_is(kind, tmp_path):
+    out = tmp_path / "x"
+    out.touch() if kind == "a file" else out.mkdir() if kind == "a folder" else None
+    why = {"a file": "it is a file$", "nothing": "it does not exist; looked in ", "a folder": "it has no config.yaml$"}[
+        kind
+    ]
+    with pytest.raises(ConfigError, match=f"x is not a run directory: {why}"):
+        config.of_run(out, [])
+
+
+def test_a_site_file_describes_the_cluster_and_nothing_else(tmp_path):
+    site = tmp_path / "site.yaml"
+    site.write_text("job: {partition: long}\nmodel: {layers: 2}\njb: {x: 1}\n")
+    site.chmod(0o666)
+    with pytest.raises(ConfigError) as caught:
+        compose.load(None, [], site)
+    writable, other, unknown = caught.value.problems
+    assert writable == f"site file {site} is writable by everyone, so anyone could run code in your name; chmod o-w"
+    assert other == f"model.layers cannot be set in a site file, only job and cluster ({site})"
+    assert unknown.startswith("unknown setting jb.x")
+    site.write_text("job: {partition: long}\n")
+    site.chmod(0o664)  # of a group of administrators
+    assert compose.load(None, [], site).job.partition == "long"
+    assert compose.load(None, ["job.partition=short"], site).job.partition == "short"
+    out = run_directory(tmp_path / "run", TEXT)
+    assert compose.load(out, [], site).job.partition is None  # it was read when the run began
+
+
+def test_code_of_the_users_own_that_takes_part_in_training_is_listed():
+    own = ["model.block=my.mod:Block", "optim.schedule=hpclm.optim.schedules:cosine", "data.source=other:source"]
+    run = config.load(None, [*own, "log.sinks=[wandb, third:Sink]", "job.cluster=fourth:Cluster", "budget.steps=5"])
+    assert run.code_of_training() == ["model.block=my.mod:Block", "data.source=other:source"]
+    assert run.libraries() == ["fourth", "hpclm", "my", "other", "third", "wandb"]
+
+
+def test_settings_that_differ_are_shown_with_both_values():
+    run = config.load(None, ["optim.lr=0.1", "batch.micro_size=auto", "budget.steps=5"])
+    other = config.load(None, ["optim.lr=0.2", "budget.steps=5"])
+    assert run.diff(other) == {"batch.micro_size": (0, 4), "optim.lr": (0.1, 0.2)}
+    assert repr(run).splitlines()[2:] == ["  batch.micro_size = 'auto'", "  budget.steps = 5", "  optim.lr = 0.1"]
+    with pytest.raises(ConfigError, match="compares settings with settings"):
+        run.diff({})

@@ -90,3 +90,33 @@ def test_parts_of_a_file_come_out_as_the_whole_would(text, size):
     assert "\x1b" not in b"".join(parts).decode()
     if "\r" not in text:
         assert b"".join(parts).decode() == terminal.plain(raw.decode(errors="backslashreplace"))
+
+
+def test_numbers_are_told_as_ranges_and_counts_as_words():
+    assert [terminal.ranges(numbers) for numbers in ([5, 3, 1, 4], [1, 2, 4, 6, 7], [])] == [
+        "1, 3-5",
+        "1-2, 4, 6-7",
+        "",
+    ]
+    assert [terminal.many(count, "document") for count in (0, 1, 2000)] == [
+        "0 documents",
+        "1 document",
+        "2,000 documents",
+    ]
+
+
+def test_a_curve_is_a_bar_for_each_value_and_a_text_is_cut_at_its_columns():
+    assert (
+        terminal.sparkline(range(8)) == terminal.BARS
+        and terminal.sparkline([5, 5]) == "▁▁"
+        and terminal.sparkline([]) == ""
+    )
+    assert [terminal.shortened("abcd", width) for width in (4, 3)] == ["abcd", "ab…"]
+    assert [terminal.shortened("中文字", width) for width in (6, 5, 4)] == ["中文字", "中文…", "中…"]
+    assert terminal.columns([["a", "b"], ["中文", "c"]]) == ["a     b", "中文  c"]
+
+
+def test_what_is_hidden_is_escaped_and_lines_are_kept_or_not():
+    assert terminal.line("a\nb\x1b\udc80\u202e\tc") == r"a\nb\x1b\x80\u202e" + "\tc"
+    assert terminal.plain("a\nb\x1b") == "a\nb\\x1b"
+    assert b"".join(terminal.lines([b"a\r\n\xe4\xb8", b"\xad\xff\r"])) == "a\n中\\xff\\x0d".encode()

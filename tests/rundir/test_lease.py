@@ -212,3 +212,10 @@ def test_a_folder_has_one_holder_and_a_released_lock_names_none(tmp_path):
     assert json.loads((tmp_path / "lock").read_text()) == {"generation": 1, "job": None, "start": 0}
     with Lease(tmp_path):
         pass
+
+
+def test_a_lock_that_names_nobody_is_ours_up_to_our_generation(tmp_path):
+    with Lease(tmp_path) as lease:
+        for ahead, mine in ((0, True), (1, False), (-1, True)):
+            (tmp_path / "lock").write_text(json.dumps({"generation": lease.generation + ahead}))
+            assert lease.is_mine() == mine

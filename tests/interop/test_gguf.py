@@ -147,6 +147,106 @@ def test_granites_multipliers_are_named_as_llama_cpp_reads_them_and_it_divides_l
     }
 
 
+KEYS = {
+    "llama, biases, wide heads, linear": {
+        "attention.key_length": 16,
+        "attention.head_count": 6,
+        "attention.head_count_kv": 2,
+        "feed_forward_length": 80,
+        "rope.freq_base": 5000.0,
+        "rope.dimension_count": 16,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+    },
+    "glm 4": {"rope.dimension_count": 4, "attention.value_length": 8},
+    "qwen 3": {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16},
+    "bloom": {"attention.layer_norm_epsilon": 1e-5, "context_length": 64, "block_count": 4, "vocab_size": 320},
+    "gptneox": {"use_parallel_residual": False},
+    "gemma 2": {
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "attention.sliding_window": 5,
+        "attention.sliding_window_pattern": [True, False, True, False],
+        "rope.freq_base_swa": 5000.0,
+    },
+    "gemma 3": {"attention.sliding_window_pattern": [True, True, False, True], "rope.freq_base_swa": 500.0},
+    "gemma 3, no windows": {"final_logit_softcapping": 3.0, "rope.freq_base_swa": 5000.0},
+    "olmo 3": {"attention.sliding_window_pattern": [True, True, False, True], "attention.sliding_window": 5},
+}
+ABSENT = {"bloom": "rope.freq_base", "llama 3": "rope.scaling.type", "gemma 3, no windows": "attention.sliding_window"}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_network_is_described_by_the_keys_that_llama_cpp_reads(kind):
+    config = ModelConfig(**COMPUTED[kind])
+    found = networks.of_network(config).metadata(config)
+    assert {name: found[name] for name in KEYS[kind]} == KEYS[kind]
+
+
+@pytest.mark.parametrize("kind", ABSENT)
+def test_a_network_without_a_feature_has_no_key_for_it(kind):
+    config = ModelConfig(**COMPUTED[kind])
+    assert ABSENT[kind] not in networks.of_network(config).metadata(config)
+
+
+def test_yarns_own_constants_are_named_as_llama_cpp_reads_them():
+    config = ModelConfig(**dict(LLAMA, rope_scaling={**YARN, "beta_fast": "24", "beta_slow": "2"}))
+    found = networks.of_network(config).metadata(config)
+    assert (found["rope.scaling.yarn_beta_fast"], found["rope.scaling.yarn_beta_slow"]) == (24.0, 2.0)
+
+
+def test_the_frequencies_of_llama_3_are_divided_by_their_tensor_and_others_have_none():
+    scaling = {**LLAMA3, "original_max_position_embeddings": "32"}
+    config = ModelConfig(**dict(COMPUTED["llama 3"], head_dim=16, rope_scaling=scaling))
+    [factors] = networks.of_network(config).extra(config).values()
+    assert factors.shape == (8,) and factors[0] == 1.0 and factors[-1] == 8.0 and bool((factors.diff() >= 0).all())
+    other = ModelConfig(**COMPUTED["qwen 2"])
+    assert networks.of_network(other).extra(other) == {}
+
+
+def test_an_embedding_that_is_the_output_projection_is_in_the_file_twice_where_llama_cpp_needs_that():
+    def named(kind):
+        config = ModelConfig(**COMPUTED[kind])
+        return {rule.ours: rule for rule in networks.of_network(config).rules(config)}["tokens.weight"]
+
+    rows = torch.arange(640.0).view(320, 2)
+    twice = named("olmo 2")
+    assert twice.theirs == ("token_embd.weight", "output.weight")
+    assert all(torch.equal(part, rows) for part in twice.split(rows)) and len(twice.split(rows)) == 2
+    assert named("smollm 3").theirs == ("token_embd.weight",)
+
+
+@pytest.mark.parametrize(
+    "network, layers", [(dict(GEMMA3, rope_scaling={}), 62), (dict(COMPUTED["gemma 2"], layers=4), 46)], ids=["3", "2"]
+)
+def test_the_largest_gemma_has_another_scale_in_llama_cpp(network, layers):
+    networks.of_network(ModelConfig(**dict(network, layers=layers - 2)))
+    with pytest.raises(ConfigError, match=f"in {layers} layers, where it has 1 / sqrt"):
+        networks.of_network(ModelConfig(**dict(network, layers=layers)))
+
+
+def test_bytes_are_written_as_gpt_2_writes_them_and_entries_without_text_are_unused():
+    keys = vocabulary.keys(RunText(tokenizers.build("bytes", []), {}, False, 259), None, "{% generation %}x")
+    tokens, types = keys["ggml.tokens"], keys["ggml.token_type"]
+    assert [tokens[byte] for byte in (0, 10, 32, 33, 65, 126, 127, 160, 161, 173, 174, 255)] == list("ĀĊĠ!A~ġł¡Ń®ÿ")
+    assert tokens[256:] == ["<|endoftext|>", "[PAD257]", "[PAD258]"] and types[255:] == [1, 3, 5, 5]
+    assert (keys["ggml.bos_token_id"], keys["ggml.eos_token_id"], keys["ggml.add_bos_token"]) == (256, 256, False)
+    assert "generation" not in keys["chat_template"].replace("{# ", "") and "ggml.padding_token_id" not in keys
+
+
+def test_the_end_of_documents_is_named_before_those_of_answers_and_no_more_than_three(caplog):
+    text = RunText(
+        tokenizers.build("bytes", []), {"eos_token_id": [9, 256, 8, 7], "pad_token_id": 5}, True, 257, (4,), ()
+    )
+    keys = vocabulary.keys(text, None, None)
+    ends = [keys[f"ggml.{name}"] for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    assert ends == [256, 9, 8] and "up to 3 tokens that end a text; left out: 7" in caplog.text
+    assert (keys["ggml.bos_token_id"], keys["ggml.padding_token_id"]) == (4, 5)
+    assert keys["ggml.add_bos_token"] is True and keys["ggml.add_eos_token"] is False
+    with pytest.raises(ConfigError, match="its template adds several tokens before or after a text"):
+        vocabulary.keys(RunText(text.tokenizer, {}, True, 257, (4, 5), ()), None, None)
+
+
 def pre_tokenizer(pattern):
     split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
     return dict(type="Sequence", pretokenizers=[split, dict(BYTES, use_regex=False)])

@@ -268,6 +268,7 @@ HALVES = [
 
 
 OFTEN = ("native0-dp2", "fsdp23-dp2-fp32", "deepspeed1-dp2pp2-fp32")
+OFTEN_UNSCALED = ("pipelining0-pp2", "deepspeed3-dp2-fp32")
 
 
 @pytest.mark.parametrize(
@@ -283,6 +284,15 @@ def test_in_fp16_every_engine_that_sums_gradients_in_fp32_skips_the_same_steps_w
     assert found["losses"] == pytest.approx(wanted["losses"], abs=5e-3)
     for norm, right in zip(found["norms"], wanted["norms"]):
         assert norm == pytest.approx(right, rel=1e-3) or not math.isfinite(right)
+
+
+@pytest.mark.parametrize("layout", [each for each in HALVES if each.name in OFTEN_UNSCALED], ids=lambda each: each.name)
+def test_in_fp16_losses_and_norms_are_those_of_the_unscaled_step(layout):
+    words = ["engine.precision=fp16", "scaler.initial=256", *FP16[-2:]]
+    wanted, found = alone(*words, steps=2), trained(layout.size, *words, *layout.words, steps=2)
+    assert not any(wanted["skipped"]) and not any(found["skipped"])
+    assert found["losses"] == pytest.approx(wanted["losses"], abs=5e-3)
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-2)
 
 
 def test_the_losses_fall():

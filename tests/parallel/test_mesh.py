@@ -1,9 +1,11 @@
 import itertools
 
 import pytest
+import torch
 
 from hpclm.config import ParallelConfig
-from hpclm.parallel.mesh import SINGLE, Axis, Mesh, sub_axis
+from hpclm.errors import ConfigError
+from hpclm.parallel.mesh import SINGLE, Axis, Compute, Mesh, sub_axis
 
 
 def lines(axis, size, tensor, pipeline, monkeypatch):
@@ -71,3 +73,36 @@ def test_a_part_of_an_axis_is_an_axis_of_those_that_ask(monkeypatch):
     ends = sub_axis(pp, [0, 3])
     assert (ends.size, ends.rank, ends.ranks, ends.group) == (2, 1, (1, 7), (1, 7))
     assert sub_axis(pp, [0, 1, 2, 3]) is pp
+
+
+def test_weights_that_data_ranks_split_have_the_axes_of_those_that_hold_the_same_part(monkeypatch):
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, *_, **__: tuple(ranks))
+    mesh = Mesh.build(5, 16, ParallelConfig(tensor=2, shard=4))
+    assert (mesh.dp.rank, mesh.tp.rank, mesh.shard.ranks) == (2, 1, (1, 3, 5, 7))
+    part = mesh.of_weights(2)  # of ranks 1, 5, 9 and 13 each has as much as two of the four that share out all weights
+    assert (part.dp.ranks, part.dp.rank) == ((1, 5, 9, 13), 1)
+    assert (part.shard.ranks, part.shard.rank, part.replicate.ranks, part.replicate.rank) == ((1, 5), 1, (5, 13), 0)
+    assert (part.holders.ranks, part.holders.rank, part.holders.size) == ((0, 1, 4, 5), 3, 4)
+    assert mesh.of_weights(1) is mesh and part.tp is mesh.tp
+    apart = mesh.of_weights(8)  # more than share out weights: nothing is sharded
+    assert (apart.dp.ranks, apart.shard.ranks, apart.replicate.ranks, apart.holders) == ((5,), (5,), (5,), mesh.tp)
+    with pytest.raises(
+        ConfigError, match=r"over 3 data-parallel ranks, and there are 8; .* a multiple of 3 x 2 x 1 processes"
+    ):
+        mesh.of_weights(3)
+
+
+def test_processes_that_share_a_sequence_are_one_replica(monkeypatch):
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, *_, **__: tuple(ranks))
+    seen = [Mesh.build(rank, 8, ParallelConfig(context=2, expert=4)) for rank in range(8)]
+    assert [mesh.replica for mesh in seen] == [0, 0, 1, 1, 2, 2, 3, 3] and {mesh.replicas for mesh in seen} == {4}
+    assert [mesh.cp.ranks for mesh in seen[::2]] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [mesh.ep.ranks for mesh in seen[::4]] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_alone_a_process_keeps_only_those_that_hold_one_copy_of_the_model_with_it(monkeypatch):
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, *_, **__: tuple(ranks))
+    mesh = Mesh.build(5, 8, ParallelConfig(tensor=2, pipeline=2))
+    alone = Compute(torch.device("cpu"), torch.float32, mesh).alone.mesh
+    assert {alone.dp, alone.cp, alone.ep, alone.shard, alone.replicate} == {SINGLE} and alone.nodes == 1
+    assert (alone.tp, alone.pp, alone.holders, alone.world) == (mesh.tp, mesh.pp, mesh.tp, mesh.model)

@@ -62,3 +62,19 @@ def test_a_weight_that_cannot_be_split_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"\(7, 3\) is not divisible by parallel.tensor=2"):
         Placement((7, 3), 0).local(Axis(2, 0))
     assert Placement((7, 3), 0).local(SINGLE) == (7, 3)
+
+
+@pytest.mark.parametrize("shape, dim, ranks", [((4, 3), 0, 2), ((3, 4), None, 2)])
+def test_a_weight_that_data_ranks_cannot_split_is_refused(shape, dim, ranks):
+    with pytest.raises(ConfigError, match=r"dimension 0 of a weight of shape .* over 2 data-parallel ranks"):
+        Placement(shape, dim, data_ranks=ranks)
+
+
+def test_of_two_data_ranks_each_holds_half_of_the_experts_and_the_next_two_hold_the_same_again():
+    placement = Placement((4, 6), 1, data_ranks=2)
+    held = [list(placement.pieces(Axis(2, 1), data_rank)) for data_rank in range(4)]
+    assert [[(piece.start, piece.size, piece.offset) for piece in each] for each in held] == [
+        [((0, 3), (2, 3), 0)],
+        [((2, 3), (2, 3), 0)],
+    ] * 2
+    assert placement.local(Axis(2, 1)) == (2, 3)

@@ -99,3 +99,10 @@ def test_a_part_has_the_whole_ones_dropout_mask():
         mine = part(rank, 24, 3)
         for slot, places in enumerate(mine.places.chunk(2)):  # of two tensor-parallel processes
             assert torch.equal(dropout(x[places], 0.5, keys, 1, slot, mine), whole[places])
+
+
+def test_pieces_are_the_first_and_the_last_of_those_that_are_left_and_rows_come_in_blocks():
+    assert [pieces(Axis(2, rank), 16) for rank in range(2)] == [((0, 4), (12, 16)), ((4, 8), (8, 12))]
+    assert pieces(Axis(1), 16) == ((0, 16),)
+    assert list(row_blocks(((0, 4), (12, 16)), 3)) == [(0, 3), (3, 4), (12, 15), (15, 16)]
+    assert list(row_blocks(((0, 4),), 4)) == [(0, 4)]

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,38 @@ def test_a_run_is_named_by_its_path_or_by_its_name_below_the_folder_of_runs(tmp_
         match=r"sweep/lr=2 is not a run directory: it does not exist; .* has sweep/lr=1\. Did you mean 'sweep/lr=1'",
     ):
         runs.resolve("sweep/lr=2", tmp_path)
+
+
+def test_runs_are_looked_for_three_folders_down_and_the_first_twenty_are_named(tmp_path):
+    make(tmp_path / "1/2/3")
+    make(tmp_path / "1/2/4/5")
+    assert runs.find(tmp_path) == [tmp_path / "1/2/3"]
+    many = tmp_path / "many"
+    for number in range(21):
+        make(many / f"run-{number:02}")
+    names = ", ".join(f"run-{number:02}" for number in range(20))
+    with pytest.raises(ConfigError, match=rf"^zzz is not a run directory: it does not exist; \S+ has {names}, …\.$"):
+        runs.resolve("zzz", many)
+    assert len(runs.choose(["run-0*", "run-01", str(many / "run-20")], many)) == 11
+    with pytest.raises(ConfigError, match="no run directory matches 'zzz-\\*', neither here nor in"):
+        runs.choose(["zzz-*"], many)
+
+
+def test_the_log_of_a_run_that_has_not_trained_is_that_of_its_newest_job(tmp_path):
+    assert runs.read(make(tmp_path)).job_log() is None
+    (tmp_path / "logs").mkdir()
+    for name, age in (("job-7.log", 5), ("job-9.log", 20), ("rank-00001.log", 0)):
+        (tmp_path / "logs" / name).touch()
+        os.utime(tmp_path / "logs" / name, (1e9 - age,) * 2)
+    assert runs.read(tmp_path).job_log() == tmp_path / "logs/job-7.log"
+
+
+def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(tmp_path):
+    run = make(tmp_path / "runs/a")
+    checkpoint(run / "checkpoints/step-00000004")
+    assert runs.located(Path("a"), tmp_path / "runs") == run == runs.located(run, tmp_path)
+    with pytest.raises(ConfigError, match=r"step-5 does not exist; .*/checkpoints has step-00000004$"):
+        runs.located(Path("a/checkpoints/step-5"), tmp_path / "runs")
 
 
 def test_missing_and_broken_files_are_ignored(tmp_path):

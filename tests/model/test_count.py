@@ -62,3 +62,28 @@ def test_a_token_costs_the_products_of_its_experts_alone():
     assert count.flops_per_token(few) - count.flops_per_token(dense) == 6 * 3 * 32 * 4
     more = ModelConfig(**TINY | GATED | dict(experts=4, experts_per_token=3))
     assert count.flops_per_token(more) - count.flops_per_token(few) == 6 * 3 * 3 * 32 * 24
+
+
+def test_windows_limit_what_a_token_attends_to():
+    """A window of 4 in 16 tokens: 4 - 4 x 4 / 32 on average; without a window 16 - 16 x 16 / 32."""
+    model = ModelConfig(layers=2, context=16, pattern=["window", "full"], window=4)
+    assert count.attended(model) == (3.5 + 8.0) / 2 and count.attended(model, causal=False) == (4 + 16) / 2
+    assert count.attended(ModelConfig(layers=3, context=16, pattern=["window"], window=99)) == 8.0
+
+
+@pytest.mark.parametrize(
+    "tokens, vocab, memory, chunk",
+    [
+        (4096, 50304, 1e9, 4096),
+        (8192, 50304, 1e9, 4096),
+        (5000, 50304, 1e9, 2500),  # equal chunks
+        (4098, 50304, 1e9, 2049),
+        (12291, 50304, 1e9, 3073),  # 3 x 17 x 241: no 4, 5, 6 or 7 equal ones, so the last is smaller
+        (8192, 50304, 60 << 30, 8192),  # 2^32 bytes hold 10,672 tokens of 8 bytes for each logit
+        (10673, 50304, 60 << 30, 5337),
+        (8192, 50304, (60 << 30) - 1, 4096),
+        (1, 50304, 1e9, 1),
+    ],
+)
+def test_logits_are_computed_in_equal_chunks_that_a_gpu_has_room_for(tokens, vocab, memory, chunk):
+    assert count.loss_chunk(tokens, vocab, memory) == chunk

@@ -6,7 +6,7 @@ import torch
 from hpclm.config import ModelConfig
 from hpclm.model.attention import layout
 from hpclm.model.attention.layout import ActivationSpec, block_mask
-from hpclm.model.position import alibi, rotary_rates, sinusoids
+from hpclm.model.position import alibi, frequencies, rotary_rates, sinusoids
 from hpclm.parallel.micro_batch import MicroBatch
 from tests import weights
 from tests.engine import sharded
@@ -100,3 +100,19 @@ def test_the_frequencies_of_rotary_positions_are_made_once(monkeypatch):
     run, engine, batches, _ = sharded.made(words)
     sharded.steps(run, engine, batches, 0, 2)
     assert sorted(made) == ["full", "window"]
+
+
+def rates(scaling, length=0):
+    return frequencies(8, 100.0, scaling, 16, length, torch.device("cpu"))
+
+
+def test_frequencies_fall_with_the_feature_and_scalings_change_them_as_their_authors_say():
+    plain = [100.0 ** -(feature / 8) for feature in (0, 2, 4, 6)]
+    found, factor = rates({})
+    assert found.tolist() == pytest.approx(plain) and factor == 1.0
+    linear, factor = rates({"rope_type": "linear", "factor": "4"})
+    assert linear.tolist() == pytest.approx([rate / 4 for rate in plain]) and factor == 1.0
+    dynamic = {"rope_type": "dynamic", "factor": "2", "original_max_position_embeddings": "16"}
+    assert rates(dynamic, 16)[0].tolist() == pytest.approx(plain)
+    base = 100.0 * (2 * 32 / 16 - 1) ** (8 / 6)
+    assert rates(dynamic, 32)[0].tolist() == pytest.approx([base ** -(feature / 8) for feature in (0, 2, 4, 6)])

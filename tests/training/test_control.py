@@ -1,17 +1,21 @@
 """When a run saves and exits, what it says after a signal, and with which code it ends."""
 
 import logging
+import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hpclm import config
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.config import CheckpointConfig
 from hpclm.config.plan import Length
+from hpclm.distributed.context import single
 from hpclm.errors import HpclmError
 from hpclm.optim.stability import Health
-from hpclm.training.control import ControlState, RunControl, Saver, due
+from hpclm.parallel.mesh import Compute
+from hpclm.training.control import ControlState, ControlSync, RunControl, Saver, due
 from tests.checkpoint.state import State
 
 
@@ -219,3 +223,45 @@ def test_an_unhealthy_checkpoint_is_told_with_its_reason(tmp_path, caplog):
         saver.save(State(), Progress(3, health=Health(3.0, 3.0, 0.1, 2)), None, ControlState())
     assert caplog.messages[0].startswith("saved step 3 in ")
     assert caplog.messages[1].startswith("step 3 is saved, and does not replace healthy checkpoints: ")
+
+
+def sync_of(out, *words, began=0.0):
+    """What the ranks send one another of signals and requests, on one rank whose processes started ``began`` seconds ago."""
+    run = config.load(None, ["data.source=synthetic", f"out={out}", *words])
+    state = SimpleNamespace(
+        store=CheckpointStore(out, Retention(), {}),
+        engine=SimpleNamespace(compilations=()),
+        data=SimpleNamespace(begin=Progress(seconds=5.0)),
+    )
+    context = single()
+    context.began = time.time() - began
+    compute = Compute(torch.device("cpu"), torch.float32)
+    no_signal = SimpleNamespace(seconds=lambda name: 0.0)
+    return ControlSync(
+        SimpleNamespace(distributed=context, out=out, config=run, compute=compute), state, None, no_signal
+    )
+
+
+@pytest.mark.parametrize(
+    "words, began, over", [(["exit_minutes=60"], 3600, True), (["exit_minutes=60"], 0, False), ([], 1e6, False)]
+)
+def test_the_time_of_an_attempt_counts_from_the_start_of_its_processes(words, began, over, tmp_path):
+    state = sync_of(tmp_path, *words, began=began).poll()
+    assert state.out_of_time == over and state.trained == 5.0 and state.written and not state.since
+
+
+@pytest.mark.parametrize(
+    "names, stop, save",
+    [
+        ([], None, False),
+        (["stop"], "stop", False),
+        (["kill"], "kill_switch", False),
+        (["stop", "kill"], "kill_switch", False),  # which also ends the next start
+        (["save-now"], None, True),
+    ],
+)
+def test_requests_are_seen_and_a_kill_switch_outranks_a_stop(names, stop, save, tmp_path):
+    for name in names:
+        (tmp_path / name).touch()
+    state = sync_of(tmp_path, f"kill_switch={tmp_path}/kill").poll()
+    assert (state.stop, state.save) == (stop, save)

@@ -38,6 +38,7 @@ from hpclm.optim.user_optimizer import UserOptimizer
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, union
 from hpclm.parallel.mesh import SINGLE, Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, Output, add
+from hpclm.registry import OWN
 
 
 class BaseEngine:
@@ -71,6 +72,8 @@ class BaseEngine:
         self._names_reported: tuple[str, ...] | None = None
         """The names of all that is reported, on any stage; None before the first step."""
         own_block = config.model.block not in BLOCKS
+        # ours draw nothing but dropout, which is seeded where it happens
+        self._own_code = own_block or any(map(OWN.fullmatch, (config.optim.name, config.engine.name)))
         split = {weight.name for weight in self.weights if weight.placement.data_ranks > 1}
         # ours are alike on all stages, but that some may have no layer with experts
         split = union(split, mesh.pp) if own_block or config.model.experts else split
@@ -188,9 +191,11 @@ class BaseEngine:
         """Forward and backward over the micro-batches, clip, update; skips the update if loss or gradients are not finite."""
         config, mesh = self.config, self.mesh
         scale = self.scale.value if self.scale else 1.0
-        # by the number of the step, so that a resumed run and a step done again draw what the first attempt drew
-        seed_step(config.seed, step, mesh.world.rank)
-        self.model.train()
+        if self._own_code:
+            # by the number of the step, so that a resumed run and a step done again draw what the first attempt drew
+            seed_step(config.seed, step, mesh.world.rank)
+        if not self.model.training:
+            self.model.train()
         for group in self.optimizer.param_groups:
             # set in every step: the rate is a function of the step, and so no state that a checkpoint could have
             group["lr"] = lr * group.get("factor", 1.0)

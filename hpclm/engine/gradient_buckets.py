@@ -41,6 +41,8 @@ class Bucket:
         self.work: Any = None
         self.sent = self.buffer
         """What is all-reduced: the buffer, or a copy of it in a smaller type."""
+        self.summed = slice(None)
+        """Where the sums arrive."""
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             # autograd adds into a gradient that exists, so the buffer fills without a copy
             parameter.grad = view(self.buffer, parameter, start)
@@ -90,7 +92,7 @@ class GradientBuckets:
             if bucket.work is not None:
                 bucket.work.wait()
             if bucket.sent is not bucket.buffer:
-                bucket.buffer.copy_(bucket.sent)
+                bucket.buffer[bucket.summed].copy_(bucket.sent[bucket.summed])
             bucket.sent, bucket.work, bucket.missing = bucket.buffer, None, 0
 
     def zero(self) -> None:

@@ -182,6 +182,7 @@ class ShardedBuckets(GradientBuckets):
         if mesh.shard.size == 1:  # what all ranks of the axis hold whole
             super()._reduce(bucket)
             return
+        bucket.summed = slice(bucket.begin, bucket.end)
         bucket.work = scatter_into(shard_sums, bucket.sent, group=mesh.shard.group, async_op=True)
         if mesh.replicate.size > 1:
             with torch.cuda.stream(self._stream):

@@ -287,3 +287,18 @@ def test_a_site_file_that_everyone_can_write_is_refused(tmp_path):
     site.chmod(0o666)
     with pytest.raises(ConfigError, match="is writable by everyone"):
         config.load(None, BUDGET, site)
+
+
+def test_requests_to_slurm_run_no_code_and_other_options_may(tmp_path):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(
+        "job: {account: me, qos: high, gres: 'gpu:4', name: x, constraint: a, reservation: r, dependency: 'singleton'}\n"
+    )
+    given_away(file)
+    assert config.load(file, BUDGET).job.options["qos"] == "high"
+    file.write_text("job: {qos: high, export: ALL}\n")
+    with pytest.raises(ConfigError) as caught:
+        config.load(file, BUDGET)
+    [problem] = caught.value.problems
+    assert problem.startswith(f"job.options.export='ALL' in {file} would run code in your name")
+    assert config.load(file, [*BUDGET, "job.export=NONE"]).job.options == {"qos": "high", "export": "NONE"}

@@ -494,3 +494,22 @@ def test_every_engine_and_layout_is_checked(layout, tiny, tmp_path):
     hpclm("submit", *tiny("out", *job, *words), check=0)
     report = json.loads((tmp_path / "out/self-check.json").read_text())
     assert (report["way"], report["problems"], report["background"]) == ("as set", [], True)
+
+
+@pytest.mark.parametrize(
+    "content, remembered",
+    [
+        ('{"way": "as set", "problems": [], "background": true}', True),
+        ('{"way": "as set", "problems": [], "background": false}', True),
+        ('{"way": "uncompiled", "problems": [], "background": true}', False),
+        ('{"way": "as set", "problems": ["x"], "background": true}', False),
+        ('{"way": "as set", "problems": [], "background": 3}', False),
+        ('{"way": "as set"}', False),
+        ("[]", False),
+        ("{", False),
+    ],
+)
+def test_only_a_check_in_which_all_was_right_is_remembered(content, remembered, tmp_path):
+    (tmp_path / "x.json").write_text(content)
+    assert (self_check._read(tmp_path / "x.json") is not None) == remembered
+    assert self_check._read(tmp_path / "none.json") is None

@@ -9,9 +9,9 @@ import torch
 
 from hpclm import cli
 from hpclm.checkpoint import Progress
-from hpclm.config import from_cli
+from hpclm.config import dump, from_cli
 from hpclm.data.scan import SharedFacts
-from hpclm.datasets.next_command import LARGE_FROM, next_command
+from hpclm.datasets.next_command import LARGE_FROM, dataset_settings, next_command, next_tuning_command
 from hpclm.datasets.writer import Writer
 from hpclm.parallel.mesh import Compute
 from hpclm.training.run_data import build_data
@@ -57,6 +57,56 @@ def test_a_corpus_that_is_too_small_gets_no_command(lengths, tmp_path):
     prefix = dataset(tmp_path / "x", lengths)
     refused = f"add text; {sum(lengths)} tokens are too few (a first run needs at least 129)"
     assert next_command([prefix], 64) == next_command([prefix, prefix], 64) == refused
+
+
+def made_run(tmp_path, *words):
+    config = from_cli(["small", "model.context=16", *words], None)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    dump(config, tmp_path / "run/config.yaml")
+    return str(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "length, smaller",
+    [
+        (16, ["batch.global_size=2", "batch.micro_size=2"]),
+        (64, ["batch.global_size=8", "batch.micro_size=4"]),
+        (256, []),
+    ],
+)
+def test_a_model_is_tuned_with_batches_that_last_for_ten_steps(length, smaller, tmp_path):
+    run = made_run(tmp_path, "batch.global_size=16", "batch.micro_size=4")
+    words = shlex.split(next_tuning_command(dataset(tmp_path / "x", [length] * 10), run, False))
+    assert words[:3] == ["hpclm", "train", f"{run}/config.yaml"] and f"checkpoint.init_from={run}" in words
+    assert {"name=tuned", "out=runs/tuned", "optim.lr=1e-5", "optim.min_lr=1e-6", "budget.epochs=3"} <= set(words)
+    assert "data.order=packed" not in words
+    assert [word for word in words if word.startswith("batch.")] == smaller
+
+
+def test_conversations_are_kept_whole_and_apart_in_tuning(tmp_path):
+    run = made_run(tmp_path)
+    words = shlex.split(next_tuning_command(dataset(tmp_path / "x", [20, 20]), run, True))
+    assert {"data.order=packed", "data.reset_attention_mask=true", "data.reset_position_ids=true"} <= set(words)
+    assert "data.split_by=tokens" not in words and "data.split=1" in words
+
+
+def test_tuning_data_below_one_sample_get_no_command(tmp_path):
+    said = "add text; 16 tokens are too few for a sample of model.context=16; import with a shorter one"
+    assert next_tuning_command(dataset(tmp_path / "x", [16]), made_run(tmp_path), False) == said
+
+
+@pytest.mark.parametrize(
+    "lengths, words",
+    [
+        ([90] * 90 + [10] * 20, []),
+        ([50] * 10, ["data.split=90,10"]),
+        ([1000], ["data.split=90,10", "data.split_by=tokens"]),
+        ([20], ["data.split=1"]),
+    ],
+)
+def test_a_dataset_is_divided_so_that_there_is_a_sample_to_validate_on(lengths, words, tmp_path):
+    prefix = dataset(tmp_path / "x", lengths)
+    assert dataset_settings(prefix, 64, 16) == [f"data.prefix={prefix}", "model.vocab_size=64", *words]
 
 
 def test_validation_data_that_is_too_short_is_not_evaluated(tmp_path):

@@ -161,6 +161,7 @@ MISTAKES = {
     ("train", "small", "--multi-latent-attention"): "--multi-latent-attention: hpclm does not have it",
     ("train", "small", "moe_intermediate_size=64"): "Did you mean 'model.expert_ffn'?",
     ("train", "small", "--load", "x"): "a run resumes from its newest good checkpoint by itself; hpclm docs migrating",
+    ("train", "small", "--dtype", "torch.float16"): "as key=value: engine.precision=fp16; hpclm docs migrating",
     ("train", "small", "--dtype", "bfloat16"): "as key=value: engine.precision=bf16; hpclm docs migrating",
     ("train", "small", "optimizer.type=Adam"): "Did you mean 'optim.name'?",
     ("train", "small", "train_micro_batch_size_per_gpu=4"): "Did you mean 'batch.micro_size'?",
@@ -266,6 +267,25 @@ def test_the_name_of_a_run_is_no_verb_and_the_answer_has_those_that_take_it(name
     assert cli.main([name]) == 2
     verbs = f"hpclm status {name} shows it, hpclm train {name} continues it"
     assert capsys.readouterr().err == f"error: {name} is a run and no verb: {verbs}\n"
+
+
+def test_a_request_or_an_end_is_waited_for_as_long_as_the_help_says():
+    for verb, words in (("cancel", ["a"]), ("request", ["a", "stop"])):
+        assert cli.parser(verb).parse_args(words).wait == 300
+        assert cli.parser(verb).parse_args([*words, "--wait", "0"]).wait == 0
+
+
+@pytest.mark.parametrize("option", ["-V", "--version"])
+def test_the_version_is_told(option, capsys):
+    assert cli.main([option]) == 0 and capsys.readouterr().out == f"hpclm {hpclm.__version__}\n"
+
+
+def test_help_lists_the_verbs_or_the_options_of_one(capsys):
+    assert cli.main(["help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(re.search(rf"^.{{8}}{verb} +\S", listed, re.M) for verb in cli.VERBS)
+    for words in (["help", "top"], ["top", "--help"]):
+        assert exit_code(words) == 0 and capsys.readouterr().out.startswith("usage: hpclm top ")
 
 
 def test_several_runs_cannot_go_back_to_one_step(tmp_path, monkeypatch, capsys):

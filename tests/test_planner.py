@@ -205,6 +205,7 @@ def test_speed_is_not_predicted_without_a_peak(capsys):
 
 def test_a_head_that_tensor_cores_do_not_like_is_told(capsys):
     assert "a head is 150 wide" in output("model.hidden=600", "model.heads=4", capsys=capsys)
+    assert "a head is" not in output("model.hidden=96", "model.heads=4", capsys=capsys)
 
 
 def test_a_whole_forecast_loads_neither_torch_nor_numpy():

@@ -10,6 +10,7 @@ from hpclm.node.job import JobState
 from hpclm.rundir import runs
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.status import job_words, span, status_of
+from hpclm.rundir.submissions import Submission
 from tests.checkpoint import state
 from tests.rundir.test_runs import make
 from tests.test_status import attempt, rows
@@ -114,3 +115,23 @@ def test_what_the_user_should_look_at_is_told_with_its_numbers(tmp_path):
     assert [*of(out).warnings()] == [f"{spike}: hpclm checkpoints {out}", bad]
     (made.folder / "step-00000003").rename(made.folder / ".bad-step-00000003")
     assert [*of(out).warnings()][1] == bad.replace("1 bad checkpoint", "2 bad checkpoints")
+
+
+@pytest.mark.parametrize(
+    "ended, asked",
+    [
+        (("done", "done at step 5", 0), ""),
+        (("failed", "x is wrong", 1), "no answer"),
+        (("stopped", "stopped at step 5", 0), "no answer"),
+    ],
+)
+def test_a_scheduler_that_does_not_answer_matters_to_no_run_that_is_done(ended, asked, tmp_path):
+    found = status_of(runs.read(make(tmp_path, [attempt(job_id="7")], rows(5), ended)), None, "no answer")
+    assert (found.name, found.asked) == (ended[0], asked)
+
+
+@pytest.mark.parametrize(
+    "cluster, is_job", [("slurm", True), ("my.mod:Pbs", True), ("local", False), ("mpirun", False)]
+)
+def test_a_launch_in_the_foreground_is_no_job(cluster, is_job):
+    assert Submission(cluster, "7", "here", 1, 1, "").is_job == is_job

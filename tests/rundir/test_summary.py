@@ -204,3 +204,21 @@ def test_a_step_without_tokens_leaves_the_loss_and_what_is_wrong_with_experts_is
         kept.write()
     told = summary.read(tmp_path)
     assert (told["step"], told["loss"], told["experts"]) == (6, 2.5, "block 2 uses few experts")
+
+
+def test_speed_is_that_of_the_last_fifty_steps_and_a_curve_has_16_to_31_points(tmp_path):
+    with RunSummary(tmp_path) as kept:
+        kept.begin([ATTEMPT], 20)
+        for number in range(1, 61):
+            kept.measured(
+                step(
+                    number, step_seconds=1.0 if number <= 35 else 3.0, tokens_per_second=100.0 if number <= 35 else 20.0
+                )
+            )
+        kept.write()
+    told = summary.read(tmp_path)  # 25 steps of 1 s and 100 tokens, and 25 of 3 s and 60 tokens
+    assert (told["step_seconds"], told["tokens_per_second"]) == (2.0, (25 * 100 + 25 * 60) / 100)
+    curve = LossCurve()
+    for number in range(1000):
+        curve.add(float(number))
+    assert curve.points == [64.0 * number for number in range(16)]

@@ -12,7 +12,7 @@ from hpclm import config
 from hpclm.config import compose
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, DeviceMemoryError
 from hpclm.inference import run_settings
 from hpclm.node.gpus import KINDS
 from hpclm.planning import fit, forecast, suggest
@@ -165,3 +165,26 @@ def test_other_errors_pass_through(tiny):
     run = config.load(None, tiny())
     with pytest.raises(RuntimeError, match="of another kind"), fit.memory_errors_explained(run, None):
         raise RuntimeError("of another kind")
+
+
+@pytest.mark.parametrize(
+    "context, batch, size",
+    [(1024, 64, 4), (1000, 64, 4), (2048, 64, 2), (4096, 64, 1), (8192, 64, 1), (16, 12, 4), (16, 7, 1)],
+)
+def test_on_a_cpu_auto_is_the_largest_power_of_two_that_divides_the_batch_with_at_most_4096_tokens(
+    context, batch, size, tmp_path
+):
+    words = [f"out={tmp_path}", "batch.micro_size=auto", f"batch.global_size={batch}", f"model.context={context}"]
+    assert fit.with_micro_size_for(None, config.load(None, words), single()).batch.micro_size == size
+
+
+def test_memory_that_a_cpu_could_not_get_is_an_error_with_what_was_expected_and_what_needs_less():
+    run = config.load(None, ["engine.device=cpu", "batch.micro_size=4", "engine.precision=fp32"])
+    with pytest.raises(DeviceMemoryError) as caught, fit.memory_errors_explained(run, single()):
+        raise RuntimeError(f"[enforce fail] {fit.CPU_MESSAGE}: you tried to allocate 9 bytes\nmore")
+    first, expected, less, last = str(caught.value).splitlines()
+    assert first.endswith("you tried to allocate 9 bytes") and caught.value.exit_code == 93
+    sizes = re.findall(r"(\w+) ([\d.]+) (GiB|MiB)", expected.partition(": ")[2])
+    assert [name for name, *_ in sizes] == ["weights", "gradients", "optimizer", "activations", "buffers", "logits"]
+    assert "batch.micro_size=2 (" in less and "engine.recompute=full (" in less and "--suggest" in last
+    assert [fit._in_units(size << 20) for size in (10, 11, 1536)] == ["10.0 MiB", "0.01 GiB", "1.50 GiB"]

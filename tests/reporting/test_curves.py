@@ -90,3 +90,11 @@ def test_evaluations_of_several_parts_are_their_mean(tmp_path):
     assert curves.validation(found) == {2: 2.5}
     [loss] = [chart for chart in curves.charts({"one": found}) if chart.key == "loss"]
     assert [curve.name for curve in loss.curves] == ["training", "validation a", "validation b"]
+
+
+def test_steps_out_of_order_are_averaged_in_their_order():
+    grid = np.arange(1.0, 7.0)
+    pairs = np.array([3.0, 1.0, 2.0, 6.0]), np.array([30.0, 10.0, 20.0, np.nan])
+    steps, mean, low, high = curves._averaged(pairs, grid, 2)
+    assert steps.tolist() == [2.0, 4.0, 6.0] and mean[:2].tolist() == [15.0, 30.0] and np.isnan(mean[2])
+    assert (low[:2].tolist(), high[:2].tolist()) == ([10.0, 30.0], [20.0, 30.0])

@@ -94,6 +94,23 @@ def test_without_attempts_jsonl_there_is_a_history_without_attempts(tmp_path):
     assert not history.read(out).attempts
 
 
+def test_of_a_step_that_was_done_again_the_last_row_counts_in_the_place_of_the_first(tmp_path):
+    out = made.trained(tmp_path / "run", [4.0, 3.0, 2.0])
+    rows = [
+        made.row(step, at, loss=loss)
+        for at, (step, loss) in enumerate([(1, 4.0), (2, 3.0), (3, 2.0), (2, 2.5), (4, 1.0)])
+    ]
+    (out / "metrics.jsonl").write_text(made.lines(rows))
+    found = history.read(out)
+    assert found.steps["step"].tolist() == [1, 2, 3, 4] and found.steps["loss"].tolist() == [4.0, 2.5, 2.0, 1.0]
+
+
+def test_what_users_report_is_the_mean_of_the_last_fifty_steps(tmp_path):
+    out = made.trained(tmp_path / "run", [4.0])
+    (out / "metrics.jsonl").write_text(made.lines(made.row(step, step, mine=step) for step in range(1, 71)))
+    assert history.read(out).reported == {"mine": sum(range(21, 71)) / 50}
+
+
 def test_a_run_that_has_not_started_has_no_attempts(tmp_path):
     found = history.read(tmp_path)
     assert not found.attempts and found.goodput is None and "not started" in state(found) and summary(found) == ""

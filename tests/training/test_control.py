@@ -34,7 +34,7 @@ def control_of(out, *words, begin=Progress(), since=None, steps=100):  # noqa: B
     control = RunControl(
         SimpleNamespace(config=run, out=out, distributed=SimpleNamespace(watchdog=watchdog)),
         SimpleNamespace(data=SimpleNamespace(length=Length(steps, None), begin=begin), engine=State()),
-        SimpleNamespace(preemption=preemption, remove=told.removed.append),
+        SimpleNamespace(preemption=preemption, remove=told.removed.append, poll=lambda: ControlState(micro_batch=1e-3)),
         saver,
     )
     return control, told
@@ -265,3 +265,23 @@ def test_requests_are_seen_and_a_kill_switch_outranks_a_stop(names, stop, save, 
         (tmp_path / name).touch()
     state = sync_of(tmp_path, f"kill_switch={tmp_path}/kill").poll()
     assert (state.stop, state.save) == (stop, save)
+
+
+def test_ranks_agree_between_steps_only_where_something_may_have_to_be_done(tmp_path):
+    control, _ = control_of(tmp_path, "checkpoint={every: 7, background: true}", "evaluate.every=5")
+
+    def waits(step, **answer):
+        control.apply(ControlState(micro_batch=1e-3, **answer))
+        return control.must_synchronize(Progress(step), 1)
+
+    assert waits(1)  # of an attempt's first step nothing is known
+    control.poll()
+    assert [step for step in (1, 2, 5, 7, 10, 14, 99, 100) if waits(step)] == [5, 7, 10, 14, 100]
+    asked = {"stop": "stop", "since": {"SIGTERM": 1.0}, "save": True, "lost": True, "out_of_time": True}
+    assert all(waits(1, **{name: value}) for name, value in asked.items())
+    control.saver.store.begin(State(), Progress(1))
+    assert not waits(2, written=False) and waits(2, written=True)  # to publish it
+    control.saver.wait()
+    assert not waits(2, written=True)
+    control.synchronize_soon()
+    assert waits(2)

@@ -26,11 +26,12 @@ def test_a_blend_takes_the_dataset_that_is_furthest_behind_and_of_equals_the_fir
     assert blend.counts(made, 4) == [4, 2, 2, 0]
 
 
-def test_an_exhaustive_blend_has_every_sample_of_every_dataset_once():
-    made = blend.exhaustive([3, 0, 5])
-    assert blend.counts(made, 3) == [3, 0, 5]
-    for number in (0, 2):
-        assert made.index[made.which == number].tolist() == list(range([3, 0, 5][number]))
+@pytest.mark.parametrize("sizes", [[3, 0, 5], [0, 0, 5], [1, 1, 7]])
+def test_an_exhaustive_blend_has_every_sample_of_every_dataset_once(sizes):
+    made = blend.exhaustive(sizes)
+    assert blend.counts(made, 3) == sizes
+    for number, size in enumerate(sizes):
+        assert made.index[made.which == number].tolist() == list(range(size))
 
 
 def test_a_blend_of_many_samples_is_the_same_in_blocks(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from hpclm.data import tokenizers
 from hpclm.datasets.build import Output, check
 from hpclm.datasets.chat import Chat
-from hpclm.datasets.encode import Column, Job
+from hpclm.datasets.encode import Column, Conversation, Job, _conversations
 from hpclm.errors import ConfigError
 from tests.datasets.texts import documents
 
@@ -191,3 +191,35 @@ def test_ends_are_appended_where_the_tokenizer_has_one_and_does_not_itself(name,
     check(named)
     with pytest.raises(ConfigError, match=said):
         check(Job(named.tokenizer, (), **more))
+
+
+def conversation(size, *counted, **more):
+    counts = np.zeros(size, np.bool_)
+    counts[list(counted)] = True
+    return Conversation(np.arange(size), counts, **{"spanning": False, "ends": frozenset("e"), **more})
+
+
+@pytest.mark.parametrize("too_long, sizes, cut, dropped", [("cut", [8, 8], 2, 2), ("drop", [8], 0, 3)])
+def test_conversations_longer_than_a_sample_are_cut_or_dropped_and_those_without_an_answer_dropped(
+    too_long, sizes, cut, dropped
+):
+    chat = Chat("{{ x }}", (), 7, too_long)
+    none, late = conversation(5, 0), conversation(9, 8)  # only the first token counts; only one that is cut off
+    given = [conversation(8, 3), None, conversation(9, 1), none, late]
+    tokens, counts = _conversations(given, job(chat=chat), chat)
+    assert tokens.sizes.tolist() == counts.sizes.tolist() == sizes and tokens.documents.tolist() == [1] * len(sizes)
+    assert (tokens.cut, tokens.dropped) == (cut, dropped)
+    assert counts.tokens[:8].tolist() == [0, 0, 0, 1, 0, 0, 0, 0] and (tokens.tokens.dtype, counts.tokens.dtype) == (
+        np.uint16,
+        np.uint8,
+    )
+
+
+def test_conversations_without_an_end_and_with_spanning_tokens_are_counted():
+    given = [
+        conversation(4, 1, ends=frozenset()),
+        conversation(4, 1, spanning=True, ends=frozenset("f")),
+        conversation(4, 1),
+    ]
+    tokens, _ = _conversations(given, job(chat=CHAT), CHAT)
+    assert (tokens.endless, tokens.spanning, tokens.ends) == (1, 1, {"e", "f"})

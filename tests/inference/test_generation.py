@@ -161,3 +161,13 @@ def test_tokens_take_the_experts_that_they_take_without_a_cache(kind):
             router.choice_bias.copy_(torch.linspace(-0.3, 0.3, 8))
     assert continued(model, PROMPTS) == uncached(model, PROMPTS)
     assert [continued(model, [prompt])[0] for prompt in PROMPTS] == uncached(model, PROMPTS)
+
+
+def test_the_fewest_tokens_whose_probabilities_reach_top_p_are_drawn_from():
+    from hpclm.inference.generation import Sampler
+
+    for top_p, drawn in ((0.25, 1), (0.26, 2), (0.5, 2), (0.51, 3), (1.0, 4)):
+        sampler = Sampler(Sampling(1.0, None, top_p), 0)
+        assert len({sampler(torch.zeros(4)) for _ in range(80)}) == drawn, top_p
+    sampler = Sampler(Sampling(1.0, 1), 0)
+    assert {sampler(torch.tensor([0.0, 1.0, 0.0])) for _ in range(20)} == {1}

@@ -98,3 +98,10 @@ def test_steps_out_of_order_are_averaged_in_their_order():
     steps, mean, low, high = curves._averaged(pairs, grid, 2)
     assert steps.tolist() == [2.0, 4.0, 6.0] and mean[:2].tolist() == [15.0, 30.0] and np.isnan(mean[2])
     assert (low[:2].tolist(), high[:2].tolist()) == ([10.0, 30.0], [20.0, 30.0])
+
+
+def test_runs_that_diverged_come_last_and_those_without_a_validation_loss_after_those_with_one():
+    measured, other = curves.Standing("a", 2.5, 7, 2.0, 50, None), curves.Standing("b", 2.25, 7, 3.0, 50, None)
+    trained, lost = curves.Standing("c", None, None, 1.0, 50, None), curves.Standing("d", 1.0, 7, None, 50, 30)
+    ranked = sorted([lost, trained, measured, other], key=lambda standing: standing.key)
+    assert [standing.name for standing in ranked] == ["b", "a", "c", "d"]

@@ -3,8 +3,9 @@
 import getpass
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,12 +94,14 @@ def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
 
     PyTorch's own default, which it also writes into ``env`` when torch._dynamo is imported, may be another user's folder. What
     hpclm set is used only if this machine has it: a job inherits the variables of the machine that submitted it.
-    Headers for C++ are not precompiled: PyTorch keeps them in its default folder whatever was chosen.
+    Headers for C++, which PyTorch keeps in its default folder whatever was chosen, are precompiled if that folder is this user's
+    alone and the user does not forbid it.
 
     OSError or ConfigError if the folder cannot be made, or others could replace it. Then nothing can be compiled, but torch._dynamo
     can be imported, which makes the folder that the variable names.
     """
-    env.setdefault(PRECOMPILED_HEADERS, "0")
+    if env.get(PRECOMPILED_HEADERS) != "0":
+        env[PRECOMPILED_HEADERS] = str(int(_default_of_inductor_is_private()))
     folder = Path(env.get(INDUCTOR_CACHE) or NOWHERE)
     hpclm_made = folder.name.startswith(INDUCTOR_FOLDER)
     if not hpclm_made and folder != Path(NOWHERE) and folder.name != _default_of_inductor():
@@ -109,7 +112,7 @@ def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def precompiles_headers(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether torch.compile precompiles headers for C++, which it does only for a user who asks for it."""
+    """Whether torch.compile precompiles headers for C++, as ``for_inductor`` has decided."""
     return env.get(PRECOMPILED_HEADERS) == "1"
 
 
@@ -131,6 +134,16 @@ def _default_of_inductor() -> str:
     except (KeyError, ImportError, OSError):  # no variable names the user, nor does the password database
         user = f"uid_{os.getuid()}"
     return "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user)
+
+
+def _default_of_inductor_is_private() -> bool:
+    """Whether others can change nothing in the folder that PyTorch chooses, which is made here if there is none."""
+    folder = Path(tempfile.gettempdir(), _default_of_inductor())
+    with suppress(OSError):
+        if not folders.exposed_folder(folder.parent, sticky=True):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            return folders.is_private_folder(folder)
+    return False
 
 
 def to_unset(options: Iterable[str], env: Mapping[str, str] = os.environ) -> list[str]:

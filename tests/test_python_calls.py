@@ -223,7 +223,7 @@ def test_the_values_of_a_sweep_are_settings_and_parts_of_names():
 
 def test_the_module_of_own_code_is_looked_for_where_it_is_here():
     assert _folders("tests.runs:hpclm") == [ROOT] and _folders("json.decoder:x") == [Path(os.__file__).parent]
-    assert _folders("no_such_module:X") == _folders("a-b:x") == []
+    assert _folders("no_such_module:X") == _folders("a-b:x") == _folders("sys:x") == []
 
 
 def test_numbers_are_whole_up_to_64_bits_and_neither_true_nor_of_two_dimensions():

@@ -56,7 +56,7 @@ def _folders(name: str) -> list[Path]:
         spec = find_spec(top) if top.isidentifier() else None
     except (ImportError, ValueError):
         return []
-    if spec is None or not (spec.origin or spec.submodule_search_locations):
-        return []
-    inner = [Path(place) for place in spec.submodule_search_locations or []]
-    return [inner[0].parent] if inner else [Path(str(spec.origin)).parent]
+    inner = [Path(place) for place in (spec and spec.submodule_search_locations) or []]
+    if inner:
+        return [inner[0].parent]
+    return [Path(spec.origin).parent] if spec and spec.has_location and spec.origin else []

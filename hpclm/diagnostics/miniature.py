@@ -23,6 +23,7 @@ from hpclm.config.plan import Plan
 from hpclm.diagnostics.samples import EPS, Sample, Samples, of_matrices, of_update, of_weights, sample, sample_of
 from hpclm.engine.base import BaseEngine, optimizer_for
 from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.model.experts import Experts
 from hpclm.model.stack import Stages
@@ -270,9 +271,13 @@ def _bytes(settings: EngineSettings, model: ModelConfig, size: int, length: int)
 
 def _half_the_experts(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig | None:
     """The model with half as many experts; None if it cannot have so few."""
-    fewer = replace(model, experts=model.experts // 2)
-    wrong = fewer.experts < 2 or model.experts % 2 or [*experts.problems(fewer), *experts.unsplit(fewer, parallel)]
-    return None if wrong else fewer
+    if model.experts % 2 or model.experts < 4:
+        return None
+    try:
+        fewer = replace(model, experts=model.experts // 2)
+    except ConfigError:  # the router would choose more experts than there are
+        return None
+    return None if [*experts.unsplit(fewer, parallel)] else fewer
 
 
 def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False) -> Measured:

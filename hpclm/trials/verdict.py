@@ -85,7 +85,8 @@ def conclusion(result: Result) -> str:
         beside += f"; gradients were not compared in {_listed(uncompared)}: test it without its random numbers too"
     if bad:
         return f"{who} does not agree with one process: {_listed(bad)}{beside}"
-    return f"{who} agrees with one process everywhere else{beside}" if refused else f"{who} agrees with one process"
+    elsewhere = " everywhere else" if refused else ""
+    return f"{who} agrees with one process{elsewhere}{beside}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -49,6 +49,7 @@ def test_experts_are_halved_as_long_as_all_that_divides_them_still_does():
     assert _half_the_experts(model, ParallelConfig()).experts == 4
     assert _half_the_experts(model, ParallelConfig(expert=8)) is None
     assert _half_the_experts(replace(model, experts=5), ParallelConfig()) is None
+    assert _half_the_experts(replace(model, experts=4, experts_per_token=3), ParallelConfig()) is None
 
 
 def test_layers_of_every_kind_are_in_a_miniature():

@@ -20,7 +20,7 @@ from tests.interop import mcore_run
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True), rank=0, world_size=1)
 from megatron.core import parallel_state
 mcore_run.pretend()
-rows = torch.randint(0, 128, (4, 33), generator=torch.Generator().manual_seed(0))
+rows = torch.randint(0, 128, (1, 4, 33), generator=torch.Generator().manual_seed(0))
 with mcore_run.OnCPU():
     parallel_state.initialize_model_parallel(1, 1)
     for shape in ("124m", "llama-1b"):

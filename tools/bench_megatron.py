@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def megatron(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype) -> Callable[[], float]:
-    """Build it for tokens [B, T + 1]; a function that does one optimizer step and returns its loss.
+    """Build it for tokens [A, B, T + 1] of A micro-batches; a function that does one optimizer step and returns its loss.
 
     RuntimeError on a CPU, for which Megatron-core is not made.
     """
@@ -58,16 +59,18 @@ def stepping(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype) -> Call
     optimizer = get_megatron_optimizer(settings, [ddp])
     for group in optimizer.param_groups:  # as Megatron-LM's scheduler does
         group["lr"], group["weight_decay"] = 1e-4, 0.1 * group["wd_mult"]
-    ids, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-    context = ids.shape[1]
+    batches = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows]
+    context = rows.shape[2] - 1
     mask = torch.ones(context, context, dtype=torch.bool, device=rows.device).triu(1)[None, None]
-    positions = torch.arange(context, device=rows.device).expand(len(ids), -1).contiguous()
+    positions = torch.arange(context, device=rows.device).expand(rows.shape[1], -1).contiguous()
 
     def step() -> float:
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
-        loss = ddp(ids, positions, mask, labels=labels).float().mean()
-        loss.backward()
+        for number, (ids, labels) in enumerate(batches):
+            with nullcontext() if number == len(batches) - 1 else ddp.no_sync():
+                loss = ddp(ids, positions, mask, labels=labels).float().mean()
+                (loss / len(batches)).backward()
         ddp.finish_grad_sync()
         optimizer.step()
         return loss.item()

@@ -1,6 +1,6 @@
 """What bench_train.py times hpclm's step beside, but Megatron-core: plain PyTorch, transformers, and the matrix products and attention alone.
 
-Each takes a model's settings, tokens [B, T + 1] and a type, and gives a function that does one optimizer step.
+Each takes a model's settings, tokens [A, B, T + 1] of A micro-batches and a type, and gives a function that does one optimizer step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ if TYPE_CHECKING:  # loaded where they are used, so that --help answers at once
 Step = Callable[[], object]
 
 
-def rounds(steps: dict[str, Step], count: int, wait: Step, show: bool = True) -> dict[str, list[float]]:
-    """Seconds of every step, in each of ``count`` rounds; ``wait`` waits for the device."""
+def rounds(
+    steps: dict[str, Step], count: int, wait: Step, show: bool = True, together: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of every step, in each of ``count`` rounds, the mean of ``together``; ``wait`` waits for the device."""
     from tqdm import tqdm
 
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -26,9 +28,10 @@ def rounds(steps: dict[str, Step], count: int, wait: Step, show: bool = True) ->
         for name, step in list(steps.items())[:: -1 if number % 2 else 1]:  # none is always the first
             wait()
             began = time.perf_counter()
-            step()
+            for _ in range(together):
+                step()
             wait()
-            times[name].append(time.perf_counter() - began)
+            times[name].append((time.perf_counter() - began) / together)
     return times
 
 
@@ -188,12 +191,13 @@ def _stepping(network: torch.nn.Module, rows: torch.Tensor, dtype: torch.dtype, 
     import torch
 
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    ids, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    batches = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows]
 
     def step() -> None:
-        with torch.autocast(rows.device.type, dtype, enabled=dtype != torch.float32):
-            loss = loss_of(ids, labels)
-        loss.backward()
+        for ids, labels in batches:
+            with torch.autocast(rows.device.type, dtype, enabled=dtype != torch.float32):
+                loss = loss_of(ids, labels) / len(batches)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -207,7 +211,7 @@ def limit(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype) -> Step:
     import torch
     import torch.nn.functional as F
 
-    n, c, f = rows[:, 1:].numel(), model.hidden, model.ffn_width
+    n, c, f = rows[0, :, 1:].numel(), model.hidden, model.ffn_width
     fused = (model.heads + 2 * model.groups) * model.head_width
     up = 2 * f if model.activation in ("swiglu", "geglu") else f
     draw: dict[str, Any] = dict(device=rows.device, dtype=dtype)
@@ -222,17 +226,17 @@ def limit(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype) -> Step:
         x, w, g = torch.randn(n, n_in, **draw), torch.randn(n_out, n_in, **draw), torch.randn(n, n_out, **draw)
         y, dx, dw = torch.empty_like(g), torch.empty_like(x), torch.empty_like(w)
         products.append((times, ((x, w.t(), y), (g, w, dx), (g.t(), x, dw))))
-    batch, context = rows.shape[0], rows.shape[1] - 1
+    count, batch, context = rows.shape[0], rows.shape[1], rows.shape[2] - 1
     shape = (batch, model.heads, context, model.head_width)
     q, k, v = (torch.randn(*shape, **draw, requires_grad=True) for _ in range(3))
     gradient = torch.randn(*shape, **draw)
 
     def step() -> None:
         for times, group in products:
-            for _ in range(times):
+            for _ in range(times * count):
                 for a, b, out in group:
                     torch.mm(a, b, out=out)
-        for _ in range(model.layers):
+        for _ in range(model.layers * count):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             torch.autograd.grad(y, (q, k, v), gradient)
 

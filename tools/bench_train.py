@@ -1,18 +1,20 @@
 """Training speed of hpclm beside plain PyTorch, transformers, Megatron-core and the machine's own limit, interleaved in one run.
 
 Same shape, data, precision and optimizer for all; one optimizer step of each, in turn, so that a machine whose speed
-drifts drifts for all. Megatron-core runs on GPUs only, where it is installed. The limit is the step's matrix products and attention, forward and backward, and nothing else.
+drifts drifts for all. Tokens are as frequent as words of a text, and the kernel of attention is the one that a run takes. Megatron-core runs
+on GPUs only, where it is installed. The limit is the step's matrix products and attention, forward and backward, and nothing else.
 
     python tools/bench_train.py                                              # CPU: 6 layers x 384, one thread
     python tools/bench_train.py --shape experts --context 128                # 16 experts in each of 4 layers
     python tools/bench_train.py --shape 124m --context 1024 --batch 16       # on a GPU, bf16
-    python tools/bench_train.py --shape llama-1b --context 2048 --batch 8 --only compiled limit
+    python tools/bench_train.py --shape llama-1b --context 2048 --batch 4 --accumulate 4 --only compiled limit
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -57,16 +59,16 @@ def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: b
     config = RunConfig(
         model=model,
         data=DataConfig(source="synthetic"),
-        batch=BatchConfig(global_size=len(rows), micro_size=len(rows)),
+        batch=BatchConfig(global_size=rows[:, :, 0].numel(), micro_size=rows.shape[1]),
         budget=BudgetConfig(steps=1),
         optim=OptimConfig(lr=1e-4, min_lr=1e-5),
         engine=EngineConfig(compile=compiled),
     )
     engine = NativeEngine(config.for_engine(), Compute(rows.device, dtype))
-    batch = MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+    batches = [MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows]
 
     def step() -> None:
-        engine.train_step([batch], 1e-4, 0)
+        engine.train_step(batches, 1e-4, 0)
 
     return step
 
@@ -91,6 +93,7 @@ def measure(args: argparse.Namespace) -> None:
 
     from hpclm.config import EngineConfig, ModelConfig
     from hpclm.model import count
+    from hpclm.model.attention import backend as attention_backend
     from hpclm.node import hardware
 
     device = hardware.device(EngineConfig(device=args.device), 0)
@@ -99,10 +102,10 @@ def measure(args: argparse.Namespace) -> None:
     products = hardware.set_matmul(device)
     dtype = hardware.compute_type(EngineConfig(precision=args.precision), device)
     model = ModelConfig(**SHAPES[args.shape], context=args.context)
-    rows = torch.randint(
-        0, model.vocab_size, (args.batch, args.context + 1), generator=torch.Generator().manual_seed(0)
-    ).to(device)
+    attention_backend.use(model, device)
+    rows = tokens_as_of_a_text(model.vocab_size, (args.accumulate, args.batch, args.context + 1)).to(device)
     wait = hardware.synchronizer(device)
+    together = args.together or (10 if device.type == "cuda" else 1)
 
     if args.memory_of:
         step = SUBJECTS[args.memory_of](model, rows, dtype)
@@ -138,14 +141,16 @@ def measure(args: argparse.Namespace) -> None:
         except (RuntimeError, ImportError) as error:  # out of memory, a compiler that is not there: the others count
             print(f"{name} is left out: {str(error).splitlines()[0][:200]}", file=sys.stderr)
     steps = {name: steps[name] for name in names if name in steps}
-    times = bench_peers.rounds(steps, args.rounds, wait)
+    times = bench_peers.rounds(steps, args.rounds, wait, together=together)
 
     peak = hardware.peak_flops(device, dtype)
-    table = [row(name, model, args.batch * args.context, times, memory, peak) for name in steps]
+    tokens = args.accumulate * args.batch * args.context
+    table = [row(name, model, tokens, times, memory, peak) for name in steps]
     facts = [hardware.describe(device), f"torch {torch.__version__}", str(dtype).removeprefix("torch.")]
     print(f"\n{', '.join(facts)}; fp32 products {products}")
     print(
-        f"{args.shape}: {count.parameters(model):,} parameters, {args.batch} x {args.context} tokens, {args.rounds} rounds\n"
+        f"{args.shape}: {count.parameters(model):,} parameters, {args.accumulate} x {args.batch} x {args.context} tokens, {args.rounds} rounds "
+        f"of {together} steps\n"
     )
     titles = list(table[0]) if table else []
     print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|")
@@ -155,6 +160,15 @@ def measure(args: argparse.Namespace) -> None:
         args.json.write_text(
             json.dumps({"shape": args.shape, "facts": facts, "rows": table, "seconds": times}, indent=1)
         )
+
+
+def tokens_as_of_a_text(vocab: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Random tokens as frequent as words: the gradient of an embedding takes longest for those that come often (Zipf and Mandelbrot)."""
+    import torch
+
+    frequencies = 1 / (torch.arange(vocab) + 2.7)
+    drawn = torch.multinomial(frequencies, math.prod(shape), True, generator=torch.Generator().manual_seed(0))
+    return drawn.view(shape)
 
 
 def row(
@@ -202,7 +216,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--context", type=int, default=256, help="tokens in a sequence")
-    parser.add_argument("--batch", type=int, default=12, help="sequences in a step")
+    parser.add_argument("--batch", type=int, default=12, help="sequences in a micro-batch")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches in a step")
+    parser.add_argument("--together", type=int, help="steps that are timed together; default: 10 on a GPU, 1 on a CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU")

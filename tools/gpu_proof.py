@@ -76,9 +76,10 @@ def stages(device: str, out: Path, small: bool) -> list[Stage]:
     def run(name: str, budget: int) -> Stage:
         return Stage(name, [PYTHON, str(TOOLS / "gpu_runs.py"), slug(name), *where, *rehearsal], budget, min_seconds=20)
 
-    def speed(shape: str, context: int, batch: int, budget: int, *subjects: str) -> Stage:
+    def speed(shape: str, context: int, batch: int, budget: int, *subjects: str, accumulate: int = 1) -> Stage:
         name = f"training speed, {shape}"
         words = ["--shape", shape, "--context", str(context), "--batch", str(batch), "--device", device, "--no-memory"]
+        words += ["--accumulate", str(accumulate)]
         words += ["--json", str(out / f"{slug(name)}.json"), "--warmup-seconds", str(budget * 2 // 3)]
         words += ["--rounds", "2" if small else "7", "--only", *subjects]
         return Stage(name, [PYTHON, str(TOOLS / "bench_train.py"), *words], budget, min_seconds=30)
@@ -102,7 +103,11 @@ def stages(device: str, out: Path, small: bool) -> list[Stage]:
         return first
     compiled = ["limit", "hpclm, compiled", *others[1:]]
     later = [
-        *([] if small else [speed("1.3b", 2048, 4, 120, *compiled), speed("llama-1b", 2048, 4, 120, *compiled)]),
+        *(
+            []
+            if small
+            else [speed("1.3b", 2048, 4, 120, *compiled), speed("llama-1b", 2048, 4, 120, *compiled, accumulate=4)]
+        ),
         Stage(
             "checkpoints",
             [PYTHON, str(TOOLS / "bench_checkpoint.py"), *(["--megabytes=20"] if small else [])],

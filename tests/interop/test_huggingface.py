@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -118,7 +119,8 @@ def test_files_stay_below_the_cap_and_the_index_finds_every_tensor(tmp_path):
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert {file.name for file in files} == set(index["weight_map"].values()) and len(files) > 3
-    assert all(file.stat().st_size < 42_000 for file in files)
+    sizes = [file.stat().st_size for file in files]
+    assert max(sizes) < 42_000 and min(map(sum, pairwise(sizes))) > 40_000  # each is as full as its tensors allow
     assert not list((tmp_path / "hf").glob(".*"))
     held = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert held.keys() == index["weight_map"].keys()

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hpclm.model.experts import grouped, one_by_one
-from tests import parity, ranks
 from tests.forks import hpclm
 from tests.gpu.test_step import stepper
 from tests.gpu.test_training import trained
@@ -45,15 +44,6 @@ def test_fp32_follows_a_cpu_step_by_step(more, words, tiny):
     on_cpu = trained(tiny, "cpu", *EXPERTS, *more, "engine.device=cpu")
     for (loss, norm), (cpu_loss, cpu_norm) in zip(trained(words, "run", *EXPERTS, *more), on_cpu, strict=True):
         assert loss == pytest.approx(cpu_loss, rel=1e-4) and norm == pytest.approx(cpu_norm, rel=1e-3)
-
-
-def test_two_ranks_that_share_out_experts_learn_what_one_does(device):
-    """Over gloo, since NCCL refuses two ranks on one GPU."""
-    words = ["engine.precision=fp32", *EXPERTS]
-    both = ranks.run(2, parity.train, [*words, "parallel.expert=2"], 6, 0, None, device.type)
-    alone = ranks.run(1, parity.train, words, 6, 0, None, "cpu")
-    assert both[0]["losses"] == pytest.approx(alone[0]["losses"], rel=1e-4)
-    assert both[0]["losses"] == both[1]["losses"]
 
 
 @pytest.mark.parametrize("more", [["engine.precision=bf16"], ["engine.precision=fp32", "optim.name=muon"]], ids=str)

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 MLP_KINDS = ("experts", "dense")
-MAX_EXPERTS = 1 << 16
+MAX_EXPERTS = 1 << 15  # hpclm.parallel.dispatch sorts their numbers in 16 bits
 """A limit that keeps a wrong number from allocating weights for hours."""
 SETTINGS = (
     *("experts_per_token", "expert_ffn", "shared_ffn", "mlp_pattern"),

@@ -15,6 +15,9 @@ from torch import Tensor
 from hpclm.parallel.collectives import exchange_rows
 from hpclm.parallel.mesh import Axis
 
+KEYS = torch.int16
+"""Type of experts' numbers while they are sorted: GPUs go over all of them once for each byte."""
+
 
 @dataclass(frozen=True)
 class Arrived:
@@ -37,7 +40,7 @@ def send(x: Tensor, chosen: Tensor, experts: int, axis: Axis) -> Arrived:
 
     With several processes the host waits for the device, once: it must know how many rows it sends and receives.
     """
-    order = chosen.flatten().argsort(stable=True)
+    order = chosen.flatten().to(KEYS).argsort(stable=True)
     counts = torch.zeros(experts, dtype=torch.int64, device=x.device)
     counts = counts.scatter_add(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
     rows = _Sorted.apply(x, order, chosen.shape[1])
@@ -50,7 +53,7 @@ def send(x: Tensor, chosen: Tensor, experts: int, axis: Axis) -> Arrived:
     rows = exchange_rows(rows, sent, received, axis)
     # of one process after the other, each sorted by expert
     expert = torch.arange(len(given), device=x.device) % (experts // axis.size)
-    arrival = expert.repeat_interleave(given, output_size=sum(received)).argsort(stable=True)
+    arrival = expert.to(KEYS).repeat_interleave(given, output_size=sum(received)).argsort(stable=True)
     of_expert = given.view(axis.size, -1).sum(0)
     return Arrived(_Moved.apply(rows, arrival), of_expert, order, (sent, received), arrival)
 

@@ -110,7 +110,7 @@ def extra(engine: EngineConfig) -> Flat:
 
 
 def unsuitable(config: "RunConfig") -> Iterator[str]:
-    """What is wrong, as far as it is known before the number of processes and the device."""
+    """Problems that can be found before the number of processes and the device are known."""
     stage = stage_of(config.engine)
     if config.optim.name == "apex_adam" and stage == 3:
         yield "optim.name=apex_adam does not work at engine.zero_stage=3, where it would count one step per part of the weights; use adamw"
@@ -123,8 +123,8 @@ def unsuitable(config: "RunConfig") -> Iterator[str]:
         )
     if config.engine.compile and config.model.block not in BLOCKS:
         yield (
-            f"engine.compile=true: DeepSpeed's replicas must compile the same parts in the same order, which is not known of "
-            f"model.block={config.model.block}; leave engine.compile out, or use another engine"
+            f"engine.compile=true does not work with DeepSpeed and model.block={config.model.block}: its replicas must compile the same "
+            f"parts in the same order; leave engine.compile out, or use another engine"
         )
     precision = config.engine.precision
     try:

@@ -42,7 +42,7 @@ class Batches:
         eod: int | None,
         compute: Compute,
     ):
-        """``eod``: the end-of-document token. ``compute``: whose device the micro-batches are on, and whose replica they are of."""
+        """``eod``: the end-of-document token. ``compute`` gives the device and the replica of the micro-batches."""
         lacking = list(needs_eod(data, eod))
         if lacking:
             raise ConfigError(lacking)
@@ -55,7 +55,7 @@ class Batches:
         fits = model.vocab_size <= np.iinfo(samples.dtype).max
         self.dtype = np.dtype(samples.dtype if fits else np.int64)
         self.unset = int(np.iinfo(self.dtype).max)
-        """What a row holds before it is read; not a token."""
+        """Value of each place in a row before it is read; not a token."""
         self._ahead = Prefetch(
             lambda consumed: list(self._read(consumed, plan.batch_size(consumed))),
             lambda consumed: consumed + plan.batch_size(consumed),

@@ -47,7 +47,7 @@ class BaseEngine:
     sharded = False
     """Whether weights are sharded over the replicas."""
     backward_timer = "backward"
-    """What log.timers counts the reduction of gradients to."""
+    """Phase of log.timers that includes the reduction of gradients."""
     kept_gradients: Collection[nn.Parameter] = ()
     """Weights whose gradients keep their memory between steps."""
     gradients: GradientBuckets | None = None
@@ -72,14 +72,14 @@ class BaseEngine:
         self._names_reported: tuple[str, ...] | None = None
         """The names of all that is reported, on any stage; None before the first step."""
         own_block = config.model.block not in BLOCKS
-        # ours draw nothing but dropout, which is seeded where it happens
+        # hpclm's own code draws random numbers only for dropout, and seeds them there
         self._own_code = own_block or any(map(OWN.fullmatch, (config.optim.name, config.engine.name)))
         split = {weight.name for weight in self.weights if weight.placement.data_ranks > 1}
-        # ours are alike on all stages, but that some may have no layer with experts
+        # our stages hold the same kinds of weights, except that some may have no layer with experts
         split = union(split, mesh.pp) if own_block or config.model.experts else split
         sharded = self.sharded or any(weight.local_range for weight in self.weights)
         self.norm = GlobalNorm(self.weights, mesh, sharded, bool(split))
-        """Of what this process updates."""
+        """Norm of the weights that this process updates."""
         self.guard = GUARDS[config.optim.guard](self.norm, device)
         self.optimizer, self.state, self.exchange = optimizer_for(self.weights, config, mesh)
         self.router_state = RouterState(self.model_stacks, config.model, compute) if config.model.experts else None
@@ -164,7 +164,7 @@ class BaseEngine:
         """After an evaluation: free weights that forward passes have gathered."""
 
     def loss_factor(self, scale: float) -> float:
-        """What the losses of a step are multiplied by, given fp16's loss scale, or 1."""
+        """The factor on the losses of a step, given fp16's loss scale, or 1."""
         return scale
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:

@@ -80,7 +80,7 @@ class ShardedOptimizerEngine(BaseEngine):
         self.copies.attach()
 
     def gradient_norm(self) -> Tensor:
-        """Global norm of the gradients: of all of them where they are all here, else summed over the replicas' shards."""
+        """Global norm of the gradients, summed over the replicas' shards unless every replica has all of them."""
         return (self.norm if self.scatter or self.deferred else self.norm_of_whole).of_gradients()
 
     @torch.no_grad()

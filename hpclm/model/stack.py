@@ -64,7 +64,7 @@ class Stack(nn.Module):
         self.layouts = Layouts(config, dtype, [spec.kind for spec in specs], (tp, cp), self.compilation)
         self.seeds = LayerSeeds(config, specs[-1].number + 1, tp, cp, self.compilation)
         self._streams: Streams | None = None
-        """Of activations on their way to the CPU and back."""
+        """CUDA streams that copy activations to the CPU and back."""
         self.placements: dict[str, Placement] = {}
         """How each weight is split over the tensor-parallel axis, by logical name."""
         self.init_specs: dict[str, InitSpec] = {}
@@ -110,13 +110,13 @@ class Stack(nn.Module):
         return Output(value, scalars)
 
     def head(self, ids: Tensor, cache: KeyValueCache | None = None) -> Head:
-        """[B, T] ids -> the input of the output projection, without a loss; ``cache`` as of forward()."""
+        """[B, T] ids -> the input of the output projection, without a loss; ``cache`` as in forward()."""
         head: Head = self(MicroBatch(ids), cache=cache).value
         return head
 
     @property
     def compilations(self) -> list[Compilation]:
-        """All that is compiled here, or was to be."""
+        """Every compilation of this stack, including those that failed."""
         return [*self.compilation.tried, *self.loss.compilations]
 
     def compile_blocks(self, whole: bool = True, replicas: Axis = SINGLE) -> None:
@@ -157,7 +157,7 @@ class Stack(nn.Module):
     def _run(
         self, specs: list[LayerSpec], x: Any, layouts: dict[str, AttentionMetadata], keys: list[Tensor] | None
     ) -> Output:
-        """``x`` through consecutive layers; ``layouts`` by their kinds, ``keys`` as of LayerSeeds."""
+        """Run ``x`` through consecutive layers. ``layouts`` are by kind of layer; ``keys`` are those of LayerSeeds.keys()."""
         scalars: dict[str, Tensor] = {}
         for spec in specs:
             given = layouts[spec.kind]

@@ -27,7 +27,7 @@ PRECOMPILED_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_SECRET", slurm.SIGNED, parent.PID)
 """Set by hpclm for its ranks; a launch inside another must not inherit them."""
 NOWHERE = "/proc/self"
-"""A folder that exists, in which nothing can be written."""
+"""An existing folder that nobody can write to."""
 
 # Set by mpirun and by torchrun for the processes that they start.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(GROUP|ROLE)_NAME|MASTER_(ADDR|PORT)")
@@ -137,7 +137,7 @@ def _default_of_inductor() -> str:
 
 
 def _default_of_inductor_is_private() -> bool:
-    """Whether others can change nothing in the folder that PyTorch chooses, which is made here if there is none."""
+    """Whether nobody else can write to PyTorch's default folder for compiled code. Creates the folder if it is missing."""
     folder = Path(tempfile.gettempdir(), _default_of_inductor())
     with suppress(OSError):
         if not folders.exposed_folder(folder.parent, sticky=True):

@@ -1,4 +1,4 @@
-"""What came of a test of the user's own code, layout by layout, and how it is shown. Needs no PyTorch."""
+"""Outcomes of a test of the user's own code, layout by layout, as text. Needs no PyTorch."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ UNCOMPARED = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one layout."""
+    """Outcome of one layout."""
 
     layout: str
     outcome: Outcome

@@ -1,4 +1,4 @@
-"""What attention sees of a micro-batch: positions, masks, documents, windows and parts of sequences, made once for each kind of layer.
+"""Positions, masks, documents, windows and parts of sequences of a micro-batch, made once for each kind of layer.
 
 T tokens in a sequence, t of them on this process, B sequences, H heads of this process.
 """
@@ -46,12 +46,10 @@ class AttentionMetadata(NamedTuple):
     cache: Cache | None = None  # keys and values of earlier tokens, when text is generated
     window: int | None = None  # a token attends to this many, itself included; without a mask, as the next three
     documents: Tensor | None = None  # [B, T] the document of each token, which attention does not cross
-    starts: tuple[int, ...] | None = (
-        None  # of each block of rows, the first column of its documents, where that is known
-    )
+    starts: tuple[int, ...] | None = None  # the first column of each block's documents, if known
     slopes: Tensor | None = None  # [H] of ALiBi
     part: SequencePart | None = None  # of each sequence, that this process holds; None: all
-    weights: Tensor | None = None  # [t, B] fp32, of this process's tokens in the loss; None: there is no loss
+    weights: Tensor | None = None  # [t, B] fp32 weights of this process's tokens in the loss; None: no loss
     reports: "Reports | None" = None  # what the layer reports (``model/reports.py``)
 
 
@@ -66,7 +64,7 @@ class Reports:
 
 
 class Flex(NamedTuple):
-    """What FlexAttention needs to know of a micro-batch; it makes no [T, T] tensor."""
+    """A micro-batch's masks for FlexAttention, which makes no [T, T] tensor."""
 
     blocks: Any
     """BlockMask: which blocks of 128 x 128 scores have any that count, and which scores in them do."""
@@ -91,7 +89,7 @@ class Prepared(NamedTuple):
     """What is there already when the layout of a micro-batch is made."""
 
     slopes: Tensor | None = None
-    """Of ALiBi."""
+    """ALiBi slopes."""
     flex: "Flex | None" = None
     """In place of a mask."""
     starts: tuple[int, ...] | None = None

@@ -42,7 +42,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         costs = Path(folder, "costs")
         costs.touch()
-        words = ["-p", "tests.costs", "--costs", str(costs), "-n", "2", "--dist", "loadgroup", "-m", "not gpu", *words]
+        # or pytest would take a folder above this checkout and the file of costs for the root, and begin names there
+        plugin = ["-p", "tests.costs", "--costs", str(costs), "--rootdir", str(ROOT)]
+        words = [*plugin, "-n", "2", "--dist", "loadgroup", "-m", "not gpu", *words]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         if given.lines:
             env["PYTHONPATH"] = f"{OURS}:{ROOT}"

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Run the tests with the oldest version of every library that setup.cfg allows, in .venv-oldest, an environment of its own.
+#   tools/test_oldest.sh                    the first size of the tests of data, models, engines, optimizers, checkpoints and training
+#   tools/test_oldest.sh tests/engine ...   words are passed on to pytest
+# PYTHON names another interpreter than python3. Where no CPU build of the oldest PyTorch can be reached, the default one takes some GB.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+wanted=$(cat setup.cfg tools/test_oldest.sh | cksum | cut -d' ' -f1)
+if [ "$(cat .venv-oldest/ready 2>/dev/null)" != "$wanted" ]; then
+    "${PYTHON:-python3}" -m venv --clear .venv-oldest
+    .venv-oldest/bin/pip install -q uv
+    install() { .venv-oldest/bin/uv pip install --quiet --python .venv-oldest/bin/python "$@"; }
+    oldest=(--resolution lowest-direct --editable ".[deepspeed,fairscale,plots,convert,text,parquet,completion]")
+    install --torch-backend cpu "${oldest[@]}" 2>/dev/null || install "${oldest[@]}"
+    # it is used only beside the version of tokenizers that it was tested with, a newer one
+    .venv-oldest/bin/uv pip uninstall --quiet --python .venv-oldest/bin/python gigatoken
+    install mpi4py pytest pytest-xdist pytest-rerunfailures hypothesis coverage accelerate # its tests' tools are of today
+    printf '%s' "$wanted" >.venv-oldest/ready
+fi
+export PATH="$PWD/.venv-oldest/bin:$PATH" OMP_NUM_THREADS=1
+folders=(checkpoint data datasets engine model optim parallel training)
+[ $# != 0 ] || set -- "${folders[@]/#/tests/}"
+# what they call of each other may be deprecated by now
+pytest -n "$(nproc)" --dist loadgroup --size first -m "not gpu and not slurm" -W ignore::DeprecationWarning "$@"

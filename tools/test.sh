@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every check of the project in one command: set up, format, lint, types, tests.
 #   tools/test.sh                  the cheap tests and a choice of others: ten minutes on two cores
-#   tools/test.sh --more           all tests but those that need a GPU; of long tables, a sample: half an hour
+#   tools/test.sh --more           all tests but those that need a GPU; of long tables, a sample: 35 minutes
 #   tools/test.sh --whole          with the whole of every table: hours
 #   tools/test.sh -k schedules     other words are passed on to pytest
 set -euo pipefail
@@ -27,7 +27,7 @@ mypy=$!
 tests=(--size "$size" -m "not gpu")
 # pytest rewrites the asserts of all tests, which takes some ten seconds: once here, not in each worker
 PYTHONDONTWRITEBYTECODE="" pytest --collect-only -qq "${tests[@]}" >/dev/null 2>&1 || true # what cannot be collected is told below
-workers=$(($(nproc) + 1)) # much of the time goes by in waiting for Slurm, time limits and ends of processes
+workers=$(($(env -u OMP_NUM_THREADS nproc) + 1)) # much of the time goes by in waiting for Slurm, time limits and ends of processes
 export OMP_NUM_THREADS=1   # the workers share the cores
 failed=""
 # loadgroup: one worker runs all tests that need a Slurm, which it brings up (as root, on Debian; else they are skipped)

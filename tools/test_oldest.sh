@@ -17,8 +17,9 @@ if [ "$(cat .venv-oldest/ready 2>/dev/null)" != "$wanted" ]; then
     install mpi4py pytest pytest-xdist pytest-rerunfailures hypothesis coverage accelerate # its tests' tools are of today
     printf '%s' "$wanted" >.venv-oldest/ready
 fi
+workers=$(env -u OMP_NUM_THREADS nproc)
 export PATH="$PWD/.venv-oldest/bin:$PATH" OMP_NUM_THREADS=1
 folders=(checkpoint data datasets engine model optim parallel training)
 [ $# != 0 ] || set -- "${folders[@]/#/tests/}"
 # what they call of each other may be deprecated by now
-pytest -n "$(nproc)" --dist loadgroup --size first -m "not gpu and not slurm" -W ignore::DeprecationWarning "$@"
+pytest -n "$workers" --dist loadgroup --size first -m "not gpu and not slurm" -W ignore::DeprecationWarning "$@"

@@ -6,6 +6,7 @@ import pytest
 
 from hpclm.sinks import RunInfo
 from tests import forks
+from tests.runs import until
 from tests.sinks.test_sinks import records
 
 
@@ -21,7 +22,12 @@ def places(folder):
         sink.send([{"step": step, "loss": 2.0}], before)
     sink.close(0)
     [path] = folder.glob("wandb/offline-run-*/*.wandb")
-    kept = [proto.Record.FromString(data).history for data in records(path.read_bytes())]
+
+    def history():
+        return [proto.Record.FromString(data).history for data in records(path.read_bytes())]
+
+    until(lambda: sum(bool(row.item) for row in history()) == 3, "writing of the rows by W&B's own process")
+    kept = history()
     steps = [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in kept]
     return [(values["step"], row.step.num) for values, row in zip(steps, kept, strict=True) if values]
 

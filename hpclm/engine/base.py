@@ -194,7 +194,7 @@ class BaseEngine:
         if self._own_code:
             # by the number of the step, so that a resumed run and a step done again draw what the first attempt drew
             seed_step(config.seed, step, mesh.world.rank)
-        if not self.model.training:
+        if self._own_code or not self.model.training:  # a block of one's own may have set the mode of a part of it
             self.model.train()
         for group in self.optimizer.param_groups:
             # set in every step: the rate is a function of the step, and so no state that a checkpoint could have

@@ -142,7 +142,9 @@ def _default_of_inductor_is_private() -> bool:
     with suppress(OSError):
         if not folders.exposed_folder(folder.parent, sticky=True):
             folder.mkdir(mode=0o700, exist_ok=True)
-            return folders.is_private_folder(folder)
+            if folders.is_private_folder(folder):
+                folder.chmod(0o700)  # nobody else reaches what is in it, whatever its mode
+                return True
     return False
 
 

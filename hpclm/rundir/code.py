@@ -111,10 +111,10 @@ def revision() -> str | None:
 
 
 def _imported(path: Path) -> set[str]:
-    """The top-level names that a file of Python imports; none if it cannot be read as Python."""
+    """The top-level names that a file of Python imports; none if Python cannot parse it."""
     names = list[str]()
-    with suppress(SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(files.read_bytes(path) if path.suffix == ".py" else b"")):
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        for node in ast.walk(ast.parse(files.read_bytes(path) if path.suffix == ".py" else b"", str(path))):
             if isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -123,9 +123,11 @@ def _imported(path: Path) -> set[str]:
 
 
 def _files(folder: Path, name: str) -> dict[str, Path]:
-    """The files of the module or package ``name`` in ``folder``, by name; none if there is no such module."""
+    """The files, by name, of the module or package that ``import name`` finds in ``folder``."""
     path = folder / f"{name}.py"
-    return _package(folder / name) if (folder / name).is_dir() else {path.name: path} if path.exists() else {}
+    if path.exists() and not (folder / name / "__init__.py").exists():
+        return {path.name: path}
+    return _package(folder / name) if (folder / name).is_dir() else {}
 
 
 def _package(root: Path) -> dict[str, Path]:

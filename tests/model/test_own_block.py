@@ -10,6 +10,7 @@ from hpclm.errors import ConfigError
 from hpclm.launch import prechecks
 from hpclm.model.gpt import Block
 from tests import parity, ranks
+from tests.engine import sharded
 from tests.runs import lines
 
 HERE = __name__
@@ -331,3 +332,26 @@ def test_a_frozen_weight_is_one_whose_rate_is_0():
     name = "model.block0.attention.qkv.weight"
     assert np.array_equal(begun[name], ended[name])
     assert not np.array_equal(begun["model.block0.mlp.up.weight"], ended["model.block0.mlp.up.weight"])
+
+
+class Evaluating(Block):
+    """A part of it begins in evaluation mode."""
+
+    def __init__(self, config, recompute_core, generator, tp):
+        super().__init__(config, recompute_core, generator, tp)
+        self.drop = nn.Dropout(0.5).eval()
+
+    def forward(self, x, metadata):
+        """[t, B, C] -> [t, B, C]."""
+        return self.drop(super().forward(x, metadata))
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_every_step_is_in_training_mode_whether_an_evaluation_came_before_or_not(evaluates):
+    words = ["engine.precision=fp32", "model.layers=2", "model.block=tests.model.test_own_block:Evaluating"]
+    run, engine, batches, _ = sharded.made(words)
+    if evaluates:
+        engine.evaluate(batches.take(0, 4))
+    [result] = sharded.steps(run, engine, batches, 0, 1)
+    assert all(layer.drop.training for layer in engine.model.layers.values() if isinstance(layer, Evaluating))
+    assert result.loss == sharded.steps(*sharded.made(words)[:3], 0, 1)[0].loss

@@ -87,6 +87,8 @@ def test_headers_are_precompiled_where_others_can_change_nothing_unless_the_user
 
     folder = temporary / f"torchinductor_{getpass.getuser()}"
     assert precompiles() and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o755)
+    assert precompiles() and folder.stat().st_mode & 0o777 == 0o700
     assert precompiles(TORCHINDUCTOR_CACHE_DIR="/mine") and not precompiles(
         TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS="0"
     )

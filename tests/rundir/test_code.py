@@ -28,6 +28,9 @@ def mine(tmp_path, monkeypatch):
     (folder / "own.py").write_text(MINE)
     (folder / "helper.py").write_text("factor = 1.0\n")
     (folder / "other.py").write_text("")
+    (folder / "helper").mkdir()  # Python prefers helper.py
+    (folder / "helper" / "data.txt").write_text("")
+    (folder / "package").joinpath("table.py").write_text("x = " + "+".join(["1"] * 20_000))  # too deep to be parsed
     for path in ("__init__.py", "block.py", "inner/__init__.py", "data.txt"):
         (folder / "package" / path).write_text("from package import inner\n" if path == "block.py" else "")
     monkeypatch.chdir(folder)
@@ -43,7 +46,7 @@ def test_the_code_is_hpclm_and_the_modules_that_settings_name_with_what_they_imp
         "own.py",
         "helper.py",
         "tools/chart.py",
-        *(f"package/{n}" for n in ("__init__.py", "block.py", "inner/__init__.py", "data.txt")),
+        *(f"package/{n}" for n in ("__init__.py", "block.py", "table.py", "inner/__init__.py", "data.txt")),
     }
     assert found["hpclm/rundir/code.py"] == Path(code.__file__) and not any("__pycache__" in name for name in found)
     before = code.digest(found)

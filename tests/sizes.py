@@ -2,7 +2,7 @@
 
 The first size is chosen by a rule:
 
-1. every test that costs less than 0.7 CPU-seconds and 3 seconds, and is not marked slurm, mpi or slow;
+1. every test that costs less than 0.5 CPU-seconds and 3 seconds, and is not marked slurm, mpi or slow;
 2. a few marked `always`, one of each way to start ranks;
 3. for faults of tools/mutations.yaml whose test is none of these, that test, most faults per CPU-second first, until `BUDGET` is spent.
 
@@ -21,7 +21,7 @@ import yaml
 SIZES = ("first", "more", "whole")
 COSTS = Path(__file__).with_name("costs.txt")
 FAULTS = Path(__file__).parents[1] / "tools" / "mutations.yaml"
-CPU_SECONDS, SECONDS = 0.7, 3.0
+CPU_SECONDS, SECONDS = 0.5, 3.0
 BUDGET = 150.0
 """CPU-seconds."""
 MARKS = ("slurm", "mpi", "slow")

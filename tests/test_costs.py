@@ -51,6 +51,6 @@ def test_costs_above_the_bounds_replace_those_of_before_and_lower_ones_remove_th
     monkeypatch.setattr(sizes, "COSTS", tmp_path / "costs.txt")
     sizes.COSTS.write_text("5.0 a\n2.0 b\n9.0 other\n")
     sizes.costs.cache_clear()
-    tool.written(["0.100 0.20 a", "3.456 1.00 b", f"0.100 {sizes.SECONDS} waits", "0.699 0.70 cheap [x y]"])
+    tool.written(["0.100 0.20 a", "3.456 1.00 b", f"0.100 {sizes.SECONDS} waits", "0.499 0.70 cheap [x y]"])
     assert sizes.COSTS.read_text() == "3.5 b\n9.0 other\n0.1 waits\n"
     sizes.costs.cache_clear()

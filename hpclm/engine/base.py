@@ -79,7 +79,7 @@ class BaseEngine:
         split = union(split, mesh.pp) if own_block or config.model.experts else split
         sharded = self.sharded or any(weight.local_range for weight in self.weights)
         self.norm = GlobalNorm(self.weights, mesh, sharded, bool(split))
-        """Norm of the weights that this process updates."""
+        """Norm of the gradients, or updates, of the weights that this process updates."""
         self.guard = GUARDS[config.optim.guard](self.norm, device)
         self.optimizer, self.state, self.exchange = optimizer_for(self.weights, config, mesh)
         self.router_state = RouterState(self.model_stacks, config.model, compute) if config.model.experts else None
@@ -194,7 +194,9 @@ class BaseEngine:
         if self._own_code:
             # by the number of the step, so that a resumed run and a step done again draw what the first attempt drew
             seed_step(config.seed, step, mesh.world.rank)
-        if self._own_code or not self.model.training:  # a block of one's own may have set the mode of a part of it
+        if (
+            self._own_code or not self.model.training
+        ):  # your own block may have put one of its modules in evaluation mode
             self.model.train()
         for group in self.optimizer.param_groups:
             # set in every step: the rate is a function of the step, and so no state that a checkpoint could have

@@ -46,7 +46,7 @@ class AttentionMetadata(NamedTuple):
     cache: Cache | None = None  # keys and values of earlier tokens, when text is generated
     window: int | None = None  # a token attends to this many, itself included; without a mask, as the next three
     documents: Tensor | None = None  # [B, T] the document of each token, which attention does not cross
-    starts: tuple[int, ...] | None = None  # the first column of each block's documents, if known
+    starts: tuple[int, ...] | None = None  # for each block of rows, the first column of its documents
     slopes: Tensor | None = None  # [H] of ALiBi
     part: SequencePart | None = None  # of each sequence, that this process holds; None: all
     weights: Tensor | None = None  # [t, B] fp32 weights of this process's tokens in the loss; None: no loss

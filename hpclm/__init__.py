@@ -23,7 +23,7 @@ import sys
 # the clone that this file is in
 if (
     sys.argv[:1] == ["-m"]
-    and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+    and not (sys.flags.isolated or sys.flags.safe_path)
     and sys.path[0] != __file__.removesuffix("/hpclm/__init__.py")
 ):
     del sys.path[0]

@@ -12,8 +12,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm.node import python
-
 ROOT = Path(__file__).parents[1]
 PATIENCE = 600.0  # seconds: a test waits no longer, on a machine however busy, for what takes a second on a quiet one
 
@@ -30,7 +28,7 @@ def hpclm(*words, check=None, **kwargs):
 
 def command_of(module):
     """A pattern of the command lines with which hpclm starts ``module``."""
-    return rf"^\S*python\S* -u -c {re.escape(python.CODE)} {re.escape(module)} "
+    return rf"^\S*python\S* .*\b{re.escape(module)} "
 
 
 def shown_on(terminal):

@@ -117,14 +117,3 @@ def test_it_runs_in_a_folder_that_has_a_clone_in_it(words, tiny, tmp_path):
     (tmp_path / "hpclm" / "hpclm").mkdir(parents=True)
     done = run([w for word in words for w in (tiny() if word == "TINY" else [word])], tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_job_templates_start_python_as_everything_else_does():
-    for template in (ROOT / "slurm").glob("*.sbatch"):
-        assert f"module='{python.CODE}' #" in template.read_text(), template
-
-
-def test_people_read_the_command_as_python_m():
-    words = python.command("hpclm.train", "runs/x/config.yaml")
-    assert python.readable(words)[1:] == ["-u", "-m", "hpclm.train", "runs/x/config.yaml"]
-    assert python.readable(["hpclm", "train"]) == ["hpclm", "train"]

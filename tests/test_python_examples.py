@@ -33,7 +33,7 @@ def scripts(tmp_path_factory):
 
 
 def test_pyright_is_strict_and_finds_nothing(scripts):
-    settings = {"typeCheckingMode": "strict", "pythonVersion": "3.10", "extraPaths": [str(ROOT)]}
+    settings = {"typeCheckingMode": "strict", "pythonVersion": "3.11", "extraPaths": [str(ROOT)]}
     (scripts / "pyrightconfig.json").write_text(json.dumps(settings))
     done = subprocess.run(
         [sys.executable, "-m", "pyright", "--pythonpath", sys.executable], cwd=scripts, capture_output=True, text=True

@@ -164,18 +164,14 @@ def preprocessed(corpus: Path, kind: str, files: list[str]) -> float:
 
 def memory(corpus: Path, files: list[str]) -> None:
     """Print the largest process of ``hpclm preprocess``, with one worker and with two."""
-    from hpclm.node import python
-
     for workers in (1, 2):
         words = ["--input", str(corpus), "--output-prefix", str(corpus.with_name("ours")), "--tokenizer", "gpt2"]
         code = (
-            f"{python.WITHOUT_FOLDER}; import resource; from hpclm import cli; cli.function('preprocess')(sys.argv[1:]); {PEAK}\n"
+            f"import resource, sys; from hpclm import cli; cli.function('preprocess')(sys.argv[1:]); {PEAK}\n"
             "print(max(peak(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024))"
         )
         command = [
-            sys.executable,
-            "-c",
-            code,
+            *(sys.executable, "-P", "-c", code),
             *words,
             "--tokenizer-files",
             *files,
@@ -192,7 +188,6 @@ def index(documents: int, rounds: int) -> None:
     import numpy as np
 
     from hpclm.data.order import Order, build_index
-    from hpclm.node import python
 
     sizes = np.random.default_rng(1).integers(1, 1000, documents, np.int32)
     build_index(sizes[:1000], range(1000), Order(CONTEXT, 1))
@@ -215,11 +210,11 @@ def index(documents: int, rounds: int) -> None:
         print(f"  {name:<38} {statistics.median(values):8.2f}")
     print(f"  hpclm beside the first two: {spread(times)}")
     child = (
-        f"{python.WITHOUT_FOLDER}; import numpy as np; from hpclm.data.order import Order, build_index; {PEAK}\n"
+        f"import numpy as np; from hpclm.data.order import Order, build_index; {PEAK}\n"
         f"sizes = np.random.default_rng(1).integers(1, 1000, {documents}, np.int32)\n"
         f"before = peak(); build_index(sizes, range({documents}), Order({CONTEXT}, 1)); print(peak() - before)"
     )
-    extra = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
+    extra = subprocess.run([sys.executable, "-P", "-c", child], capture_output=True, text=True, check=True).stdout
     print(f"  memory it takes, its result included: {float(extra):,.0f} MB")
 
 

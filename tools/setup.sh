@@ -25,12 +25,12 @@ install() { # Debian packages, as root or through sudo
   "${admin[@]}" apt-get update -qq
   "${admin[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
-usable() { "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+usable() { "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 if ! usable && [ -z "${PYTHON-}" ] && command -v apt-get >/dev/null; then
   install python3 python3-venv
 fi
 if ! usable; then
-  echo "error: $python must be Python 3.10 or newer with its venv module (Debian: apt-get install python3-venv)" >&2
+  echo "error: $python must be Python 3.11 or newer with its venv module (Debian: apt-get install python3-venv)" >&2
   echo "       PYTHON=/path/to/python3.12 $0 uses another one" >&2
   exit 1
 fi

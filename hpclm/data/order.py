@@ -110,13 +110,13 @@ def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> SampleIn
     rng = np.random.RandomState(order.seed)  # the same generator, used in the same sequence, as in the other projects
     longest = int(sizes[span.start : span.stop].max())
     wide = max(len(sizes), epochs * len(span), longest) > 2**31 - 1
-    documents = np.arange(span.start, span.stop, dtype=np.int64 if wide else np.int32)
+    documents: NDArray = np.arange(span.start, span.stop, dtype=np.int64 if wide else np.int32)
     if epochs > 1:
         documents = np.tile(documents, epochs)
     # documents first, then samples, from one generator: the order of the two calls is part of the format
     _shuffle(rng, documents, [len(span) * run for run in runs])
     samples = _starts(sizes, documents, total, context)
-    shuffle = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
+    shuffle: NDArray = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
     _shuffle(rng, shuffle, [before_last, total - before_last] if apart else [total])
     return SampleIndex(documents, samples, shuffle)
 

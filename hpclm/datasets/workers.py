@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 from hpclm.errors import HpclmError
 from hpclm.files import reader
 from hpclm.folders import temporary_folder
-from hpclm.node import threads
-from hpclm.node.python import safe_children
+from hpclm.node import environment, python, threads
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
@@ -50,9 +49,10 @@ def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: i
     context = multiprocessing.get_context("spawn")
     with (
         temporary_folder() as folder,
-        safe_children(),
+        environment.preserved(),
         ProcessPoolExecutor(workers, context, initializer=_begin) as pool,
     ):
+        os.environ[python.SAFE_PATH] = "1"  # for the workers
         pending: deque[Future[Path]] = deque()
         others = multiprocessing.active_children()
         complete = False

@@ -28,7 +28,7 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     ``command``: what the user typed, for the record; ``program``: what runs instead of training. ConfigError if the
     machine has too few GPUs.
     """
-    env = environment.inherited(needs=config.libraries()) | config.job.env
+    env = environment.inherited() | config.job.env
     available = 0 if config.engine.device == "cpu" else gpus.count(env)
     count = process_count(config, available)
     notes = [placement(config, count, available, threads.usable()), *unused(config.job, "local")]

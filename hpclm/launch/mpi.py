@@ -85,9 +85,7 @@ class MpiPlan:
 
 def plan(config: RunConfig) -> MpiPlan:
     """What mpirun starts according to the settings; ConfigError if mpirun is missing, or there are too few hosts."""
-    env = {
-        k: v for k, v in environment.inherited(needs=config.libraries()).items() if not OF_A_RANK.match(k)
-    } | config.job.env
+    env = {k: v for k, v in environment.inherited().items() if not OF_A_RANK.match(k)} | config.job.env
     mpirun, kind = installed(env)
     nodes, per_node = config.job.nodes, config.job.gpus
     if hosts := resources(config):

@@ -24,7 +24,7 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     ``command``: what the user typed, for the record; ``program``: what runs instead of training. ConfigError outside an
     allocation. srun itself refuses one that is too small.
     """
-    env, job = environment.inherited(needs=config.libraries()), config.job
+    env, job = environment.inherited(), config.job
     allocation = env.get(slurm.JOB)
     if not allocation:
         cores = f" --cpus-per-task={job.cpus_per_task}" * bool(job.cpus_per_task)

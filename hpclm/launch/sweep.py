@@ -159,7 +159,7 @@ class Child:
             command = python.command("hpclm", *words(self.out / "config.yaml"))
         self.process = subprocess.Popen(
             command,
-            env={**environment.inherited(needs=run.libraries()), **share},
+            env={**environment.inherited(), **share},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -36,11 +36,9 @@ COMPUTING = ("TORCH", "PYTORCH", "TRITON", "NVIDIA_", "CUBLAS", "CUDNN", "NCCL_"
 """How variables begin by which PyTorch, its compiler and the vendors' libraries may compute otherwise."""
 
 
-def inherited(env: Mapping[str, str] = os.environ, needs: Sequence[str] = ()) -> dict[str, str]:
-    """The environment of what hpclm starts (``python.safe_env``), without the variables of an outer launch by hpclm or torchrun.
-
-    ``needs``: modules that it imports, besides those of hpclm."""
-    return python.safe_env({k: v for k, v in env.items() if k not in LAUNCH and not TORCHRUN.fullmatch(k)}, needs)
+def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of what hpclm starts (``python.safe_env``), without the variables of an outer launch by hpclm or torchrun."""
+    return python.safe_env({k: v for k, v in env.items() if k not in LAUNCH and not TORCHRUN.fullmatch(k)})
 
 
 def replace(env: Mapping[str, str]) -> None:

@@ -64,7 +64,7 @@ def drawn_heat_map(load: ExpertHistory, layer: int) -> str:
     low = 100 / RANGE / RANGE ** (2 * below / len(LOADS))
     scale = LogColorMapper(palette=[LOADS[0]] * below + [*LOADS], low=low, high=100 * RANGE, low_color=NO_TOKEN)
     image: Any = [load.percent(layer)]
-    plot.image(image=image, x=first, y=-0.5, dw=last - first, dh=experts, color_mapper=scale)
+    plot.image(image=image, x=first, y=-0.5, dw=last - first, dh=experts, color_mapper=scale)  # type: ignore[call-arg]
     plot.add_tools(HoverTool(tooltips=[("step", "$x{0}"), ("expert", "$y{0}"), ("load", "@image% of the mean")]))
     return json.dumps(json_item(plot) | {"target_id": heat_map_place(layer)})
 
@@ -128,7 +128,7 @@ def _draw(plot: "figure", curve: Curve, colour: str | None, band: bool) -> None:
     shade, alpha = (colour, 1.0) if colour else (INK, 0.4)
     if band and colour:
         plot.varea(*(values[: curve.kept] for values in (curve.steps, curve.low, curve.high)), color=shade, alpha=0.15)
-    plot.line(*curve.line, color=shade, alpha=alpha, width=1.8)
+    plot.line(*curve.line, color=shade, alpha=alpha, line_width=1.8)
     if curve.dots:
         plot.scatter(curve.steps[: curve.kept], curve.mean[: curve.kept], color=shade, alpha=alpha, size=5)
     if curve.left:

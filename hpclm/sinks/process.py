@@ -34,8 +34,7 @@ class Sinks:
             command, nothing = python.command("hpclm.sinks.worker", name, str(self.out)), subprocess.DEVNULL
             pipes = {"stdin": subprocess.PIPE, "stdout": nothing, "stderr": nothing}
             try:
-                env = python.safe_env(needs=[name.partition(":")[0].partition(".")[0]])
-                self._processes[name] = subprocess.Popen(command, env=env, text=True, **pipes)  # type: ignore
+                self._processes[name] = subprocess.Popen(command, env=python.safe_env(), text=True, **pipes)  # type: ignore
             except OSError as error:
                 log.warning("sink %s cannot be started: %s; training continues without it", name, error)
 

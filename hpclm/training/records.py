@@ -22,7 +22,7 @@ from hpclm.config.fields import path_separator
 from hpclm.distributed import restart
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError, DivergedError
-from hpclm.node import python, secrets
+from hpclm.node import secrets
 from hpclm.node.job import Job
 from hpclm.rundir import attempts, code, config_history, folder
 
@@ -70,7 +70,7 @@ def start(
         **context.job.row(),
         **({"after": begins.restarted} if begins.restarted else {}),
         "began": round(context.began, 3),
-        "command": shlex.join(map(secrets.Redactor(), python.readable([sys.executable, *sys.orig_argv[1:]]))),
+        "command": _command(),
         "folder": str(Path.cwd()),
         "host": socket.gethostname(),
         "machine": files.here(),
@@ -108,6 +108,13 @@ def tell_changes(out: Path, last: Mapping[str, Any], line: Mapping[str, Any], st
             log.warning(
                 "%s has no effect: the run resumes from step %d, whose state it restores", ", ".join(idle), step
             )
+
+
+def _command() -> str:
+    """The command line of this process, without secrets."""
+    if any("kernel_launcher" in word for word in sys.orig_argv):
+        return "hpclm.train in a notebook"
+    return shlex.join(map(secrets.Redactor(), [sys.executable, *sys.orig_argv[1:]]))
 
 
 def _from_folder(folder: Path, key: str, value: Any) -> Any:

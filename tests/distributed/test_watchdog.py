@@ -14,7 +14,6 @@ import pytest
 from hpclm.config import ClusterConfig
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.watchdog import Watchdog
-from hpclm.node import python
 from hpclm.rundir import summary
 from tests.forks import Hpclm, Ranks, hpclm
 from tests.runs import has_step, lines, losses, until
@@ -109,7 +108,7 @@ def training(pid):
     """Whether a process is a rank, and not a launcher, a guard or a guardian."""
     with open(f"/proc/{pid}/cmdline") as file:
         words = file.read().split("\0")
-    return words[1:5] == ["-u", "-c", python.CODE, "hpclm.train"]
+    return words[1:5] == ["-P", "-u", "-m", "hpclm.train"]
 
 
 def test_what_takes_long_and_a_pause_of_all_ranks_are_no_hang(tiny, tmp_path):

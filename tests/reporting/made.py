@@ -1,13 +1,13 @@
 """Run directories as runs leave them, written by hand: what happened in them is known."""
 
 import json
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 
 from hpclm.config import DataConfig, RunConfig, dump
 from hpclm.config.optim import OptimConfig
 from hpclm.config.schema import BudgetConfig
 
-NOON = datetime(2026, 3, 5, 12, tzinfo=timezone.utc).astimezone()
+NOON = datetime(2026, 3, 5, 12, tzinfo=UTC).astimezone()
 
 
 def at(seconds):

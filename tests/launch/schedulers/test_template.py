@@ -402,7 +402,7 @@ def test_nothing_that_a_person_can_say_escapes_into_the_script(stage, fields, en
         return
     argv = (stage / "argv").read_bytes().decode().split("\0")[:-1]
     assert expanded(argv[-1]) == str(path), made
-    assert argv[-5:-1] == ["-u", "-c", python.CODE, "hpclm.train"]
+    assert argv[-2] == "hpclm.train"
     variables = dict(line.partition("=")[::2] for line in (stage / "env").read_bytes().decode().split("\0"))
     for variable, value in env.items():
         assert variables[variable] == value

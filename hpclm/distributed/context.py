@@ -205,6 +205,8 @@ class DistributedContext:
         limit = timedelta(minutes=minutes)
         # new groups wait for their members in the store, by the store's limit
         self._store.raw.set_timeout(limit)
+        # without device_id: a new group would be split off by ncclCommSplit, in which all ranks must take part, and hang,
+        # because only its members make it (GroupOptions, which connects each group before the first step)
         dist.init_process_group(backend, store=self._store.raw, rank=self.rank, world_size=self.size, timeout=limit)
 
     @contextmanager

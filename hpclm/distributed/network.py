@@ -160,6 +160,9 @@ def use_interface(chosen: str | None, outward: str | None, env: MutableMapping[s
 def record_collectives(logs: Path, env: MutableMapping[str, str] = os.environ) -> None:
     """Switch NCCL's flight recorder on, unless the user chose otherwise: if a collective times out, PyTorch writes the last
     ones of each process to ``logs``. Its default is a predictable name in /tmp."""
+    # TORCH_NCCL_ASYNC_ERROR_HANDLING keeps its default, 3: PyTorch's watchdog reports an NCCL error, sleeps for four times
+    # TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC (60 s; ProcessGroupNCCL.cpp, Watchdog::runLoop) and aborts the process. By then
+    # hpclm's watchdog has named a lost rank. With 0, an error that no lost rank explains would hang until hang_minutes.
     env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     env.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / "nccl-timeout-rank_"))
     env.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

@@ -140,7 +140,7 @@ class Watchdog:
         if phase == STEP:
             self.timer.begin()
         self._entered = self.now
-        # the first step compiles and connects NCCL's groups, so it has the patience of a phase, not of a step
+        # the first step compiles, so it has the patience of a phase, not of a step
         self.phase = FIRST if phase == STEP and not self.timer.steps else phase
         self.step = self.step if step is None else step
         self.tick()

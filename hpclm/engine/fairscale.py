@@ -54,7 +54,7 @@ class FairScaleEngine(BaseEngine):
             Sharded,
             process_group=dp.group,
             # a separate one, so that gradients are summed while the next block's weights are gathered
-            process_group_reduce_scatter=dist.new_group(dp.ranks, dp.limit, dp.backend, use_local_synchronization=True),
+            process_group_reduce_scatter=dp.options.new_group(dp.ranks),
             reshard_after_forward=engine.zero_stage != 2,
             flatten_parameters=False,  # flattened weights lose their shapes, which checkpoints and weight decay need
             mixed_precision=mixed,

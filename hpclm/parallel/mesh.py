@@ -13,6 +13,32 @@ from hpclm.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class GroupOptions:
+    """How process groups are made."""
+
+    limit: timedelta | None = None
+    """A collective that takes longer raises an error."""
+    backend: str | None = None
+    """None: that of the group of all ranks."""
+    device: torch.device | None = None
+    """Ranks are connected on it as soon as a group exists; None: by the group's first collective."""
+
+    def new_group(self, ranks: Sequence[int]) -> Any:
+        """A process group of ``ranks``; only they call this."""
+        # without local synchronization every process would have to create every group of the mesh, also those it is not in
+        return self.connected(dist.new_group(list(ranks), self.limit, self.backend, use_local_synchronization=True))
+
+    def connected(self, group: Any) -> Any:
+        """``group``, whose ranks can communicate; all of them call this."""
+        if self.device is not None:
+            # NCCL connects ranks in a group's first collective: in the first step, it would do so on autograd's thread too
+            value = torch.zeros(1, device=self.device)
+            dist.all_reduce(value, group=group)
+            value.item()  # waits, so that a connection that fails does so here
+        return group
+
+
+@dataclass(frozen=True)
 class Axis:
     """One axis of the mesh, seen from this process."""
 
@@ -25,10 +51,8 @@ class Axis:
 
     name: str = ""
     """The group's name, by which compiled code finds it."""
-    backend: str | None = None
-    """Of its group and of groups of some of its ranks; None: as the group of all."""
-    limit: timedelta | None = None
-    """Of these groups' collectives: one that takes longer raises an error."""
+    options: GroupOptions = GroupOptions()
+    """Of its group, and of groups of some of its ranks."""
 
     @property
     def first(self) -> bool:
@@ -80,13 +104,10 @@ class Mesh:
         return self.dp.rank // self.cp.size
 
     @classmethod
-    def build(
-        cls, rank: int, size: int, parallel: ParallelConfig, limit: timedelta | None = None, backend: str | None = None
-    ) -> "Mesh":
+    def build(cls, rank: int, size: int, parallel: ParallelConfig, options: GroupOptions | None = None) -> "Mesh":
         """The mesh of ``size`` processes seen from ``rank``; every process must call this with the same settings.
 
-        ``size`` is a multiple of tensor x pipeline x context. A collective that takes longer than ``limit`` raises an error.
-        ``backend``: of the groups of some of them; None: as the group of all.
+        ``size`` is a multiple of tensor x pipeline x context.
         """
         tensor, pipeline = parallel.tensor, parallel.pipeline
         data = size // parallel.model
@@ -105,7 +126,7 @@ class Mesh:
         groups: dict[tuple[int, ...], Any] = {}
 
         def axis(members: Sequence[Sequence[int]]) -> Axis:
-            return _axis(rank, size, members, groups, limit, backend)
+            return _axis(rank, size, members, groups, options or GroupOptions())
 
         return cls(
             pp=axis([[at(p, d, t) for p in stages] for d in replicas for t in slots]),
@@ -155,8 +176,7 @@ def _axis(
     size: int,
     members: Sequence[Sequence[int]],
     groups: dict[tuple[int, ...], Any],
-    limit: timedelta | None,
-    backend: str | None,
+    options: GroupOptions,
 ) -> Axis:
     """The axis whose groups are ``members``, seen from ``rank``; equal sets of ranks share one process group.
 
@@ -165,8 +185,8 @@ def _axis(
     mine = next((tuple(ranks) for ranks in members if rank in ranks), (rank,))
     if len(mine) > 1 and mine not in groups:
         # a second group of all ranks would connect each of them with all others again
-        groups[mine] = dist.group.WORLD if len(mine) == size else _new_group(mine, limit, backend)
-    return Axis(len(mine), mine.index(rank), groups.get(mine), mine, _name(groups.get(mine)), backend, limit)
+        groups[mine] = options.connected(dist.group.WORLD) if len(mine) == size else options.new_group(mine)
+    return Axis(len(mine), mine.index(rank), groups.get(mine), mine, _name(groups.get(mine)), options)
 
 
 def sub_axis(axis: Axis, members: Sequence[int]) -> Axis:
@@ -174,8 +194,8 @@ def sub_axis(axis: Axis, members: Sequence[int]) -> Axis:
     if list(members) == list(range(axis.size)):
         return axis
     ranks = tuple(axis.ranks[member] for member in members)
-    group = _new_group(ranks, axis.limit, axis.backend) if len(ranks) > 1 else None
-    return Axis(len(ranks), list(members).index(axis.rank), group, ranks, _name(group), axis.backend, axis.limit)
+    group = axis.options.new_group(ranks) if len(ranks) > 1 else None
+    return Axis(len(ranks), list(members).index(axis.rank), group, ranks, _name(group), axis.options)
 
 
 def _product(shard: Axis, tp: Axis) -> Axis:
@@ -183,13 +203,8 @@ def _product(shard: Axis, tp: Axis) -> Axis:
     if 1 in (shard.size, tp.size):
         return tp if shard.size == 1 else shard
     ranks = tuple(rank - tp.rank + slot for rank in shard.ranks for slot in range(tp.size))  # tp varies fastest
-    group = _new_group(ranks, shard.limit, shard.backend)
-    return Axis(len(ranks), shard.rank * tp.size + tp.rank, group, ranks, _name(group), shard.backend, shard.limit)
-
-
-def _new_group(ranks: Sequence[int], limit: timedelta | None, backend: str | None) -> Any:
-    # without local synchronization every process would have to create every group of the mesh, also those it is not in
-    return dist.new_group(list(ranks), limit, backend, use_local_synchronization=True)
+    group = shard.options.new_group(ranks)
+    return Axis(len(ranks), shard.rank * tp.size + tp.rank, group, ranks, _name(group), shard.options)
 
 
 def _name(group: Any) -> str:

@@ -14,7 +14,7 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.engine import compiling
 from hpclm.node import environment, hardware
 from hpclm.optim.schedules import shape
-from hpclm.parallel.mesh import Compute, Mesh
+from hpclm.parallel.mesh import Compute, GroupOptions, Mesh
 from hpclm.training import messages
 
 
@@ -63,9 +63,10 @@ def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     messages.device(device, dtype, hardware.set_matmul(device))
     if context.is_main:
         messages.without_effect(no_effect.by_device(config, device.type == "cuda", dtype == torch.float32))
-    minutes = timedelta(minutes=config.cluster.timeout_minutes)
+    context.watchdog.enter("start-up")
     backend = "nccl" if device.type == "cuda" else None  # gloo's part in the group of all serves the CPUs
-    mesh = Mesh.build(context.rank, context.size, config.parallel, minutes, backend)
+    options = GroupOptions(timedelta(minutes=config.cluster.timeout_minutes), backend, device)
+    mesh = Mesh.build(context.rank, context.size, config.parallel, options)
     mesh = replace(mesh, nodes=len({context.ranks[rank].node for rank in mesh.dp.ranks}))
     if config.modules() or config.engine.name == "deepspeed":
         environment.for_code_that_may_compile()

@@ -115,7 +115,7 @@ def keeps(run, folder):
 
 def opens(run, folder):
     """The limit of collectives over data-parallel ranks."""
-    return open_devices(run, single()).mesh.dp.limit
+    return open_devices(run, single()).mesh.dp.options.limit
 
 
 def verifies(run, folder):

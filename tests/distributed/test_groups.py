@@ -14,7 +14,7 @@ from hpclm import engine as engines
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.distributed.signed import SignedStore
-from hpclm.parallel.mesh import Compute, Mesh
+from hpclm.parallel.mesh import Compute, GroupOptions, Mesh
 from tests import ranks
 from tests.parity import TINY
 from tests.runs import until
@@ -34,17 +34,20 @@ def joined(store):
 
 
 def groups(folder, backend, names):
-    """Of each of these layouts, how many groups of how many ranks this rank is in, by their backend."""
+    """Of each of these layouts, how many groups of how many ranks this rank is in, by their backend; and how many all-reduces have
+    connected them."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 - it makes the backend known
 
     found = {}
     for layout in names:
         words, _ = LAYOUTS[layout]
         context, run = joined(f"{folder}/{layout}"), config.load(None, [*TINY, "batch.micro_size=2", *words])
-        mesh = Mesh.build(context.rank, context.size, run.parallel, backend=backend)
-        engines.build(run.for_engine(mesh.world.size), Compute(CPU, torch.float32, mesh))
+        with torch.profiler.profile() as trace:
+            mesh = Mesh.build(context.rank, context.size, run.parallel, GroupOptions(backend=backend, device=CPU))
+            engines.build(run.for_engine(mesh.world.size), Compute(CPU, torch.float32, mesh))
         world = dist.distributed_c10d._world
-        found[layout] = Counter((world.pg_map[group][0], len(of)) for group, of in world.pg_group_ranks.items())
+        made = Counter((world.pg_map[group][0], len(of)) for group, of in world.pg_group_ranks.items())
+        found[layout] = made, sum(event.name == "c10d::allreduce_" for event in trace.events())
     return found
 
 
@@ -67,9 +70,14 @@ LAYOUTS = {
     ],
     ids=["as on GPUs", "on CPUs", "on CPUs, every layout"],
 )
-def test_gloo_has_one_group_of_all_and_axes_have_the_backend_of_the_device(backend, named, names, tmp_path):
+def test_axes_have_the_devices_backend_and_every_group_is_connected_before_the_first_step(
+    backend, named, names, tmp_path
+):
     """PyTorch's fake backend stands for NCCL; CPUs have only gloo."""
-    expected = {name: Counter([("gloo", 4), *((named, size) for size in LAYOUTS[name][1])]) for name in names}
+    expected = {}
+    for name in names:
+        sizes = LAYOUTS[name][1]
+        expected[name] = Counter([("gloo", 4), *((named, size) for size in sizes)]), 1 + len(sizes)
     assert ranks.run(4, groups, str(tmp_path), backend, names) == [expected] * 4
 
 

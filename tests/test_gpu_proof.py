@@ -20,6 +20,7 @@ from tests.runs import PATIENCE, ROOT, until
 sys.path.insert(0, str(ROOT / "tools"))
 import gpu_archive
 import gpu_machine
+import gpu_profile
 import gpu_proof
 import gpu_runs
 
@@ -79,13 +80,68 @@ def test_there_are_many_tests_that_only_a_gpu_can_pass():
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_first_call_has_the_most_telling_stages_and_time_for_all_of_them(device, tmp_path):
-    names = ["limits", "a step, uncompiled", "gpt2-124m", "llama-1b, documents", "llama-1b, dropout"]
-    first = gpu_proof.stages(device, tmp_path, small=device == "cpu")[:7]
-    assert [stage.name for stage in first[:5]] == names and first[5].name.startswith("training speed")
-    assert first[6].name == "tests"
-    assert sum(stage.budget for stage in first) <= 570 - gpu_proof.RESERVE
-    for one in first:
+    planned = gpu_proof.stages(device, tmp_path, small=device == "cpu")
+    names = ["measure first", "several ranks, fp32", "several ranks, bf16", "limits", "gpt2-124m"]
+    assert [stage.name for stage in planned[:5]] == names and planned[5].name.startswith("training speed")
+    assert sum(stage.budget for stage in planned[:6]) <= 570 - gpu_proof.RESERVE
+    # the second, with what is left of a quarter of an hour
+    assert [stage.name for stage in planned[6:9]] == ["tests", "llama-1b, documents", "llama-1b, dropout"]
+    assert sum(stage.budget for stage in planned[6:9]) <= 300
+    for one in planned:
         assert one.min_seconds < one.budget
+
+
+KERNELS = {
+    "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "GEMM",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "GEMM",
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16>": "GEMM",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x64x64": "attention",
+    "void pytorch_flash::flash_fwd_kernel<>": "attention",
+    "void at::native::(anonymous namespace)::indexing_backward_kernel<float, 4>": "table",
+    "void at::native::(anonymous namespace)::compute_grad_weight<float>": "table",
+    "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<>": "table",
+    "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>": "optimizer",
+    "Memcpy HtoD (Pinned -> Device)": "copies",
+    "void at::native::CatArrayBatchedCopy<>": "copies",
+    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL": "communication",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>": "elementwise",
+    "triton_poi_fused__to_copy_addmm_gelu_view_3": "elementwise",
+    "triton_red_fused__log_softmax_nll_loss_backward_scatter_0": "elementwise",
+    "triton_per_fused_embedding_native_layer_norm_0": "table",
+    "triton_tem_fused_addmm_5": "GEMM",
+    "aten::addmm": "GEMM",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "aten::_fused_adamw_": "optimizer",
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_counts_among_those_of_its_kind(name):
+    assert gpu_profile.category(name) == KERNELS[name]
+
+
+def test_a_device_is_busy_while_any_of_its_streams_is():
+    assert gpu_profile.busy([(5, 6), (0, 2), (1, 3), (1.5, 2.5)]) == 4
+    assert gpu_profile.busy([]) == 0
+
+
+@pytest.mark.slow
+def test_the_first_stage_compares_steps_by_category_and_single_operations(tmp_path, monkeypatch, capsys):
+    tiny = dict(layers=1, hidden=16, heads=2, vocab_size=40, vocab_multiple=1)
+    monkeypatch.setitem(gpu_profile.bench_train.SHAPES, "small", tiny)
+    monkeypatch.setattr(sys, "argv", ["gpu_profile.py", "--out", str(tmp_path), "--device", "cpu", "--small"])
+    assert gpu_profile.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads((tmp_path / "measure-first.json").read_text())
+    measure = gpu_proof.stages("cpu", tmp_path, small=True)[0]
+    assert f"{gpu_proof.slug(measure.name)}.json" == gpu_profile.FILE  # where the report looks for it
+    assert len(found["operations"]) == 12 and all(spent > 0 for spent in found["operations"].values())
+    assert list(found["steps"]) == ["hpclm", "plain PyTorch"]
+    for name, figures in found["steps"].items():
+        assert sum(line.startswith(f"| {name} |") for line in lines) == 1
+        assert all(figures[kind] > 0 for kind in ("step", "GEMM", "table", "optimizer", "elementwise"))
+        assert figures["until it returns"] <= figures["step"] and figures["dearest"]
+    assert found["steps"]["plain PyTorch"]["attention"] > 0  # a CPU computes hpclm's short sequences by products
 
 
 def test_a_stage_that_fails_stops_no_other_and_is_tried_again(tmp_path, capsys):
@@ -184,16 +240,16 @@ def test_an_archive_is_left_whatever_ends_it(number, tmp_path):
 def test_an_archive_never_exceeds_its_limit_and_says_what_it_left_out(tmp_path):
     noise = random.Random(0).randbytes
     (tmp_path / "summary.txt").write_text("told")
-    (tmp_path / "trace.json").write_bytes(noise(9_000_000))
+    (tmp_path / "runs/x").mkdir(parents=True)
+    (tmp_path / "runs/x/big.json").write_bytes(noise(9_000_000))
     for name in "ab":
         (tmp_path / f"{name}.log").write_bytes(noise(8_000_000))
-    (tmp_path / "runs/x").mkdir(parents=True)
     (tmp_path / "runs/x/metrics.jsonl").write_text("{}\n")
     (tmp_path / "runs/x/weights.bin").write_text("not taken")
     gpu_archive.renew(tmp_path, tmp_path / "OUT")
     taken = content(tmp_path / "OUT")
     assert taken.keys() == {"summary.txt", "a.log", "runs/x/metrics.jsonl", "left-out.txt"}
-    assert taken["left-out.txt"] == b"b.log\ntrace.json\n"
+    assert taken["left-out.txt"] == b"b.log\nruns/x/big.json\n"
 
 
 def test_wheels_of_another_python_are_named_and_the_rest_installed(tmp_path, capsys):
@@ -243,7 +299,9 @@ def test_a_rehearsal_that_is_out_of_time_goes_on_in_the_next_call(tmp_path):
     assert second.returncode == 0, second.stdout + second.stderr
     assert "== tests" in second.stdout
     report = (tmp_path / "report.md").read_text()
-    assert "a rehearsal" in report and "| hpclm |" in report and "host waits" in report
+    assert (
+        "a rehearsal" in report and "| hpclm |" in report and "| plain PyTorch |" in report and "host waits" in report
+    )
     assert "| gpt2-124m | 40 |" in report and "| llama-1b-documents | 8 |" in report
     with tarfile.open(tmp_path / gpu_archive.NAME) as archive:
         assert "gpu-proof/runs/gpt2-124m/metrics.jsonl" in archive.getnames()

@@ -19,7 +19,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,13 +87,25 @@ SUBJECTS: dict[str, Callable[[ModelConfig, torch.Tensor, torch.dtype], Step]] = 
 }
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Time every subject and print the table."""
+@dataclass(frozen=True)
+class Case:
+    """What all subjects train: a model, tokens [A, B, T + 1] of A micro-batches, and how."""
+
+    model: ModelConfig
+    rows: torch.Tensor
+    device: torch.device
+    dtype: torch.dtype
+    products: str
+    """How fp32 matrices are multiplied."""
+    wait: Callable[[], object]
+    """Waits for the device."""
+
+
+def case(args: argparse.Namespace) -> Case:
+    """The device and kernels as in a run, and tokens."""
     import torch
-    from tqdm import tqdm
 
     from hpclm.config import EngineConfig, ModelConfig
-    from hpclm.model import count
     from hpclm.model.attention import backend as attention_backend
     from hpclm.node import hardware
 
@@ -104,7 +117,19 @@ def measure(args: argparse.Namespace) -> None:
     model = ModelConfig(**SHAPES[args.shape], context=args.context)
     attention_backend.use(model, device)
     rows = tokens_as_of_a_text(model.vocab_size, (args.accumulate, args.batch, args.context + 1)).to(device)
-    wait = hardware.synchronizer(device)
+    return Case(model, rows, device, dtype, products, hardware.synchronizer(device))
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Time every subject and print the table."""
+    import torch
+    from tqdm import tqdm
+
+    from hpclm.model import count
+    from hpclm.node import hardware
+
+    trained = case(args)
+    model, rows, device, dtype, wait = trained.model, trained.rows, trained.device, trained.dtype, trained.wait
     together = args.together or (10 if device.type == "cuda" else 1)
 
     if args.memory_of:
@@ -147,7 +172,7 @@ def measure(args: argparse.Namespace) -> None:
     tokens = args.accumulate * args.batch * args.context
     table = [row(name, model, tokens, times, memory, peak) for name in steps]
     facts = [hardware.describe(device), f"torch {torch.__version__}", str(dtype).removeprefix("torch.")]
-    print(f"\n{', '.join(facts)}; fp32 products {products}")
+    print(f"\n{', '.join(facts)}; fp32 products {trained.products}")
     print(
         f"{args.shape}: {count.parameters(model):,} parameters, {args.accumulate} x {args.batch} x {args.context} tokens, {args.rounds} rounds "
         f"of {together} steps\n"
@@ -211,8 +236,8 @@ def peak_of(name: str) -> dict[str, int]:
     return {} if done.returncode else {name: int(json.loads(done.stdout.splitlines()[-1]))}
 
 
-def main() -> None:
-    """Read the arguments and measure."""
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command line, or ``words`` in their place."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--context", type=int, default=256, help="tokens in a sequence")
@@ -231,8 +256,8 @@ def main() -> None:
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not measure peak memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found there")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    measure(parser.parse_args())
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":
-    main()
+    measure(arguments())

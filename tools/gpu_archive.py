@@ -15,7 +15,7 @@ MAX_FILE_BYTES = 64 * 2**20
 """Bytes of a file that is read to see whether it fits."""
 PATTERNS = (
     *("summary.txt", "report.md", "results.json", "facts.json", "versions.txt", "*.json", "*.log"),
-    *("runs/*/*.yaml", "runs/*/*.json", "runs/*/*.jsonl", "runs/*/logs/*", "trace.json"),
+    *("runs/*/*.yaml", "runs/*/*.json", "runs/*/*.jsonl", "runs/*/logs/*"),
 )
 """Files of the output folder, the most telling first: what does not fit is left out from the end."""
 
@@ -46,16 +46,13 @@ def renew(out: Path, folder: Path) -> Path:
 
 
 def chosen(out: Path) -> Iterator[Path]:
-    """The files to take, each once, in the order of PATTERNS, but trace.json last."""
-    last = out / "trace.json"
-    seen = {last}
+    """The files to take, each once, in the order of PATTERNS."""
+    seen = set[Path]()
     for pattern in PATTERNS:
         for path in sorted(out.glob(pattern)):
             if path not in seen and path.is_file():
                 seen.add(path)
                 yield path
-    if last.is_file():
-        yield last
 
 
 def compressed(parts: list[tuple[str, bytes]]) -> bytes:

@@ -1,9 +1,8 @@
-"""The stages of gpu_proof.sh that look at the machine itself: packages, what it is, its limits, and where a step's time goes.
+"""The stages of gpu_proof.sh that look at the machine itself: packages, what it is, and its limits.
 
 python tools/gpu_machine.py install --wheels gpu-wheels --out gpu-proof   # into OUT/site; nothing else is changed
 python tools/gpu_machine.py facts --out gpu-proof                         # OUT/facts.json, OUT/versions.txt
 python tools/gpu_machine.py limits
-python tools/gpu_machine.py step --out gpu-proof                          # uncompiled; with --compile also OUT/trace.json
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import contextlib
 import json
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -124,63 +122,22 @@ def limits(device: str, small: bool) -> None:
     )
 
 
-def step(device: str, out: Path, small: bool, compiled: bool) -> None:
-    """Time and trace steps of GPT-2 124M; print its speed and its dearest operations. Compiled: OUT/trace.json opens in Perfetto."""
-    import torch
-    from bench_train import SHAPES, ours
-
-    from hpclm.config import ModelConfig
-
-    gpu = device == "cuda"
-    shape, context, batch = ("small", 64, 2) if small else ("124m", 1024, 16)
-    model = ModelConfig(**SHAPES[shape], context=context)
-    rows = torch.randint(0, model.vocab_size, (batch, context + 1)).to(device)
-    wait = torch.cuda.synchronize if gpu else lambda: None
-    do_step = ours(model, rows, torch.bfloat16 if gpu else torch.float32, compiled=compiled)
-    times = []
-    for _ in range(10):
-        began = time.perf_counter()
-        do_step()
-        wait()
-        times.append(time.perf_counter() - began)
-    rate = batch * context / statistics.median(times[4:])
-    print(f"first step {times[0]:.1f} s; {shape}, {batch} x {context} tokens: {rate:,.0f} tokens/s", flush=True)
-    with torch.profiler.profile() as trace:
-        for _ in range(3):
-            do_step()
-        wait()
-    if compiled:
-        trace.export_chrome_trace(str(out / "trace.json"))
-    spent = {e.key: e.self_device_time_total if gpu else e.self_cpu_time_total for e in trace.key_averages()}
-    if not any(spent.values()):
-        sys.exit("the profiler has recorded no kernels")
-    print("| operation | times | ms |\n|---|---|---|")
-    for event in sorted(trace.key_averages(), key=lambda e: -spent[e.key])[:10]:
-        print(f"| `{event.key[:80]}` | {event.count} | {spent[event.key] / 1000:.2f} |")
-    waits = sum(e.count for e in trace.key_averages() if "Synchronize" in e.key)
-    print(f"| host waits | {waits} | |")
-    print(f"| tokens/s | {rate:,.0f} | |")
-
-
 def main() -> int:
     """Do what the first argument says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("act", choices=("install", "facts", "limits", "step"))
+    parser.add_argument("act", choices=("install", "facts", "limits"))
     parser.add_argument("--out", type=Path, default=Path("gpu-proof"))
     parser.add_argument("--wheels", type=Path, default=Path("gpu-wheels"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--small", action="store_true", help="small models, to rehearse")
-    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.act == "install":
         return install(args.wheels, args.out / "site")
     if args.act == "facts":
         facts(args.out)
-    elif args.act == "limits":
-        limits(args.device, args.small)
     else:
-        step(args.device, args.out, args.small, args.compile)
+        limits(args.device, args.small)
     return 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ TOOLS = Path(__file__).parent
 PYTHON = sys.executable
 RENEW = 15
 """Seconds between renewals of the archive while a stage runs."""
+SEVERAL_RANKS = "tests/gpu/test_several_ranks.py"
 RESERVE = 5
 """Seconds at the end in which no stage runs: for the last archive."""
 
@@ -44,34 +46,15 @@ class Stage:
 def stages(device: str, out: Path, small: bool) -> list[Stage]:
     """All stages, the most telling first; ``small``: with models that are computed anywhere.
 
-    Those of the first call, without what comes after the tests, have 570 seconds together.
+    Those of the first call, which are before the tests, have 565 seconds together.
     """
     settings = {"HPCLM_TEST_DEVICE": device} | ({"HPCLM_TEST_SHAPE": "cpu"} if small else {})
     where, rehearsal = ["--out", str(out), "--device", device], ["--small"] if small else []
-    # a warning that is new in this machine's versions is not an error
-    tests = [
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-W",
-        "default",
-        "-p",
-        "no:cacheprovider",
-        *(("-n", str(min(8, max(1, (os.cpu_count() or 1) // 2)))) if find_spec("xdist") else ("-p", "no:xdist")),
-        "--tb=short",
-        "-vv",
-    ]
-    if device == "cpu":
-        tests += ["-k", "chance or native-accumulating or gpus_checkpoint"]
-
-    def machine(name: str, budget: int, act: str, *words: str, min_seconds: int = 5) -> Stage:
-        return Stage(
-            name,
-            [PYTHON, str(TOOLS / "gpu_machine.py"), act, *where, *rehearsal, *words],
-            budget,
-            min_seconds=min_seconds,
-        )
+    parallel = PathFinder.find_spec("xdist", [str(out / "site"), *sys.path]) is not None
+    workers = str(min(8, max(1, (os.cpu_count() or 1) // 2)))
+    tests = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", "-vv"]
+    tests += ["-W", "default"]  # a warning that is new in this machine's versions is not an error
+    tests += ["-n", workers] if parallel else ["-p", "no:xdist"]
 
     def run(name: str, budget: int) -> Stage:
         return Stage(name, [PYTHON, str(TOOLS / "gpu_runs.py"), slug(name), *where, *rehearsal], budget, min_seconds=20)
@@ -87,42 +70,33 @@ def stages(device: str, out: Path, small: bool) -> list[Stage]:
     def test(name: str, budget: int, *words: str) -> Stage:
         return Stage(name, [PYTHON, *tests, *words], budget, min_seconds=30, environment=settings)
 
+    def ranks(precision: str) -> Stage:
+        chosen = f"{precision} and context" if small else precision
+        return test(f"several ranks, {precision}", 120, SEVERAL_RANKS, "-k", chosen)
+
     others = ["plain PyTorch, compiled", "transformers, compiled", "Megatron-core"]
-    first = [
-        machine("limits", 15, "limits"),
-        machine("a step, uncompiled", 30, "step"),
+    measure = [PYTHON, str(TOOLS / "gpu_profile.py"), *where, *rehearsal]
+    rest = ["-k", "chance or native-accumulating or gpus_checkpoint"] if device == "cpu" else []
+    planned = [
+        Stage("measure first", measure, 90, min_seconds=20),
+        ranks("fp32"),
+        ranks("bf16"),
+        Stage("limits", [PYTHON, str(TOOLS / "gpu_machine.py"), "limits", *where, *rehearsal], 15),
         run("gpt2-124m", 110),
-        run("llama-1b, documents", 80),
-        run("llama-1b, dropout", 50),
         speed("small", 64, 2, 110, "hpclm", "limit")
         if small
         else speed("124m", 1024, 16, 110, "limit", "hpclm", *others),
-        test("tests", 170, "tests/gpu"),
+        test("tests", 170, "tests/gpu", "--ignore", SEVERAL_RANKS, *rest),
+        run("llama-1b, documents", 80),
+        run("llama-1b, dropout", 50),
     ]
     if device == "cpu":
-        return first
+        return planned
     compiled = ["limit", "hpclm, compiled", *others[1:]]
-    later = [
-        *(
-            []
-            if small
-            else [speed("1.3b", 2048, 4, 120, *compiled), speed("llama-1b", 2048, 4, 120, *compiled, accumulate=4)]
-        ),
-        Stage(
-            "checkpoints",
-            [PYTHON, str(TOOLS / "bench_checkpoint.py"), *(["--megabytes=20"] if small else [])],
-            240,
-            min_seconds=60,
-        ),
-        machine("profile", 100, "step", "--compile", min_seconds=30),
-        Stage(
-            "kernels",
-            [PYTHON, str(TOOLS / "kernel_table.py"), "124m, native, uncompiled" if small else "124m, native"],
-            240,
-            min_seconds=60,
-        ),
-    ]
-    return [*first, *later]
+    if not small:
+        planned += [speed("1.3b", 2048, 4, 120, *compiled), speed("llama-1b", 2048, 4, 120, *compiled, accumulate=4)]
+    checkpoints = [PYTHON, str(TOOLS / "bench_checkpoint.py"), *(["--megabytes=20"] if small else [])]
+    return [*planned, Stage("checkpoints", checkpoints, 240, min_seconds=60)]
 
 
 def slug(name: str) -> str:
@@ -308,10 +282,12 @@ def shown(text: str, failed: bool) -> str:
     """What a report says of a stage's output: its table, what was left out, tests that failed; the last line unless the table is all."""
     lines = [line for line in text.splitlines() if line.strip()]
     table = [line for line in lines if line.startswith("|")]
+    heads = [line for line, below in itertools.pairwise(table) if below.startswith("|---")]
     notes = [line for line in lines if " is left out: " in line or line.startswith(("FAILED ", "ERROR ", "error: "))]
     if not notes:  # tests that were stopped give no summary
         notes = [line for line in lines if re.search(r"::.* (FAILED|ERROR)\b", line)]
     last = lines[-1:] if failed or not table else []
+    table = [f"\n{line}" if line in heads[1:] else line for line in table]
     return "\n\n".join("\n".join(part) for part in (table, [f"- {note}" for note in notes[:40]], last) if part)
 
 

@@ -4,7 +4,7 @@ A forward pass then casts no weights. Each gradient arrives in the compute type,
 freed: there is no fp32 copy of the gradient of a micro-batch. The sums are those of casting in every forward pass, bit for bit.
 
 On GPUs the backward pass adds the gradients of matrices and tables to the fp32 ones itself (hpclm.parallel.main_gradients). They
-are then never rounded to the compute type.
+are then never rounded to the compute type. Compiled, it adds those of biases and norms too, in the kernels that make them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,9 @@ class ComputeCopies:
     """The copies in the model, and the fp32 weights that they are made from."""
 
     def __init__(self, model: Stack, in_place: bool = False):
-        """``in_place``: the backward pass adds the gradients of matrices and tables to the fp32 ones."""
-        self._added: dict[nn.Parameter, TensorParallelModule] = {}
-        """The module of each copy whose gradient the backward pass adds in place."""
+        """``in_place``: the backward pass adds gradients to the fp32 ones, where it can."""
+        self._added: dict[nn.Parameter, tuple[TensorParallelModule, str]] = {}
+        """Each copy whose gradient the backward pass adds in place: its module, and its name there."""
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         """The fp32 weight of each parameter of the model that is a copy."""
         self._tables: list[VocabParallelEmbedding] = []
@@ -45,17 +45,22 @@ class ComputeCopies:
                     copy = nn.Parameter(weight.detach().to(model.dtype))
                     setattr(module, name, copy)
                     self.masters[copy] = weight
-                    copy.register_post_accumulate_grad_hook(partial(_call, collect))
-                    if in_place and weight.ndim == 2 and name == "weight":
-                        self._added[copy] = module
+                    matrix = weight.ndim == 2 and name == "weight"
+                    # uncompiled, an autograd function for each small weight would cost more than adding its gradient
+                    small = weight.ndim == 1 and model.compilation.works
+                    if in_place and (matrix or small):
+                        self._added[copy] = module, name
+                    else:
+                        copy.register_post_accumulate_grad_hook(partial(_call, collect))
 
     def attach(self) -> None:
         """Tell the modules where the fp32 gradients are, which the engine has placed or which are allocated now."""
-        for copy, module in self._added.items():
+        for copy, (module, name) in self._added.items():
             master = self.masters[copy]
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-            module.main_grad = master.grad.data  # counts its changes apart from other views of a bucket
+            # .data counts its changes apart from other views of a bucket
+            module.main_grads[name] = master.grad.data
 
     def master(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer updates for a parameter of the model."""
@@ -75,10 +80,7 @@ class ComputeCopies:
         return ((table.rows, table.weight) for table in self._tables if table.rows is not None)
 
     def _collect(self, copy: Tensor) -> None:
-        """Add the gradient of one backward pass to the fp32 gradient, unless the backward pass has."""
-        if copy in self._added:
-            copy.grad = None
-            return
+        """Add the gradient of one backward pass to the fp32 gradient."""
         master = self.masters[copy]  # type: ignore[index]
         if master.grad is None:
             master.grad = torch.zeros_like(master)

@@ -172,7 +172,7 @@ def _plain(module: nn.Module, x: Tensor, _: AttentionMetadata) -> Tensor:
 
 def _head(table: nn.Module, x: Tensor, _: AttentionMetadata, shape: LogitShape) -> Head:
     assert isinstance(table, VocabParallelEmbedding)
-    return Head(x, table.weight, table.vocab_size, table.tp, table.rows, table.main_grad, shape)
+    return Head(x, table.weight, table.vocab_size, table.tp, table.rows, table.main_grads.get("weight"), shape)
 
 
 def _tied_head(table: nn.Module, x: Tensor, metadata: AttentionMetadata, shape: LogitShape) -> Head:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hpclm.parallel.collectives import copy_to_tp
+from hpclm.parallel.main_gradients import accumulated
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.placement import Piece, Placement
 
@@ -90,8 +91,6 @@ class TensorParallelModule(nn.Module):
 
     defer_tp_grad_sum = False
     """Whether the engine sums the gradients of replicated weights over ``tp``, once a step."""
-    main_grad: Tensor | None = None
-    """The fp32 gradient of ``weight``, if the backward pass adds to it in place."""
 
     def __init__(self, tp: Axis):
         super().__init__()
@@ -99,6 +98,8 @@ class TensorParallelModule(nn.Module):
         self.placements: dict[str, Placement] = {}
         """How each weight is split."""
         self.init_specs: dict[str, InitSpec] = {}
+        self.main_grads: dict[str, Tensor] = {}
+        """The fp32 gradients that the backward pass adds to in place, by the name of the weight."""
 
     def new_parameter(self, name: str, spec: InitSpec) -> nn.Parameter:
         """The local slice of the weight ``name``; on the meta device, for the engine to fill, if data-parallel ranks hold different ones."""
@@ -110,6 +111,11 @@ class TensorParallelModule(nn.Module):
         if values is not None:
             self.placements[name] = Placement(tuple(values.shape))
         self.register_buffer(name, values)
+
+    def accumulated(self, name: str) -> Tensor:
+        """The weight ``name``, whose gradient is added in place if ``main_grads`` has it."""
+        parameter: Tensor = getattr(self, name)
+        return accumulated(parameter, self.main_grads[name]) if name in self.main_grads else parameter
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """A weight that every rank of ``tp`` holds whole and applies to its own slice of the sequence."""

@@ -54,8 +54,8 @@ class ColumnLinear(TensorParallelModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, ..., C] -> [T, ..., width / tp]."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return gathered_linear(x, self.weight.to(x.dtype), bias, self.tp, self.main_grad)
+        bias = None if self.bias is None else self.accumulated("bias").to(x.dtype)
+        return gathered_linear(x, self.weight.to(x.dtype), bias, self.tp, self.main_grads.get("weight"))
 
 
 class RowLinear(TensorParallelModule):
@@ -71,11 +71,12 @@ class RowLinear(TensorParallelModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, ..., width / tp] -> [t, ..., C]."""
-        weight, bias = self.weight.to(x.dtype), self.bias
+        weight, main_grad = self.weight.to(x.dtype), self.main_grads.get("weight")
+        bias = None if self.bias is None else self.accumulated("bias")
         if self.tp.size == 1:
-            return linear(x, weight, None if bias is None else bias.to(x.dtype), self.main_grad)
+            return linear(x, weight, None if bias is None else bias.to(x.dtype), main_grad)
         # the bias comes after the sum over the ranks, or it would be added once by each of them
-        y = scatter(linear(x, weight, None, self.main_grad), self.tp)
+        y = scatter(linear(x, weight, None, main_grad), self.tp)
         return y if bias is None else y + self.replicated(bias).to(x.dtype)
 
 
@@ -96,8 +97,8 @@ class Norm(TensorParallelModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
-        weight = self.replicated(self.weight).to(x.dtype)
-        bias = None if self.bias is None else self.replicated(self.bias).to(x.dtype)
+        weight = self.replicated(self.accumulated("weight")).to(x.dtype)
+        bias = None if self.bias is None else self.replicated(self.accumulated("bias")).to(x.dtype)
         terms = (weight, bias) if self.biased else (weight,)
         # apex's kernels take no norm without its bias, and no tensor on a CPU
         if self.fused and x.is_cuda and all(term is not None for term in terms):
@@ -165,11 +166,11 @@ class VocabParallelEmbedding(TensorParallelModule):
 
     def _look_up(self, ids: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return embedding(ids, self.weight, self.main_grad)
+            return embedding(ids, self.weight, self.main_grads.get("weight"))
         mine = ids - self.tp.rank * len(self.weight)
         outside = (mine < 0) | (mine >= len(self.weight))
         # tokens of other ranks read row 0; masked_fill makes their gradient 0
-        rows = embedding(mine.masked_fill(outside, 0), self.weight, self.main_grad).to(self.dtype)
+        rows = embedding(mine.masked_fill(outside, 0), self.weight, self.main_grads.get("weight")).to(self.dtype)
         return scatter(rows.masked_fill(outside[..., None], 0.0), self.tp)  # one rank has the row, the others add 0
 
 

@@ -16,7 +16,7 @@ from hpclm.model import count
 from hpclm.model.compiled import Compilation
 from hpclm.model.gpt import Head, LogitShape
 from hpclm.parallel.collectives import all_reduce, all_reduce_max, gather
-from hpclm.parallel.main_gradients import add_product, unfilled
+from hpclm.parallel.main_gradients import add_product
 from hpclm.parallel.mesh import Axis
 
 ChunkMath = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
@@ -158,7 +158,7 @@ class _ChunkedLoss(torch.autograd.Function):
         d_hidden, d_weight = ctx.saved_tensors
         [factor] = outer
         if ctx.added:
-            gradients = d_hidden, unfilled(d_weight) if ctx.needs_input_grad[1] else None
+            gradients = d_hidden, None
         elif ctx.how == "unscaled":
             gradients = d_hidden, d_weight
         # not in place: the schedule's second backward pass needs them as they are

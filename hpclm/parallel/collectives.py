@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpclm.parallel.main_gradients import add_product, linear, unfilled
+from hpclm.parallel.main_gradients import add_product, linear
 from hpclm.parallel.mesh import Axis
 
 # torch 2.13 renames these two and deprecates the old names
@@ -224,7 +224,7 @@ class _GatheredLinear(torch.autograd.Function):
             d_weight = rows.t() @ whole.flatten(0, -2)
         else:
             add_product(main_grad, rows, whole.flatten(0, -2))
-            d_weight = unfilled(weight)
+            d_weight = None
         d_bias = rows.sum(0) if ctx.biased else None
         d_x = finish(d_x, scattering)
         return d_x, d_weight, d_bias, None, None

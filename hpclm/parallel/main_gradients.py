@@ -1,8 +1,8 @@
 """Gradients of weights, added in place to the fp32 gradients that the optimizer reads: Megatron's main_grad.
 
 The product that makes a weight's gradient adds it to the sum of earlier micro-batches (beta = 1), so it is never written in the
-compute type, cast or read again. What autograd gets in its place is memory that is not filled: it only says that the gradient
-is complete. T tokens in a sequence, B sequences, C hidden size, V vocabulary.
+compute type, cast or read again. Autograd gets no gradient, but calls the hooks of the weight all the same. T tokens in a sequence,
+B sequences, C hidden size, V vocabulary.
 """
 
 from typing import Any
@@ -35,10 +35,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         _add_product(total, a, b)
 
 
-def unfilled(weight: Tensor) -> Tensor:
-    """What autograd gets as the gradient of a weight whose gradient has been added in place."""
-    # not zeros: ComputeCopies drops it unread, and filling it would cost a pass over memory for every weight
-    return weight.new_empty(weight.shape)
+def accumulated(parameter: Tensor, main_grad: Tensor) -> Tensor:
+    """``parameter``; its gradient is added to ``main_grad``."""
+    return _Accumulated.apply(parameter, main_grad)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None) -> Tensor:
@@ -51,6 +50,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | N
 def embedding(ids: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
     """F.embedding; the gradient of the table is added to ``main_grad``, if that is given."""
     return F.embedding(ids, weight) if main_grad is None else _Embedding.apply(ids, weight, main_grad)
+
+
+def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """Add each of the [n, C] rows to the row of ``total`` [V, C] that its id names, always in the same order."""
+    if len(total) <= len(ids):
+        # sums the rows of one id in parallel; in a small vocabulary, the most frequent id has a large part of all rows
+        total.add_(torch.ops.aten.embedding_dense_backward(rows, ids, len(total), -1, False))
+    else:
+        # sorts the ids, and adds the rows of one id one after the other; index_add_ uses atomics
+        total.index_put_((ids,), rows, accumulate=True)
+
+
+class _Accumulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.save_for_backward(main_grad)
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        [main_grad], [gradient] = ctx.saved_tensors, outer
+        main_grad.add_(gradient)
+        return None, None
 
 
 class _Linear(torch.autograd.Function):
@@ -66,20 +88,18 @@ class _Linear(torch.autograd.Function):
         [d_y] = outer
         rows = d_y.flatten(0, -2)
         add_product(main_grad, rows, x.flatten(0, -2))
-        return d_y @ weight, unfilled(weight), rows.sum(0) if ctx.biased else None, None
+        return d_y @ weight, None, rows.sum(0) if ctx.biased else None, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, main_grad: Tensor) -> Tensor:
-        ctx.save_for_backward(ids, weight)
+        ctx.save_for_backward(ids)
         ctx.main_grad = main_grad  # not saved: the loss may have added to it since, if the embeddings are tied
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        ids, weight = ctx.saved_tensors
-        [d_y] = outer  # index_put_ sorts the ids, so the order of the sums is always the same; index_add_ uses atomics
-        rows = d_y.flatten(0, -2).to(ctx.main_grad.dtype)
-        ctx.main_grad.index_put_((ids.flatten(),), rows, accumulate=True)
-        return None, unfilled(weight), None
+        [ids], [d_y] = ctx.saved_tensors, outer
+        add_rows(ctx.main_grad, ids.flatten(), d_y.flatten(0, -2).to(ctx.main_grad.dtype))
+        return None, None, None

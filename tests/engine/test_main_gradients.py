@@ -1,5 +1,7 @@
 """Gradients that the backward pass adds to the fp32 ones in place, as on GPUs; here the products themselves are those of a CPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,21 +14,32 @@ from tests.engine import sharded
 from tests.parity import STYLES
 
 WORDS = ["engine.precision=bf16", "batch.micro_size=2", "model.layers=2"]
+MODEL = native.native_model
+
+
+def model(traced, config, compute):
+    """The model of an engine, compiled if ``traced``."""
+    made = MODEL(config, compute)
+    if traced:
+        made.compile_blocks()
+    return made
 
 
 def gradients(words, in_place, traced=False):
     """Losses and gradient norms, the fp32 gradients just before the last update, by name, and the number of graphs."""
-    for module in (native, sharded_optimizer):
-        module.adds_in_place = lambda *_: in_place
-    run, engine, batches, _ = sharded.made(words)
     counter = None
     if traced:
         from torch._dynamo.testing import CompileCounterWithBackend
 
         counter = CompileCounterWithBackend("aot_eager")
         stack.compile_layers = lambda layers, whole, axes: compiled.compile_layers(layers, whole, counter)
-        engine.model.compile_blocks()
-    norm, found = engine.gradient_norm, {}
+    for module in (native, sharded_optimizer):
+        module.adds_in_place = lambda *_: in_place
+        module.native_model = partial(model, traced)
+    run, engine, batches, _ = sharded.made(words)
+    norm, found, completed = engine.gradient_norm, {}, []
+    for copy in engine.copies.masters:
+        copy.register_post_accumulate_grad_hook(completed.append)
 
     def looked_at():
         for weight in getattr(engine, "whole", engine.weights):
@@ -35,8 +48,12 @@ def gradients(words, in_place, traced=False):
 
     engine.gradient_norm = looked_at
     results = sharded.steps(run, engine, batches, 0, 3)
-    added = {module for module in engine.model.modules() if getattr(module, "main_grad", None) is not None}
+    added = [name for module in engine.model.modules() for name in getattr(module, "main_grads", ())]
     assert bool(added) == in_place
+    if in_place:  # autograd makes no gradient, but says that it is complete
+        assert len(completed) == 3 * len(batches.step(0)) * len(engine.copies.masters)
+        # biases and norms: where they are compiled, no kernel of their own
+        assert not traced or len(added) == len(engine.copies.masters)
     losses, norms = [[getattr(result, what) for result in results] for what in ("loss", "grad_norm")]
     return losses, norms, found, counter and counter.frame_count
 
@@ -89,7 +106,9 @@ def test_no_gradient_of_a_matrix_or_table_is_written_beside_the_fp32_one():
     total, ids = torch.ones(4, 4), torch.tensor([0, 3, 3, 1, 0, 3])
     main_gradients.linear(x, weight, None, total).backward(d_y)
     assert torch.equal(total, 1 + (d_y.t() @ x).float())
-    total = torch.ones(4, 4)
-    main_gradients.embedding(ids, weight, total).backward(d_y)
-    wanted = torch.ones(4, 4).index_put_((ids,), d_y.float(), accumulate=True)
-    assert torch.equal(total, wanted)
+    for vocabulary in (4, 9):  # fewer rows than tokens, and more
+        total = torch.zeros(vocabulary, 4)
+        table = torch.nn.Parameter(torch.zeros(vocabulary, 4).bfloat16())
+        main_gradients.embedding(ids, table, total).backward(d_y)
+        wanted = torch.zeros(vocabulary, 4).index_put_((ids,), d_y.float(), accumulate=True)
+        assert torch.equal(total, wanted) and table.grad is None

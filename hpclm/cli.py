@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from hpclm import __version__, failures
+from hpclm.errors import ExitCode, shell_code
 from hpclm.node import interruption
 from hpclm.parser import EPILOG, Parser
 from hpclm.registry import hint
@@ -155,7 +156,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if verb not in VERBS:
         say(f"error: {_unknown(verb, rest)}", file=sys.stderr)
-        return 2
+        return ExitCode.USAGE
     with interruption.prompt_exit():
         return function(verb)(rest)
 
@@ -203,7 +204,7 @@ def entry() -> None:
         code: str | int | None = failures.run(_dispatch)
     except SystemExit as error:
         code = error.code
-    if code in [128 + number for number in interruption.SIGNALS] and sys.argv[1:2] != ["train"]:
+    if code in [shell_code(-number) for number in interruption.SIGNALS] and sys.argv[1:2] != ["train"]:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()

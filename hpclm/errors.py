@@ -1,22 +1,55 @@
 """Errors with a message for the user, and their exit codes.
 
 HpclmError
-├── ConfigError         64  invalid settings, arguments or input files
-├── NoCheckpointError   66  the run has saved before, but there is no good checkpoint
-├── LockedError         75  another process uses the run directory
-├── CorruptedError      85  bits have changed, or a processor computes wrongly; it is started again from a good checkpoint
-├── DivergedError       93  the run must not be restarted unchanged
-└── DeviceMemoryError   93  the same: a GPU, or the machine, has too little memory for its settings
-
-Otherwise 85 is not an error: the run has saved, exited as requested, and should be started again.
+├── ConfigError         invalid settings, arguments or input files
+├── NoCheckpointError   the run has saved before, but there is no good checkpoint
+├── LockedError         another process uses the run directory
+├── CorruptedError      bits have changed, or a processor computes wrongly; it is started again from a good checkpoint
+├── DivergedError       the run must not be restarted unchanged
+└── DeviceMemoryError   the same: a GPU, or the machine, has too little memory for its settings
 """
 
 import errno
 from collections.abc import Iterable
+from enum import IntEnum
 
-REQUEUE = 85
-CODES = frozenset({1, 64, 66, 75, REQUEUE, 93, 130})
-"""Exit codes of a rank that ends by itself, but for 0; 130 is Ctrl-C."""
+
+class ExitCode(IntEnum):
+    """The exit codes of commands and ranks. A process that signal n ends has 128 + n (``shell_code``)."""
+
+    meaning: str
+
+    def __new__(cls, code: int, meaning: str) -> "ExitCode":
+        """``meaning``: as users read it."""
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.meaning = meaning
+        return member
+
+    DONE = 0, "done"
+    FAILED = 1, "error in hpclm"
+    USAGE = 2, "invalid arguments"
+    INVALID = 64, "invalid settings or input files"
+    NO_CHECKPOINT = 66, "no good checkpoint"
+    LOCKED = 75, "run directory in use"
+    REQUEUE = 85, "saved, restart"
+    DIVERGED = 93, "do not restart"
+    INTERRUPTED = 130, "ended at once by Ctrl-C"
+
+    @property
+    def requeue(self) -> bool:
+        """Whether a job starts again after it."""
+        return self is ExitCode.REQUEUE
+
+    @property
+    def final(self) -> bool:
+        """Whether another start would end the same way."""
+        return self in (ExitCode.INVALID, ExitCode.NO_CHECKPOINT, ExitCode.LOCKED, ExitCode.DIVERGED)
+
+
+FAILURES = frozenset(ExitCode) - {ExitCode.DONE, ExitCode.USAGE}
+"""The exit codes of a rank that fails by itself."""
+REQUEUE = ExitCode.REQUEUE
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 MACHINE = {*FULL, errno.EIO, errno.EROFS, errno.ESTALE, errno.EREMOTEIO}
 """Faults of a disk: full, failing or unreachable."""
@@ -39,7 +72,7 @@ class Interrupted(OneLine, KeyboardInterrupt):
 class HpclmError(OneLine, Exception):
     """An error that command-line verbs and notebooks print without a traceback."""
 
-    exit_code = 1
+    exit_code = ExitCode.FAILED
     shared = False
     """Whether every process of the run raises it, so that only one of them reports it."""
 
@@ -47,7 +80,7 @@ class HpclmError(OneLine, Exception):
 class ConfigError(HpclmError, ValueError):
     """Invalid settings or input; contains every problem, not only the first."""
 
-    exit_code = 64
+    exit_code = ExitCode.INVALID
 
     def __init__(self, problems: str | Iterable[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -57,31 +90,36 @@ class ConfigError(HpclmError, ValueError):
 class NoCheckpointError(HpclmError):
     """A checkpoint is required, but there is no good one."""
 
-    exit_code = 66
+    exit_code = ExitCode.NO_CHECKPOINT
 
 
 class LockedError(HpclmError):
     """Another process is using the run directory."""
 
-    exit_code = 75
+    exit_code = ExitCode.LOCKED
 
 
 class CorruptedError(HpclmError):
     """Weights or optimizer state have changed by themselves, or a processor computes wrongly."""
 
-    exit_code = REQUEUE
+    exit_code = ExitCode.REQUEUE
 
 
 class DivergedError(HpclmError):
     """Training cannot continue, and a restart would fail again."""
 
-    exit_code = 93
+    exit_code = ExitCode.DIVERGED
 
 
 class DeviceMemoryError(HpclmError):
     """Out of memory on a GPU, or on a machine that trains without; a restart would fail again."""
 
-    exit_code = 93
+    exit_code = ExitCode.DIVERGED
+
+
+def shell_code(returned: int) -> int:
+    """The exit code as shells show it; ``returned``: by Python's subprocess, -n after signal n."""
+    return returned if returned >= 0 else 128 - returned
 
 
 def unwritten(error: OSError, target: object, what: str) -> HpclmError:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpclm.errors import FULL, MACHINE, REFUSED, ConfigError, HpclmError
+from hpclm.errors import FULL, MACHINE, REFUSED, ExitCode, HpclmError, shell_code
 from hpclm.node import import_errors, secrets, threads
 from hpclm.terminal import say
 
@@ -24,7 +24,7 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
         Path.cwd()  # it may have been deleted
     except OSError as error:
         say(f"error: the current folder cannot be read: {error.strerror}; change to another one (cd)", file=sys.stderr)
-        return ConfigError.exit_code
+        return ExitCode.INVALID
     try:
         code = verb(list(sys.argv[1:] if argv is None else argv)) or 0
         if sys.stdout is not None:
@@ -36,13 +36,13 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:  # the reader, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return shell_code(-signal.SIGPIPE)
     except MemoryError as error:
         print(f"error: not enough memory: {error if str(error) else _memory(error)}", file=sys.stderr)
-        return 1
+        return ExitCode.FAILED
     except OSError as error:
         if error.errno == errno.EAGAIN:
             return _no_more_processes()
@@ -55,7 +55,7 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
         else:
             return _fault(error, redact)
         say(redact(f"error: {target}: {error.strerror}{way_out}"), file=sys.stderr)
-        return 1 if error.errno in MACHINE else ConfigError.exit_code
+        return ExitCode.FAILED if error.errno in MACHINE else ExitCode.INVALID
     except Exception as error:
         return _no_more_processes() if "start new thread" in str(error) else _fault(error, redact)
 
@@ -115,7 +115,7 @@ def _no_more_processes() -> int:
         "then start again",
         file=sys.stderr,
     )
-    return 1
+    return ExitCode.FAILED
 
 
 def _fault(error: Exception, redact: Callable[[str], str]) -> int:
@@ -123,9 +123,9 @@ def _fault(error: Exception, redact: Callable[[str], str]) -> int:
     exit code."""
     if reason := import_errors.explained(error):
         say(redact(f"error: {reason}"), file=sys.stderr)
-        return import_errors.EXIT_CODE
+        return ExitCode.INVALID
     say(redact(traceback.format_exc() + import_errors.noted()), end="", file=sys.stderr)
-    return 1
+    return ExitCode.FAILED
 
 
 def _open_streams() -> None:

@@ -5,14 +5,15 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hpclm import paths
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, ExitCode
 from hpclm.node import secrets
 from hpclm.registry import hint
 from hpclm.terminal import line, say
@@ -74,9 +75,20 @@ DATA = """data:  data=TEXT         train on a text: a file or folder that hpclm 
                          once, into a folder datasets beside the run
        data=PREFIX       train on a dataset, PREFIX.bin and PREFIX.idx
        tokenizer=NAME    of a text: bytes (the default), a tokenizer.json, a sentencepiece .model, or package.module:Name"""
-EPILOG = """exit codes: 0 done · 1 error in hpclm · 2 invalid arguments · 64 invalid settings or input files
-            66 no good checkpoint · 75 run directory in use · 85 saved, restart · 93 do not restart
-            128+n ended by signal n"""
+
+
+def exit_codes(meanings: Mapping[ExitCode, str]) -> str:
+    """A line for --help with the exit codes of a verb; ``meanings``: those that mean something else than elsewhere."""
+    shown = {ExitCode.DONE: ExitCode.DONE.meaning, ExitCode.USAGE: ExitCode.USAGE.meaning, **meanings}
+    return "exit codes: " + " · ".join(f"{code} {meaning}" for code, meaning in sorted(shown.items()))
+
+
+EPILOG = textwrap.fill(
+    exit_codes({code: code.meaning for code in ExitCode if code is not ExitCode.INTERRUPTED})
+    + " · 128+n ended by signal n",
+    width=110,
+    subsequent_indent=" " * len("exit codes: "),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -145,7 +157,7 @@ class Parser(argparse.ArgumentParser):
         if self.format_usage().count("\n") <= USAGE:
             super().error(message)
         say(f"usage: {self.prog} --help shows all options", file=sys.stderr)
-        self.exit(2, f"{self.prog}: error: {message}")
+        self.exit(ExitCode.USAGE, f"{self.prog}: error: {message}")
 
     def _unknown_options(self) -> list[str]:
         """Options that the verb does not have; argparse complains of missing arguments before them."""

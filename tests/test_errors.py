@@ -1,28 +1,33 @@
 """Errors: what they say, and with what a verb ends."""
 
 import errno
+import re
 import sys
 
 import pytest
 
 from hpclm import errors, extras
-from hpclm.errors import ConfigError, HpclmError, LockedError, NoCheckpointError, unread, unwritten
+from hpclm.errors import (
+    ConfigError,
+    ExitCode,
+    HpclmError,
+    LockedError,
+    NoCheckpointError,
+    unread,
+    unwritten,
+)
 from hpclm.failures import PerRunErrors
-
-CODES = {
-    "HpclmError": 1,
-    "ConfigError": 64,
-    "NoCheckpointError": 66,
-    "LockedError": 75,
-    "CorruptedError": 85,
-    "DivergedError": 93,
-    "DeviceMemoryError": 93,
-}
+from tests.runs import ROOT
 
 
 def test_exit_codes_are_those_that_the_documentation_promises():
-    assert {name: getattr(errors, name).exit_code for name in CODES} == CODES
-    assert {*CODES.values()} | {130} == errors.CODES
+    page = (ROOT / "docs" / "commands.md").read_text().partition("## Exit codes\n")[2]
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", page, re.MULTILINE))
+    assert [int(code) for code in rows] == [*ExitCode]
+    assert all(rows[str(code)].startswith(code.meaning) for code in ExitCode)
+    assert [code for code in ExitCode if code.requeue] == [85]
+    assert [code for code in ExitCode if code.final] == [64, 66, 75, 93]
+    assert [errors.shell_code(returned) for returned in (-15, 0, 3)] == [143, 0, 3]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpclm.api import options
 from hpclm.api.checked import checked
 from hpclm.api.options import Change
-from hpclm.errors import ConfigError, HpclmError
+from hpclm.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node import processes, python
 from hpclm.trials.verdict import Result, Verdict
 
@@ -43,7 +43,7 @@ def selftest(name: str, *changes: Change, kind: str | None = None, only: Sequenc
     code, output, errors = processes.ask(python.command("hpclm", "selftest", *words, "--json"), LONGEST, env)
     if not output.strip():
         problems = [line.removeprefix("error: ") for line in errors.strip().splitlines()]
-        raise ConfigError(problems) if code == ConfigError.exit_code else HpclmError("\n".join(problems))
+        raise ConfigError(problems) if code == ExitCode.INVALID else HpclmError("\n".join(problems))
     fields = json.loads(output)
     verdicts = [Verdict(**{**verdict, "details": tuple(verdict["details"])}) for verdict in fields["verdicts"]]
     return Result(fields["name"], fields["kind"], tuple(verdicts))

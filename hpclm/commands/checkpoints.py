@@ -3,8 +3,8 @@
 import json
 
 from hpclm.checkpoint import listing
-from hpclm.errors import ConfigError
-from hpclm.parser import Parser
+from hpclm.errors import ConfigError, ExitCode
+from hpclm.parser import Parser, exit_codes
 from hpclm.rundir import runs
 from hpclm.terminal import say
 
@@ -32,7 +32,12 @@ def parser() -> Parser:
         prog="hpclm checkpoints",
         description="List a run's checkpoints, oldest first, and verify the sizes and hashes of their files, and that all values "
         "are finite.",
-        epilog="exit code: 0, also if only some are bad · 66 if the run has saved, but no good checkpoint is left",
+        epilog=exit_codes(
+            {
+                ExitCode.DONE: "some are good, or none has been saved",
+                ExitCode.NO_CHECKPOINT: "the run has saved, but no good checkpoint is left",
+            }
+        ),
     )
     options.add_run()
     options.add_runs_folder()

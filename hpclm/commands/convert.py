@@ -3,8 +3,9 @@
 import argparse
 
 from hpclm import paths
+from hpclm.errors import ExitCode
 from hpclm.interop.convert import SHARD_GB, Options, converted
-from hpclm.parser import Parser, completed
+from hpclm.parser import Parser, completed, exit_codes
 from hpclm.rundir import runs
 from hpclm.terminal import say
 
@@ -40,7 +41,7 @@ def parser() -> Parser:
     options = Parser(
         prog="hpclm convert",
         description=DESCRIPTION,
-        epilog="exit codes: 0 done, 2 wrong arguments, 64 cannot be converted (the message says why), 66 no good checkpoint",
+        epilog=exit_codes({ExitCode.INVALID: "cannot be converted (the message says why)"}),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = options.add_argument

@@ -7,15 +7,14 @@ from typing import Any
 
 from hpclm.config.compose import is_override
 from hpclm.datasets import command_line
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, ExitCode
 from hpclm.node.gpus import KINDS
-from hpclm.parser import Parser
+from hpclm.parser import Parser, exit_codes
 from hpclm.planning import forecast, suggest, tables
 from hpclm.terminal import say
 
-EPILOG = (
-    f"kinds of GPUs: {', '.join(KINDS)}\nexit codes: 0 done · 1 no layout fits · 2 wrong arguments · 64 wrong settings"
-)
+CODES = {ExitCode.FAILED: "no layout fits", ExitCode.INVALID: "wrong settings"}
+EPILOG = f"kinds of GPUs: {', '.join(KINDS)}\n{exit_codes(CODES)}"
 
 
 def main(argv: list[str]) -> int:
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> int:
     best = suggest.ranked(run, kind)
     shown = [{"settings": one.options, **tables.facts(one.forecast)} for one in best[: tables.SHOWN]]
     _show(shown if args.json else None, tables.ranking(run, best, args.gpus_kind))
-    return 0 if best else 1
+    return ExitCode.DONE if best else ExitCode.FAILED
 
 
 def parser() -> Parser:

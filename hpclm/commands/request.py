@@ -2,8 +2,9 @@
 
 import argparse
 
+from hpclm.errors import ExitCode
 from hpclm.launch.jobs import jobs_by_scheduler
-from hpclm.parser import SEVERAL, STOP_OR_CANCEL, Parser
+from hpclm.parser import SEVERAL, STOP_OR_CANCEL, Parser, exit_codes
 from hpclm.rundir import control_files, runs
 
 REQUESTS = {
@@ -11,6 +12,7 @@ REQUESTS = {
     "stop": ("stop", "saved and ended; continue with: hpclm resume"),
 }
 """What runs can be asked to do: the file that asks a run, and what is said of one that has complied, before its name."""
+CODES = {ExitCode.FAILED: "a run does not comply", ExitCode.INVALID: "a run is not training"}
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +32,7 @@ def parser() -> Parser:
         description="Ask runs that train to do something after the current step.\n\n"
         "  save  save a checkpoint, and continue\n"
         "  stop  save, and exit with code 0, so that a scheduler does not start them again; 'hpclm resume' continues them",
-        epilog=f"{STOP_OR_CANCEL}\n{control_files.EPILOG}",
+        epilog=f"{STOP_OR_CANCEL}\n{exit_codes(CODES)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_run(SEVERAL, nargs="+")

@@ -3,8 +3,8 @@
 import json
 from dataclasses import asdict
 
-from hpclm.errors import ConfigError
-from hpclm.parser import Parser
+from hpclm.errors import ExitCode
+from hpclm.parser import Parser, exit_codes
 from hpclm.progress import ProgressBar
 from hpclm.terminal import say
 from hpclm.trials.verdict import SETTINGS, Verdict, conclusion, lines
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         say(json.dumps(asdict(result) | {"agrees": result.agrees}))
     else:
         say(conclusion(result))
-    return 0 if result.agrees else ConfigError.exit_code
+    return ExitCode.DONE if result.agrees else ExitCode.INVALID
 
 
 def parser() -> Parser:
@@ -40,7 +40,12 @@ def parser() -> Parser:
         description="Train a toy for a few steps on the CPU with a block, optimizer, data source, schedule, engine, tokenizer or sink of your "
         "own: in one process, on tensor, pipeline and data ranks, with ZeRO 1 and fsdp2, and killed and resumed. Says which layouts agree, "
         "and where one does not, which weight differs, by how much, and the usual cause.",
-        epilog="exit codes: 0 all agree, or are refused by name · 64 one does not, or the code cannot be used",
+        epilog=exit_codes(
+            {
+                ExitCode.DONE: "all agree, or are refused by name",
+                ExitCode.INVALID: "one does not, or the code cannot be used",
+            }
+        ),
     )
     options.add_argument(
         "name", metavar="MODULE:NAME", help="mine:Block is the class Block of mine.py, in a folder of PYTHONPATH"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpclm.distributed.signed import SECRET
-from hpclm.errors import REQUEUE, ConfigError
+from hpclm.errors import ConfigError, ExitCode
 from hpclm.node import slurm
 from hpclm.node.job import JobIdentity
 
@@ -173,4 +173,4 @@ def lost_code(launcher: str, job: JobIdentity | None, env: Env = os.environ) -> 
     Not if torchrun's agent restarts the ranks, which it does not after an exit with 85.
     """
     restarts = slurm.number(env, "TORCHELASTIC_RESTART_COUNT") < slurm.number(env, "TORCHELASTIC_MAX_RESTARTS")
-    return REQUEUE if job and launcher != "local" and not restarts else 1
+    return ExitCode.REQUEUE if job and launcher != "local" and not restarts else ExitCode.FAILED

@@ -26,7 +26,7 @@ from hpclm.distributed.rendezvous import RankInfo, connect
 from hpclm.distributed.shutdown import Shutdown, exit_after
 from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.watchdog import Watchdog
-from hpclm.errors import ConfigError, HpclmError
+from hpclm.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node import parent, preemption, processes, secrets
 from hpclm.node.job import Job
 
@@ -82,7 +82,7 @@ class DistributedContext:
         self.first_on_node = next(info.rank for info in ranks if info.process_table == me.process_table)
         """The lowest rank of this rank's node."""
         self._store = store
-        self.exit_code = 0
+        self.exit_code: int = ExitCode.DONE
         """Of this process, once its work is done."""
 
     @property
@@ -369,8 +369,8 @@ def described(error: BaseException) -> tuple[int, str]:
     if isinstance(error, HpclmError):
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
-        return 130, "interrupted"
+        return ExitCode.INTERRUPTED, "interrupted"
     if isinstance(error, SystemExit):  # the others still need this process
-        code = error.code if isinstance(error.code, int) and error.code in errors.CODES else 1
+        code = error.code if isinstance(error.code, int) and error.code in errors.FAILURES else ExitCode.FAILED
         return code, f"it called sys.exit({error.code!r})\n{traceback.format_exc()}"
-    return 1, traceback.format_exc()
+    return ExitCode.FAILED, traceback.format_exc()

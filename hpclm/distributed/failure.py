@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.signed import SignedStore
-from hpclm.errors import CODES, HpclmError
+from hpclm.errors import FAILURES, HpclmError
 from hpclm.terminal import ranges
 
 KEY = "hpclm/failure"
@@ -74,9 +74,15 @@ def parse(value: Any, size: int) -> Failure | None:
     """A failure as ``publish`` writes it, of one of ``size`` ranks; None if ``value`` is anything else."""
     with suppress(TypeError):
         failure = Failure(**value)
-        numbers = type(failure.rank) is type(failure.code) is int and 0 <= failure.rank < size and failure.code in CODES
-        if numbers and failure.kind in get_args(Kind) and isinstance(failure.text, str):
-            return replace(failure, text=shortened(failure.text))
+        ranks = type(failure.rank) is int and 0 <= failure.rank < size
+        if (
+            ranks
+            and failure.code in FAILURES
+            and failure.code is not True
+            and failure.kind in get_args(Kind)
+            and isinstance(failure.text, str)
+        ):
+            return replace(failure, code=int(failure.code), text=shortened(failure.text))
     return None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from hpclm import files
 from hpclm.distributed.failure import named
 from hpclm.distributed.rendezvous import RankInfo
+from hpclm.errors import ExitCode
 from hpclm.terminal import ranges
 
 COLLECTIVES = ("torch.distributed.", "hpclm.parallel.")
@@ -112,7 +113,12 @@ def report(states: Mapping[int, RankState], ranks: Sequence[RankInfo], folder: P
         if members != blocking or len(members) > 1:
             lines.append(f"rank{'s' * (len(members) > 1)} {ranges(members)}: {activity}")
     stacks = f"stacks of all threads are in {folder}; " if folder else ""
-    return "\n".join([*lines, f"{stacks}exit code 85: the job, or the same command, resumes from the last checkpoint"])
+    return "\n".join(
+        [
+            *lines,
+            f"{stacks}exit code {ExitCode.REQUEUE}: the job, or the same command, resumes from the last checkpoint",
+        ]
+    )
 
 
 def write(path: Path, text: str, states: Mapping[int, RankState], ranks: Sequence[RankInfo]) -> None:

@@ -30,7 +30,7 @@ from hpclm.distributed.rendezvous import RankInfo, rank_key
 from hpclm.distributed.shutdown import Shutdown, exit_after
 from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.stragglers import Stragglers, WorkTimer
-from hpclm.errors import REQUEUE
+from hpclm.errors import ExitCode
 from hpclm.node import parent, processes
 from hpclm.node.job import Job
 
@@ -196,7 +196,7 @@ class Watchdog:
             except Exception:  # a fault of the watchdog must not end a run that trains
                 log.debug("the watchdog failed", exc_info=True)
 
-    def end(self, text: str, code: int = REQUEUE) -> None:
+    def end(self, text: str, code: int = ExitCode.REQUEUE) -> None:
         """End the run with ``code``, for a reason that is said completely; any thread may call this."""
         self._fail(Failure(self.me.rank, "late", code, text))
 
@@ -314,7 +314,7 @@ class Watchdog:
         if heart and self._ask(lambda: heart.receive(len(self.ranks)), WAKE):
             states = self._states() | {rank: state for rank, state in states.items() if state.silent}
         self._hung = states
-        self._fail(Failure(self.me.rank, "hung", REQUEUE, hang.report(states, self.ranks, self.folder)))
+        self._fail(Failure(self.me.rank, "hung", ExitCode.REQUEUE, hang.report(states, self.ranks, self.folder)))
 
     def _end_hang(self, text: str, store: SignedStore | None) -> None:
         """Log the report, and kill ranks of this machine that do not read it, since they would never exit; first they print

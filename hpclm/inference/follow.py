@@ -12,7 +12,7 @@ from hpclm.checkpoint import directory
 from hpclm.checkpoint.manifest import BadCheckpoint
 from hpclm.data import chat_record
 from hpclm.datasets import run_text
-from hpclm.errors import REQUEUE, HpclmError
+from hpclm.errors import ExitCode, HpclmError
 from hpclm.inference import run_model
 from hpclm.inference.harness import Tasks
 from hpclm.node.job import Job
@@ -71,14 +71,14 @@ class Follower:
                     wait(POLL, interrupted)
             except Interrupted:
                 log.info("interrupted; the same command scores the checkpoints that are left")
-                return REQUEUE
+                return ExitCode.REQUEUE
             if status.name == "done":
                 with Lease(self.out, job=job):  # what the run has not copied before it was done
                     metrics_file.copy_scores(self.out)
         log.info("%s is %s, and its checkpoints are scored: %s/scores.jsonl", self.out, status.name, self.out)
         if status.name == "done":
             log.info("hpclm sync %s sends the last scores to the run's sinks", files.typed(self.out))
-        return 0
+        return ExitCode.DONE
 
     def _score(self, folder: Path, name: str, interrupted: Callable[[], bool]) -> bool:
         def check_interrupt() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpclm import files, folders
 from hpclm.config import RunConfig
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, shell_code
 from hpclm.node import preemption, python
 from hpclm.rundir import summary
 from hpclm.terminal import say, sparkline
@@ -92,4 +92,4 @@ def _step(title: str, words: Sequence[str]) -> int:
     child = subprocess.Popen(python.command("hpclm", *words), env=python.safe_env(), start_new_session=True)
     with preemption.handling(lambda number, _: child.send_signal(number)):  # training saves, and ends
         code = child.wait()
-    return code if code >= 0 else 128 - code
+    return shell_code(code)

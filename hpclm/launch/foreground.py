@@ -15,7 +15,7 @@ from types import FrameType
 
 from hpclm import files, folders
 from hpclm.config import RunConfig
-from hpclm.errors import REQUEUE, HpclmError
+from hpclm.errors import ExitCode, HpclmError, shell_code
 from hpclm.node import import_errors, preemption, processes, threads
 from hpclm.node.parent import signal_at_death_of_parent
 from hpclm.rundir import submissions
@@ -73,9 +73,11 @@ def run(command: Sequence[str], env: Mapping[str, str], log: Path, signals: Mapp
                 code = process.wait()
             except KeyboardInterrupt:
                 process.wait()
-                return 128 + signal.SIGINT
+                return ExitCode.INTERRUPTED
         warnings = {signals.get(number, number) for number in forward.received}
-        return REQUEUE if -code in warnings or code - 128 in warnings else code  # it came before they caught it
+        return (
+            ExitCode.REQUEUE if -code in warnings or code - 128 in warnings else code
+        )  # it came before they caught it
 
     return contained(start, log)
 
@@ -91,7 +93,7 @@ def contained(work: Callable[[], int], log: Path) -> int:
         sys.stderr.flush()
         child = os.fork()
         if not child:
-            code = 1
+            code: int = ExitCode.FAILED
             try:
                 for number, handle in streams.items():
                     os.dup2(handle, number)
@@ -107,22 +109,22 @@ def contained(work: Callable[[], int], log: Path) -> int:
                 say(f"error: {error}", file=sys.stderr)
             except BaseException as error:
                 if reason := import_errors.explained(error):
-                    code = import_errors.EXIT_CODE
+                    code = ExitCode.INVALID
                     say(f"error: {reason}", file=sys.stderr)
                 else:
                     traceback.print_exc()
             finally:
-                os._exit(code if code >= 0 else 128 - code)
+                os._exit(shell_code(code))
         with preemption.handling(lambda number, _: processes.send_signal(child, number)):
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return code if code >= 0 else 128 - code
+    return shell_code(code)
 
 
 def end_with(parent: int) -> None:
     """In a process that becomes mpirun, srun or a run: it ends its ranks, on all machines, when process ``parent`` is killed."""
     signal_at_death_of_parent(signal.SIGTERM)
     if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
+        os._exit(shell_code(-signal.SIGKILL))
 
 
 def _orphaned(log: Path) -> None:
@@ -132,7 +134,7 @@ def _orphaned(log: Path) -> None:
     text = f"{time.strftime('%H:%M:%S')} E the launcher was killed; what it had started has ended too\n"
     with suppress(OSError):
         files.append(log, text, 0o600)
-    os._exit(128 + signal.SIGKILL)
+    os._exit(shell_code(-signal.SIGKILL))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from hpclm.config.compose import missing_code
 from hpclm.distributed import bootstrap, network, restart
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
-from hpclm.errors import REQUEUE, ConfigError, Interrupted
+from hpclm.errors import ConfigError, ExitCode, Interrupted
 from hpclm.launch.schedulers import current_job
 from hpclm.node import notify, preemption, secrets, threads
 from hpclm.node.job import Job
@@ -84,7 +84,7 @@ def start(
     try:
         ended = failures.run(lambda _: train(settings, world, job, resume_step), [])
     except SystemExit as end:  # reported by another rank
-        ended = end.code if isinstance(end.code, int) else 1
+        ended = end.code if isinstance(end.code, int) else ExitCode.FAILED
     if world.rank == 0 and world.launcher == bootstrap.SRUN and os.getppid() != parent:
         job.end_step(ended)
     restart.note(ended)
@@ -150,6 +150,6 @@ def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: 
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    if ended == REQUEUE:
+    if ended == ExitCode.REQUEUE:
         newest, _ = folder.survey_checkpoints(f"{settings.out}/checkpoints")
         raise Interrupted(f"{settings.out}: {f'saved at step {newest[0]}' if newest else 'nothing was saved'}; {AGAIN}")

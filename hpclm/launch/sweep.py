@@ -22,7 +22,7 @@ from hpclm.config import RunConfig
 from hpclm.data import split_by
 from hpclm.datasets import command_line
 from hpclm.distributed import bootstrap
-from hpclm.errors import REQUEUE, ConfigError, DivergedError, HpclmError
+from hpclm.errors import ConfigError, ExitCode, HpclmError, shell_code
 from hpclm.launch import arguments, prechecks, process, send
 from hpclm.launch.arguments import Variant
 from hpclm.launch.done import nothing_left
@@ -191,8 +191,8 @@ class Child:
         self._bar.close()
         [status] = query([run_folders.read(self.out)], PATIENCE)
         loss = status.run.summary.get("loss")
-        figure = f", loss {loss:.4f}" if loss is not None and code in (0, REQUEUE) else ""
-        if code in (0, REQUEUE):
+        figure = f", loss {loss:.4f}" if loss is not None and code in (ExitCode.DONE, ExitCode.REQUEUE) else ""
+        if code in (ExitCode.DONE, ExitCode.REQUEUE):
             return f"{self.name}  {files.shown(_short(self.out))}: {status.how()}{figure}"
         why = last_fault(Path(self.output.name)) or status.ending or "it left no message"
         return f"{self.name}  {files.shown(_short(self.out))}: failed with exit code {code}: {why}"
@@ -201,7 +201,7 @@ class Child:
 def run(sweep: Sweep, words: Words, shares: Sequence[Mapping[str, str]]) -> int:
     """Train what is not done yet, as ``train_all`` does, and show how the runs compare; the exit code."""
     unfinished, code = train_all(sweep.runs, words, shares)
-    return code if code == 128 + signal.SIGINT else _finish(sweep, unfinished, code)
+    return code if code == ExitCode.INTERRUPTED else _finish(sweep, unfinished, code)
 
 
 def train_all(runs: Sequence[RunConfig], words: Words, shares: Sequence[Mapping[str, str]]) -> tuple[list[Path], int]:
@@ -236,16 +236,16 @@ def train_all(runs: Sequence[RunConfig], words: Words, shares: Sequence[Mapping[
                         child.show()
                         continue
                     children.remove(child)
-                    _tell(child.ended(code if code >= 0 else 128 - code))
-                    if forward.received and code in (REQUEUE, *(-number for number in preemption.WARNINGS)):
+                    _tell(child.ended(shell_code(code)))
+                    if forward.received and code in (ExitCode.REQUEUE, *(-number for number in preemption.WARNINGS)):
                         stopped.append(child.out)
                     elif code:
-                        per_run.codes.add(code if code > 0 else 128 - code)
+                        per_run.codes.add(shell_code(code))
         except KeyboardInterrupt:
             for child in children:
                 child.process.wait()
             say("second Ctrl-C: ended without saving", file=sys.stderr)
-            return [Path(run.out) for run in runs], 128 + signal.SIGINT
+            return [Path(run.out) for run in runs], ExitCode.INTERRUPTED
     return [*stopped, *(Path(runs[number - 1].out) for number in left)], per_run.code
 
 
@@ -266,7 +266,7 @@ def _started(
         _tell(f"{title}: {ending}; skipped")
         return None
     if ending := diverged(run):
-        codes.add(DivergedError.exit_code)
+        codes.add(ExitCode.DIVERGED)
         again = f"hpclm resume {files.typed(_short(Path(run.out)))}"
         _tell(f"{title}: {ending}; not started again with the same settings ({again} does)")
         return None
@@ -280,7 +280,7 @@ def _started(
 def diverged(run: RunConfig) -> str:
     """How the run has diverged, or lacked memory, with these very settings, so that it would again; empty if it has not."""
     out = Path(run.out)
-    if not run_folders.is_run(out) or run_folders.read(out).summary.get("code") != DivergedError.exit_code:
+    if not run_folders.is_run(out) or run_folders.read(out).summary.get("code") != ExitCode.DIVERGED:
         return ""
     with suppress(ConfigError):  # its config.yaml is damaged
         differing = run.diff(arguments.whole(config.load(out / "config.yaml")))
@@ -303,7 +303,7 @@ def _finish(sweep: Sweep, unfinished: Sequence[Path], code: int) -> int:
         say(
             f"\n{len(unfinished)} of {len(sweep.runs)} runs {verb} not done; to continue, repeat the command: {shlex.join(map(secrets.Redactor(), sweep.command))}"
         )
-        return REQUEUE
+        return ExitCode.REQUEUE
     if trained:
         try:
             say(

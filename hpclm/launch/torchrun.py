@@ -44,14 +44,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hpclm import files
 from hpclm.distributed import network, restart
 from hpclm.distributed.signed import SECRET
-from hpclm.errors import REQUEUE
+from hpclm.errors import ExitCode, shell_code
 from hpclm.launch.foreground import Forward
 from hpclm.launch.schedulers import current_job
 from hpclm.node import parent, processes, python, slurm
 from hpclm.node.job import Job
 
-FINAL = (64, 66, 75, 93)
-"""Exit codes of a rank that must not be restarted; neither must one that has saved and exits with 85."""
+FINAL = [code for code in ExitCode if code.final]
+"""Exit codes of a rank that must not be restarted; neither must one that has saved, which asks for another start of the job."""
 BY_TORCHRUN = 20  # seconds after the first failure; torchrun kills ranks that are still running after 30
 TOLERANCE = (
     2.0  # seconds until torchrun's agent sees that a rank has been killed, at most, and the rounding of its time
@@ -80,9 +80,9 @@ class RankFiles(DefaultLogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The files of each local rank of ``envs``; EndedError if the ranks are not to be started."""
         notes = [_note(path) for path in self.notes]  # of the start before
-        final = [note["exit_code"] for note in notes if note.get("exit_code") in (*FINAL, REQUEUE)]
+        final = [note["exit_code"] for note in notes if note.get("exit_code") in (*FINAL, ExitCode.REQUEUE)]
         if self.received or final:
-            raise EndedError((*final, REQUEUE)[0])
+            raise EndedError((*final, ExitCode.REQUEUE)[0])
         destination = super().reify(envs)
         self.notes = [*destination.error_files.values()]
         why = first_cause(notes) or "a rank ended without a message"
@@ -199,10 +199,10 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: J
                 return exit_code([failure.exitcode for failure in causes.values()], noted, forward.received)
             except KeyboardInterrupt:
                 _report("second Ctrl-C: exiting now without saving")
-                return 128 + signal.SIGINT
+                return ExitCode.INTERRUPTED
             except (RendezvousError, DistError) as error:  # the first node is lost
                 _report(f"torchrun on {socket.gethostname()} lost its connection to the others: {error}")
-                return REQUEUE if job.identity else 1
+                return ExitCode.REQUEUE if job.identity else ExitCode.FAILED
             finally:
                 processes.kill_children()
 
@@ -229,16 +229,16 @@ def exit_code(codes: Sequence[int], noted: Collection[int | None] = (), received
     """
     final = [code for code in codes if code in FINAL]
     warned = [code for code in codes if -code in received]
-    if final or (REQUEUE in codes and (REQUEUE in noted or received)):
-        return (*final, REQUEUE)[0]
+    if final or (ExitCode.REQUEUE in codes and (ExitCode.REQUEUE in noted or received)):
+        return (*final, ExitCode.REQUEUE)[0]
     killed = [-code for code in codes if code < 0 and code not in warned and code != -signal.SIGTERM]
     crashed = [number for number in killed if number not in (signal.SIGKILL, signal.SIGABRT)]
-    raised = [code for code in codes if code > 0 and code != REQUEUE]
+    raised = [code for code in codes if code > 0 and code != ExitCode.REQUEUE]
     if crashed or signal.SIGKILL in killed:
-        return 128 + (*crashed, signal.SIGKILL)[0]
+        return shell_code(-(*crashed, signal.SIGKILL)[0])
     if raised or killed:
-        return (*raised, *(128 + number for number in killed))[0]
-    return REQUEUE if warned or REQUEUE in codes else 128 + signal.SIGTERM
+        return (*raised, *(shell_code(-number) for number in killed))[0]
+    return ExitCode.REQUEUE if warned or ExitCode.REQUEUE in codes else shell_code(-signal.SIGTERM)
 
 
 if __name__ == "__main__":

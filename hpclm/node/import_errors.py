@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 
+from hpclm.errors import ExitCode
 from hpclm.node import shadows
-
-EXIT_CODE = 64
 
 
 def explained(error: BaseException) -> str | None:
@@ -52,7 +51,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         sys.__excepthook__(kind, error, trace)
         return
     os.write(2, f"error: {reason}\n".encode(errors="backslashreplace"))
-    os._exit(EXIT_CODE)
+    os._exit(ExitCode.INVALID)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

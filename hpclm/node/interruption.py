@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from hpclm.errors import shell_code
 from hpclm.files import here
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -65,7 +66,7 @@ class SignalWatch(threading.Thread):
     def leave(self, number: int, _: FrameType | None) -> None:
         """Handle a signal."""
         self._handled.set()
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(shell_code(-number))
 
     def run(self) -> None:
         """Wait for signals until ``end``."""
@@ -105,7 +106,7 @@ def _end(number: int) -> None:
     if number == signal.SIGINT:
         with suppress(OSError):
             os.write(2, b"interrupted\n")
-    os._exit(128 + number)
+    os._exit(shell_code(-number))
 
 
 def remove_unfinished() -> None:

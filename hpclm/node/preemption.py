@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from hpclm.errors import REQUEUE
+from hpclm.errors import ExitCode
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
 
@@ -35,7 +35,7 @@ class Start:
         if self.alone:
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, f"{name} during the start: nothing to save, exiting\n".encode())
-            os._exit(REQUEUE)
+            os._exit(ExitCode.REQUEUE)
 
 
 def catch_from_the_start(verb: str) -> None:

@@ -13,13 +13,13 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.errors import ExitCode
 from hpclm.reporting.experts import OVER_LAYERS
 from hpclm.reporting.history import History
 from hpclm.rundir.metric_names import EXPERT_FIGURES
 
 POINTS = 120  # of a curve; of more steps the mean of each few is a point
 TAIL = 5  # last steps without a healthy loss that make a run diverged
-DIVERGED = 93  # exit code
 STEEP = 0.05  # part of a curve of losses, its start, that need not be on the chart
 USUAL_MAXIMA = 10  # times the usual maximum of the gradient norm, beyond which it is off the chart
 COLOURS = ("#2f7ed8", "#e8762d", "#2a9d5c", "#b455c8", "#c0392b", "#8d6e3f", "#11999e", "#d1a000")
@@ -160,7 +160,7 @@ def diverged(history: History, limit: float) -> int | None:
     """The step from which on no loss was finite and below ``limit``; None if the run did not end so."""
     healthy = np.flatnonzero(history.steps["loss"] <= limit)
     tail = len(history.steps) - (int(healthy[-1]) + 1 if len(healthy) else 0)
-    stopped = bool(history.attempts) and history.attempts[-1].code == DIVERGED
+    stopped = bool(history.attempts) and history.attempts[-1].code == ExitCode.DIVERGED
     return int(history.steps["step"][-tail]) if tail >= (1 if stopped else TAIL) else None
 
 

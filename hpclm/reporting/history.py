@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.errors import MACHINE, unread
+from hpclm.errors import MACHINE, ExitCode, unread
 from hpclm.reporting.experts import ExpertHistory, expert_history
 from hpclm.rundir import attempts, metric_names, metrics_file, submissions, summary
 from hpclm.rundir.metrics_file import StepRows
@@ -29,7 +29,11 @@ FIGURES = {
     **metrics_file.STEP,
     **dict.fromkeys(("memory", "mfu", "data_seconds", "data_fraction", "validation_perplexity"), float),
 }
-CODES = {0: "finished", 85: "preempted; saved, will be requeued", 93: "diverged"}
+ENDINGS: Mapping[int, str] = {
+    ExitCode.DONE: "finished",
+    ExitCode.REQUEUE: "preempted; saved, will be requeued",
+    ExitCode.DIVERGED: "diverged",
+}
 KINDS = ("queued", "starting", "training", "lost")
 COLUMNS = ("step", "time", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds")
 """Figures that a history has of every step."""
@@ -343,5 +347,5 @@ def _ended(end: Row, after: Row, standing: Row) -> str:
     if why := str(after.get("after", "")):
         return why.rpartition(RESTARTED)[2]
     if end:
-        return str(end.get("ending") or CODES.get(end["code"], f"exit code {end['code']}"))
+        return str(end.get("ending") or ENDINGS.get(end["code"], f"exit code {end['code']}"))
     return str(standing.get("ending", "")) or (summary.KILLED if after else "")

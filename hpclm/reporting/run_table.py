@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import files, terminal
-from hpclm.errors import ConfigError, DivergedError
+from hpclm.errors import ConfigError, ExitCode
 from hpclm.rundir import runs as folders
 from hpclm.rundir import submissions
 from hpclm.rundir.status import JobsOf, Queue, RunStatus, span
@@ -88,7 +88,7 @@ def detail(status: RunStatus) -> Iterator[str]:
         yield f"{'next':<12}hpclm resume {out}"
     elif status.name in ("exited", "ended", "failed", "stopped"):
         change = " stop_at=null" if "(stop_at)" in status.ending else ""
-        diverged = status.run.summary.get("code") == DivergedError.exit_code
+        diverged = status.run.summary.get("code") == ExitCode.DIVERGED
         then = "it ends with what to change" if diverged else f"hpclm resume {out}{change}"
         yield f"{'next':<12}hpclm logs {out} · {then}"
     elif status.name == "done":

@@ -18,7 +18,6 @@ from hpclm.terminal import say
 log = logging.getLogger(__name__)
 NAMES = ("save-now", "stop")
 KILL_SWITCH = "kill_switch"
-EPILOG = "exit code: 0 · 1 if a run does not comply · 64 if a run is not training"
 INTERVAL = 1.0  # seconds between checks by the run: a shared file system answers slowly
 SCHEDULER_SECONDS = 5.0  # that a scheduler may take to answer
 LATE = 15.0  # seconds without a heartbeat, of which there is one every 5 s, after which a run may have ended

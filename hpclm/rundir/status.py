@@ -1,6 +1,7 @@
 """The status of runs: from their directories, from their schedulers, and from the processes of this host."""
 
 import re
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpclm import files
+from hpclm.errors import FAILURES, ExitCode, shell_code
 from hpclm.node import processes
 from hpclm.node.job import JobState
 from hpclm.node.processes import NoAnswerError
@@ -33,12 +35,15 @@ FAULT = re.compile(
 )
 
 NOT_CANCELLED = re.compile(
-    r"^\d\d:\d\d:\d\d E the launcher was killed|^(srun|mpirun) ended with exit code (1|64|66|75|93)$", re.MULTILINE
+    r"^\d\d:\d\d:\d\d E the launcher was killed|^(srun|mpirun) ended with exit code "
+    rf"({'|'.join(str(code) for code in FAILURES if code is ExitCode.FAILED or code.final)})$",
+    re.MULTILINE,
 )
 """Lines of a job's log after which a launcher ended the other ranks, with the signal that a person would send."""
 CANCELLED = re.compile(
     r"^SIG(TERM|INT|HUP|USR1) during the start: nothing to save, exiting$|^second Ctrl-C: exiting now without saving$"
-    r"|: \*\*\* (JOB|STEP) \S+ ON \S+ CANCELLED AT (?!.* DUE TO ).*\*\*\*$| ended with exit code 143$",
+    r"|: \*\*\* (JOB|STEP) \S+ ON \S+ CANCELLED AT (?!.* DUE TO ).*\*\*\*$"
+    rf"| ended with exit code {shell_code(-signal.SIGTERM)}$",
     re.MULTILINE,
 )
 """Lines of a job's log that say that somebody ended it: Slurm's warning of the time limit is USR2, mpirun's ranks get USR1."""

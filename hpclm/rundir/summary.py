@@ -1,7 +1,6 @@
 """summary.json: how a run stands. Rank 0 keeps it while the run trains; ``hpclm status``, ``hpclm top`` and others read it."""
 
 import json
-import signal
 import threading
 import time
 from collections import deque
@@ -12,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from hpclm import files
-from hpclm.errors import HpclmError
+from hpclm.errors import ExitCode, HpclmError
 from hpclm.node.secrets import Redactor
 from hpclm.rundir import lock, rows
 from hpclm.rundir.attempts import ATTEMPT
@@ -139,7 +138,7 @@ class RunSummary:
             text = (
                 str(error) if isinstance(error, HpclmError) else f"{type(error).__name__}: {error}".removesuffix(": ")
             )
-            self.failed(text, getattr(error, "exit_code", 1))
+            self.failed(text, getattr(error, "exit_code", ExitCode.FAILED))
 
     def begin(self, attempts: Sequence[Row], steps: int | None) -> None:
         """An attempt begins, the last of ``attempts`` (lines of attempts.jsonl), of a run of ``steps`` in all."""
@@ -227,14 +226,14 @@ class RunSummary:
         if self._facts["state"] not in ENDED and _ending(recorded, self._generation):
             self._know(**{name: recorded.get(name) for name in ("state", "ending", "code")})
 
-    def failed(self, text: str, code: int = 1) -> None:
+    def failed(self, text: str, code: int = ExitCode.FAILED) -> None:
         """The run ends with an error."""
         self.end("failed", text, code)
 
     def interrupted(self) -> str:
         """The run ends at once, by a second interrupt or one before its first step; how, for the log. Empty if it had ended before."""
         ending = f"interrupted: {unsaved(self._out)}, exiting"
-        return ending if self.end("exited", ending, 128 + signal.SIGINT) else ""
+        return ending if self.end("exited", ending, ExitCode.INTERRUPTED) else ""
 
     def tick(self) -> None:
         """Write what has changed, if the last time is long enough ago."""

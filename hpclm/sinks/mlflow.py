@@ -8,7 +8,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from hpclm.errors import REQUEUE
+from hpclm.errors import ExitCode
 from hpclm.sinks import RefusedError, Row, RunInfo, figures
 from hpclm.sinks.names import TrackerNames, is_path
 
@@ -66,7 +66,7 @@ class MlflowSink:
 
     def close(self, code: int) -> None:
         """Set the run's status."""
-        status = "SCHEDULED" if code == REQUEUE else "FAILED" if code else "FINISHED"
+        status = "SCHEDULED" if code == ExitCode.REQUEUE else "FAILED" if code else "FINISHED"
         self.client.set_terminated(self.id, status)
 
 

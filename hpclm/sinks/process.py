@@ -3,15 +3,16 @@
 import logging
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from hpclm import files
-from hpclm.errors import REQUEUE
+from hpclm.errors import ExitCode
 from hpclm.node import python
 
 log = logging.getLogger(__name__)
-SECONDS = {0: 30.0, REQUEUE: 5.0}
+SECONDS: Mapping[int, float] = {ExitCode.DONE: 30.0, ExitCode.REQUEUE: 5.0}
 """How long the last rows may take, by exit code: a preempted run has no time, and its next attempt sends them."""
 FAILED = 2.0  # seconds for the same after an error
 
@@ -40,7 +41,7 @@ class Sinks:
 
     def __exit__(self, kind: object, *_: object) -> None:
         """Let the sinks have the last rows, as far as there is time."""
-        code, seconds = (self.code, SECONDS.get(self.code, FAILED)) if kind is None else (1, FAILED)
+        code, seconds = (self.code, SECONDS.get(self.code, FAILED)) if kind is None else (ExitCode.FAILED, FAILED)
         if self._processes:
             log.info("sending the last rows to %s, at most %.0f s", ", ".join(self._processes), seconds)
         for process in self._processes.values():

@@ -19,7 +19,7 @@ from hpclm.config import CheckpointConfig
 from hpclm.engine import Engine, StepResult
 from hpclm.engine.compiling import AgreedCompilations
 from hpclm.engine.state import UnsavableStateError
-from hpclm.errors import REQUEUE, HpclmError, LockedError
+from hpclm.errors import ExitCode, HpclmError, LockedError
 from hpclm.node.preemption import WARNINGS, Preemption
 from hpclm.optim.stability import NonfiniteGuard
 from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
@@ -352,7 +352,7 @@ class RunControl:
             self.sync.remove("save-now")
         if self.state.stop:
             self.sync.remove("stop")
-        return REQUEUE if requeue else 0
+        return ExitCode.REQUEUE if requeue else ExitCode.DONE
 
     def can_check_signals_late(self, micro_batches: int) -> bool:
         """Whether there is time to save even where all ranks hear of a signal only after another step of so many micro-batches.

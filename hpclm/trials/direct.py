@@ -13,7 +13,7 @@ from hpclm import sinks
 from hpclm.config import OptimConfig
 from hpclm.data import tokenizers
 from hpclm.data.sources import Source
-from hpclm.errors import HpclmError
+from hpclm.errors import ExitCode, HpclmError
 
 SAMPLES = 32  # of the training data, that are compared
 LENGTH = 100.0  # of a schedule that is tried
@@ -81,8 +81,8 @@ def sink(name: str, folder: Path) -> Iterator[str]:
     about = sinks.RunInfo("selftest", folder.name, "selftest", folder, {"optim.lr": 1e-3})
     first = make(about)
     first.send(ROWS[:2], 0)
-    first.close(85)
+    first.close(ExitCode.REQUEUE)
     second: Any = make(about)
     second.send(ROWS[2:], 2)
-    second.close(0)
+    second.close(ExitCode.DONE)
     yield from ()

@@ -13,7 +13,7 @@ import torch
 from hpclm import config, files, log
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
-from hpclm.errors import ConfigError, HpclmError
+from hpclm.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node.job import Job
 from hpclm.training import loop
 from hpclm.training.opening import open_session
@@ -81,10 +81,10 @@ def train(start: Start, rank: int) -> int:
     except HpclmError as error:
         return error.exit_code
     except SystemExit as error:  # of a rank that is not 0: the error is that of all
-        return error.code if isinstance(error.code, int) else 1
+        return error.code if isinstance(error.code, int) else ExitCode.FAILED
     except BaseException:
         traceback.print_exc()
-        return 1
+        return ExitCode.FAILED
 
 
 def described(error: BaseException) -> Failure:

@@ -4,7 +4,8 @@ A forward pass then casts no weights. Each gradient arrives in the compute type,
 freed: there is no fp32 copy of the gradient of a micro-batch. The sums are those of casting in every forward pass, bit for bit.
 
 On GPUs the backward pass adds the gradients of matrices and tables to the fp32 ones itself (hpclm.parallel.main_gradients). They
-are then never rounded to the compute type. Compiled, it adds those of biases and norms too, in the kernels that make them.
+are then never rounded to the compute type. Compiled, it adds those of biases and norms too, in the kernels that make them. Those of
+experts are added afterwards: grouped_mm, up to PyTorch 2.13, neither adds to its result nor multiplies bf16 matrices into an fp32 one.
 """
 
 from collections.abc import Iterator, Sequence

@@ -4,7 +4,6 @@ T tokens in a sequence, t = T / tp of them on this process between layers, B seq
 for each token, F inner size of an expert. All tokens are computed, however uneven the choice is (dropless, Gale et al. 2022).
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +16,11 @@ from hpclm.model.balance import add_balance_losses, normalized
 from hpclm.model.init import InitSpec, TensorParallelModule
 from hpclm.model.layers import ACTIVATIONS, MLP, activated
 from hpclm.parallel.collectives import all_gather, gather, scatter
-from hpclm.parallel.dispatch import give_back, on_host, send
+from hpclm.parallel.dispatch import on_host, route
 from hpclm.parallel.mesh import SINGLE, Axis, Mesh
 from hpclm.parallel.placement import Placement
 
 ALIGNMENT = 16  # bytes that rows of grouped_mm must be a multiple of
-GROUPED: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None)
-"""PyTorch's product of groups of consecutive rows with a matrix for each group, from 2.10 on."""
 
 
 class ExpertAxes(NamedTuple):
@@ -66,6 +63,8 @@ class Router(TensorParallelModule):
         self.new_buffer("choice_bias", torch.zeros(count, device="cpu") if config.router_choice_bias else None)
         self.load: Tensor | None = None
         """[E] fp32: of the step before, each expert's tokens divided by the mean; set by engines with model.balance_step."""
+        self.received: tuple[int, int] | None = None
+        """With parallel.expert: the rows that this process's experts received last, and how many an even load gives them."""
 
     def forward(self, x: Tensor) -> Routing:
         """[t, B, C] -> the choice for each token."""
@@ -94,7 +93,7 @@ class Router(TensorParallelModule):
 
 
 class Experts(TensorParallelModule):
-    """The experts of this process: rows sorted by expert [m, C] -> [m, C].
+    """The experts of this process: rows sorted by expert [m, C] -> results times the rows' factors [m, C].
 
     Gated: ``up`` holds the rows of the gate, then those of the up projection. Split over tensor parallelism, each result is a part of a sum.
     """
@@ -122,8 +121,8 @@ class Experts(TensorParallelModule):
             )
             self.down_bias = self.new_parameter("down_bias", InitSpec(Placement((count, width), **shared_out)))
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """[m, C] rows, of which the first ``counts[0]`` are of the first expert -> [m, C]."""
+    def forward(self, x: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
+        """[m, C] rows, the first ``counts[0]`` for the first expert, and the factors [m] of their results -> [m, C]."""
         up, down = (self._weight(weight).to(x.dtype) for weight in (self.up, self.down))
         up_bias, down_bias = (
             None if bias is None else self._weight(bias).to(x.dtype) for bias in (self.up_bias, self.down_bias)
@@ -131,31 +130,61 @@ class Experts(TensorParallelModule):
         if down_bias is not None and self.split and self.tp.size > 1:
             down_bias = self.replicated(down_bias) / self.tp.size  # each of the parts that are added up has it
         multiply = grouped if self.groups(x.dtype) else one_by_one
-        hidden = activated(multiply(x, up, up_bias, counts), self.kind, self.activation)
-        return multiply(hidden, down, down_bias, counts)
+        ends = counts.cumsum(0).to(torch.int32)
+        y = multiply(x, up, ends)
+        if up_bias is not None:
+            y = y + repeated(up_bias, counts, len(x))
+        # the factors' gradient then needs the inner rows, which are saved in any case, and not the results
+        y = multiply(activated(y, self.kind, self.activation), down, ends, factors[:, None])
+        return y if down_bias is None else y + repeated(down_bias, counts, len(x)) * factors[:, None]
 
     def groups(self, dtype: torch.dtype) -> bool:
         """Whether grouped_mm can compute the products in this type."""
         rows = self.up.shape[2], self.up.shape[1], self.down.shape[2]
-        return GROUPED is not None and not self.loops and all(width * dtype.itemsize % ALIGNMENT == 0 for width in rows)
+        return not self.loops and all(width * dtype.itemsize % ALIGNMENT == 0 for width in rows)
 
     def _weight(self, weight: Tensor) -> Tensor:
         """A weight; where each process of tensor parallelism has it whole, for its own tokens, the sum over these makes its gradient."""
         return weight if self.split else self.replicated(weight)
 
 
-def grouped(x: Tensor, weights: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """[m, A] rows x [E, B, A] matrices, each with the next ``counts[e]`` rows -> [m, B]."""
-    assert GROUPED is not None
-    y = GROUPED(x, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
-    return y if bias is None else y + bias.repeat_interleave(counts, 0, output_size=len(x))
+def repeated(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
+    """[E, A] biases -> [m, A]: each row's expert's."""
+    return bias.repeat_interleave(counts, 0, output_size=rows)
 
 
-def one_by_one(x: Tensor, weights: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+def grouped(x: Tensor, weights: Tensor, ends: Tensor, factors: Tensor | None = None) -> Tensor:
+    """[m, A] rows, times ``factors`` [m, 1], by [E, B, A] matrices -> [m, B]; the rows of expert e end before ``ends[e]``."""
+    if factors is None:
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    return _ScaledProduct.apply(x, factors, weights, ends)
+
+
+def one_by_one(x: Tensor, weights: Tensor, ends: Tensor, factors: Tensor | None = None) -> Tensor:
     """As grouped(), in a loop over the experts; the host waits for their counts."""
-    parts = x.split(on_host(counts, len(x)))
-    biases = [None] * len(parts) if bias is None else [*bias.unbind()]
-    return torch.cat([F.linear(*of) for of in zip(parts, weights.unbind(), biases, strict=True)])
+    x = x if factors is None else x * factors
+    parts = x.split(on_host(ends.diff(prepend=ends.new_zeros(1)), len(x)))
+    return torch.cat([F.linear(*of) for of in zip(parts, weights.unbind(), strict=True)])
+
+
+class _ScaledProduct(torch.autograd.Function):
+    """grouped() with factors; saves only the rows without them, and multiplies again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factors: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factors, weights, ends)
+        return F.grouped_mm(x * factors, weights.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        x, factors, weights, ends = ctx.saved_tensors
+        [d_y], d_x, d_factors, d_weights = outer, None, None, None
+        if ctx.needs_input_grad[0]:
+            d_scaled = F.grouped_mm(d_y, weights, offs=ends)
+            d_x, d_factors = d_scaled * factors, (d_scaled * x).sum(-1, keepdim=True)
+        if ctx.needs_input_grad[2]:  # a zero-bubble schedule asks for one of them at a time
+            d_weights = F.grouped_mm(d_y.t(), x * factors, offs=ends)
+        return d_x, d_factors, d_weights, None
 
 
 class ExpertMLP(nn.Module):
@@ -182,11 +211,11 @@ class ExpertMLP(nn.Module):
 
     def compute(self, x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
         """[T, B, C] tokens, their [T, B, k] experts and the factors of these -> [T, B, C]."""
-        arrived = send(x.flatten(0, 1), chosen.flatten(0, 1), self.config.experts, self.axes.ep)
-        y = give_back(self.experts(arrived.rows, arrived.counts), arrived, self.axes.ep)
-        # a product of [1, k] and [k, C] for each token: it adds up in fp32 what it does not round in between
-        y = factors.reshape(-1, 1, factors.shape[-1]) @ y.unflatten(0, (-1, factors.shape[-1]))
-        return y.view(x.shape)
+        way = route(chosen.flatten(0, 1), self.config.experts, self.axes.ep)
+        if way.sizes is not None:
+            self.router.received = sum(way.sizes[1]), way.places.numel()
+        rows, factors = way.send(x.flatten(0, 1)), way.send_factors(factors.flatten(0, 1))
+        return way.give_back(self.experts(rows, factors, way.counts)).view(x.shape)
 
     def runs_uncompiled(self, dtype: torch.dtype) -> bool:
         """Whether compute() cannot be compiled: the host must know how many tokens each expert has, or PyTorch traces grouped_mm in bf16

@@ -20,42 +20,64 @@ KEYS = torch.int16
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """Rows on the process that has their experts, sorted by expert, and how they go back."""
+class Route:
+    """How the tokens of a micro-batch reach their experts, and how the results come back."""
 
-    rows: Tensor
-    """[m, C]; without other processes m is n k."""
-    counts: Tensor
-    """[E / R] int64: rows of each expert of this process."""
+    axis: Axis
     order: Tensor
     """[n k]: of each row of this process, sorted by expert, its place among the k rows of each token in turn."""
+    tokens: Tensor
+    """[n k]: the token of each row, sorted by expert."""
+    places: Tensor
+    """[n, k]: where each token's rows are among these."""
+    counts: Tensor
+    """[E / R] int64: rows of each expert of this process."""
     sizes: tuple[list[int], list[int]] | None = None
     """Rows sent to each process, and received from it; None without other processes."""
-    arrival: Tensor | None = None
-    """[m]: of each of ``rows``, its place among the received ones."""
+    arrival: tuple[Tensor, Tensor] | None = None
+    """[m]: the place among the received rows of each row, sorted by this process's experts; and the inverse."""
+
+    def send(self, x: Tensor) -> Tensor:
+        """[n, C] tokens -> [m, C] rows for the experts of this process, sorted by expert."""
+        return self._exchange(_Spread.apply(x, self.tokens, self.places))
+
+    def send_factors(self, factors: Tensor) -> Tensor:
+        """[n, k], one for each expert of a token -> [m], one for each row of send()."""
+        return self._exchange(_Moved.apply(factors.flatten(), self.order, self.places.flatten()))
+
+    def give_back(self, y: Tensor) -> Tensor:
+        """[m, C] results of the rows -> [n, C], for each token the sum of its k results."""
+        if self.sizes is not None and self.arrival is not None:
+            (sent, received), (order, back) = self.sizes, self.arrival
+            y = exchange_rows(_Moved.apply(y, back, order), received, sent, self.axis)
+        return _Summed.apply(y, self.tokens, self.places)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        if self.sizes is None or self.arrival is None:
+            return rows
+        return _Moved.apply(exchange_rows(rows, *self.sizes, self.axis), *self.arrival)
 
 
-def send(x: Tensor, chosen: Tensor, experts: int, axis: Axis) -> Arrived:
-    """[n, C] tokens and the [n, k] experts chosen for each -> their rows on the processes that have these experts.
+def route(chosen: Tensor, experts: int, axis: Axis) -> Route:
+    """[n, k] chosen experts of each token -> how the tokens reach them.
 
     With several processes the host waits for the device, once: it must know how many rows it sends and receives.
     """
     order = chosen.flatten().to(KEYS).argsort(stable=True)
-    counts = torch.zeros(experts, dtype=torch.int64, device=x.device)
+    tokens, places = order // chosen.shape[1], inverse(order).view_as(chosen)
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
     counts = counts.scatter_add(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
-    rows = _Sorted.apply(x, order, chosen.shape[1])
     if axis.size == 1:
-        return Arrived(rows, counts, order)
+        return Route(axis, order, tokens, places, counts)
     given = torch.empty_like(counts)
     dist.all_to_all_single(given, counts, group=axis.group)
     # [2, R] in one copy to the host
-    sent, received = on_host(torch.stack([counts, given]).view(2, axis.size, -1).sum(2), len(rows))
-    rows = exchange_rows(rows, sent, received, axis)
+    sent, received = on_host(torch.stack([counts, given]).view(2, axis.size, -1).sum(2), len(order))
     # of one process after the other, each sorted by expert
-    expert = torch.arange(len(given), device=x.device) % (experts // axis.size)
-    arrival = expert.to(KEYS).repeat_interleave(given, output_size=sum(received)).argsort(stable=True)
+    expert = torch.arange(len(given), device=chosen.device) % (experts // axis.size)
+    by_expert = expert.to(KEYS).repeat_interleave(given, output_size=sum(received)).argsort(stable=True)
     of_expert = given.view(axis.size, -1).sum(0)
-    return Arrived(_Moved.apply(rows, arrival), of_expert, order, (sent, received), arrival)
+    return Route(axis, order, tokens, places, of_expert, (sent, received), (by_expert, inverse(by_expert)))
 
 
 def on_host(counts: Tensor, rows: int) -> Any:
@@ -64,43 +86,52 @@ def on_host(counts: Tensor, rows: int) -> Any:
     return counts.tolist()
 
 
-def give_back(y: Tensor, arrived: Arrived, axis: Axis) -> Tensor:
-    """[m, C] what experts made of ``arrived.rows`` -> [n k, C], the k results of each token in turn."""
-    if arrived.sizes is not None and arrived.arrival is not None:
-        sent, received = arrived.sizes
-        y = exchange_rows(_Moved.apply(y, inverse(arrived.arrival)), received, sent, axis)
-    return _Moved.apply(y, inverse(arrived.order))
-
-
 def inverse(order: Tensor) -> Tensor:
     """The inverse of a permutation [n]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-class _Sorted(torch.autograd.Function):
-    """Row i is token order[i] // k; the gradient of a token is the sum of its k rows'."""
+def _spread(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+    """[n, C] -> [n k, C]: row i is that of token ``tokens[i]``."""
+    return x.index_select(0, tokens)
 
+
+def _summed(rows: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+    """[n k, C] -> [n, C]: row i is the sum of the rows at ``places[i]``, in this order."""
+    return rows.index_select(0, places.flatten()).unflatten(0, places.shape).sum(1)
+
+
+class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.k = k
-        return x.index_select(0, order // k)
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, places)
+        return _spread(x, tokens, places)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        [order] = ctx.saved_tensors
-        return outer[0].index_select(0, inverse(order)).unflatten(0, (-1, ctx.k)).sum(1), None, None
+        return _summed(outer[0], *ctx.saved_tensors), None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, places)
+        return _summed(rows, tokens, places)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        return _spread(outer[0], *ctx.saved_tensors), None, None
 
 
 class _Moved(torch.autograd.Function):
-    """Row i is row order[i]."""
+    """Row i is row order[i]; ``back``: the inverse."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
         return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        [order] = ctx.saved_tensors
-        return outer[0].index_select(0, inverse(order)), None
+        [back] = ctx.saved_tensors
+        return outer[0].index_select(0, back), None, None

@@ -178,13 +178,13 @@ def _inner(model: ModelConfig, costs: EngineCosts) -> int:
 
 def expert_activations(model: ModelConfig, layout: Layout, costs: EngineCosts) -> float:
     """What router and experts save of one micro-batch: for each token its fp32 copy and scores, for each of its k rows the input, the inner
-    activations, the result, and places before and after it is moved.
+    activations, the expert's bias if there is one, and places before and after it is moved.
 
-    With tensor parallelism that splits experts, each rank has whole inputs and results of all rows, and its part of the inner activations.
+    With tensor parallelism that splits experts, each rank has whole inputs of all rows, and its part of the inner activations.
     """
     tokens = layout.tokens(model) / layout.tensor
     inner = _inner(model, costs) * model.expert_width / (layout.tensor if layout.split_experts else 1)
-    row = (2 * model.hidden + inner) * costs.element + 8 * (2 + 2 * (layout.expert > 1))
+    row = ((1 + model.biases[2]) * model.hidden + inner) * costs.element + 8 * (2 + 2 * (layout.expert > 1))
     return tokens * (4 * model.hidden + 4 * model.experts) + expert_rows(model, layout) * row
 
 

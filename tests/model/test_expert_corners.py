@@ -9,7 +9,7 @@ from hpclm.model.attention.layout import AttentionMetadata, Reports
 from hpclm.model.balance import add_balance_losses
 from hpclm.model.experts import ExpertAxes, ExpertMLP, Routing, grouped, one_by_one
 from hpclm.model.stack import Stack
-from hpclm.parallel.dispatch import give_back, send
+from hpclm.parallel.dispatch import route
 from hpclm.parallel.mesh import SINGLE
 from tests.engine.plain_experts import PlainGPT
 from tests.engine.test_experts import BALANCE, EXPERTS, LAYOUTS, differences
@@ -31,28 +31,29 @@ ROUTING = {
 }
 
 
-def with_gradients(multiply, dtype, counts, biased):
+def with_gradients(multiply, dtype, counts, scaled):
     """The result of a product of some rows with their experts' matrices, and all gradients."""
     generator = torch.Generator().manual_seed(sum(counts))
-    sizes = [(sum(counts), 16), (len(counts), 24, 16), (len(counts), 24)][: 3 if biased else 2]
+    sizes = [(sum(counts), 16), (len(counts), 24, 16)]
     inputs = [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes]
-    y = multiply(*inputs[:2], inputs[2] if biased else None, torch.tensor(counts))
+    factors = torch.rand(sum(counts), 1, generator=generator).to(dtype).requires_grad_() if scaled else None
+    y = multiply(*inputs, torch.tensor(counts).cumsum(0).to(torch.int32), factors)
+    inputs += [factors] * scaled
     y.backward(torch.randn(y.shape, generator=generator).to(dtype))
     return [y.detach(), *(x.grad for x in inputs)]
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_grouped_mm_and_the_loop_give_the_same(dtype, counts, biased):
-    by_groups, by_loop = (with_gradients(multiply, dtype, counts, biased) for multiply in (grouped, one_by_one))
+def test_grouped_mm_and_the_loop_give_the_same(dtype, counts, scaled):
+    by_groups, by_loop = (with_gradients(multiply, dtype, counts, scaled) for multiply in (grouped, one_by_one))
     for one, other in zip(by_groups, by_loop, strict=True):
         assert one.dtype == other.dtype == dtype
         assert torch.allclose(one.double(), other.double(), rtol=TOLERANCES[dtype] / 4, atol=TOLERANCES[dtype] / 4)
     # what reduces gradients over replicas needs one of each expert, also of those without a token
-    for gradients in (by_groups[2:], by_loop[2:]):
-        for gradient in gradients:
-            assert all((gradient[expert] == 0).all() == (count == 0) for expert, count in enumerate(counts))
+    for gradient in (by_groups[2], by_loop[2]):
+        assert all((gradient[expert] == 0).all() == (count == 0) for expert, count in enumerate(counts))
 
 
 def expert_mlp(width, experts, experts_per_token, favourites, **more):
@@ -114,10 +115,13 @@ def test_loaded_weights_have_the_choice_biases_too():
 def test_rows_come_back_in_order_though_all_experts_have_as_many():
     x = torch.arange(12.0).view(6, 2)
     chosen = torch.tensor([[2, 0], [1, 2], [0, 1], [1, 0], [2, 1], [0, 2]])
-    arrived = send(x, chosen, 3, SINGLE)
-    assert arrived.counts.tolist() == [4, 4, 4]
-    assert arrived.rows[:, 0].tolist() == [0, 4, 6, 10, 2, 4, 6, 8, 0, 2, 8, 10]
-    assert torch.equal(give_back(arrived.rows, arrived, SINGLE), x.repeat_interleave(2, 0))
+    factors = torch.arange(12.0).view(6, 2)
+    way = route(chosen, 3, SINGLE)
+    rows, of_rows = way.send(x), way.send_factors(factors)
+    assert way.counts.tolist() == [4, 4, 4]
+    assert rows[:, 0].tolist() == [0, 4, 6, 10, 2, 4, 6, 8, 0, 2, 8, 10]
+    assert of_rows.tolist() == [1, 4, 7, 10, 2, 5, 6, 9, 0, 3, 8, 11]
+    assert torch.equal(way.give_back(rows * of_rows[:, None]), x * factors.sum(1, keepdim=True))
 
 
 def test_scores_that_are_all_zero_have_a_finite_balance_loss():

@@ -9,7 +9,9 @@ sharded within groups of replicas, and the gradients of a shard are all-reduced 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from itertools import pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +88,8 @@ class FSDP2Engine(BaseEngine):
             group.set_gradient_divide_factor(1.0)
             # with a factor of its own PyTorch asks for PREMUL_SUM (torch 2.13), which only NCCL has
             group.set_force_sum_reduction_for_comms(True)
+        if config.parallel.expert > 1:
+            gather_ahead(model)
         if engine.zero_stage == 2:
             model.set_reshard_after_backward(False)  # type: ignore[operator]  # of every group
         named = dict(model.weights())
@@ -195,6 +199,19 @@ def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh, data_rank: int)
     )
 
 
-def groups(model: Stack) -> Iterator[FSDPModule]:
-    """The FSDP groups: each block, and the rest of the model."""
+def gather_ahead(model: Stack) -> None:
+    """Gather the weights of each block, experts among them, while the block before it computes, or in backward passes the one after it.
+
+    Left alone, PyTorch gathers ahead as far as the host is ahead of the device. Experts that are shared out make the host wait.
+    """
+    rest: Any = model
+    blocks = [layer for layer in model.layers.values() if isinstance(layer, FSDPModule)]
+    for before, after in pairwise([rest, *blocks]):
+        before.set_modules_to_forward_prefetch(list(groups(after)))
+    for before, after in pairwise([*blocks, rest]):
+        after.set_modules_to_backward_prefetch(list(groups(before)))
+
+
+def groups(model: nn.Module) -> Iterator[FSDPModule]:
+    """The FSDP groups of a model, or of one of its layers: each block, experts within it, and the rest of the model."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))

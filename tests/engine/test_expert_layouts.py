@@ -4,6 +4,7 @@ from math import prod
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import ranks
 from tests.engine.sharded import made, steps
@@ -51,6 +52,42 @@ def test_fsdp2_shards_experts_over_the_ranks_that_have_the_same_ones(more, share
     assert ranks.run(4, held, [*WORDS, "parallel.expert=2", "engine.name=fsdp2", *more]) == [{share}] * 4
 
 
+class Order(TorchDispatchMode):
+    """The collectives that move weights (W), rows (r) and gradients (G), in the order in which the host starts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = ""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kinds = {"_allgather_base_": "W", "alltoall_base_": "r", "_reduce_scatter_base_": "G"}
+        self.seen += kinds.get(operation.__name__.split(".")[0], "") if "c10d" in operation.namespace else ""
+        return operation(*args, **kwargs or {})
+
+
+def order(words):
+    run, engine, batches, _ = made(words)
+    steps(run, engine, batches, 0, 1)
+    with Order() as recorded:
+        steps(run, engine, batches, 1, 2)
+    return recorded.seen
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.whole)])
+def test_fsdp2_gathers_experts_before_the_host_waits_for_those_of_the_block_before(recompute):
+    words = ["batch.global_size=4", "parallel.expert=2", "engine.name=fsdp2", f"engine.recompute={recompute}"]
+    [seen, *others] = ranks.run(4, order, [*WORDS, *words])
+    # the rest of the model, a dense block, two blocks with experts; backwards the last two blocks, and at last the dense one
+    assert (
+        seen
+        == {
+            "none": "WWWWWW" + "rrrr" * 2 + "WWWW" + "rGrrG" + "W" + "rGrrG" + "GG",
+            "full": "WWWWWW" + "rrrr" * 2 + "WWWW" + "rrrrrGrrG" + "W" + "rrrrrGrrG" + "GG",
+        }[recompute]
+    )
+    assert others == [seen] * 3
+
+
 def test_experts_that_fsdp2_shards_are_resumed_by_all_layouts():
     words, sharded = WORDS, ["parallel.expert=2", "engine.name=fsdp2"]
     full = trained(4, *words, *sharded, steps=4)
@@ -63,6 +100,29 @@ def test_experts_that_fsdp2_shards_are_resumed_by_all_layouts():
         assert resumed["losses"] == pytest.approx(full["losses"][2:], rel=1e-6)
         back = trained(4, *words, *sharded, steps=4, first=3, saved=trained(size, *words, *other, steps=3))
         assert back["losses"] == pytest.approx(full["losses"][3:], rel=1e-6)
+
+
+def exhausted(words):
+    """The notes on an error of a step whose tokens all go to the first two experts, and which runs out of memory on its way back."""
+    run, engine, batches, _ = made(words)
+    engine.router_state.bias[:, :2] = 9.0
+
+    def backward(loss):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    engine.backward = backward
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        steps(run, engine, batches, 0, 1)
+    return getattr(caught.value, "__notes__", [])
+
+
+def test_an_out_of_memory_error_says_which_experts_received_too_many_rows():
+    words = [*WORDS, "parallel.expert=2", "model.router_groups=1", "model.router_top_groups=1"]
+    [[note], none] = ranks.run(2, exhausted, words)
+    # each process sends the rows of 8 tokens, two for each token
+    assert (
+        note.startswith("block2: the experts of rank 0 received 32 rows, 2.0 times the 16 of an even load") and not none
+    )
 
 
 def graphs_of(words, count):

@@ -208,7 +208,12 @@ class BaseEngine:
         if self.gradients:
             self.gradients.begin(len(batches))
         self.guard.counted = inputs.counted
-        loss = self.forward_backward(inputs)
+        try:
+            loss = self.forward_backward(inputs)
+        except torch.OutOfMemoryError as error:
+            for line in self.router_state.most_received() if self.router_state else ():
+                error.add_note(line)  # type: ignore[attr-defined]  # PyTorch declares no base class
+            raise
         with self.timers(self.backward_timer):
             self.finish_backward()
             # after the gradients, which some ranks may have begun to send: all ranks send in one order. From here on the loss has

@@ -59,6 +59,17 @@ class RouterState:
             moved = self.config.balance_bias * (mean - self.counts).sign().float()
             self.bias.add_(torch.where(changed, moved, 0.0))
 
+    def most_received(self) -> Iterator[str]:
+        """With parallel.expert: the layer whose experts on this process received the most rows last, if that exceeds an even load."""
+        received = {name: router.received for name, router in self.routers.items() if router.received}
+        for name in sorted(received, key=received.__getitem__)[-1:]:
+            rows, even = received[name]
+            if rows > even:
+                yield (
+                    f"{name}: the experts of rank {self.mesh.world.rank} received {rows:,} rows, {rows / even:.1f} times the {even:,} of an "
+                    "even load; balance experts (model.balance_sequence, model.balance_bias), or lower parallel.expert"
+                )
+
     def tensors(self) -> Iterator[Shard]:
         """The choice biases of this process's blocks, from one of the processes that have them."""
         if self.config.router_choice_bias and self.mesh.dp.first and self.mesh.tp.first:

@@ -104,7 +104,7 @@ def memory_errors_explained(config: RunConfig, context: DistributedContext) -> I
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError" and CPU_MESSAGE not in str(error):
             raise
-        lines = [str(error).strip().splitlines()[0]]
+        lines = [str(error).strip().splitlines()[0], *getattr(error, "__notes__", [])]
         with suppress(Exception):  # whatever fails here must not hide the error itself
             device = hardware.device(config.engine, context.local_rank, context.local_size)
             lines += _explanation(_sized(config, context), gpu_kind(device) or MACHINE)

@@ -180,10 +180,16 @@ def test_on_a_cpu_auto_is_the_largest_power_of_two_that_divides_the_batch_with_a
 
 def test_memory_that_a_cpu_could_not_get_is_an_error_with_what_was_expected_and_what_needs_less():
     run = config.load(None, ["engine.device=cpu", "batch.micro_size=4", "engine.precision=fp32"])
+    error = RuntimeError(f"[enforce fail] {fit.CPU_MESSAGE}: you tried to allocate 9 bytes\nmore")
+    error.add_note("block1: experts got many rows")
     with pytest.raises(DeviceMemoryError) as caught, fit.memory_errors_explained(run, single()):
-        raise RuntimeError(f"[enforce fail] {fit.CPU_MESSAGE}: you tried to allocate 9 bytes\nmore")
-    first, expected, less, last = str(caught.value).splitlines()
-    assert first.endswith("you tried to allocate 9 bytes") and caught.value.exit_code == 93
+        raise error
+    first, note, expected, less, last = str(caught.value).splitlines()
+    assert (
+        note == "block1: experts got many rows"
+        and first.endswith("you tried to allocate 9 bytes")
+        and caught.value.exit_code == 93
+    )
     sizes = re.findall(r"(\w+) ([\d.]+) (GiB|MiB)", expected.partition(": ")[2])
     assert [name for name, *_ in sizes] == ["weights", "gradients", "optimizer", "activations", "buffers", "logits"]
     assert "batch.micro_size=2 (" in less and "engine.recompute=full (" in less and "--suggest" in last

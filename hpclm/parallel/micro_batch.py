@@ -49,10 +49,11 @@ class MicroBatch:
 
     def mask(self) -> Tensor:
         """[B, T / cp] fp32: 1 for tokens that count in the loss, else 0."""
+        # contiguous, whatever the strides of the data: replicas that compile for other strides would wait for each other
         if self.loss_mask is None:
-            return torch.ones_like(self.tokens, dtype=torch.float32)
+            return torch.ones(self.tokens.shape, dtype=torch.float32, device=self.tokens.device)
         # fp32 in every precision, because the mask is summed: bf16 counts exactly only up to 256
-        return self.loss_mask.float()
+        return self.loss_mask.to(torch.float32, memory_format=torch.contiguous_format)
 
     def weighted(self, weights: Tensor, seed: int | None = None) -> "MicroBatch":
         """With these token weights and this seed."""

@@ -49,11 +49,22 @@ class Rows:
         row[:] = self.rows[index]
 
 
-def batches(samples=None, replica=0, replicas=1, workers=0, rampup=None, eod=None, device=CPU, vocab_size=200, **data):
+def batches(
+    samples=None,
+    replica=0,
+    replicas=1,
+    workers=0,
+    rampup=None,
+    eod=None,
+    device=CPU,
+    vocab_size=200,
+    micro_size=2,
+    **data,
+):
     config = RunConfig(
         model=ModelConfig(vocab_size=vocab_size, layers=1, hidden=8, heads=2, context=CONTEXT),
         data=DataConfig(source="synthetic", workers=workers, **data),
-        batch=BatchConfig(global_size=12, micro_size=2, rampup=rampup),
+        batch=BatchConfig(global_size=12, micro_size=micro_size, rampup=rampup),
         budget=BudgetConfig(steps=10),
     )
     mesh = Mesh(dp=Axis(replicas, replica))
@@ -88,6 +99,13 @@ def test_every_replica_gets_as_many_micro_batches_of_one_shape_in_which_each_sam
     assert all(batch.tokens.shape == (2, CONTEXT) for batch in together)
     counted = [batch.tokens[batch.mask().bool()] for batch in together]
     assert sorted(torch.cat(counted).tolist()) == sorted(i + j for i in range(3, 3 + count) for j in range(CONTEXT))
+
+
+@pytest.mark.parametrize("micro_size", [1, 2])
+def test_masks_have_the_same_strides_whether_samples_are_padded_or_lacking(micro_size):
+    made = [batches(Counting(padded=True), replica, 2, micro_size=micro_size) for replica in range(2)]
+    masks = [batch.mask() for mine in made for batch in (*mine.step(0), *mine.take(0, 5))]
+    assert {mask.stride() for mask in masks} == {(CONTEXT, 1)}
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 6])

@@ -46,6 +46,12 @@ def test_an_environment_without_a_python_that_runs_is_named_and_kept(clone, pyth
     assert said.returncode == 1 and f"{clone}/.venv has no Python that runs" in said.stderr and mine.exists()
 
 
+def test_help_on_the_oldest_libraries_installs_nothing():
+    env = os.environ | {"PYTHON": "/nowhere/python"}
+    done = subprocess.run([ROOT / "tools/test_oldest.sh", "--help"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "tools/test_oldest.sh tests/engine -x" in done.stdout
+
+
 def test_line_ends_of_a_clone_are_those_of_the_repository(tmp_path):
     if not (ROOT / ".git").exists():
         pytest.skip("needs the repository")

@@ -5,18 +5,26 @@
 # PYTHON names another interpreter than python3. Where no CPU build of the oldest PyTorch can be reached, the default one takes some GB.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-wanted=$(cat setup.cfg tools/test_oldest.sh | cksum | cut -d' ' -f1)
-if [ "$(cat .venv-oldest/ready 2>/dev/null)" != "$wanted" ]; then
+case "${1-}" in
+    -h | --help) sed -n '2,5s/^# \{0,1\}//p' tools/test_oldest.sh; exit ;;
+esac
+
+install() { .venv-oldest/bin/uv pip install --quiet --python .venv-oldest/bin/python "$@"; }
+make_environment() {
     "${PYTHON:-python3}" -m venv --clear .venv-oldest
     .venv-oldest/bin/pip install -q uv
-    install() { .venv-oldest/bin/uv pip install --quiet --python .venv-oldest/bin/python "$@"; }
     oldest=(--resolution lowest-direct --editable ".[deepspeed,fairscale,plots,convert,text,parquet,completion]")
     install --torch-backend cpu "${oldest[@]}" 2>/dev/null || install "${oldest[@]}"
-    # it is used only beside the version of tokenizers that it was tested with, a newer one
-    .venv-oldest/bin/uv pip uninstall --quiet --python .venv-oldest/bin/python gigatoken
-    install mpi4py pytest pytest-xdist pytest-rerunfailures hypothesis coverage accelerate # its tests' tools are of today
+    # the tests' tools are of today
+    mapfile -t tools < <(grep -oE '^ +(mpi4py|pytest|hypothesis|coverage|accelerate)[^ ]*' setup.cfg)
+    install "${tools[@]}"
+}
+wanted=$({ cat setup.cfg; declare -f install make_environment; } | cksum | cut -d' ' -f1)
+if [ "$(cat .venv-oldest/ready 2>/dev/null)" != "$wanted" ]; then
+    make_environment
     printf '%s' "$wanted" >.venv-oldest/ready
 fi
+
 workers=$(env -u OMP_NUM_THREADS nproc)
 export PATH="$PWD/.venv-oldest/bin:$PATH" OMP_NUM_THREADS=1
 folders=(checkpoint data datasets engine model optim parallel training)

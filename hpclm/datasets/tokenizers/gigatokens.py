@@ -51,11 +51,8 @@ def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
     try:
         if len(markers) > MARKERS:
             raise ValueError(f"it has {len(markers)} added tokens, and gigatoken is only used with up to {MARKERS}")
-        if extras.missing("encoding", "gigatoken"):
-            raise ValueError(f"gigatoken is not installed; {extras.install('gigatoken')}")
-        versions = {name: ".".join(version(name).split(".")[:2]) for name in COMPARED}
-        if versions != COMPARED:
-            raise ValueError(f"hpclm has been tested with {COMPARED}, not with {versions}")
+        if unsuitable := why_unsuitable():
+            raise ValueError(unsuitable)
         fast = Fast(settings, exact, markers)
         if not np.array_equal(exact(TEXTS)[0], np.concatenate([fast.encode(text) for text in TEXTS])):
             raise ValueError("gigatoken returns other ids for a test text")
@@ -65,6 +62,14 @@ def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
             raise
         log.warning("encoding with tokenizers, many times slower: %s", error)
         return None
+
+
+def why_unsuitable() -> str | None:
+    """Why the installed libraries are not used together; None if they are."""
+    if extras.missing("encoding", "gigatoken"):
+        return f"gigatoken is not installed; {extras.install('gigatoken')}"
+    versions = {name: ".".join(version(name).split(".")[:2]) for name in COMPARED}
+    return None if versions == COMPARED else f"hpclm has been tested with {COMPARED}, not with {versions}"
 
 
 class Fast:

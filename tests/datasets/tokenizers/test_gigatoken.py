@@ -22,7 +22,8 @@ from tests.shared import SHARED
 GPT2 = [str(SHARED / "data" / name) for name in ("gpt2-vocab.json", "gpt2-merges.txt")]
 TINY = [str(SHARED / "reference" / "inputs" / f"gpt2-tiny-{name}") for name in ("vocab.json", "merges.txt")]
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared vocabularies are not here")
-pytestmark = needs_shared
+unsuitable = gigatokens.why_unsuitable()
+pytestmark = [needs_shared, pytest.mark.skipif(unsuitable is not None, reason=str(unsuitable))]
 
 CORPUS = ["the cat sat on the mat", "it's a dog, isn't it? 1234", "天地玄黄 宇宙洪荒"] * 20
 RANGES = [[int(code, 16) for code in item.split("-")] for item in gigatokens.ADDED.split()]

@@ -177,6 +177,8 @@ def test_what_a_tokenizer_warns_of_is_not_repeated_by_each_worker(tmp_path):
 def test_unigram_sampling_is_switched_off():
     from tokenizers import Tokenizer, models
 
+    if not hasattr(models.Unigram, "alpha"):
+        pytest.skip("this version of tokenizers does not sample")
     pieces = [("<unk>", 0.0), ("a", -1.0), ("b", -1.0), ("c", -1.0), ("ab", -1.5), ("bc", -1.5), ("abc", -1.6)]
     model = Tokenizer(models.Unigram(pieces, 0, False))
     model.model.alpha = 0.5

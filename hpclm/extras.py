@@ -37,19 +37,42 @@ def install(library: str) -> str:
 
 
 def missing(what: str, library: str) -> str | None:
-    """The message that ``what`` needs ``library``, or None if it is installed; imports nothing."""
-    return None if util.find_spec(library) else _message(what, library)
+    """The message that ``what`` needs ``library``, if it is not installed or older than setup.cfg allows; else None. Imports nothing."""
+    if not util.find_spec(library):
+        return _message(what, library)
+    release = _oldest(library)
+    installed = older(library, release) if release else None
+    return too_old(what, library, release, installed, install(library)) if release and installed else None
+
+
+def too_old(what: str, library: str, release: str, installed: str, way_out: str) -> str:
+    """The message that ``what`` needs a newer release of ``library`` than the installed one."""
+    return f"{what} needs {library} {release} or newer, but {library} {installed} is installed; {way_out}"
 
 
 def older(library: str, release: str) -> str | None:
-    """The installed version of ``library`` if it is older than ``release``, "major.minor"; None if it is not, if there is none, and
+    """The installed version of ``library`` if it is older than ``release``; None otherwise, if it is not installed, and
     for builds between releases ("2.12.0a0"), which may have what the release has. Imports nothing."""
     try:
         installed = metadata.version(library)
     except metadata.PackageNotFoundError:
         return None
-    plain = re.fullmatch(r"(\d+)\.(\d+)(\.\d+)*(\+.*)?", installed)
-    return installed if plain and (int(plain[1]), int(plain[2])) < tuple(map(int, release.split("."))) else None
+    plain = re.fullmatch(r"(\d+(\.\d+)+)(\+.*)?", installed)
+    return installed if plain and _numbers(plain[1]) < _numbers(release) else None
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
+
+
+def _oldest(library: str) -> str | None:
+    """The oldest release of an optional library that setup.cfg allows, if hpclm is installed as a package."""
+    try:
+        requirements = metadata.requires("hpclm") or []
+    except metadata.PackageNotFoundError:
+        return None
+    found = (re.match(rf"{library.replace('_', '-')} ?>=([\d.]+)", line) for line in requirements)
+    return next((bound[1] for bound in found if bound), None)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import configparser
 import re
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -54,6 +55,28 @@ def test_an_engine_without_its_library_is_refused_before_the_start(name, verb, t
     assert cli.main([*verb, *tiny("run", f"engine.name={name}")]) == 64
     wanted = f"engine.name={name} needs {name}, which is not installed: pip install 'hpclm[{name}]'"
     assert wanted in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "installed, old",
+    [("0.18.9", True), ("0.19.7", True), ("0.19.7+cu130", True)]
+    + [(newer, False) for newer in ("0.19.8", "0.19.10", "0.20.0", "1.0", "0.19.8+cu130", "0.19.7.dev1", "unknown")],
+)
+def test_a_library_that_is_older_than_the_package_allows_is_refused(installed, old, monkeypatch):
+    monkeypatch.setattr(metadata, "requires", lambda _: ["torch>=2.11", 'deepspeed>=0.19.8; extra == "deepspeed"'])
+    monkeypatch.setattr(metadata, "version", lambda _: installed)
+    wanted = (
+        f"this needs deepspeed 0.19.8 or newer, but deepspeed {installed} is installed; pip install 'hpclm[deepspeed]'"
+    )
+    assert extras.missing("this", "deepspeed") == (wanted if old else None)
+    assert extras.missing("this", "fairscale") is None  # its oldest release is not known here
+
+
+def test_the_package_says_which_release_of_every_library_is_the_oldest():
+    bounds = {re.split(r"[>;]", line)[0] for line in metadata.requires("hpclm") or [] if ">=" in line}
+    assert {library.replace("_", "-") for library in extras.EXTRAS} - bounds == {
+        "mlflow"
+    }  # it is mlflow-skinny, or mlflow
 
 
 def test_the_job_of_another_environment_may_have_what_is_not_installed_here(tiny, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, derived from a run's settings, for DeepSpeed 0.19 or later. Keys are dotted paths, as in engine.extra."""
+"""DeepSpeed's JSON, derived from a run's settings, for DeepSpeed 0.19.8 or later. Keys are dotted paths, as in engine.extra."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any

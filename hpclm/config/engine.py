@@ -157,9 +157,16 @@ class EngineConfig(Checked):
     def missing_libraries(self) -> list[str]:
         """Libraries that the engine needs and that are not installed here, or are too old for it; imports none of them."""
         wrong = extras.missing(f"engine.name={self.name}", self.name) if self.name in extras.EXTRAS else None
-        oldest = SUPPORTS[self.name].torch if self.name in SUPPORTS else None
-        installed = extras.older("torch", oldest) if oldest else None
-        return [*([wrong] if wrong else []), *([torch_too_old(self.name, installed)] if installed else [])]
+        supports = SUPPORTS.get(self.name, Supports(self.name))
+        problems = [wrong] if wrong else []
+        if supports.torch and (installed := extras.older("torch", supports.torch)):
+            problems.append(torch_too_old(self.name, installed))
+        release = supports.torch_to_compile.get(self.zero_stage) if self.compile else None
+        if release and (installed := extras.older("torch", release)):
+            what = f"engine.compile=true with engine.name={self.name} engine.zero_stage={self.zero_stage}"
+            way_out = "install a newer one, or leave engine.compile out"
+            problems.append(extras.too_old(what, "PyTorch", release, installed, way_out))
+        return problems
 
     def chosen(self) -> dict[str, object]:
         """The settings that differ from their defaults; not to compile is what any engine can do."""
@@ -174,10 +181,8 @@ def torch_too_old(name: str, installed: str) -> str:
         for other, supports in SUPPORTS.items()
         if supports.pipeline_stages and not supports.torch
     ]
-    return (
-        f"engine.name={name} needs PyTorch {SUPPORTS[name].torch} or newer, but PyTorch {installed} is installed; "
-        f"install a newer one, or use {' or '.join(others)}"
-    )
+    way_out = f"install a newer one, or use {' or '.join(others)}"
+    return extras.too_old(f"engine.name={name}", "PyTorch", SUPPORTS[name].torch or "", installed, way_out)
 
 
 def optimizers(can: Supports, optim: OptimConfig) -> list[str]:

@@ -1,7 +1,7 @@
 """What each engine supports, as data: checked before a job is queued, without importing any engine."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -45,6 +45,8 @@ class Supports:
     """module:name of a function that yields further problems of a RunConfig."""
     torch: str | None = None
     """The oldest PyTorch release that has what it uses, if newer than the oldest that hpclm supports."""
+    torch_to_compile: Mapping[int | None, str] = field(default_factory=dict)
+    """engine.zero_stage -> the oldest PyTorch release that compiles it correctly, where that is a newer one."""
     unavailable: str | None = None
     """module:name of a function that says why it cannot run with the PyTorch that is installed, or returns None."""
 
@@ -91,6 +93,7 @@ SUPPORTS = {
         schedules=("1f1b",),
         offload=(("optimizer", 1), ("optimizer", 2), ("optimizer", 3), ("parameters", 3)),
         options=("bucket_mb", "gradients", "extra", "offload_folder", "compile"),
+        torch_to_compile={3: "2.12"},  # with 2.11, compiled blocks get gradients of 0
         any_state=False,
         guards=False,
         more="hpclm.config.deepspeed:unsuitable",

@@ -176,7 +176,9 @@ def build(config: EngineSettings, compute: Compute) -> Engine:
 def engine_class(config: EngineSettings, device: torch.device) -> Maker:
     """The class of the configured engine; ConfigError if it or its requirements cannot be loaded, or if ``device`` does not
     support the settings."""
-    problems = list(config.engine.problems_without_gpu()) if device.type == "cpu" else []
+    problems = config.engine.missing_libraries()
+    if device.type == "cpu":
+        problems += config.engine.problems_without_gpu()
     if problems:
         raise ConfigError(problems)
     maker = lookup("engine", config.engine.name, ENGINES, CHECK)

@@ -1,6 +1,7 @@
 """Engines that need a newer PyTorch than hpclm itself."""
 
 import inspect
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -16,6 +17,10 @@ PIPELINE = ["engine.name=pipelining", "parallel.pipeline=2"]
 REFUSED = (
     "engine.name=pipelining needs PyTorch 2.12 or newer, but PyTorch {} is installed; "
     "install a newer one, or use engine.name=deepspeed (parallel.schedule=1f1b)"
+)
+UNCOMPILED = (
+    "engine.compile=true with engine.name=deepspeed engine.zero_stage=3 needs PyTorch 2.12 or newer, but PyTorch {} is installed; "
+    "install a newer one, or leave engine.compile out"
 )
 
 
@@ -62,6 +67,10 @@ def test_only_pipelining_is_refused_with_an_old_pytorch(version, old, monkeypatc
     assert EngineConfig(name="pipelining").missing_libraries() == ([REFUSED.format(version)] if old else [])
     for name in SUPPORTS.keys() - {"pipelining"}:
         assert not EngineConfig(name=name).missing_libraries()
+    sharded = EngineConfig(name="deepspeed", zero_stage=3, compile=True)
+    assert sharded.missing_libraries() == ([UNCOMPILED.format(version)] if old else [])
+    for other in (replace(sharded, compile=False), replace(sharded, zero_stage=2), replace(sharded, name="fsdp2")):
+        assert not other.missing_libraries()
 
 
 @pytest.mark.parametrize("verb", [["train"], ["submit", "--cluster", "local"]], ids=["train", "submit"])

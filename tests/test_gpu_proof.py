@@ -135,7 +135,7 @@ def test_the_first_stage_compares_steps_by_category_and_single_operations(tmp_pa
     found = json.loads((tmp_path / "measure-first.json").read_text())
     measure = gpu_proof.stages("cpu", tmp_path, small=True)[0]
     assert f"{gpu_proof.slug(measure.name)}.json" == gpu_profile.FILE  # where the report looks for it
-    assert len(found["operations"]) == 12 and all(spent > 0 for spent in found["operations"].values())
+    assert len(found["operations"]) == 15 and all(spent > 0 for spent in found["operations"].values())
     assert list(found["steps"]) == ["hpclm", "plain PyTorch"]
     for name, figures in found["steps"].items():
         assert sum(line.startswith(f"| {name} |") for line in lines) == 1

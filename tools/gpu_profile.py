@@ -46,6 +46,8 @@ SUBJECTS = ("hpclm, compiled", "plain PyTorch, compiled", "hpclm")
 STEPS = 10
 """Steps without a wait between them, timed together."""
 PROFILED = 3
+BYTES = 320
+"""Vocabulary of a model of bytes, padded."""
 DEAREST = 25
 """Kernels of each subject that are written."""
 
@@ -161,29 +163,31 @@ def operations(case: bench_train.Case, repeats: int) -> dict[str, float]:
 
 
 def table_gradient(case: bench_train.Case) -> dict[str, Callable[[], object]]:
-    """The gradient of the word table added to an fp32 one; more than a quarter of the tokens are one id, as spaces are."""
+    """The gradient of a word table added to an fp32 one; more than a quarter of the tokens are one id, as spaces are. Also of a table of
+    bytes, for which main_gradients.add_rows takes the other way."""
     import torch
 
     model, count = case.model, case.rows[0, :, 1:].numel()
-    ids = torch.randint(1, model.padded_vocab, (count,), generator=torch.Generator().manual_seed(0))
     repeated = round(4700 / 16384 * count)
-    ids[:repeated] = 0
-    ids = ids[torch.randperm(count, generator=torch.Generator().manual_seed(1))].to(case.device)
-    rows = torch.randn(count, model.hidden, device=case.device).to(case.dtype)
-    total = torch.zeros(model.padded_vocab, model.hidden, device=case.device)
+    d_y = torch.randn(count, model.hidden, device=case.device).to(case.dtype)
 
-    def sparse() -> None:
-        total.index_put_((ids,), rows.float(), accumulate=True)
+    def sparse(total: torch.Tensor, ids: torch.Tensor) -> None:
+        total.index_put_((ids,), d_y.float(), accumulate=True)
 
-    def dense() -> None:
-        total.add_(torch.ops.aten.embedding_dense_backward(rows, ids, len(total), -1, False))
+    def dense(total: torch.Tensor, ids: torch.Tensor, rows: Callable[[], torch.Tensor]) -> None:
+        total.add_(torch.ops.aten.embedding_dense_backward(rows(), ids, len(total), -1, False))
 
-    def dense_fp32() -> None:
-        total.add_(torch.ops.aten.embedding_dense_backward(rows.float(), ids, len(total), -1, False))
-
-    titles = ("index_put_(accumulate), as now", "embedding_dense_backward, then add_", "the same in fp32")
-    where = f"table gradient, {count} tokens, {repeated} of one id: "
-    return {where + title: work for title, work in zip(titles, (sparse, dense, dense_fp32), strict=True)}
+    works: dict[str, Callable[[], object]] = {}
+    for vocab in (model.padded_vocab, BYTES):
+        drawn = torch.Generator().manual_seed(0)
+        ids = torch.randint(1, vocab, (count,), generator=drawn)
+        ids[torch.randperm(count, generator=drawn)[:repeated]] = 0
+        at = torch.zeros(vocab, model.hidden, device=case.device), ids.to(case.device)
+        where = f"gradient of a table of {vocab}, {count} tokens, {repeated} of one id: "
+        works[f"{where}index_put_(accumulate)"] = partial(sparse, *at)
+        works[f"{where}embedding_dense_backward, add_"] = partial(dense, *at, d_y.float)
+        works[f"{where}the same without a cast to fp32"] = partial(dense, *at, lambda: d_y)
+    return works
 
 
 def weight_gradient(case: bench_train.Case) -> dict[str, Callable[[], object]]:

@@ -78,7 +78,7 @@ class Mesh:
     cp: Axis = SINGLE
     """Consecutive ranks of dp that share one replica's sequences (parallel.context)."""
     ep: Axis = SINGLE
-    """Consecutive ranks of dp that share out the experts (parallel.expert)."""
+    """Consecutive ranks of dp that divide the experts among them (parallel.expert)."""
     shard: Axis = SINGLE
     """The ranks of dp that this rank's weights or optimizer state are sharded over (parallel.shard): all of dp, or consecutive ones."""
     replicate: Axis = SINGLE
@@ -95,7 +95,7 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """Number of replicas: processes, or groups of them, that read samples of their own."""
+        """Number of replicas: processes, or groups of them, that read different samples."""
         return self.dp.size // self.cp.size
 
     @property
@@ -213,7 +213,7 @@ def _name(group: Any) -> str:
 
 @dataclass(frozen=True)
 class Compute:
-    """What this rank computes with."""
+    """Where and in which type this rank computes."""
 
     device: torch.device
     dtype: torch.dtype

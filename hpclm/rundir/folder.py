@@ -46,7 +46,7 @@ def check(out: Path) -> None:
     try:
         mode = out.stat().st_mode
     except FileNotFoundError:
-        _check_room(out, next(folder for folder in out.parents if folder.exists()))
+        _check_writable(out, next(folder for folder in out.parents if folder.exists()))
         return
     except OSError as error:
         if error.errno in MACHINE:
@@ -55,7 +55,7 @@ def check(out: Path) -> None:
     if not stat.S_ISDIR(mode):
         raise ConfigError(f"run directory {out} is a file; choose another out")
     check_private(out, "run directory")
-    _check_room(out, out)
+    _check_writable(out, out)
     check_inside(out)
 
 
@@ -140,15 +140,12 @@ def unsaved(out: Path | str) -> str:
     return f"not saved since step {newest[0]}" if newest else "nothing saved"
 
 
-def _check_room(out: Path, folder: Path) -> None:
-    """ConfigError if nothing can be written in ``folder``, which is ``out`` or the folder it will be created in."""
-    disk, number = os.statvfs(folder), 0
-    if not os.access(folder, os.W_OK | os.X_OK):
-        number = errno.EROFS if disk.f_flag & os.ST_RDONLY else errno.EACCES
-    elif disk.f_bavail == 0 or (disk.f_files and disk.f_favail == 0):  # some file systems count no files
-        number = errno.ENOSPC
-    if number:
-        parent = "" if folder == out else f" in {folder}"
-        raise ConfigError(
-            f"run directory {out} cannot be written{parent}: {os.strerror(number)} (errno {number}); choose another out"
-        )
+def _check_writable(out: Path, folder: Path) -> None:
+    """ConfigError if this user must not write in ``folder``, which is ``out`` or the folder it will be created in."""
+    if os.access(folder, os.W_OK | os.X_OK):
+        return
+    number = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+    parent = "" if folder == out else f" in {folder}"
+    raise ConfigError(
+        f"run directory {out} cannot be written{parent}: {os.strerror(number)} (errno {number}); choose another out"
+    )

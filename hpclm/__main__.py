@@ -13,9 +13,9 @@ def main() -> None:
     verb = "".join(sys.argv[1:2])
     parent.watch_from_the_start(verb)
     preemption.catch_from_the_start(verb)
-    from hpclm.cli import entry
+    from hpclm import cli
 
-    entry()
+    sys.exit(cli.main())
 
 
 if __name__ == "__main__":

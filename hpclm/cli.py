@@ -3,16 +3,14 @@
 A verb is a module with ``main(argv)``, and ``parser()`` for its arguments. ``python -m hpclm VERB`` calls the same function.
 """
 
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
 from hpclm import __version__, failures
-from hpclm.errors import ExitCode, shell_code
+from hpclm.errors import ExitCode
 from hpclm.node import interruption
 from hpclm.parser import EPILOG, Parser
 from hpclm.registry import hint
@@ -157,7 +155,7 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in VERBS:
         say(f"error: {_unknown(verb, rest)}", file=sys.stderr)
         return ExitCode.USAGE
-    with interruption.prompt_exit():
+    with interruption.raising():
         return function(verb)(rest)
 
 
@@ -195,18 +193,3 @@ def parser(verb: str) -> Parser:
     """The parser of a verb's arguments."""
     verb_parser: Parser = import_module(VERBS[verb][0]).parser()
     return verb_parser
-
-
-def entry() -> None:
-    """The ``hpclm`` command. Of one that a signal has ended nothing is taken down, which takes PyTorch seconds; ``train`` is, for its
-    libraries and their processes."""
-    try:
-        code: str | int | None = failures.run(_dispatch)
-    except SystemExit as error:
-        code = error.code
-    if code in [shell_code(-number) for number in interruption.SIGNALS] and sys.argv[1:2] != ["train"]:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(int(code))
-    raise SystemExit(code)

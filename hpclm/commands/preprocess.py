@@ -10,7 +10,7 @@ from hpclm.datasets import options as requests
 from hpclm.datasets.encode import tokenizer_of
 from hpclm.datasets.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
 from hpclm.datasets.options import Request, share_of
-from hpclm.node.interruption import prompt_exit
+from hpclm.node import interruption
 from hpclm.parser import Parser
 from hpclm.terminal import say
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     log.setup()
     wanted = request(argv)
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
-    with prompt_exit():
+    with interruption.raising():
         complete = parts.preprocess(wanted)
     if complete:
         say(f"next: {next_command.after(wanted)}")

@@ -29,7 +29,7 @@ def settings(
         return run
     check(run, dataset)
     # a warning ends the start of a run at once (preemption.Start); here it would leave unfinished files
-    with environment.preserved(), preemption.handling(signal.default_int_handler), interruption.prompt_exit():
+    with environment.preserved(), preemption.handling(signal.default_int_handler), interruption.raising():
         dataset.write()
     return planned(words, typed)[0]
 

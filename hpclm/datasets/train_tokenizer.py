@@ -17,7 +17,7 @@ from hpclm.datasets.tokenizers.sentencepieces import SENTENCES, train_sentencepi
 from hpclm.errors import ConfigError
 from hpclm.files import write_bytes
 from hpclm.folders import writable_folder
-from hpclm.node.interruption import prompt_exit
+from hpclm.node import interruption
 
 log = logging.getLogger(__name__)
 MEASURED = 1000  # random documents for measuring the compression
@@ -88,13 +88,14 @@ def train(wanted: TokenizerRequest) -> list[str]:
                 text_bytes += len(text.encode())
                 yield text
 
-    with prompt_exit():
+    with interruption.at_once():
         if library == "json":
             content = train_bpe(offered(), vocab_size)
         else:
             content = train_sentencepiece(offered(), wanted.kind, vocab_size, wanted.sentences or SENTENCES)
-        if not measured.seen:
-            raise ConfigError(f"no text in {', '.join(source.name for source in inputs)}; no tokenizer was written")
+    if not measured.seen:
+        raise ConfigError(f"no text in {', '.join(source.name for source in inputs)}; no tokenizer was written")
+    with interruption.raising():
         write_bytes(output, content)
 
     tokenizer = tokenizers.build(library, [str(output)])

@@ -43,6 +43,9 @@ def report_uncaught() -> None:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        os.write(2, b"interrupted\n")
+        os._exit(ExitCode.INTERRUPTED)
     try:
         reason = explained(error)
     except Exception:  # what explains may be shadowed, too

@@ -23,14 +23,15 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_grouped_products_are_those_of_a_loop(dtype, device):
-    counts, results = torch.tensor([30, 0, 1, 65, 0, 32]), []
+    ends, results = torch.tensor([30, 30, 31, 96, 96, 128], dtype=torch.int32, device=device), []
     generator = torch.Generator().manual_seed(1)
-    rows, matrices, gradient = (torch.randn(size, generator=generator) for size in ((128, 64), (6, 96, 64), (128, 96)))
+    sizes = (128, 64), (6, 96, 64), (128, 1), (128, 96)
+    *inputs, gradient = (torch.randn(size, generator=generator) for size in sizes)
     for multiply in (grouped, one_by_one):
-        inputs = [values.to(device, dtype).requires_grad_() for values in (rows, matrices)]
-        y = multiply(*inputs, None, counts.to(device))
+        rows, matrices, factors = leaves = [values.to(device, dtype).requires_grad_() for values in inputs]
+        y = multiply(rows, matrices, ends, factors)
         y.backward(gradient.to(device, dtype))
-        results.append([y.detach(), *(values.grad for values in inputs)])
+        results.append([y.detach(), *(values.grad for values in leaves)])
     for one, other in zip(*results, strict=True):
         scale = other.abs().max().item()
         assert torch.allclose(one, other, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * scale)

@@ -212,7 +212,7 @@ class BaseEngine:
             loss = self.forward_backward(inputs)
         except torch.OutOfMemoryError as error:
             for line in self.router_state.most_received() if self.router_state else ():
-                error.add_note(line)  # type: ignore[attr-defined]  # PyTorch declares no base class
+                error.add_note(line)
             raise
         with self.timers(self.backward_timer):
             self.finish_backward()

@@ -10,10 +10,18 @@ from hpclm.training.metrics import Meter, NullMeter, Speed
 
 def test_mfu_is_of_the_peak_of_all_processes_and_tokens_are_of_all():
     run = config.load(None, ["model.context=128"])
-    found = Speed(run.model, run.engine.recompute, 4e12)(samples=8, seconds=2.0)
+    found = Speed(run.model, run.engine, 4e12)(samples=8, seconds=2.0)
     assert found["tokens_per_second"] == 8 * 128 / 2.0
     assert "hfu" not in found  # nothing is computed again
     assert found["mfu"] == pytest.approx(512 * count.flops_per_token(run.model) / 4e12)
+
+
+def test_the_peak_of_fp8_is_that_of_a_gpu_that_does_its_products_in_half_the_time():
+    """Of 3 blocks the second is in FP8: of 6 FLOPs a weight, 12 C^2 of them, 4 take half as long."""
+    shape = "model={layers: 3, hidden: 32, heads: 2, context: 4, vocab_size: 60}"
+    plain, fp8 = (config.load(None, [shape, *more]) for more in ([], ["engine.fp8=rowwise"]))
+    rates = [Speed(run.model, run.engine, 1e12)(samples=1, seconds=1.0)["mfu"] for run in (plain, fp8)]
+    assert rates[1] == pytest.approx(rates[0] - 4 * (4 * 12 * 32 * 32 / 2) / 1e12)
 
 
 @pytest.mark.parametrize("recompute, block", [("full", 2 * 12 * 8 * 8 + 2 * 4 * 8), ("selective", 2 * 4 * 8)])
@@ -21,7 +29,7 @@ def test_hfu_counts_what_is_computed_again_once_more(recompute, block):
     """A block's forward pass: 2 FLOPs for each of 12 C^2 weights, and with the causal mask 2 T C for attention."""
     shape = "model={layers: 3, hidden: 8, heads: 2, context: 4, vocab_size: 60}"
     run = config.load(None, [shape, f"engine.recompute={recompute}"])
-    found = Speed(run.model, run.engine.recompute, 1e12)(samples=1, seconds=1.0)
+    found = Speed(run.model, run.engine, 1e12)(samples=1, seconds=1.0)
     assert found["hfu"] - found["mfu"] == pytest.approx(4 * 3 * block / 1e12)
 
 
@@ -60,7 +68,7 @@ def test_log_lines_are_means_since_the_last_one_and_steps_without_a_loss_are_war
     steps = {1: 9.0, 2: 2.0, 3: 4.0, 4: 5.0, 5: math.nan, 6: math.nan}
     with (
         caplog.at_level(logging.INFO),
-        Meter(tmp_path, run.log, (0, 0), 6, Speed(run.model, "none", None), summary) as meter,
+        Meter(tmp_path, run.log, (0, 0), 6, Speed(run.model, run.engine, None), summary) as meter,
     ):
         for step, loss in steps.items():
             measured = {

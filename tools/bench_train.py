@@ -7,7 +7,7 @@ on GPUs only, where it is installed. The limit is the step's matrix products and
     python tools/bench_train.py                                              # CPU: 6 layers x 384, one thread
     python tools/bench_train.py --shape experts --context 128                # 16 experts in each of 4 layers
     python tools/bench_train.py --shape 124m --context 1024 --batch 16       # on a GPU, bf16
-    python tools/bench_train.py --shape llama-1b --context 2048 --batch 4 --accumulate 4 --only compiled limit
+    python tools/bench_train.py --shape llama-1b --context 2048 --batch 4 --accumulate 4 --only compiled limit --fp8
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 LIMIT = "limit: products and attention"
 
 
-def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
+def ours(
+    model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: bool = False, fp8: str | None = None
+) -> Step:
     """hpclm's step, as its loop calls it."""
     from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, OptimConfig, RunConfig
     from hpclm.engine.native import NativeEngine
@@ -63,7 +65,7 @@ def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: b
         batch=BatchConfig(global_size=rows[:, :, 0].numel(), micro_size=rows.shape[1]),
         budget=BudgetConfig(steps=1),
         optim=OptimConfig(lr=1e-4, min_lr=1e-5),
-        engine=EngineConfig(compile=compiled),
+        engine=EngineConfig(compile=compiled, fp8=fp8),  # type: ignore[arg-type]
     )
     engine = NativeEngine(config.for_engine(), Compute(rows.device, dtype))
     batches = [MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows]
@@ -77,6 +79,8 @@ def ours(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: b
 SUBJECTS: dict[str, Callable[[ModelConfig, torch.Tensor, torch.dtype], Step]] = {
     "hpclm": ours,
     "hpclm, compiled": partial(ours, compiled=True),
+    "hpclm, compiled, FP8 rowwise": partial(ours, compiled=True, fp8="rowwise"),
+    "hpclm, compiled, FP8 tensorwise": partial(ours, compiled=True, fp8="tensorwise"),
     "plain PyTorch": bench_peers.plain,
     "plain PyTorch, compiled": partial(bench_peers.plain, compiled=True),
     "plain PyTorch, a loop over experts": bench_peers.looping,
@@ -141,6 +145,8 @@ def measure(args: argparse.Namespace) -> None:
         return
 
     names = [name for name in SUBJECTS if not args.only or any(word in name for word in args.only)]
+    fp8 = args.fp8 and dtype == torch.bfloat16
+    names = [name for name in names if fp8 or "FP8" not in name]
     if device.type == "cpu":  # for which it is not made
         names = [name for name in names if name != "Megatron-core"]
     if model.positions == "rope":  # the page of PyTorch is GPT-2
@@ -246,6 +252,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--together", type=int, help="steps that are timed together; default: 10 on a GPU, 1 on a CPU")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
+    parser.add_argument("--fp8", action="store_true", help="also hpclm with engine.fp8; MFU is of bf16's peak for all")
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2, help="steps of each subject that are not counted")

@@ -96,7 +96,10 @@ def stages(device: str, out: Path, small: bool) -> list[Stage]:
         return planned
     compiled = ["limit", "hpclm, compiled", *others[1:]]
     if not small:
-        planned += [speed("1.3b", 2048, 4, 120, *compiled), speed("llama-1b", 2048, 4, 120, *compiled, accumulate=4)]
+        planned += [
+            speed("1.3b", 2048, 4, 120, *compiled),
+            speed("llama-1b", 2048, 4, 150, *compiled, "--fp8", accumulate=4),
+        ]
     checkpoints = [PYTHON, str(TOOLS / "bench_checkpoint.py"), *(["--megabytes=20"] if small else [])]
     return [*planned, Stage("checkpoints", checkpoints, 240, min_seconds=60)]
 

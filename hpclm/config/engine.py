@@ -112,6 +112,9 @@ class EngineConfig(Checked):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of activations and products; weights and optimizer stay fp32. auto: bf16 if the GPU supports it, otherwise
     fp32."""
+    fp8: Literal["tensorwise", "rowwise"] | None = None
+    """Products of the blocks' linear layers in FP8, with one scale a tensor or one a row; null: in engine.precision, which must be
+    bf16. Gradients of weights, the first and the last block stay in bf16."""
     deterministic: bool = False
     """Use only GPU kernels that give the same bits each time, so that resumed runs are bit-identical; slower."""
     compile: bool | None = None

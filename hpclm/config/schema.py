@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from hpclm.config import experts
+from hpclm.config import experts, fp8
 from hpclm.config.checks import PATHS, Checked, at_least, keyed_texts, texts
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, EngineSettings, ParallelConfig, unsupported
@@ -221,6 +221,7 @@ class RunConfig(Checked):
             yield "optim.warmup_fraction needs a length; set optim.schedule_length, or optim.warmup"
         yield from self.model.unsplit(self.parallel.tensor, self.parallel.context)
         yield from experts.unsplit(self.model, self.parallel)
+        yield from fp8.problems(self.model, self.engine, self.parallel)
         if self.engine.name in SUPPORTS:
             can = SUPPORTS[self.engine.name]
             yield from unsupported(self.engine, self.parallel, self.optim, can)

@@ -52,7 +52,7 @@ class Supports:
 
 
 OPTIONAL = (
-    *("bucket_mb", "gradients", "extra"),
+    *("bucket_mb", "gradients", "extra", "fp8"),
     *("offload_folder", "compile", "offload_activations", "defer_reduction"),
 )
 """Settings of engine.* that only some engines support."""
@@ -79,7 +79,7 @@ SUPPORTS = {
         "hpclm.engine.sharded_optimizer:build",
         zero_stages=(0, 1),
         hybrid=(1,),
-        options=("bucket_mb", "gradients", "compile", "offload_activations"),
+        options=("bucket_mb", "gradients", "fp8", "compile", "offload_activations"),
         compiled=True,
         matrices=True,
         clips_qk=True,
@@ -92,7 +92,7 @@ SUPPORTS = {
         pipeline_stages=(1,),
         schedules=("1f1b",),
         offload=(("optimizer", 1), ("optimizer", 2), ("optimizer", 3), ("parameters", 3)),
-        options=("bucket_mb", "gradients", "extra", "offload_folder", "compile"),
+        options=("bucket_mb", "gradients", "fp8", "extra", "offload_folder", "compile"),
         torch_to_compile={3: "2.12"},  # with 2.11, compiled blocks get gradients of 0
         any_state=False,
         guards=False,
@@ -101,14 +101,14 @@ SUPPORTS = {
     "fairscale": Supports(
         "hpclm.engine.fairscale:build",
         zero_stages=(3, 2),
-        options=("bucket_mb", "gradients", "offload_activations"),
+        options=("bucket_mb", "gradients", "fp8", "offload_activations"),
         more="hpclm.config.supports:unsuitable_for_fairscale",
     ),
     "fsdp2": Supports(
         "hpclm.engine.fsdp2:build",
         zero_stages=(3, 2),
         hybrid=(3, 2),
-        options=("gradients", "compile", "offload_activations", "defer_reduction"),
+        options=("gradients", "fp8", "compile", "offload_activations", "defer_reduction"),
         compiled=True,
         matrices=True,
         clips_qk=True,
@@ -122,6 +122,7 @@ SUPPORTS = {
         pipeline_stages=(0,),
         alone=False,
         schedules=("1f1b", "gpipe", "interleaved", "zero_bubble"),
+        options=("fp8",),
         counts=needed,
         matrices=True,
         clips_qk=True,

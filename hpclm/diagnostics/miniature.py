@@ -26,6 +26,7 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.model.experts import Experts
+from hpclm.model.layers import ColumnLinear, RowLinear
 from hpclm.model.stack import Stages
 from hpclm.optim.adamw import update
 from hpclm.optim.optimizers import kind_of
@@ -87,6 +88,8 @@ class MiniatureRun:
         model, numbers = settings.model, range(settings.model.layers)
         kinds = list(dict.fromkeys((model.kind(layer), model.has_experts(layer)) for layer in numbers))
         layers = max(BLOCKS, parallel.pipeline * parallel.chunks, len(kinds))
+        if settings.engine.fp8:  # not in the first and the last block
+            layers = max(layers, len(kinds) + 2)
         model = replace(model, layers=layers, pattern=[kind for kind, _ in kinds], attention_dropout=0.0)
         if model.experts:
             model = replace(model, mlp_pattern=[MLP_KINDS[not of_experts] for _, of_experts in kinds])
@@ -154,13 +157,21 @@ class MiniatureRun:
                 model=replace(self.settings.model, attention="math", kernels="torch"),
                 optim=self._optim(exact, plain=True),
                 parallel=replace(parallel, shard=None, context=1, expert=1),
-                engine=EngineConfig(name=name, compile=False, device=engine.device, precision=engine.precision),
+                engine=EngineConfig(
+                    name=name,
+                    compile=False,
+                    device=engine.device,
+                    precision=engine.precision,
+                    fp8=None if exact else engine.fp8,
+                ),
                 plan=Plan.divide(1, rows.shape[0] * rows.shape[1], rows.shape[1]),
                 in_place=False,
             )
             for module in plain.model.modules():
                 if isinstance(module, Experts):
                     module.loops = True
+                if isinstance(module, ColumnLinear | RowLinear) and module.fp8:
+                    module.fp8 = replace(module.fp8, emulated=True)
             return measured(plain, [self._batch(batch_rows) for batch_rows in rows], plain=True)
 
     def lost_tokens(self, run: Measured, plain: Measured) -> str:

@@ -136,6 +136,9 @@ def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str,
         if flash:
             yield "uncompiled, with FlashAttention", replace(flash, engine=eager)
     plain = replace(model, attention="math", kernels="torch")
+    if eager.fp8:
+        yield "in bf16, not FP8", replace(settings, engine=replace(settings.engine, fp8=None))
+        eager = replace(eager, fp8=None)
     yield "uncompiled, with plain attention", replace(settings, engine=eager, model=plain, in_place=False)
 
 

@@ -23,6 +23,7 @@ from hpclm.engine.user_optimizers import check_optimizer
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.gpt import LayerSpec
+from hpclm.node import hardware
 from hpclm.optim.optimizers import rate_and_decay
 from hpclm.parallel.mesh import Compute
 from hpclm.parallel.micro_batch import MicroBatch
@@ -179,6 +180,7 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
     problems = config.engine.missing_libraries()
     if device.type == "cpu":
         problems += config.engine.problems_without_gpu()
+    problems += hardware.problems_of_fp8(config.engine, device)
     if problems:
         raise ConfigError(problems)
     maker = lookup("engine", config.engine.name, ENGINES, CHECK)

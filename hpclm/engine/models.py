@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hpclm.config import EngineSettings
+from hpclm.config import EngineSettings, fp8
 from hpclm.config.model import BLOCKS
 from hpclm.config.supports import SUPPORTS
 from hpclm.errors import ConfigError
@@ -13,8 +13,10 @@ from hpclm.model import gpt
 from hpclm.model.experts import ExpertAxes
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.init import TensorParallelModule
+from hpclm.model.layers import ColumnLinear, RowLinear
 from hpclm.model.loss import Backward, TokenLoss
 from hpclm.model.stack import Execution, Stack, WrapLayer, check_local_shapes, placements
+from hpclm.parallel.fp8 import FP8
 from hpclm.parallel.mesh import Compute
 
 
@@ -54,6 +56,7 @@ def stack_of(
     engine = config.engine
     loss = TokenLoss(engine.loss_chunk, bool(engine.compile), backward, config.optim.z_loss)
     supports = SUPPORTS.get(engine.name)
+    in_fp8 = {f"block{number}" for number in fp8.blocks(config.model)} if engine.fp8 else set[str]()
 
     def checked(name: str, layer: nn.Module) -> nn.Module:
         check_local_shapes(name, layer, compute.mesh.tp)
@@ -66,6 +69,10 @@ def stack_of(
                 f"engine {engine.name!r} does not support weights that data-parallel ranks split, such as {split} of "
                 f"model.block={config.model.block}; set engine.name to one of {able}"
             )
+        for module in layer.modules() if name in in_fp8 else ():
+            if isinstance(module, ColumnLinear | RowLinear):
+                splits_inputs, emulated = isinstance(module, RowLinear), compute.device.type == "cpu"
+                module.fp8 = FP8(engine.fp8 == "rowwise", module.tp, splits_inputs, emulated)
         return wrap(name, layer)
 
     execution = Execution(loss, engine.recompute_every, engine.offload_activations)

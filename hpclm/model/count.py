@@ -1,6 +1,6 @@
 """Parameters of a model, FLOPs per token, and how many logits are in memory at a time. Needs no PyTorch."""
 
-from hpclm.config import ModelConfig
+from hpclm.config import ModelConfig, fp8
 
 CHUNK = 4096
 """Tokens whose logits any GPU computes at a time: enough for fast matrix products."""
@@ -89,6 +89,20 @@ def _norms(config: ModelConfig) -> int:
     of_heads = config.qk_norm and config.qk_norm_span == "head"
     heads = config.head_width * (norm(config) // config.hidden) * 2 * of_heads
     return heads + norm(config) * (4 if config.norm_order == "sandwich" else 2)
+
+
+def linears(config: ModelConfig, with_experts: bool = False) -> list[tuple[int, int]]:
+    """Inputs and outputs of each linear layer of one block; experts and their router are none."""
+    c, inner = config.hidden, config.shared_ffn if with_experts else config.ffn_width
+    attention = [(c, (config.heads + 2 * config.groups) * config.head_width), (config.attention_width, c)]
+    return attention + ([(c, inner * (1 + config.gated)), (inner, c)] if inner else [])
+
+
+def fp8_gain(config: ModelConfig) -> float:
+    """How many times as fast as in bf16 a GPU could at best do the FLOPs of ``flops_per_token`` with engine.fp8: products in FP8,
+    of outputs and of gradients of inputs, take half as long."""
+    weights = sum(a * b for layer in fp8.blocks(config) for a, b in linears(config, config.has_experts(layer)))
+    return 1 / (1 - 4 * weights / flops_per_token(config) / 2)
 
 
 def unsplit(config: ModelConfig, blocks: int, first: bool, last: bool, with_experts: int = 0) -> int:

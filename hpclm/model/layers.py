@@ -17,6 +17,7 @@ from hpclm.config import ModelConfig
 from hpclm.model.init import InitSpec, TensorParallelModule
 from hpclm.node import apex
 from hpclm.parallel.collectives import gathered_linear, scatter, sum_over_tp
+from hpclm.parallel.fp8 import FP8
 from hpclm.parallel.main_gradients import embedding, linear
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.placement import Placement
@@ -44,6 +45,9 @@ class ColumnLinear(TensorParallelModule):
     ``parts``: blocks of rows that are each split separately.
     """
 
+    fp8: FP8 | None = None
+    """How it multiplies in FP8, if it does."""
+
     def __init__(
         self, config: ModelConfig, width: int, bias: bool, generator: torch.Generator, tp: Axis, parts: int = 1
     ):
@@ -55,11 +59,14 @@ class ColumnLinear(TensorParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         """[t, ..., C] -> [T, ..., width / tp]."""
         bias = None if self.bias is None else self.accumulated("bias").to(x.dtype)
-        return gathered_linear(x, self.weight.to(x.dtype), bias, self.tp, self.main_grads.get("weight"))
+        return gathered_linear(x, self.weight.to(x.dtype), bias, self.tp, self.main_grads.get("weight"), self.fp8)
 
 
 class RowLinear(TensorParallelModule):
     """y = x W^T + b with the columns of W split, out of a sublayer of a block: [T, ..., width / tp] -> [t, ..., C]."""
+
+    fp8: FP8 | None = None
+    """As of ColumnLinear."""
 
     def __init__(self, config: ModelConfig, width: int, bias: bool, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
@@ -74,9 +81,9 @@ class RowLinear(TensorParallelModule):
         weight, main_grad = self.weight.to(x.dtype), self.main_grads.get("weight")
         bias = None if self.bias is None else self.accumulated("bias")
         if self.tp.size == 1:
-            return linear(x, weight, None if bias is None else bias.to(x.dtype), main_grad)
+            return linear(x, weight, None if bias is None else bias.to(x.dtype), main_grad, self.fp8)
         # the bias comes after the sum over the ranks, or it would be added once by each of them
-        y = scatter(linear(x, weight, None, main_grad), self.tp)
+        y = scatter(linear(x, weight, None, main_grad, self.fp8), self.tp)
         return y if bias is None else y + self.replicated(bias).to(x.dtype)
 
 

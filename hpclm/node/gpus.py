@@ -29,6 +29,11 @@ class Kind:
     bf16: bool = True
     """Whether it multiplies bf16."""
 
+    @property
+    def fp8(self) -> bool:
+        """Whether it multiplies FP8, twice as fast as bf16."""
+        return self.family in ("Ada", "Hopper", "Blackwell")
+
 
 KINDS = {
     "B200": Kind(2250e12, 179, 8.0e12, 900e9, 50e9, "Blackwell"),
@@ -55,6 +60,11 @@ def kind_named(name: str) -> Kind:
     if kind is None:
         raise ConfigError(f"unknown kind of GPU {name!r}; choose one of {', '.join(KINDS)}.{hint(name, list(KINDS))}")
     return kind
+
+
+def with_fp8() -> list[str]:
+    """The names of kinds that multiply FP8."""
+    return [name for name, kind in KINDS.items() if kind.fp8]
 
 
 SLICE = re.compile(r"\bMIG\b|-\d+[ABCQ]\b")

@@ -4,7 +4,7 @@ import ctypes
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -97,6 +97,19 @@ def compute_type(config: EngineConfig, device: torch.device) -> torch.dtype:
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float32
+
+
+def problems_of_fp8(config: EngineConfig, device: torch.device) -> Iterator[str]:
+    """Why engine.fp8 cannot be used on this device."""
+    if config.fp8 and compute_type(config, device) != torch.bfloat16:
+        yield f"engine.fp8={config.fp8} needs bf16, and engine.precision=auto is fp32 here; set engine.precision=bf16"
+    if config.fp8 and device.type == "cuda":
+        able = torch.cuda.get_device_capability(device) >= (8, 9) and not torch.version.hip
+        if not able:
+            yield (
+                f"engine.fp8={config.fp8} needs an NVIDIA GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell), not "
+                f"{torch.cuda.get_device_name(device)}; leave it out"
+            )
 
 
 def set_matmul(device: torch.device) -> str:

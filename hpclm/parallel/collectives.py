@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpclm.parallel.main_gradients import add_product, linear
+from hpclm.parallel.main_gradients import Products, linear, weight_gradient
 from hpclm.parallel.mesh import Axis
 
 # torch 2.13 renames these two and deprecates the old names
@@ -151,17 +151,22 @@ def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], axis:
 
 
 def gathered_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, main_grad: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    axis: Axis,
+    main_grad: Tensor | None = None,
+    products: Products | None = None,
 ) -> Tensor:
     """F.linear of the gathered [t, ..., n_in] slices: [T, ..., n_out].
 
     The gathered input is not saved: the backward pass gathers it again while it computes the gradient of the input, and
-    reduce-scatters that gradient while it computes the gradient of the weight (Korthikanti et al. 2022). ``main_grad``: what the
-    gradient of the weight is added to in place, if anything.
+    reduce-scatters that gradient while it computes the gradient of the weight (Korthikanti et al. 2022). ``main_grad`` and ``products``:
+    as of linear().
     """
     if axis.size == 1:
-        return linear(x, weight, bias, main_grad)
-    return _GatheredLinear.apply(x, weight, bias, axis, main_grad)
+        return linear(x, weight, bias, main_grad, products)
+    return _GatheredLinear.apply(x, weight, bias, axis, main_grad, products)
 
 
 def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
@@ -204,30 +209,35 @@ def _exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axi
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, main_grad: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: Axis,
+        main_grad: Tensor | None,
+        products: Products | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, main_grad)
-        ctx.axis, ctx.biased = axis, bias is not None
-        return torch.nn.functional.linear(all_gather(x, axis), weight, bias)
+        ctx.axis, ctx.biased, ctx.products = axis, bias is not None, products
+        if products is None:
+            return torch.nn.functional.linear(all_gather(x, axis), weight, bias)
+        y = products.output(x, weight)
+        return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         x, weight, main_grad = ctx.saved_tensors
         [d_y] = outer
+        multiply = None if ctx.products is None else ctx.products.input_gradient(d_y, weight)
         # the order hides both transfers: the gather behind the input's gradient, the scatter behind the weight's
         whole, gathering = start_gather(x, ctx.axis)
-        d_whole = d_y @ weight
+        d_whole = d_y @ weight if multiply is None else multiply()
         whole = finish(whole, gathering)
         d_x, scattering = start_scatter(d_whole, ctx.axis)
-        rows = d_y.flatten(0, -2)
-        if main_grad is None:
-            d_weight = rows.t() @ whole.flatten(0, -2)
-        else:
-            add_product(main_grad, rows, whole.flatten(0, -2))
-            d_weight = None
-        d_bias = rows.sum(0) if ctx.biased else None
+        d_weight = weight_gradient(d_y, whole, main_grad)
+        d_bias = d_y.flatten(0, -2).sum(0) if ctx.biased else None
         d_x = finish(d_x, scattering)
-        return d_x, d_weight, d_bias, None, None
+        return d_x, d_weight, d_bias, None, None, None
 
 
 def _apply(x: Tensor, axis: Axis, forward: Op, backward: Op) -> Tensor:

@@ -5,7 +5,8 @@ compute type, cast or read again. Autograd gets no gradient, but calls the hooks
 B sequences, C hidden size, V vocabulary.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +41,32 @@ def accumulated(parameter: Tensor, main_grad: Tensor) -> Tensor:
     return _Accumulated.apply(parameter, main_grad)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None) -> Tensor:
-    """F.linear; the gradient of the weight is added to ``main_grad``, if that is given."""
-    if main_grad is None:
+class Products(Protocol):
+    """Another way to compute two of the three products of a linear layer; the third, its weight's gradient, stays as it is."""
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T, of the gathered ``x`` if the layer gathers its input."""
+
+    def input_gradient(self, d_y: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+        """What gives d_y W when it is called."""
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, products: Products | None = None
+) -> Tensor:
+    """F.linear, by ``products`` if they are given; the gradient of the weight is added to ``main_grad``, if that is given."""
+    if main_grad is None and products is None:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, main_grad)
+    return _Linear.apply(x, weight, bias, main_grad, products)
+
+
+def weight_gradient(d_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """The gradient of a linear layer's weight from [..., r] and [..., c], or None if it is added to ``main_grad``."""
+    rows, columns = d_y.flatten(0, -2), x.flatten(0, -2)
+    if main_grad is None:
+        return rows.t() @ columns
+    add_product(main_grad, rows, columns)
+    return None
 
 
 def embedding(ids: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
@@ -77,18 +99,23 @@ class _Accumulated(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, products: Products | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, main_grad)
-        ctx.biased = bias is not None
-        return F.linear(x, weight, bias)
+        ctx.biased, ctx.products = bias is not None, products
+        if products is None:
+            return F.linear(x, weight, bias)
+        y = products.output(x, weight)
+        return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         x, weight, main_grad = ctx.saved_tensors
         [d_y] = outer
-        rows = d_y.flatten(0, -2)
-        add_product(main_grad, rows, x.flatten(0, -2))
-        return d_y @ weight, None, rows.sum(0) if ctx.biased else None, None
+        d_weight = weight_gradient(d_y, x, main_grad)
+        d_x = d_y @ weight if ctx.products is None else ctx.products.input_gradient(d_y, weight)()
+        return d_x, d_weight, d_y.flatten(0, -2).sum(0) if ctx.biased else None, None, None
 
 
 class _Embedding(torch.autograd.Function):

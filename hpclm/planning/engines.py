@@ -51,6 +51,8 @@ class EngineCosts:
     """Bytes of an activation."""
     compiled: bool = False
     """Whether blocks are compiled."""
+    fp8: bool = False
+    """Whether linear layers multiply in FP8."""
     staged: bool = False
     """Whether a pipeline stage keeps its outputs, and has a buffer for what it receives of each micro-batch of a step."""
     loss_chunk: int | None = None
@@ -96,6 +98,7 @@ def costs(
         gathered=BytesPerParameter(cast),
         element=element,
         compiled=bool(engine.compile),
+        fp8=bool(engine.fp8),
         loss_chunk=engine.loss_chunk,
         # compiled, the loss makes the gradient of logits that are whole in one pass; otherwise log-probabilities in fp32 too
         logit=2 * element + 4 * (parallel.tensor > 1) if engine.compile else 8 + cast * (parallel.tensor == 1),

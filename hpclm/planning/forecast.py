@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpclm.config import ModelConfig, RunConfig
+from hpclm.errors import ConfigError
 from hpclm.model import count
+from hpclm.node import gpus
 from hpclm.node.gpus import Kind
 from hpclm.planning import engines, layout, memory, optimizer, time
 from hpclm.planning.engines import EngineCosts
@@ -90,7 +92,8 @@ class Forecast:
 
     def _used(self, flops: float) -> float | None:
         rate = self.tokens_per_second
-        return rate * flops / (self.layout.gpus * self.kind.peak) if rate else None
+        peak = self.kind.peak * (count.fp8_gain(self.model) if self.costs.fp8 else 1.0)
+        return rate * flops / (self.layout.gpus * peak) if rate else None
 
 
 def of(run: RunConfig, kind: Kind) -> Forecast:
@@ -99,6 +102,10 @@ def of(run: RunConfig, kind: Kind) -> Forecast:
     if engine.name == "fsdp2" and shape.ranks == 1:  # it is the native engine where there is nothing to shard
         engine = replace(engine, name="native", zero_stage=0)
     optimizer.check(run)
+    if engine.fp8 and not kind.fp8 and engine.device != "cpu":
+        raise ConfigError(
+            f"engine.fp8={engine.fp8} needs a GPU that multiplies FP8; these do: {', '.join(gpus.with_fp8())}"
+        )
     costs = engines.costs(engine, element(run, kind), run.parallel, run.optim)
     return Forecast(run.model, shape, replace(costs, memory=kind.memory * GIB), kind)
 

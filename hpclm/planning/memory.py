@@ -119,6 +119,11 @@ def working(model: ModelConfig, layout: Layout, costs: EngineCosts, with_experts
         size = layout.tokens(model) * (model.hidden + model.ffn_width) * costs.element / layout.tensor
     if layout.recompute == "full":
         size += block_activations(model, layout, costs, with_experts) * min(layout.recompute_every, model.layers)
+    if (
+        costs.fp8
+    ):  # the larger operand of a product, scaled in bf16 and then rounded; the weights' are smaller, or freed before
+        width = max(max(pair) for pair in count.linears(model, with_experts))
+        size += 3 * layout.tokens(model) * width / layout.tensor
     return size
 
 

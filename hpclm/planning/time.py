@@ -26,6 +26,8 @@ ACHIEVED = 0.8
 TRAFFIC = 2.4
 """Bytes between memory and processors in one pass of a block, relative to those that it saves for the backward pass: each operand
 is read or written once."""
+QUANTIZING = 5
+"""Bytes of traffic for each element that becomes FP8: read for the maximum, read again, written in one byte."""
 WEIGHT_TRAFFIC = 18
 """Bytes per parameter and micro-batch: products, casts, accumulation."""
 WAIT = 1e-4
@@ -109,9 +111,12 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
     rows = []
     for stage in stages(model, layout):
         recomputed = layout.recompute == "full"
-        collectives = stage.blocks * (5 + 2 * recomputed) + stage.count(False) * (5 + 2 * recomputed)
+        collectives: float = stage.blocks * (5 + 2 * recomputed) + stage.count(False) * (5 + 2 * recomputed)
         of_mlp = (5 + 2 * recomputed) * (model.shared_ffn > 0) + (4 + 2 * recomputed) * layout.split_experts
         collectives += stage.with_experts * of_mlp + 2 * (stage.first + stage.last)
+        if costs.fp8:  # attention and MLP each gather their inputs in one byte in the forward pass
+            gathers = stage.total(lambda kind: len(count.linears(model, kind)) / 2)
+            collectives -= _in_fp8(stage) * gathers * (1 + recomputed) / 2
         # each of the tensor-parallel ranks that have an expert whole has a part of its gradient, of other tokens
         of_wholes = 0 if layout.split_experts else 8 * _all_experts(model, layout, stage)
         moved = stage.with_experts * (4 + 2 * recomputed) * expert_rows(model, layout) * model.hidden * costs.element
@@ -261,4 +266,23 @@ def _work(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) 
     core = cores * 4 * tokens * count.attended(model) * model.attention_width / t
     moved = stage.total(lambda kind: passes * TRAFFIC * block_activations(model, layout, costs, kind))
     moved += stage.last * 2 * tokens * model.padded_vocab / t * costs.logit
+    if costs.fp8:
+        saved, quantized = _of_fp8(model, layout, stage, passes - 1)
+        products, moved = products - saved, moved + quantized
     return products, core, moved + WEIGHT_TRAFFIC * parameters(model, layout, stage)
+
+
+def _of_fp8(model: ModelConfig, layout: Layout, stage: Stage, passes: int) -> tuple[float, float]:
+    """FLOPs that FP8 saves, since a product takes half as long, and bytes of memory traffic that quantizing operands costs, in one
+    micro-batch. ``passes``: those that multiply in FP8, all but the one of weights' gradients."""
+    tokens, t = layout.tokens(model), layout.tensor
+    part = passes * _in_fp8(stage)
+    pairs = {kind: count.linears(model, kind) for kind in stage.kinds}
+    weights = stage.total(lambda kind: sum(a * b for a, b in pairs[kind])) / t
+    activations = stage.total(lambda kind: sum(a + b for a, b in pairs[kind])) * tokens / t / 2
+    return part * tokens * weights, part * QUANTIZING * (weights + activations)
+
+
+def _in_fp8(stage: Stage) -> float:
+    """Part of a stage's blocks that engine.fp8 applies to."""
+    return max(0, stage.blocks - stage.first - stage.last) / stage.blocks

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.config import LogConfig, ModelConfig
+from hpclm.config import EngineConfig, LogConfig, ModelConfig
 from hpclm.errors import unread
 from hpclm.log import LIVE
 from hpclm.model import count
@@ -299,10 +299,12 @@ class Speed:
     """Tokens a second, and the part of the device's peak that the model's own arithmetic uses: MFU, and HFU with what is
     computed again."""
 
-    def __init__(self, model: ModelConfig, recompute: str, peak_flops: float | None):
-        """``recompute``: engine.recompute. ``peak_flops``: of all processes together; None if unknown."""
+    def __init__(self, model: ModelConfig, engine: EngineConfig, peak_flops: float | None):
+        """``peak_flops``: in bf16, of all processes together; None if unknown."""
         self.context, self.peak = model.context, peak_flops
-        self.flops, self.again = count.flops_per_token(model), count.recompute_flops(model, recompute)
+        if peak_flops and engine.fp8:
+            self.peak = peak_flops * count.fp8_gain(model)
+        self.flops, self.again = count.flops_per_token(model), count.recompute_flops(model, engine.recompute)
 
     def __call__(self, samples: int, seconds: float) -> dict[str, float]:
         """Figures of ``samples`` samples in ``seconds``."""

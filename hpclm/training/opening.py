@@ -75,7 +75,7 @@ def open_meter(run: RunContext, state: RunState, directory: Directory) -> Iterat
         meter = None
         if directory.summary:
             peak = hardware.peak_flops(compute.device, compute.dtype)
-            speed = Speed(config.model, config.engine.recompute, peak and peak * context.size)
+            speed = Speed(config.model, config.engine, peak and peak * context.size)
             start = state.data.begin.step, state.data.begin.samples
             experts = ExpertLoad(run.out, config.model) if config.model.experts else None
             meter = Meter(run.out, config.log, start, state.data.length.steps, speed, directory.summary, experts)

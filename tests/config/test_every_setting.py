@@ -367,6 +367,7 @@ ELSEWHERE = {
     "engine.name": "tests/test_layouts.py",
     "engine.gradients": "tests/engine/test_sharded_optimizer.py",
     "engine.defer_reduction": "tests/engine/test_reductions.py",
+    "engine.fp8": "tests/engine/test_fp8.py",
     "engine.device": "tests/test_prechecks.py",
     "engine.deterministic": "tests/gpu/test_checkpoints.py",
     "engine.compile": "tests/model/test_compiled.py",

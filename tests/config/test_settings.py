@@ -125,6 +125,9 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "model={positions: rope, rope_scaling: {rope_type: longrope, short_factor: '[1, 2]'}}": "has 2 numbers, but 8 frequencies",
         "model={positions: rope, rope_scaling: {rope_type: llama3, factor: '8', original_max_position_embeddings: '16', "
         "low_freq_factor: '4', high_freq_factor: '4'}}": "low_freq_factor must be less than high_freq_factor",
+        "engine.fp8=delayed": "must be one of tensorwise, rowwise",
+        "engine={fp8: rowwise, precision: fp16}": "engine.fp8=rowwise needs engine.precision=bf16, not fp16",
+        "engine.fp8=rowwise": "engine.fp8=rowwise has no effect with model.layers=2: the first and the last block stay in bf16",
         "model.experts=32769": "model.experts=32769 must be from 0 to 32768",
         "model={experts: 4, activation: xielu}": "model.activation=xielu is not supported with model.experts",
         "model={experts: 4, expert_ffn: 0}": "model.expert_ffn=0 must be at least 1",

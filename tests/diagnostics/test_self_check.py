@@ -19,7 +19,7 @@ from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.diagnostics import known_numbers, self_check
 from hpclm.diagnostics.known_numbers import lost_matrices
 from hpclm.distributed.context import single
-from hpclm.engine import base, matrix_exchange, native
+from hpclm.engine import base, matrix_exchange, models, native
 from hpclm.engine.matrix_exchange import MatrixExchange
 from hpclm.errors import HpclmError
 from hpclm.model import dropout, gpt, loss, stack
@@ -28,7 +28,7 @@ from hpclm.model.compiled import Compilation, compile_layers
 from hpclm.optim import muon
 from hpclm.optim.adamw import AdamW
 from hpclm.optim.muon import Muon
-from hpclm.parallel import main_gradients
+from hpclm.parallel import fp8, main_gradients
 from hpclm.parallel.mesh import Compute, Mesh
 from tests import ranks
 from tests.engine import sharded
@@ -146,6 +146,22 @@ def test_a_compiler_that_is_wrong_is_not_used(tmp_path, monkeypatch):
     result, report = checked(tmp_path, compile=True)
     assert report["way"] == "uncompiled" and result.settings.engine.compile is False
     assert "computed as set, " in report["problems"][0] and "times what the type may cost" in report["problems"][0]
+
+
+FP8 = dict(LLAMA, ffn=64)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("factor, way", [(1.0, "as set"), (1.2, "in bf16, not FP8")])
+def test_products_in_fp8_that_a_kernel_makes_wrongly_are_made_in_bf16(recipe, factor, way, tmp_path, monkeypatch):
+    def kernel(a, b, scale_a, _, scale_b, kind, use_fast_accum):
+        return factor * ((a.bfloat16() * scale_a.bfloat16()) @ (b.bfloat16() * scale_b.bfloat16()))
+
+    monkeypatch.setattr(fp8.F, "scaled_mm", kernel)
+    monkeypatch.setattr(models, "FP8", lambda *given: fp8.FP8(*given[:3]))  # as on a GPU, not emulated
+    result, report = checked(tmp_path, FP8, precision="bf16", fp8=recipe)
+    assert report["way"] == way and (result.settings.engine.fp8 is None) == (factor != 1.0)
+    assert len(report["problems"]) == (factor != 1.0)
 
 
 def test_attention_that_is_wrong_is_not_used(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ from hpclm import config
 from hpclm import engine as engines
 from hpclm.node.gpus import KINDS
 from hpclm.parallel import main_gradients
-from hpclm.parallel.mesh import Compute
+from hpclm.parallel.fp8 import FP8
+from hpclm.parallel.mesh import SINGLE, Compute
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.planning import forecast
 from tests import parity, ranks
@@ -47,7 +48,16 @@ def stepper(device, *words):
 
 @pytest.mark.parametrize(
     "more",
-    [[], ["engine.recompute=full"], ["engine.recompute=selective"], ["engine.compile=true"], ["model.dropout=0.1"]],
+    [
+        *(
+            [],
+            ["engine.recompute=full"],
+            ["engine.recompute=selective"],
+            ["engine.compile=true"],
+            ["model.dropout=0.1"],
+        ),
+        *(["engine.fp8=rowwise"], ["engine.fp8=tensorwise", "engine.compile=true"]),
+    ],
     ids=str,
 )
 def test_the_planner_knows_the_memory_of_a_step_within_three_percent(more, gpu):
@@ -107,6 +117,22 @@ def test_a_product_is_added_to_an_fp32_gradient_where_it_lies(dtype, device):
     main_gradients.add_product(total, a, b)
     wanted = 1 + a.double().t() @ b.double()
     assert total.data_ptr() == where and (total - wanted).abs().max() <= rounding * wanted.abs().max()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_products_in_fp8_are_those_of_the_emulation(rowwise, compiled, gpu):
+    x, weight, d_y = (
+        (torch.randn(shape, device=gpu) * 3).bfloat16() for shape in ((2, 40, 256), (512, 256), (2, 40, 512))
+    )
+
+    def products(fp8, x, weight, d_y):
+        return fp8.output(x, weight), fp8.input_gradient(d_y, weight)()
+
+    real = torch.compile(products, fullgraph=True) if compiled else products
+    found = real(FP8(rowwise, SINGLE, False), x, weight, d_y)
+    for mine, wanted in zip(found, products(FP8(rowwise, SINGLE, False, emulated=True), x, weight, d_y), strict=True):
+        assert (mine.float() - wanted.float()).abs().max() <= 2.0**-7 * wanted.float().abs().max()
 
 
 @pytest.mark.parametrize("more", [[], ["engine.compile=true"], ["engine.recompute=full"]], ids=str)

@@ -86,6 +86,8 @@ CHECKED = {
     "muon-fp32": ["optim.name=muon", "engine.precision=fp32"],
     "muon-fsdp2": ["optim.name=muon", "engine.name=fsdp2", "engine.precision=bf16"],
     "fp16": ["engine.precision=fp16", "scaler.initial=1024"],
+    "fp8": ["engine.fp8=rowwise", "engine.precision=bf16", "model.layers=4"],
+    "fp8-tensorwise": ["engine.fp8=tensorwise", "engine.precision=bf16", "model.layers=4", "engine.name=fsdp2"],
     "users": ["optim.name=tests.optim.users:Lion", "engine.precision=bf16"],
     "users-fp16": ["optim.name=tests.optim.users:Lion", "engine.precision=fp16", "scaler.initial=1024"],
     "users-numbers": ["optim.name=torch.optim:NAdam", "engine.name=fsdp2", "engine.precision=bf16"],

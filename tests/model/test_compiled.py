@@ -54,6 +54,7 @@ def blocks(engine):
 
 WORDS = ["engine.precision=fp32", "batch.micro_size=2", "model.layers=2"]
 DROPOUT = "model.dropout=0.1"
+FP8 = ["engine.fp8=rowwise", "engine.precision=bf16", "model.layers=4", "model.hidden=64"]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ DROPOUT = "model.dropout=0.1"
         (2, ["parallel.tensor=2", *STYLES["gpt2"]]),
         pytest.param(2, ["engine.name=fsdp2", "engine.recompute=full", DROPOUT], marks=pytest.mark.whole),
         (2, ["parallel.context=2", *STYLES["llamadocs"]]),
+        (2, ["parallel.tensor=2", *FP8]),
         pytest.param(4, ["parallel.context=2", "parallel.tensor=2"], marks=pytest.mark.whole),
         pytest.param(2, ["parallel.tensor=2", *STYLES["llamadocs"]], marks=pytest.mark.whole),
         pytest.param(2, ["parallel.tensor=2", *STYLES["bloom"], "engine.recompute=full"], marks=pytest.mark.whole),
@@ -73,6 +75,7 @@ DROPOUT = "model.dropout=0.1"
         "tensor",
         "fsdp2-full-dropout",
         "context-llamadocs",
+        "tensor-fp8",
         "context-tensor",
         "tensor-llamadocs",
         "tensor-bloom-full",
@@ -84,7 +87,7 @@ DROPOUT = "model.dropout=0.1"
 def test_all_blocks_are_one_graph_without_breaks_that_computes_the_same(size, words):
     for plain, found, count in ranks.run(size, graphs, [*WORDS, *words]):
         assert found == pytest.approx(plain, abs=1e-6)
-        assert count == 3  # input, block, final norm
+        assert count == 3 + (words[-4:] == FP8)  # input, block, final norm; blocks in FP8 and those in bf16
 
 
 def split_loss():

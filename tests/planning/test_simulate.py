@@ -54,6 +54,8 @@ LAYOUTS = {
     "native, context": ("llama-1b", [*LONG, TP, "parallel.context=2"], 5),
     "native, context, recomputed": ("llama-1b", [*LONG, "engine.recompute=full"], 3),
     "fsdp2, context": ("llama-1b", [*LONG, "engine.name=fsdp2"], 7),
+    "native, fp8": ("llama-1b", [*SMALL, "engine.fp8=rowwise", "batch.micro_size=4"], 0),
+    "native, tensor, fp8": ("gpt-1b3", [*SMALL, DP, TP, "engine.fp8=tensorwise"], 5),
     "native, selective": ("gpt-1b3", [*SMALL, "engine.recompute=selective"], 0),
     "native, recomputed": ("gpt-1b3", [*SMALL, "engine.recompute=full"], 0),
     "native, dropout": ("gpt2-345m", SHORT, 0),
@@ -99,6 +101,7 @@ LAYOUTS = {
 USUAL = (
     "native, optimizer sharded",
     "native, tensor",
+    "native, fp8",
     "fsdp2, 512 ranks",
     "experts over 4, optimizer sharded",
     "pipelining, second stage",

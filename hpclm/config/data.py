@@ -94,6 +94,12 @@ class DataConfig(Checked):
     reset_attention_mask: bool = False
     """Attend only within a document."""
 
+    @property
+    def all_tokens_count(self) -> bool:
+        """Whether training samples are never padded and no token of them is masked in the loss."""
+        padded = self.order == "packed" or self.break_mode or self.source not in SOURCES
+        return not (padded or self.eod_mask_loss)
+
     def problems(self) -> Iterator[str]:
         """Invalid data settings."""
         wrong = problem("data.source", self.source, SOURCES)

@@ -270,6 +270,8 @@ class EngineSettings:
     seed: int = 1234
     loss_norm: str = "token"
     """As batch.loss_norm."""
+    all_tokens_count: bool = False
+    """Whether the training data masks no token in the loss, so that the host knows how many count."""
     timers: bool = False
     """As log.timers."""
     file_mb: float = 16.0

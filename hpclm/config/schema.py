@@ -297,6 +297,7 @@ class RunConfig(Checked):
             plan=self.plan(processes),
             seed=self.seed,
             loss_norm=self.batch.loss_norm,
+            all_tokens_count=self.data.all_tokens_count,
             timers=self.log.timers,
             file_mb=self.checkpoint.file_mb,
             saves=self.checkpoint.enabled,

@@ -33,14 +33,15 @@ class ComputeCopies:
         """Each copy whose gradient the backward pass adds in place: its module, and its name there."""
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         """The fp32 weight of each parameter of the model that is a copy."""
-        self._tables: list[VocabParallelEmbedding] = []
+        self.tables: list[VocabParallelEmbedding] = []
+        """Modules that compute with the fp32 weight, too, and so have the copy beside it."""
         if model.dtype == torch.float32:
             return
         collect = WeakMethod(self._collect)  # the garbage collector does not see what the hooks of a parameter hold
         for module in model.modules():
             if isinstance(module, VocabParallelEmbedding) and not in_place:
                 module.rows = module.weight.detach().to(model.dtype)
-                self._tables.append(module)
+                self.tables.append(module)
             elif isinstance(module, ColumnLinear | RowLinear | Norm | VocabParallelEmbedding | Experts):
                 for name, weight in _castable(module):
                     copy = nn.Parameter(weight.detach().to(model.dtype))
@@ -78,7 +79,7 @@ class ComputeCopies:
         _cast(list(self._rows()))
 
     def _rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((table.rows, table.weight) for table in self._tables if table.rows is not None)
+        return ((table.rows, table.weight) for table in self.tables if table.rows is not None)
 
     def _collect(self, copy: Tensor) -> None:
         """Add the gradient of one backward pass to the fp32 gradient."""

@@ -2,11 +2,12 @@
 
 Every replica computes with all weights and accumulates all gradients. It keeps Adam's moments, and in bf16 and fp16 the fp32
 weights, only for its shard: an equal run of values of each bucket. After the update the replicas all-gather the weights, or
-their copies in the compute type. With parallel.shard this happens in groups of replicas, between which the sums of gradients are
-all-reduced.
+their copies in the compute type, while the first layers of the next step run. With parallel.shard this happens in groups of replicas,
+between which the sums of gradients are all-reduced.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -78,6 +79,11 @@ class ShardedOptimizerEngine(BaseEngine):
         reduced = compute.dtype if config.engine.gradients == "compute" else torch.float32
         self.gradients = ShardedBuckets(self.buckets, leaves, reduced, self.scatter)
         self.copies.attach()
+        homes = {leaves[master]: bucket for bucket in self.buckets for master in bucket.parameters}
+        for name, layer in model.layers.items():
+            # the final norm waits for the rest: the loss reads the output projection without calling its module
+            needed = self.buckets if name == "norm" else {homes[p] for p in layer.parameters()}
+            layer.register_forward_pre_hook(partial(_arrive, needed))
 
     def gradient_norm(self) -> Tensor:
         """Global norm of the gradients, summed over the replicas' shards unless every replica has all of them."""
@@ -85,11 +91,11 @@ class ShardedOptimizerEngine(BaseEngine):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """All-gather the weights."""
-        # all are started before the first is waited for
-        pending = [bucket.gather() for bucket in self.buckets]
-        for work in filter(None, pending):
-            work.wait()
+        """Start to all-gather the weights, those of the first layers first; each layer waits for its own when it runs next."""
+        for bucket in reversed(self.buckets):
+            bucket.gather()
+        if self.copies.tables:
+            _arrive(self.buckets)
         self.copies.refresh_tables()
 
 
@@ -101,6 +107,8 @@ class ShardedBucket(Bucket):
         they see it."""
         sizes = [aligned(p.numel(), ALIGN) for p, _ in parameters]
         self.mesh, axis = mesh, mesh.shard
+        self.gathering: Any = None
+        """The all-gather of the weights that nobody has waited for yet."""
         share = aligned(sum(sizes), ALIGN * axis.size) // axis.size
         self.share = share
         self.begin, self.end = axis.rank * share, (axis.rank + 1) * share
@@ -133,14 +141,22 @@ class ShardedBucket(Bucket):
             part.grad = self.buffer[low : low + count]
             yield parameter, part
 
-    def gather(self) -> Any:
-        """Start to all-gather the weights from the replicas' shards; the work to wait for, if there is any."""
+    def gather(self) -> None:
+        """Start to all-gather the weights from the replicas' shards."""
+        self.arrive()
         shard_values = self.weights[self.begin : self.end]
         if self.masters.dtype != shard_values.dtype:
             # cast before it is sent: in bf16 the all-gather carries half of fp32's bytes
             shard_values.copy_(self.masters)
         shard = self.mesh.shard
-        return gather_into(self.weights, shard_values, group=shard.group, async_op=True) if shard.size > 1 else None
+        if shard.size > 1:
+            self.gathering = gather_into(self.weights, shard_values, group=shard.group, async_op=True)
+
+    def arrive(self) -> None:
+        """Wait until the weights are gathered."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
     @torch.no_grad()
     def _adopt(self, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
@@ -188,6 +204,12 @@ class ShardedBuckets(GradientBuckets):
             with torch.cuda.stream(self._stream):
                 bucket.work.wait()
                 bucket.work = dist.all_reduce(shard_sums, group=mesh.replicate.group, async_op=True)
+
+
+def _arrive(buckets: Iterable[ShardedBucket], *_: Any) -> None:
+    """Wait for the weights of some buckets: the hook of a layer that is about to run."""
+    for bucket in buckets:
+        bucket.arrive()
 
 
 def aligned(count: int, unit: int) -> int:

@@ -46,7 +46,8 @@ def step_inputs(
     """The inputs of step number ``step``."""
     count = len(batches)
     drawn = seeds(config.seed, step, count, mesh) if gpt.random(config.model) else [None] * count
-    weights, counted, empty = token_weights(batches, config.loss_norm, mesh)
+    weigh = equal_weights if config.all_tokens_count else token_weights
+    weights, counted, empty = weigh(batches, config.loss_norm, mesh)
     weighted = [
         batch.weighted(weight if factor == 1.0 else weight * factor, seed)
         for batch, weight, seed in zip(batches, weights, drawn, strict=True)
@@ -85,6 +86,17 @@ def token_weights(batches: Sequence[MicroBatch], loss_norm: str, mesh: Mesh) -> 
     # the tokens of the whole step: the loss does not depend on how it is divided into micro-batches and replicas
     total = all_reduce(counts.sum(), mesh.dp)
     return [mask / total.clamp(min=1) for mask in masks], total, torch.zeros_like(total)
+
+
+def equal_weights(batches: Sequence[MicroBatch], loss_norm: str, mesh: Mesh) -> tuple[list[Tensor], Tensor, Tensor]:
+    """As token_weights(), to the last bit, for data of which every token counts: without asking the other replicas."""
+    tokens, count = batches[0].tokens, len(batches)
+    if any(batch.loss_mask is not None for batch in batches):
+        raise ValueError("a micro-batch has a loss mask, although EngineSettings.all_tokens_count is true")
+    total = tokens.numel() * count * mesh.dp.size
+    weights = torch.full_like(tokens, 1 / total, dtype=torch.float32)
+    counted = weights.new_full((), total // mesh.replicas if loss_norm == "microbatch" else total)
+    return [weights] * count, counted, torch.zeros_like(counted)
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ def test_a_step_with_weights_cast_once_is_one_that_casts_them_in_every_forward_p
     assert once.copies.masters
 
     def none(self, model, in_place=False):
-        self.masters, self._tables, self._added = {}, [], {}
+        self.masters, self.tables, self._added = {}, [], {}
 
     monkeypatch.setattr(native.ComputeCopies, "__init__", none)
     always, wanted = trained(config, dtype)

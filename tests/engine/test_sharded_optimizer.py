@@ -86,6 +86,30 @@ def test_each_replica_keeps_its_part_of_the_moments_and_of_the_fp32_weights():
         assert kept < 4 * full / 50  # what the model's copies are made from is kept by the shards alone
 
 
+def arrivals(words):
+    """How many buckets are being gathered after a step, and when each layer runs in the next one; and how many there are."""
+    run, engine, batches, _ = sharded.made(words)
+    sharded.steps(run, engine, batches, 0, 1)
+
+    def pending(*_):
+        left.append(sum(bucket.gathering is not None for bucket in engine.buckets))
+
+    left = []
+    pending()
+    for layer in engine.model.layers.values():
+        layer.register_forward_pre_hook(pending)
+    sharded.steps(run, engine, batches, 1, 2)
+    return left, len(engine.buckets)
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_a_layer_waits_for_its_own_weights_only(tied):
+    words = ["engine.precision=fp32", *WORDS, "batch.micro_size=4", "engine.bucket_mb=0.02", f"model.tied={tied}", ZERO]
+    for left, buckets in ranks.run(2, arrivals, words):
+        # tokens, entry, block0, block1, norm
+        assert buckets == left[0] > left[1] > left[3] > left[4] >= left[5] == 0 and len(left) == 6
+
+
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (3, 4, 2), ()])
 def test_a_run_of_values_is_a_few_blocks(shape):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)

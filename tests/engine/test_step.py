@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpclm.engine.step import Timers, mean_loss, seed_step, seeds, token_weights
+from hpclm import config
+from hpclm.engine import step
+from hpclm.engine.step import Timers, equal_weights, mean_loss, seed_step, seeds, token_weights
 from hpclm.parallel.mesh import SINGLE, Axis, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, Output
 
@@ -35,6 +37,37 @@ def test_every_micro_batch_weighs_the_same_and_one_without_a_token_has_a_mean_of
     assert (counted.item(), empty.item()) == (4, 1)
     alone, *_ = token_weights([micro_batch(None)], "microbatch", Mesh(dp=Axis(4, 1)))
     assert alone[0].sum().item() == pytest.approx(1 / 4)  # of four replicas
+
+
+@pytest.mark.parametrize("loss_norm", ["token", "microbatch"])
+@pytest.mark.parametrize("replicas, parts", [(1, 1), (3, 1), (2, 2)])
+def test_without_a_mask_the_host_knows_the_weights_that_replicas_would_agree_on(
+    loss_norm, replicas, parts, monkeypatch
+):
+    mesh = Mesh(dp=Axis(replicas * parts, 0), cp=Axis(parts, 0))
+    given = [micro_batch(None)] * 5
+    found, *scalars = equal_weights(given, loss_norm, mesh)
+    monkeypatch.setattr(step, "all_reduce", lambda x, axis: x * axis.size)  # as if all replicas had these
+    wanted, *sums = token_weights(given, loss_norm, mesh)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
+    assert [x.item() for x in scalars] == [x.item() for x in sums]
+    with pytest.raises(ValueError, match="loss mask"):
+        equal_weights([*given, micro_batch(MASKS[0])], loss_norm, mesh)
+
+
+@pytest.mark.parametrize(
+    "words, wanted",
+    [
+        ([], True),
+        (["data.eod_mask_loss=true"], False),
+        (["data.source=indexed", "data.prefix=x", "data.order=packed"], False),
+        (["data.source=tests.data.sources:made"], False),
+        (["data.source=indexed", "data.prefix=x"], True),
+        (["data.source=indexed", "data.prefix=x", "data.break_mode=complete"], False),
+    ],
+)
+def test_all_tokens_count_unless_samples_are_padded_or_masked(words, wanted):
+    assert config.load(None, ["data.source=synthetic", *words]).for_engine().all_tokens_count is wanted
 
 
 def test_a_micro_batch_has_the_seed_of_its_place_in_the_global_batch():

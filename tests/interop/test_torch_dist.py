@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -268,7 +269,8 @@ def test_a_run_of_megatron_core_goes_on_with_the_losses_that_it_has_there(option
     convert(there, tmp_path / "run", "model.vocab_size=128")
     config = load(tmp_path / "run/config.yaml", ["data.source=synthetic", "engine.device=cpu"])
     alone = Mesh.build(0, 1, config.parallel, timedelta(minutes=1))
-    engine = engines.build(config.for_engine(), Compute(torch.device("cpu"), torch.float32, alone))
+    settings = replace(config.for_engine(), all_tokens_count=False)
+    engine = engines.build(settings, Compute(torch.device("cpu"), torch.float32, alone))
     progress = CheckpointStore(Path(config.out) / "checkpoints", Retention(), {}).resume(engine, "require")
     assert progress.step == 4 and progress.samples == 16
     for number, (loss, norm) in enumerate(json.loads((there / "losses.json").read_text())[4:], 5):

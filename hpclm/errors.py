@@ -49,7 +49,6 @@ class ExitCode(IntEnum):
 
 FAILURES = frozenset(ExitCode) - {ExitCode.DONE, ExitCode.USAGE}
 """The exit codes of a rank that fails by itself."""
-REQUEUE = ExitCode.REQUEUE
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 MACHINE = {*FULL, errno.EIO, errno.EROFS, errno.ESTALE, errno.EREMOTEIO}
 """Faults of a disk: full, failing or unreachable."""

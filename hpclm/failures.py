@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpclm.errors import FULL, MACHINE, REFUSED, ExitCode, HpclmError, shell_code
-from hpclm.node import import_errors, secrets, threads
+from hpclm.node import ends, import_errors, secrets, threads
 from hpclm.terminal import say
 
 
@@ -31,6 +31,7 @@ def run(verb: Callable[[list[str]], int | None], argv: Sequence[str] | None = No
             sys.stdout.flush()
         return code
     except HpclmError as error:
+        ends.note(error.exit_code, redact(str(error)))
         if not getattr(error, "logged", False):
             _tell(error, redact)
         return error.exit_code
@@ -121,7 +122,9 @@ def _no_more_processes() -> int:
 def _fault(error: Exception, redact: Callable[[str], str]) -> int:
     """Print what is wrong with the environment if that explains the current error, otherwise the traceback, without secrets; the
     exit code."""
-    if reason := import_errors.explained(error):
+    reason = import_errors.explained(error)
+    ends.note(ExitCode.INVALID if reason else ExitCode.FAILED, redact(reason or traceback.format_exc()))
+    if reason:
         say(redact(f"error: {reason}"), file=sys.stderr)
         return ExitCode.INVALID
     say(redact(traceback.format_exc() + import_errors.noted()), end="", file=sys.stderr)

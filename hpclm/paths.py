@@ -82,7 +82,7 @@ def with_home(text: str) -> str:
 
 def literal(path: str | Path) -> str:
     """``path``, which exists or is to exist under this very name, as text that is expanded to it."""
-    text = re.sub(r"(\\*)\$(?=[A-Za-z_{])", r"\1\1\\$", str(path))
+    text = _VARIABLE.sub(lambda match: f"{match['escape']}\\{match[0]}", str(path))
     return f"./{text}" if text.startswith("~") else text
 
 

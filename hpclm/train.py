@@ -14,8 +14,8 @@ if __name__ == "__main__":
     parent.watch_from_the_start("train")
     preemption.catch_from_the_start("train")  # before the other imports, which take a while
     from hpclm import cli, failures
-    from hpclm.distributed import restart
+    from hpclm.node import ends
 
     ended = failures.run(cli.function("train"))
-    restart.note(ended)
+    ends.note(ended)
     raise SystemExit(ended)

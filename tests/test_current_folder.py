@@ -91,7 +91,7 @@ def test_no_rank_of_a_job_imports_what_lies_in_the_current_folder(template, host
     program.parent.mkdir()
     program.write_text(SRUN)
     program.chmod(0o755)
-    shown = run([HPCLM, "submit", "--dry-run", "--template", template, *image(template), *tiny()], folder)
+    shown = run([HPCLM, "submit", "--dry-run", *image(template), *tiny()], folder)
     script = tmp_path / "script.sh"
     script.write_text(shown.stdout)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "localhost", "python": sys.executable}
@@ -105,7 +105,7 @@ def test_no_rank_of_a_job_imports_what_lies_in_the_current_folder(template, host
 
 
 def image(template):
-    return ["job.container=x.sif", "job.venv=null"] if template == "container" else []
+    return ["job.container=x.sif", "job.venv=null"] if template == "container" else ["--template", template]
 
 
 SHORT = python.command("hpclm", "--version")

@@ -54,7 +54,7 @@ DOORS = {
     "fairscale": "engine/fairscale.py",
     "mpi4py": "distributed/rendezvous.py",
     "psutil": "node/",
-    "submitit": "launch/schedulers/slurm.py",
+    "submitit": "launch/schedulers/slurm_script.py",
     "apex": "node/apex.py",
     "gigatoken": "datasets/tokenizers/gigatokens.py",
     "sentencepiece": "datasets/tokenizers/sentencepieces.py",

@@ -8,7 +8,7 @@ import hpclm
 from hpclm import cli
 from hpclm.config import compose, load
 from hpclm.errors import ConfigError
-from hpclm.launch import resume, setup
+from hpclm.launch import container, resume, setup
 from hpclm.node import environment
 from hpclm.rundir import runs
 
@@ -18,7 +18,6 @@ COMMANDS = [
     "submit {} --dry-run",
     "submit --config {} --dry-run",
     "submit --hostfile {} --dry-run",
-    "submit --template {} --dry-run",
     "submit --exclude-bad {} --dry-run",
     "submit --sweep out={},b --dry-run",
     "planner {}",
@@ -120,7 +119,7 @@ def test_preprocess_writes_to_the_home_folder_and_train_and_submit_read_there(su
 def test_the_script_of_a_job_has_the_paths_that_were_meant(surroundings):
     words = ["job.container=~/i.sif", "job.mounts=['$DATA:/data']", "out=~/runs/x"]
     run = load(None, words)
-    script = "\n".join(setup.lines(run, Path(run.out) / "config.yaml"))
+    script = " ".join(container.words(run))
     assert f"{surroundings}/home/i.sif" in script and f"{surroundings}/data:/data" in script and "~" not in script
     assert f"conda activate {surroundings}/home/e " in "\n".join(
         setup.lines(load(None, ["job.conda=~/e"]), Path("c.yaml"))
@@ -136,8 +135,8 @@ def test_a_run_in_a_folder_of_such_a_name_can_be_continued(name, surroundings):
     settings = [word for word in words if not word.startswith("--") and ("/" in word or "=" in word)]
     assert environment.settings(settings).out == str(folder)
     assert hpclm.open(f"./{name}".replace("$", "\\$")).path == folder
-    [line] = [line for line in setup.lines(load(None, []), folder / "config.yaml") if line.startswith("set -- ")]
-    assert name.replace("$", "\\$") in line or "$" not in name
+    *_, word = setup.supervisor(load(None, []).job, folder / "config.yaml")
+    assert environment.settings([word]).name == "x"
 
 
 def test_the_site_file_may_be_in_the_home_folder(surroundings):

@@ -73,6 +73,11 @@ class Job:
 
         until(there, f"step {step}", self.cluster)
 
+    def ends(self):
+        """How attempts ended, without the rows of the job's supervisor."""
+        rows = [json.loads(line) for line in lines(self.out / "ends.jsonl")]
+        return [row for row in rows if "attempt" in row]
+
     def attempts(self):
         return len(lines(self.out / "attempts.jsonl"))
 
@@ -145,7 +150,7 @@ def disturb(job, names, draw):
         job.wait_for_restart(number + 1)
         job.wait_for_attempt(number + 2)
         attempts = [json.loads(line) for line in lines(job.out / "attempts.jsonl")]
-        before = [json.loads(line) for line in lines(job.out / "ends.jsonl")]
+        before = job.ends()
         lost.append((name, attempts[-1]["from_step"]))
         if saves:
             assert before and before[-1]["step"] == attempts[-1]["from_step"], (name, before, job.log())
@@ -251,7 +256,7 @@ def test_a_slurmctld_that_is_away_while_a_run_leaves_starts_it_again_when_it_is_
 def test_a_run_leaves_before_its_time_is_up_and_is_started_again(cluster, tmp_path):
     job = Job(cluster, tmp_path / "run", 1, 2, "budget.steps=100000", "job.warn_seconds=30", minutes=2)
     job.wait_for_restart(1)
-    row = json.loads(lines(job.out / "ends.jsonl")[0])
+    row = job.ends()[0]
     assert row["code"] == 85 and row["step"] > 0
     assert "TIMEOUT" not in job.log() and "DUE TO TIME LIMIT" not in job.log()
     job.wait_for_step(row["step"] + 1, 1)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,9 +49,9 @@ def test_a_run_starts_again_when_srun_or_the_script_is_killed_and_its_log_says_w
     assert (
         "SIGTERM: saved at step " in why or "ended without a message: killed" in why
     )  # whichever Slurm leaves time for
-    assert "srun ended with exit code 137" in job.log()
+    assert "srun ended with exit code " in job.log()
     before = job.step()
-    kill(cluster, rf"\S*bash \S*/job0*{job.id}/slurm_script")
+    kill(cluster, rf"\S*python\S* .*hpclm.launch.job {job.out}/")
     job.wait_for_attempt(3)
     assert len(told(job, 3)) == 1 and "SIGTERM: saved at step " in told(job, 3)[0]
     assert "the job's script was killed (JobLaunchFailure): Slurm was asked" in (job.out / "log.txt").read_text()
@@ -172,7 +173,7 @@ def test_a_job_whose_slurmstepd_was_killed_ends_when_its_run_has(cluster, tmp_pa
         pytest.skip("needs nodes with separate process tables")
     both = [
         Job(cluster, tmp_path / "one", 1, 2, *ENDLESS),
-        Job(cluster, tmp_path / "two", 2, 1, *ENDLESS, "job.setup=[SLURM_WAIT=3]"),
+        Job(cluster, tmp_path / "two", 2, 1, *ENDLESS, "job.setup=[export SLURM_WAIT=3]"),
     ]
     for job in both:
         job.wait_for_step(1)
@@ -206,12 +207,11 @@ def test_cancel_ends_what_slurm_s_signals_do_not_reach_and_jobs_whose_run_has_en
 
 
 def test_a_template_by_hand_counts_the_starts_of_a_run_wherever_its_directory_is(cluster, tmp_path):
-    """The settings file lies elsewhere; the job has often been started again, and loses a process while it trains."""
+    """The settings file lies elsewhere; the job loses a process while it trains."""
     words = ["configs/debug.yaml", "engine.device=cpu", *ENDLESS, f"out={tmp_path}/run"]
     env = {
         **cluster.env,
-        "SLURM_RESTART_COUNT": "5",
-        "python": sys.executable,
+        "PATH": f"{Path(sys.executable).parent}:{cluster.env['PATH']}",
         "HPCLM_SITE": "",
         "OMP_NUM_THREADS": "1",
     }
@@ -228,8 +228,9 @@ def test_of_a_template_by_hand_in_a_job_array_only_the_task_that_is_warned_start
     words = ["configs/debug.yaml", "engine.device=cpu", "checkpoint.every=0", *ENDLESS]
     script = tmp_path / "array.sbatch"
     text = (ROOT / "slurm/srun.sbatch").read_text()
-    script.write_text(text.replace("# SET-UP", f'set -- "$@" out={tmp_path}/run$SLURM_ARRAY_TASK_ID # SET-UP'))
-    env = {**cluster.env, "python": sys.executable, "HPCLM_SITE": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    script.write_text(text.replace("# Your set-up", f'set -- "$@" out={tmp_path}/run$SLURM_ARRAY_TASK_ID # set-up'))
+    path = f"{Path(sys.executable).parent}:{cluster.env['PATH']}"
+    env = {**cluster.env, "PATH": path, "HPCLM_SITE": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     options = ["--parsable", "--time=60", "--array=1-2", f"--output={tmp_path}/job-%A_%a.log"]
     array = cluster.run(["sbatch", *options, script, *words], env=env, cwd=ROOT).stdout.strip()
     for task in (1, 2):

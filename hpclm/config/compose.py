@@ -19,7 +19,6 @@ from hpclm import files, folders, own_code, paths, shipped
 from hpclm.config import length, reading, run_file
 from hpclm.config.fields import as_yaml, path_separator, required, type_of
 from hpclm.config.hints import mistakes
-from hpclm.config.job import TEMPLATES
 from hpclm.config.merge import Setting, literal, merge, shown_setting
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
@@ -39,7 +38,7 @@ NAMES_CODE = (
     "job.cluster",
 )
 """Settings that may name a user's own class or function, as module:name."""
-RUNS_CODE = ("setup", "env", "options", "template", "venv", "conda", "modules", "container", "mounts", "hostfile")
+RUNS_CODE = ("setup", "env", "options", "venv", "conda", "modules", "container", "mounts", "hostfile")
 """Settings of job that determine which programs run."""
 
 
@@ -348,4 +347,4 @@ def _names_code(key: str, value: Any) -> bool:
         return False
     section, _, rest = key.partition(".")
     name = rest.partition(".")[0]
-    return section == "job" and name in RUNS_CODE and bool(value) and not (name == "template" and value in TEMPLATES)
+    return section == "job" and name in RUNS_CODE and bool(value)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpclm.config.checks import MOUNTS, PATHS, PATHS_OR_URLS, Checked, at_least
-from hpclm.registry import hint, problem
+from hpclm.registry import problem
 
 LONGEST_TIMEOUT = 1_000_000  # minutes, two years: PyTorch counts in nanoseconds
-TEMPLATES = ("srun", "mpirun", "torchrun", "container")
 
 # Syntax of sbatch fields, so that a typo is found here and not by Slurm, or silently misread.
 SHAPES = {
@@ -46,7 +45,7 @@ INSTEAD = {
     ),
     "open-mode": "logs are always appended to, so that a requeue does not erase them",
     "array": "a run is one job; --sweep submits several runs",
-    "wrap": "set job.setup or job.template",
+    "wrap": "set job.setup",
     "input": "a job reads no input",
     **dict.fromkeys(
         ("hold-input", "help", "usage", "version", "parsable", "test-only", "wait", "quiet"), "leave it out"
@@ -99,8 +98,8 @@ class JobConfig(Checked):
     restarts: int = 0
     """Restarts of failed ranks inside the allocation (template=torchrun, local runs); 0: the job ends, and is requeued
     if job.requeue is set."""
-    template: str = field(default="srun", metadata=PATHS)
-    """Job script: srun (with job.container: container), mpirun, torchrun, container, or a path of your own."""
+    template: Literal["srun", "mpirun", "torchrun"] = "srun"
+    """What starts the ranks of a job: srun, mpirun, or torchrun on each node."""
     modules: list[str] = field(default_factory=list)
     """Environment modules to load."""
     venv: str | None = field(default=None, metadata=PATHS)
@@ -138,7 +137,7 @@ class JobConfig(Checked):
             value = getattr(self, name)
             if value is not None and not shape.fullmatch(value):
                 yield f"job.{name}={value!r} must be {meaning}"
-        for name in (*WITHOUT_SPACES, "template", "venv", "conda", "container", "hostfile"):
+        for name in (*WITHOUT_SPACES, "venv", "conda", "container", "hostfile"):
             yield from _line(f"job.{name}", getattr(self, name), blank=name not in WITHOUT_SPACES)
         for name in ("modules", "mounts"):
             for value in getattr(self, name):
@@ -172,15 +171,10 @@ class JobConfig(Checked):
                     yield f"job.{name}={getattr(self, name)} has no effect with job.container, which has its own Python"
             if self.snapshot:
                 yield "job.snapshot=true has no effect with job.container: the image holds the code; leave it out"
-            if self.template in ("mpirun", "torchrun"):
-                yield f"job.container needs job.template=container, not {self.template}"
-        elif self.template == "container":
-            yield "job.template=container needs an image; set job.container"
+            if self.template != "srun":
+                yield f"job.container needs job.template=srun, not {self.template}"
         elif self.mounts:
             yield "job.mounts has no effect without job.container"
-        if "/" not in self.template and not self.template.endswith(".sbatch") and self.template not in TEMPLATES:
-            near = hint(self.template, list(TEMPLATES))
-            yield f"job.template={self.template!r} must be one of {', '.join(TEMPLATES)}, or a path such as ./my.sbatch.{near}"
 
 
 def seconds_of(time: str) -> float:

@@ -21,7 +21,6 @@ from hpclm.config.optimizers import row
 from hpclm.config.plan import Plan, Rampup
 from hpclm.config.supports import SUPPORTS
 from hpclm.errors import ConfigError
-from hpclm.extras import EXTRAS
 from hpclm.registry import load
 
 MAX_BUDGET = 10**9  # epochs, or hours
@@ -269,10 +268,6 @@ class RunConfig(Checked):
     def missing_libraries(self) -> list[str]:
         """Optional libraries that these settings need and that are not installed here."""
         return self.engine.missing_libraries() + self.log.missing_libraries()
-
-    def libraries(self) -> list[str]:
-        """The top-level modules that these settings need besides hpclm's own: optional libraries, and the user's code."""
-        return sorted({name for name in (self.engine.name, *self.log.sinks) if name in EXTRAS} | self.modules())
 
     def evaluation_samples(self, per_epoch: int) -> int:
         """Samples that an evaluation reads of a split with ``per_epoch`` of them."""

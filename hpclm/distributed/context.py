@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpclm import errors
 from hpclm.config import ClusterConfig
-from hpclm.distributed import bootstrap, failure, network, restart
+from hpclm.distributed import bootstrap, failure, network
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.failure import Failure
 from hpclm.distributed.rendezvous import RankInfo, connect
@@ -27,7 +27,7 @@ from hpclm.distributed.shutdown import Shutdown, exit_after
 from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.errors import ConfigError, ExitCode, HpclmError
-from hpclm.node import parent, preemption, processes, secrets
+from hpclm.node import ends, parent, preemption, processes, secrets
 from hpclm.node.job import Job
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class DistributedContext:
             DISCONNECT,
             self.exit_code,
         )
-        restart.note(self.exit_code)
+        ends.note(self.exit_code)
         self.watchdog.shutdown.clean_up()
         with suppress(OSError, ValueError):  # the launcher, which read them, may be gone
             sys.stdout.flush()
@@ -296,7 +296,7 @@ class DistributedContext:
             first = observed
         # of the first failure, which may be another rank's: what follows from it would mislead
         text = first.describe(self.ranks)
-        restart.note(code, text)
+        ends.note(code, text)
         shutdown.log_failure(text, heart.store)
         error.logged = self.is_main  # type: ignore[attr-defined]  # the command line need not say it again
         shutdown.wait_for_others(heart.store)

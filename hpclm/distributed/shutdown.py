@@ -12,10 +12,9 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from hpclm import files
-from hpclm.distributed import restart
 from hpclm.distributed.rendezvous import RankInfo, rank_key
 from hpclm.distributed.signed import SignedStore
-from hpclm.node import processes
+from hpclm.node import ends, processes
 from hpclm.terminal import plain
 
 log = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ class Shutdown:
     def exit(self, text: str, code: int, store: SignedStore | None = None) -> NoReturn:
         """Log the cause and end this process with ``code``; the main thread may never return from where it is."""
         exit_after(LATEST, code)
-        restart.note(code, text)
+        ends.note(code, text)
         self.clean_up()
         if text:
             self.log_failure(text, store)

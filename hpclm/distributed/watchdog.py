@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.config import ClusterConfig
-from hpclm.distributed import failure, hang, network, restart
+from hpclm.distributed import failure, hang, network
 from hpclm.distributed.failure import Failure
 from hpclm.distributed.hang import RankState
 from hpclm.distributed.heartbeat import Heartbeat
@@ -31,7 +31,7 @@ from hpclm.distributed.shutdown import Shutdown, exit_after
 from hpclm.distributed.signed import SignedStore
 from hpclm.distributed.stragglers import Stragglers, WorkTimer
 from hpclm.errors import ExitCode
-from hpclm.node import parent, processes
+from hpclm.node import ends, parent, processes
 from hpclm.node.job import Job
 
 log = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class Watchdog:
             return
         exit_after(3 * WAKE, cause.code)  # a disk may be why it hangs
         text = self.shutdown.recorded() or cause.describe(self.ranks)
-        restart.note(cause.code, text)
+        ends.note(cause.code, text)
         if cause.rank == 0 and cause.kind in ("killed", "lost"):
             store = None  # it will not log the failure
         elif cause.kind == "hung":

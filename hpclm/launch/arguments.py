@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from hpclm import config, paths, shipped
 from hpclm.config import RunConfig
 from hpclm.config.compose import is_override
-from hpclm.config.job import TEMPLATES
 from hpclm.datasets import command_line
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError
@@ -102,8 +101,6 @@ def whole(run: RunConfig) -> RunConfig:
 
     job = run.job
     job = replace(job, hostfile=job.hostfile and absolute(job.hostfile), venv=job.venv and absolute(job.venv))
-    if job.template not in TEMPLATES:
-        job = replace(job, template=absolute(job.template))
     run = replace(run, kill_switch=run.kill_switch and absolute(run.kill_switch))
     return replace(run, out=absolute(run.out), job=job, data=records.absolute(run.data))
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from hpclm import files, folders
 from hpclm.config import RunConfig
 from hpclm.errors import ExitCode, HpclmError, shell_code
+from hpclm.launch import child
 from hpclm.node import import_errors, preemption, processes, threads
-from hpclm.node.parent import signal_at_death_of_parent
 from hpclm.rundir import submissions
 from hpclm.rundir.submissions import Submission
 from hpclm.terminal import say
@@ -56,28 +55,8 @@ def run(command: Sequence[str], env: Mapping[str, str], log: Path, signals: Mapp
     """
 
     def start() -> int:
-        started = list[int]()
-        forward = Forward(lambda: started, signals, signal.SIGTERM)
-        with preemption.handling(forward):
-            process = subprocess.Popen(
-                list(command),
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=partial(end_with, os.getpid()),
-            )
-            started.append(process.pid)
-            for number in list(forward.received):  # before it had started
-                forward.send(number)
-            try:
-                code = process.wait()
-            except KeyboardInterrupt:
-                process.wait()
-                return ExitCode.INTERRUPTED
-        warnings = {signals.get(number, number) for number in forward.received}
-        return (
-            ExitCode.REQUEUE if -code in warnings or code - 128 in warnings else code
-        )  # it came before they caught it
+        # it also ends when this child of the launcher is killed
+        return child.run(command, env, signals, start_new_session=True, preexec_fn=partial(child.end_with, os.getpid()))
 
     return contained(start, log)
 
@@ -91,8 +70,8 @@ def contained(work: Callable[[], int], log: Path) -> int:
     with _copied_to(log) as streams:
         sys.stdout.flush()
         sys.stderr.flush()
-        child = os.fork()
-        if not child:
+        forked = os.fork()
+        if not forked:
             code: int = ExitCode.FAILED
             try:
                 for number, handle in streams.items():
@@ -115,16 +94,9 @@ def contained(work: Callable[[], int], log: Path) -> int:
                     traceback.print_exc()
             finally:
                 os._exit(shell_code(code))
-        with preemption.handling(lambda number, _: processes.send_signal(child, number)):
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with preemption.handling(lambda number, _: processes.send_signal(forked, number)):
+            code = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
     return shell_code(code)
-
-
-def end_with(parent: int) -> None:
-    """In a process that becomes mpirun, srun or a run: it ends its ranks, on all machines, when process ``parent`` is killed."""
-    signal_at_death_of_parent(signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(shell_code(-signal.SIGKILL))
 
 
 def _orphaned(log: Path) -> None:
@@ -155,26 +127,3 @@ def _copied_to(log: Path) -> Iterator[dict[int, int]]:
         for copy in copies.values():
             with suppress(subprocess.TimeoutExpired):
                 copy.wait(FLUSH)
-
-
-class Forward:
-    """Forwards signals, each once, to the processes that ``targets`` names; a second Ctrl-C ends them."""
-
-    def __init__(self, targets: Callable[[], Sequence[int]], signals: Mapping[int, int], last: int):
-        """``signals``: which signal to send instead of another; ``last``: what a second Ctrl-C sends."""
-        self.targets, self.signals, self.last = targets, signals, last
-        self.received: list[int] = []
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal; KeyboardInterrupt at the second Ctrl-C."""
-        if number not in self.received:
-            self.received.append(number)
-            self.send(number)
-        elif number == signal.SIGINT:
-            self.send(number, self.last)
-            raise KeyboardInterrupt
-
-    def send(self, number: int, instead: int = 0) -> None:
-        """Send the signal ``number``, or what replaces it."""
-        for pid in self.targets():
-            processes.send_signal(pid, instead or self.signals.get(number, number))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
-from hpclm.launch import foreground, hostfile, local
+from hpclm.launch import child, foreground, hostfile, local
 from hpclm.launch.hostfile import Resources
 from hpclm.node import environment, gpus, processes, slurm, threads
 from hpclm.node.processes import NoAnswerError
@@ -34,8 +34,6 @@ OF_A_RANK = re.compile(
     r"OMPI_(COMM_WORLD|UNIVERSE|MCA_(orte|ess|pmix))_?|PMIX?_(RANK|SIZE|NAMESPACE|SERVER)|PRTE_|ORTE_"
 )
 """Variables of an outer mpirun; an inner one would take itself for one of its ranks."""
-SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1)
-"""mpirun forwards USR1 to the ranks (Open MPI also USR2); at others it ends them within a second."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,11 @@ class MpiPlan:
     """Processes on one node, at most."""
     note: str
     """How many processes run on which nodes, in words."""
+
+    @property
+    def signals(self) -> dict[int, int]:
+        """Which signal to send mpirun instead of another."""
+        return child.SIGNALS if self.kind == "Open MPI" else {**child.SIGNALS, signal.SIGUSR2: signal.SIGUSR1}
 
     def command(self, program: Sequence[str], more: Iterable[str] = ()) -> list[str]:
         """The mpirun command that starts ``program`` on every slot; ``more``: additional variables to pass.
@@ -116,9 +119,8 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     launch = plan(config)
     notes = [launch.note, *local.unused(config.job, "mpirun")]
     log = foreground.begin(config, "mpirun", (launch.nodes, launch.processes_per_node), notes, command)
-    signals = SIGNALS if launch.kind == "Open MPI" else SIGNALS | {signal.SIGUSR2: signal.SIGUSR1}
     line = launch.command(program or local.train(path), config.job.env)
-    return foreground.run(line, launch.env, log, signals)
+    return foreground.run(line, launch.env, log, launch.signals)
 
 
 def resources(config: RunConfig) -> Resources:

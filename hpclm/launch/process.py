@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from hpclm import failures, folders, log
 from hpclm.config import RunConfig
 from hpclm.config.compose import missing_code
-from hpclm.distributed import bootstrap, network, restart
+from hpclm.distributed import bootstrap, network
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, ExitCode, Interrupted
 from hpclm.launch.schedulers import current_job
-from hpclm.node import notify, preemption, secrets, threads
+from hpclm.node import ends, notify, preemption, secrets, threads
 from hpclm.node.job import Job
 from hpclm.rundir import code, folder
 from hpclm.rundir.attempts import check_attempts_readable
@@ -87,7 +87,7 @@ def start(
         ended = end.code if isinstance(end.code, int) else ExitCode.FAILED
     if world.rank == 0 and world.launcher == bootstrap.SRUN and os.getppid() != parent:
         job.end_step(ended)
-    restart.note(ended)
+    ends.note(ended)
     # skip the interpreter's shutdown, which may abort while exceptions refer to the process group
     with suppress(OSError):  # closed by the reader
         sys.stdout.flush()

@@ -15,25 +15,26 @@ from hpclm.config import RunConfig
 from hpclm.config.compose import dumped
 from hpclm.config.length import run_length
 from hpclm.errors import ConfigError, LockedError
-from hpclm.launch.schedulers import Queued, Scheduler, current_job
+from hpclm.launch.schedulers import JobScript, Queued, Scheduler, current_job
 from hpclm.rundir import code, config_history, folder, lock, submissions
 from hpclm.rundir.submissions import Submission
 
 
 def send(
     config: RunConfig,
-    text: str,
+    job_script: JobScript,
     command: Sequence[str],
     scheduler: Scheduler,
     again: bool = False,
     resume_step: int | None = None,
 ) -> tuple[Submission, bool]:
-    """Submit the script ``text``, which trains ``config`` in its run directory; the job, and whether it is new.
+    """Submit ``job_script``, which trains ``config`` in its run directory; the job, and whether it is new.
 
     It is not new if the same submission was interrupted earlier, after it had been accepted. LockedError if a job of
     the run is in the queue, unless ``again``. ``resume_step``: the step of the checkpoint to continue from.
     """
     out = Path(config.out)
+    text = job_script.text
     folder.make(out)
     with files.locked(out / "job" / "lock"):
         scripts = _scripts(out)
@@ -60,7 +61,7 @@ def send(
         with _prepared(config, resume_step):
             files.write_text(script, text)
             try:
-                job_id, _, cluster = scheduler.submit(script, out / "job" / "sbatch.lock").partition(";")
+                job_id, _, cluster = scheduler.submit(job_script, script, out / "job" / "sbatch.lock").partition(";")
             except ConfigError:
                 script.unlink()  # there certainly is no job
                 raise

@@ -1,7 +1,6 @@
 """Start runs: check settings, then train on Slurm, on other machines with mpirun, or locally."""
 
 import math
-import shlex
 import shutil
 import sys
 import time
@@ -18,10 +17,10 @@ from hpclm.config.job import seconds_of
 from hpclm.data import split_by
 from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.inference.evaluation import TaskRequest
-from hpclm.launch import arguments, debug, prechecks, process, send, setup, sweep
+from hpclm.launch import arguments, container, debug, prechecks, process, send, setup, sweep
 from hpclm.launch.arguments import Request
 from hpclm.launch.done import DoneError, ending_of, refuse_done, same_length
-from hpclm.launch.schedulers import Scheduler, named
+from hpclm.launch.schedulers import JobScript, Scheduler, named
 from hpclm.node import gpus, secrets
 from hpclm.rundir import folder, submissions
 from hpclm.rundir import runs as folders
@@ -158,7 +157,7 @@ def _warn(runs: Sequence[RunConfig], reasons: Sequence[str]) -> None:
 
 def _scripts(
     scheduler: Scheduler, runs: Sequence[RunConfig], resume_step: int | None, reasons: Sequence[str]
-) -> list[str]:
+) -> list[JobScript]:
     """The job script of each run, after warnings of what may go wrong; DoneError if there is nothing left to do."""
     _warn(runs, reasons)
     scripts = [_script(scheduler, run) for run in runs]
@@ -167,22 +166,21 @@ def _scripts(
     return scripts
 
 
-def _script(scheduler: Scheduler, run: RunConfig) -> str:
+def _script(scheduler: Scheduler, run: RunConfig) -> JobScript:
     path = Path(run.out) / "config.yaml"
-    folders = [Path(prefix).parent for prefix in run.data.prefixes()]
-    folders += [Path(file).parent for file in run.data.tokenizer_files]
-    text = scheduler.script(run, path, list(setup.lines(run, path, folders)))
+    container.words(run)  # what cannot be mounted is refused now
+    script = scheduler.script(run, path, list(setup.lines(run, path)), setup.supervisor(run.job, path))
     if scheduler.name == "slurm":
-        prechecks.refuse_without_room(Path(run.out), text)
-    return text
+        prechecks.refuse_without_room(Path(run.out), script.text)
+    return script
 
 
-def _show(scheduler: Scheduler, runs: Sequence[RunConfig], scripts: Sequence[str]) -> int:
+def _show(scheduler: Scheduler, runs: Sequence[RunConfig], scripts: Sequence[JobScript]) -> int:
     """Print the scripts, and the scheduler's opinion of them."""
-    for run, text in zip(runs, scripts, strict=True):
-        sys.stdout.write(text)
+    for run, script in zip(runs, scripts, strict=True):
+        sys.stdout.write(script.text)
         sys.stdout.flush()
-        if opinion := scheduler.check(text):
+        if opinion := scheduler.check(script.text):
             say(opinion, file=sys.stderr)
         if run.job.time:
             say(f"time limit: {_limit(run.job.time)}", file=sys.stderr)
@@ -234,20 +232,20 @@ def _sweep(where: str, request: Request, runs: Sequence[RunConfig], command: lis
 def _submit(
     scheduler: Scheduler,
     runs: Sequence[RunConfig],
-    scripts: Sequence[str],
+    scripts: Sequence[JobScript],
     command: list[str],
     again: bool,
     resume_step: int | None,
 ) -> int:
     """Submit every run; one that fails because it is already queued or done does not affect the others."""
     code = 0
-    for number, (run, text) in enumerate(zip(runs, scripts, strict=True)):
+    for number, (run, script) in enumerate(zip(runs, scripts, strict=True)):
         if number:
             print()
         try:
             if resume_step is None:
                 refuse_done(run)
-            job, new = send.send(run, text, command, scheduler, again, resume_step)
+            job, new = send.send(run, script, command, scheduler, again, resume_step)
         except (DoneError, LockedError) as error:
             if len(runs) == 1:
                 raise
@@ -293,17 +291,16 @@ def submit_scoring(out: Path, overrides: list[str], wanted: TaskRequest, words: 
     out = out.absolute()
     run = config.load(out / "config.yaml", list(overrides))
     job = replace(run.job, nodes=1, gpus=1, restarts=0, snapshot=False, template="srun")
-    run = replace(run, name=f"{run.name}-scores", job=job, parallel=ParallelConfig())
+    run = replace(run, name=f"{run.name}-scores", out=str(out), job=job, parallel=ParallelConfig())
     scheduler = named("slurm" if job.cluster in ("auto", "local", "mpirun", "srun") else job.cluster)
-    script = out / "job" / f"evaluate-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
-    text = scheduler.script(
-        run,
-        out / "config.yaml",
-        [*setup.lines(run, script), f"set -- evaluate {shlex.join([paths.literal(out), *words])}"],
-    )
+    path = out / "job" / f"evaluate-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
+    score = [setup.interpreter(job), "-P", "-u", "-m", "hpclm", "evaluate", paths.literal(out), *words]
+    if job.container:
+        score = ["srun", "--export=ALL", *container.words(run), container.PYTHON, *score[1:]]
+    script = scheduler.script(run, out / "config.yaml", list(setup.lines(run, path)), score)
     folder.make(out)
-    files.write_text(script, text.replace("hpclm.train", "hpclm"))
-    job_id = scheduler.submit(script, script.with_name("sbatch.lock")).partition(";")[0]
+    files.write_text(path, script.text)
+    job_id = scheduler.submit(script, path, path.with_name("sbatch.lock")).partition(";")[0]
     return (
         f"submitted job {job_id}, which scores the run's checkpoints; its log: {files.shown(out)}/logs/job-{job_id}.log"
     )

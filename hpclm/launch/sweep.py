@@ -25,8 +25,8 @@ from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError, ExitCode, HpclmError, shell_code
 from hpclm.launch import arguments, prechecks, process, send
 from hpclm.launch.arguments import Variant
+from hpclm.launch.child import Forward, end_with
 from hpclm.launch.done import nothing_left
-from hpclm.launch.foreground import Forward, end_with
 from hpclm.launch.jobs import query
 from hpclm.node import environment, gpus, preemption, processes, python, secrets, threads
 from hpclm.rundir import runs as run_folders

@@ -2,8 +2,7 @@
 
 On one machine, ``run_here`` does so. In a job of several nodes, the template runs this module once on each. What torchrun
 itself does not do: signals are forwarded to the ranks so that they can save, the exit code says why the run ended, and ranks that
-ended on purpose are not restarted. For that each rank leaves its exit code in the file that TORCHELASTIC_ERROR_FILE names
-(``restart.note``).
+ended on purpose are not restarted. For that each rank leaves its exit code in a file (``ends.note``).
 """
 
 from hpclm import folders
@@ -15,7 +14,6 @@ if __name__ == "__main__":  # before the other imports, which take a while
     threads.note_cores()
 
 import argparse
-import json
 import logging
 import math
 import os
@@ -24,7 +22,6 @@ import signal
 import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +38,12 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from hpclm import files
-from hpclm.distributed import network, restart
+from hpclm.distributed import network
 from hpclm.distributed.signed import SECRET
 from hpclm.errors import ExitCode, shell_code
-from hpclm.launch.foreground import Forward
+from hpclm.launch.child import Forward
 from hpclm.launch.schedulers import current_job
-from hpclm.node import parent, processes, python, slurm
+from hpclm.node import ends, parent, processes, python, slurm
 from hpclm.node.job import Job
 
 FINAL = [code for code in ExitCode if code.final]
@@ -69,41 +65,32 @@ class EndedError(Exception):
 
 
 class RankFiles(DefaultLogsSpecs):
-    """The files with the ranks' exit codes; torchrun asks for their paths before it starts the ranks, each time."""
+    """Told by torchrun's agent each time that it is about to start the ranks of this node."""
 
-    def __init__(self, folder: str):
-        super().__init__(folder)
+    def __init__(self, own: Path, folder: Path):
+        """``own``: for torchrun's own files; ``folder``: where the ranks leave how they ended."""
+        super().__init__(str(own))
+        self.folder = folder
         self.received: list[int] = []
         """Signals that this process has received."""
-        self.notes: list[str] = []
+        self._ranks: list[int] = []
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The files of each local rank of ``envs``; EndedError if the ranks are not to be started."""
-        notes = [_note(path) for path in self.notes]  # of the start before
-        final = [note["exit_code"] for note in notes if note.get("exit_code") in (*FINAL, ExitCode.REQUEUE)]
+        left = ends.read(self.folder)
+        before = [left[rank] for rank in self._ranks if rank in left]
+        final = [end.exit_code for end in before if end.exit_code in (*FINAL, ExitCode.REQUEUE)]
         if self.received or final:
             raise EndedError((*final, ExitCode.REQUEUE)[0])
-        destination = super().reify(envs)
-        self.notes = [*destination.error_files.values()]
-        why = first_cause(notes) or "a rank ended without a message"
+        cause = ends.first(before)
         for env in envs.values():
             count, max_restarts = env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]
             if int(count):
-                env[restart.RESTARTED] = f"restart {count} of {max_restarts}: {why}"
-        return destination
-
-
-def first_cause(notes: Collection[Mapping[str, Any]]) -> str:
-    """The message of the rank that noted its end first: what others noted later may only be a consequence. Empty without one."""
-    with_message = [note for note in notes if note.get("message")]
-    return str(min(with_message, key=lambda note: note.get("time", math.inf))["message"]) if with_message else ""
-
-
-def _note(path: str) -> dict[str, Any]:
-    """What a rank has noted about its end; {} if nothing."""
-    with suppress(OSError, ValueError):
-        return dict(json.loads(files.read_text(Path(path))))
-    return {}
+                why = cause.cause if cause else "a rank ended without a message"
+                env[ends.RESTARTED] = f"restart {count} of {max_restarts}: {why}"
+        self._ranks = [int(env["RANK"]) for env in envs.values()]
+        ends.forget(self.folder, self._ranks)
+        return super().reify(envs)
 
 
 class Loopback(StaticTCPRendezvous):
@@ -170,7 +157,8 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: J
     os.environ[parent.PID] = f"{rendezvous['run_id']} {os.getpid()}"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log what happened
     with folders.temporary_folder() as folder:
-        notes = RankFiles(str(folder))
+        errors = Path(os.environ.setdefault(ends.FOLDER, str(folder)))
+        notes = RankFiles(folder, errors)
         forward = Forward(
             lambda: processes.children_with("TORCHELASTIC_ERROR_FILE"), {signal.SIGHUP: signal.SIGTERM}, signal.SIGKILL
         )
@@ -186,8 +174,8 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: J
                 return ended.code
             except ChildFailedError as failed:
                 causes = first_failures(failed.failures)
-                ends = [_note(failure.error_file) for failure in failed.failures.values()]
-                first_report = min((note.get("time", math.inf) for note in ends), default=math.inf)
+                left = [end for rank, end in ends.read(errors).items() if rank in failed.failures]
+                first_report = min((end.time for end in left), default=math.inf)
                 for rank, failure in causes.items():
                     number = -failure.exitcode
                     # a rank that hung was killed by another, which has said so
@@ -195,7 +183,7 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: J
                         continue
                     if number > 0 and number not in (signal.SIGTERM, *forward.received):
                         _report(f"rank {rank} (pid {failure.pid}) was {processes.killed_by(number)}")
-                noted = {note.get("exit_code") for note in ends}
+                noted = {end.exit_code for end in left}
                 return exit_code([failure.exitcode for failure in causes.values()], noted, forward.received)
             except KeyboardInterrupt:
                 _report("second Ctrl-C: exiting now without saving")

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 
@@ -50,6 +51,10 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         reason = explained(error)
     except Exception:  # what explains may be shadowed, too
         reason = None
+    with suppress(Exception):  # the same
+        from hpclm.node import ends
+
+        ends.note(ExitCode.INVALID if reason else ExitCode.FAILED, reason or f"{kind.__name__}: {error}")
     if reason is None:
         sys.__excepthook__(kind, error, trace)
         return

@@ -66,6 +66,10 @@ class Job:
         """Have the job start again, on other nodes than ``without``; whether it will. This may end the calling process."""
         return False
 
+    def requeue_or_raise(self) -> bool:
+        """As ``requeue``; NoAnswerError if the scheduler does not answer."""
+        return False
+
     def requeue_if_abandoned(self) -> str:
         """Requeue the job if nothing else will, although its exit code asks for that; why that was necessary, or empty."""
         return ""

@@ -153,6 +153,10 @@ class NoAnswerError(HpclmError):
     """A program is not installed, does not answer in time, or its answer cannot be parsed."""
 
 
+class MissingProgramError(NoAnswerError):
+    """A program is not installed."""
+
+
 def ask(words: Sequence[str], seconds: float, env: Env = os.environ, text: str = "") -> tuple[int, str, str]:
     """Exit code, output and errors of a program that reads ``text`` and must end within ``seconds``; NoAnswerError otherwise."""
     return finish(start(words, env), seconds, text)
@@ -178,7 +182,7 @@ def start(words: Sequence[str], env: Env = os.environ) -> subprocess.Popen[bytes
     try:
         return subprocess.Popen([program, *words[1:]], env=dict(env), start_new_session=True, **pipes)
     except OSError as error:
-        raise NoAnswerError(f"{words[0]}: {error.strerror}; is it installed here?") from None
+        raise MissingProgramError(f"{words[0]}: {error.strerror}; is it installed here?") from None
 
 
 def finish(process: subprocess.Popen[bytes], seconds: float, text: str = "") -> tuple[int, str, str]:

@@ -17,11 +17,6 @@ SAFE_PATH = "PYTHONSAFEPATH"
 """Variable that keeps the current folder out of Python's search path, as its option -P does."""
 USER_SITE = "PYTHONNOUSERSITE"
 """Variable that hides the packages of ``pip install --user`` from Python, unless it is empty."""
-SEES = (
-    "import sys; sys.path[:] = filter(None, sys.path); from importlib.util import find_spec; "
-    "missing = [name for name in sys.argv[1:] if not find_spec(name)]; print(*missing); sys.exit(bool(missing))"
-)
-"""Prints which of the modules that are its arguments Python does not find; 1 if there are any. The job templates have it."""
 
 
 def command(module: str, *words: str) -> tuple[str, ...]:

@@ -14,6 +14,12 @@ Env = Mapping[str, str]
 JOB, STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
 """STEP, unlike SLURM_PROCID, is set by srun and not in a batch script; under mpirun SLURM_PROCID is that of the daemon which
 started the rank."""
+NODES, TASKS_OF_A_NODE, NODE_NAME = "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE", "SLURMD_NODENAME"
+CORES_PER_TASK = "SLURM_CPUS_PER_TASK"
+FIRST_START = re.compile("SLURM_(NTASKS|NPROCS)")
+"""Counts of a job's first start; one that starts again may have other nodes."""
+EXPORT_ALL = dict.fromkeys(("SLURM_EXPORT_ENV", "SRUN_EXPORT_ENV"), "ALL")
+"""Variables by which a step gets the environment of what starts it, whatever the job's own --export says."""
 STEPS = "SLURM_STEP"
 """How the variables of a step begin."""
 TASKS, TASKS_OF_STEP, COMPONENTS = "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_HET_SIZE"
@@ -34,7 +40,9 @@ VARIABLES = re.compile(
 """Set by Slurm for the processes that it starts, and by its users for its commands."""
 CLUSTERS, CLUSTERS_OF_SBATCH = "SLURM_CLUSTERS", "SBATCH_CLUSTERS"
 """Variables that name the clusters that the commands ask, and the one that sbatch submits to."""
-FINDS_CLUSTER = ("SLURM_CONF", "SLURM_JWT")
+TOKEN = "SLURM_JWT"
+"""Variable with a token by which the commands log in."""
+FINDS_CLUSTER = ("SLURM_CONF", TOKEN)
 """Variables by which all its commands find a cluster and log in to it."""
 OPTIONS = {
     f"SBATCH_{option.upper()}": option
@@ -51,7 +59,7 @@ def identity(env: Env = os.environ) -> JobIdentity | None:
     ends = env.get("SLURM_JOB_END_TIME", "")
     hosts = tuple(expand(env.get("SLURM_JOB_NODELIST", "")))
     # MPICH hands the variables of its first node on to all ranks
-    node = socket.gethostname().partition(".")[0] if "MPI_LOCALRANKID" in env else env.get("SLURMD_NODENAME", "")
+    node = socket.gethostname().partition(".")[0] if "MPI_LOCALRANKID" in env else env.get(NODE_NAME, "")
     return JobIdentity(
         scheduler="Slurm",
         id=f"{array}_{task}" if array else env[JOB],  # the array's own number means all tasks
@@ -81,7 +89,7 @@ def addresses(env: Env = os.environ) -> list[str]:
 
 def cores_per_task(env: Env) -> int:
     """The cores that the job asked for each of its tasks; 0 if it did not."""
-    return number(env, "SLURM_CPUS_PER_TASK")
+    return number(env, CORES_PER_TASK)
 
 
 def cores_on_node(env: Env) -> int:

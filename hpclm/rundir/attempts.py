@@ -28,7 +28,12 @@ ATTEMPT: dict[str, Kind] = {
     "began": float,
 }
 """The fields of an attempt that are read. A row may lack some of them, and may have others."""
-END: dict[str, Kind] = {"attempt": int, "code": int, "step": int, "ending": str, "time": str}
+END: dict[str, Kind] = {
+    **dict.fromkeys(("attempt", "code", "step", "trained", "restart"), int),
+    **dict.fromkeys(("ending", "time"), str),
+    "job_id": is_job_id,
+}
+"""The fields of an end. ``trained`` is in the rows of a job's supervisor only: 1 if that start of the job began to train."""
 
 
 def append(out: Path, attempt: Row) -> None:

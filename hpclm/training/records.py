@@ -19,10 +19,9 @@ from hpclm.config import compose
 from hpclm.config.compose import dumped
 from hpclm.config.data import mixture
 from hpclm.config.fields import path_separator
-from hpclm.distributed import restart
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError, DivergedError
-from hpclm.node import secrets
+from hpclm.node import ends, secrets
 from hpclm.node.job import Job
 from hpclm.rundir import attempts, code, config_history, folder
 
@@ -183,7 +182,7 @@ def tell_restart(out: Path, context: DistributedContext, ending: str) -> str:
     ``ending``: what its summary says.
     """
     job = context.job.identity
-    if inside := restart.inside_the_job():
+    if inside := ends.inside_the_job():
         ending = inside
     elif job and job.restart and context.launcher != "local":
         before = attempts.read(out)

@@ -22,7 +22,7 @@ from hpclm.datasets.writer import Writer
 from hpclm.diagnostics.corruption import verifier
 from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
-from hpclm.launch import prechecks, setup
+from hpclm.launch import container, job, prechecks, setup
 from hpclm.launch.local import unused
 from hpclm.launch.schedulers.slurm_script import render
 from hpclm.optim.schedules import learning_rate
@@ -102,9 +102,10 @@ def extends(run, folder):
 
 
 def scripts(run, folder):
-    """The script of the run's job."""
+    """The script of the run's job, and how its supervisor starts the ranks."""
     path = Path("/runs/one/config.yaml")
-    return render(run, path, list(setup.lines(run, path, [])))
+    script = render(run, path, list(setup.lines(run, path)), setup.supervisor(run.job, path))
+    return script.text, container.words(run), job.torchrun_agent(run)
 
 
 def keeps(run, folder):

@@ -24,7 +24,7 @@ COMPANIONS = (
     | {"engine.offload_folder": ["engine.name=deepspeed", "engine.zero_stage=3", "engine.offload=optimizer"]}
 )
 """What else a setting needs."""
-ALONE = ("job.venv", "job.conda", "data.prefix", "data.blend", "data.valid", "data.test", "job.template")
+ALONE = ("job.venv", "job.conda", "data.prefix", "data.blend", "data.valid", "data.test")
 """Settings that others exclude."""
 
 
@@ -70,7 +70,7 @@ def test_every_setting_that_holds_a_path_is_declared_as_one():
             text = type_of(key) in (str, str | None, list[str], dict[str, str])
             assert not text or path_separator(key) is not None or key in NO_PATHS, key
     assert not set(NO_PATHS) & set(PATH_SETTINGS)
-    assert {"job.conda", "job.container", "job.template", "job.venv", "data.prefix", "out"} <= set(PATH_SETTINGS)
+    assert {"job.conda", "job.container", "job.venv", "data.prefix", "out"} <= set(PATH_SETTINGS)
 
 
 FORMS = {

@@ -140,7 +140,6 @@ def test_code_of_the_users_own_that_takes_part_in_training_is_listed():
     own = ["model.block=my.mod:Block", "optim.schedule=hpclm.optim.schedules:cosine", "data.source=other:source"]
     run = config.load(None, [*own, "log.sinks=[wandb, third:Sink]", "job.cluster=fourth:Cluster", "budget.steps=5"])
     assert run.code_of_training() == ["model.block=my.mod:Block", "data.source=other:source"]
-    assert run.libraries() == ["fourth", "hpclm", "my", "other", "third", "wandb"]
 
 
 def test_settings_that_differ_are_shown_with_both_values():

@@ -4,12 +4,13 @@ import random
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpclm import config
-from hpclm.launch.schedulers.slurm_script import directive
+from hpclm.launch.schedulers import slurm_script
 from hpclm.rundir import submissions
 from tests import forks
 from tests.launch.schedulers.test_template import NASTY, script
@@ -248,15 +249,22 @@ def test_an_option_arrives_in_slurm_as_it_was_written(submit):
     draw = random.Random(7)
     values += ["".join(draw.choices("ab \"'\\#$%é-", k=8)).strip() or "x" for _ in range(30)]
     for value in values:
-        text = f"#!/bin/bash\n{directive('comment', value)}\n#SBATCH --hold\ntrue\n"
-        job = submit.cluster.batch(text)
+        run = config.load("debug", ["engine.device=cpu", "job.options={hold: ''}", f"out={submit.here}/x"])
+        job = replace(run.job, options={**run.job.options, "comment": value})
+        job = submit.cluster.batch(
+            slurm_script.render(replace(run, job=job), submit.here / "x" / "config.yaml", [], ["true"]).text
+        )
         assert submit.cluster.run(["squeue", "-h", "-j", job, "-o", "%k"]).stdout.strip("\n") == value, value
         submit.cluster.run(["scancel", job])
 
 
 RANK = """
 import os, signal, sys, time
-settings = dict(word.split("=", 1) for word in sys.argv[2:])
+words = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else [""]
+if words[0] != "hpclm.train":
+    raise ImportError(name="sitecustomize")  # nothing of this Python's is changed
+sys.argv = words
+settings = dict(word.split("=", 1) for word in os.environ["HPCLM_STAND_IN"].split())
 names = ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "RANK", "SLURM_RESTART_COUNT"]
 said = {name: os.environ[name] for name in names if name in os.environ}
 os.write(1, f"rank {said} {sys.argv[1:]}\\n".encode())
@@ -275,6 +283,8 @@ alone = next(rank for rank in ranks if rank) == "2"
 while settings.get("alone") and not alone:
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(85))  # as a rank that has not met the others yet
     time.sleep(60)
+from hpclm.node import ends
+ends.note(int(settings.get("code", 0)))
 os._exit(int(settings.get("code", 0)))
 """
 
@@ -282,10 +292,9 @@ os._exit(int(settings.get("code", 0)))
 @pytest.fixture
 def by_hand(cluster, tmp_path):
     """`sbatch OPTIONS slurm/TEMPLATE.sbatch WORDS`, with a stand-in for the processes of a run."""
-    package = tmp_path / "stand in" / "hpclm"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(f"__version__ = '0'\n__path__.append({str(ROOT / 'hpclm')!r})\n")
-    (package / "train.py").write_text(RANK)
+    site = tmp_path / "stand in"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(RANK)
     program = tmp_path / "bin" / "apptainer"
     program.parent.mkdir()
     program.write_text(
@@ -293,12 +302,18 @@ def by_hand(cluster, tmp_path):
     )
     program.chmod(0o755)
     paths = f"{program.parent}:{Path(sys.executable).parent}:{cluster.env['PATH']}"
-    env = {**cluster.env, "PATH": paths, "PYTHONPATH": str(package.parent), "image": "an.sif", "OMP_NUM_THREADS": "1"}
+    env = {**cluster.env, "PATH": paths, "PYTHONPATH": f"{site}:{ROOT}", "HPCLM_SITE": "", "OMP_NUM_THREADS": "1"}
     env |= {"OMPI_MCA_btl": "self,tcp"}
+
+    (tmp_path / "a b.yaml").write_text((ROOT / "configs" / "debug.yaml").read_text() + "engine: {device: cpu}\n")
 
     def call(template, *words, options=()):
         command = ["sbatch", "--parsable", "--time=60", f"--output={tmp_path}/job-%j.log", *options]
-        done = cluster.run([*command, ROOT / "slurm" / f"{template}.sbatch", "a b.yaml", *words], env=env, cwd=tmp_path)
+        script = ROOT / "slurm" / f"{template.replace('container', 'srun')}.sbatch"
+        inside = ["job.container=an.sif"] if template == "container" else []
+        settings = ["a b.yaml", f"out={tmp_path}/run", *inside]
+        acts = {"HPCLM_STAND_IN": " ".join(words)}
+        done = cluster.run([*command, script, *settings], env=env | acts, cwd=tmp_path)
         return done.stdout.strip(), tmp_path / f"job-{done.stdout.strip()}.log"
 
     return call
@@ -323,7 +338,9 @@ def test_a_template_works_by_hand_and_a_run_that_saved_is_started_again_once(clu
     text = log.read_text()
     shown = cluster.show(job)
     assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), text
-    assert text.count("rank {") == 8 and "['a b.yaml', 'again=1']" in text  # appended to, not begun anew
+    assert (
+        text.count("rank {") == 8 and "rank {" in text and "['a b.yaml', 'out=" in text
+    )  # appended to, not begun anew
     assert ("container: exec" in text) == (template == "container")
 
 
@@ -373,7 +390,7 @@ def test_every_preset_renders_to_a_script_that_slurm_would_take(cluster, tmp_pat
     "template", [*(pytest.param(t, marks=pytest.mark.whole) for t in ("srun", "torchrun")), "container", TEMPLATES[-1]]
 )
 def test_a_job_trains_with_each_template(submit, tmp_path, template):
-    words = ["--template", template]
+    words = [] if template == "container" else ["--template", template]
     if template == "container":
         program = tmp_path / "bin" / "apptainer"
         program.parent.mkdir()

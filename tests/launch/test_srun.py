@@ -9,19 +9,16 @@ import sys
 
 import pytest
 
-from hpclm import config
 from hpclm.launch import srun
 from tests.launch.launched import job_log, launched, left, ready, save, signals, warned, words
 from tests.runs import PATIENCE, ROOT, until
 
 
 def test_srun_gets_every_count():
-    job = config.load(None, ["job.nodes=2", "job.gpus=4", "job.cpus_per_task=3"]).job
-    assert " ".join(srun.srun(job, ["prog"], inside=False)) == (
-        "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=3 --propagate=NONE --kill-on-bad-exit=1 --wait=60 --unbuffered "
-        "--input=none --export=ALL prog"
+    assert " ".join(srun.step(2, 4, 3, ["prog"], ["--overlap"])) == (
+        "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=3 --overlap --kill-on-bad-exit=1 --export=ALL prog"
     )
-    assert "--overlap" in srun.srun(job, ["prog"], inside=True)
+    assert "--cpus-per-task" not in " ".join(srun.step(2, 4, 0, ["prog"]))
 
 
 def test_outside_an_allocation_it_says_how_to_get_one(tmp_path):

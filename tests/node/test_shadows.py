@@ -13,7 +13,6 @@ import pytest
 
 from hpclm.distributed import network
 from hpclm.errors import ConfigError
-from hpclm.launch import setup
 from hpclm.node import import_errors, python, shadows
 from tests.runs import PATIENCE, ROOT
 
@@ -187,15 +186,3 @@ def test_the_users_site_is_hidden_unless_hpclm_is_there_or_the_user_chose(instal
     monkeypatch.setattr(shadows, "user_site", lambda: str(site))
     env = CALM | {"HOME": str(home)} | ({} if before == "unset" else {"PYTHONNOUSERSITE": before})
     assert python.safe_env(env).get("PYTHONNOUSERSITE", "unset") == after
-
-
-@pytest.mark.parametrize(
-    "installed, before, after", [(False, "unset", "1"), (True, "unset", "unset"), (True, "1", "1")]
-)
-def test_a_container_does_not_see_the_users_site_unless_hpclm_is_there(installed, before, after, home):
-    if installed:
-        (home / ".local" / "lib" / "python3.9" / "site-packages" / "hpclm-0.1.0.dist-info").mkdir(parents=True)
-    env = CALM | {"HOME": str(home)} | ({} if before == "unset" else {"PYTHONNOUSERSITE": before})
-    script = f'{setup.HIDDEN_IN_IMAGE}\necho "${{PYTHONNOUSERSITE-unset}}"'
-    done = subprocess.run(["bash", "-ec", script], env=env, capture_output=True, text=True)
-    assert done.stdout == f"{after}\n" and bool(done.stderr) == (installed and before == "unset")

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,23 +36,32 @@ class Queued:
         return f"job {self.job_id} ({self.state.lower()}{f': {self.reason}' * (self.reason != 'None')})"
 
 
+@dataclass(frozen=True)
+class JobScript:
+    """A job's script."""
+
+    text: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """What the scheduler needs to submit it, besides the text, as JSON can hold it."""
+
+
 class Scheduler(ABC):
     """What hpclm asks of a scheduler. NoAnswerError: it does not answer, or not within ``seconds``."""
 
     name = ""
 
     @abstractmethod
-    def script(self, run: "RunConfig", path: Path, setup: Sequence[str]) -> str:
-        """The script of the job that trains with the settings at ``path`` after the lines of shell ``setup``; ConfigError if
-        it cannot work."""
+    def script(self, run: "RunConfig", path: Path, setup: Sequence[str], command: Sequence[str]) -> JobScript:
+        """The script of a job of ``run`` with the settings at ``path``: the lines of shell ``setup``, then ``command``, which ``exec`` runs;
+        ConfigError if it cannot work."""
 
     @abstractmethod
     def check(self, script: str) -> str:
         """The scheduler's own opinion of a script, without submitting it; empty without one. ConfigError if it refuses it."""
 
     @abstractmethod
-    def submit(self, script: Path, lock: Path) -> str:
-        """Submit the script, and give the job's ID, or ID;CLUSTER. ``lock`` stays locked until that has ended, even if this process is killed.
+    def submit(self, script: JobScript, path: Path, lock: Path) -> str:
+        """Submit the script, whose text is at ``path``, and give the job's ID, or ID;CLUSTER. ``lock`` stays locked until that has ended, even if this process is killed.
 
         ConfigError: it was refused; another HpclmError: it may be in the queue.
         """
@@ -93,7 +102,7 @@ class Scheduler(ABC):
 
     def requeue(self, job: JobIdentity, without: Sequence[str] = ()) -> bool:
         """Have a running job start again, on other nodes than ``without``; whether it will. Its processes ask, and may be ended by
-        this. False, and nothing asked, if the scheduler cannot leave these nodes out."""
+        this. False, and nothing asked, if the job no longer runs or may not be started again, or if these nodes cannot be left out."""
         return False
 
     def abandoned(self, job: JobIdentity) -> str:
@@ -116,6 +125,10 @@ class ScheduledJob(Job):
         with self._failures_logged():
             return self._asked.requeue(self._me, without)
         return False
+
+    def requeue_or_raise(self) -> bool:
+        """``Scheduler.requeue``; NoAnswerError if it does not answer."""
+        return self._asked.requeue(self._me)
 
     def requeue_if_abandoned(self) -> str:
         """Requeue the job if ``Scheduler.abandoned`` says why."""

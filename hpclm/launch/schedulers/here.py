@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpclm.errors import ConfigError
-from hpclm.launch.schedulers import Queued, Scheduler
+from hpclm.launch.schedulers import JobScript, Queued, Scheduler
 from hpclm.node import processes
 from hpclm.node.job import JobState
 
@@ -19,7 +19,7 @@ KILL = 5.0  # seconds after a second Ctrl-C until a process is killed
 class LocalMachine(Scheduler):
     """Processes of this machine, by their PIDs."""
 
-    def script(self, run: "RunConfig", path: Path, setup: Sequence[str]) -> str:
+    def script(self, run: "RunConfig", path: Path, setup: Sequence[str], command: Sequence[str]) -> JobScript:
         """There is none."""
         raise ConfigError("--dry-run shows the script of a job; on this machine there is none")
 
@@ -27,7 +27,7 @@ class LocalMachine(Scheduler):
         """Nothing to check."""
         return ""
 
-    def submit(self, script: Path, lock: Path) -> str:
+    def submit(self, script: JobScript, path: Path, lock: Path) -> str:
         """There is no queue."""
         raise ConfigError("this machine has no queue; train in the foreground")
 

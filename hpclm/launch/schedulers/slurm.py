@@ -1,11 +1,8 @@
-"""Slurm: jobs are submitted through submitit, which only this file imports, when it submits: it is slow to load.
-
-submitit's own way is to pickle a function, and to run it by a script that it writes. Here its parameter ``setup`` carries the
-whole script of the job, whose end it never passes.
-"""
+"""Slurm: jobs are submitted through submitit, in a process of its own, and everything else is asked by Slurm's commands."""
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
@@ -16,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpclm import files
-from hpclm.errors import REQUEUE, ConfigError, HpclmError
-from hpclm.launch.schedulers import Queued, Scheduler
+from hpclm.errors import ConfigError, ExitCode, HpclmError
+from hpclm.launch.schedulers import JobScript, Queued, Scheduler
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.node import environment, processes, python
 from hpclm.node import slurm as variables
@@ -34,6 +31,8 @@ SCRIPT = re.compile(r"/(script-\d+)(\.sbatch|/\.submission_file_\w+\.sh)")
 SUBMISSION = 600.0  # seconds that sbatch may take while slurmctld is busy
 MPI = ("orted", "prted", "prterun", "hydra_bstrap_proxy", "hydra_pmi_proxy")
 """Names of the steps that an mpirun starts for its own daemons."""
+SCRIPT_KILLED = "JobLaunchFailure"
+"""The reason of a job whose script was killed; its processes may go on for a while."""
 USUAL = {"", "None", "Priority", "Resources", "Dependency", "BeginTime", "JobHeldUser", "JobHeldAdmin"}
 """Reasons for which jobs wait as their owners expect."""
 OF_ITS_OWN_JOB = 5.0  # seconds that each command may take which a process calls for its own job
@@ -77,11 +76,11 @@ class Slurm(Scheduler):
         """By the script's --clusters, or by variables."""
         return self.on(slurm.clusters(slurm.options_in(script)))
 
-    def script(self, run: "RunConfig", path: Path, setup: Sequence[str]) -> str:
-        """A template of slurm/, filled in."""
+    def script(self, run: "RunConfig", path: Path, setup: Sequence[str], command: Sequence[str]) -> JobScript:
+        """As submitit writes it."""
         from hpclm.launch.schedulers import slurm_script  # with the settings
 
-        return slurm_script.render(run, path, setup)
+        return slurm_script.render(run, path, setup, command)
 
     def check(self, script: str) -> str:
         """The answer of ``sbatch --test-only``."""
@@ -99,20 +98,20 @@ class Slurm(Scheduler):
             return f"this script was not checked: {refusal}"
         return " ".join(message.replace("sbatch: ", "").split())
 
-    def submit(self, script: Path, lock: Path) -> str:
+    def submit(self, script: JobScript, path: Path, lock: Path) -> str:
         """Submit by ``main`` in a process of its own, then ask once what the job waits for."""
         if not shutil.which("sbatch"):
             raise ConfigError("sbatch is not installed here; give --cluster local to train here")
-        text = files.read_text(script)
-        env, target = environment.of_a_job(slurm.options_in(text)), self.for_script(text)
-        command = python.command("hpclm.launch.schedulers.slurm", str(script), str(lock))
-        code, answer, message = processes.ask(command, SUBMISSION, env)
+        env = environment.of_a_job(slurm.options_in(script.text))
+        target = self.for_script(script.text)
+        command = python.command("hpclm.launch.schedulers.slurm", str(path), str(lock))
+        code, answer, message = processes.ask(command, SUBMISSION, env, json.dumps(script.parameters))
         if code:
             raise refused(message)
-        job = target._job_of(script, answer.strip())
+        job = target._job_of(path, answer.strip())
         cluster = target.clusters
         if not re.fullmatch(r"[\w-]*", cluster) or cluster == "all":
-            queued = target.queued(script.parent, SUBMISSION)
+            queued = target.queued(path.parent, SUBMISSION)
             cluster = next((queued_job.cluster for queued_job in queued if queued_job.job_id == job), cluster)
         shown = slurm.shown(job, env=target.on(cluster).env)
         if shown.get("JobState") == "PENDING" and (reason := shown.get("Reason", "")) not in USUAL:
@@ -185,11 +184,13 @@ class Slurm(Scheduler):
         Slurm changes the nodes of pending jobs only, so this comes after the request to requeue, which ends this step: the commands
         outlive its SIGTERM.
         """
+        shown = slurm.show(job.id, OF_ITS_OWN_JOB, self.env)
+        # one that is being cancelled no longer runs; Requeue=0: started with --no-requeue
+        runs = shown.get("JobState") == "RUNNING" or shown.get("Reason") == SCRIPT_KILLED
+        if not runs or not _is_this_start(shown, job) or shown.get("Requeue") != "1":
+            return False
         if not without:
             return slurm.requeue(job.id, self.env)
-        shown = self._this_start(job)
-        if shown.get("JobState") != "RUNNING" or shown.get("Requeue") != "1":
-            return False
         before = shown.get("ExcNodeList", "").partition("(")[0]
         excluded = ",".join([*filter(None, [before]), *without])
         code, _, _ = slurm.ask(["sh", "-c", WITHOUT, "sh", job.id, excluded], 4 * OF_ITS_OWN_JOB, self.env)
@@ -198,21 +199,28 @@ class Slurm(Scheduler):
     def abandoned(self, job: JobIdentity) -> str:
         """Whether its script was killed, which would have requeued it."""
         shown = self._this_start(job)
-        killed = shown.get("Reason") == "JobLaunchFailure" and shown.get("Requeue") == "1"
-        return "the job's script was killed (JobLaunchFailure)" if killed else ""
+        killed = shown.get("Reason") == SCRIPT_KILLED and shown.get("Requeue") == "1"
+        return f"the job's script was killed ({SCRIPT_KILLED})" if killed else ""
 
     def end_step(self, job: JobIdentity, code: int) -> None:
         """End the step, or requeue the job, since the slurmstepd of this process is dead: srun would wait forever."""
         step = os.environ.get(variables.STEP)
         if step is None or self._this_start(job).get("JobState") != "RUNNING":
             return
-        slurm.requeue(job.id, self.env) if code == REQUEUE else slurm.cancel(f"{job.id}.{step}", self.env)
+        slurm.requeue(job.id, self.env) if code == ExitCode.REQUEUE else slurm.cancel(f"{job.id}.{step}", self.env)
 
     def _this_start(self, job: JobIdentity) -> dict[str, str]:
         """What scontrol shows of a job; {} without an answer, or if Slurm has restarted it meanwhile."""
         shown = slurm.shown(job.id, OF_ITS_OWN_JOB, self.env)
-        # a rank that outlives a requeue sees the next start's state, on which it must not act
-        return shown if shown.get("Restarts") == str(job.restart) else {}
+        return shown if _is_this_start(shown, job) else {}
+
+
+def _is_this_start(shown: Mapping[str, str], job: JobIdentity) -> bool:
+    """Whether what scontrol shows is of the start that this process belongs to.
+
+    A rank that outlives a requeue sees the next start's state, on which it must not act.
+    """
+    return shown.get("Restarts") == str(job.restart)
 
 
 @cache
@@ -242,19 +250,15 @@ def refused(message: str) -> HpclmError:
 
 
 def main(script: Path, lock: Path) -> int:
-    """Submit ``script`` and print the job's ID. ``lock`` is locked until sbatch has ended, even if hpclm submit is killed."""
-    from submitit import SlurmExecutor
-    from submitit.helpers import CommandFunction
+    """Submit the job whose parameters are in the standard input, and print its ID. ``lock`` is locked until sbatch has ended, even if
+    hpclm submit is killed."""
+    from hpclm.launch.schedulers import slurm_script
 
-    setup = [*files.read_text(script).rstrip("\n").split("\n")[1:], "exit"]
+    parameters = json.load(sys.stdin)
     folder = script.with_suffix("")  # the queue shows the path of what submitit writes there
     try:
         with files.locked(lock), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
-            executor = SlurmExecutor(folder)
-            executor.update_parameters(  # the script's own #SBATCH lines come later, and count
-                setup=setup, time=None, wckey=None, signal_delay_s=0, stderr_to_stdout=True, use_srun=False
-            )
-            sys.stdout.write(str(executor.submit(CommandFunction(["true"])).job_id))
+            sys.stdout.write(slurm_script.submit(parameters, folder))
     except Exception as error:
         sys.stderr.write(str(error))
         return 1

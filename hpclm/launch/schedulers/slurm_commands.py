@@ -5,6 +5,7 @@ squeue and scontrol only: sacct needs a database that many clusters lack.
 
 import os
 import re
+import shlex
 import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -53,7 +54,8 @@ def states(
 
 def options_in(script: str) -> Options:
     """The options that a script sets, by their long names."""
-    return dict(re.findall(r'^#SBATCH --([a-z-]+)(?:="?([^"\n]*))?', script, re.MULTILINE))
+    lines = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE)
+    return {name: "".join(shlex.split(value)) for name, value in lines}
 
 
 def clusters(options: Mapping[str, str | None] = {}, env: Env = os.environ) -> str:
@@ -87,13 +89,20 @@ def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:
     return [name for step, _, name in rows if re.fullmatch(r".*\.\d+", step)]
 
 
+def show(job: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str]:
+    """The fields that scontrol shows of a job; {} if it does not know it. NoAnswerError as in ``states``."""
+    code, answer, error = ask(["scontrol", "show", "job", job, "--oneliner"], seconds, env)
+    if code and UNANSWERED.search(error):
+        raise NoAnswerError(f"scontrol: {_last_line(error)}")
+    return _fields(answer) if not code else {}
+
+
 def shown(job: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str]:
-    """The fields that scontrol shows of a job; {} if it does not know it, or does not answer."""
+    """As ``show``; {} without an answer."""
     try:
-        code, answer, _ = ask(["scontrol", "show", "job", job, "--oneliner"], seconds, env)
+        return show(job, seconds, env)
     except NoAnswerError:
         return {}
-    return _fields(answer) if not code else {}
 
 
 def default_time(partition: str = "", seconds: float = 10, env: Env = os.environ) -> tuple[str, str]:

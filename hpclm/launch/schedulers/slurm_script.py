@@ -1,113 +1,89 @@
-"""The script of a Slurm job: a template of slurm/ with the job's options and set-up.
+"""The script of a Slurm job, as submitit writes it: the job's options, its set-up, and the line that runs its supervisor.
 
-A template also works by hand. Its #SBATCH lines are defaults that the job's options replace, and the job's set-up and
-arguments replace the line that begins with ``# SET-UP``; nothing else changes.
+submitit's own last line would run a pickled function; it is a comment here.
 """
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from hpclm import files, shipped
+from hpclm import files, folders
 from hpclm.config import JobConfig, RunConfig
-from hpclm.config.job import TEMPLATES
-from hpclm.errors import ConfigError, unread
+from hpclm.errors import ConfigError
+from hpclm.launch.schedulers import JobScript
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.launch.schedulers.slurm_commands import Options
-from hpclm.node import processes
+from hpclm.node import environment, processes
 from hpclm.node import slurm as variables
 from hpclm.node.processes import NoAnswerError
 
-MARK = "# SET-UP"
-MAX_TEMPLATE_BYTES = 1 << 20  # bytes of a template
 MEMORY_AND_CORES = {"mem-per-gpu", "mem-per-cpu", "cpus-per-gpu", "exclusive"}
 SAME_NAMES = ("time", "partition", "exclude", "nodelist", "mem")
 GPU_OPTIONS = {"gres", "gpus-per-node", "gpus-per-socket"}
 NODES_SECONDS = 5.0  # for scontrol to show all nodes
 GPUS = re.compile(r"\bgpu(?::[^:,(]+)?:(\d+)", re.IGNORECASE)
-BARE = re.compile(r"[A-Za-z0-9_./:=,@%+^-]*")
-DIRECTIVE = re.compile(r"#SBATCH\s+--([A-Za-z-]+)(?:[=\s]+(.*))?")
+STUB = "#!/bin/sh\necho Submitted batch job 1\n"
+"""In the place of sbatch and srun, to have submitit write a script without submitting it."""
 
 
-def render(config: RunConfig, path: Path, setup: Sequence[str]) -> str:
-    """The script of the job that trains with the settings at ``path``, OUT/config.yaml, after the lines of shell ``setup``;
-    ConfigError if bash cannot parse it."""
-    source = template(config.job)
-    setup = [*_variables(config.job), *setup]
-    text = "\n".join(_filled(_lines(source), options_of(config, path.parent), setup)) + "\n"
+def render(config: RunConfig, path: Path, setup: Sequence[str], command: Sequence[str]) -> JobScript:
+    """The script of a job of ``config`` with the settings at ``path``, OUT/config.yaml: the lines of shell ``setup``, then ``command``.
+
+    ConfigError if bash cannot parse it.
+    """
+    if config.job.restarts and config.job.template != "torchrun":
+        raise ConfigError(f"job.restarts={config.job.restarts} needs job.template=torchrun, not {config.job.template}")
+    options = options_of(config, path.parent)
+    parameters = {
+        "setup": [*setup],
+        "python": f"exec {shlex.join(command)} #",
+        "additional_parameters": {_key(name): _value(value) for name, value in options.items() if value is not None},
+    }
+    with folders.temporary_folder() as folder:
+        for program in ("sbatch", "srun"):
+            (folder / program).write_text(STUB)
+            (folder / program).chmod(0o700)
+        with environment.preserved():
+            os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+            submit(parameters, folder / "job")
+        text = files.read_text(folder / "job" / "1_submission.sh").replace(
+            str(folder / "job"), str(path.parent / "job")
+        )
     code, _, errors = processes.ask(["bash", "-n"], 30.0, text=text)
     if code or errors.strip():  # an unterminated here-document is only a warning, and would swallow the rest
-        raise ConfigError(f"bash cannot read the script made from {source} and job.setup: {errors.strip()}")
-    return text
+        raise ConfigError(f"bash cannot read the script with job.setup: {errors.strip()}")
+    return JobScript(text, parameters)
 
 
-def _variables(job: JobConfig) -> Iterator[str]:
-    """Lines of shell that change the variables by which Slurm's commands in the job go."""
-    yield "unset SLURM_CLUSTERS SLURM_JWT"  # they ask the job's own cluster, as any user of the node
-    if job.template not in TEMPLATES:  # whose steps would take the job's own --export
-        yield "export SLURM_EXPORT_ENV=ALL SRUN_EXPORT_ENV=ALL"
+def submit(parameters: Mapping[str, Any], folder: Path) -> str:
+    """Submit a job through submitit, which writes its script into ``folder``; the job's ID."""
+    from submitit import SlurmExecutor  # slow to load
+    from submitit.helpers import CommandFunction
+
+    executor = SlurmExecutor(folder, python=parameters["python"])
+    executor.update_parameters(
+        setup=parameters["setup"],
+        additional_parameters=parameters["additional_parameters"],
+        time=None,
+        wckey=None,
+        signal_delay_s=0,
+        stderr_to_stdout=True,
+        use_srun=False,
+    )
+    return str(executor.submit(CommandFunction(["true"])).job_id)
 
 
-def template(job: JobConfig) -> Path:
-    """The path of the template that ``job`` names."""
-    name = "container" if job.container and job.template == "srun" else job.template
-    if job.restarts and name in TEMPLATES and name != "torchrun":
-        raise ConfigError(f"job.restarts={job.restarts} needs job.template=torchrun, not {name}")
-    if name not in TEMPLATES:
-        return files.readable(Path(name), "job.template")
-    templates = shipped.folder("slurm")
-    path = templates / f"{name}.sbatch"
-    if not path.is_file():
-        raise ConfigError(
-            f"job.template={name}: {templates} is not installed here; give the path of a template of your own"
-        )
-    return path
+def _key(option: str) -> str:
+    """The name of an option as submitit has it, whose own parameters would otherwise stand beside it."""
+    return option if option == "open-mode" else option.replace("-", "_")
 
 
-def _lines(path: Path) -> list[str]:
-    """The template's lines; ConfigError if it is not a valid template."""
-    try:
-        lines = files.read_text(path, MAX_TEMPLATE_BYTES).split("\n")
-    except UnicodeDecodeError:
-        raise ConfigError(f"template {path} is not UTF-8 text") from None
-    except OSError as error:
-        raise unread(error, f"template {path}") from None
-    marks = [number for number, line in enumerate(lines, 1) if line.startswith(MARK)]
-    late = [n for n, line in enumerate(lines, 1) if line.startswith("#SBATCH") and marks and n > marks[0]]
-    wrong = []
-    if lines[0] != "#!/bin/bash":
-        wrong.append('its first line must be "#!/bin/bash", without options or Windows line endings')
-    if len(marks) != 1:
-        wrong.append(
-            f'it has {len(marks)} lines that begin with "{MARK}"; one must, where the set-up and arguments of the job go'
-        )
-    if late:
-        wrong.append(f"#SBATCH in line {late[0]} comes after the set-up, where Slurm does not see it")
-    if not any('"$@"' in line for line in lines):
-        wrong.append('it does not use "$@", the arguments of hpclm.train')
-    if any(re.match(r"#SBATCH\s+(hetjob|packjob)\b", line) for line in lines):
-        wrong.append("it asks for a heterogeneous job (#SBATCH hetjob), of which a run would use one component only")
-    if wrong:
-        raise ConfigError([f"template {path}: {problem}" for problem in wrong])
-    return lines[:-1] if lines[-1] == "" else lines
-
-
-def _filled(lines: list[str], asked: Options, setup: Sequence[str]) -> Iterator[str]:
-    """The template's lines with the job's options after the last #SBATCH line, and its set-up at the mark."""
-    mark = next(number for number, line in enumerate(lines) if line.startswith(MARK))
-    last = max((number for number, line in enumerate(lines) if line.startswith("#SBATCH")), default=mark - 1)
-    asked = dict(asked)
-    for number, line in enumerate(lines):
-        match = DIRECTIVE.match(line)
-        if number == mark:
-            yield f"{MARK} by hpclm submit"
-            yield from setup
-        elif not (match and match[1] in asked):
-            yield line
-        elif match[1] == "signal" and asked["signal"] and (match[2] or "").strip("\"'").startswith("B:"):
-            asked["signal"] = f"B:{asked['signal']}"  # to the script, which forwards it
-        if number == last:
-            yield from (directive(option, value) for option, value in asked.items() if value is not None)
+def _value(value: str) -> str | bool:
+    """An option's value for submitit, which quotes it for a shell. To Slurm's parser a backslash escapes even inside quotes."""
+    return value.replace("\\", "\\\\") if value else True
 
 
 def options_of(config: RunConfig, out: Path) -> Options:
@@ -128,8 +104,10 @@ def options_of(config: RunConfig, out: Path) -> Options:
             options = {**of_nodes(job, kinds), **options}
     options["output"] = pattern(out / "logs") + "/job-%j.log"
     options["open-mode"] = "append"
-    options |= {"requeue": "", "no-requeue": None} if job.requeue else {"requeue": None, "no-requeue": ""}
-    options["signal"] = f"USR2@{job.warn_seconds}" if job.warn_seconds else None
+    options |= {"requeue": ""} if job.requeue else {"no-requeue": ""}
+    options["propagate"] = "NONE"
+    # to the ranks, which srun starts as tasks of Slurm; under mpirun to the supervisor, which hands it on
+    options["signal"] = f"{'B:' if job.template == 'mpirun' else ''}USR2@{job.warn_seconds}"
     return options | {"job-name": name(out.name)} | job.options
 
 
@@ -173,15 +151,6 @@ def pattern(path: Path) -> str:
             "choose another out="
         )
     return text.replace("%", "%%")
-
-
-def directive(option: str, value: str) -> str:
-    """One #SBATCH line, for Slurm's own parser: in double quotes, \\ escapes a quote or itself."""
-    if not value:
-        return f"#SBATCH --{option}"
-    if not BARE.fullmatch(value):
-        value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
-    return f"#SBATCH --{option}={value}"
 
 
 def node_kinds(job: JobConfig) -> str:

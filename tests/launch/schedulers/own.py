@@ -1,28 +1,29 @@
 """A scheduler of one's own, in one file: a job is a script in the background, and the queue a folder of process numbers."""
 
 import os
+import shlex
 import signal
 import subprocess
 from pathlib import Path
 
-from hpclm.launch.schedulers import Queued, Scheduler
+from hpclm.launch.schedulers import JobScript, Queued, Scheduler
 from hpclm.node import processes
 from hpclm.node.job import JobState
 
 
 class Own(Scheduler):
-    def script(self, run, path, setup):
-        return "\n".join(["#!/bin/bash", *setup, 'exec $python -m hpclm.train "$@"', ""])
+    def script(self, run, path, setup, command):
+        return JobScript("\n".join(["#!/bin/bash", *setup, f"exec {shlex.join(command)}", ""]))
 
     def check(self, script):
         return "it looks well"
 
-    def submit(self, script, lock):
-        log = (script.parent.parent / "logs").resolve()
+    def submit(self, script, path, lock):
+        log = (path.parent.parent / "logs").resolve()
         log.mkdir(exist_ok=True)
         with (log / "own.log").open("w") as output:
-            job = subprocess.Popen(["bash", script], stdout=output, stderr=output, start_new_session=True)
-        script.with_suffix(".pid").write_text(str(job.pid))
+            job = subprocess.Popen(["bash", path], stdout=output, stderr=output, start_new_session=True)
+        path.with_suffix(".pid").write_text(str(job.pid))
         return str(job.pid)
 
     def queued(self, scripts, seconds):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hpclm import files
 from hpclm.errors import ConfigError
-from hpclm.launch.schedulers import Queued, Scheduler
+from hpclm.launch.schedulers import JobScript, Queued, Scheduler
 from hpclm.node import processes
 from hpclm.node.job import JobIdentity, JobState
 
@@ -17,25 +17,22 @@ SCRIPT = """#!/bin/bash
 exec >> {log}/job-$PBS_JOBID.log 2>&1
 {setup}
 export PBS_RUN_COUNT=$(qstat -f -F json "$PBS_JOBID" | sed -n 's/.*"run_count": *\\([0-9]*\\).*/\\1/p')
-trap : TERM # which PBS sends to all processes of a job that it preempts or deletes: the run saves, and exits with 85
-"$python" -m hpclm.train "$@"
-code=$?
-[ $code != 85 ] || qrerun "$PBS_JOBID"
-exit $code
+exec {command}
 """
 
 
 class Pbs(Scheduler):
-    def script(self, run, path, setup):
+    def script(self, run, path, setup, command):
         log = path.parent.absolute() / "logs"
-        return SCRIPT.format(log=shlex.quote(str(log)), setup="\n".join([f"mkdir -p {shlex.quote(str(log))}", *setup]))
+        lines = [f"mkdir -p {shlex.quote(str(log))}", *setup]
+        return JobScript(SCRIPT.format(log=shlex.quote(str(log)), setup="\n".join(lines), command=shlex.join(command)))
 
     def check(self, script):
         return ""
 
-    def submit(self, script, lock):
+    def submit(self, script, path, lock):
         with files.locked(lock):
-            code, answer, error = processes.ask(["qsub", str(script.absolute())], 60.0)
+            code, answer, error = processes.ask(["qsub", str(path.absolute())], 60.0)
         if code:
             raise ConfigError(f"qsub: {error.strip()}")
         return answer.strip()

@@ -19,7 +19,7 @@ def test_a_scheduler_of_ones_own_submits_shows_and_cancels(tmp_path, tiny):
     out = tmp_path / "run"
     words = [*tiny("run", "budget.steps=1000000"), "job.cluster=tests.launch.schedulers.own:Own"]
     done = hpclm("submit", *words, "--dry-run", check=0, env=env)
-    assert "-m hpclm.train" in done.stdout and "it looks well" in done.stderr and not out.exists()
+    assert "-m hpclm.launch.job" in done.stdout and "it looks well" in done.stderr and not out.exists()
     done = hpclm("submit", *words, check=0, env=env)
     job = done.stdout.split()[1].rstrip(":")
     until(lambda: '"step": 3,' in "".join(lines(out / "metrics.jsonl")), "step 3")

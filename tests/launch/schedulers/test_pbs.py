@@ -55,7 +55,8 @@ def test_a_job_of_pbs_that_is_preempted_is_requeued_and_resumes_and_its_lease_na
     os.killpg(row_of(server, job)["group"], signal.SIGTERM)  # as PBS preempts
     until(lambda: len(attempts(out)) == 2, "the second start")
     first, second = attempts(out)
-    [end] = [json.loads(line) for line in lines(out / "ends.jsonl")]
+    end, of_the_job = [json.loads(line) for line in lines(out / "ends.jsonl")]
+    assert (of_the_job["job_id"], of_the_job["code"], of_the_job["trained"]) == (job, 85, 1)
     assert [(row["job_id"], row["restart"]) for row in (first, second)] == [(job, 0), (job, 1)]
     assert end["code"] == 85 and second["from_step"] == end["step"] > 0
     assert f"start 2 of job {job}; why the last one ended: SIGTERM: saved at step {end['step']}" in second["after"]

@@ -19,7 +19,13 @@ def test_a_task_of_an_array_whose_script_was_killed_asks_about_itself_and_requeu
     for array, name in ({}, "9"), ({"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"}, "9_3"):
         job = current_job(env={"SLURM_JOB_ID": "9"} | array)
         assert job.requeue_if_abandoned() and job.requeue(["node1"])
-        asked = ["show job {} --oneliner", "requeue {}", "show job {} --oneliner", "requeue {}"]
+        asked = [
+            "show job {} --oneliner",
+            "show job {} --oneliner",
+            "requeue {}",
+            "show job {} --oneliner",
+            "requeue {}",
+        ]
         expected = [*asked, "update jobid={} excnodelist=node1"]
         assert (tmp_path / "asked").read_text().splitlines() == [line.format(name) for line in expected]
         (tmp_path / "asked").unlink()

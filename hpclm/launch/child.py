@@ -1,0 +1,79 @@
+"""The launcher of the ranks (srun, mpirun) as a child of this process, which hands signals on to it and waits for its end."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+
+from hpclm.errors import ExitCode, shell_code
+from hpclm.node import parent as parent_watch
+from hpclm.node import preemption, processes
+
+SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1)
+"""srun and mpirun forward USR1 to the ranks (srun and Open MPI also USR2); at others they end them within a second."""
+
+
+class Forward:
+    """Forwards signals, each once, to the processes that ``targets`` names; a second Ctrl-C ends them."""
+
+    def __init__(self, targets: Callable[[], Sequence[int]], signals: Mapping[int, int], last: int):
+        """``signals``: which signal to send instead of another; ``last``: what a second Ctrl-C sends."""
+        self.targets = targets
+        self.signals = signals
+        self.last = last
+        self.received: list[int] = []
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal; KeyboardInterrupt at the second Ctrl-C."""
+        if number not in self.received:
+            self.received.append(number)
+            self.send(number)
+        elif number == signal.SIGINT:
+            self.send(number, self.last)
+            raise KeyboardInterrupt
+
+    def send(self, number: int, instead: int = 0) -> None:
+        """Send the signal ``number``, or what replaces it."""
+        for pid in self.targets():
+            processes.send_signal(pid, instead or self.signals.get(number, number))
+
+
+class Launcher:
+    """Runs srun or mpirun, and forwards to it the signals that this process receives."""
+
+    def __init__(self, signals: Mapping[int, int] = SIGNALS):
+        """``signals``: which signal to send instead of another."""
+        self._pids: list[int] = []
+        self.forward = Forward(lambda: self._pids, signals, signal.SIGTERM)
+
+    def run(self, command: Sequence[str], env: Mapping[str, str], **options: object) -> int:
+        """Run ``command`` to its end; its exit code, 128 + n when signal n ended it, and 85 when a forwarded signal did so:
+        it came before the ranks caught it. ``options``: of ``subprocess.Popen``."""
+        process = subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, **options)  # type: ignore[call-overload]
+        self._pids.append(process.pid)
+        for number in list(self.forward.received):  # before it had started
+            self.forward.send(number)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            return ExitCode.INTERRUPTED
+        forwarded = {self.forward.signals.get(number, number) for number in self.forward.received}
+        if -code in forwarded or code - 128 in forwarded:
+            return ExitCode.REQUEUE
+        return shell_code(code)
+
+
+def run(command: Sequence[str], env: Mapping[str, str], signals: Mapping[int, int], **options: object) -> int:
+    """``Launcher.run``, while this process handles the signals that announce its end."""
+    launcher = Launcher(signals)
+    with preemption.handling(launcher.forward):
+        return launcher.run(command, env, **options)
+
+
+def end_with(parent: int) -> None:
+    """In a process that becomes mpirun, srun or a run: it ends its ranks, on all machines, when process ``parent`` is killed."""
+    parent_watch.signal_at_death_of_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(shell_code(-signal.SIGKILL))

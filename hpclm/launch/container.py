@@ -1,0 +1,83 @@
+"""The container of a job: the words that start a command in it. Images have neither srun nor scontrol, so the job's supervisor runs outside."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpclm import shipped
+from hpclm.config import RunConfig
+from hpclm.errors import ConfigError
+from hpclm.node import python
+
+HANDED_ON = r"^((SLURM|PMI|PMIX|NCCL|GLOO|UCX|OMP|MKL|CUDA|TORCH|HF|WANDB|HPCLM)_|PYTHON(SAFEPATH|NOUSERSITE)$)"
+"""Variables that docker hands on to a container; it hands on none by itself."""
+PYTHON = "python"
+"""The interpreter of an image."""
+
+
+def words(config: RunConfig) -> list[str]:
+    """The words before a command that runs in the container of ``config``'s job; none without a container.
+
+    ConfigError if a folder that it needs cannot be mounted.
+    """
+    job = config.job
+    if not job.container:
+        return []
+    here = Path.cwd()
+    mounts = _mounts(config, here)
+    gpus = config.engine.device != "cpu"
+    if job.runtime == "apptainer":
+        binds = [word for mount in mounts for word in ("--bind", mount)]
+        return ["apptainer", "exec", *(["--nv"] if gpus else []), "--pwd", str(here), *binds, job.container]
+    if job.runtime == "pyxis":
+        variables = ",".join(dict.fromkeys([*job.env, python.USER_SITE]))
+        paths = [f"--container-mounts={','.join(mounts)}", f"--container-workdir={here}"]
+        return [f"--container-image={job.container}", *paths, f"--container-env={variables}"]
+    return _docker(config, here, mounts, gpus)
+
+
+def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of ranks in a container, from this process's ``env``.
+
+    They run the image's hpclm. In the folder of the clone that this process runs, they run the clone's code.
+    """
+    clone = shipped.PACKAGE.parent
+    folders = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", str(clone))]
+    if _runs_clone():
+        folders.insert(0, str(clone))
+    ranks = {**env, python.SAFE_PATH: "1", "PYTHONPATH": os.pathsep.join(folders)}
+    home = Path(env.get("PYTHONUSERBASE") or Path(env.get("HOME") or "/nonexistent") / ".local")
+    if not any(home.glob("lib/python*/site-packages/hpclm-*.dist-info")):  # the image may see this machine's home
+        ranks.setdefault(python.USER_SITE, "1")
+    return {name: value for name, value in ranks.items() if value or name != "PYTHONPATH"}
+
+
+def _runs_clone() -> bool:
+    return not shipped.installed() and Path.cwd() == shipped.PACKAGE.parent.resolve()
+
+
+def _mounts(config: RunConfig, here: Path) -> list[str]:
+    data = [*config.data.prefixes(), *config.data.tokenizer_files]
+    folders = [here, Path(config.out).absolute(), *(Path(file).absolute().parent for file in data)]
+    for folder in folders:
+        if set(str(folder)) & set(":,"):
+            raise ConfigError(f"{folder} cannot be mounted in a container: its name has a colon or a comma")
+    chosen = [mount if ":" in mount else f"{mount}:{mount}" for mount in config.job.mounts]
+    return [*chosen, *(f"{folder}:{folder}" for folder in dict.fromkeys(folders))]
+
+
+def _docker(config: RunConfig, here: Path, mounts: list[str], gpus: bool) -> list[str]:
+    options = [
+        *["--rm", "--init", "--network=host", "--ipc=host"],
+        "--entrypoint=",  # an image's entry point would take the command as its arguments
+        "--env=HOME=/tmp",  # of a user whom the image does not know it is /, which only root can write
+        f"--user={os.getuid()}:{os.getgid()}",
+        f"--workdir={here}",
+        *(f"--volume={mount}" for mount in mounts),
+        *(["--gpus=all"] if gpus else []),
+        *(["--env=PYTHONPATH"] if _runs_clone() else []),
+        *(f"--env={variable}" for variable in config.job.env),
+    ]
+    # each task has variables of its own, so a shell lists them there
+    start = f"""exec docker run $(compgen -e | grep -E '{HANDED_ON}' | sed s/^/--env=/) "$@\""""
+    return ["bash", "-c", start, "docker", *options, str(config.job.container)]

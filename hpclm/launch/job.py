@@ -1,0 +1,224 @@
+"""The supervisor of a job, which the last line of its script runs: ``python -m hpclm.launch.job [FILE] key=value ...``
+
+It loads the settings, starts the ranks through srun, mpirun or torchrun, hands signals on to them, and waits. Then it reads how they
+ended, records that, and asks the scheduler for another start where that helps. Its exit code is the cause's, not the launcher's.
+"""
+
+import argparse
+import os
+import re
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpclm import failures, folders
+from hpclm.config import RunConfig
+from hpclm.datasets import command_line
+from hpclm.distributed import network
+from hpclm.distributed.signed import SECRET
+from hpclm.errors import ConfigError, DivergedError, ExitCode
+from hpclm.launch import child, container, mpi, srun
+from hpclm.launch.schedulers import current_job
+from hpclm.node import ends, environment, import_errors, preemption, slurm
+from hpclm.node.job import Job
+from hpclm.node.processes import MissingProgramError, NoAnswerError
+from hpclm.parser import EPILOG, Parser
+from hpclm.rundir import attempts
+from hpclm.terminal import say
+
+MAX_STARTS = 3  # starts in a row that may end before training begins
+PATIENCE = 600.0  # seconds for the scheduler to answer
+PAUSE = 10.0  # seconds between two questions
+LOST_NODE = 205  # mpirun's exit code when a node is lost
+OF_JOB = re.compile(r"\s*job\s*[.=]")
+HONOURED = re.compile(r"\s*job[.](notify|warn_seconds)\b")
+"""Settings of the section job that a rank follows."""
+OF_SUBMISSION = (slurm.CLUSTERS, slurm.TOKEN)
+"""Variables of the machine that submits: Slurm's commands in a job ask its own cluster, as any user of the node."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the job with the settings ``[FILE] key=value ...``; the exit code of its cause."""
+    options = Parser(
+        prog="python -m hpclm.launch.job",
+        description="Run a job: the last line of its script. It starts the ranks, waits for them, and has the job started again.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_settings("one settings file or preset, and overrides", "presets", nargs="+", metavar="FILE | key=value")
+    words = options.parse_args(argv).settings
+    environment.forget(OF_SUBMISSION)
+    settings, dataset = command_line.planned(words)
+    if dataset is not None and not dataset.written:
+        raise ConfigError(
+            f"a job does not tokenize the text of data=; run {dataset.preprocess}, which prints what to set instead"
+        )
+    if missing := settings.missing():
+        raise ConfigError(missing)
+    nodes, tasks = allocation(settings)
+    settings = replace(settings, job=replace(settings.job, nodes=nodes, gpus=tasks))
+    settings.plan(nodes * tasks)
+    job = current_job(settings.job.cluster)
+    _say(
+        f"start {job.identity.restart + 1} of {job.identity}"
+        if job.identity
+        else f"this machine, {socket.gethostname()}"
+    )
+    folder = errors(Path(settings.out), job)
+    code = _run(settings, words, folder)
+    cause = ends.first(ends.read(folder).values()) if code else None
+    if cause:
+        code = cause.exit_code
+    began = has_trained(Path(settings.out), job)
+    if code:
+        _say(f"{settings.job.template} ended with exit code {code}{f': {cause.cause}' if cause else ''}")
+    if not starts_again(code):
+        return code
+    if idle_starts(settings, job, code, began) >= MAX_STARTS:
+        _say(f"{MAX_STARTS} starts in a row ended before training began: the job is not started again")
+        return DivergedError.exit_code
+    requeue(job)
+    return code
+
+
+def _run(settings: RunConfig, words: Sequence[str], folder: Path) -> int:
+    """Run the ranks to their end; the exit code of what started them. ``folder``: where they leave how they ended."""
+    launcher = child.Launcher({})
+    with preemption.handling(launcher.forward):
+        start = ranks(settings, words)
+        launcher.forward.signals = start.signals
+        if launcher.forward.received:
+            _say("a signal came before the processes were started")
+            return ExitCode.REQUEUE
+        return launcher.run(start.command, start.env | {ends.FOLDER: str(folder)})
+
+
+def allocation(settings: RunConfig, env: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """The nodes of this job, and the processes of each: Slurm's counts, otherwise those of the settings."""
+    if slurm.JOB not in env:
+        return settings.job.nodes, settings.job.gpus
+    return max(1, slurm.number(env, slurm.NODES)), max(1, slurm.number(env, slurm.TASKS_OF_A_NODE))
+
+
+@dataclass(frozen=True)
+class Start:
+    """What starts the ranks of a job."""
+
+    command: list[str]
+    env: dict[str, str]
+    signals: Mapping[int, int]
+    """Which signal to send it instead of another."""
+
+
+def ranks(settings: RunConfig, words: Sequence[str]) -> Start:
+    """What starts the ranks of a job. ``words``: the arguments of the supervisor."""
+    job = settings.job
+    in_slurm = slurm.JOB in os.environ
+    if not in_slurm and job.nodes > 1 and job.template != "mpirun":
+        raise ConfigError(
+            f"job.nodes={job.nodes} with job.template={job.template} needs Slurm; use job.template=mpirun"
+        )
+    if job.container:
+        interpreter = container.PYTHON
+        env = container.environment_of_ranks(os.environ) | job.env
+    else:
+        interpreter = sys.executable
+        env = environment.inherited() | job.env
+    python = [interpreter, "-P", "-u", "-m"]
+    train = ["hpclm.train", *(word for word in words if not OF_JOB.match(word) or HONOURED.match(word))]
+    if job.template == "mpirun":
+        launch = mpi.plan(settings)
+        return Start(launch.command([*python, *train], job.env), launch.env | slurm.EXPORT_ALL, launch.signals)
+    env = {name: value for name, value in env.items() if not slurm.FIRST_START.fullmatch(name)}
+    env[slurm.ADDRESSES] = " ".join(network.own_addresses(settings.cluster.interface)[:-1])
+    env[slurm.SIGNED] = "1"
+    env[SECRET] = secrets.token_hex(16)
+    env.setdefault(srun.WAIT, "60")
+    network.hide_lookup_warnings(env)
+    cores = slurm.cores_per_task(env)
+    if in_slurm and job.template == "srun":
+        program = [*container.words(settings), *python, *train]
+        return Start(srun.step(job.nodes, job.gpus, cores, program), env, child.SIGNALS)
+    env.pop(slurm.CORES_PER_TASK, None)
+    agent = [*python, *torchrun_agent(settings), *train]
+    if in_slurm:
+        return Start(srun.step(job.nodes, 1, cores * job.gpus, agent), env, child.SIGNALS)
+    return Start(agent, env, {})
+
+
+def torchrun_agent(settings: RunConfig, env: Mapping[str, str] = os.environ) -> list[str]:
+    """The words that run torchrun's agent on each node of a job."""
+    start = slurm.start_of_job(env) or str(os.getpid())
+    with network.listen(network.candidates(start)) as listener:
+        port = listener.getsockname()[1]
+    return [
+        "hpclm.launch.torchrun",
+        f"--nnodes={settings.job.nodes}",
+        f"--nproc-per-node={settings.job.gpus}",
+        f"--max-restarts={settings.job.restarts}",
+        f"--rdzv-id={start}",
+        f"--rdzv-endpoint={env.get(slurm.NODE_NAME) or socket.gethostname()}:{port}",
+    ]
+
+
+def errors(out: Path, job: Job) -> Path:
+    """The folder in which the ranks of this start leave how they ended."""
+    start = f"{job.identity.id}-{job.identity.restart}" if job.identity else f"{socket.gethostname()}-{os.getpid()}"
+    return out.absolute() / "logs" / "errors" / start
+
+
+def starts_again(code: int) -> bool:
+    """Whether another start may do better than the one that ended with this exit code: it has saved, or something killed it."""
+    return code in (ExitCode.REQUEUE, LOST_NODE) or 128 < code < 160
+
+
+def has_trained(out: Path, job: Job) -> bool:
+    """Whether this start of the job has begun to train."""
+    return attempts.last(out).items() >= job.row().items()
+
+
+def idle_starts(settings: RunConfig, job: Job, code: int, trained: bool) -> int:
+    """Record how this start ended; how many in a row have ended before training began, this one included."""
+    out = folders.private_folder(settings.out, "run directory")
+    attempts.append_end(
+        out, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "code": code, "trained": int(trained), **job.row()}
+    )
+    count = 0
+    for row in reversed(attempts.read_ends(out)):
+        if "trained" not in row:  # a rank's
+            continue
+        if row["trained"] or not row.items() >= {"job_id": job.row().get("job_id")}.items():
+            break
+        count += 1
+    return count
+
+
+def requeue(job: Job) -> None:
+    """Have the scheduler start the job again, if it still runs and may be started again."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            if not job.requeue_or_raise():
+                _say("the job is not started again: it no longer runs, or --no-requeue forbids it")
+            return
+        except MissingProgramError as error:
+            _say(f"{error}: the job is not started again")
+            return
+        except NoAnswerError as error:
+            if time.monotonic() > until:
+                _say(f"{error}: the job is not started again")
+                return
+        time.sleep(PAUSE)
+
+
+def _say(text: str) -> None:
+    say(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    import_errors.report_uncaught()
+    sys.exit(failures.run(main))

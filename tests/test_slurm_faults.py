@@ -135,8 +135,6 @@ def test_when_all_ranks_of_another_node_are_lost_at_once_the_log_names_them_and_
     for rank in job.ranks():
         assert variables(rank.pid).items() >= {"OF_JOB_ENV": "2", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}.items()
     (other,) = {rank.node for rank in job.ranks()} - {cluster.show(job.id)["BatchHost"]}
-    secret = {variables(rank.pid).get("HPCLM_SECRET") for rank in job.ranks()}
-    assert len(secret) == 1 and (template == "mpirun" or len(*secret) == 32)  # under mpirun MPI broadcasts it
     lose(cluster, job, other)
     until(lambda: not job.ranks(), "end of all ranks", cluster)
     log = (job.out / "log.txt").read_text()
@@ -145,7 +143,6 @@ def test_when_all_ranks_of_another_node_are_lost_at_once_the_log_names_them_and_
     assert "socket.cpp" not in job.log()  # PyTorch's warnings of names that it cannot look up
     job.wait_for_attempt(2)
     assert int(cluster.show(job.id)["Restarts"]) >= 1
-    assert not secret & {variables(rank.pid).get("HPCLM_SECRET") for rank in job.ranks()} - {None}
 
 
 def variables(pid):

@@ -7,10 +7,9 @@ Contradictions are refused here, before anything waits for processes that will n
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from hpclm.distributed.signed import SECRET
 from hpclm.errors import ConfigError, ExitCode
 from hpclm.node import slurm
 from hpclm.node.job import JobIdentity
@@ -33,8 +32,6 @@ class World:
     """The host of each rank, if the launcher names them."""
     masters: tuple[str, ...] = ()
     """Names and addresses of rank 0's node, or of torchrun's store; a rank that looks for it tries them all."""
-    secret: str = field(default="", repr=False)
-    """With which the ranks sign what they write into the store; empty if the launcher gave them none."""
     began: float = field(default_factory=time.time, compare=False)
     """When this process began to train, in seconds since 1970: for a command, when the process started."""
 
@@ -46,7 +43,7 @@ def detect(env: Env = os.environ, alone: bool = True) -> World:
     missing.
     """
     launched = (read for variable, read in LAUNCHERS if variable in env)
-    world = replace(next(launched, lambda _: World("single", 0, 1))(env), secret=env.get(SECRET, ""))
+    world = next(launched, lambda _: World("single", 0, 1))(env)
     if problems := list(_contradictions(world, env, alone)):
         raise ConfigError(problems)
     return world
@@ -135,11 +132,6 @@ def _contradictions(world: World, env: Env, alone: bool) -> Iterator[str]:
         )
     if (launcher != "single" or not alone) and slurm.number(env, slurm.COMPONENTS) > 1:
         yield "this is a heterogeneous Slurm job, of which the run would use one component; submit one job of equal nodes"
-    if size > 1 and launcher in (SRUN, "torchrun") and slurm.SIGNED in env and not world.secret:
-        yield (
-            f"the job's script made a secret for its ranks, with which they sign what they tell one another, but this rank has no "
-            f"{SECRET}: start the ranks with srun --export=ALL, and pass the variables HPCLM_* into a container"
-        )
     for name in OTHERS.get(launcher, ()):
         if (count := slurm.number(env, name)) > size:
             launch = (

@@ -24,7 +24,7 @@ from hpclm.distributed.bootstrap import World
 from hpclm.distributed.failure import Failure
 from hpclm.distributed.rendezvous import RankInfo, connect
 from hpclm.distributed.shutdown import Shutdown, exit_after
-from hpclm.distributed.signed import SignedStore
+from hpclm.distributed.store import JsonStore
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node import ends, parent, preemption, processes, secrets
@@ -67,7 +67,7 @@ class DistributedContext:
         world: World,
         ranks: tuple[RankInfo, ...],
         watchdog: Watchdog,
-        store: SignedStore | None = None,
+        store: JsonStore | None = None,
         job: Job | None = None,
     ):
         self.launcher, self.rank, self.size = world.launcher, world.rank, world.size
@@ -286,12 +286,12 @@ class DistributedContext:
             # only a symptom: the rank that was killed or failed is the cause, and replaces it
             observed = replace(observed, kind="disconnected", code=heart.lost_code)
             with suppress(RuntimeError):
-                failure.publish(heart.store, observed, self.size)
+                failure.publish(heart.store, observed)
             time.sleep(CAUSE)
         if heart.failure or heart.lost or not shutdown.claim():
             time.sleep(CAUSE)
         try:
-            first = failure.publish(heart.store, observed, self.size)
+            first = failure.publish(heart.store, observed)
         except RuntimeError:
             first = observed
         # of the first failure, which may be another rank's: what follows from it would mislead

@@ -6,13 +6,12 @@ none does, the ranks find out who of them is gone (``heartbeat``).
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from hpclm.distributed.rendezvous import RankInfo
-from hpclm.distributed.signed import SignedStore
-from hpclm.errors import FAILURES, HpclmError
+from hpclm.distributed.store import JsonStore
+from hpclm.errors import HpclmError
 from hpclm.terminal import ranges
 
 KEY = "hpclm/failure"
@@ -55,35 +54,19 @@ class Failure:
         return f"{who} failed: {text}"
 
 
-def publish(store: SignedStore, failure: Failure, size: int) -> Failure:
-    """Put ``failure`` into the store of ``size`` ranks, unless there is a cause already; returns what is there."""
+def publish(store: JsonStore, failure: Failure) -> Failure:
+    """Put ``failure`` into the store, unless there is a cause already; returns what is there."""
 
-    def replaced(present: Any) -> bool:
-        earlier = parse(present, size)
-        return earlier is None or (earlier.symptom and not failure.symptom)
+    def replaced(present: dict[str, Any]) -> bool:
+        return Failure(**present).symptom and not failure.symptom
 
-    return parse(store.put(KEY, asdict(failure), replaced), size) or failure
+    return Failure(**store.put(KEY, asdict(failure), replaced))
 
 
-def read(store: SignedStore, size: int) -> Failure | None:
+def read(store: JsonStore) -> Failure | None:
     """The failure in the store, if any."""
-    return parse(store.get(KEY), size)
-
-
-def parse(value: Any, size: int) -> Failure | None:
-    """A failure as ``publish`` writes it, of one of ``size`` ranks; None if ``value`` is anything else."""
-    with suppress(TypeError):
-        failure = Failure(**value)
-        ranks = type(failure.rank) is int and 0 <= failure.rank < size
-        if (
-            ranks
-            and failure.code in FAILURES
-            and failure.code is not True
-            and failure.kind in get_args(Kind)
-            and isinstance(failure.text, str)
-        ):
-            return replace(failure, code=int(failure.code), text=shortened(failure.text))
-    return None
+    value = store.get(KEY)
+    return None if value is None else Failure(**value)
 
 
 def shortened(text: str) -> str:

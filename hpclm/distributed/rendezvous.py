@@ -2,10 +2,11 @@
 
 torchrun's agent already has one. Otherwise rank 0 opens it on all interfaces, and the others try all addresses of its node:
 MPI broadcasts them; under Slurm the job's script exports them, and the port follows from job, step and restart. A client recognises
-the right server by a signed key. Every rank registers in the store, and rank 0 either starts the run or refuses it, with the reason.
+the right server by the name of the start. Every rank registers in the store, and rank 0 either starts the run or refuses it, with the reason.
 """
 
 import itertools
+import json
 import logging
 import os
 import secrets
@@ -21,7 +22,7 @@ from hpclm import __version__, extras, files
 from hpclm.config import ClusterConfig
 from hpclm.distributed import network
 from hpclm.distributed.bootstrap import OF_MPI, World
-from hpclm.distributed.signed import SignedStore
+from hpclm.distributed.store import JsonStore
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.node.processes import wait_until
 
@@ -85,7 +86,7 @@ class RankInfo:
 class Rendezvous:
     """What a rank knows after the rendezvous."""
 
-    store: SignedStore
+    store: JsonStore
     ranks: tuple[RankInfo, ...]
     interface: str | None
     """The interface that leads to the other nodes; lo when there are none."""
@@ -111,19 +112,19 @@ def connect(world: World, settings: ClusterConfig) -> Rendezvous:
     return Rendezvous(store, ranks, network.interface_of(network.address_towards(host or others[0].address)))
 
 
-def serve(listener: socket.socket, world: World) -> SignedStore:
+def serve(listener: socket.socket, world: World) -> JsonStore:
     """Rank 0's store on the socket ``listener``, which it takes over, so that no other process can take the port in between."""
     from torch.distributed import TCPStore
 
     port, limit = listener.getsockname()[1], timedelta(seconds=60)
     # it need not wait: _decide counts the ranks, and can name those that are missing
     server = TCPStore(LOOPBACK, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
-    store = SignedStore(server, world.run_id, world.secret)
-    store.set(SERVER, True)
+    store = JsonStore(server)
+    store.set(SERVER, world.run_id)
     return store
 
 
-def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: float) -> tuple[SignedStore, str]:
+def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: float) -> tuple[JsonStore, str]:
     """Rank 0's store on one of ``hosts``, and its address; HpclmError if it is not there within ``seconds``."""
     until, calls = time.monotonic() + seconds, dict[tuple[str, int], network.StoreCall | None]()
     while time.monotonic() < until:
@@ -149,13 +150,12 @@ def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: floa
     )
 
 
-def _client(address: str, port: int, world: World) -> SignedStore | None:
+def _client(address: str, port: int, world: World) -> JsonStore | None:
     """The store at an address, if it is the one of this launch."""
     from torch.distributed import TCPStore
 
     server = TCPStore(address, port, None, False, timedelta(seconds=30), wait_for_workers=False)
-    store = SignedStore(server, world.run_id, world.secret)
-    return store if store.opened(SERVER, server.get(SERVER)) else None
+    return JsonStore(server) if server.get(SERVER) == json.dumps(world.run_id).encode() else None
 
 
 def check_ipv4(world: World) -> None:
@@ -180,23 +180,24 @@ def _pause(seconds: float, clients: int) -> float:
     return seconds * max(1.0, clients / CROWD)
 
 
-def _store(world: World, settings: ClusterConfig) -> tuple[SignedStore, str]:
+def _store(world: World, settings: ClusterConfig) -> tuple[JsonStore, str]:
     """The run's store, and its host if that is another rank's."""
     if world.launcher in ("torchrun", "local"):
-        return SignedStore(_of_torchrun(world, settings), world.run_id, world.secret), world.masters[0]
+        return JsonStore(_of_torchrun(world, settings)), world.masters[0]
     check_ipv4(world)
     comm = _mpi(world) if world.launcher in OF_MPI else None
-    world = replace(world, secret=secrets.token_hex(16)) if comm else world  # rank 0's counts
+    if comm:
+        world = replace(world, run_id=secrets.token_hex(16))  # rank 0's counts
     several, listener = world.local_size < world.size, None
-    hosts, ports = list(world.masters) if several else [LOOPBACK], network.candidates(world.run_id or world.secret)
+    hosts, ports = list(world.masters) if several else [LOOPBACK], network.candidates(world.run_id)
     if world.rank == 0:
         listener = network.listen(ports, "" if several else LOOPBACK)
     if comm:
         if listener:
             hosts = network.own_addresses(settings.interface) if several else hosts
             ports = [listener.getsockname()[1]]
-        hosts, ports, secret = comm.bcast((hosts, ports, world.secret))
-        world = replace(world, secret=secret)
+        hosts, ports, run_id = comm.bcast((hosts, ports, world.run_id))
+        world = replace(world, run_id=run_id)
     return (serve(listener, world), "") if listener else find(hosts, ports, world, settings.start_seconds)
 
 
@@ -237,10 +238,10 @@ def _mpi(world: World) -> Any:
     return comm
 
 
-def _register(store: SignedStore, me: RankInfo, world: World, seconds: float) -> tuple[RankInfo, ...]:
+def _register(store: JsonStore, me: RankInfo, world: World, seconds: float) -> tuple[RankInfo, ...]:
     """Register this rank, and wait until rank 0 lists all ranks, or refuses the run."""
     # put, not set: of two processes with one rank, each sees which came first
-    first = _info(store.put(rank_key("rank", me.rank), asdict(me)))
+    first = RankInfo(**store.put(rank_key("rank", me.rank), asdict(me)))
     if first != me:
         _refuse(store, ConfigError(f"two processes are rank {me.rank}: {first} and {me}; start each rank once"))
     if me.rank == 0:
@@ -249,12 +250,11 @@ def _register(store: SignedStore, me: RankInfo, world: World, seconds: float) ->
     while (answer := store.get(RANKS)) is None:
         if time.monotonic() > until:
             raise HpclmError(f"{me} got no answer from rank 0 within {seconds:g} s; see its output")
-        store.put(rank_key("rank", me.rank), asdict(me))  # again, if another process has replaced it
         time.sleep(_pause(POLL, me.size))
     # before the answer is used: rank 0, whose end closes the store, waits for these
     store.set(rank_key("met", me.rank), True)
     if me.rank == 0:
-        _wait_for_readers(store, answer, me.size)
+        _wait_for_readers(store, me.size)
     if "refused" in answer:
         raise (ConfigError if answer["settings"] else HpclmError)(answer["refused"])
     ranks = tuple(RankInfo(*values) for values in answer["ranks"])
@@ -263,13 +263,12 @@ def _register(store: SignedStore, me: RankInfo, world: World, seconds: float) ->
     return ranks
 
 
-def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> None:
+def _decide(store: JsonStore, me: RankInfo, world: World, seconds: float) -> None:
     """On rank 0: wait for all ranks, then start or refuse the run."""
     keys = [rank_key("rank", rank) for rank in range(me.size)]
     entries: list[Any] = []
 
     def decided() -> bool:
-        store.put(keys[0], asdict(me))  # again, if another process has replaced it
         entries[:] = store.get_all(keys) or []
         return bool(entries and None not in entries) or store.get(RANKS) is not None
 
@@ -282,7 +281,7 @@ def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> N
         text = f"{len(missing)} of {me.size} processes did not arrive within {seconds:g} s: {named}{more}; "
         _refuse(store, HpclmError(f"{text}look at their output, or raise cluster.start_seconds"))
         return
-    ranks = [*map(_info, entries)]
+    ranks = [RankInfo(**entry) for entry in entries]
     for info in ranks:
         # said here with both numbers: the group's own start would only wait until its time limit
         if info.size != me.size:
@@ -295,13 +294,13 @@ def _decide(store: SignedStore, me: RankInfo, world: World, seconds: float) -> N
     store.put(RANKS, {"ranks": [astuple(info) for info in ranks]})
 
 
-def _wait_for_readers(store: SignedStore, answer: dict[str, Any], size: int) -> None:
-    """On rank 0: stay until all have read ``answer``, and write it again if another process has replaced it."""
+def _wait_for_readers(store: JsonStore, size: int) -> None:
+    """On rank 0: stay until all have read the answer."""
     keys = [rank_key("met", rank) for rank in range(size)]
-    wait_until(lambda: store.put(RANKS, answer) and all(store.get_all(keys) or [False]), LINGER, _pause(POLL, size))
+    wait_until(lambda: all(store.get_all(keys) or [False]), LINGER, _pause(POLL, size))
 
 
-def _refuse(store: SignedStore, error: HpclmError) -> None:
+def _refuse(store: JsonStore, error: HpclmError) -> None:
     """Publish that the run is refused; the first decision counts."""
     store.put(RANKS, {"refused": str(error), "settings": isinstance(error, ConfigError)})
 
@@ -309,10 +308,3 @@ def _refuse(store: SignedStore, error: HpclmError) -> None:
 def rank_key(name: str, rank: int) -> str:
     """The key of what a rank says under a name."""
     return f"hpclm/{name}/{rank}"
-
-
-def _info(value: Any) -> RankInfo:
-    try:
-        return RankInfo(**value)
-    except TypeError:  # without a secret
-        raise HpclmError(f"the store of this run contains {value!r:.200}, which hpclm did not write") from None

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from hpclm import files
 from hpclm.distributed.rendezvous import RankInfo, rank_key
-from hpclm.distributed.signed import SignedStore
+from hpclm.distributed.store import JsonStore
 from hpclm.node import ends, processes
 from hpclm.terminal import plain
 
@@ -43,7 +43,7 @@ class Shutdown:
         # main thread and watchdog may both want to end the process, with different reasons; the first one's counts
         return self._once.acquire(blocking=False)
 
-    def log_failure(self, text: str, store: SignedStore | None = None) -> None:
+    def log_failure(self, text: str, store: JsonStore | None = None) -> None:
         """Log ``text``; if rank 0 does not (it sets a key in ``store``), append it to the run's log too.
 
         Where a rank has recorded a cause already, that one is final: what this rank saw is a consequence.
@@ -69,7 +69,7 @@ class Shutdown:
         for listener in self.listeners:
             listener(text)
 
-    def wait_for_others(self, store: SignedStore | None) -> None:
+    def wait_for_others(self, store: JsonStore | None) -> None:
         """On rank 0, whose end closes the store: wait a moment until the others have read the failure."""
         if self.me.rank == 0 and store is not None:
             with suppress(RuntimeError):
@@ -83,7 +83,7 @@ class Shutdown:
             near = [info for info in self.ranks if info.machine == self.me.machine or info.host == self.me.host]
             processes.kill_strays(self.marker, [info.pid for info in near])
 
-    def exit(self, text: str, code: int, store: SignedStore | None = None) -> NoReturn:
+    def exit(self, text: str, code: int, store: JsonStore | None = None) -> NoReturn:
         """Log the cause and end this process with ``code``; the main thread may never return from where it is."""
         exit_after(LATEST, code)
         ends.note(code, text)

@@ -28,7 +28,7 @@ from hpclm.distributed.hang import RankState
 from hpclm.distributed.heartbeat import Heartbeat
 from hpclm.distributed.rendezvous import RankInfo, rank_key
 from hpclm.distributed.shutdown import Shutdown, exit_after
-from hpclm.distributed.signed import SignedStore
+from hpclm.distributed.store import JsonStore
 from hpclm.distributed.stragglers import Stragglers, WorkTimer
 from hpclm.errors import ExitCode
 from hpclm.node import ends, parent, processes
@@ -91,7 +91,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._launcher: int | None = None
 
-    def start(self, store: SignedStore | None = None, launcher: int | None = None) -> None:
+    def start(self, store: JsonStore | None = None, launcher: int | None = None) -> None:
         """Start to watch; ``store``: of the run; ``launcher``: the PID of the parent, if this rank must not outlive it."""
         self._launcher = launcher
         if store is not None:
@@ -239,9 +239,9 @@ class Watchdog:
         heart = self.heartbeat
         if heart is None or heart.lost:
             return None
-        return self._ask(lambda: failure.publish(heart.store, cause, len(self.ranks)), WAKE)
+        return self._ask(lambda: failure.publish(heart.store, cause), WAKE)
 
-    def _exit(self, cause: Failure, store: SignedStore | None = None) -> None:
+    def _exit(self, cause: Failure, store: JsonStore | None = None) -> None:
         """Exit because of ``cause``; ``store``: if it answers."""
         if not self.shutdown.claim():
             return
@@ -316,7 +316,7 @@ class Watchdog:
         self._hung = states
         self._fail(Failure(self.me.rank, "hung", ExitCode.REQUEUE, hang.report(states, self.ranks, self.folder)))
 
-    def _end_hang(self, text: str, store: SignedStore | None) -> None:
+    def _end_hang(self, text: str, store: JsonStore | None) -> None:
         """Log the report, and kill ranks of this machine that do not read it, since they would never exit; first they print
         their stacks."""
         with suppress(OSError):

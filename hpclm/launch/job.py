@@ -7,7 +7,6 @@ ended, records that, and asks the scheduler for another start where that helps. 
 import argparse
 import os
 import re
-import secrets
 import socket
 import sys
 import time
@@ -19,7 +18,6 @@ from hpclm import failures, folders
 from hpclm.config import RunConfig
 from hpclm.datasets import command_line
 from hpclm.distributed import network
-from hpclm.distributed.signed import SECRET
 from hpclm.errors import ConfigError, DivergedError, ExitCode
 from hpclm.launch import child, container, mpi, srun
 from hpclm.launch.schedulers import current_job
@@ -135,8 +133,6 @@ def ranks(settings: RunConfig, words: Sequence[str]) -> Start:
         return Start(launch.command([*python, *train], job.env), launch.env | slurm.EXPORT_ALL, launch.signals)
     env = {name: value for name, value in env.items() if not slurm.FIRST_START.fullmatch(name)}
     env[slurm.ADDRESSES] = " ".join(network.own_addresses(settings.cluster.interface)[:-1])
-    env[slurm.SIGNED] = "1"
-    env[SECRET] = secrets.token_hex(16)
     env.setdefault(srun.WAIT, "60")
     network.hide_lookup_warnings(env)
     cores = slurm.cores_per_task(env)

@@ -1,12 +1,10 @@
 """Start a run's processes with srun: in the foreground inside an allocation (salloc), or from a job's supervisor."""
 
 import re
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpclm.config import RunConfig
-from hpclm.distributed.signed import SECRET
 from hpclm.errors import ConfigError
 from hpclm.launch import child, foreground, local
 from hpclm.node import environment, slurm
@@ -35,7 +33,6 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     if slurm.STEP in env:  # which then holds the resources
         options.append("--overlap")
     env = {name: value for name, value in env.items() if not STALE.fullmatch(name)} | job.env
-    env[SECRET] = secrets.token_hex(16)
     env.setdefault(WAIT, "60")
     per_node = f"{job.gpus} on each of {job.nodes} node{'s' * (job.nodes != 1)}"
     note = f"srun in allocation {allocation}: {job.nodes * job.gpus} processes, {per_node}"

@@ -39,7 +39,6 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hpclm.distributed import network
-from hpclm.distributed.signed import SECRET
 from hpclm.errors import ExitCode, shell_code
 from hpclm.launch.child import Forward
 from hpclm.launch.schedulers import current_job
@@ -113,7 +112,7 @@ class Loopback(StaticTCPRendezvous):
 
 def run_here(command: Sequence[str], count: int, restarts: int = 0) -> int:
     """Run ``count`` ranks of ``command`` on this machine; the exit code."""
-    os.environ |= {"HPCLM_LAUNCHER": "local", SECRET: secrets.token_hex(16)}
+    os.environ["HPCLM_LAUNCHER"] = "local"
     rendezvous_handler_registry.register(LOOPBACK, Loopback)
     return launch(command, 1, count, restarts, current_job(), run_id=secrets.token_hex(8), rdzv_backend=LOOPBACK)
 

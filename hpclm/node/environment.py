@@ -24,7 +24,7 @@ INDUCTOR_FOLDER = "hpclm-inductor"
 """How the name of hpclm's folder for that begins."""
 PRECOMPILED_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 """Whether PyTorch precompiles headers for C++: 1 or 0."""
-LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_ERRORS", "HPCLM_SECRET", slurm.SIGNED, parent.PID)
+LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_ERRORS", parent.PID)
 """Set by hpclm for its ranks; a launch inside another must not inherit them."""
 NOWHERE = "/proc/self"
 """An existing folder that nobody can write to."""

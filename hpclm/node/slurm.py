@@ -30,8 +30,6 @@ DISTRIBUTION = "SLURM_DISTRIBUTION"
 """How srun deals ranks out to nodes; not set for its default, block by block."""
 ADDRESSES = "SLURM_HPCLM_ADDRESSES"
 """All addresses of the job's first node, set by the job's script: the node's name may lead to none of them."""
-SIGNED = "SLURM_HPCLM_SIGNED"
-"""Set by the job's script if it has made a secret: Slurm hands variables of this prefix on to every step."""
 GPUS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
 """Variables of a job that has GPUs."""
 VARIABLES = re.compile(

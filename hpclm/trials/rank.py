@@ -52,7 +52,7 @@ class Start:
 
 def train(start: Start, rank: int) -> int:
     """Train as process ``rank`` of a start; the exit code."""
-    world = World("selftest", rank, start.processes, rank, start.processes, start.secret, secret=start.secret)
+    world = World("selftest", rank, start.processes, rank, start.processes, start.secret)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
     for name, number in numbers.items():  # as torchrun sets them: the user's code may read them
         os.environ[name] = str(number)

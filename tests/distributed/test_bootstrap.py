@@ -30,7 +30,6 @@ TWO = OMPI | {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_CO
 HYDRA = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_RANK": "1", "PMI_SIZE": "2"}
 DAEMON = SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
 LOCAL = TORCHRUN | {"HPCLM_LAUNCHER": "local"}
-SIGNED = {"SLURM_HPCLM_SIGNED": "1"}
 NODES = ("gpu07", "gpu07", "gpu08", "gpu08")
 FIRST = ("gpu07",)
 IN_SLURM = World("Slurm", 3, 4, 1, 2, "7.0.0", NODES, FIRST)
@@ -89,19 +88,11 @@ def test_the_innermost_launcher_says_who_this_process_is(env, world):
         (OMPI | LOCAL | {"WORLD_SIZE": "2"}, "but OMPI_COMM_WORLD_SIZE=4"),
         ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "PMI_SIZE=4"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2"),
-        (SLURM | SIGNED, "this rank has no HPCLM_SECRET: start the ranks with srun --export=ALL"),
-        (SLURM | TORCHRUN | SIGNED, "this rank has no HPCLM_SECRET"),
     ],
 )
 def test_what_does_not_add_up_is_refused_with_what_was_seen(env, message):
     with pytest.raises(ConfigError, match=message.replace("$", r"\$").replace("(", r"\(").replace(")", r"\)")):
         detect(env)
-
-
-def test_ranks_that_have_the_secret_or_get_it_from_mpi_or_are_alone_start():
-    assert detect(SLURM | SIGNED | {"HPCLM_SECRET": "x"}).secret == "x"
-    assert detect(SLURM | LOCAL | SIGNED).size == detect(DAEMON | TWO | SIGNED).size == 2
-    assert detect(BATCH | SIGNED).size == 1
 
 
 def test_a_process_without_its_peers_may_look_but_not_train():

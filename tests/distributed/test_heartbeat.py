@@ -16,7 +16,7 @@ from hpclm.distributed.failure import Failure
 from hpclm.distributed.hang import RankState
 from hpclm.distributed.heartbeat import ROLL_CALL, Heartbeat
 from hpclm.distributed.rendezvous import RankInfo, rank_key
-from hpclm.distributed.signed import SignedStore
+from hpclm.distributed.store import JsonStore
 from hpclm.errors import ConfigError
 from tests.distributed.test_watchdog import descendants, training
 from tests.forks import Hpclm
@@ -44,7 +44,7 @@ class Beating(threading.Thread):
 def heartbeats(lost):
     """Heartbeats of the ranks of two nodes, without those of ``lost``."""
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=PATIENCE), wait_for_workers=False)
-    store = SignedStore(server, "7.0.0", "secret")
+    store = JsonStore(server)
     ranks = [RankInfo(rank, 4, rank % 2, 2, f"node{1 + rank // 2}", 100 + rank, machine=str(rank)) for rank in range(4)]
     beats = {me.rank: Beating(store, me, ranks, RankState, 85) for me in ranks}
     for rank in beats.keys() - {*lost}:
@@ -59,7 +59,7 @@ CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [
 def test_ranks_that_do_not_answer_after_a_connection_was_closed_are_the_cause(lost, notices):
     store, ranks, beats = heartbeats(lost)
     began = time.monotonic()
-    failure.publish(store, Failure(notices, "disconnected", 85, CLOSED), 4)
+    failure.publish(store, Failure(notices, "disconnected", 85, CLOSED))
     for rank in {0, 1, 2, 3} - {*lost}:
         found = beats[rank].end()
         assert found and (found.rank, found.kind, found.code) == (lost[0], "lost", 85)
@@ -70,8 +70,8 @@ def test_ranks_that_do_not_answer_after_a_connection_was_closed_are_the_cause(lo
 def test_a_cause_replaces_a_symptom_and_a_symptom_never_a_cause():
     store, _, beats = heartbeats([])
     symptom, cause = Failure(1, "disconnected", 85, CLOSED), Failure(2, "raised", 64, "no data")
-    assert failure.publish(store, symptom, 4) == symptom
-    assert failure.publish(store, cause, 4) == cause and failure.publish(store, symptom, 4) == cause
+    assert failure.publish(store, symptom) == symptom
+    assert failure.publish(store, cause) == cause and failure.publish(store, symptom) == cause
     for beat in beats.values():
         assert beat.end() == cause
     assert store.get_all([rank_key("read", rank) for rank in range(4)]) == [True] * 4
@@ -80,7 +80,7 @@ def test_a_cause_replaces_a_symptom_and_a_symptom_never_a_cause():
 @pytest.mark.parametrize("text, code", [(CLOSED, 85), ("DistBackendError: NCCL error, invalid usage", 1)])
 def test_without_a_lost_rank_a_closed_connection_may_be_the_network_and_other_errors_are_the_rank_s_own(text, code):
     store, _, beats = heartbeats([])
-    failure.publish(store, Failure(1, "disconnected", 85, text), 4)
+    failure.publish(store, Failure(1, "disconnected", 85, text))
     for beat in beats.values():
         cause = beat.end()
         assert (cause.rank, cause.kind, cause.code) == (1, "raised", code)

@@ -66,7 +66,7 @@ def other(machine):
 def test_two_machines_with_one_host_name_train_together(tiny, tmp_path):
     launched = {
         **{"TORCHELASTIC_RUN_ID": "twins", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "OMP_NUM_THREADS": 1},
-        **{"MASTER_ADDR": "198.19.31.1", "MASTER_PORT": 29511, "HPCLM_SECRET": secrets.token_hex(16)},
+        **{"MASTER_ADDR": "198.19.31.1", "MASTER_PORT": 29511},
     }
     train = [sys.executable, "-m", "hpclm", "train"]
     with two_machines(tmp_path) as machines:

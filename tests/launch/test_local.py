@@ -46,16 +46,6 @@ def test_every_rank_learns_who_it_is_and_process_count_threads_are_its_own(tmp_p
     }
 
 
-def test_the_ranks_of_a_launch_share_a_secret_that_no_other_launch_has(tmp_path):
-    shown = []
-    for name in ("one", "two"):
-        code, told, errors = run(tmp_path / name, 2, "env=HPCLM_SECRET")
-        assert code == 0, errors
-        shown.append({line.split()[2] for line in told.splitlines()})
-    assert [len(each) for each in shown] == [1, 1] and len(set.union(*shown)) == 2
-    assert all(len(secret) == len("HPCLM_SECRET=") + 32 for secret in set.union(*shown))
-
-
 def test_more_processes_than_gpus_are_refused_and_a_cpu_takes_as_many_as_are_asked_for():
     settings = config.load(None, ["job.nodes=2", "job.gpus=4"])
     with pytest.raises(ConfigError, match=r"job.nodes=2 x job.gpus=4 = 8 processes, but this machine has 2 GPUs"):

@@ -73,7 +73,9 @@ def main(argv: list[str]) -> int:
         code = cause.exit_code
     began = has_trained(Path(settings.out), job)
     if code:
-        _say(f"{settings.job.template} ended with exit code {code}{f': {cause.cause}' if cause else ''}")
+        _say(
+            f"{settings.job.template} ended with exit code {code}{f': {cause.cause}' if cause and cause.cause else ''}"
+        )
     if not starts_again(code):
         return code
     if idle_starts(settings, job, code, began) >= MAX_STARTS:

@@ -85,7 +85,7 @@ class RankFiles(DefaultLogsSpecs):
         for env in envs.values():
             count, max_restarts = env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]
             if int(count):
-                why = cause.cause if cause else "a rank ended without a message"
+                why = (cause and cause.cause) or "a rank ended without a message"
                 env[ends.RESTARTED] = f"restart {count} of {max_restarts}: {why}"
         self._ranks = [int(env["RANK"]) for env in envs.values()]
         ends.forget(self.folder, self._ranks)

@@ -29,7 +29,7 @@ class End:
     rank: int
     exit_code: int
     cause: str
-    """One line."""
+    """One line; empty where another rank says it."""
     time: float
     """In seconds since 1970."""
 
@@ -40,8 +40,8 @@ def note(code: int, cause: str = "", env: Env = os.environ) -> None:
     if not code or not folder:
         return
     rank = next((slurm.number(env, name) for name in RANKS if name in env), 0)
-    lines = cause.strip().splitlines() or [f"rank {rank} ended with exit code {code}"]
-    cause = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1].strip()}"
+    lines = cause.strip().splitlines()
+    cause = f"{lines[0]} ... {lines[-1].strip()}" if len(lines) > 1 else "".join(lines)
     cause = "".join(character if character.isprintable() else " " for character in cause[:CAUSE])
     path = _file(Path(folder), rank)
     with suppress(OSError):
@@ -62,8 +62,10 @@ def read(folder: Path) -> dict[int, End]:
 
 
 def first(ends: Iterable[End]) -> End | None:
-    """The end that was left first: those after it may only be consequences."""
-    return min(ends, key=lambda end: end.time, default=None)
+    """The end that was left first: those after it may only be consequences. Of ranks that end alike, the first that says why."""
+    ordered = sorted(ends, key=lambda end: end.time)
+    told = [end for end in ordered if end.cause and end.exit_code == ordered[0].exit_code]
+    return next(iter(told or ordered), None)
 
 
 def forget(folder: Path, ranks: Iterable[int]) -> None:

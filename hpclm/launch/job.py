@@ -5,6 +5,7 @@ ended, records that, and asks the scheduler for another start where that helps. 
 """
 
 import argparse
+import itertools
 import os
 import re
 import socket
@@ -41,6 +42,32 @@ OF_SUBMISSION = (slurm.CLUSTERS, slurm.TOKEN)
 
 def main(argv: list[str]) -> int:
     """Run the job with the settings ``[FILE] key=value ...``; the exit code of its cause."""
+    words = parser().parse_args(argv).settings
+    environment.forget(OF_SUBMISSION)
+    settings = settings_of(words)
+    job = current_job(settings.job.cluster)
+    if job.identity:
+        _say(f"start {job.identity.restart + 1} of {job.identity}")
+    folder = errors(Path(settings.out), job)
+    code = _run(settings, words, folder)
+    if not code:
+        return code
+    why = ""
+    if cause := ends.first(ends.read(folder).values()):
+        code = cause.exit_code
+        why = cause.cause and f": {cause.cause}"
+    _say(f"{settings.job.template} ended with exit code {code}{why}")
+    if not starts_again(code):
+        return code
+    if idle_starts(settings, job, code) >= MAX_STARTS:
+        _say(f"{MAX_STARTS} starts in a row ended before training began: the job is not started again")
+        return DivergedError.exit_code
+    requeue(job)
+    return code
+
+
+def parser() -> Parser:
+    """The parser of the supervisor."""
     options = Parser(
         prog="python -m hpclm.launch.job",
         description="Run a job: the last line of its script. It starts the ranks, waits for them, and has the job started again.",
@@ -48,8 +75,11 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_settings("one settings file or preset, and overrides", "presets", nargs="+", metavar="FILE | key=value")
-    words = options.parse_args(argv).settings
-    environment.forget(OF_SUBMISSION)
+    return options
+
+
+def settings_of(words: Sequence[str]) -> RunConfig:
+    """The settings of the job, with the nodes and processes that it has; ConfigError if no rank can train with them."""
     settings, dataset = command_line.planned(words)
     if dataset is not None and not dataset.written:
         raise ConfigError(
@@ -60,29 +90,7 @@ def main(argv: list[str]) -> int:
     nodes, tasks = allocation(settings)
     settings = replace(settings, job=replace(settings.job, nodes=nodes, gpus=tasks))
     settings.plan(nodes * tasks)
-    job = current_job(settings.job.cluster)
-    _say(
-        f"start {job.identity.restart + 1} of {job.identity}"
-        if job.identity
-        else f"this machine, {socket.gethostname()}"
-    )
-    folder = errors(Path(settings.out), job)
-    code = _run(settings, words, folder)
-    cause = ends.first(ends.read(folder).values()) if code else None
-    if cause:
-        code = cause.exit_code
-    began = has_trained(Path(settings.out), job)
-    if code:
-        _say(
-            f"{settings.job.template} ended with exit code {code}{f': {cause.cause}' if cause and cause.cause else ''}"
-        )
-    if not starts_again(code):
-        return code
-    if idle_starts(settings, job, code, began) >= MAX_STARTS:
-        _say(f"{MAX_STARTS} starts in a row ended before training began: the job is not started again")
-        return DivergedError.exit_code
-    requeue(job)
-    return code
+    return settings
 
 
 def _run(settings: RunConfig, words: Sequence[str], folder: Path) -> int:
@@ -179,20 +187,18 @@ def has_trained(out: Path, job: Job) -> bool:
     return attempts.last(out).items() >= job.row().items()
 
 
-def idle_starts(settings: RunConfig, job: Job, code: int, trained: bool) -> int:
+def idle_starts(settings: RunConfig, job: Job, code: int) -> int:
     """Record how this start ended; how many in a row have ended before training began, this one included."""
     out = folders.private_folder(settings.out, "run directory")
-    attempts.append_end(
-        out, {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "code": code, "trained": int(trained), **job.row()}
-    )
-    count = 0
-    for row in reversed(attempts.read_ends(out)):
-        if "trained" not in row:  # a rank's
-            continue
-        if row["trained"] or not row.items() >= {"job_id": job.row().get("job_id")}.items():
-            break
-        count += 1
-    return count
+    row = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "code": code,
+        "trained": int(has_trained(out, job)),
+        **job.row(),
+    }
+    attempts.append_end(out, row)
+    starts = [end for end in attempts.read_ends(out) if "trained" in end and end.get("job_id") == row.get("job_id")]
+    return len([*itertools.takewhile(lambda end: not end["trained"], reversed(starts))])
 
 
 def requeue(job: Job) -> None:

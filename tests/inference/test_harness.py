@@ -362,8 +362,8 @@ def test_an_interrupted_follower_ends_with_85_and_the_next_one_scores_the_rest(p
 
 @pytest.mark.slurm
 def test_a_job_follows_the_run(cluster, place, tiny, tmp_path):
-    out = tmp_path / "run"
-    assert cli.main(["train", *training(place, tiny, "run")]) == 0
+    out = tmp_path / "hpclm.train-2"
+    assert cli.main(["train", *training(place, tiny, out.name)]) == 0
     env = {**cluster.env, "HF_HUB_OFFLINE": "1", "HF_HOME": f"{place}/hf", "PYTHONPATH": str(ROOT), "HPCLM_SITE": ""}
     said = forks.hpclm(*words_of_follower(place, out, "--submit", "job.time=60"), env=env, check=0).stdout
     assert said.startswith("submitted job ") and "which scores the run's checkpoints" in said

@@ -274,14 +274,14 @@ def submitted(run, *jobs, log=True):
         log_path = str(run / "logs" / f"job-{job}.log")
         submissions.append(run, Submission("slurm", job, "login", 1, 1, log_path, steps=12))
         if log or job != jobs[-1]:
-            (run / "logs" / f"job-{job}.log").write_text(f"start 1 of job {job} on node1\n")
+            (run / "logs" / f"job-{job}.log").write_text(f"start 1 of job {job} of Slurm, on node1\n")
     return run
 
 
 def test_a_last_job_that_failed_before_training_is_not_hidden_behind_done(tmp_path, squeue):
     run = make(tmp_path / "a", [attempt(job_id="7", steps=5)], rows(5), ("done", "done at step 5, 40 samples", 0))
     submitted(run, "7", "8")
-    (run / "logs" / "job-8.log").write_text("start 1 of job 8 on node1\nerror: data.prefix is not set\n")
+    (run / "logs" / "job-8.log").write_text("start 1 of job 8 of Slurm, on node1\nerror: data.prefix is not set\n")
     known = (
         "7|COMPLETED|0:10|0:00|2026-01-01T00:00:00|1|node1|None\n8|FAILED|0:01|0:00|2026-01-01T00:01:00|1|node1|NonZero"
     )
@@ -297,7 +297,7 @@ LMOD = """Lmod has detected the following error:  The following module(s) are un
 Please check the spelling or version number. Also try "module spider ..."
 Also make sure that all modulefiles written in TCL start with the string #%Module
 """
-EXITED = "start 1 of job 8 on node1\n{}srun: error: node1: task 0: {}\nsrun ended with exit code {}\n"
+EXITED = "start 1 of job 8 of Slurm, on node1\n{}srun: error: node1: task 0: {}\nsrun ended with exit code {}: why\n"
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_a_job_that_was_cancelled_in_the_queue_has_not_failed(known, tmp_path, s
 
 START = "start {} of job 8 on node1\n"
 TERM = "SIGTERM during the start: nothing to save, exiting\n"
-EXITED = "srun: error: node1: tasks 0-1: Exited with exit code 85\nsrun ended with exit code 85\n"
+EXITED = "srun: error: node1: tasks 0-1: Exited with exit code 85\nsrun ended with exit code 85: rank 1 was killed\n"
 STEP = "slurmstepd: error: *** STEP 8.0 ON node1 CANCELLED AT 2026-01-01T00:01:00 {}***\n"
 ENDS = {
     "signalled": (START.format(1) + TERM + TERM + EXITED, "FAILED", "cancelled"),
@@ -379,7 +379,7 @@ ENDS = {
         + "error: no data\n"
         + STEP.format("")
         + TERM
-        + EXITED.replace("with exit code 85\n", "with exit code 64\n"),
+        + EXITED.replace("with exit code 85:", "with exit code 64:"),
         "FAILED",
         "failed",
     ),

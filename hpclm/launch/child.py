@@ -1,12 +1,13 @@
 """The launcher of the ranks (srun, mpirun) as a child of this process, which hands signals on to it and waits for its end."""
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
-from hpclm.errors import ExitCode, shell_code
+from hpclm.errors import ConfigError, ExitCode, shell_code
 from hpclm.node import parent as parent_watch
 from hpclm.node import preemption, processes
 
@@ -50,6 +51,8 @@ class Launcher:
     def run(self, command: Sequence[str], env: Mapping[str, str], **options: object) -> int:
         """Run ``command`` to its end; its exit code, 128 + n when signal n ended it, and 85 when a forwarded signal did so:
         it came before the ranks caught it. ``options``: of ``subprocess.Popen``."""
+        if not shutil.which(command[0], path=env.get("PATH")):
+            raise ConfigError(f"{command[0]} is not on the PATH ({env.get('PATH', '')}), so no rank can be started")
         process = subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, **options)  # type: ignore[call-overload]
         self._pids.append(process.pid)
         for number in list(self.forward.received):  # before it had started

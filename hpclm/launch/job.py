@@ -13,7 +13,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hpclm import failures, folders
 from hpclm.config import RunConfig
@@ -47,7 +49,7 @@ def main(argv: list[str]) -> int:
     settings = settings_of(words)
     job = current_job(settings.job.cluster)
     if job.identity:
-        _say(f"start {job.identity.restart + 1} of {job.identity}")
+        _say(f"start {job.identity.restart + 1} of {replace(job.identity, restart=0)}")
     folder = errors(Path(settings.out), job)
     code = _run(settings, words, folder)
     if not code:
@@ -102,7 +104,10 @@ def _run(settings: RunConfig, words: Sequence[str], folder: Path) -> int:
         if launcher.forward.received:
             _say("a signal came before the processes were started")
             return ExitCode.REQUEUE
-        return launcher.run(start.command, start.env | {ends.FOLDER: str(folder)})
+        options: dict[str, Any] = {}
+        if start.command[0] != "srun":  # Slurm ends a step whose job's script was killed, after it has saved
+            options["preexec_fn"] = partial(child.end_with, os.getpid())
+        return launcher.run(start.command, start.env | {ends.FOLDER: str(folder)}, **options)
 
 
 def allocation(settings: RunConfig, env: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -207,7 +212,9 @@ def requeue(job: Job) -> None:
     while True:
         try:
             if not job.requeue_or_raise():
-                _say("the job is not started again: it no longer runs, or --no-requeue forbids it")
+                _say(
+                    "the supervisor does not start the job again: it is being ended or restarted already, or --no-requeue forbids it"
+                )
             return
         except MissingProgramError as error:
             _say(f"{error}: the job is not started again")

@@ -11,8 +11,8 @@ from hpclm.node import environment
 from hpclm.rundir import code
 
 TRAP = "trap '' TERM USR1 USR2"
-"""Signals wait for the supervisor, which hands them on to the ranks: those that are ignored stay so when it starts."""
-FAILED = "[ $? = 0 ] || exit 64"
+"""Signals do not end the set-up. The supervisor, for which they are ignored too until it handles them, hands them on to the ranks."""
+FAILED = '[ $? = 0 ] || { echo "the set-up of the job has failed" >&2; exit 64; }'
 """Ends the job if the last line before it has failed."""
 
 

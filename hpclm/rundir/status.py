@@ -24,10 +24,10 @@ ASK = 60.0  # seconds between questions to a scheduler of one command, since man
 OWN = re.compile(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\S* [DIW] ")
 """A line that the run logged before it ended."""
 NOISE = re.compile(
-    r"(?:srun|mpirun) ended with|start \d+ of job \d+ on |srun: (?:Job step|Terminating|launch/slurm: )"
+    r"(?:srun|mpirun|torchrun) ended with|start \d+ of job |srun: (?:Job step|Terminating|launch/slurm: )"
     r"|srun: error: \S+: tasks? \S+: (?:Exited|Terminated|Killed)|slurmstepd\S*: error: \*\*\* (?!.* DUE TO )"
 )
-"""Lines of Slurm and of a job's script that only say that processes have ended."""
+"""Lines of Slurm and of a job's supervisor that only say that processes have ended."""
 PLACE = re.compile(r"^(?:bash|\S*/slurm_script): line \d+: |^(?:[\d-]+ )?\d\d:\d\d:\d\d\S* [EC] |^error: ")
 FAULT = re.compile(
     r"error|not found|cannot|can't|could not|no such|no module|denied|fail|fatal|fault|DUE TO|:\d\d\S* E ",
@@ -35,15 +35,15 @@ FAULT = re.compile(
 )
 
 NOT_CANCELLED = re.compile(
-    r"^\d\d:\d\d:\d\d E the launcher was killed|^(srun|mpirun) ended with exit code "
-    rf"({'|'.join(str(code) for code in FAILURES if code is ExitCode.FAILED or code.final)})$",
+    r"^\d\d:\d\d:\d\d E the launcher was killed|^(srun|mpirun|torchrun) ended with exit code "
+    rf"({'|'.join(str(code) for code in FAILURES if code is ExitCode.FAILED or code.final)})(?=:|$)",
     re.MULTILINE,
 )
 """Lines of a job's log after which a launcher ended the other ranks, with the signal that a person would send."""
 CANCELLED = re.compile(
     r"^SIG(TERM|INT|HUP|USR1) during the start: nothing to save, exiting$|^second Ctrl-C: exiting now without saving$"
     r"|: \*\*\* (JOB|STEP) \S+ ON \S+ CANCELLED AT (?!.* DUE TO ).*\*\*\*$"
-    rf"| ended with exit code {shell_code(-signal.SIGTERM)}$",
+    rf"| ended with exit code {shell_code(-signal.SIGTERM)}(?=:|$)",
     re.MULTILINE,
 )
 """Lines of a job's log that say that somebody ended it: Slurm's warning of the time limit is USR2, mpirun's ranks get USR1."""

@@ -123,6 +123,11 @@ def test_a_mistake_in_the_settings_starts_no_rank(wrong, start, tmp_path):
     assert not (tmp_path / "started").exists()
 
 
+def test_a_launcher_that_is_not_there_is_named(start):
+    with pytest.raises(ConfigError, match=r"srun is not on the PATH \(/nowhere\)"):
+        start("job.env.PATH=/nowhere", CODE=0)
+
+
 def test_a_signal_before_the_ranks_start_has_the_job_started_again(start, tmp_path):
     assert start("job.template=mpirun", CODE=0, ON_VERSION="kill -USR2 $PPID") == (85, 1)
     assert not (tmp_path / "started").exists()

@@ -40,7 +40,7 @@ def rendered(*words, path="/scratch/run/config.yaml"):
 def test_a_shipped_script_is_short_and_runs_the_supervisor_with_what_survives_preemption(path):
     text = path.read_text()
     assert subprocess.run(["bash", "-n", path], capture_output=True).stderr == b""
-    assert len(text.splitlines()) <= 25 and max(map(len, text.splitlines())) <= 120
+    assert len(text.splitlines()) <= 25 and max(map(len, text.splitlines())) <= 100
     for needed in ("--requeue", "--propagate=NONE", "--open-mode=append", "--ntasks-per-node=", "USR2@120"):
         assert f"{needed}" in text
     assert text.splitlines()[-1] == f'exec python -P -u -m hpclm.launch.job "$@" job.template={path.stem}'

@@ -127,7 +127,7 @@ def _fault(error: Exception, redact: Callable[[str], str]) -> int:
     if reason:
         say(redact(f"error: {reason}"), file=sys.stderr)
         return ExitCode.INVALID
-    say(redact(traceback.format_exc() + import_errors.noted()), end="", file=sys.stderr)
+    say(redact(traceback.format_exc()), end="", file=sys.stderr)
     return ExitCode.FAILED
 
 

@@ -241,7 +241,7 @@ TOGETHER = (
     "test_finetune",
     "test_chat_template",
     "test_examples",
-    "test_shadows",
+    "test_import_errors",
     "test_self_check",
     "test_python_arguments",
 )

@@ -53,23 +53,21 @@ def package(folder, name, code):
 def test_a_torch_that_cannot_be_loaded_or_crashes_is_a_problem(code, reason, tmp_path):
     shown = runs.hpclm("doctor", check=1, env=package(tmp_path, "torch", code)).stdout
     [problem] = [line for line in shown.splitlines() if line.startswith("problem: ")]
-    assert (
-        reason in problem
-        and f"torch comes from {tmp_path}/torch/__init__.py (PYTHONPATH entry '{tmp_path}')" in problem
-    )
+    assert reason in problem and f"torch comes from {tmp_path}/torch/__init__.py, outside the environment" in problem
 
 
 def test_a_library_that_can_be_imported_but_is_too_old_is_a_problem(tmp_path):
-    shown = runs.hpclm("doctor", check=1, env=package(tmp_path, "yaml", "__version__ = '3.1'")).stdout
+    (tmp_path / "PyYAML-5.4.1.dist-info").mkdir()
+    (tmp_path / "PyYAML-5.4.1.dist-info" / "METADATA").write_text("Name: PyYAML\nVersion: 5.4.1\n")
+    shown = runs.hpclm("doctor", check=1, env=CALM | {"PYTHONPATH": str(tmp_path)}).stdout
     [problem] = [line for line in shown.splitlines() if line.startswith("problem: ")]
-    assert problem.startswith(f"problem: yaml comes from {tmp_path}/yaml/__init__.py (PYTHONPATH entry '{tmp_path}')")
-    assert "version 3.1, but hpclm needs PyYAML>=6" in problem
+    assert problem.startswith("problem: hpclm needs PyYAML 6 or newer, but PyYAML 5.4.1 is installed; pip install")
 
 
 def test_a_library_from_outside_the_environment_that_works_is_a_hint(tmp_path):
     code = "import sys; sys.path.remove(__path__[0][:-5]); del sys.modules['tqdm']; from tqdm import *"
     shown = runs.hpclm("doctor", check=0, env=package(tmp_path, "tqdm", code)).stdout
-    assert f"hint: tqdm comes from {tmp_path}/tqdm/__init__.py (PYTHONPATH entry '{tmp_path}') instead of " in shown
+    assert f"hint: tqdm comes from {tmp_path}/tqdm/__init__.py, outside the environment" in shown
 
 
 def test_variables_of_launchers_that_contradict_each_other_are_a_problem():

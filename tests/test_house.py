@@ -222,7 +222,6 @@ OF_THE_KERNEL = (
         "node/hardware.py",
         "node/threads.py",
         "node/processes.py",
-        "node/shadows.py",
         "node/parent.py",
         "diagnostics/facts.py",
         "distributed/peers.py",

@@ -8,18 +8,17 @@ import platform
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hpclm import __version__, files
+from hpclm import __version__, extras, files
 from hpclm.distributed import network
 from hpclm.distributed.bootstrap import World
-from hpclm.node import environment, import_errors, python, secrets, shadows, threads
-from hpclm.node.shadows import Shadow
+from hpclm.node import environment, import_errors, python, secrets, threads
 from hpclm.terminal import many, ranges
 
 if TYPE_CHECKING:
@@ -42,17 +41,15 @@ except Exception as error:
     answer["error"] = facts.reason(error)
 print(json.dumps(answer))
 """
-VARIABLES = re.compile("CUDA|GLOO_|LD_LIB|LOCAL_|MASTER_|NCCL_|OMP|PMI|RANK|SLURM|TORCH|WORLD_SIZE")
+VARIABLES = re.compile("CUDA|GLOO_|LD_|LOCAL_|MASTER_|NCCL_|OMP|PMI|RANK|SLURM|TORCH|WORLD_SIZE")
 """Beginnings of the variables that are shown, unless their names are those of secrets."""
 
 TRAINING = "hpclm.training.loop"
-"""What every rank imports."""
-DISTRIBUTIONS = {"yaml": "PyYAML"}
-"""The names of packages that differ from that of their module."""
+"""The module that imports everything a rank needs."""
 
 
 def of_process(node: str, env: Mapping[str, str] = os.environ) -> Facts:
-    """The node at this moment, of which the scheduler's name is ``node``, and versions; PyTorch is not loaded."""
+    """The node that its scheduler calls ``node``, at this moment, and versions; does not load PyTorch."""
     allowed = threads.noted_cores(env)
     return {
         "node": node,
@@ -150,7 +147,7 @@ def everything(world: World, node: str, env: Mapping[str, str] = os.environ) -> 
         **of_process(node, env),
         "torch": None,
         **python.ask(TORCH, env, seconds=120),
-        "outside": [f"{library}; {library.way_out}" for library in shadows.outside()],
+        "outside": import_errors.outside([*import_errors.REQUIRED, *sorted(sys.stdlib_module_names)]),
         **{name: version(name) for name in ("apex", "mpi4py", "tokenizers")},
         **{name: shutil.which(name) for name in ("mpirun", "sbatch")},
         "threads": threads.per_process(world.local_size, env),
@@ -162,43 +159,38 @@ def everything(world: World, node: str, env: Mapping[str, str] = os.environ) -> 
     }
 
 
-def imports() -> dict[str, Any]:
-    """What goes wrong when this process imports what training does, a line for each library; and where its shared libraries are from."""
-    outside = {library.name: library for library in shadows.outside()}
-    failures: list[str] = []
-    for name in dict.fromkeys([*outside, *shadows.REQUIRED, TRAINING]):
+def imports() -> Facts:
+    """Errors of importing what training imports, one line per library, and the shared libraries from LD_LIBRARY_PATH."""
+    failures = []
+    for name in (*import_errors.REQUIRED, TRAINING):
         try:
-            module = import_module(name)
+            import_module(name)
         except Exception as error:
             failures.append(import_errors.explained(error) or f"{name} cannot be imported: {reason(error)}")
-            continue
-        if name in outside:
-            failures += _too_old(outside[name], module)
-    by_library = {text.partition(" ")[0]: text for text in reversed(failures)}  # the first of each
-    return {"import_failures": [*by_library.values()][::-1], "linked": shadows.linked()}
+    first = {text.partition(" ")[0]: text for text in reversed(failures)}
+    return {"import_failures": [*reversed(first.values()), *_too_old()], "linked": _linked()}
+
+
+def _too_old() -> Iterator[str]:
+    """Libraries that are older than hpclm needs."""
+    with suppress(metadata.PackageNotFoundError):
+        for requirement in metadata.requires("hpclm") or ():
+            needed = re.fullmatch(r"([\w-]+) ?>=([\d.]+)", requirement)
+            installed = extras.older(*needed.groups()) if needed else None
+            if needed and installed:
+                yield extras.too_old("hpclm", *needed.groups(), installed, f"pip install -U {needed[1]}")
+
+
+def _linked() -> list[str]:
+    """The shared libraries of this process from folders of LD_LIBRARY_PATH."""
+    folders = {Path(folder).resolve() for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder}
+    mapped = set(re.findall(r"/\S+\.so\S*", Path("/proc/self/maps").read_text(errors="replace")))
+    return sorted(path for path in mapped if Path(path).parent in folders)
 
 
 def reason(error: BaseException) -> str:
     """The kind of an error, and the last line of its text."""
     return ": ".join([type(error).__name__, *[line.strip() for line in str(error).splitlines() if line.strip()][-1:]])
-
-
-def _too_old(library: Shadow, module: ModuleType) -> Iterator[str]:
-    """That a library from outside the environment is older than what hpclm needs."""
-    version = str(getattr(module, "__version__", ""))
-    name = DISTRIBUTIONS.get(library.name, library.name)
-    with suppress(metadata.PackageNotFoundError):
-        for requirement in metadata.requires("hpclm") or ():
-            if (match := re.match(rf"{name}\s*>=\s*([\d.]+)", requirement, re.IGNORECASE)) and (
-                _numbers(version) < _numbers(match[1])
-            ):
-                yield f"{library}: version {version}, but hpclm needs {name}>={match[1]}; {library.way_out}"
-
-
-def _numbers(version: str) -> list[int]:
-    """The release of a version, as numbers that can be compared."""
-    start = re.match(r"[\d.]*", version)
-    return [int(part) for part in (start[0] if start else "").split(".") if part]
 
 
 def lines(facts: Facts) -> list[str]:
@@ -224,7 +216,7 @@ def line(facts: Facts) -> str:
 def _shown(value: Any) -> str:
     """A value for people: bytes in GiB, lists and objects in one line."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_shown(part)}" for name, part in value.items())
+        return ", ".join(f"{name} {_shown(part)}" for name, part in value.items()) or "none"
     if isinstance(value, list):
         return "; ".join(map(_shown, value)) or "none"
     if isinstance(value, int) and value >= 1 << 24:

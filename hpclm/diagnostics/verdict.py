@@ -11,6 +11,7 @@ from statistics import median_high
 from typing import Any
 
 from hpclm.diagnostics.facts import DECISIVE, Facts
+from hpclm.node.import_errors import WAY_OUT
 from hpclm.terminal import ranges
 
 AGREE = ("hpclm", "python", "torch", "cuda", "nccl", *DECISIVE, "driver", "device_name")
@@ -71,7 +72,8 @@ def problems(facts: Facts) -> Iterator[str]:
     failures = facts.get("import_failures", ())
     yield from failures
     if facts["torch"] is None and not failures:
-        origin = "".join(f"; {text}" for text in facts.get("outside", ()) if text.startswith("torch "))
+        path = facts.get("outside", {}).get("torch")
+        origin = f"; torch comes from {path}, outside the environment" if path else ""
         yield f"PyTorch cannot be loaded ({facts['error']}): reinstall it, or load the modules it was built with{origin}"
     yield from facts.get("broken", ())
     if 1 < gpus < local:
@@ -83,7 +85,8 @@ def problems(facts: Facts) -> Iterator[str]:
 def hints(facts: Facts) -> Iterator[str]:
     """What will not stop a run of one process, but may surprise its user."""
     if facts["torch"] and not facts.get("import_failures"):
-        yield from facts.get("outside", ())
+        for name, path in facts.get("outside", {}).items():
+            yield f"{name} comes from {path}, outside the environment; {WAY_OUT}"
     after, variables = facts.get("main_cores", ""), facts.get("binding")
     if variables and facts["torch"] and numbers(after) < numbers(facts["cores"].partition(" (")[0]):
         yield (

@@ -2,13 +2,14 @@
 
 import json
 import os
+import site
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpclm import shipped
-from hpclm.node import processes, shadows, slurm
+from hpclm.node import processes, slurm
 from hpclm.node.processes import NoAnswerError
 
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", slurm.STEPS)
@@ -35,7 +36,7 @@ def safe_env(base: Mapping[str, str] = os.environ) -> dict[str, str]:
     env = {**base, SAFE_PATH: "1"}
     if folders:
         env["PYTHONPATH"] = os.pathsep.join(folders)
-    if USER_SITE not in env and not any(Path(shadows.user_site()).glob("hpclm-*.dist-info")):
+    if USER_SITE not in env and not any(Path(site.getusersitepackages()).glob("hpclm-*.dist-info")):
         env[USER_SITE] = "1"
     return env
 

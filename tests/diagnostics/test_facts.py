@@ -1,7 +1,6 @@
 import json
 import os
 import socket
-from types import ModuleType
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from hpclm.diagnostics import facts
 from hpclm.distributed.bootstrap import World
 from hpclm.launch.schedulers import current_job
 from hpclm.node import python
-from hpclm.node.shadows import Shadow
 from tests.runs import PATIENCE
 
 
@@ -32,15 +30,6 @@ def test_the_name_of_a_node_is_slurms_only_for_its_own_ranks():
     env["SLURM_JOB_NODELIST"] = "node[1-2]"
     names = [current_job(env=env | more).node for more in ({}, {"OMPI_COMM_WORLD_RANK": "0"}, {"MPI_LOCALRANKID": "0"})]
     assert names == ["node1", "node1", socket.gethostname()]  # MPICH hands on the variables of its first node
-
-
-@pytest.mark.parametrize("version, old", [("5.4.1", True), ("6", False), ("10.1", False)])
-def test_a_library_from_outside_is_too_old_by_the_numbers_of_its_version(version, old):
-    module = ModuleType("yaml")
-    module.__version__ = version
-    library = Shadow("yaml", "/x/yaml.py", "PYTHONPATH entry '/x'", "unset PYTHONPATH", "")
-    said = f"{library}: version {version}, but hpclm needs PyYAML>=6; unset PYTHONPATH"
-    assert [*facts._too_old(library, module)] == [said] * old
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hpclm import extras
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.launch import process
-from hpclm.node import threads
+from hpclm.node import environment, threads
 from hpclm.reporting import figures, history
 from hpclm.rundir import summary
 from hpclm.rundir.status import span
@@ -85,13 +85,15 @@ def computing() -> Iterator[None]:
 def load_pytorch() -> None:
     """Import PyTorch; KeyboardInterrupt only afterwards, since an import that was interrupted cannot be repeated in this process.
 
-    Its idle OpenMP threads sleep, as those of ``hpclm train`` do (hpclm.node.threads.prepare); the variable is read at the import."""
+    OpenMP reads its variables at the import; afterwards they are the caller's again.
+    """
     if "torch" in sys.modules or threading.current_thread() is not threading.main_thread():
         return
     interrupts: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
-        with threads.sleeping():
+        with environment.preserved():
+            threads.set_openmp()
             import_module("torch")
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)

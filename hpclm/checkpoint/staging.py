@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hpclm.checkpoint.format import write
 from hpclm.engine import Shard
-from hpclm.node import threads
 
 MAX_FILE_BYTES = 4 << 30  # bytes of tensors in a file, so that reading and verification can be parallelised
 
@@ -75,7 +74,6 @@ def in_background(work: Callable[[], dict[str, Any]]) -> "Future[dict[str, Any]]
     future: Future[dict[str, Any]] = Future()
 
     def run() -> None:
-        threads.unbind()
         time.sleep(0.001)  # yields the GIL; otherwise the training thread waits up to 5 ms for it
         try:
             future.set_result(work())

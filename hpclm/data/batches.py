@@ -17,17 +17,11 @@ from torch import Tensor
 from hpclm.config import DataConfig, ModelConfig, Plan
 from hpclm.data.sources import PADDING, Samples, needs_eod
 from hpclm.errors import ConfigError
-from hpclm.node import hardware, threads
+from hpclm.node import hardware
 from hpclm.parallel.mesh import Compute
 from hpclm.parallel.micro_batch import MicroBatch
 
 T = TypeVar("T")
-
-
-def _begin(device: torch.device) -> None:
-    """Prepare a thread that reads ahead: it pins memory, and must not wait for the core of the main thread."""
-    threads.unbind()
-    hardware.use(device)
 
 
 class Batches:
@@ -60,7 +54,7 @@ class Batches:
             lambda consumed: list(self._read(consumed, plan.batch_size(consumed))),
             lambda consumed: consumed + plan.batch_size(consumed),
             data.workers,
-            partial(_begin, compute.device),
+            partial(hardware.use, compute.device),
         )
 
     def step(self, consumed: int) -> list[MicroBatch]:

@@ -94,7 +94,6 @@ def _begin() -> None:
     """In a worker: exit when the parent does, however it ends; and warn of nothing, since the parent, which loads the same
     tokenizer, has done so."""
     logging.disable(logging.WARNING)
-    threads.unbind()
     parent = multiprocessing.parent_process()
 
     def wait() -> None:

@@ -50,7 +50,7 @@ TRAINING = "hpclm.training.loop"
 
 def of_process(node: str, env: Mapping[str, str] = os.environ) -> Facts:
     """The node that its scheduler calls ``node``, at this moment, and versions; does not load PyTorch."""
-    allowed = threads.noted_cores(env)
+    allowed = os.sched_getaffinity(os.getpid())
     return {
         "node": node,
         "host": socket.gethostname(),
@@ -61,9 +61,8 @@ def of_process(node: str, env: Mapping[str, str] = os.environ) -> Facts:
         **{name: version(name) for name in DECISIVE},
         "visible": env.get("CUDA_VISIBLE_DEVICES"),
         "cores": f"{ranges(allowed)} ({threads.physical(allowed)} physical) of {os.cpu_count()}",
-        "main_cores": ranges(os.sched_getaffinity(os.getpid())),
+        "allowed_cores": ranges(allowed),
         "cores_of_job": threads.available(env),
-        "binding": threads.binding(env),
         "shm": shutil.disk_usage("/dev/shm")._asdict() if Path("/dev/shm").is_dir() else None,
         "driver": driver(),
     }
@@ -117,7 +116,6 @@ def pytorch() -> Facts:
     import torch
     from torch.utils import collect_env
 
-    torch.zeros(1 << 20).add_(1)  # in parallel: the OpenMP threads begin
     reported = {name: str(value) for name, value in collect_env.get_env_info()._asdict().items() if name != "cpu_info"}
     names, broken = [], []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -130,8 +128,6 @@ def pytorch() -> Facts:
         "device_name": names[0] if names else "CPU",
         "gpus": len(names),
         "broken": broken,
-        "main_cores": ranges(os.sched_getaffinity(os.getpid())),
-        "computing_cores": ranges(threads.computing_cores()),
         "collect_env": {name: value for name, value in reported.items() if value not in ("None", "N/A")},
     }
 

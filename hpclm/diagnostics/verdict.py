@@ -87,13 +87,6 @@ def hints(facts: Facts) -> Iterator[str]:
     if facts["torch"] and not facts.get("import_failures"):
         for name, path in facts.get("outside", {}).items():
             yield f"{name} comes from {path}, outside the environment; {WAY_OUT}"
-    after, variables = facts.get("main_cores", ""), facts.get("binding")
-    if variables and facts["torch"] and numbers(after) < numbers(facts["cores"].partition(" (")[0]):
-        yield (
-            f"{variables}: importing PyTorch binds the main thread to core{'s' * (len(numbers(after)) > 1)} {after} of "
-            f"{facts['cores'].partition(' (')[0]}, and OpenMP computes on {facts['computing_cores']}; all processes of a node are bound "
-            "to the same ones, unless their launcher gives them different cores"
-        )
     if facts["torch"] and facts["driver"] and not facts["gpus"]:
         yield (
             f"this machine has GPUs (driver {facts['driver']}), but PyTorch, built for CUDA {facts['cuda']}, sees none, with "
@@ -168,21 +161,20 @@ def memory(ranks: Sequence[Facts]) -> list[NodeFinding]:
 
 
 def cores(ranks: Sequence[Facts]) -> list[NodeFinding]:
-    """Ranks whose main threads are bound to the same core, where the cores of the node would do for all, or for fewer on that one."""
+    """Ranks that are bound to the same core although the node has enough cores for fewer ranks on each."""
     findings = []
     for node, members in nodes_of(ranks).items():
-        bound = {rank: frozenset(numbers(ranks[rank]["main_cores"])) for rank in members}
+        bound = {rank: frozenset(numbers(ranks[rank]["allowed_cores"])) for rank in members}
         available = ranks[members[0]]["cores_of_job"]
         unavoidable = max(1, math.ceil(len(members) / available))
         for shared in sorted(set(bound.values()), key=lambda cpus: (len(cpus), min(cpus, default=0))):
             crowd = [rank for rank in members if bound[rank] <= shared]
             if len(crowd) <= len(shared) * unavoidable:
                 continue
-            cause = ranks[crowd[0]]["binding"] or "as their launcher started them"
             text = (
-                f"ranks {ranges(crowd)} on {node} are all bound to core{'s' * (len(shared) > 1)} {ranges(shared)} ({cause}), of "
-                f"{available} that the job has there: they wait for one another. Leave out such variables, or give each rank cores of "
-                "its own: srun --cpu-bind=cores with job.cpus_per_task, mpirun --bind-to core"
+                f"ranks {ranges(crowd)} on {node} are all bound to core{'s' * (len(shared) > 1)} {ranges(shared)}, of "
+                f"{available} that the job has there: they wait for one another. Give each rank cores of its own: srun "
+                "--cpu-bind=cores with job.cpus_per_task, mpirun --bind-to core; unset OMP_PROC_BIND where a launcher starts"
             )
             findings.append(warning(text))
     return findings

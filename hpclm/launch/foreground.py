@@ -16,7 +16,7 @@ from hpclm import files, folders
 from hpclm.config import RunConfig
 from hpclm.errors import ExitCode, HpclmError, shell_code
 from hpclm.launch import child
-from hpclm.node import import_errors, preemption, processes, threads
+from hpclm.node import import_errors, preemption, processes
 from hpclm.rundir import submissions
 from hpclm.rundir.submissions import Submission
 from hpclm.terminal import say
@@ -76,7 +76,6 @@ def contained(work: Callable[[], int], log: Path) -> int:
             try:
                 for number, handle in streams.items():
                     os.dup2(handle, number)
-                threads.unbind()  # PyTorch may have been loaded
                 os.setsid()  # Ctrl-C in a terminal reaches the parent only
                 preemption.end_at_once()  # also by Ctrl-C, while PyTorch is imported
                 processes.adopt_orphans()

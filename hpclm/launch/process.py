@@ -40,7 +40,6 @@ def start(
     ``resume_step``: the step of the checkpoint to continue from, instead of the newest. ``quiet``: print warnings only.
     ``began``: when the attempt began, in seconds since 1970; None: now.
     """
-    threads.note_cores()
     code.check_snapshot()
     _refuse_incomplete(settings)
     world, parent = bootstrap.detect(alone=alone), os.getppid()

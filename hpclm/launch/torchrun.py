@@ -11,7 +11,7 @@ from hpclm.node import import_errors, preemption, threads
 if __name__ == "__main__":  # before the other imports, which take a while
     import_errors.report_uncaught()
     preemption.catch_from_the_start("train")
-    threads.note_cores()
+    threads.prepare()
 
 import argparse
 import logging
@@ -127,7 +127,6 @@ def main(argv: list[str], job: Job) -> int:
     parser.add_argument("module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
-    threads.unbind()
     os.environ.setdefault("OMP_NUM_THREADS", str(threads.per_process(args.nproc_per_node, env={})))
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun sends it when the launcher of another node exits
@@ -152,7 +151,6 @@ def main(argv: list[str], job: Job) -> int:
 
 def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: Job, **rendezvous: Any) -> int:
     """Run this node's ``ranks`` to their end, in the job ``job``; the exit code."""
-    threads.unbind()  # or the ranks would begin with the core to which PyTorch may have bound this process
     os.environ[parent.PID] = f"{rendezvous['run_id']} {os.getpid()}"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log what happened
     with folders.temporary_folder() as folder:

@@ -1,42 +1,39 @@
-"""How many threads each of the processes that share a machine uses, and what every process sets for itself first."""
+"""How many threads each process of a machine uses, and what every process sets for itself before PyTorch is loaded."""
 
 import os
 import resource
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from hpclm.node import slurm
 
 SYS = Path("/sys")
 GROUPS = Path("/proc/self/cgroup")
-CORES = "HPCLM_CORES"
-"""Variable with the PID of a process of hpclm and the cores that it could use when it began, for itself and what it starts."""
-WAITING = "OMP_WAIT_POLICY"
-"""Variable that says whether idle threads of an OpenMP runtime sleep or spin; it is read when the runtime is loaded."""
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""Variables by which an OpenMP runtime binds threads to cores: PyTorch's binds the main thread as soon as it is loaded."""
+"""Variables that make an OpenMP runtime bind threads to cores."""
 
 
 def per_process(local_size: int, env: Mapping[str, str] = os.environ, system: Path = SYS) -> int:
-    """Threads for this process, one of ``local_size`` on its host: OMP_NUM_THREADS if the user set it, otherwise its share of
-    the physical cores.
+    """Threads for this process, one of ``local_size`` on its host: OMP_NUM_THREADS, or its share of the physical cores.
 
     Set the number as OMP_NUM_THREADS before torch is loaded, or by torch.set_num_threads afterwards.
     """
     chosen = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if chosen.isdigit() and int(chosen):
         return int(chosen)
-    allowed = noted_cores(env)
+    allowed = os.sched_getaffinity(0)
     cores = min(physical(allowed, system), quota(system))
-    if given := slurm.cores_per_task(env):
-        return max(1, min(given, cores))
-    if not bound(allowed, env):
-        return max(1, cores // local_size)
-    # a launcher that binds to sockets gives several processes the same cores
-    return max(1, min(cores, (os.cpu_count() or 1) // local_size))
+    of_task = slurm.cores_per_task(env)
+    if of_task:
+        share = min(of_task, cores)
+    elif bound(allowed, env):  # a launcher that binds to sockets gives several processes the same cores
+        share = min(cores, (os.cpu_count() or 1) // local_size)
+    else:
+        share = cores // local_size
+    return max(1, share)
 
 
 def bound(allowed: Collection[int], env: Mapping[str, str] = os.environ) -> bool:
@@ -63,78 +60,22 @@ def physical(cores: Collection[int], system: Path = SYS) -> int:
     return len(siblings)
 
 
-def usable(env: Mapping[str, str] = os.environ) -> int:
+def usable() -> int:
     """How many cores this process may use: those that it may run on, or fewer if its cgroup has less time on the CPU."""
-    return min(len(noted_cores(env)), quota())
+    return min(len(os.sched_getaffinity(0)), quota())
 
 
 def quota(system: Path = SYS, groups: Path = GROUPS) -> int:
-    """How many whole cores the CPU quotas of this process's cgroups are worth, at least 1; sys.maxsize without a quota."""
-    cores: float = sys.maxsize
-    with suppress(OSError):
-        for line in groups.read_text().splitlines():
-            _, controllers, name = line.split(":", 2)
-            if not controllers:
-                folder, names = system / "fs/cgroup", ["cpu.max"]
-            elif "cpu" in controllers.split(","):
-                folder, names = system / "fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-            else:
-                continue
-            folder /= name.lstrip("/")
-            for level in (
-                folder,
-                *folder.parents,
-            ):  # every group above it limits it too; a container sees only the root
-                with suppress(OSError, ValueError):  # of the root of a machine, and "max"
-                    quota, period = " ".join((level / name).read_text() for name in names).split()
-                    if int(quota) > 0:  # -1 is no limit
-                        cores = min(cores, int(quota) / int(period))
-    return max(1, int(cores))
-
-
-def note_cores(env: MutableMapping[str, str] = os.environ) -> None:
-    """Note the cores that this process may use, before PyTorch is loaded, which may bind its main thread to one; the first call in
-    a process counts."""
-    if env.get(CORES, "").partition(" ")[0] != str(os.getpid()):
-        env[CORES] = f"{os.getpid()} {','.join(map(str, sorted(os.sched_getaffinity(0))))}"
-
-
-def noted_cores(env: Mapping[str, str] = os.environ) -> set[int]:
-    """The cores that this process could use when it began, or the process that started it; without a note of these, those of now."""
-    pid, _, cores = env.get(CORES, "").partition(" ")
-    noted = (
-        {int(core) for core in cores.split(",") if core.isdigit()}
-        if pid in map(str, (os.getpid(), os.getppid()))
-        else set()
-    )
-    return noted or os.sched_getaffinity(0)
-
-
-def unbind(env: Mapping[str, str] = os.environ) -> None:
-    """Let the calling thread, and what it starts, use all these cores again: it has inherited those of a main thread that the OpenMP
-    runtime has bound."""
-    with suppress(OSError):
-        os.sched_setaffinity(0, noted_cores(env))
-
-
-def computing_cores(env: Mapping[str, str] = os.environ) -> set[int]:
-    """The cores on which the main thread and the OpenMP threads of this process compute, as the kernel has them; call it after the
-    first parallel operation, which starts these threads."""
-    noted, main = noted_cores(env), os.sched_getaffinity(os.getpid())
-    if main == noted:
-        return main
-    cores = set(main)
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has just ended
-            allowed = os.sched_getaffinity(int(task.name))
-            if allowed != noted:  # threads that began before the runtime was loaded have all cores
-                cores |= allowed
-    return cores
-
-
-def binding(env: Mapping[str, str] = os.environ) -> str:
-    """The variables that bind OpenMP threads, with their values; empty without any."""
-    return ", ".join(f"{name}={env[name]}" for name in BINDING if env.get(name))
+    """How many whole cores the CPU quotas of this process's cgroups (version 2) are worth, at least 1; sys.maxsize without a quota."""
+    cores = sys.maxsize
+    with suppress(OSError, StopIteration):
+        name = next(line[3:] for line in groups.read_text().splitlines() if line.startswith("0::"))
+        folder = system / "fs/cgroup" / name.lstrip("/")
+        for level in (folder, *folder.parents):  # the groups above limit it too; a container sees only the root
+            with suppress(OSError, ValueError):  # the root has no file, and "max" is not a number
+                time, period = (level / "cpu.max").read_text().split()
+                cores = min(cores, int(time) // int(period))
+    return max(1, cores)
 
 
 def available(env: Mapping[str, str] = os.environ) -> int:
@@ -152,27 +93,20 @@ def available(env: Mapping[str, str] = os.environ) -> int:
     return min(len(allowed), slurm.cores_on_node(env) or len(allowed))
 
 
-@contextmanager
-def sleeping() -> Iterator[None]:
-    """Idle threads of an OpenMP runtime that is loaded in the block sleep, unless the user chose otherwise; processes that are started
-    after it choose for themselves."""
-    chosen = os.environ.get(WAITING)
-    os.environ.setdefault(WAITING, "PASSIVE")
-    try:
-        yield
-    finally:
-        if chosen is None:
-            os.environ.pop(WAITING, None)
+def set_openmp() -> None:
+    """Let idle OpenMP threads sleep, unless the user chose otherwise, and leave binding to the launcher; before PyTorch is loaded.
+
+    Spinning threads that share their core with another process make a step ten times as slow. An OpenMP runtime that binds
+    threads binds the main thread too, to the same core in all processes of a node, and all that this thread starts.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name in BINDING:
+        os.environ.pop(name, None)
 
 
 def prepare() -> None:
-    """Let idle OpenMP threads sleep, unless the user chose otherwise, and raise soft limits, which may be a login shell's, to the hard
-    ones.
-
-    Called before torch is loaded. Spinning threads that share their core with another process make a step ten times as slow.
-    """
-    note_cores()
-    os.environ.setdefault(WAITING, "PASSIVE")
+    """``set_openmp``, and raise soft limits, which may be a login shell's, to the hard ones."""
+    set_openmp()
     for name in ("CPU", "FSIZE", "NOFILE", "NPROC", "AS", "DATA", "RSS", "MEMLOCK"):
         limit = getattr(resource, f"RLIMIT_{name}")
         hard = soft = resource.getrlimit(limit)[1]
@@ -180,10 +114,3 @@ def prepare() -> None:
             soft -= hard // 10  # SIGXCPU comes at the soft limit, SIGKILL at the hard one
         with suppress(ValueError, OSError):
             resource.setrlimit(limit, (soft, hard))
-
-
-def hard_limits() -> str:
-    """The hard limits of this process that may end a run, in words; empty without one."""
-    limits = {resource.RLIMIT_CPU: "s of CPU time (ulimit -t)", resource.RLIMIT_FSIZE: "bytes a file (ulimit -f)"}
-    hard = {text: resource.getrlimit(limit)[1] for limit, text in limits.items()}
-    return ", ".join(f"{number} {text}" for text, number in hard.items() if number != resource.RLIM_INFINITY)

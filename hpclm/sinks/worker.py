@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpclm import files, terminal
-from hpclm.node import secrets, threads
+from hpclm.node import secrets
 from hpclm.node.preemption import WARNINGS
 from hpclm.sinks.feed import Feed, cause, place
 
@@ -40,7 +40,6 @@ def main(name: str, out: Path) -> int:
     for number in WARNINGS:  # of a terminal or a job; how the attempt ends is rank 0's decision
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)
-    threads.unbind()
     ending, redact = Ending(), secrets.Redactor()
     threading.Thread(target=ending.listen, daemon=True).start()
 

@@ -1,7 +1,6 @@
 """What a run's log says of the run as a whole: at its start and at its end."""
 
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.model.attention import backend as attention_backend
-from hpclm.node import apex, hardware, threads
+from hpclm.node import apex, hardware
 from hpclm.rundir import folder
-from hpclm.terminal import ranges
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +27,6 @@ def device(device: torch.device, dtype: torch.dtype, products: str) -> None:
     logger.info("%s, %s; fp32 matmuls: %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
     if slow := hardware.slow_type(device, dtype):
         logger.warning("%s", slow)
-    if limits := threads.hard_limits():
-        logger.warning("this process is limited to %s", limits)
-    main, noted, computing = os.sched_getaffinity(os.getpid()), threads.noted_cores(), threads.computing_cores()
-    omp_threads = torch.get_num_threads()
-    if main != noted:
-        text = "%s binds the main thread to core%s %s of %s, and OpenMP's threads (%d) to %s"
-        names = (threads.binding() or "a library", "s" * (len(main) > 1), ranges(main), ranges(noted))
-        logger.info(text, *names, omp_threads, ranges(computing))
-    if device.type == "cpu" and len(computing) < min(omp_threads, len(noted)):
-        text = (
-            "%d OpenMP threads share core%s %s, though this process may use %s; set OMP_NUM_THREADS=%d, or leave out %s"
-        )
-        share = (omp_threads, "s" * (len(computing) > 1), ranges(computing), ranges(noted), len(computing))
-        logger.warning(text, *share, threads.binding() or "what binds them")
 
 
 def log_start(config: RunConfig, plan: Plan, context: DistributedContext, length: Length, samples: int) -> None:

@@ -152,26 +152,11 @@ BOUND = {
 
 @pytest.mark.parametrize("bound, available, shared", BOUND.values(), ids=BOUND)
 def test_ranks_that_share_a_core_without_need_are_named(bound, available, shared):
-    ranks = [rank("a", main_cores=cores, cores_of_job=available, binding="OMP_PROC_BIND=true") for cores in bound]
+    ranks = [rank("a", allowed_cores=cores, cores_of_job=available) for cores in bound]
     texts = [finding.text for finding in verdict.cores(ranks)]
-    assert [text.split(" (OMP_PROC_BIND=true), of ")[0] for text in texts] == [
+    assert [text.split(", of ")[0] for text in texts] == [
         f"ranks {who} on a are all bound to {cores}" for who, cores in shared
     ]
-
-
-def test_a_main_thread_that_pytorch_binds_is_a_hint_with_its_cores():
-    own = {
-        "main_cores": "0",
-        "binding": "OMP_PROC_BIND=true",
-        "cores": "0-3 (2 physical) of 8",
-        "computing_cores": "0-3",
-    }
-    (hint,) = verdict.hints(rank("a", **own))
-    assert hint.startswith(
-        "OMP_PROC_BIND=true: importing PyTorch binds the main thread to core 0 of 0-3, and OpenMP computes on 0-3;"
-    )
-    assert "to cores 0-1 of 0-3" in next(verdict.hints(rank("a", **own | {"main_cores": "0-1"})))
-    assert not list(verdict.hints(rank("a", **own | {"main_cores": "0-3"})))
 
 
 def test_other_code_is_told_by_digests_nodes_and_files():

@@ -172,9 +172,12 @@ def _too_old() -> Iterator[str]:
     with suppress(metadata.PackageNotFoundError):
         for requirement in metadata.requires("hpclm") or ():
             needed = re.fullmatch(r"([\w-]+) ?>=([\d.]+)", requirement)
-            installed = extras.older(*needed.groups()) if needed else None
-            if needed and installed:
-                yield extras.too_old("hpclm", *needed.groups(), installed, f"pip install -U {needed[1]}")
+            if needed is None:
+                continue
+            name, release = needed[1], needed[2]
+            installed = extras.older(name, release)
+            if installed:
+                yield extras.too_old("hpclm", name, release, installed, f"pip install -U {name}")
 
 
 def _linked() -> list[str]:

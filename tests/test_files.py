@@ -62,17 +62,3 @@ def test_a_file_that_is_overwritten_has_nothing_of_its_longer_text_left(tmp_path
     assert (tmp_path / "x").read_text() == "x"
     files.append(tmp_path / "x", "y")
     assert (tmp_path / "x").read_text() == "xy"
-
-
-def test_a_hole_is_measured_from_where_one_reads_and_reading_goes_on_from_there(tmp_path):
-    with (tmp_path / "x").open("wb") as file:
-        file.seek(1 << 20)
-        file.write(b"end")
-    with files.reader(tmp_path / "x") as file:
-        assert files.hole_at(file) == 1 << 20
-        file.read(10)  # more is in the buffer
-        assert files.hole_at(file) == (1 << 20) - 10 and file.tell() == 10
-        assert file.read().lstrip(b"\0") == b"end" and files.hole_at(file) == 0
-    os.truncate(tmp_path / "x", 1 << 19)
-    with files.reader(tmp_path / "x") as file:
-        assert files.hole_at(file) == 1 << 19

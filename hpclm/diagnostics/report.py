@@ -22,7 +22,7 @@ def bad_nodes(runs: Sequence[str]) -> list[str]:
     for run in runs:
         direct = any((Path(run) / name).exists() for name in (FILE, CORRUPTION))
         out = Path(run) if direct else resolve(run, Path("runs"))
-        noted = rows.parsed_lines(rows.tail(out / CORRUPTION), {"bad": list}, ["bad"])
+        noted = rows.last(out / CORRUPTION, {"bad": list}, ["bad"])
         path = out / FILE
         if path.exists() or not noted:
             files.readable(path, "--exclude-bad: the preflight report")

@@ -146,8 +146,6 @@ class History:
     """The load of its experts; None if it has none."""
     state: str = ""
     """The state in which it ended, one of ``summary.ENDED``; empty if its files do not say."""
-    damaged: int = field(default=0, compare=False)
-    """Lines of metrics.jsonl that cannot be read, but the last, which may still be being written."""
 
     @property
     def wall(self) -> float:
@@ -192,7 +190,6 @@ def read(out: Path) -> History:
         tuple(row for row in kept.others if "tasks" in row),
         _known(lambda: expert_history(metrics_file.stream_expert_tokens(out))),
         state if (state := summary.read(out).get("state", "")) in summary.ENDED else "",
-        kept.damaged,
     )
 
 
@@ -217,27 +214,26 @@ class _Rows:
         """``names``: of the figures of steps that are kept."""
         self.columns = {name: array("d") for name in names}
         self.others = list[Row]()
-        self.damaged, self.memory = 0, 0.0
+        self.memory = 0.0
 
     def read(self, out: Path, lost: bool = False) -> None:
         """Read the file of the run in ``out``, or that of its lost steps; OSError if that fails."""
         for block in metrics_file.blocks(out, (*self.columns, "memory"), FIGURES, lost):
             for part in block.parts:
                 self._add(part)
-            self.damaged += block.parts.count(None) - (not block.lines.endswith(b"\n"))
 
-    def _add(self, part: StepRows | Row | None) -> None:
+    def _add(self, part: StepRows | Row) -> None:
         if isinstance(part, StepRows):
             for name, column in self.columns.items():
                 column.extend(part.column(name))
             if "memory" in part.names:
                 values = set(part.texts("memory")) - {metrics_file.NULL}
                 self.memory = max([self.memory, *map(float, values)])
-        elif part and "loss" in part:
+        elif "loss" in part:
             for name, column in self.columns.items():
                 column.append(float("nan") if part.get(name) is None else part[name])
             self.memory = max(self.memory, part.get("memory") or 0.0)
-        elif part:
+        else:
             self.others.append(part)
 
     def steps(self) -> StepTable:

@@ -26,7 +26,6 @@ UNCOMPARABLE = (*(f"data.{name}" for name in OF_DATA), "data.split", "data.split
 IDLE = re.compile(r"(log|profile)\..*|checkpoint\.(?!init_from).*|stop_at|exit_.*|kill_switch")
 """Settings that change no result."""
 VERSION = re.compile(rf"{HISTORY}/\d+\.yaml")
-MAX_PREFLIGHT_BYTES = 1 << 26  # bytes of preflight.json
 Settings = Mapping[str, Any]
 """section.name: value."""
 
@@ -119,7 +118,7 @@ def _versions(row: Mapping[str, Any]) -> str:
 def _hardware(row: Mapping[str, Any], preflight: Path) -> Iterator[str]:
     ranks: list[Any] = []
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        ranks = [rank for rank in json.loads(files.read_text(preflight, MAX_PREFLIGHT_BYTES, errors="replace"))["ranks"]
+        ranks = [rank for rank in json.loads(files.read_text(preflight, errors="replace"))["ranks"]
                  if isinstance(rank, dict)]  # fmt: skip
     devices = Counter(str(rank["device_name"]) for rank in ranks if rank.get("device_name"))
     hosts = row.get("hosts") or []

@@ -36,8 +36,6 @@ def summary(history: History) -> str:
         said.append(f"It was interrupted {times} and resumed from its last checkpoint; {redone} to be redone.")
     if history.goodput is not None:
         said.append(f"{history.goodput:.0%} of the time went into training steps that count (goodput).")
-    if history.damaged:
-        said.append(f"{many(history.damaged, 'line')} of metrics.jsonl could not be read.")
     return " ".join(said)
 
 

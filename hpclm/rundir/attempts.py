@@ -1,12 +1,9 @@
 """attempts.jsonl, a line for each attempt at a run, and ends.jsonl, one for each attempt that exited cleanly; nothing else opens them."""
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
 from hpclm.errors import unread
 from hpclm.rundir import rows
 from hpclm.rundir.rows import Kind, Row, fits
@@ -47,19 +44,13 @@ def append_end(out: Path, end: Row) -> None:
 
 
 def check_attempts_readable(out: Path) -> None:
-    """ConfigError, or HpclmError for the disk, if ``read`` or ``read_ends`` could not read its file; they are not read."""
-    for path in (out / NAME, out / ENDS):
-        try:
-            with files.reader(path) as file:
-                files.check_size(file, path, files.MAX_READ_BYTES)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise unread(error, path, WAY_OUT) from None
+    """ConfigError, or HpclmError for the disk, if ``read`` or ``read_ends`` cannot read its file."""
+    read(out)
+    read_ends(out)
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    """The attempts at the run in ``out``, oldest first: empty where a line is damaged; none where there is no file.
+    """The attempts at the run in ``out``, oldest first; none where there is no file.
     ConfigError if it cannot be read, HpclmError for the disk: its attempts must not be forgotten."""
     return _read(out / NAME, ATTEMPT)
 
@@ -70,36 +61,29 @@ def read_ends(out: Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path, fields: Mapping[str, Kind]) -> list[dict[str, Any]]:
-    read = []
     try:
-        for _, lines in rows.blocks(path, max_bytes=files.MAX_READ_BYTES):
-            for line in lines.split(b"\n"):
-                with suppress(ValueError, RecursionError):
-                    row = json.loads(line.decode(errors="replace"))
-                    read.append(row if rows.sane(row, fields) else {})
+        return list(rows.stream(path, fields))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise unread(error, path, WAY_OUT) from None
-    return read
 
 
 def stream(out: Path) -> Iterator[dict[str, Any]]:
     """The attempts that have a time, oldest first; OSError if the file cannot be read."""
-    return rows.stream(out / NAME, ATTEMPT, ["time"], files.MAX_READ_BYTES)
+    return rows.stream(out / NAME, ATTEMPT, ["time"])
 
 
 def stream_ends(out: Path) -> Iterator[dict[str, Any]]:
     """How attempts ended; OSError if the file cannot be read."""
-    return rows.stream(out / ENDS, END, ["attempt", "code"], files.MAX_READ_BYTES)
+    return rows.stream(out / ENDS, END, ["code"])
 
 
 def last(out: Path) -> Row:
     """The last attempt, quickly; empty without one, or if the file cannot be read."""
-    return next(reversed(rows.parsed_lines(rows.tail(f"{out}/{NAME}"), ATTEMPT)), {})
+    return next(reversed(rows.last(f"{out}/{NAME}", ATTEMPT)), {})
 
 
 def last_end(out: Path) -> Row:
     """How the last attempt that exited cleanly ended, quickly; empty without one, or if the file cannot be read."""
-    ends = rows.parsed_lines(rows.tail(f"{out}/{ENDS}"), END, ("time", "code", "step", "ending"))
-    return next(reversed(ends), {})
+    return next((end for end in reversed(rows.last(f"{out}/{ENDS}", END)) if end.get("ending") is not None), {})

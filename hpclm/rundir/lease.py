@@ -24,7 +24,6 @@ from hpclm.rundir import rows
 from hpclm.rundir.lock import (
     FIELDS,
     FLAGS,
-    MAX_LOCK_BYTES,
     Holder,
     described,
     in_use,
@@ -120,7 +119,7 @@ class Lease:
         """Whether no other attempt has written its name to the file. A missing or damaged file counts as ours."""
         text = ""
         with suppress(FileNotFoundError, files.Unfit):
-            text = files.read_text(self.path, MAX_LOCK_BYTES, errors="replace")
+            text = files.read_text(self.path, errors="replace")
         named = rows.parsed(text, FIELDS) or {}
         if "token" in named:
             return bool(named["token"] == self._me["token"])

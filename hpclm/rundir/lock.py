@@ -17,7 +17,6 @@ from hpclm.rundir import rows
 from hpclm.rundir.attempts import is_job_id
 
 Holder = dict[str, Any]
-MAX_LOCK_BYTES = 1 << 16  # bytes of a lock file
 FIELDS: dict[str, rows.Kind] = {
     **dict.fromkeys(("host", "machine", "token"), str),
     **dict.fromkeys(("pid", "generation", "start"), int),
@@ -35,7 +34,7 @@ def read(path: Path | str) -> Holder:
 
 def named(path: Path | str) -> Holder:
     """The last holder that a lock file names; empty if it names none. OSError if it cannot be read."""
-    return rows.parsed(files.read_text(path, MAX_LOCK_BYTES, errors="replace"), FIELDS) or {}
+    return rows.parsed(files.read_text(path, errors="replace"), FIELDS) or {}
 
 
 def holder(path: Path | str) -> Holder | None:

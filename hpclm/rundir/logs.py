@@ -16,8 +16,6 @@ from hpclm.rundir import runs
 from hpclm.rundir.runs import Run
 from hpclm.rundir.status import Queue, RunStatus, status_of
 
-NULS = re.compile(rb"\x00{32,}")
-"""What is left out of a log: a power cut may leave gigabytes of them."""
 MAX_LINE_BYTES = 1 << 20  # bytes of a line; a file need not have lines
 MAX_SEARCHED_BYTES = 1 << 28  # bytes at the end of a log in which its last lines are looked for
 PAUSE = 0.2  # seconds between reads of a log that has not grown
@@ -64,7 +62,7 @@ def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]
             if file and (part := file.readline(MAX_LINE_BYTES)):
                 rest += part
                 if rest.endswith(b"\n") or len(rest) >= MAX_LINE_BYTES:
-                    yield from matching([_new_line(rest, file)], pattern)
+                    yield from matching([rest], pattern)
                     rest = b""
             elif file and _replaced(file, path):
                 file.close()
@@ -82,37 +80,8 @@ def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    nuls = 0
     while line := file.readline(MAX_LINE_BYTES):
-        text = line.lstrip(b"\0")
-        if not text:
-            nuls += len(line) + _skip_hole(file)
-            continue
-        if nuls:
-            line, nuls = _left_out(nuls + len(line) - len(text)) + text, 0
-        if not line.endswith(b"\n"):  # of a long line, which goes on
-            nuls = len(line) - len(line.rstrip(b"\0"))
-            line = line[: len(line) - nuls]
-        yield NULS.sub(lambda run: _left_out(len(run[0])), line)
-    if nuls:
-        yield _left_out(nuls) + b"\n"
-
-
-def _new_line(line: bytes, file: BinaryIO) -> bytes:
-    """A line that was just read at the end of a growing file, with its run of NUL bytes replaced by their count."""
-    if not line.strip(b"\0"):
-        return _left_out(len(line) + _skip_hole(file)) + b"\n"
-    return NULS.sub(lambda run: _left_out(len(run[0])), line)
-
-
-def _skip_hole(file: BinaryIO) -> int:
-    hole = files.hole_at(file)
-    file.seek(hole, os.SEEK_CUR)
-    return hole
-
-
-def _left_out(count: int) -> bytes:
-    return f"[{count:,} NUL bytes are left out]".encode()
+        yield line
 
 
 def _last(file: BinaryIO, count: int, pattern: str | None) -> deque[bytes]:

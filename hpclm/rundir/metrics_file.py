@@ -2,7 +2,7 @@
 
 A run of millions of steps has gigabytes of rows, of which each reader needs a few figures, so the file is read as a stream. Rows
 of steps are read by a regular expression for the fields that they have in this file, in their order, in a fraction of the time
-that JSON takes. Whatever it does not match, which is any row that is unusual in any way, is read as JSON and checked.
+that JSON takes. Every line that it does not match is read as JSON and checked.
 
 A line of experts.jsonl has the tokens that went to each expert in some steps: {"step": 20, "steps": 10, "time": 1764.2, "tokens":
 {"block0": [412, 388, ...], ...}}, of the 10 steps up to step 20.
@@ -12,7 +12,6 @@ scores.lock. Only the run itself writes metrics.jsonl, and appends those scores.
 """
 
 import filecmp
-import io
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import files
+from hpclm.errors import ConfigError
 from hpclm.rundir import rows
 from hpclm.rundir.rows import Kind, Row, fits
 from hpclm.side_path import AppendedFile
@@ -110,20 +110,20 @@ class Block:
 
     offset: int
     lines: bytes
-    parts: Sequence[StepRows | Row | None]
-    """Their rows in order; None for a line that is not valid, or not complete."""
+    parts: Sequence[StepRows | Row]
+    """Their rows in order."""
 
     @cached_property
-    def steps(self) -> list[int | None]:
-        """The step of each line; None for one without a row."""
-        steps: list[int | None] = []
+    def steps(self) -> list[int]:
+        """The step of each line."""
+        steps: list[int] = []
         for part in self.parts:
-            steps += part.steps if isinstance(part, StepRows) else [part["step"] if part else None]
+            steps += part.steps if isinstance(part, StepRows) else [part["step"]]
         return steps
 
     def is_until(self, step: int) -> bool:
         """Whether each line is a row up to ``step``."""
-        return None not in self.steps and max(filter(None, self.steps), default=0) <= step
+        return max(self.steps, default=0) <= step
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,11 @@ class Layout:
             number = (INTEGER if kind is int else FLOAT) + b"|null" * (key != "step")
             group = b"(" if key in names else b"(?:"
             values.append(re.escape(json.dumps(key).encode()) + b": " + group + number + b")")
-        pattern = rb"\{" + b", ".join(values) + rb"\}\n|([^\n]*\n|[^\n]+)"
+        pattern = rb"\{" + b", ".join(values) + rb"\}\n|([^\n]*\n)"
         return cls(tuple(key for key in row if key in names), re.compile(pattern))
 
     def parts(self, lines: bytes, fields: Mapping[str, Kind]) -> Iterator[StepRows | Row | None]:
-        """The rows in ``lines``."""
+        """The rows in ``lines``; None for a line that is not valid."""
         matches, begin = self.pattern.findall(lines), 0
         for number in [number for number, match in enumerate(matches) if match[-1]]:
             if begin < number:
@@ -164,16 +164,16 @@ class Layout:
 
 def scan(path: Path, names: Sequence[str], fields: Mapping[str, Kind] = STEP, begin: int = 0) -> Iterator[Block]:
     """The lines of the file from the offset ``begin`` on, with their rows; of usual rows of steps only the fields ``names``,
-    step among them. OSError if the file cannot be read."""
+    step among them. OSError if the file cannot be read, ConfigError if a line is damaged."""
     layout: Layout | None = None
     for offset, lines in rows.blocks(path, begin):
         if layout is None:
             valid = filter(None, (_row(line, fields) for line in _split(lines)))
             layout = next(filter(None, (Layout.of(row, names, fields) for row in valid)), None)
-        if layout is None:
-            yield Block(offset, lines, [_row(line, fields) for line in _split(lines)])
-            continue
-        parts = list(layout.parts(lines, fields))
+        read = layout.parts(lines, fields) if layout else (_row(line, fields) for line in _split(lines))
+        parts = [part for part in read if part is not None]
+        if sum(len(part.values) if isinstance(part, StepRows) else 1 for part in parts) < lines.count(b"\n"):
+            raise _damaged(path, offset, lines, fields)
         yield Block(offset, lines, parts)
         unusual = [part for part in parts if isinstance(part, dict) and "loss" in part]
         if sum(len(part.values) for part in parts if isinstance(part, StepRows)) < len(unusual):
@@ -190,16 +190,15 @@ def stream(out: Path, fields: Mapping[str, Kind] = STEP) -> Iterator[dict[str, A
     return rows.stream(out / NAME, fields, ["step"])
 
 
-def last(out: Path, fields: Mapping[str, Kind] = STEP) -> list[Row]:
+def last(out: Path, fields: Mapping[str, Kind] = STEP) -> list[dict[str, Any]]:
     """The last rows, as many as the end of the file has; none if it cannot be read."""
-    return rows.parsed_lines(rows.tail(out / NAME), fields, ["step"])
+    return rows.last(out / NAME, fields, ["step"])
 
 
-def added(out: Path, begin: int) -> Iterator[tuple[int, list[Row]]]:
-    """The rows in the complete lines from the offset ``begin`` on, some at a time, each time with the offset after them; OSError if
-    the file cannot be read."""
-    for end, lines in _complete(out / NAME, begin):
-        yield end, [row for line in io.BytesIO(lines) if (row := _row(line, STEP))]
+def added(out: Path, begin: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The rows from the offset ``begin`` on, some at a time, each time with the offset after them; OSError if the file cannot be
+    read."""
+    return _added(out / NAME, begin, ["step"])
 
 
 def rollbacks(out: Path) -> int:
@@ -219,14 +218,15 @@ def remove(out: Path) -> None:
 
 def forget_after(out: Path, step: int) -> Iterator[Row]:
     """The rows up to ``step``: evaluations, scores, and of steps ``step`` and ``loss``, with ``time`` and ``spiking_since`` at
-    least in the last one. When all have been taken, the lines of later steps, which will be repeated, and those that are not
-    rows are dropped from the file.
+    least in the last one. When all have been taken, the lines of later steps, which will be repeated, are dropped from the file.
 
     What later steps cost stays known: their lines go to metrics.lost.jsonl. OSError if the file cannot be read or written.
     """
     path = out / NAME
     first: int | None = None
     """Where the first block begins of which lines are dropped."""
+    for name in (NAME, EXPERTS):
+        rows.mend(out / name)
     with suppress(FileNotFoundError):
         for block in scan(path, ("step", "loss", "time", "spiking_since")):
             late = not block.is_until(step)
@@ -234,7 +234,7 @@ def forget_after(out: Path, step: int) -> Iterator[Row]:
             for part in block.parts:
                 if isinstance(part, StepRows):
                     yield from _losses(part.until(step) if late else part)
-                elif part and part["step"] <= step:
+                elif part["step"] <= step:
                     yield part
     if first is not None:
         dropped = _cut(path, step, first, lambda lines: _append(out / LOST, lines))
@@ -251,7 +251,7 @@ def move_after(out: Path, step: int) -> None:
         for block in scan(path, ("step",)):
             if not block.is_until(step):
                 first = block.offset if first is None else first
-                _append(later, b"".join(line for line, at in _lines(block) if at is not None and at > step))
+                _append(later, b"".join(line for line, at in _lines(block) if at > step))
         if first is None:
             return
         if later.exists():
@@ -318,20 +318,18 @@ class NewScores:
     def rows(self) -> Iterator[dict[str, Any]]:
         """Rows that were added since the last call; at first all of them."""
         with suppress(OSError):
-            for end, lines in _complete(self._path, self._offset):
+            for end, added in _added(self._path, self._offset, ["step", "tasks"]):
                 self._offset = end
-                for line in io.BytesIO(lines):
-                    row = rows.parsed(line.decode(errors="replace"), STEP, ["step", "tasks"])
-                    if row is not None:
-                        yield row
+                yield from added
 
 
-def _complete(path: Path, begin: int) -> Iterator[tuple[int, bytes]]:
-    """The complete lines from the offset ``begin`` on, some at a time, each time with the offset after them."""
+def _added(path: Path, begin: int, needs: Sequence[str]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The rows from the offset ``begin`` on, some at a time, each time with the offset after them."""
     for offset, lines in rows.blocks(path, begin):
-        if not lines.endswith(b"\n"):  # it is being written
-            return
-        yield offset + len(lines), lines
+        read = [_row(line, STEP, needs) for line in _split(lines)]
+        if None in read:
+            raise _damaged(path, offset, lines, STEP, needs)
+        yield offset + len(lines), [row for row in read if row]
 
 
 def _cut(path: Path, step: int, begin: int = 0, later: Callable[[bytes], object] = lambda lines: None) -> int:
@@ -346,8 +344,8 @@ def _cut(path: Path, step: int, begin: int = 0, later: Callable[[bytes], object]
                     file.write(part)
             for block in scan(path, ("step",), begin=begin):
                 lines = _lines(block)
-                keep = [line for line, number in lines if number is not None and number <= step]
-                if lost := b"".join(line for line, number in lines if number is not None and number > step):
+                keep = [line for line, number in lines if number <= step]
+                if lost := b"".join(line for line, number in lines if number > step):
                     later(lost)
                 file.write(b"".join(keep))
                 dropped += len(lines) - len(keep)
@@ -366,14 +364,13 @@ def _losses(part: StepRows) -> Iterator[Row]:
     yield from part.last(1)
 
 
-def _lines(block: Block) -> list[tuple[bytes, int | None]]:
+def _lines(block: Block) -> list[tuple[bytes, int]]:
     """The lines of ``block``, each with its step."""
     return list(zip(_split(block.lines), block.steps, strict=True))
 
 
 def _split(lines: bytes) -> list[bytes]:
-    *whole, rest = lines.split(b"\n")
-    return [line + b"\n" for line in whole] + [rest] * bool(rest)
+    return [line + b"\n" for line in lines.split(b"\n")[:-1]]
 
 
 def _append(path: Path, lines: bytes) -> None:
@@ -381,6 +378,17 @@ def _append(path: Path, lines: bytes) -> None:
         file.write(lines)
 
 
-def _row(line: bytes, fields: Mapping[str, Kind]) -> dict[str, Any] | None:
-    """The row of a complete line, or None."""
-    return rows.parsed(line.decode(errors="replace"), fields, ["step"]) if line.endswith(b"\n") else None
+def _row(line: bytes, fields: Mapping[str, Kind], needs: Sequence[str] = ("step",)) -> dict[str, Any] | None:
+    """The row of a line; None if it is not valid."""
+    return rows.parsed(line, fields, needs)
+
+
+def _damaged(
+    path: Path, offset: int, lines: bytes, fields: Mapping[str, Kind], needs: Sequence[str] = ("step",)
+) -> ConfigError:
+    """The error for the first of ``lines``, which begin at ``offset``, that is not valid."""
+    for line in _split(lines):
+        if _row(line, fields, needs) is None:
+            break
+        offset += len(line)
+    return rows.damaged(path, offset)

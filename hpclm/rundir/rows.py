@@ -1,9 +1,11 @@
-"""Files of JSON lines, as a run has several: read while they are written, and after disks that were full.
+"""Files of JSON lines, as a run has several.
 
-A line that is truncated, or that hpclm could not have written, is skipped. Which fields a file has, its own module says.
+A kill or a power cut may leave a last line without its end, or NUL bytes. Readers ignore such a line, and the next writer cuts it off.
+Any other line that hpclm could not have written is damage: an error that names the file and the line.
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import files
+from hpclm.errors import ConfigError
 
+log = logging.getLogger(__name__)
 Row = Mapping[str, Any]
 Kind = Callable[[Any], Any]
-"""Of a field: int (at least 0), float (finite), str, list (of numbers or strings), or a check. Null is always possible."""
+"""The kind of a field: int (at least 0), float (finite), str, list (of numbers or strings), or a check. Null is always possible."""
 TAIL_BYTES = 1 << 16  # bytes at the end of a file that are read
 BLOCK_BYTES = 1 << 20  # bytes that are read at once
-MAX_LINE_BYTES = 1 << 22  # bytes of a row
-MAX_FILE_BYTES = 1 << 32  # bytes of a file of rows: some ten million steps
-MAX_TEXT_LENGTH = 4096  # characters of a name or a path
 
 
 def fits(value: Any, kind: Kind) -> bool:
@@ -32,7 +33,7 @@ def fits(value: Any, kind: Kind) -> bool:
     if kind is float:
         return type(value) in (int, float) and -1e300 < value < 1e300
     if kind is str:
-        return isinstance(value, str) and len(value) <= MAX_TEXT_LENGTH
+        return isinstance(value, str)
     if kind is list:
         return isinstance(value, list) and None not in value and all(fits(v, str) or fits(v, float) for v in value)
     return bool(kind(value))
@@ -45,7 +46,7 @@ def sane(row: Any, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> boo
     return all(fits(row[name], fields[name]) for name in row.keys() & fields.keys())
 
 
-def parsed(line: str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> dict[str, Any] | None:
+def parsed(line: str | bytes, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> dict[str, Any] | None:
     """The row in a line of JSON; None if it is not valid."""
     with suppress(ValueError, RecursionError):
         row = json.loads(line)
@@ -53,51 +54,54 @@ def parsed(line: str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> 
     return None
 
 
-def parsed_lines(text: str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> list[Row]:
-    """The valid rows in the lines of a text."""
-    return [row for line in text.splitlines() if (row := parsed(line, fields, needs))]
+def stream(path: Path | str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
+    """The rows of a file, read in blocks. OSError if it cannot be read, ConfigError if a line is damaged."""
+    for offset, lines in blocks(path):
+        for line in lines.splitlines(keepends=True):
+            row = parsed(line, fields, needs)
+            if row is None:
+                raise damaged(path, offset)
+            yield row
+            offset += len(line)
 
 
-def stream(
-    path: Path | str, fields: Mapping[str, Kind], needs: Iterable[str] = (), max_bytes: int = MAX_FILE_BYTES
-) -> Iterator[dict[str, Any]]:
-    """The valid rows of a file, of which a block at a time is read; OSError if it cannot be, or has more than ``max_bytes`` bytes."""
-    for _, lines in blocks(path, max_bytes=max_bytes):
-        for line in lines.split(b"\n"):
-            if (row := parsed(line.decode(errors="replace"), fields, needs)) is not None:
-                yield row
+def last(path: Path | str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """The rows at the end of a file, as many as TAIL_BYTES hold; none if it cannot be read. ConfigError if a line is damaged."""
+    with suppress(OSError):
+        size = os.stat(path).st_size  # noqa: PTH116 - the path may be text
+        begin = max(0, size - TAIL_BYTES)
+        read = list[dict[str, Any]]()
+        for offset, lines in blocks(path, begin):
+            for line in lines.splitlines(keepends=True):
+                if offset > begin or not begin:  # otherwise its beginning is not read
+                    row = parsed(line, fields, needs)
+                    if row is None:
+                        raise damaged(path, offset)
+                    read.append(row)
+                offset += len(line)
+        return read
+    return []
 
 
-def blocks(path: Path | str, begin: int = 0, max_bytes: int = MAX_FILE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file from the offset ``begin`` on, some at a time: their offset and content.
-
-    A line that is longer than MAX_LINE_BYTES, which no row is, comes as an empty one. Only the last may lack its line break.
-    OSError if the file cannot be read, or has more than ``max_bytes`` bytes.
-    """
+def blocks(path: Path | str, begin: int = 0) -> Iterator[tuple[int, bytes]]:
+    """The complete lines of a file from the offset ``begin`` on, some at a time: their offset and content. OSError if it cannot be read."""
     with files.reader(path) as file, files.naming(path):
-        files.check_size(file, path, max_bytes)
-        offset, rest, long = file.seek(begin), b"", False
+        offset, rest = file.seek(begin), b""
         while block := file.read(BLOCK_BYTES):
-            hole = 0 if block.strip(b"\0") else files.hole_at(file)
-            if hole > MAX_LINE_BYTES:  # is not read: it may be gigabytes
-                if not long:
-                    yield offset, b"\n"
-                offset, rest, long = file.seek(hole, os.SEEK_CUR), b"", True
-                continue
-            if long:
-                end = block.find(b"\n") + 1
-                offset += end or len(block)
-                block, long = block[end:] if end else b"", not end
-            block = rest + block
-            end = block.rfind(b"\n") + 1
-            if end:
-                yield offset, block[:end]
-            offset, rest = offset + end, block[end:]
-            if len(rest) > MAX_LINE_BYTES:
-                yield offset, b"\n"
-                offset, rest, long = offset + len(rest), b"", True
-        if rest:
-            yield offset, rest
+            whole, newline, rest = (rest + block).rpartition(b"\n")
+            if newline:
+                yield offset, whole + newline
+                offset += len(whole) + 1
+
+
+def damaged(path: Path | str, offset: int) -> ConfigError:
+    """The error for the line that begins at ``offset``."""
+    number = 1
+    with files.reader(path) as file:
+        while block := file.read(min(BLOCK_BYTES, offset)):
+            number += block.count(b"\n")
+            offset -= len(block)
+    return ConfigError(f"{path}, line {number}, is damaged: remove the line, or restore the file from a copy")
 
 
 def finite(row: Row) -> dict[str, Any]:
@@ -108,15 +112,36 @@ def finite(row: Row) -> dict[str, Any]:
 
 
 def append(path: Path, row: Row) -> None:
-    """Add a line to a file of JSON objects, in one write; on a new line even if the last one was truncated by a power cut."""
-    handle = files.opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
+    """Add a line to a file of JSON objects, in one write; it is on the disk when this returns. OSError if that fails."""
+    mend(path)
+    with files.naming(path), os.fdopen(files.appending(path), "wb") as file:
+        is_new = not os.fstat(file.fileno()).st_size
+        file.write(json.dumps(row).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        files.sync(path.parent)
+
+
+def mend(path: Path) -> None:
+    """Cut off a last line without its end, and NUL bytes, as a kill or a power cut leaves them; a warning says so."""
     try:
-        with files.naming(path):
-            size = os.fstat(handle).st_size
-            torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-            os.write(handle, b"\n" * torn + json.dumps(row).encode() + b"\n")
-    finally:
-        os.close(handle)
+        handle = files.opened(path, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    with files.naming(path), os.fdopen(handle, "rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        begin, end = size, 0
+        while begin and not end:
+            last = begin
+            begin = max(0, last - TAIL_BYTES)
+            file.seek(begin)
+            newline = file.read(last - begin).rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
+        if end < size:
+            log.warning("%s: its last line was not written to its end; %d bytes are cut off", path, size - end)
+            file.truncate(end)
 
 
 def tail(path: Path | str, size: int = TAIL_BYTES) -> str:

@@ -48,6 +48,8 @@ class Run:
     """Stragglers, as rank 0 last recorded them: rank, host, times the median."""
     owner: int
     """UID of the owner."""
+    damage: str = ""
+    """What is wrong with its record; empty if nothing is."""
 
     @property
     def step(self) -> int:
@@ -207,18 +209,22 @@ def _user(uid: int) -> str:
 
 
 def read(out: Path) -> Run:
-    """Read the run directory ``out``. Files that are missing, incomplete or broken are ignored."""
+    """Read the run directory ``out``; what a damaged record tells is unknown."""
     # strings: making a Path takes longer than reading a small file
     standing, holder = summary.read(out), lock.holder(f"{out}/lock")
     checkpoint, bad = survey_checkpoints(f"{out}/checkpoints")
-    submitted, owner = list[Submission](), 0
-    with suppress(OSError):
+    submitted, owner, damage = list[Submission](), 0, ""
+    attempt = standing.get("attempt") or {}
+    try:
         owner = out.stat().st_uid
         submitted = submissions.read(out)
-    attempt = standing.get("attempt")
-    if not attempt:
-        attempt = attempts.last(out)
-        standing = standing or _clean_end(out, attempt)
+        if not attempt:
+            attempt = attempts.last(out)
+            standing = standing or _clean_end(out, attempt)
+    except OSError:
+        pass
+    except ConfigError as error:
+        damage = str(error)
     return Run(
         out=out,
         submissions=submitted,
@@ -230,6 +236,7 @@ def read(out: Path) -> Run:
         beat_age=files.age(f"{out}/lock.beat") if holder else None,
         slow=_slow(f"{out}/ranks.json") if holder else [],
         owner=owner,
+        damage=damage,
     )
 
 

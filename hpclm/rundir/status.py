@@ -190,7 +190,9 @@ def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") 
     elsewhere = run.holder is not None and not is_here(run.holder)
     if run.attempt.get("job_id") and not unanswered:
         elsewhere = False  # the scheduler knows better than its files
-    if job and job.live:
+    if run.damage:
+        name, text = "unknown", run.damage
+    elif job and job.live:
         ends = over or job.name == "COMPLETING"
         name, text = "waiting" if job.waits else "completing" if ends else _working(run, job), ""
     elif here is not None or (elsewhere and run.beat_age is not None and run.beat_age < SILENT):

@@ -64,13 +64,10 @@ def append(out: Path, submission: Submission) -> None:
 
 
 def read(out: Path) -> list[Submission]:
-    """Every submission, oldest first; lines that are not a submission are skipped. OSError if the file cannot be read."""
-    submitted: list[Submission] = []
+    """Every submission, oldest first. OSError if the file cannot be read."""
     with suppress(FileNotFoundError):
-        for row in rows.stream(f"{out}/{NAME}", FIELDS, NEEDED):
-            with suppress(TypeError):  # it lacks something, or has too much
-                submitted.append(Submission(**row))
-    return submitted
+        return [Submission(**row) for row in rows.stream(f"{out}/{NAME}", FIELDS, NEEDED)]
+    return []
 
 
 def roll_back(out: Path, step: int) -> None:
@@ -85,7 +82,7 @@ def rollback(out: Path) -> int | None:
     if not path.exists():
         return None
     try:
-        text = files.read_text(path, rows.TAIL_BYTES, errors="replace")
+        text = files.read_text(path, errors="replace")
     except OSError as error:
         raise unread(error, path, "remove it, and repeat --from STEP") from None
     row = rows.parsed(text, {"step": int, "time": str}, ["step"])

@@ -27,7 +27,7 @@ KILLED = "ended without a message: killed, or its node failed"
 INTERVAL = 2.0  # seconds between writes
 CURVE = 16  # points of a loss curve, at least, if there are so many steps
 RECENT = 50  # steps that speed is averaged over
-MAX_SUMMARY_BYTES = 1 << 20  # bytes
+MAX_ENDING = 2000  # characters
 TRACE = "Traceback (most recent call last):"
 FIELDS: dict[str, rows.Kind] = {
     **dict.fromkeys(("state", "ending", "experts"), str),
@@ -44,7 +44,7 @@ NEEDED = ("state", "ending", "step", "attempts", "attempt")
 def read(out: Path | str) -> Row:
     """The summary of the run in ``out``; empty if there is none, or it is damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(files.read_text(f"{out}/{NAME}", MAX_SUMMARY_BYTES))
+        content = json.loads(files.read_text(f"{out}/{NAME}"))
         return content if rows.sane(content, FIELDS, NEEDED) else {}
     return {}
 
@@ -266,4 +266,4 @@ def one_line(text: str) -> str:
     first = lines[0]
     if first.endswith(TRACE):
         first = first.removesuffix(TRACE) + next((line for line in lines[1:] if not line.startswith(" ")), TRACE)
-    return "".join(char if char.isprintable() else " " for char in first)[: rows.MAX_TEXT_LENGTH]
+    return "".join(char if char.isprintable() else " " for char in first)[:MAX_ENDING]

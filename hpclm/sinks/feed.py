@@ -15,7 +15,6 @@ from hpclm.sinks import RefusedError, Row, RunInfo, Sink, lookup
 from hpclm.terminal import say
 
 MAX_PENDING_ROWS = 10_000  # rows that are held at once
-MAX_POSITION_BYTES = 1 << 20  # bytes of a position
 POSITION: dict[str, rows.Kind] = {
     **{"id": str, "rollbacks": int, "rows": int},
     "steps": lambda steps: isinstance(steps, dict) and all(rows.fits(step, int) for step in steps.values()),
@@ -48,7 +47,7 @@ class Feed:
         self.sink: Sink | None = None
         self._offset, self._pending = 0, list[Row]()
         with suppress(FileNotFoundError):
-            text = files.read_text(place(out, name, "json"), MAX_POSITION_BYTES, errors="replace")
+            text = files.read_text(place(out, name, "json"), errors="replace")
             before = rows.parsed(text, POSITION, NEEDED)
             # otherwise the run has gone back: a new one in the sink
             if before and before["rollbacks"] == self.rollbacks:

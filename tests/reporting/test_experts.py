@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hpclm import cli
+from hpclm.errors import ConfigError
 from hpclm.reporting import curves, figures, history, plots
 from hpclm.reporting.experts import COLUMNS, EXPERT_FIGURES, MIN_COLUMNS, expert_history
 from tests.reporting import made
@@ -137,10 +138,16 @@ def test_a_run_without_experts_has_no_section_of_them(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "content", ["", "x\n", '{"step": 1}\n', '{"step": 1, "steps": 1, "tokens": {"a": "b"}}\n', "\0" * 99]
-)
-def test_a_damaged_file_is_as_good_as_none(content, tmp_path):
+@pytest.mark.parametrize("content", ["", '{"step": 1', "\0" * 99])
+def test_a_file_without_a_whole_line_is_as_good_as_none(content, tmp_path):
     made.trained(tmp_path / "run", [5.0, 4.0])
     (tmp_path / "run/experts.jsonl").write_text(content)
     assert history.read(tmp_path / "run").experts is None
+
+
+@pytest.mark.parametrize("content", ["x\n", '{"step": 1}\n', '{"step": 1, "steps": 1, "tokens": {"a": "b"}}\n'])
+def test_a_damaged_line_of_experts_is_named(content, tmp_path):
+    made.trained(tmp_path / "run", [5.0, 4.0])
+    (tmp_path / "run/experts.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=r"experts\.jsonl, line 1, is damaged"):
+        history.read(tmp_path / "run")

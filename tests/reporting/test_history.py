@@ -3,6 +3,7 @@
 import pytest
 
 from hpclm import cli
+from hpclm.errors import ConfigError
 from hpclm.reporting import history
 from hpclm.reporting.timeline import state, summary
 from tests.reporting import made
@@ -67,31 +68,25 @@ def test_a_stranger_reads_what_happened(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["summary.json", "ends.jsonl", "jobs.jsonl", "metrics.jsonl", "metrics.lost.jsonl"])
-def test_a_file_that_is_missing_or_damaged_costs_only_what_it_says(name, tmp_path):
+@pytest.mark.parametrize("name", ["ends.jsonl", "jobs.jsonl", "metrics.jsonl", "metrics.lost.jsonl"])
+def test_a_file_that_is_missing_costs_only_what_it_says(name, tmp_path):
     out = made.preempted(tmp_path / "run")
-    (out / name).write_bytes(b"\xff{]\n" * 3)
-    damaged = history.read(out)
     (out / name).unlink()
     missing = history.read(out)
-    assert len(missing.attempts) == 4 and missing == damaged
+    assert len(missing.attempts) == 4
     assert [a.first for a in missing.attempts] == [0, 30, 40, 60] and missing.wall > 0
     assert all(a.end == b.begin for x in missing.attempts for a, b in zip(x.phases, x.phases[1:]))
 
 
-def test_lines_of_metrics_that_cannot_be_read_are_counted_for_the_reader(tmp_path):
+@pytest.mark.parametrize("name", ["attempts.jsonl", "metrics.jsonl", "metrics.lost.jsonl"])
+def test_a_damaged_line_is_named_and_one_that_is_being_written_is_left_out(name, tmp_path):
     out = made.preempted(tmp_path / "run")
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write('null\n{"step": 101, "loss": 1e999}\n{"st')  # the last one is being written
-    found = history.read(out)
-    assert found.damaged == 2 and len(found.steps) == 100
-    assert summary(found).endswith(" 2 lines of metrics.jsonl could not be read.")
-
-
-def test_without_attempts_jsonl_there_is_a_history_without_attempts(tmp_path):
-    out = made.preempted(tmp_path / "run")
-    (out / "attempts.jsonl").write_bytes(b"\xff{]\n" * 3)
-    assert not history.read(out).attempts
+    whole, lines = history.read(out), (out / name).read_text()
+    (out / name).write_text(lines + '{"st')
+    assert history.read(out) == whole
+    (out / name).write_text(lines + "null\n" + lines)
+    with pytest.raises(ConfigError, match=rf"{name}, line {lines.count(chr(10)) + 1}, is damaged"):
+        history.read(out)
 
 
 def test_of_a_step_that_was_done_again_the_last_row_counts_in_the_place_of_the_first(tmp_path):

@@ -3,9 +3,8 @@ import threading
 import pytest
 
 from hpclm.rundir import logs as following
-from hpclm.rundir.logs import follow, last, whole
+from hpclm.rundir.logs import follow, last
 from tests.runs import PATIENCE, until
-from tests.work import calls
 
 
 @pytest.fixture
@@ -28,31 +27,6 @@ def test_the_last_lines_that_match_are_found_however_far_back(tmp_path):
     assert last(tmp_path / "log", 5, "^saved [12]$") == [b"saved 1\n", b"saved 2\n"]
     (tmp_path / "empty").touch()
     assert last(tmp_path / "empty", 5) == []
-
-
-def holey(path, size, *written):
-    """A file of ``size`` bytes, with holes but for what is written at some offsets."""
-    with path.open("wb") as file:
-        file.truncate(size)
-        for offset, content in written:
-            file.seek(offset)
-            file.write(content)
-    return path
-
-
-def test_nul_bytes_are_counted_instead_of_printed_and_holes_are_not_read(tmp_path):
-    """As after a power cut, in a file whose size was written and whose content was not."""
-    large = holey(tmp_path / "log", 4 << 30, (0, b"first\nsec"), ((4 << 30) - 11, b"after\nlast\n"))
-    assert list(whole(large)) == [b"first\n", b"sec", b"[4,294,967,276 NUL bytes are left out]after\n", b"last\n"]
-    assert calls(lambda: list(whole(large))) < 100_000  # which it would be if it were read by megabytes
-    assert last(large, 1) == [b"last\n"] and last(large, 1, "after") == [b"[268,435,445 NUL bytes are left out]after\n"]
-    assert list(whole(holey(tmp_path / "log", 1 << 40))) == [b"[1,099,511,627,776 NUL bytes are left out]\n"]
-    (tmp_path / "log").write_bytes(b"a\n" + bytes(3_000_000) + b"b" + bytes(3) + b"c" + bytes(40) + b"d\n" + bytes(2))
-    assert list(whole(tmp_path / "log")) == [
-        b"a\n",
-        b"[3,000,000 NUL bytes are left out]b\0\0\0c[40 NUL bytes are left out]d\n",
-        b"[2 NUL bytes are left out]\n",
-    ]
 
 
 def seen(path, act, lines=0, pattern=None):

@@ -3,9 +3,11 @@
 import json
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpclm.errors import ConfigError
 from hpclm.rundir import metrics_file, rows
 from hpclm.rundir.metrics_file import StepRows
 
@@ -36,10 +38,14 @@ OTHERS = [
 LINES = st.lists(STEPS.map(json.dumps) | st.sampled_from(OTHERS), max_size=30)
 
 
+def valid(line):
+    return rows.parsed(line, metrics_file.STEP, ["step"])
+
+
 def plain(path):
     """Every line as JSON."""
     lines = path.read_bytes().decode(errors="replace").split("\n")[:-1]
-    return [rows.parsed(line, metrics_file.STEP, ["step"]) for line in lines]
+    return [valid(line) for line in lines]
 
 
 def streamed(path, names):
@@ -56,23 +62,27 @@ def test_a_stream_has_the_rows_that_json_has(tmp_path_factory, lines, torn):
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     path.write_text("".join(line + "\n" for line in lines) + '{"step": 9, "loss": 1.0}' * torn)
     names = ("step", "samples", "time", "loss", "new", "spiking_since", "lr")
-    assert list(streamed(path, names)) == plain(path) + [None] * torn
+    if None in plain(path):
+        with pytest.raises(ConfigError, match=rf"metrics\.jsonl, line {plain(path).index(None) + 1}, is damaged"):
+            list(streamed(path, names))
+    else:
+        assert list(streamed(path, names)) == plain(path)
 
 
-@given(LINES, st.integers(0, 40))
+@given(st.lists(STEPS.map(json.dumps).filter(valid) | st.sampled_from(OTHERS[:2]), max_size=30), st.integers(0, 40))
 def test_the_rows_up_to_a_step_are_kept_and_those_past_it_are_lost(tmp_path_factory, lines, step):
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     path.write_text("".join(line + "\n" for line in lines))
-    valid = [(line, row) for line, row in zip(lines, plain(path), strict=True) if row]
+    pairs = [*zip(lines, plain(path), strict=True)]
     kept = list(metrics_file.forget_after(path.parent, step))
     said = [(row["step"], row.get("loss"), "validation_loss" in row, "tasks" in row) for row in kept]
     assert said == [
         (row["step"], row.get("loss"), "validation_loss" in row, "tasks" in row)
-        for _, row in valid
+        for _, row in pairs
         if row["step"] <= step
     ]
-    assert path.read_text() == "".join(f"{line}\n" for line, row in valid if row["step"] <= step)
-    lost, moved = path.with_name("metrics.lost.jsonl"), [line for line, row in valid if row["step"] > step]
+    assert path.read_text() == "".join(f"{line}\n" for line, row in pairs if row["step"] <= step)
+    lost, moved = path.with_name("metrics.lost.jsonl"), [line for line, row in pairs if row["step"] > step]
     assert (lost.read_text() if lost.exists() else "") == "".join(f"{line}\n" for line in moved)
     assert sorted(file.name for file in path.parent.iterdir()) in (["metrics.jsonl"], ["metrics.jsonl", lost.name])
 
@@ -84,19 +94,6 @@ def test_what_is_not_a_number_is_none_whatever_its_row(tmp_path):
     [block] = metrics_file.scan(path, ("step", "loss"))
     [part] = block.parts
     assert math.isnan(part.column("loss")[0]) and math.isnan(part.column("absent")[1])
-
-
-def test_a_line_without_end_is_no_row_and_costs_no_memory(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with path.open("wb") as file:
-        file.write(b'{"step": 1, "loss": 1.0}\n')
-        file.truncate(3 * rows.MAX_LINE_BYTES)
-        file.seek(0, 2)
-        file.write(b'\n{"step": 2, "loss": 2.0}\n')
-    assert max(len(lines) for _, lines in rows.blocks(path)) <= rows.MAX_LINE_BYTES + rows.BLOCK_BYTES
-    assert list(streamed(path, ("step", "loss"))) == [{"step": 1, "loss": 1.0}, None, {"step": 2, "loss": 2.0}]
-    assert [row["step"] for row in metrics_file.forget_after(path.parent, 1)] == [1]
-    assert path.read_text() == '{"step": 1, "loss": 1.0}\n'
 
 
 def test_later_rows_move_to_a_file_of_their_own_once_whenever_that_is_killed(tmp_path):

@@ -1,63 +1,73 @@
-"""Files of a run that hold what hpclm did not write: what reads them ignores it, by whatever verb a person comes."""
+"""Files of JSON lines: a last line without its end does not count; any other damage is an error that names the file and the line."""
 
 import json
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpclm import files
 from hpclm.errors import ConfigError
 from hpclm.launch import cancel, resume
 from hpclm.node.job import Job
 from hpclm.reporting import run_table
-from hpclm.rundir import attempts, metrics_file, rows, runs, submissions
+from hpclm.rundir import metrics_file, rows, runs, submissions
 from hpclm.rundir.status import process_here, status_of
 from hpclm.rundir.summary import RunSummary
 from hpclm.training import records
-from tests.forks import hpclm
-from tests.rundir.test_runs import make
-from tests.work import calls
 
 HUGE = 10**400
+ENDS = {
+    "nothing": b"",
+    "half a line": b'{"step": 2',
+    "a line without its newline": b'{"step": 2}',
+    "NUL bytes": bytes(9000),
+    "half a line and NUL bytes": b'{"step": 2' + bytes(9000),
+    "more than a block": b"x" * 200_000,
+}
 
 
-def lines_of(blocks):
-    """The offset and content of every line that is not empty."""
-    for offset, block in blocks:
-        for line in block.split(b"\n"):
-            if line:
-                yield offset, line
-            offset += len(line) + 1
+@pytest.mark.parametrize("before", [0, 1, 20_000])
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_what_a_kill_or_a_power_cut_leaves_at_the_end_is_cut_off_with_one_warning(end, before, tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    lines = b'{"step": 1}\n' * before
+    path.write_bytes(lines + end)
+    assert len([*rows.stream(path, metrics_file.STEP, ["step"])]) == before
+    assert path.read_bytes() == lines + end and not caplog.records
+    rows.append(path, {"step": 3})
+    assert path.read_bytes() == lines + b'{"step": 3}\n'
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(end)
+    assert str(path) in caplog.text or not end
 
 
-@pytest.mark.parametrize("before", [b"", b"x", b'{"step": 1}\n', b'{"step": 1}\n' * 200_000])
-@pytest.mark.parametrize("hole", [100, 1 << 20, 5 << 20, 70 << 20])
-@pytest.mark.parametrize("after", [b"", b"x\n", b'\n{"step": 2}\n' * 3])
-def test_the_lines_around_a_hole_are_those_of_a_file_of_nul_bytes(before, hole, after, tmp_path):
-    (tmp_path / "written").write_bytes(before + bytes(hole) + after)
-    with (tmp_path / "holey").open("wb") as file:
-        file.write(before)
-        file.truncate(len(before) + hole)
-        file.seek(0, 2)
-        file.write(after)
-    written, holey = (list(rows.blocks(tmp_path / name)) for name in ("written", "holey"))
-    assert list(lines_of(holey)) == list(lines_of(written))
-    assert sum(block.count(b"\n") for _, block in holey) == sum(block.count(b"\n") for _, block in written)
+DAMAGE = [b"", b"x", bytes(20), b"\xff", b"[1]", b'{"loss": 1.0}', b'{"step": "3"}', b'{"step": 3, "lo{"step": 4}']
+DAMAGE += [b'{"step": true}', b'{"step": 3, "loss": 1e999}', b'{"step": 1' + b"0" * 5000 + b"}", b"[" * 10_000]
 
 
-def test_the_hole_of_a_file_of_rows_is_not_read(tmp_path):
-    with (tmp_path / "metrics.jsonl").open("wb") as file:
-        file.truncate(rows.MAX_FILE_BYTES - 1)
-    assert calls(lambda: list(rows.stream(tmp_path / "metrics.jsonl", metrics_file.STEP))) < 1000  # of 4,096 blocks
+@pytest.mark.parametrize("number", [1, 2, 200_001])
+@pytest.mark.parametrize("line", DAMAGE, ids=range(len(DAMAGE)))
+def test_damage_elsewhere_is_an_error_that_names_the_file_and_the_line(line, number, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"step": 1}\n'
+    path.write_bytes(good * (number - 1) + line + b"\n" + good)
+    for read in (
+        lambda: [*rows.stream(path, metrics_file.STEP, ["step"])],
+        lambda: rows.last(path, metrics_file.STEP, ["step"]),
+        lambda: [*metrics_file.scan(path, ["step"])],
+        lambda: [*metrics_file.added(tmp_path, 0)],
+        lambda: [*metrics_file.forget_after(tmp_path, 1)],
+    ):
+        with pytest.raises(ConfigError, match=rf"^{path}, line {number}, is damaged: remove the line"):
+            read()
 
 
-@pytest.mark.parametrize("name, read", [("attempts.jsonl", attempts.read), ("ends.jsonl", attempts.read_ends)])
-def test_attempts_in_a_file_that_is_too_large_are_refused_before_it_is_read(name, read, tmp_path):
-    with (tmp_path / name).open("wb") as file:
-        file.truncate(files.MAX_READ_BYTES + 1)
-    with pytest.raises(ConfigError, match=rf"{name} cannot be read: larger than 67.1 MB, the limit; move it away"):
-        read(tmp_path)
+def test_the_last_rows_begin_with_a_whole_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for count in (0, 1, 3, 10_000):
+        path.write_text("".join(f'{{"step": {step}}}\n' for step in range(count)) + '{"st')
+        steps = [row["step"] for row in rows.last(path, metrics_file.STEP, ["step"])]
+        assert steps == [*range(count)][count - len(steps) :] and len(steps) >= min(count, 4000)
 
 
 ODD = [
@@ -137,75 +147,8 @@ def test_commands_work_with_any_value_in_a_field(name, tmp_path):
             (tmp_path / each).write_text(line(row))
         (tmp_path / name).write_text(line(GOOD[name] | change) * times)
         told(tmp_path)
-        records.check_progress(tmp_path, 0, Job())
-        list(metrics_file.forget_after(tmp_path, 100))
+        with suppress(ConfigError):  # the file is damaged
+            records.check_progress(tmp_path, 0, Job())
+            list(metrics_file.forget_after(tmp_path, 100))
 
     whatever()
-
-
-ROWS = [
-    ("metrics.jsonl", {"step": "3"}),
-    ("metrics.jsonl", {"step": True}),
-    ("metrics.jsonl", {"step": -3}),
-    ("metrics.jsonl", {"step": 1 << 60}),
-    ("metrics.jsonl", {"step": 3.5}),
-    ("metrics.jsonl", {"loss": "2.5"}),
-    ("metrics.jsonl", {"loss": [2.5]}),
-    ("metrics.jsonl", {"loss_scale": [1]}),
-    ("metrics.jsonl", {"step_seconds": "fast"}),
-    ("metrics.jsonl", {"validation_loss": 1e301}),
-    ("attempts.jsonl", {"from_step": "0"}),
-    ("attempts.jsonl", {"size": [2]}),
-    ("attempts.jsonl", {"hosts": 5}),
-    ("attempts.jsonl", {"steps": "20"}),
-    ("attempts.jsonl", {"pid": -1}),
-    ("attempts.jsonl", {"host": "a" * 5000}),
-    ("jobs.jsonl", {"nodes": "1"}),
-    ("jobs.jsonl", {"log": 1}),
-    ("jobs.jsonl", {"job_id": 7}),
-]
-
-
-@pytest.mark.parametrize("name, change", ROWS, ids=str)
-def test_an_invalid_row_is_skipped(name, change, tmp_path):
-    for each, row in GOOD.items():
-        (tmp_path / each).write_text(line(row))
-    before = runs.read(tmp_path)
-    (tmp_path / name).write_text(line(GOOD[name]) + line(GOOD[name] | change))
-    after = runs.read(tmp_path)
-    assert (after.step, after.summary["loss"], after.attempt) == (3, 2.5, before.attempt)
-    assert after.submissions == before.submissions
-    assert before.attempt and before.submissions and before.holder and before.slow
-    told(tmp_path)
-
-
-def test_lines_that_are_nested_too_deep_or_have_too_many_digits_are_no_rows():
-    for text in ("[" * 100_000, '{"step": ' * 10_000, '{"step": 1' + "0" * 5000 + "}", '{"step": 1', "\xff"):
-        assert rows.parsed(text, metrics_file.STEP, ["step"]) is None
-    assert rows.parsed('{"step": 1, "new": [1]}', metrics_file.STEP, ["step"]) == {"step": 1, "new": [1]}
-
-
-def test_no_command_ends_in_a_traceback_on_odd_files(tmp_path):
-    odd = [{**GOOD["metrics.jsonl"], key: value} for key in GOOD["metrics.jsonl"] for value in ODD]
-    begun = [{**GOOD["attempts.jsonl"], key: value} for key in GOOD["attempts.jsonl"] for value in ODD]
-    out = make(
-        tmp_path / "run", begun, odd, summary=False, config_yaml="budget: {steps: many}\nbatch: {global_size: 8}\n"
-    )
-    (out / "ends.jsonl").write_text("".join(line({"attempt": value}) for value in ODD))
-    (out / "jobs.jsonl").write_text("".join(line({**GOOD["jobs.jsonl"], "nodes": value}) for value in ODD))
-    for words in (["status"], ["status", "--json"], ["logs"], ["cancel"], ["checkpoints"], ["resume"]):
-        done = hpclm(*words, out)
-        assert done.returncode in (0, 64) and "Traceback" not in done.stderr, (words, done.stderr)
-
-
-def test_the_line_after_a_truncated_one_is_read(tmp_path):
-    path = tmp_path / "attempts.jsonl"
-    rows.append(path, {"from_step": 1})
-    path.write_bytes(path.read_bytes() + b'{"from_st\0\0')
-    rows.append(path, {"from_step": 2})
-    rows.append(path, {"from_step": 3})
-    assert [each["from_step"] for each in rows.parsed_lines(path.read_text(errors="replace"), attempts.ATTEMPT)] == [
-        1,
-        2,
-        3,
-    ]

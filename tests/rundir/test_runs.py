@@ -106,10 +106,11 @@ def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(tmp_path
         runs.located(Path("a/checkpoints/step-5"), tmp_path / "runs")
 
 
-def test_missing_and_broken_files_are_ignored(tmp_path):
-    for _ in range(2):
+def test_missing_and_broken_files_tell_nothing(tmp_path):
+    for damage in ("", f"{tmp_path}/jobs.jsonl, line 1, is damaged: "):
         run = runs.read(tmp_path)
         assert (run.attempt, run.summary, run.checkpoint, run.holder, run.total, run.step) == ({}, {}, *(None,) * 3, 0)
+        assert run.damage.startswith(damage) and bool(run.damage) == bool(damage)
         for name in ("attempts.jsonl", "metrics.jsonl", "jobs.jsonl", "summary.json", "lock", "log.txt"):
             (tmp_path / name).write_bytes(b'\xff\x00{]: \n[1, 2]\n"x"\n12\n{"step"')
 

@@ -1,39 +1,103 @@
-"""Open a run on every rank: what cannot work is refused before anything is written, and all that is opened is closed again."""
+"""Open a run on every rank. What cannot work is refused before anything is written, and everything that is opened is closed again."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
-from hpclm.config import RunConfig
+import torch
+
+from hpclm import __version__
+from hpclm import engine as engines
+from hpclm.checkpoint import CheckpointStore, Retention, begin_from, resumable
+from hpclm.checkpoint.fingerprint import fingerprint
+from hpclm.config import EngineSettings, RunConfig, no_effect
 from hpclm.diagnostics import self_check
 from hpclm.distributed.context import DistributedContext
-from hpclm.node import hardware
+from hpclm.engine import Engine, compiling
+from hpclm.model.attention import backend as attention_backend
+from hpclm.node import environment, hardware
+from hpclm.node.job import Job
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
-from hpclm.rundir import folder
+from hpclm.optim.schedules import shape
+from hpclm.parallel.mesh import Compute, GroupOptions, Mesh
+from hpclm.rundir import submissions
+from hpclm.rundir.lease import Lease
+from hpclm.rundir.summary import RunSummary
 from hpclm.sinks.process import Sinks
-from hpclm.training.control import ControlSync, RunControl, Saver
+from hpclm.training import messages, records, schedule, tuning
 from hpclm.training.expert_load import ExpertLoad
-from hpclm.training.metrics import Meter, NullMeter, Speed
+from hpclm.training.metrics import Meter, Speed
 from hpclm.training.profile import Profile
-from hpclm.training.run_context import MemoryPlanner, NoPlanner, RunContext, open_devices
-from hpclm.training.run_data import open_data, with_split
-from hpclm.training.run_directory import Directory, open_run_directory
-from hpclm.training.run_state import RunState, open_state, samples_per_save
-from hpclm.training.session import Outputs, Session
+from hpclm.training.run_data import RunData, open_data, with_split
+from hpclm.training.run_directory import open_run_directory
+from hpclm.training.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is open on this rank. Only rank 0 has a lease, an attempt, a meter, sinks and a notifier."""
+
+    config: RunConfig
+    context: DistributedContext
+    compute: Compute
+    data: RunData
+    engine: Engine
+    store: CheckpointStore
+    preemption: Preemption = field(default_factory=Preemption)
+    lease: Lease | None = None
+    attempt: int | None = None
+    """The number of the attempt."""
+    meter: Meter | None = None
+    losses: Mapping[tuple[int, str], float | None] = field(default_factory=dict)
+    """Validation losses measured before, by step and part."""
+    profile: Profile | None = None
+    sinks: Sinks | None = None
+    notifier: Notifier | None = None
+
+    @property
+    def out(self) -> Path:
+        """The run directory."""
+        return Path(self.config.out)
+
+
+class MemoryPlanner(Protocol):
+    """Knows how much memory runs need: hpclm.planning.fit."""
+
+    def with_micro_size(self, config: RunConfig, context: DistributedContext, device: torch.device) -> RunConfig:
+        """``config`` with a number for batch.micro_size=auto, the same on every rank; a collective."""
+
+    def memory_errors_explained(self, config: RunConfig, context: DistributedContext) -> AbstractContextManager[None]:
+        """Turns PyTorch's error in the block into one that says what to change."""
+
+
+class NoPlanner:
+    """Plans nothing; for runs with a number for batch.micro_size."""
+
+    def with_micro_size(self, config: RunConfig, context: DistributedContext, device: torch.device) -> RunConfig:
+        """``config``."""
+        return config
+
+    def memory_errors_explained(self, config: RunConfig, context: DistributedContext) -> AbstractContextManager[None]:
+        """Lets errors pass."""
+        return nullcontext()
 
 
 @contextmanager
-def open_session(
+def open_run(
     config: RunConfig, context: DistributedContext, resume_step: int | None = None, planner: MemoryPlanner | None = None
-) -> Iterator[Session]:
-    """Set a run up on every rank of ``context``; what cannot work is refused before anything is written.
-
-    ``resume_step``: the step of a checkpoint to resume from, in place of the newest.
-    """
-    planner, out = planner or NoPlanner(), Path(config.out).absolute()
-    notifier = Notifier(config.job.notify, out.name, str(out), context.job.row())
+) -> Iterator[Run]:
+    """Set a run up on every rank of ``context``. ``resume_step``: the step of a checkpoint to resume from, instead of the newest."""
+    planner = planner or NoPlanner()
+    out = Path(config.out)
+    notifier = Notifier(config.job.notify, out.absolute().name, str(out.absolute()), context.job.row())
     context.watchdog.shutdown.listeners.append(notifier.failed)
     with (
         Preemption() as preemption,
@@ -42,55 +106,157 @@ def open_session(
     ):
         compute = open_devices(config, context)
         context.watchdog.enter("data")
-        config = with_split(config, context)
-        run = RunContext(planner.with_micro_size(config, context, compute.device), context, compute)
+        given = with_split(config, context)
+        config = planner.with_micro_size(given, context, compute.device)
         with (
-            open_data(run, resume_step) as data,
-            open_run_directory(run, data, resume_step) as directory,
+            open_data(config, context, compute, resume_step) as data,
+            open_run_directory(config, context, compute.device, data, resume_step) as directory,
             # again, before the guard of the run directory reports the error
-            planner.memory_errors_explained(run.config, context),
+            planner.memory_errors_explained(config, context),
         ):
-            checked = self_check.check_computation(run.config, context, compute)
-            state = open_state(replace(run, config=config), data, directory, checked.settings)
-            if state.attempt is not None:
-                notifier.begin(state.attempt, state.data.begin.step, directory.restarted)
+            checked = self_check.check_computation(config, context, compute)
+            engine = open_engine(checked.settings, compute)
+            store = open_store(config, context, compute, data, directory.lease)
+            rolled_back = context.run_on_main(lambda: roll_back(out, resume_step, context.job))
+            data = load(config, context, engine, store, data)
+            attempt = None
+            if directory.summary:
+                begins = records.Beginning(data.begin.step, data.length.steps, rolled_back, directory.restarted)
+                attempt = begin_attempt(given, context, data, directory.summary, begins)
+            log.info("run directory %s, %s", out, how_it_begins(store, data.begin.step))
+            if attempt:
+                notifier.begin(attempt, data.begin.step, directory.restarted)
             with (
-                Sinks(config.log.sinks if context.is_main else [], run.out) as sinks,
-                open_meter(run, state, directory) as meter,
-                Profile(config.profile, run.out, context.rank, compute.device) as profile,
+                Sinks(config.log.sinks if context.is_main else [], out) as sinks,
+                open_meter(config, context, compute, data, directory.summary) as meter,
+                Profile(config.profile, out, context.rank, compute.device) as profile,
             ):
                 sinks.start()
-                sync = ControlSync(run, state, directory.lease, preemption)
-                saver = open_saver(run, state, meter, checked.background)
-                control = RunControl(run, state, sync, saver)
-                context.watchdog.each_turn = control.watch_signals
-                yield Session(run, state, control, Outputs(meter, sinks, profile, notifier))
+                losses = context.run_on_main(lambda: list(meter.losses.items()) if meter else [])
+                yield Run(
+                    config=replace(config, checkpoint=replace(config.checkpoint, background=checked.background)),
+                    context=context,
+                    compute=compute,
+                    data=data,
+                    engine=engine,
+                    store=store,
+                    preemption=preemption,
+                    lease=directory.lease,
+                    attempt=attempt,
+                    meter=meter,
+                    losses={(step, part): loss for (step, part), loss in losses},
+                    profile=profile,
+                    sinks=sinks,
+                    notifier=notifier,
+                )
+
+
+def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
+    """Take a device, set the process groups up, and load the engine; ConfigError if it cannot be used."""
+    device = hardware.device(config.engine, context.local_rank, context.local_size)
+    context.init_process_group(device, config.cluster.timeout_minutes, Path(config.out).absolute() / "logs")
+    dtype = hardware.compute_type(config.engine, device)
+    compiling.check_types(hardware.NAMES[dtype], context)
+    messages.device(device, dtype, hardware.set_matmul(device))
+    if context.is_main:
+        messages.without_effect(no_effect.by_device(config, device.type == "cuda", dtype == torch.float32))
+    context.watchdog.enter("start-up")
+    backend = "nccl" if device.type == "cuda" else None  # gloo's part in the group of all serves the CPUs
+    options = GroupOptions(timedelta(minutes=config.cluster.timeout_minutes), backend, device)
+    mesh = Mesh.build(context.rank, context.size, config.parallel, options)
+    mesh = replace(mesh, nodes=len({context.ranks[rank].node for rank in mesh.dp.ranks}))
+    if config.modules() or config.engine.name == "deepspeed":
+        environment.for_code_that_may_compile()
+    # refused, if it cannot be used, before anything is written
+    engines.engine_class(config.for_engine(context.size), device)
+    shape(config.optim)  # a schedule that cannot be loaded must not surface only after the warm-up
+    return Compute(device, dtype, mesh)
+
+
+def open_engine(settings: EngineSettings, compute: Compute) -> Engine:
+    """Build the engine, and log which kernels it uses."""
+    messages.kernels(settings.model, compute.device)
+    messages.attention(settings.model, attention_backend.use(settings.model, compute.device))
+    return engines.build(settings, compute)
+
+
+def open_store(
+    config: RunConfig, context: DistributedContext, compute: Compute, data: RunData, lease: Lease | None
+) -> CheckpointStore:
+    """The checkpoints of the run, with the facts that each records about how it was made."""
+    saving = config.checkpoint
+    per_save = samples_per_save(config, data)
+    retention = Retention(saving.keep_last, saving.keep_every, saving.keep_best, saving.keep_epochs, per_save)
+    now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name, data.plan.micro_size)
+    origin = dict(processes=context.size, engine=config.engine.name, parallel=vars(config.parallel), hpclm=__version__)
+    origin |= {"precision": hardware.NAMES[compute.dtype], **context.job.row()}
+    return CheckpointStore(Path(config.out) / "checkpoints", retention, now, context, lease, origin)
+
+
+def samples_per_save(config: RunConfig, data: RunData) -> float:
+    """Samples between two checkpoints by checkpoint.epochs; infinity without it."""
+    epochs = config.checkpoint.epochs
+    return math.inf if epochs is None else epochs * data.source.per_epoch("train")
+
+
+def roll_back(out: Path, resume_step: int | None, job: Job) -> int | None:
+    """Set aside checkpoints newer than the one that this start was asked to continue from; returns its step, or None."""
+    step = records.requested_step(out, resume_step, job)
+    if step is not None:
+        submissions.roll_back(out, step)
+    return resumable.roll_back(out)
+
+
+def load(
+    config: RunConfig, context: DistributedContext, engine: Engine, store: CheckpointStore, data: RunData
+) -> RunData:
+    """Load the checkpoint to resume from, or the weights to begin with, into the engine; returns the data from there on."""
+    saving = config.checkpoint
+    progress = store.resume(engine, saving.resume)
+    data = data.after(config, progress)
+    if saving.init_from and not progress.step:
+        weights = begin_from(Path(saving.init_from), engine, context, store.fingerprint)
+        log.info("weights of %s; optimizer, step and data start from scratch", weights)
+    if progress.step and progress.planned != data.begin.planned:
+        messages.other_budget(progress, data.begin.planned)
+    context.run_on_main(lambda: records.check_progress(Path(config.out), progress.step, context.job))
+    context.run_on_main(lambda: tuning.keep(config, data.source, progress.step))
+    return data
+
+
+def how_it_begins(store: CheckpointStore, step: int) -> str:
+    """How an attempt that begins after ``step`` begins, for the log."""
+    if step:
+        return f"resumes from step {step}"
+    return "starts from imported weights" if (store.folder / "latest").exists() else "a new run"
+
+
+def begin_attempt(
+    given: RunConfig, context: DistributedContext, data: RunData, summary: RunSummary, begins: records.Beginning
+) -> int:
+    """Record that an attempt begins, and what has changed since the last one; returns its number. ``given``: the settings for
+    config.yaml, in which batch.micro_size may be auto."""
+    out, progress = Path(given.out), data.begin
+    attempts = records.start(given, context, data.plan.micro_size, begins)
+    summary.begin(attempts, data.length.steps)
+    last = attempts[-2] if progress.step and len(attempts) > 1 else {}
+    if before := schedule.of_attempt(out, last, data.source.per_epoch("train"), progress):
+        schedule.tell_changes(before, Schedule(given.optim, data.plan, data.length), progress)
+    return len(attempts)
 
 
 @contextmanager
-def open_meter(run: RunContext, state: RunState, directory: Directory) -> Iterator[Meter]:
-    """What writes metrics, on rank 0; the others only know which losses on held-out data have been measured."""
-    config, context, compute = run.config, run.distributed, run.compute
-    with ExitStack() as stack:
-        meter = None
-        if directory.summary:
-            peak = hardware.peak_flops(compute.device, compute.dtype)
-            speed = Speed(config.model, config.engine, peak and peak * context.size)
-            start = state.data.begin.step, state.data.begin.samples
-            experts = ExpertLoad(run.out, config.model) if config.model.experts else None
-            meter = Meter(run.out, config.log, start, state.data.length.steps, speed, directory.summary, experts)
-            stack.enter_context(meter)
-        losses = context.run_on_main(lambda: list(meter.losses.items()) if meter else [])
-        yield meter or NullMeter({(step, part): loss for (step, part), loss in losses})
-
-
-def open_saver(run: RunContext, state: RunState, meter: Meter, background: bool) -> Saver:
-    """What saves the run's state; metrics are on disk before a checkpoint counts. ``background``: while training continues."""
-
-    def flush() -> None:
-        meter.flush()
-        folder.sync(run.out)
-
-    saving = replace(run.config.checkpoint, background=background)
-    every = samples_per_save(run, state.data)
-    return Saver(state.store, saving, run.config.job.warn_seconds, state.data.begin, every, flush)
+def open_meter(
+    config: RunConfig, context: DistributedContext, compute: Compute, data: RunData, summary: RunSummary | None
+) -> Iterator[Meter | None]:
+    """The writer of metrics on rank 0, which has the ``summary``; None on other ranks."""
+    if summary is None:
+        yield None
+        return
+    out = Path(config.out)
+    peak = hardware.peak_flops(compute.device, compute.dtype)
+    speed = Speed(config.model, config.engine, peak and peak * context.size)
+    start = data.begin.step, data.begin.samples
+    experts = ExpertLoad(out, config.model) if config.model.experts else None
+    with Meter(out, config.log, start, data.length.steps, speed, summary, experts) as meter:
+        yield meter

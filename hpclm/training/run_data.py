@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hpclm.checkpoint import Progress, resumable
@@ -20,7 +21,6 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Compute
 from hpclm.training import records
-from hpclm.training.run_context import RunContext
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -77,18 +77,20 @@ def with_split(config: RunConfig, context: DistributedContext) -> RunConfig:
 
 
 @contextmanager
-def open_data(run: RunContext, resume_step: int | None = None) -> Iterator[RunData]:
+def open_data(
+    config: RunConfig, context: DistributedContext, compute: Compute, resume_step: int | None = None
+) -> Iterator[RunData]:
     """Open the data of a run, for the replica of this rank. ``resume_step``: the step of a checkpoint to resume from.
 
     Rank 0 reads the files first, and writes the index cache; then the first rank of each other node; all others only open
     what they train on. ConfigError if the data of another node differ from rank 0's.
     """
-    config, context, out = run.config, run.distributed, run.out
+    out = Path(config.out)
     step = context.run_on_main(lambda: records.requested_step(out, resume_step, context.job))
     begin = Progress.of(context.run_on_main(lambda: asdict(resumable.progress(out, step))))
 
     def build(facts: SharedFacts) -> RunData:
-        return build_data(config, config.plan(context.size), run.compute, facts, begin)
+        return build_data(config, config.plan(context.size), compute, facts, begin)
 
     def first() -> RunData:
         built = build(facts)

@@ -7,13 +7,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from hpclm import folders
 from hpclm import log as logs
 from hpclm.checkpoint import resumable
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.checkpoint.init_from import check_init_from
+from hpclm.config import RunConfig
 from hpclm.config.no_effect import check_finished
 from hpclm.diagnostics import preflight
+from hpclm.distributed.context import DistributedContext
 from hpclm.model import count
 from hpclm.node import secrets
 from hpclm.node.job import Job
@@ -21,7 +25,6 @@ from hpclm.rundir.attempts import check_attempts_readable
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary, failed_without_main, recorded_ending
 from hpclm.training import messages, records
-from hpclm.training.run_context import RunContext
 from hpclm.training.run_data import RunData, on_main
 
 log = logging.getLogger(__name__)
@@ -37,18 +40,18 @@ class Directory:
     """Rank 0's."""
     restarted: str
     """How the attempt before ended, and why the scheduler has started the job again, if it has."""
-    resume_step: int | None
-    """The step of the checkpoint that this start was asked to continue from."""
 
 
 @contextmanager
-def open_run_directory(run: RunContext, data: RunData, resume_step: int | None = None) -> Iterator[Directory]:
+def open_run_directory(
+    config: RunConfig, context: DistributedContext, device: torch.device, data: RunData, resume_step: int | None = None
+) -> Iterator[Directory]:
     """Refuse what cannot start or resume, take the run directory over, check the nodes, and write logs from here on."""
-    config, context, out = run.config, run.distributed, run.out
+    out = Path(config.out)
     if context.is_main:
         messages.log_start(config, data.plan, context, data.length, len(data.train.samples))
     context.watchdog.enter("start-up")
-    context.run_on_main(lambda: check_start(run, data, resume_step))
+    context.run_on_main(lambda: check_start(config, context.job, data, resume_step))
     with ExitStack() as stack:
         lease = on_main(context, lambda: stack.enter_context(_lease(out, context.job)))
         summary = stack.enter_context(RunSummary(out, lease)) if lease else None
@@ -58,7 +61,7 @@ def open_run_directory(run: RunContext, data: RunData, resume_step: int | None =
         stack.enter_context(context.exit_on_error())
         if config.cluster.preflight:
             room = 12 * count.parameters(config.model)  # bytes of a checkpoint: weights and Adam's two moments in fp32
-            preflight.check(context, run.compute.device, config.modules(), out, room=room)
+            preflight.check(context, device, config.modules(), out, room=room)
         if context.is_main:
             stack.enter_context(logs.also_to(out / "log.txt", secrets.Redactor()))
         else:
@@ -68,7 +71,7 @@ def open_run_directory(run: RunContext, data: RunData, resume_step: int | None =
         stacks = context.run_on_main(lambda: time.strftime("stacks-%Y%m%d-%H%M%S"))
         context.watchdog.write_to(out, stacks, config.parallel.pipeline)
         try:
-            yield Directory(lease, summary, restarted, resume_step)
+            yield Directory(lease, summary, restarted)
         except KeyboardInterrupt:
             if summary and (ending := summary.interrupted()):
                 log.warning(ending)
@@ -82,12 +85,12 @@ def _lease(out: Path, job: Job) -> Lease:
     return Lease(out, job=job)
 
 
-def check_start(run: RunContext, data: RunData, resume_step: int | None) -> None:
-    """ConfigError where the run cannot start, or resume, with these settings from the checkpoint that it would take."""
-    config, out = run.config, run.out
+def check_start(config: RunConfig, job: Job, data: RunData, resume_step: int | None) -> None:
+    """ConfigError if the run cannot start, or resume, with these settings from the checkpoint that it would take."""
+    out = Path(config.out)
     check_attempts_readable(out)
     now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name, data.plan.micro_size)
-    candidate = resumable.candidate(out, records.requested_step(out, resume_step, run.distributed.job))
+    candidate = resumable.candidate(out, records.requested_step(out, resume_step, job))
     resumable.check_resumable(candidate, config.checkpoint.resume, now)
     check_finished(config, data.begin.step, data.length.steps)
     check_init_from(config.checkpoint.init_from, out / "checkpoints", now)

@@ -1,4 +1,4 @@
-"""TensorBoard's event files."""
+"""TensorBoard: the scalars of a run under their tags, and the event files."""
 
 import io
 import os
@@ -9,9 +9,93 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpclm import files
-from hpclm.side_path import is_at
+from hpclm.rundir import metric_names
+from hpclm.rundir.rows import Row
+from hpclm.side_path import SidePath, is_at
 
 NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
+# BigScience's names for the same scalars, so that their dashboards keep working.
+TAGS = {
+    "loss": "lm-loss-training/lm loss",
+    "lr": "learning-rate/learning-rate",
+    "batch_size": "batch-size/batch-size",
+    "grad_norm": "grad-norm/grad-norm",
+    "loss_scale": "loss-scale/loss-scale",
+    "step_seconds": "iteration-time/iteration-time",
+    "tokens_per_second": "iteration-time/tokens per second",
+    "mfu": "iteration-time/mfu",
+    "hfu": "iteration-time/hfu",
+    "data_fraction": "iteration-time/fraction waiting for data",
+    "forward_seconds": "time/forward-compute-time",
+    "backward_seconds": "time/backward-compute-time",
+    "forward_backward_seconds": "time/forward-backward-time",
+    "optimizer_seconds": "time/optimizer-time",
+    "data_seconds": "time/batch-generator-time",
+    "validation_loss": "lm-loss-validation/lm loss validation",
+    "validation_perplexity": "lm-loss-validation/lm loss validation ppl",
+}
+FLUSH_SECONDS = 20.0  # that TensorBoard may lag behind, where log lines are further apart
+
+
+class TensorBoard:
+    """A run's scalars by step and by samples. Failures cost a warning, and what could not be written."""
+
+    def __init__(self, out: Path, start: tuple[int, int]):
+        """``start``: the step and samples the run resumes from."""
+        self.folder = out / "tensorboard"
+        self.start = start
+        self._files: tuple[EventFile, EventFile] | None = None
+        self._flushed = time.monotonic()
+        self._writing = SidePath(f"TensorBoard's files in {self.folder} cannot be written")
+        self._scalars = SidePath("a scalar cannot be written for TensorBoard")
+
+    def begin(self) -> None:
+        """Begin the files."""
+        self._writing.attempt(self._open)
+
+    def _open(self) -> None:
+        # the samples in a separate folder, since TensorBoard hides what lies past a step whatever the tag counts
+        step, samples = self.start
+        self._files = EventFile(self.folder, step), EventFile(self.folder / "samples", samples)
+        self._write()
+
+    def row(self, row: Row, part: str = "") -> None:
+        """A row of metrics.jsonl; ``part``: the name of the held-out data, if there are several parts."""
+        suffix = f" {part}" if part else ""
+        if suffix and any(tag + suffix in TAGS.values() for tag in TAGS.values()):
+            suffix = f" ({part})"  # of a part named "ppl"
+        for key, tag in TAGS.items():
+            self.scalar(tag + suffix, row.get(key), row)
+        for name, value in metric_names.reported(row).items():
+            self.scalar(name, value, row)
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self.flush()
+
+    def scalar(self, tag: str, value: float | None, row: Row) -> None:
+        """A scalar at the step of ``row``; nothing if there is no value."""
+        if self._files and value is not None:
+            by_step, by_samples = self._files
+            self._scalars.attempt(lambda: by_step.add(tag, value, row["step"]), now=True)
+            self._scalars.attempt(lambda: by_samples.add(f"{tag} vs samples", value, row["samples"]), now=True)
+
+    def flush(self) -> None:
+        """Write what was added; it is lost if that fails."""
+        self._flushed = time.monotonic()
+        if not self._writing.attempt(self._write):
+            self._close()
+
+    def _write(self) -> None:
+        for file in self._files or ():
+            file.flush()
+
+    def close(self) -> None:
+        """Write what was added, and close the files."""
+        self.flush()
+        self._close()
+
+    def _close(self) -> None:
+        for file in self._files or ():
+            file.close()
 
 
 class EventFile:

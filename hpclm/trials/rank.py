@@ -15,8 +15,8 @@ from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node.job import Job
-from hpclm.training import loop
-from hpclm.training.opening import open_session
+from hpclm.training.loop import TrainingLoop
+from hpclm.training.opening import open_run
 from hpclm.trials import direct
 from hpclm.trials.record import Record, begin, end
 
@@ -67,12 +67,13 @@ def train(start: Start, rank: int) -> int:
     try:
         with distributed.join(world, settings.cluster, Job()) as context:
             try:
-                with open_session(settings, context) as session:
+                with open_run(settings, context) as run:
                     if start.reads_samples:
-                        record.samples = direct.digests(session.data.source, settings.model.context)
-                    begin(session, record, start.kill_at)
-                    context.exit_code = loop.turns(session)
-                    end(session, record)
+                        record.samples = direct.digests(run.data.source, settings.model.context)
+                    loop = TrainingLoop(run)
+                    begin(loop, record, start.kill_at)
+                    context.exit_code = loop.train()
+                    end(loop, record)
             except BaseException as error:
                 _leave(start, rank, described(error))
                 raise

@@ -18,7 +18,7 @@ from hpclm.engine import Engine, SavedState, Shard, StepResult, keep_going
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.sharded_parameter import ShardedParameter, blocks
 from hpclm.parallel.micro_batch import MicroBatch
-from hpclm.training.session import Session
+from hpclm.training.loop import TrainingLoop
 
 NUDGE = 0.05  # standard deviation of what is added to a weight to see what it does to the loss
 NOT_METRICS = ("counted_tokens", "empty_micro_batches", "guarded")
@@ -98,21 +98,19 @@ class ObservedEngine:
         self.inner.load(saved, scalars)
 
 
-def begin(session: Session, record: Record, kill_at: int | None) -> None:
+def begin(loop: TrainingLoop, record: Record, kill_at: int | None) -> None:
     """Record how the run begins, and have its steps recorded."""
-    engine, record.first = session.engine, session.progress.step
+    record.first = loop.run.data.begin.step
     if not record.first:
-        record.initial = list(weights(engine))
-        if isinstance(engine, BaseEngine):
-            record.evaluated = evaluated(session, engine)
-    session.engine = ObservedEngine(engine, record, kill_at)
+        record.initial = list(weights(loop.engine))
+        if isinstance(loop.engine, BaseEngine):
+            record.evaluated = evaluated(loop, loop.engine)
+    loop.stepper.engine = ObservedEngine(loop.engine, record, kill_at)
 
 
-def end(session: Session, record: Record) -> None:
+def end(loop: TrainingLoop, record: Record) -> None:
     """Record how the run ends."""
-    engine = session.engine
-    inner = engine.inner if isinstance(engine, ObservedEngine) else engine
-    record.final = list(weights(inner))
+    record.final = list(weights(loop.engine))
 
 
 def weights(engine: Engine) -> Iterator[Piece]:
@@ -167,11 +165,11 @@ def blocks_of(engine: BaseEngine) -> Iterator[tuple[str, nn.Module]]:
                 yield name, layer
 
 
-def evaluated(session: Session, engine: BaseEngine) -> dict[str, float]:
+def evaluated(loop: TrainingLoop, engine: BaseEngine) -> dict[str, float]:
     """The loss in evaluation, as the weights are, and with each weight of the first block changed a little; a collective."""
-    batches, size, names = session.data.train, session.config.batch.global_size, set[str]()
+    batches, size, names = loop.run.data.train, loop.config.batch.global_size, set[str]()
     mine = {weight.name: weight for weight in engine.weights if weight.name.startswith("block0.")}
-    for others in session.context.all_gather(sorted(mine)):
+    for others in loop.context.all_gather(sorted(mine)):
         names |= {*others}
 
     def loss() -> float:

@@ -15,7 +15,8 @@ from hpclm.errors import ConfigError, DivergedError
 from hpclm.node.job import Job, JobIdentity
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.training import records
-from hpclm.training.control import ControlState, Saver
+from hpclm.training.control import ControlState
+from hpclm.training.saver import Saver
 from tests import forks
 from tests.forks import Hpclm, hpclm
 from tests.runs import PATIENCE, lines, losses, until

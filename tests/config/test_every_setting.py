@@ -28,7 +28,7 @@ from hpclm.launch.schedulers.slurm_script import render
 from hpclm.optim.schedules import learning_rate
 from hpclm.optim.stability import LossScale, NonfiniteGuard
 from hpclm.parallel.mesh import Mesh
-from hpclm.training.run_context import open_devices
+from hpclm.training.opening import open_devices
 from tests.engine.test_native import batches_of, engine_of
 from tests.forks import hpclm
 from tests.runs import ROOT
@@ -376,8 +376,8 @@ ELSEWHERE = {
     "engine.recompute_every": "tests/model/test_dropout.py",
     "engine.offload_activations": "tests/test_prechecks.py",
     "engine.loss_chunk": "tests/engine/test_main_gradients.py",
-    "evaluate.every": "tests/training/test_log_lines.py",
-    "evaluate.batches": "tests/training/test_log_lines.py",
+    "evaluate.every": "tests/training/test_metrics.py",
+    "evaluate.batches": "tests/training/test_metrics.py",
     "checkpoint.enabled": "tests/engine/test_unsaved_state.py",
     "checkpoint.every": "tests/checkpoint/test_saver.py",
     "checkpoint.minutes": "tests/checkpoint/test_saver.py",
@@ -387,7 +387,7 @@ ELSEWHERE = {
     "checkpoint.resume": "tests/test_resume.py",
     "checkpoint.init_from": "tests/test_finetune.py",
     "checkpoint.grace_seconds": "tests/test_run_directory.py",
-    "log.every": "tests/training/test_log_lines.py",
+    "log.every": "tests/training/test_metrics.py",
     "log.tensorboard": "tests/test_several_runs.py",
     "log.sinks": "tests/sinks/test_sinks.py",
     "optim.arguments": "tests/optim/test_user_optimizer.py",

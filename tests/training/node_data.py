@@ -16,7 +16,6 @@ from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Compute, Mesh
-from hpclm.training.run_context import RunContext
 from hpclm.training.run_data import open_data
 
 
@@ -45,7 +44,7 @@ def reads(folders, words):
     sys.addaudithook(watch)
     run = config.load(None, words)
     compute = Compute(torch.device("cpu"), torch.float32, Mesh.build(rank, size, run.parallel))
-    with open_data(RunContext(run, context, compute)) as data:
+    with open_data(run, context, compute) as data:
         source, train, held = data.source, data.train, data.held_out
         rows = np.empty((3, run.model.context + 1), train.samples.dtype)
         for index, row in enumerate(rows):

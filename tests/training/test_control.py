@@ -13,10 +13,17 @@ from hpclm.config import CheckpointConfig
 from hpclm.config.plan import Length
 from hpclm.distributed.context import single
 from hpclm.errors import HpclmError
+from hpclm.node.preemption import Preemption
 from hpclm.optim.stability import Health
 from hpclm.parallel.mesh import Compute
-from hpclm.training.control import ControlState, ControlSync, RunControl, Saver, due
+from hpclm.training.control import Control, ControlState, due
+from hpclm.training.loop import TrainingLoop
+from hpclm.training.opening import Run
+from hpclm.training.run_data import HeldOut, RunData
+from hpclm.training.saver import Saver
 from tests.checkpoint.state import State
+
+CPU = Compute(torch.device("cpu"), torch.float32)
 
 
 def saver_of(folder, begin=Progress(), warn_seconds=120, samples_per_save=float("inf"), **settings):  # noqa: B008
@@ -24,20 +31,18 @@ def saver_of(folder, begin=Progress(), warn_seconds=120, samples_per_save=float(
     return Saver(CheckpointStore(folder, Retention(), {}), settings, warn_seconds, begin, samples_per_save)
 
 
-def control_of(out, *words, begin=Progress(), since=None, steps=100):  # noqa: B008
-    """The control of a run, with what ends its process, and with the requests that were granted."""
-    run = config.load(None, ["data.source=synthetic", f"out={out}", *words])
-    told = SimpleNamespace(ends=[], removed=[])
-    watchdog = SimpleNamespace(in_step=True, step=7, end=told.ends.append)
+def loop_of(out, *words, begin=Progress(), since=None, held_out=()):  # noqa: B008
+    """The loop of a run that is in step 7 of 100, with what ends its process, and with the requests that were granted."""
+    settings = config.load(None, ["data.source=synthetic", f"out={out}", "cluster.verify_every=0", *words])
+    told, context = SimpleNamespace(ends=[], removed=[]), single()
+    data = RunData(settings.plan(), Length(100, None), begin, None, None, [*held_out])
     preemption = SimpleNamespace(seconds=lambda name: (since or {}).get(name, 0.0))
-    saver = Saver(CheckpointStore(out, Retention(), {}), run.checkpoint, run.job.warn_seconds, begin)
-    control = RunControl(
-        SimpleNamespace(config=run, out=out, distributed=SimpleNamespace(watchdog=watchdog)),
-        SimpleNamespace(data=SimpleNamespace(length=Length(steps, None), begin=begin), engine=State()),
-        SimpleNamespace(preemption=preemption, remove=told.removed.append, poll=lambda: ControlState(micro_batch=1e-3)),
-        saver,
-    )
-    return control, told
+    store = CheckpointStore(out, Retention(), {})
+    loop = TrainingLoop(Run(settings, context, CPU, data, State(), store, preemption))
+    loop.control.remove = told.removed.append
+    context.watchdog.enter("step", 7)
+    context.watchdog.end = told.ends.append
+    return loop, told
 
 
 @pytest.mark.parametrize(
@@ -53,13 +58,14 @@ def control_of(out, *words, begin=Progress(), since=None, steps=100):  # noqa: B
     ],
 )
 def test_what_follows_a_signal_in_a_long_step_is_said_once(words, since, says, tmp_path, caplog):
-    control, told = control_of(tmp_path, *words, since=since)
-    control.run.distributed.watchdog.in_step = False
-    control.watch_signals()
+    loop, told = loop_of(tmp_path, *words, since=since)
+    watchdog = loop.context.watchdog
+    watchdog.enter("evaluation", 6)
+    watchdog.each_turn()
     assert not caplog.messages
-    control.run.distributed.watchdog.in_step = True
-    control.watch_signals()
-    control.watch_signals()
+    watchdog.enter("step", 7)
+    watchdog.each_turn()
+    watchdog.each_turn()
     assert (
         len(caplog.messages) == (says is not None) and all(says in line for line in caplog.messages) and not told.ends
     )
@@ -78,8 +84,8 @@ def test_what_follows_a_signal_in_a_long_step_is_said_once(words, since, says, t
     ],
 )
 def test_a_step_that_outlasts_what_a_signal_leaves_ends_the_process(since, end, tmp_path):
-    control, told = control_of(tmp_path, since=since, begin=Progress(4))
-    control.watch_signals()
+    loop, told = loop_of(tmp_path, since=since, begin=Progress(4))
+    loop.context.watchdog.each_turn()
     assert [text.partition(": exiting")[0] for text in told.ends] == [end] * (end is not None)
     assert all(text.endswith("exiting without saving; the steps after 4 will be repeated") for text in told.ends)
 
@@ -96,12 +102,12 @@ def test_a_step_that_outlasts_what_a_signal_leaves_ends_the_process(since, end, 
     ],
 )
 def test_a_run_is_finished_at_its_last_step_at_stop_at_or_when_its_hours_are_over(words, progress, finished, tmp_path):
-    assert control_of(tmp_path, *words)[0].finished(progress) == finished
+    assert loop_of(tmp_path, *words)[0].milestones.finished(progress) == finished
 
 
 def test_an_attempt_leaves_at_multiples_of_exit_interval_but_not_where_it_began(tmp_path):
-    control, _ = control_of(tmp_path, "exit_interval=4", begin=Progress(8))
-    assert [step for step in range(8, 14) if control.exit_is_due(Progress(step))] == [12]
+    loop, _ = loop_of(tmp_path, "exit_interval=4", begin=Progress(8))
+    assert [step for step in range(8, 14) if loop.exit_is_due(Progress(step))] == [12]
 
 
 @pytest.mark.parametrize(
@@ -118,10 +124,10 @@ def test_an_attempt_leaves_at_multiples_of_exit_interval_but_not_where_it_began(
 def test_only_a_run_that_a_signal_ends_before_its_time_asks_to_be_started_again(
     state, step, unmeasured, code, tmp_path
 ):
-    control, told = control_of(tmp_path)
-    control.state = state
-    assert control.exit(Progress(step), None, unmeasured) == code
-    assert control.saver.step == step and told.removed == ["save-now", *["stop"] * bool(state.stop)]
+    loop, told = loop_of(tmp_path, held_out=[HeldOut("valid", None, 1)] if unmeasured else [])
+    loop.control.state = state
+    assert loop.exit(Progress(step)) == code
+    assert loop.saver.step == step and told.removed == ["save-now", *["stop"] * bool(state.stop)]
 
 
 def test_the_signal_that_came_first_counts_and_a_request_to_stop_goes_before_all():
@@ -132,32 +138,34 @@ def test_the_signal_that_came_first_counts_and_a_request_to_stop_goes_before_all
 
 
 def test_a_request_to_save_is_answered_where_nothing_is_saved(tmp_path, caplog):
-    control, told = control_of(tmp_path, "checkpoint.enabled=false")
-    control.state = ControlState(save=True)
-    control.save_if_due(Progress(3), None)
+    loop, told = loop_of(tmp_path, "checkpoint.enabled=false")
+    loop.control.state = ControlState(save=True)
+    assert not loop.save_is_due(Progress(3), exits=False)
+    loop.answer_save_request()
     assert caplog.messages == ["request to save: checkpoint.enabled=false, so nothing is saved"]
-    assert told.removed == ["save-now"] and not control.saver.step
+    assert told.removed == ["save-now"] and not loop.saver.step
 
 
 def test_a_save_waits_while_steps_are_skipped(tmp_path):
-    control, told = control_of(tmp_path)
-    control.state = ControlState(save=True)
-    control.guard.observe(3, float("nan"), True, False)
-    control.save_if_due(Progress(3), None)
-    assert control.saver.store.pending is None and not told.removed
-    control.guard.observe(4, 2.0, False, False)
-    control.save_if_due(Progress(4), None)
-    control.saver.wait()
-    assert control.saver.step == 4 and told.removed == ["save-now"]
+    loop, told = loop_of(tmp_path)
+    loop.control.state = ControlState(save=True)
+    assert not loop.save_is_due(Progress(3, health=Health(skipped_in_a_row=1)), exits=False)
+    loop.answer_save_request()
+    assert not told.removed
+    loop.control.state = ControlState()
+    assert loop.save_is_due(Progress(4), exits=False)
+    loop.save(Progress(4))
+    loop.saver.wait()
+    assert loop.saver.step == 4 and not loop.save_is_due(Progress(5), exits=False)
 
 
 @pytest.mark.parametrize(
     "micro_batch, count, late", [(0.0, 1, False), (1.0, 9, True), (1.0, 10, False), (20.0, 9, False)]
 )
 def test_answers_are_read_late_only_where_time_to_save_remains_after_three_steps(micro_batch, count, late, tmp_path):
-    control, _ = control_of(tmp_path)
-    control.micro_batch = micro_batch
-    assert control.can_check_signals_late(count) == late  # of checkpoint.grace_seconds=30
+    loop, _ = loop_of(tmp_path)
+    loop.control.news = ControlState(micro_batch=micro_batch)
+    assert loop.stepper.signals_can_wait(count) == late  # of checkpoint.grace_seconds=30
 
 
 def test_something_is_due_at_multiples_and_not_before_the_first_step():
@@ -225,28 +233,20 @@ def test_an_unhealthy_checkpoint_is_told_with_its_reason(tmp_path, caplog):
     assert caplog.messages[1].startswith("step 3 is saved, and does not replace healthy checkpoints: ")
 
 
-def sync_of(out, *words, began=0.0):
-    """What the ranks send one another of signals and requests, on one rank whose processes started ``began`` seconds ago."""
-    run = config.load(None, ["data.source=synthetic", f"out={out}", *words])
-    state = SimpleNamespace(
-        store=CheckpointStore(out, Retention(), {}),
-        engine=SimpleNamespace(compilations=()),
-        data=SimpleNamespace(begin=Progress(seconds=5.0)),
-    )
+def control_of(out, *words, began=0.0):
+    """The control of one rank whose process started ``began`` seconds ago."""
+    settings = config.load(None, ["data.source=synthetic", f"out={out}", *words])
     context = single()
     context.began = time.time() - began
-    compute = Compute(torch.device("cpu"), torch.float32)
-    no_signal = SimpleNamespace(seconds=lambda name: 0.0)
-    return ControlSync(
-        SimpleNamespace(distributed=context, out=out, config=run, compute=compute), state, None, no_signal
-    )
+    store = CheckpointStore(out, Retention(), {})
+    return Control(settings, context, CPU, State(), store, Preemption(), trained=5.0)
 
 
 @pytest.mark.parametrize(
     "words, began, over", [(["exit_minutes=60"], 3600, True), (["exit_minutes=60"], 0, False), ([], 1e6, False)]
 )
 def test_the_time_of_an_attempt_counts_from_the_start_of_its_processes(words, began, over, tmp_path):
-    state = sync_of(tmp_path, *words, began=began).poll()
+    state = control_of(tmp_path, *words, began=began).poll()
     assert state.out_of_time == over and state.trained == 5.0 and state.written and not state.since
 
 
@@ -263,25 +263,26 @@ def test_the_time_of_an_attempt_counts_from_the_start_of_its_processes(words, be
 def test_requests_are_seen_and_a_kill_switch_outranks_a_stop(names, stop, save, tmp_path):
     for name in names:
         (tmp_path / name).touch()
-    state = sync_of(tmp_path, f"kill_switch={tmp_path}/kill").poll()
+    state = control_of(tmp_path, f"kill_switch={tmp_path}/kill").poll()
     assert (state.stop, state.save) == (stop, save)
 
 
-def test_ranks_agree_between_steps_only_where_something_may_have_to_be_done(tmp_path):
-    control, _ = control_of(tmp_path, "checkpoint={every: 7, background: true}", "evaluate.every=5")
+def test_the_loop_stops_for_other_work_only_where_something_may_have_to_be_done(tmp_path):
+    loop, _ = loop_of(tmp_path, "checkpoint={every: 7, background: true}", "evaluate.every=5")
 
-    def waits(step, **answer):
-        control.apply(ControlState(micro_batch=1e-3, **answer))
-        return control.must_synchronize(Progress(step), 1)
+    def stops(step, **news):
+        loop.control.news = ControlState(micro_batch=1e-3, **news)
+        return loop.work_is_due(Progress(step))
 
-    assert waits(1)  # of an attempt's first step nothing is known
-    control.poll()
-    assert [step for step in (1, 2, 5, 7, 10, 14, 99, 100) if waits(step)] == [5, 7, 10, 14, 100]
+    assert loop.work_is_due(Progress(1))  # nothing is known of an attempt's first step
+    loop.control.state = ControlState(micro_batch=1e-3)
+    assert not loop.work_is_due(Progress(1))
+    assert [step for step in (1, 2, 5, 7, 10, 14, 99, 100) if stops(step)] == [5, 7, 10, 14, 100]
     asked = {"stop": "stop", "since": {"SIGTERM": 1.0}, "save": True, "lost": True, "out_of_time": True}
-    assert all(waits(1, **{name: value}) for name, value in asked.items())
-    control.saver.store.begin(State(), Progress(1))
-    assert not waits(2, written=False) and waits(2, written=True)  # to publish it
-    control.saver.wait()
-    assert not waits(2, written=True)
-    control.synchronize_soon()
-    assert waits(2)
+    assert all(stops(1, **{name: value}) for name, value in asked.items())
+    loop.saver.store.begin(State(), Progress(1))
+    assert not stops(2, written=False) and stops(2, written=True)  # to publish it
+    loop.saver.wait()
+    assert not stops(2, written=True)
+    loop.saver.postponed = True
+    assert stops(2)

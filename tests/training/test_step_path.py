@@ -1,7 +1,6 @@
 """What the loop itself adds to steps on a GPU: nothing between CPUs, and one wait, for the step before."""
 
 import math
-from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -10,29 +9,18 @@ import torch
 
 from hpclm import config
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
-from hpclm.config import ClusterConfig
 from hpclm.diagnostics.corruption import Verifier
-from hpclm.distributed.bootstrap import World
-from hpclm.distributed.context import DistributedContext
-from hpclm.distributed.rendezvous import RankInfo
-from hpclm.distributed.shutdown import Shutdown
-from hpclm.distributed.watchdog import Watchdog
+from hpclm.distributed.context import DistributedContext, single
 from hpclm.engine import StepResult
-from hpclm.node.notify import Notifier
-from hpclm.node.preemption import Preemption
 from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
 from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.planning import simulate
 from hpclm.planning.fake_gpu import CUDA, fake_gpu
-from hpclm.sinks.process import Sinks
-from hpclm.training import loop
-from hpclm.training.control import ControlSync, RunControl, Saver
-from hpclm.training.metrics import NullMeter
-from hpclm.training.profile import Profile
-from hpclm.training.run_context import RunContext
+from hpclm.training.control import Control
+from hpclm.training.loop import TrainingLoop
+from hpclm.training.opening import Run
 from hpclm.training.run_data import RunData
-from hpclm.training.run_state import RunState
-from hpclm.training.session import Outputs, Results, Session
+from hpclm.training.step import Stepper
 
 STEPS, RANKS = 8, 2
 WORDS = ["model.layers=1", "model.hidden=64", "model.heads=2", "model.vocab_size=256", "model.context=32"]
@@ -93,45 +81,31 @@ class Vectors:
 
 
 def simulated(tmp_path, *words):
-    """A whole run of rank 0, by real loop, session and control: of its steps but the first and the last two the collectives
-    that are not the engine's, and waits; and of its vectors when each was read."""
-    run = config.load("configs/gpt2-124m.yaml", [*WORDS, f"out={tmp_path}", *words])
-    world, counts, vectors = World("single", 0, RANKS), [], Vectors()
-    me = RankInfo.of(world)
-    quiet = ClusterConfig(hang_minutes=0)
-    context = DistributedContext(world, (me,) * RANKS, Watchdog(quiet, (me,), me, Shutdown(me, (me,))))
-
-    @contextmanager
-    def session(*_):
-        mesh = Mesh.build(0, RANKS, run.parallel)
-        engine = simulate.build(run, mesh)
-        counts.append(CollectiveCounts(engine, counter))
-        plan, length = run.plan(RANKS), config.plan.Length(None, None)
-
-        def step(samples):
-            counts[0].begin()
-            return [simulate.micro_batch(run)] * plan.accumulation(samples)
-
-        data = RunData(plan, length, Progress(), None, SimpleNamespace(step=step), [])
-        store = CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context)
-        state = RunState(engine, store, data)
-        whole = RunContext(run, context, Compute(CUDA, torch.bfloat16, mesh))
-        sync = ControlSync(whole, state, None, Preemption())
-        control = RunControl(whole, state, sync, Saver(state.store, run.checkpoint))
-        profile = Profile(run.profile, tmp_path, 0, CUDA)
-        outputs = Outputs(NullMeter({}), Sinks([], tmp_path), profile, Notifier([], run.name, run.out))
-        opened = Session(whole, state, control, outputs)
-        opened.verifier = Verifier(engine, mesh, context, math.inf)
-        yield opened
-
+    """A whole run of rank 0, by the real loop: of its steps but the first and the last two the collectives that are not the engine's,
+    and waits; and of its vectors when each was read."""
+    settings = config.load("configs/gpt2-124m.yaml", [*WORDS, f"out={tmp_path}", *words])
+    vectors, plan = Vectors(), settings.plan(RANKS)
+    context = single()
+    context.size = RANKS
     with pytest.MonkeyPatch.context() as patched, fake_gpu(0, RANKS) as counter:
-        patched.setattr(loop, "open_session", session)
         patched.setattr(AsyncAllReduce, "start", vectors.starting())
         patched.setattr(Reduction, "read", vectors.reading())
         patched.setattr(DistributedContext, "all_reduce_max", vectors.asking())
-        assert loop.run(run, context) == 0
-        counts[0].begin()
-    return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(counts[0].began[2:-1])], vectors.read
+        compute = Compute(CUDA, torch.bfloat16, Mesh.build(0, RANKS, settings.parallel))
+        engine = simulate.build(settings, compute.mesh)
+        counts = CollectiveCounts(engine, counter)
+
+        def step(samples):
+            counts.begin()
+            return [simulate.micro_batch(settings)] * plan.accumulation(samples)
+
+        data = RunData(plan, config.plan.Length(None, None), Progress(), None, SimpleNamespace(step=step), [])
+        store = CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context)
+        loop = TrainingLoop(Run(settings, context, compute, data, engine, store))
+        loop.verifier = loop.stepper.verifier = Verifier(engine, compute.mesh, context, math.inf)
+        assert loop.train() == 0
+        counts.begin()
+    return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(counts.began[2:-1])], vectors.read
 
 
 USUAL = [(1, 1)] * (STEPS - 3), [(1, 1), *((step, step + 1) for step in range(2, STEPS)), (STEPS, STEPS)]
@@ -145,15 +119,15 @@ def test_a_step_waits_for_the_one_before_it_and_asks_nothing_between_cpus(words,
 
 
 def test_a_question_between_cpus_that_is_put_back_is_seen(tmp_path, monkeypatch):
-    apply = RunControl.apply
-    monkeypatch.setattr(RunControl, "apply", lambda self, state: [apply(self, state), self.sync.poll()])
+    receive = Control.receive
+    monkeypatch.setattr(Control, "receive", lambda self, answer: [receive(self, answer), self.ask()][0])
     steps, _ = simulated(tmp_path)
     assert steps == [(2, 2)] * (STEPS - 3)
 
 
 def test_a_wait_for_the_same_step_that_is_put_back_is_seen(tmp_path, monkeypatch):
-    queue = Results.queue
-    monkeypatch.setattr(Results, "queue", lambda self, step: [queue(self, step), self.read()][1])
+    step = Stepper.step
+    monkeypatch.setattr(Stepper, "step", lambda self, progress: [step(self, progress), self.finish()][0])
     _, read = simulated(tmp_path)
     assert read == [(step, step) for step in range(1, STEPS + 1)]
 

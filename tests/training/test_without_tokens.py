@@ -74,7 +74,10 @@ def test_held_out_data_without_a_token_that_counts_are_not_measured(tmp_path):
     words = ["batch.global_size=1", "budget.steps=2", "evaluate.every=1"]
     said, _, rows = train(tmp_path, "run", *words, counting=[0, 3, 7])
     assert not any("validation_loss" in row for row in rows)
-    assert said.count("valid is not measured: by the loss mask no token of the 1 samples that are read counts") == 1
+    assert (
+        said.count("valid skipped: the loss mask excludes every token of the 1 samples read; increase evaluate.batches")
+        == 1
+    )
     refused = hpclm("evaluate", tmp_path / "run", "--samples", 1, check=64).stderr
     assert "by the loss mask no token of the 1 samples of valid counts" in refused
 

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from hpclm import config
 from hpclm.distributed.context import single
-from hpclm.training.run_context import open_devices
+from hpclm.training.opening import open_devices
 
 
 def test_collectives_may_take_as_many_minutes_as_the_settings_say(tmp_path):

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of how far the run is.
+"""Learning rate and batch size as pure functions of how far the run is.
 
 A schedule is ``f(position, length, optim) -> learning rate`` for positions after the warm-up; positions and lengths are in
 ``optim.unit`` and ``optim.warmup`` is the resolved length of the warm-up. The formulas are those of Megatron-LM (core,
@@ -7,15 +7,35 @@ and v1.1.5) and fairseq, to the last bit where their order of operations decides
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from hpclm.config import OptimConfig
+from hpclm.config import OptimConfig, Plan
 from hpclm.config.optim import SCHEDULES
+from hpclm.config.plan import Length
 from hpclm.registry import function_check, lookup
 
-Schedule = Callable[[float, float, OptimConfig], float]
+Shape = Callable[[float, float, OptimConfig], float]
 CHECK = function_check("position", "length", "optim")
 SHRINK = 0.1  # of the learning rates from one period of fairseq_cosine to the next (its --lr-shrink)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate and the batch size of each step of a run."""
+
+    optim: OptimConfig
+    plan: Plan
+    length: Length
+
+    def batch_size(self, samples: int) -> int:
+        """Samples of the step after ``samples`` samples."""
+        return self.plan.batch_size(samples)
+
+    def rate(self, step: int, samples: int) -> float:
+        """Learning rate of the step after ``step`` steps and ``samples`` samples."""
+        by_step = self.optim.unit == "steps"
+        position, amount = (step, 1) if by_step else (samples, self.batch_size(samples))
+        return learning_rate(position, amount, self.length.in_unit(self.optim.unit), self.optim)
 
 
 def learning_rate(position: float, size: float, length: float | None, optim: OptimConfig) -> float:
@@ -35,9 +55,9 @@ def learning_rate(position: float, size: float, length: float | None, optim: Opt
     return shape(optim)(position, end, replace(optim, warmup=warmup, warmup_fraction=None))
 
 
-def shape(optim: OptimConfig) -> Schedule:
+def shape(optim: OptimConfig) -> Shape:
     """The function that ``optim.schedule`` names."""
-    schedule: Schedule = lookup("optim.schedule", optim.schedule, SCHEDULES, CHECK)
+    schedule: Shape = lookup("optim.schedule", optim.schedule, SCHEDULES, CHECK)
     return schedule
 
 

@@ -1,6 +1,7 @@
 """What a run's log says of the run as a whole: at its start and at its end."""
 
 import logging
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.model.attention import backend as attention_backend
 from hpclm.node import apex, hardware
+from hpclm.optim.schedules import Schedule
 from hpclm.rundir import folder
 
 logger = logging.getLogger(__name__)
+SAME = 1e-9  # relative difference of learning rates that only rounding makes
 
 
 def device(device: torch.device, dtype: torch.dtype, products: str) -> None:
@@ -95,6 +98,26 @@ def other_budget(progress: Progress, samples: int | None) -> None:
         samples,
         progress.step,
     )
+
+
+def changed_schedule(before: Schedule, now: Schedule, progress: Progress) -> None:
+    """Warn if the settings of the last attempt give the next step another learning rate or batch; says where the run ends then."""
+    step, samples, changes = progress.step, progress.samples, []
+    old, new = before.rate(step, samples), now.rate(step, samples)
+    if not math.isclose(old, new, rel_tol=SAME):
+        direction = "rises" if new > old else "falls"
+        changes.append(f"the learning rate of step {step + 1} {direction} from {old:.4g} to {new:.4g}")
+    sizes = before.batch_size(samples), now.batch_size(samples)
+    if sizes[0] != sizes[1]:
+        changes.append(f"the batch of step {step + 1} changes from {sizes[0]} to {sizes[1]} samples")
+    if changes:
+        ends = [_end(schedule.length) for schedule in (before, now)]
+        end = f"; the run ends {ends[1]} instead of {ends[0]}" if ends[0] != ends[1] else ""
+        logger.warning("with the settings of the last attempt replaced, %s%s", " and ".join(changes), end)
+
+
+def _end(length: Length) -> str:
+    return "when its time is up" if length.steps is None else f"at step {length.steps}"
 
 
 def way_back(config: RunConfig) -> str:

@@ -3,40 +3,41 @@
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from hpclm import __version__
 from hpclm import engine as engines
-from hpclm.checkpoint import CheckpointStore, Retention, begin_from, resumable
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable
 from hpclm.checkpoint.fingerprint import fingerprint
-from hpclm.config import EngineSettings, RunConfig, no_effect
+from hpclm.config import EngineSettings, RunConfig, compose, no_effect
+from hpclm.config.length import run_length
 from hpclm.diagnostics import self_check
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine, compiling
+from hpclm.errors import ConfigError
 from hpclm.model.attention import backend as attention_backend
 from hpclm.node import environment, hardware
 from hpclm.node.job import Job
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
-from hpclm.optim.schedules import shape
+from hpclm.optim.schedules import Schedule, shape
 from hpclm.parallel.mesh import Compute, GroupOptions, Mesh
 from hpclm.rundir import submissions
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary
 from hpclm.sinks.process import Sinks
-from hpclm.training import messages, records, schedule, tuning
+from hpclm.training import messages, records, tuning
 from hpclm.training.expert_load import ExpertLoad
 from hpclm.training.metrics import Meter, Speed
 from hpclm.training.profile import Profile
 from hpclm.training.run_data import RunData, open_data, with_split
 from hpclm.training.run_directory import open_run_directory
-from hpclm.training.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -240,9 +241,18 @@ def begin_attempt(
     attempts = records.start(given, context, data.plan.micro_size, begins)
     summary.begin(attempts, data.length.steps)
     last = attempts[-2] if progress.step and len(attempts) > 1 else {}
-    if before := schedule.of_attempt(out, last, data.source.per_epoch("train"), progress):
-        schedule.tell_changes(before, Schedule(given.optim, data.plan, data.length), progress)
+    if before := schedule_of(out, last, data.source.per_epoch("train"), progress):
+        messages.changed_schedule(before, Schedule(given.optim, data.plan, data.length), progress)
     return len(attempts)
+
+
+def schedule_of(out: Path, attempt: Mapping[str, Any], samples_per_epoch: int, progress: Progress) -> Schedule | None:
+    """The schedule that an earlier attempt of the run would follow after ``progress``; None if its settings cannot be read."""
+    with suppress(ConfigError, KeyError, TypeError):
+        config: RunConfig = compose.of_run(out, [], attempt["config"])
+        length = run_length(config, samples_per_epoch, progress.step, progress.samples)
+        return Schedule(config.optim, config.plan(attempt["size"]), length)
+    return None
 
 
 @contextmanager

@@ -15,12 +15,12 @@ from hpclm.checkpoint import Progress
 from hpclm.diagnostics.corruption import Verifier
 from hpclm.engine import StepResult, keep_going
 from hpclm.node import hardware
+from hpclm.optim.schedules import Schedule
 from hpclm.optim.stability import NonfiniteGuard
 from hpclm.parallel.async_all_reduce import Reduction
 from hpclm.training.control import Control, ControlState
 from hpclm.training.opening import Run
 from hpclm.training.saver import Saver
-from hpclm.training.schedule import Schedule
 
 log = logging.getLogger(__name__)
 LATE_STEPS = 3  # steps until the run acts on a signal, if results are read late
@@ -76,8 +76,8 @@ class Stepper:
         if profile:
             profile.before(step)
         began = time.perf_counter()
-        lr = self.schedule.rate(progress)
-        size = self.schedule.batch_size(progress)
+        lr = self.schedule.rate(progress.step, progress.samples)
+        size = self.schedule.batch_size(progress.samples)
         with watchdog.reading():
             batches = self.run.data.train.step(progress.samples)
         waited = time.perf_counter() - began if self._device_is_idle() else 0.0

@@ -9,8 +9,9 @@ from hpclm import cli
 from hpclm.checkpoint import Progress
 from hpclm.config import OptimConfig, Plan
 from hpclm.config.plan import Length
+from hpclm.optim.schedules import Schedule
 from hpclm.rundir import runs
-from hpclm.training.schedule import Schedule, tell_changes
+from hpclm.training import messages
 from tests.runs import lines
 
 CHANGES = {
@@ -108,7 +109,7 @@ def test_what_changes_is_told_of_the_next_step_with_both_ends(caplog):
     slow = Schedule(OptimConfig(schedule="constant", lr=1e-3), Plan(1, 8, 2), Length(10, 80))
     fast = Schedule(OptimConfig(schedule="constant", lr=2e-3), Plan(1, 16, 2), Length(None, None))
     for before, now in ((slow, fast), (fast, slow), (slow, slow)):
-        tell_changes(before, now, Progress(5, 40))
+        messages.changed_schedule(before, now, Progress(5, 40))
     begin = "with the settings of the last attempt replaced, the learning rate of step 6"
     assert caplog.messages == [
         f"{begin} rises from 0.001 to 0.002 and the batch of step 6 changes from 8 to 16 samples; "
@@ -120,4 +121,4 @@ def test_what_changes_is_told_of_the_next_step_with_both_ends(caplog):
 
 def test_a_warm_up_in_samples_goes_by_the_samples_of_the_step():
     optim = OptimConfig(schedule="constant", lr=1e-3, unit="samples", warmup=80)
-    assert Schedule(optim, Plan(1, 8, 2), Length(10, 80)).rate(Progress(2, 16)) == pytest.approx(1e-3 * 24 / 80)
+    assert Schedule(optim, Plan(1, 8, 2), Length(10, 80)).rate(2, 16) == pytest.approx(1e-3 * 24 / 80)

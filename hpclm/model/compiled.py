@@ -31,7 +31,7 @@ class Compilation:
         import torch._functorch.config
         import torch._inductor.config
 
-        change(torch._inductor.config, "cpp_cache_precompile_headers", environment.precompiles_headers())
+        change(torch._inductor.config, "cpp_cache_precompile_headers", False)
         change(torch._dynamo.config, "recompile_limit", max(VARIANTS, torch._dynamo.config.recompile_limit))
         # with the forward pass, where a failure has the function run as it is; in the backward pass it would end the run
         change(torch._functorch.config, "force_non_lazy_backward_lowering", True)

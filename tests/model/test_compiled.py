@@ -320,4 +320,4 @@ def test_an_attempt_uses_what_the_one_before_has_compiled_on_this_machine(tiny, 
         told.append(hpclm("train", *words, stop, env=env, check=0).stderr)
     assert "fx graph cache miss" in told[0] and "fx graph cache miss" not in told[1]
     assert (tmp_path / f"hpclm-inductor-{os.geteuid()}").stat().st_mode & 0o777 == 0o700
-    assert {path.name for path in next(tmp_path.glob("torchinductor_*")).iterdir()} == {"precompiled_headers"}
+    assert not list(tmp_path.glob("torchinductor_*"))

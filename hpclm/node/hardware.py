@@ -3,7 +3,6 @@
 import ctypes
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -14,11 +13,10 @@ from hpclm.config import EngineConfig
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.node import slurm, threads
 from hpclm.node.gpus import named
+from hpclm.terminal import many
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {kind: name for name, kind in TYPES.items()}
-SLOW = 3.0
-"""A 16-bit type in which products take this many times as long as in fp32 is worth a warning."""
 
 
 def device(
@@ -31,18 +29,8 @@ def device(
     if threads.quota() < torch.get_num_threads() and not env.get("OMP_NUM_THREADS"):
         torch.set_num_threads(threads.quota())  # PyTorch counts the cores
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device == "cuda" and not gpus:
-        raise ConfigError(next(config.problems_without_gpu()))
-    asked = slurm.asked_gpus(env)
-    visible = env.get("CUDA_VISIBLE_DEVICES", "")
-    why = f"this job asked Slurm for GPUs ({asked})" if asked else None
-    if not why and visible[:1].isalnum() and visible != "NoDevFiles":  # Slurm's word for none
-        why = f"CUDA_VISIBLE_DEVICES={visible} names GPUs"
-    if config.device == "auto" and not gpus and why:
-        raise HpclmError(
-            f"{why}, but PyTorch finds none on {socket.gethostname()}: see hpclm doctor there; "
-            "engine.device=cpu trains on the CPU"
-        )
+    if not gpus:
+        _check_that_none_was_requested(config, env)
     if config.device == "cpu" or not gpus:
         keep_freed_memory()
         return torch.device("cpu")
@@ -53,9 +41,32 @@ def device(
     return chosen
 
 
+def _check_that_none_was_requested(config: EngineConfig, env: Mapping[str, str]) -> None:
+    """Refuse to train without a GPU if the settings, the job or CUDA_VISIBLE_DEVICES ask for one."""
+    if config.device == "cuda":
+        raise ConfigError(next(config.problems_without_gpu()))
+    if config.device == "cpu":
+        return
+    asked = slurm.asked_gpus(env)
+    visible = env.get("CUDA_VISIBLE_DEVICES", "")
+    if asked:
+        why = f"this job asked Slurm for GPUs ({asked})"
+    elif visible[:1].isalnum() and visible != "NoDevFiles":  # Slurm's word for none
+        why = f"CUDA_VISIBLE_DEVICES={visible} names GPUs"
+    else:
+        return
+    raise HpclmError(
+        f"{why}, but PyTorch finds none on {socket.gethostname()}: see hpclm doctor there; "
+        "engine.device=cpu trains on the CPU"
+    )
+
+
 def use(device: torch.device) -> None:
-    """Have the calling thread use ``device``. In PyTorch every thread begins with the first GPU: what it pins or allocates there opens
-    a context of some hundred megabytes on a GPU that may be another rank's."""
+    """Have the calling thread use ``device``.
+
+    In PyTorch every thread begins with the first GPU. If it pins or allocates memory there, it opens a context of some hundred
+    megabytes on a GPU that may be another rank's.
+    """
     if device.type == "cuda" and device.index is not None:  # PyTorch takes no device without a number
         torch.cuda.set_device(device)
 
@@ -70,18 +81,17 @@ def gpu_of(local_rank: int, local_size: int, gpus: int, visible: str | None) -> 
         return local_rank
     if gpus == 1 and visible:
         return 0
-    shown = f"CUDA_VISIBLE_DEVICES={visible}" if visible else "CUDA_VISIBLE_DEVICES is not set"
     raise ConfigError(
-        f"{local_size} processes run on {socket.gethostname()}, but there {'is' if gpus == 1 else 'are'} {gpus} "
-        f"GPU{'s' * (gpus != 1)} for them ({shown}); start {gpus} on each node, ask for {local_size} GPUs (job.gpus), or use "
-        f"engine.device=cpu"
+        f"{local_size} processes run on {socket.gethostname()}, but they see {many(gpus, 'GPU')} "
+        f"(CUDA_VISIBLE_DEVICES={visible or ''}); start {gpus} on each node, ask for {local_size} GPUs (job.gpus), or use "
+        "engine.device=cpu"
     )
 
 
 def use_deterministic_kernels() -> None:
-    """Have PyTorch use, in this process, only kernels whose results do not depend on the order in which threads finish.
+    """Have PyTorch use only deterministic kernels in this process.
 
-    To be called before the first matrix product: cuBLAS reads its variable once.
+    Call it before the first matrix product: cuBLAS reads its variable once.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)  # warn_only would leave attention its faster, inexact backward pass
@@ -101,9 +111,11 @@ def compute_type(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 def problems_of_fp8(config: EngineConfig, device: torch.device) -> Iterator[str]:
     """Why engine.fp8 cannot be used on this device."""
-    if config.fp8 and compute_type(config, device) != torch.bfloat16:
+    if not config.fp8:
+        return
+    if compute_type(config, device) != torch.bfloat16:
         yield f"engine.fp8={config.fp8} needs bf16, and engine.precision=auto is fp32 here; set engine.precision=bf16"
-    if config.fp8 and device.type == "cuda":
+    if device.type == "cuda":
         able = torch.cuda.get_device_capability(device) >= (8, 9) and not torch.version.hip
         if not able:
             yield (
@@ -135,33 +147,20 @@ def _product_error(size: int = 256) -> float:
 
 
 def slow_type(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What to say of a 16-bit type in which products are much slower than in fp32; None if they are not.
-
-    Few CPUs have instructions for fp16, and some have none for bf16; what PyTorch does instead takes 10 to 40 times as long as fp32.
-    """
+    """A hint about 16-bit types on CPUs, few of which have instructions for them; None for other devices and types."""
     if device.type != "cpu" or dtype == torch.float32:
         return None
-    times = _product_seconds(dtype) / _product_seconds(torch.float32)
-    if times < SLOW:
-        return None
+    name = NAMES[dtype]
     return (
-        f"this CPU takes {times:.0f} times as long for products in {NAMES[dtype]} as in fp32; set engine.precision=fp32"
+        f"many CPUs take 10 to 40 times as long for products in {name} as in fp32; compare with engine.precision=fp32"
     )
-
-
-def _product_seconds(dtype: torch.dtype, size: int = 192) -> float:
-    """Seconds of one product, the fastest of three."""
-    a, seconds = torch.ones(size, size, dtype=dtype), []
-    for _ in range(4):
-        began = time.perf_counter()
-        a @ a
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Dense peak of 16-bit products on this device in FLOP/s; None if unknown."""
-    kind = named(torch.cuda.get_device_name(device)) if device.type == "cuda" and dtype != torch.float32 else None
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    kind = named(torch.cuda.get_device_name(device))
     return kind.peak if kind else None
 
 
@@ -177,7 +176,7 @@ def describe(device: torch.device) -> str:
     """The device in words."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} ({device})"
-    return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
+    return f"CPU, {many(torch.get_num_threads(), 'thread')}"
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:

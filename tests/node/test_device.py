@@ -55,7 +55,7 @@ def test_each_process_has_its_own_gpu(local_rank, local_size, gpus, visible, dev
 @pytest.mark.parametrize(
     "gpus, visible, said",
     [
-        (2, "4,5", "there are 2 GPUs for them (CUDA_VISIBLE_DEVICES=4,5); start 2 on each node, ask for 4 GPUs"),
+        (2, "4,5", "they see 2 GPUs (CUDA_VISIBLE_DEVICES=4,5); start 2 on each node, ask for 4 GPUs"),
         (1, None, "1 GPU"),
     ],
 )
@@ -86,15 +86,9 @@ def test_the_peak_is_that_of_the_exact_model(name, peak):
     assert getattr(gpus.named(name), "peak", None) == peak
 
 
-@pytest.mark.parametrize("seconds, said", [(0.012, "this CPU takes 12 times as long"), (0.002, None), (0.0005, None)])
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
-def test_a_type_for_which_a_cpu_has_no_instructions_is_named_with_what_to_set(kind, seconds, said, monkeypatch):
-    times = {torch.float32: 0.001, hardware.TYPES[kind]: seconds}
-    monkeypatch.setattr(hardware, "_product_seconds", lambda dtype: times[dtype])
-    slow = hardware.slow_type(torch.device("cpu"), hardware.TYPES[kind])
-    assert slow is None if said is None else said in slow and kind in slow and "engine.precision=fp32" in slow
-
-
-def test_products_in_every_type_can_be_measured_here():
+def test_a_16_bit_type_on_a_cpu_is_named_with_what_to_set(kind):
+    hint = hardware.slow_type(torch.device("cpu"), hardware.TYPES[kind])
+    assert f"products in {kind} as in fp32" in hint and "engine.precision=fp32" in hint
     assert hardware.slow_type(torch.device("cpu"), torch.float32) is None
-    assert all(hardware._product_seconds(kind) > 0 for kind in hardware.TYPES.values())
+    assert hardware.slow_type(torch.device("cuda"), hardware.TYPES[kind]) is None

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @cache
 def norms() -> dict[str, Callable[..., Any]]:
-    """The fused norms, by PyTorch's names: layer_norm (x, weight, bias, shape, eps) and rms_norm (x, weight, shape, eps).
+    """The fused norms, by PyTorch's names; empty without apex.
 
-    Each normalises x over its last dimensions ``shape``. Empty without apex.
+    ``layer_norm(x, weight, bias, shape, eps)`` and ``rms_norm(x, weight, shape, eps)`` normalise x over its last dimensions ``shape``.
     """
     try:
         import fused_layer_norm_cuda  # noqa: F401 (otherwise imported at the first call)
@@ -26,7 +26,7 @@ def norms() -> dict[str, Callable[..., Any]]:
 
 
 def has_adam(device: "torch.device") -> bool:
-    """Whether its FusedAdam can be used on ``device``."""
+    """Whether apex's FusedAdam can be used on ``device``."""
     import torch
 
     return fused_adam([{"params": [torch.nn.Parameter(torch.zeros(1, device=device))]}], lr=0.0) is not None

@@ -25,7 +25,7 @@ class Kind:
     network: float
     """Bytes/s in one direction to other nodes, a GPU's share: a property of the cluster, here of the usual one."""
     family: str
-    """Generation, as far as speed is concerned."""
+    """Generation of the architecture."""
     bf16: bool = True
     """Whether it multiplies bf16."""
 
@@ -55,7 +55,7 @@ KINDS = {
 
 
 def kind_named(name: str) -> Kind:
-    """The kind of that name, in any case; ConfigError."""
+    """The GPU model of that name, in upper or lower case; ConfigError if it is unknown."""
     kind = {key.lower(): kind for key, kind in KINDS.items()}.get(name.lower())
     if kind is None:
         raise ConfigError(f"unknown kind of GPU {name!r}; choose one of {', '.join(KINDS)}.{hint(name, list(KINDS))}")
@@ -73,10 +73,10 @@ SLICE = re.compile(r"\bMIG\b|-\d+[ABCQ]\b")
 
 def named(name: str) -> Kind | None:
     """The kind of the GPU that calls itself ``name``; None if it is not known, or only a part of one."""
-    if SLICE.search(name):
-        return None
     models = [model for model in KINDS if re.search(rf"\b{model}\b", name)]
-    return KINDS[max(models, key=len)] if models else None
+    if SLICE.search(name) or not models:
+        return None
+    return KINDS[max(models, key=len)]
 
 
 DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/kfd", "dev/dxg")

@@ -41,11 +41,11 @@ def _handled(
     numbers: Collection[signal.Signals], present: Collection[Any], handler: Callable[..., None] | signal.Handlers
 ) -> Iterator[None]:
     """In the block ``handler`` receives those signals of ``numbers`` that one of the handlers ``present`` had."""
-    before = {number: current for number in numbers if (current := signal.getsignal(number)) in present}
-    if threading.current_thread() is not threading.main_thread():
-        before = {}
-    for number in before:
-        signal.signal(number, handler)
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if signal.getsignal(number) in present:
+                before[number] = signal.signal(number, handler)
     try:
         yield
     finally:

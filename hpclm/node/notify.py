@@ -17,31 +17,32 @@ from hpclm.node import secrets
 
 log = logging.getLogger(__name__)
 SECONDS = 2.0  # that a run may wait for a message when it ends; it is killed soon after
-MAX_MESSAGE_CHARACTERS = 4000  # characters of a message
+MAX_MESSAGE_CHARACTERS = 4000
 EVENTS = {"failed": "has failed", "finished": "has finished", "restarted": "was restarted"}
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect is an error."""
+    """Treats a redirect as an error."""
 
     def redirect_request(self, *_: object) -> None:
-        """There is no further request."""
+        """Make no further request."""
 
 
 class Notifier:
-    """Sends an attempt's messages; as a context manager also that of an error. Nothing in it raises."""
+    """Sends an attempt's messages; as a context manager also that of an error. None of its methods raises."""
 
     def __init__(
         self,
         targets: Sequence[str],
         run: str,
         out: str,
-        job: Mapping[str, Any] = NOTHING,
+        job: Mapping[str, Any] = NO_FIELDS,
         env: Mapping[str, str] = os.environ,
     ):
         """``job``: fields of every message, such as the job's ID."""
-        self.targets, self.env = targets, env
+        self.targets = targets
+        self.env = env
         self._about = {"run": run, "out": out, "host": socket.gethostname(), **job}
         self._failed = False
 
@@ -53,11 +54,13 @@ class Notifier:
             self.failed(str(error) or type(error).__name__)
 
     def begin(self, attempt: int, step: int, reason: str) -> None:
-        """The attempt of this number begins at ``step``; if it is not the first, people hear of that and its ``reason``."""
+        """Note the number of the attempt, which begins at ``step``; a restart is sent, with its ``reason``."""
         self._about["attempt"] = attempt
         if attempt > 1:
-            resumed = f"attempt {attempt} resumes from step {step}"
-            self.send("restarted", resumed + (f"; {reason}" if reason else ""), seconds=0)
+            message = f"attempt {attempt} resumes from step {step}"
+            if reason:
+                message += f"; {reason}"
+            self.send("restarted", message, seconds=0)
 
     def failed(self, message: str) -> None:
         """The run ends with this error; sent once."""
@@ -67,24 +70,19 @@ class Notifier:
 
     def send(self, event: Literal["failed", "finished", "restarted"], message: str, seconds: float = SECONDS) -> None:
         """Send to all targets at once, and wait ``seconds`` for them; with 0 it continues in the background."""
-        content = {
-            "event": event,
-            **self._about,
-            "message": secrets.Redactor(self.env)(message)[:MAX_MESSAGE_CHARACTERS],
-        }
-        content["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        content["text"] = "hpclm: {run} {what} ({out} on {host}): {message}".format(what=EVENTS[event], **content)
-        threads = [
-            threading.Thread(target=_deliver, args=(target, content, self.env), name="hpclm-notify", daemon=True)
-            for target in self.targets
-        ]
-        for thread in threads:
+        message = secrets.Redactor(self.env)(message)[:MAX_MESSAGE_CHARACTERS]
+        text = f"hpclm: {self._about['run']} {EVENTS[event]} ({self._about['out']} on {self._about['host']}): {message}"
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        content = {"event": event, **self._about, "message": message, "time": now, "text": text}
+        until = time.monotonic() + seconds
+        threads = []
+        for target in self.targets:
+            threads.append(threading.Thread(target=_deliver, args=(target, content, self.env), daemon=True))
             try:
-                thread.start()
+                threads[-1].start()
             except RuntimeError as error:  # the system allows no more threads
                 log.warning("job.notify: nobody was notified that the run %s: %s", event, error)
                 return
-        until = time.monotonic() + seconds
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
             if seconds and thread.is_alive():
@@ -92,7 +90,7 @@ class Notifier:
 
 
 def missing(targets: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
-    """What is wrong with the targets on this machine: variables without a target."""
+    """Problems of the targets on this machine: variables that do not hold a webhook."""
     return [
         f"job.notify={target}: the environment variable {target[1:]} must hold https://...; export it where you start "
         "or submit the run"
@@ -102,21 +100,25 @@ def missing(targets: Sequence[str], env: Mapping[str, str] = os.environ) -> list
 
 
 def _address(target: str, env: Mapping[str, str]) -> str | None:
-    """The webhook that ``target`` is, or that the variable holds which it names; None for anything else."""
-    value = env.get(target[1:], "") if target.startswith("$") else target
-    return value if NOTIFY.fullmatch(value) and not value.startswith("$") else None
+    """The webhook that ``target`` is or, as $NAME, that the variable holds; None for anything else."""
+    if target.startswith("$"):
+        target = env.get(target[1:], "")
+    if target.startswith("$") or not NOTIFY.fullmatch(target):
+        return None
+    return target
 
 
 def _deliver(target: str, content: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    """Send to one target; a failure is a warning."""
-    address = _address(target, env)
+    """Send to one target; a failure is a warning, which does not show the path of a webhook."""
     try:
+        address = _address(target, env)
         if address is None:
             raise ValueError("its value must be https://...")
         headers = {"Content-Type": "application/json", "User-Agent": "hpclm"}
         request = urllib.request.Request(address, json.dumps(content).encode(), headers)
         post = urllib.request.build_opener(_NoRedirects).open
-        post(request, timeout=30).close()  # the answer's body is not read
+        post(request, timeout=30).close()
     except Exception as error:  # of a network, a server or a program
-        shown = target if target.startswith("$") or "://" not in target else target.split("/")[2]
-        log.warning("job.notify: %s was not notified that the run %s: %s", shown, content["event"], error)
+        if "://" in target:
+            target = target.split("/")[2]
+        log.warning("job.notify: %s was not notified that the run %s: %s", target, content["event"], error)

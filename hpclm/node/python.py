@@ -13,7 +13,7 @@ from hpclm.node import processes, slurm
 from hpclm.node.processes import NoAnswerError
 
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", slurm.STEPS)
-"""Prefixes of variables by which a library takes a process for a launcher's rank."""
+"""Prefixes of variables that make a library take a process for a launcher's rank."""
 SAFE_PATH = "PYTHONSAFEPATH"
 """Variable that keeps the current folder out of Python's search path, as its option -P does."""
 USER_SITE = "PYTHONNOUSERSITE"
@@ -31,18 +31,17 @@ def safe_env(base: Mapping[str, str] = os.environ) -> dict[str, str]:
     Python finds this copy of hpclm first, unless that is installed. The user's site, which comes before the environment's packages,
     is hidden unless ``base`` has PYTHONNOUSERSITE or hpclm itself is installed there.
     """
-    folders = [] if shipped.installed() else [str(shipped.PACKAGE.parent)]
-    folders += [folder for folder in base.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", *folders)]
-    env = {**base, SAFE_PATH: "1"}
-    if folders:
-        env["PYTHONPATH"] = os.pathsep.join(folders)
+    folders = base.get("PYTHONPATH", "").split(os.pathsep)
+    if not shipped.installed():
+        folders.insert(0, str(shipped.PACKAGE.parent))
+    env = {**base, SAFE_PATH: "1", "PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(folders)))}
     if USER_SITE not in env and not any(Path(site.getusersitepackages()).glob("hpclm-*.dist-info")):
         env[USER_SITE] = "1"
     return env
 
 
 def ask(code: str, env: Mapping[str, str], seconds: float = 30) -> dict[str, Any]:
-    """What ``code`` prints as JSON, run by this interpreter without the launcher's variables; {"error": reason} without an answer."""
+    """Run ``code`` with this interpreter, without the launcher's variables; the JSON that it prints, or {"error": reason}."""
     kept = {name: value for name, value in env.items() if not name.startswith(LAUNCHERS)}
     clean = safe_env({USER_SITE: "", **kept})  # it sees what this process sees
     try:
@@ -50,8 +49,10 @@ def ask(code: str, env: Mapping[str, str], seconds: float = 30) -> dict[str, Any
     except NoAnswerError as error:
         return {"error": str(error)}
     if status:
-        exited = f"ended by signal {-status}" if status < 0 else f"exit code {status}"
-        return {"error": (errors.strip().splitlines() or [exited])[-1]}
+        lines = errors.strip().splitlines()
+        if not lines:
+            lines = [f"ended by signal {-status}" if status < 0 else f"exit code {status}"]
+        return {"error": lines[-1]}
     try:
         return dict(json.loads(output.splitlines()[-1]))
     except (ValueError, IndexError):

@@ -1,7 +1,7 @@
 """Keep secrets out of what a run writes: values of environment variables named like secrets, passwords in URLs, known tokens.
 
-A name counts as a secret's if it contains KEY, TOKEN, SECRET, PASS, PWD, CREDENTIAL, JWT, AUTH, BEARER or HOOK, in any case, or
-ends in PAT.
+A name counts as a secret's if it contains KEY, TOKEN, SECRET, PASS, PWD, CREDENTIAL, JWT, AUTH, BEARER or HOOK, in upper or
+lower case, or ends in PAT.
 """
 
 import json
@@ -17,7 +17,8 @@ SHORTEST = 6
 """Shorter values are flags (true, 1, none), not secrets."""
 
 _NAME = re.compile(
-    r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|(?<![A-Z])(?:CREDS?|SAS|DSN)(?![A-Z])|JWT|AUTH(?!OR)|AUTHORIZATION|BEARER|HOOK|(?<!COM)PAT(?![A-Z])",
+    r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|JWT|AUTH(?!OR)|AUTHORIZATION|BEARER|HOOK"
+    r"|(?<![A-Z])(CREDS?|SAS|DSN)(?![A-Z])|(?<!COM)PAT(?![A-Z])",
     re.IGNORECASE,
 )
 _HARMLESS = re.compile(  # budget.tokens, TOKENIZERS_PARALLELISM, NCCL_IB_PKEY
@@ -30,8 +31,8 @@ _TOKEN = re.compile(  # of Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS, Goo
     r"\b(?:hf_\w{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-(?:[a-z]+-)*\w{20,}|xox[a-z]-[\w-]{10,}"
     r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|bot\d{6,}:[\w-]{20,}|eyJ[\w-]{10,}\.eyJ[\w-]+\.[\w-]+)"
 )
-_ELSEWHERE = re.compile(  # a variable, a command's output, a file, a flag
-    r"[$`].*|(?:~|\.{1,2})?/[\w./~@%${}-]*|\*\*\*|[01]|true|false|yes|no|on|off|none|null", re.IGNORECASE | re.DOTALL
+_NO_SECRET = re.compile(  # a variable, a command's output, a file, a flag
+    r"[$`].*|(~|\.{1,2})?/[\w./~@%${}-]*|\*\*\*|[01]|true|false|yes|no|on|off|none|null", re.IGNORECASE | re.DOTALL
 )
 
 
@@ -44,68 +45,78 @@ class Redactor:
     """Replaces every secret in a text by ``***``."""
 
     def __init__(self, env: Env = os.environ):
-        """``env``: the variables whose values are hidden."""
+        """``env``: the variables to take secrets from."""
         values = {value for name, value in env.items() if is_secret(name) and not os.path.exists(value)}  # noqa: PTH110
-        values |= {part for value in env.values() for url in _URL.findall(value) for part in url[2:]}
-        values |= {line for value in values for line in value.splitlines()}  # a private key is logged line by line
-        plain = {value.strip() for value in values if len(value.strip()) >= SHORTEST}
-        spelled = plain | {quote(value, safe="") for value in plain}  # in a URL
-        spelled |= {literal(value)[1:-1] for value in plain for literal in (json.dumps, repr)}
-        longest_first = sorted(spelled, key=lambda form: (-len(form), form))
-        self._values = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        for value in env.values():
+            for _, _, password, token in _URL.findall(value):
+                values |= {password, token}
+        for value in list(values):
+            values.update(value.splitlines())  # a private key is logged line by line
+        forms = set()
+        for value in values:
+            text = value.strip()
+            if len(text) >= SHORTEST:
+                forms |= {text, quote(text, safe=""), json.dumps(text)[1:-1], repr(text)[1:-1]}
+        longest_first = sorted(forms, key=lambda form: (-len(form), form))
+        self._values = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # which matches nothing
 
     def __call__(self, text: str) -> str:
         """``text`` without values of secret variables, passwords of URLs, webhooks and known kinds of tokens."""
-        if self._values:
-            text = self._values.sub(HIDDEN, text)
+        text = self._values.sub(HIDDEN, text)
         if "://" in text:
             text = _HOOK.sub(rf"\1{HIDDEN}", _URL.sub(rf"\1\2{HIDDEN}@", text))
         return _TOKEN.sub(HIDDEN, text)
 
     def knows(self, text: str) -> bool:
         """Whether the value of a secret variable is in ``text``."""
-        return bool(self._values and self._values.search(text))
+        return self._values.search(text) is not None
 
 
 def problems(settings: Mapping[str, Any], env: Env = os.environ) -> list[str]:
-    """Problems of nested ``settings`` that contain a secret; they must not, since a run writes its settings to a file."""
-    held = {name: Redactor({name: value}) for name, value in env.items()}
-    secret_settings = []
+    """Nested ``settings`` that contain a secret: a run writes its settings to a file."""
+    redactors = {name: Redactor({name: value}) for name, value in env.items()}
+    found = []
     for key, text in _leaves(settings):
-        section, name = key.rpartition(".")[::2]
-        hook = section == "job.notify" and text.startswith(("http:", "https:"))
-        kinds = {
-            "the password of a URL": _URL.search(text),
-            "a secret, by its name": section in ("job.env", "job.options") and is_secret(name) and _is_literal(text),
-            "what looks like a token": _TOKEN.search(text),
-            "a webhook, whose address is a password": hook or _HOOK.search(text),
-        }
-        inside = [f"the value of ${name}" for name, redact in held.items() if redact.knows(text)]
-        inside += [kind for kind, contained in kinds.items() if contained]
-        if inside:
-            way_out = "remove it, and export it as an environment variable where you start or submit the run"
-            if section == "job.notify":
-                way_out = way_out.removeprefix("remove it, and ") + ", and give its name: 'job.notify=[$TEAM_HOOK]'"
-            elif section == "job.setup":
-                way_out += " (the job inherits it), or let the command read it from a file: export NAME=$(cat FILE)"
-            secret_settings.append(
-                f"{key} contains {inside[0]}, and a run's settings are written to its config.yaml; {way_out}"
-            )
-    return secret_settings
+        kinds = [f"the value of ${name}" for name, redact in redactors.items() if redact.knows(text)]
+        kinds += _kinds(key, text)
+        if not kinds:
+            continue
+        way_out = (
+            "remove it, and export it as an environment variable where you start or submit the run; a job inherits it"
+        )
+        if key.startswith("job.notify."):
+            way_out += ", and the setting takes its name: 'job.notify=[$TEAM_HOOK]'"
+        found.append(f"{key} contains {kinds[0]}, and a run's settings are written to its config.yaml; {way_out}")
+    return found
+
+
+def _kinds(key: str, text: str) -> Iterator[str]:
+    """The kinds of secrets in a setting, by their form or by the setting's name."""
+    section, _, name = key.rpartition(".")
+    if _URL.search(text):
+        yield "the password of a URL"
+    if section in ("job.env", "job.options") and is_secret(name) and _is_literal(text):
+        yield "a secret, by its name"
+    if _TOKEN.search(text):
+        yield "what looks like a token"
+    if _HOOK.search(text) or (section == "job.notify" and text.startswith(("http:", "https:"))):
+        yield "a webhook, which works like a password"
 
 
 def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """The texts in nested settings, with their keys; items of lists have numbers."""
     for name, value in settings.items():
+        if isinstance(value, list | tuple):
+            value = {str(index): item for index, item in enumerate(value)}
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{above}{name}.")
-        elif isinstance(value, (list, tuple)):
-            yield from _leaves({str(index): item for index, item in enumerate(value)}, f"{above}{name}.")
         elif isinstance(value, str):
             yield above + name, value
 
 
 def _is_literal(value: str) -> bool:
-    """Whether a value, perhaps in quotes, is the secret itself, and not a variable, a command, a file or a flag."""
-    text = value.lstrip("$") if value.startswith(("$'", '$"')) else value
-    text = text.strip("\\\"' ")
-    return bool(text) and not _ELSEWHERE.fullmatch(text)
+    """Whether a value, perhaps in quotes, is a secret itself, and not a flag or a reference to one."""
+    if value.startswith(("$'", '$"')):
+        value = value[1:]
+    text = value.strip("\\\"' ")
+    return bool(text) and not _NO_SECRET.fullmatch(text)

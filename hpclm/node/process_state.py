@@ -19,9 +19,7 @@ import torch
 from hpclm.node import environment
 
 UNDO: ContextVar[ExitStack | None] = ContextVar("UNDO", default=None)
-"""What is called when the outermost ``preserved`` block ends."""
-COMPUTING = dict(divide="warn", over="warn", under="ignore", invalid="warn")
-"""NumPy's own handling of floating-point errors."""
+"""The functions that are called when the outermost ``preserved`` block ends."""
 
 
 def undo_later(undo: Callable[[], object]) -> None:
@@ -34,8 +32,9 @@ def undo_later(undo: Callable[[], object]) -> None:
 
 
 def change(module: Any, name: str, value: object) -> None:
-    """Set an attribute of a library's module, until ``undo_later`` calls back."""
-    if (before := getattr(module, name)) != value:
+    """Set an attribute of a library's module; ``undo_later``."""
+    before = getattr(module, name)
+    if before != value:
         undo_later(partial(setattr, module, name, before))
         setattr(module, name, value)
 
@@ -47,10 +46,11 @@ def preserved() -> Iterator[None]:
     That is random generators, numeric settings of PyTorch and NumPy, the environment, warnings filters, and what is open: the memory
     and the files of a run are freed.
     """
-    with environment.preserved(), warnings.catch_warnings(), np.errstate(**COMPUTING), ExitStack() as stack:  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        stack.enter_context(environment.preserved())
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(np.errstate(divide="warn", over="warn", under="ignore", invalid="warn"))
         _preserve_python(stack)
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(np.random.set_state, np.random.get_state())
         _preserve_generators(stack)
         _preserve_numerics(stack)
         token = UNDO.set(stack)
@@ -65,36 +65,41 @@ def preserved() -> Iterator[None]:
 
 
 def _preserve_python(stack: ExitStack) -> None:
-    """What libraries change in Python itself when they are first used."""
+    """Settings of Python that libraries change when they are first used."""
     if multiprocessing.get_start_method(allow_none=True) is None:
         stack.callback(multiprocessing.set_start_method, None, force=True)
     stack.callback(sys.path.__setitem__, slice(None), sys.path[:])
     stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())
 
 
-def _free(error: BaseException | None) -> None:
-    """Free what the frames of ``error`` hold, which a notebook would keep with its last traceback: models, and a GPU's memory."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
 def _preserve_generators(stack: ExitStack) -> None:
-    """PyTorch's generators of the CPU and of all GPUs."""
+    """Random generators of Python, NumPy and PyTorch, on the CPU and on all GPUs."""
+    stack.callback(random.setstate, random.getstate())
+    stack.callback(np.random.set_state, np.random.get_state())
     if torch.cuda.is_initialized():
         stack.callback(torch.cuda.set_device, torch.cuda.current_device())
         for generator in torch.cuda.default_generators:
             stack.callback(generator.set_state, generator.get_state())
-    else:  # a seed waits until a GPU is used, if one ever is
+    else:  # PyTorch keeps a seed until a GPU is used
         stack.callback(torch.cuda.manual_seed_all, torch.initial_seed())
     stack.callback(torch.set_rng_state, torch.get_rng_state())
 
 
 def _preserve_numerics(stack: ExitStack) -> None:
-    """How PyTorch computes, which is as in a new process from here on."""
-    _preserve_precision(stack)
-    _preserve_attribute(stack, torch.utils.deterministic, "fill_uninitialized_memory")
-    _preserve_attribute(stack, torch.backends.cudnn, "benchmark")
+    """How PyTorch computes; from here on as in a new process."""
+    backends: Any = torch.backends
+    for module, name in (
+        (backends.cuda.matmul, "fp32_precision"),
+        (backends.mkldnn.matmul, "fp32_precision"),
+        (backends.cudnn, "benchmark"),
+        (torch.utils.deterministic, "fill_uninitialized_memory"),
+    ):
+        stack.callback(setattr, module, name, getattr(module, name))
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the caller has set fp32_precision, and the older function then refuses to answer
+        precision = "highest"
+    stack.callback(torch.set_float32_matmul_precision, precision)
     stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
     stack.callback(torch.set_default_dtype, torch.get_default_dtype())
     stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -108,17 +113,8 @@ def _preserve_numerics(stack: ExitStack) -> None:
             stack.enter_context(torch.autocast(kind, enabled=False))
 
 
-def _preserve_precision(stack: ExitStack) -> None:
-    """Precision of fp32 products, by the older interface and by the newer one that PyTorch 2.9 brought."""
-    backends: Any = torch.backends
-    for backend in (backends.cuda.matmul, backends.mkldnn.matmul):
-        _preserve_attribute(stack, backend, "fp32_precision")
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the two interfaces contradict each other, where only the newer one was used
-        before = "highest"
-    stack.callback(torch.set_float32_matmul_precision, before)
-
-
-def _preserve_attribute(stack: ExitStack, module: Any, name: str) -> None:
-    stack.callback(setattr, module, name, getattr(module, name))
+def _free(error: BaseException | None) -> None:
+    """Free what the frames of ``error`` hold: a notebook would keep models, and a GPU's memory, with its last traceback."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

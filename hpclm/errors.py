@@ -2,11 +2,11 @@
 
 HpclmError
 ├── ConfigError         invalid settings, arguments or input files
-├── NoCheckpointError   the run has saved before, but there is no good checkpoint
+├── NoCheckpointError   the run has saved before, but has lost all good checkpoints
 ├── LockedError         another process uses the run directory
 ├── CorruptedError      bits have changed, or a processor computes wrongly; it is started again from a good checkpoint
-├── DivergedError       the run must not be restarted unchanged
-└── DeviceMemoryError   the same: a GPU, or the machine, has too little memory for its settings
+├── DivergedError       a restart without changes would fail again
+└── DeviceMemoryError   so it would: a GPU, or the machine, has too little memory for its settings
 """
 
 import errno
@@ -69,7 +69,7 @@ class Interrupted(OneLine, KeyboardInterrupt):
 
 
 class HpclmError(OneLine, Exception):
-    """An error that command-line verbs and notebooks print without a traceback."""
+    """An error that commands and notebooks print without a traceback."""
 
     exit_code = ExitCode.FAILED
     shared = False
@@ -82,12 +82,14 @@ class ConfigError(HpclmError, ValueError):
     exit_code = ExitCode.INVALID
 
     def __init__(self, problems: str | Iterable[str]):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        if isinstance(problems, str):
+            problems = [problems]
+        self.problems = list(problems)
         super().__init__("\n".join(self.problems))
 
 
 class NoCheckpointError(HpclmError):
-    """A checkpoint is required, but there is no good one."""
+    """A good checkpoint is required but missing."""
 
     exit_code = ExitCode.NO_CHECKPOINT
 
@@ -117,7 +119,7 @@ class DeviceMemoryError(HpclmError):
 
 
 def shell_code(returned: int) -> int:
-    """The exit code as shells show it; ``returned``: by Python's subprocess, -n after signal n."""
+    """The exit code as shells show it; ``returned``: as Python's subprocess does, -n after signal n."""
     return returned if returned >= 0 else 128 - returned
 
 
@@ -129,9 +131,8 @@ def unwritten(error: OSError, target: object, what: str) -> HpclmError:
 
 
 def unread(error: OSError, target: object, way_out: str = "") -> HpclmError:
-    """The error for a failure to read ``target``. HpclmError for the disk, which says nothing about ``target``; otherwise
-    ConfigError, with the ``way_out``, if any."""
-    why = error.strerror or error
+    """The error for a failure to read ``target``: HpclmError for the disk, otherwise ConfigError with the ``way_out``, if any."""
+    why = str(error.strerror or error)
     if error.errno in MACHINE:
         return HpclmError(f"{target} cannot be read now: {why}; check the disk, then start again")
-    return ConfigError(f"{target} cannot be read: {why}{f'; {way_out}' if way_out else ''}")
+    return ConfigError("; ".join(filter(None, [f"{target} cannot be read: {why}", way_out])))

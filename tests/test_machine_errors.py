@@ -33,10 +33,10 @@ def test_a_full_disk_under_standard_output_is_named(tmp_path):
     )
 
 
-def test_memory_that_was_not_enough_is_said_with_place_and_limit(tmp_path):
+def test_memory_that_was_not_enough_is_said_with_the_limit(tmp_path):
     done = python("-c", LIMITED, cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: not enough memory: run in failures.py could not get more; ")
+    assert done.stderr.startswith("error: not enough memory: ")
     assert "MiB are in use; the limit of this process is 1,024 MiB (ulimit -v)" in done.stderr
 
 

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -15,40 +15,37 @@ def leave(number: int, _: FrameType | None) -> None:
     raise SystemExit(shell_code(-number))
 
 
+REPLACED = (signal.SIG_DFL, signal.default_int_handler, leave)
+"""The handlers that the functions here replace; others are somebody else's."""
+
+
 @contextmanager
 def raising() -> Iterator[None]:
-    """In the block TERM and HUP raise SystemExit with 128 + signal, so that it can clean up; INT raises KeyboardInterrupt anyway.
-
-    Signals that have handlers already, and other threads than the main one, are left as they are.
-    """
-    with _handled((signal.SIGTERM, signal.SIGHUP), (signal.SIG_DFL, signal.default_int_handler), leave):
+    """In the block TERM and HUP raise SystemExit with 128 + signal, so that it can clean up; INT raises KeyboardInterrupt anyway."""
+    with _handled(leave, signal.SIGTERM, signal.SIGHUP):
         yield
 
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """In the block INT, TERM and HUP end the process at once, unless somebody else handles them.
+    """In the block INT, TERM and HUP end the process at once.
 
     It is for long calls of a library, which delay Python's handlers until they return, while no file is unfinished.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    with _handled(numbers, (leave, signal.default_int_handler), signal.SIG_DFL):
+    with _handled(signal.SIG_DFL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield
 
 
 @contextmanager
-def _handled(
-    numbers: Collection[signal.Signals], present: Collection[Any], handler: Callable[..., None] | signal.Handlers
-) -> Iterator[None]:
-    """In the block ``handler`` receives those signals of ``numbers`` that one of the handlers ``present`` had."""
+def _handled(handler: Any, *numbers: int) -> Iterator[None]:
+    """In the block of the main thread, ``handler`` receives these signals unless somebody else handles them."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
-            if signal.getsignal(number) in present:
+            if signal.getsignal(number) in REPLACED:
                 before[number] = signal.signal(number, handler)
     try:
         yield
     finally:
         for number, earlier in before.items():
-            if signal.getsignal(number) == handler:
-                signal.signal(number, earlier)
+            signal.signal(number, earlier)

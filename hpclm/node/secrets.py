@@ -32,7 +32,8 @@ _TOKEN = re.compile(  # of Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS, Goo
     r"|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|bot\d{6,}:[\w-]{20,}|eyJ[\w-]{10,}\.eyJ[\w-]+\.[\w-]+)"
 )
 _NO_SECRET = re.compile(  # a variable, a command's output, a file, a flag
-    r"[$`].*|(~|\.{1,2})?/[\w./~@%${}-]*|\*\*\*|[01]|true|false|yes|no|on|off|none|null", re.IGNORECASE | re.DOTALL
+    r"[$`](?!['\"]).*|(~|\.{1,2})?/[\w./~@%${}-]*|\*\*\*|[01]|true|false|yes|no|on|off|none|null",
+    re.IGNORECASE | re.DOTALL,
 )
 
 
@@ -67,40 +68,32 @@ class Redactor:
             text = _HOOK.sub(rf"\1{HIDDEN}", _URL.sub(rf"\1\2{HIDDEN}@", text))
         return _TOKEN.sub(HIDDEN, text)
 
-    def knows(self, text: str) -> bool:
-        """Whether the value of a secret variable is in ``text``."""
-        return self._values.search(text) is not None
-
 
 def problems(settings: Mapping[str, Any], env: Env = os.environ) -> list[str]:
     """Nested ``settings`` that contain a secret: a run writes its settings to a file."""
-    redactors = {name: Redactor({name: value}) for name, value in env.items()}
+    redact = Redactor(env)
     found = []
     for key, text in _leaves(settings):
-        kinds = [f"the value of ${name}" for name, redact in redactors.items() if redact.knows(text)]
-        kinds += _kinds(key, text)
-        if not kinds:
+        section = key.rpartition(".")[0]
+        shown = HIDDEN if _is_secret_by_name(key, text) else redact(text)
+        if shown == text:
             continue
-        way_out = (
-            "remove it, and export it as an environment variable where you start or submit the run; a job inherits it"
-        )
-        if key.startswith("job.notify."):
+        variables = [f"the value of ${name}" for name in env if Redactor({name: env[name]})(text) != Redactor({})(text)]
+        what = variables[0] if variables else "a secret"
+        way_out = "export it as an environment variable where you start or submit the run; a job inherits it"
+        if section == "job.notify":
             way_out += ", and the setting takes its name: 'job.notify=[$TEAM_HOOK]'"
-        found.append(f"{key} contains {kinds[0]}, and a run's settings are written to its config.yaml; {way_out}")
+        found.append(f"{key} contains {what} ({shown}), and a run writes its settings to config.yaml; {way_out}")
     return found
 
 
-def _kinds(key: str, text: str) -> Iterator[str]:
-    """The kinds of secrets in a setting, by their form or by the setting's name."""
+def _is_secret_by_name(key: str, value: str) -> bool:
+    """Whether the setting's name says that its value, perhaps in quotes, is a secret."""
     section, _, name = key.rpartition(".")
-    if _URL.search(text):
-        yield "the password of a URL"
-    if section in ("job.env", "job.options") and is_secret(name) and _is_literal(text):
-        yield "a secret, by its name"
-    if _TOKEN.search(text):
-        yield "what looks like a token"
-    if _HOOK.search(text) or (section == "job.notify" and text.startswith(("http:", "https:"))):
-        yield "a webhook, which works like a password"
+    if section == "job.notify":
+        return value.startswith(("http:", "https:"))
+    text = value.strip("\\\"' ")
+    return section in ("job.env", "job.options") and is_secret(name) and bool(text) and not _NO_SECRET.fullmatch(text)
 
 
 def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
@@ -112,11 +105,3 @@ def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
             yield from _leaves(value, f"{above}{name}.")
         elif isinstance(value, str):
             yield above + name, value
-
-
-def _is_literal(value: str) -> bool:
-    """Whether a value, perhaps in quotes, is a secret itself, and not a flag or a reference to one."""
-    if value.startswith(("$'", '$"')):
-        value = value[1:]
-    text = value.strip("\\\"' ")
-    return bool(text) and not _NO_SECRET.fullmatch(text)

@@ -125,10 +125,10 @@ def test_only_http_reaches_a_webhook(scheme, caplog):
     ("mailto:you@example.org", "for mail, Slurm sends it"),
     ("$NOT_THERE", "the environment variable NOT_THERE must hold"),
     ("https://me:hunter2@example.org/", "export it as an environment variable"),
-    ("https://example.org/services/secret", "job.notify=[$TEAM_HOOK]"),
-    ("htps://example.org/services/secret", "it must be"),
+    ("https://example.org/services/hunter2", "job.notify=[$TEAM_HOOK]"),
+    ("htps://example.org/services/hunter2", "it must be"),
 ])  # fmt: skip
 def test_a_target_that_cannot_be_notified_is_refused_before_the_start(target, wanted, tiny, capsys):
     assert cli.main(["train", *tiny("run", f"job.notify=['{target}']")]) == 64
     said = capsys.readouterr().err
-    assert wanted in said and "secret" not in said and "hunter2" not in said
+    assert wanted in said and "hunter2" not in said

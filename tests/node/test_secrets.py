@@ -79,7 +79,7 @@ def test_settings_that_contain_a_secret_are_named_without_their_values():
     }
     found = problems(settings, ENV)
     assert [problem.split()[0] for problem in found] == ["data.blend.1", "job.env.HF_TOKEN", "job.setup.0"]
-    assert "canary" not in "".join(found) and "the password of a URL" in found[0] and "$WANDB_API_KEY" in found[2]
+    assert "canary" not in "".join(found) and "(https://me:***@host)" in found[0] and "$WANDB_API_KEY" in found[2]
 
 
 REFUSED = {

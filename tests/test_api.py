@@ -214,30 +214,6 @@ def test_an_interrupt_outside_training_is_one_line(here):
     assert raised.value._render_traceback_() == ["Interrupted: train was interrupted"]
 
 
-INTERRUPTED_IMPORT = """
-import signal, sys
-from importlib.abc import MetaPathFinder
-from hpclm.api import live
-
-class Interrupting(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "torch.nn":
-            signal.raise_signal(signal.SIGINT)
-
-sys.meta_path.insert(0, Interrupting())
-try:
-    live.load_pytorch()
-except KeyboardInterrupt:
-    import torch
-    print(torch.nn.Linear(1, 1).in_features)
-"""
-
-
-def test_an_interrupt_while_pytorch_is_loaded_leaves_it_usable():
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "1\n", done.stderr
-
-
 def test_after_a_run_logging_is_as_before(tiny):
     root, own = logging.getLogger(), logging.StreamHandler(io.StringIO())
     root.addHandler(own)

@@ -1,7 +1,6 @@
 """Train in this process, with a live plot of the loss in a notebook. Elsewhere training itself shows a progress bar."""
 
 import contextvars
-import signal
 import sys
 import threading
 import time
@@ -83,22 +82,10 @@ def computing() -> Iterator[None]:
 
 
 def load_pytorch() -> None:
-    """Import PyTorch; KeyboardInterrupt only afterwards, since an import that was interrupted cannot be repeated in this process.
-
-    OpenMP reads its variables at the import; afterwards they are the caller's again.
-    """
-    if "torch" in sys.modules or threading.current_thread() is not threading.main_thread():
-        return
-    interrupts: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-    try:
-        with environment.preserved():
-            threads.set_openmp()
-            import_module("torch")
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
-    if interrupts:
-        raise KeyboardInterrupt
+    """Import PyTorch. OpenMP reads its variables at the import; afterwards they are the caller's again."""
+    with environment.preserved():
+        threads.set_openmp()
+        import_module("torch")
 
 
 def in_notebook() -> bool:

@@ -5,6 +5,7 @@ It runs when imports fail, so it imports little besides Python's standard librar
 
 import os
 import re
+import site
 import sys
 import traceback
 from collections.abc import Iterable
@@ -33,16 +34,18 @@ def explained(error: BaseException) -> str | None:
     reason = ": ".join([type(error).__name__, " ".join(lines[:2])])
     for name, path in outside(_suspects(error)).items():
         return f"{name} comes from {path}, outside the environment, and does not work here: {reason}; {WAY_OUT}"
-    if isinstance(error, ModuleNotFoundError) and error.name in REQUIRED:
+    importer = _importer(error)
+    if isinstance(error, ModuleNotFoundError) and importer in ("hpclm", *REQUIRED):
         hidden = "; PYTHONNOUSERSITE hides ~/.local" if os.environ.get("PYTHONNOUSERSITE") else ""
         return (
-            f"hpclm needs {error.name}, which {sys.executable} does not have: activate the environment that hpclm is "
+            f"{importer} needs {error.name}, which {sys.executable} does not have: activate the environment that hpclm is "
             f"installed in, or pip install hpclm into this one{hidden}"
         )
     linking = [f"{name}={os.environ[name]}" for name in LINKING if os.environ.get(name)]
-    if isinstance(error, ImportError | OSError) and ".so" in str(error) and linking:
-        about = next(line for line in lines if ".so" in line)
-        return f"{type(error).__name__}: {about}; perhaps because of {' and '.join(linking)}"
+    by_linker = isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno is None)
+    about = [line for line in lines if re.search(r"\.so\b", line)]
+    if by_linker and about and linking:
+        return f"{type(error).__name__}: {about[0]}; perhaps because of {' and '.join(linking)}"
     return None
 
 
@@ -51,8 +54,6 @@ def outside(names: Iterable[str]) -> dict[str, str]:
 
     A module that neither the environment nor hpclm has is the user's own and does not count.
     """
-    import site  # not at the top: a process that explains nothing does not need it
-
     library = Path(os.__file__).parent
     environment = [library, library / "lib-dynload", *map(Path, site.getsitepackages())]
     folders = {folder.resolve() for folder in environment}
@@ -104,6 +105,14 @@ def _suspects(error: Exception) -> list[str]:
         text += str(error)
     words = re.findall(r"(?<=['/])\w+(?=['./])", text)
     return list(dict.fromkeys(reversed(words)))
+
+
+def _importer(error: Exception) -> str:
+    """The top-level module with the statement that raised ``error``; empty without one."""
+    modules = [
+        str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    return next((name for name in reversed(modules) if name != "importlib"), "")
 
 
 def _folder(spec: ModuleSpec) -> Path:

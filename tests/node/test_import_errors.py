@@ -90,13 +90,24 @@ def test_the_variable_that_names_a_shared_library_is_named(tmp_path, monkeypatch
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     error = ImportError(f"{tmp_path}/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by /x/_core.so)")
     assert import_errors.explained(error).endswith(f"by /x/_core.so); perhaps because of LD_LIBRARY_PATH={tmp_path}")
+    assert import_errors.explained(FileNotFoundError(2, "No such file or directory", "text.so")) is None
     monkeypatch.delenv("LD_LIBRARY_PATH")
     assert import_errors.explained(error) is None
 
 
-def test_a_library_that_is_not_installed_is_named_with_what_to_do(tmp_path):
-    error = ModuleNotFoundError("No module named 'psutil'", name="psutil")
-    assert import_errors.explained(error).startswith(f"hpclm needs psutil, which {sys.executable} does not have: ")
+MISSING = {
+    "a library that hpclm needs": ("psutil", "import hpclm.node.processes", "hpclm"),
+    "a library of a library": ("cloudpickle", "import submitit", "submitit"),
+}
+
+
+@pytest.mark.parametrize("library, code, importer", MISSING.values(), ids=MISSING)
+def test_a_library_that_is_not_installed_is_named_with_what_to_do(library, code, importer):
+    hide = f"import sys\nsys.modules[{library!r}] = None\nfrom hpclm.node import import_errors\n"
+    code = f"{hide}import_errors.report_uncaught()\n{code}\n"
+    done = subprocess.run([sys.executable, "-c", code], env=CALM, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.startswith(f"error: {importer} needs {library}, which {sys.executable} does not have: activate ")
+    assert done.returncode == 64 and done.stderr.count("\n") == 1
 
 
 def test_the_libraries_that_hpclm_needs_are_those_of_setup_cfg():

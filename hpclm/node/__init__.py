@@ -1,1 +1,1 @@
-"""What a machine has, and what runs on it."""
+"""One machine, and the processes that run on it."""

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from hpclm.rundir import submissions
-from hpclm.rundir.submissions import Submission
+from tests.events import submit
 from tests.forks import Hpclm, hpclm
 from tests.rundir.test_runs import make
 from tests.runs import PATIENCE, ROOT, lines, until
@@ -62,7 +61,7 @@ def test_the_launching_process_is_told_and_not_the_one_that_trains(tmp_path):
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", "hpclm"])
     host = os.uname().nodename
     run = make(tmp_path / "a", [attempt(host=host, pid=rank.pid)])
-    submissions.append(run, Submission("local", str(launcher.pid), host, 1, 2, ""))
+    submit(run, "local", str(launcher.pid), host, 1, 2, "")
     try:
         launcher.stdout.readline()
         subprocess_done = hpclm("cancel", run, "--wait", 3600)
@@ -130,7 +129,7 @@ def test_a_job_saves_leaves_and_does_not_come_back(kind, cluster, tiny, tmp_path
 def test_a_pending_job_is_taken_out_of_the_queue(cluster, tmp_path):
     run = make(tmp_path / "a")
     job = cluster.batch("sleep 3600", "--hold", "--output=/dev/null")
-    submissions.append(run, Submission("slurm", job, "login", 1, 1, ""))
+    submit(run, "slurm", job, "login", 1, 1, "")
     done = hpclm("cancel", run, env=cluster.env, check=0)
     assert f"job {job}: cancelled" in done.stdout and cluster.state(job) == "CANCELLED"
 

@@ -21,6 +21,7 @@ from hpclm.config.compose import is_override
 from hpclm.config.fields import keys
 from hpclm.datasets import command_line
 from hpclm.launch import arguments
+from tests.events import began
 from tests.runs import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -265,6 +266,5 @@ def test_the_tutorial_works_as_typed(cluster, tmp_path):
         "done at step 400",
     ):
         assert said in done.stdout, said
-    attempts = (tmp_path / "runs" / "again" / "attempts.jsonl").read_text().splitlines()
-    assert len(attempts) == 2 and shutil.which("hpclm", path=env["PATH"])
+    assert len(began(tmp_path / "runs" / "again")) == 2 and shutil.which("hpclm", path=env["PATH"])
     assert (tmp_path / "runs" / "again" / "report.html").is_file()

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from hpclm import config
+from tests.events import note
 from tests.runs import ROOT
 
 SHAPE = "model={layers: 1, hidden: 16, heads: 2, context: 16, vocab_size: 64}"
@@ -88,9 +89,9 @@ CASES = {
     f"train small {' '.join(SMALL)} checkpoint.init_from=missing": (64, "checkpoint.init_from=missing"),
     f"submit small {' '.join(SMALL)} checkpoint.init_from=missing": (64, "checkpoint.init_from=missing"),
     # a run whose files cannot be its own
-    f"train small {SMALL[0]} out=runs/huge": (
+    f"train small {SMALL[0]} out=runs/damaged": (
         64,
-        "attempts.jsonl cannot be read: larger than 67.1 MB, the limit; move it away",
+        "events.jsonl, line 2, is damaged: remove the line, or restore the file from a copy",
     ),
     # code of the user's own
     **{
@@ -174,9 +175,9 @@ def endings(tmp_path_factory):
         if not name.startswith(("new", "empty")):
             (out / "checkpoints/step-00000001").mkdir()
             (out / "checkpoints/step-00000001/MANIFEST.json").write_text("{}")
-    (here / "runs/huge").mkdir(mode=0o700)
-    with (here / "runs/huge/attempts.jsonl").open("wb") as file:
-        file.truncate(4 << 30)
+    (here / "runs/damaged").mkdir(mode=0o700)
+    note(here / "runs/damaged", "roll back", step=None)
+    note(here / "runs/damaged", "began", size="2")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     commands = json.dumps([command.split() for command in CASES])
     done = subprocess.run(

@@ -13,10 +13,8 @@ from tests.runs import ROOT
 
 COMMANDS = {
     "run/config.yaml": ["config", "run"],
-    "run/jobs.jsonl": ["report", "run", "--no-png", "-o", "page.html"],
-    "run/attempts.jsonl": ["report", "run", "--no-png", "-o", "page.html"],
+    "run/events.jsonl": ["report", "run", "--no-png", "-o", "page.html"],
     "run/metrics.jsonl": ["report", "run", "--no-png", "-o", "page.html"],
-    "run/rollback.json": ["train", "run"],
     "run/checkpoints": ["checkpoints", "run", "--no-verify"],
     "run/checkpoints/step-00000001/MANIFEST.json": ["checkpoints", "run", "--no-verify"],
     "runs": ["status"],
@@ -29,7 +27,6 @@ COMMANDS = {
 @pytest.fixture
 def here(tmp_path):
     out = made.preempted(tmp_path / "run")
-    (out / "rollback.json").write_text('{"step": 1}')
     (out / "checkpoints/step-00000001").mkdir(parents=True, mode=0o700)
     (out / "checkpoints").chmod(0o700)
     (out / "checkpoints/step-00000001/MANIFEST.json").write_text("{}")

@@ -187,13 +187,12 @@ def test_importing_hpclm_and_its_verbs_loads_no_heavy_library():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
-METRICS, ATTEMPTS = "rundir/metrics_file.py", "rundir/attempts.py"
+METRICS = "rundir/metrics_file.py"
 RUN_FILES = {
     **dict.fromkeys(
         ("metrics.jsonl", "metrics.lost.jsonl", "metrics.rolled-back", "scores.jsonl", "experts.jsonl"), METRICS
     ),
-    **dict.fromkeys(("attempts.jsonl", "ends.jsonl"), ATTEMPTS),
-    "jobs.jsonl": "rundir/submissions.py",
+    "events.jsonl": "rundir/events.py",
 }
 """Files of a run, and the one module that opens each."""
 LOOKS = {"config/run_file.py": "asks which of them exist; it stands below rundir/"}
@@ -202,7 +201,7 @@ LOOKS = {"config/run_file.py": "asks which of them exist; it stands below rundir
 
 def test_one_module_opens_a_file_of_a_run():
     """Others have its name only in messages, which have spaces, and take none from that module."""
-    constants = {"NAME", "LOST", "ENDS", "SCORES", "EXPERTS"}
+    constants = {"LOST", "SCORES", "EXPERTS"}
     for file in NAMES.keys() - LOOKS.keys():
         for node in nodes_of(file):
             text = str(node.value) if isinstance(node, ast.Constant) else ""

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from hpclm.rundir import submissions
-from hpclm.rundir.submissions import Submission
+from tests.events import submit
 from tests.forks import Hpclm, hpclm
 from tests.rundir.test_runs import make
 from tests.runs import PATIENCE, ROOT
@@ -94,7 +93,7 @@ def test_following_a_run_that_is_over_ends_and_says_how_it_ended(run):
 def test_a_run_is_followed_from_before_its_first_line_to_its_end(tmp_path, tiny):
     (tmp_path / "run").mkdir(mode=0o700)
     trained = Hpclm("train", *tiny("run", "budget.steps=60", "log.every=20"))
-    submissions.append(tmp_path / "run", Submission("local", str(trained.pid), os.uname().nodename, 1, 1, ""))
+    submit(tmp_path / "run", "local", str(trained.pid), os.uname().nodename, 1, 1, "")
     follower = start("-f", "--lines", 1000, tmp_path / "run")  # also those that come before it looks
     out, error = follower.communicate(timeout=PATIENCE)
     trained.wait()
@@ -107,7 +106,7 @@ def test_where_training_never_began_the_job_s_log_is_named_and_printed(tmp_path,
     run = make(tmp_path / "a")
     (run / "logs").mkdir()
     log = run / "logs" / "job-7.log"
-    submissions.append(run, Submission("slurm", "7", "login", 1, 1, str(log)))
+    submit(run, "slurm", "7", "login", 1, 1, str(log))
     env = squeue("echo '7|PENDING|0:00|2:57|N/A|2||Priority'")
     said = hpclm("logs", run, env=env, check=64).stderr
     assert f"has no log yet; it is waiting (job 7 PENDING (Priority)); the job will print to {log}" in said

@@ -1,11 +1,11 @@
 """A notebook: the first example of docs/python.md, and a mistake."""
 
-import json
 import re
 
 import nbformat
 from nbconvert.preprocessors import ExecutePreprocessor
 
+from tests.events import began
 from tests.runs import PATIENCE, ROOT
 
 TINY = '"small", {"model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}, "engine.device": "cpu"}'
@@ -26,7 +26,7 @@ def test_the_first_example_in_a_notebook(tmp_path):
     printed = "".join(output.text for output in shown if output.output_type == "stream")
     assert "validation_loss" in printed
     assert "iframe" in shown[-1].data["text/html"] and (tmp_path / "runs/small/report.html").is_file()
-    assert json.loads((tmp_path / "runs/small/attempts.jsonl").read_text().splitlines()[0])["command"] == COMMAND
+    assert began(tmp_path / "runs/small")[0]["command"] == COMMAND
     [line] = error[0].traceback
     assert (
         line.startswith("ConfigError: smal does not exist: no settings file, run directory or preset has this name")

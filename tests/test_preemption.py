@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.events import began, note, of_kind
 from tests.forks import Ranks, hpclm
 from tests.runs import ROOT, command_of, figures, lines, losses
 from tests.slurm import ENDED, until
@@ -75,11 +76,10 @@ class Job:
 
     def ends(self):
         """How attempts ended, without the rows of the job's supervisor."""
-        rows = [json.loads(line) for line in lines(self.out / "ends.jsonl")]
-        return [row for row in rows if "attempt" in row]
+        return [event for event in of_kind(self.out, "ended") if event.get("state")]
 
     def attempts(self):
-        return len(lines(self.out / "attempts.jsonl"))
+        return len(began(self.out))
 
     def wait_for_attempt(self, number):
         until(lambda: self.attempts() == number, f"attempt {number}", self.cluster)
@@ -149,7 +149,7 @@ def disturb(job, names, draw):
         act(job, draw)
         job.wait_for_restart(number + 1)
         job.wait_for_attempt(number + 2)
-        attempts = [json.loads(line) for line in lines(job.out / "attempts.jsonl")]
+        attempts = began(job.out)
         before = job.ends()
         lost.append((name, attempts[-1]["from_step"]))
         if saves:
@@ -195,7 +195,7 @@ def test_a_job_that_starts_again_on_another_number_of_nodes_learns_the_same(clus
     cluster.wait(job.id, "PENDING")
     cluster.run(["scontrol", "update", f"jobid={job.id}", "numnodes=1", "numtasks=2"])
     job.finish()
-    sizes = [json.loads(line)["size"] for line in lines(job.out / "attempts.jsonl")]
+    sizes = [json.loads(line)["size"] for line in began(job.out)]
     assert sizes == [4, 2]
     checkpoints = sorted((job.out / "checkpoints").glob("step-*"))
     names = [
@@ -267,8 +267,8 @@ def test_a_run_leaves_before_its_time_is_up_and_is_started_again(cluster, tmp_pa
 def test_a_job_that_comes_to_no_checkpoint_is_not_started_for_ever(cluster, tmp_path):
     words = ["budget.steps=50", "data.source=own:killing", "--sbatch", "hold"]
     job = Job(cluster, tmp_path / "run", 1, 2, *words)
-    row = json.dumps({"job_id": job.id, "from_step": 0}) + "\n"
-    (job.out / "attempts.jsonl").write_text(2 * row)  # two starts came to nothing
+    for _ in range(2):  # starts that came to nothing
+        note(job.out, "began", job_id=job.id, from_step=0)
     cluster.run(["scontrol", "release", job.id])
     job.wait_for_restart(1)
     assert cluster.wait(job.id) == "FAILED"

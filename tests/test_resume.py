@@ -17,10 +17,10 @@ from hpclm.datasets.writer import Writer
 from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
 from hpclm.launch import resume
-from hpclm.rundir import attempts, config_history, runs, submissions
-from hpclm.rundir.submissions import Submission
+from hpclm.rundir import config_history, runs
 from hpclm.training import loop, records
 from tests.checkpoint.state import State, progress
+from tests.events import began, submit
 from tests.forks import Hpclm, hpclm
 from tests.rundir.test_runs import make
 from tests.runs import ROOT, exit_code
@@ -50,11 +50,11 @@ def test_settings_without_effect_do_not_change_what_a_run_that_is_done_says_of_i
     out = tmp_path / "run"
     hpclm("train", *tiny("run"), check=0)
     again = ("train", out) if verb == "train" else ("submit", "--cluster", "local", "--config", out / "config.yaml")
-    before = [(out / name).read_bytes() for name in ("config.yaml", "attempts.jsonl")]
+    before = [(out / name).read_bytes() for name in ("config.yaml", "events.jsonl")]
     for change, named in (("optim.lr=0.5", "optim.lr=0.5"), ("budget.steps=6", "budget ends at step 6")):
         said = hpclm(*again, change, check=64).stderr
         assert f"{out} is at step 12" in said and named in said and "raise the budget" in said
-    assert [(out / name).read_bytes() for name in ("config.yaml", "attempts.jsonl")] == before
+    assert [(out / name).read_bytes() for name in ("config.yaml", "events.jsonl")] == before
     hpclm(*again, "log.every=3", check=0)  # has an effect, or none that matters
     hpclm(*again, "budget.steps=13", "optim.lr=0.5", check=0)
 
@@ -63,7 +63,7 @@ def test_a_run_is_submitted_again_by_its_own_settings_and_its_last_size(tmp_path
     make(tmp_path, config_yaml="")
     config = str(tmp_path / "config.yaml")
     for nodes in (1, 2):
-        submissions.append(tmp_path, Submission("slurm", str(nodes), "login", nodes, 8, ""))
+        submit(tmp_path, "slurm", str(nodes), "login", nodes, 8, "")
     run = runs.read(tmp_path)
     again = ["--config", config, "--cluster", "slurm", "--nodes", "2", "--gpus", "8", f"out={tmp_path}"]
     assert resume.words(run, []) == again
@@ -72,16 +72,16 @@ def test_a_run_is_submitted_again_by_its_own_settings_and_its_last_size(tmp_path
 
 
 def test_a_run_that_was_started_by_hand_keeps_its_size(tmp_path):
-    make(tmp_path, [attempt(size=8, hosts=["a", "b"])], config_yaml="")
+    make(tmp_path, [attempt(size=8, nodes=2)], config_yaml="")
     assert resume.words(runs.read(tmp_path), [])[2:6] == ["--nodes", "2", "--gpus", "4"]
 
 
 def test_a_run_that_was_started_by_hand_on_one_machine_stays_here_unless_another_cluster_is_typed(tmp_path):
-    make(tmp_path, [attempt(size=2, hosts=["a"])], config_yaml="")
+    make(tmp_path, [attempt(size=2, nodes=1)], config_yaml="")
     size = ["--nodes", "1", "--gpus", "2"]
     assert resume.words(runs.read(tmp_path), [])[2:8] == ["--cluster", "local", *size]
     assert resume.words(runs.read(tmp_path), ["--cluster", "slurm"])[2:6] == size
-    make(tmp_path, [attempt(size=2, hosts=["a"], job_id="7")], config_yaml="")
+    make(tmp_path, [attempt(size=2, nodes=1, job_id="7")], config_yaml="")
     assert resume.words(runs.read(tmp_path), [])[2:6] == size
 
 
@@ -102,7 +102,7 @@ def run(tmp_path, tiny):
     )
     made.save(State(), progress(4))
     dump(config, out / "config.yaml")
-    (out / "attempts.jsonl").write_text("")
+    (out / "events.jsonl").write_text("")
     out.chmod(0o700)
     return out
 
@@ -174,8 +174,8 @@ def test_a_refusal_costs_no_time_for_pytorch(run):
 def test_each_attempt_says_which_version_of_the_settings_it_used(tmp_path, tiny):
     (tmp_path / "run").mkdir()
     for lr in ("1e-3", "1e-3", "2e-3"):
-        records.start(from_cli(tiny("run", f"optim.lr={lr}")), single(), 4, records.Beginning(0, 12))
-    found = [each["config"] for each in attempts.read(tmp_path / "run")]
+        records.start(from_cli(tiny("run", f"optim.lr={lr}")), single(), 4, records.Beginning(0, 12), None)
+    found = [each["config"] for each in began(tmp_path / "run")]
     assert found == ["config-history/0001.yaml"] * 2 + ["config-history/0002.yaml"]
     assert (tmp_path / "run" / found[2]).read_bytes() == (tmp_path / "run/config.yaml").read_bytes()
     assert "config-history/0002.yaml" in hpclm("status", tmp_path / "run", check=0).stdout

@@ -1,6 +1,5 @@
 """A run's directory when things go wrong around it, by the command a person types."""
 
-import json
 import os
 import re
 import shutil
@@ -10,9 +9,10 @@ import subprocess
 import pytest
 
 from hpclm import cli
+from tests.events import began
 from tests.forks import Hpclm, Ranks, hpclm
 from tests.rundir.test_runs import make
-from tests.runs import PATIENCE, figures, lines, losses, until
+from tests.runs import PATIENCE, figures, losses, until
 
 
 @pytest.fixture
@@ -148,14 +148,14 @@ def test_two_runs_on_one_directory_the_second_names_the_first_and_a_killed_one_i
     assert reached >= 5
     done = hpclm("train", *words, f"stop_at={reached + 5}", check=0)
     assert "resumes from step" in done.stdout + done.stderr
-    attempts = [json.loads(line) for line in lines(out / "attempts.jsonl")]
+    attempts = began(out)
     assert attempts
 
 
 WRONG = {
-    "a folder and must be a file": ["config.yaml", "attempts.jsonl", "ends.jsonl", "metrics.jsonl", "log.txt", "lock"],
+    "a folder and must be a file": ["config.yaml", "events.jsonl", "metrics.jsonl", "log.txt", "lock"],
     "a file and must be a folder": ["checkpoints", "logs", "job"],
-    "a named pipe and must be a file": ["log.txt", "metrics.jsonl", "jobs.jsonl"],
+    "a named pipe and must be a file": ["log.txt", "metrics.jsonl"],
 }
 
 

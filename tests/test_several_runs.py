@@ -11,8 +11,8 @@ import pytest
 
 from hpclm import cli, config
 from hpclm.errors import ConfigError
-from hpclm.rundir import runs, submissions
-from hpclm.rundir.submissions import Submission
+from hpclm.rundir import runs
+from tests.events import submit
 from tests.forks import hpclm
 from tests.rundir.test_runs import checkpoint, make
 from tests.runs import PATIENCE, until
@@ -26,7 +26,7 @@ def launcher(run):
     """A process that counts as the one which launched the run, and ends when it is told to."""
     process = subprocess.Popen([sys.executable, "-c", WAITS, "hpclm"], stdout=subprocess.PIPE)
     process.stdout.readline()
-    submissions.append(run, Submission("local", str(process.pid), os.uname().nodename, 1, 1, ""))
+    submit(run, "local", str(process.pid), os.uname().nodename, 1, 1, "")
     return process
 
 
@@ -111,7 +111,7 @@ OTHERS = (
 def test_another_user_s_run_is_told_of_in_words(mode, tmp_path, squeue, monkeypatch, capsys):  # noqa: F811
     def another(name):
         run = make(tmp_path / name / "a", [attempt(job_id="7")], rows(5), config_yaml="budget: {steps: 20}\n", lock="")
-        submissions.append(run, Submission("slurm", "7", "login", 1, 1, str(run / "logs" / "job-7.log")))
+        submit(run, "slurm", "7", "login", 1, 1, str(run / "logs" / "job-7.log"))
         for folder in ("logs", "job"):
             (run / folder).mkdir(mode=0o700)
         (run / "logs" / "job-7.log").write_text("x\n")

@@ -1,7 +1,6 @@
 """What is killed of Slurm's own around a run: its slurmstepd, srun, the job's script, a node; and what the run's log says."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.diagnostics import flips
+from tests.events import began, note, of_kind
 from tests.runs import ROOT, command_of, lines
 from tests.slurm import until
 from tests.test_preemption import Job
@@ -55,7 +55,7 @@ def test_a_run_starts_again_when_srun_or_the_script_is_killed_and_its_log_says_w
     job.wait_for_attempt(3)
     assert len(told(job, 3)) == 1 and "SIGTERM: saved at step " in told(job, 3)[0]
     assert "the job's script was killed (JobLaunchFailure): Slurm was asked" in (job.out / "log.txt").read_text()
-    assert json.loads(lines(job.out / "attempts.jsonl")[-1])["from_step"] >= before  # it got the signal, and saved
+    assert began(job.out)[-1]["from_step"] >= before  # it got the signal, and saved
     assert int(cluster.show(job.id)["Restarts"]) == 2
 
 
@@ -85,8 +85,8 @@ def test_a_run_starts_again_without_the_node_on_which_bits_flipped(template, clu
         cluster, tmp_path / "run", 3, 1, *own, "batch={global_size: 6, micro_size: 2}", f"job.template={template}"
     )
     job.finish()
-    first, second = [json.loads(line) for line in lines(job.out / "attempts.jsonl")]
-    [row] = [json.loads(line) for line in lines(job.out / "corruption.jsonl")]
+    first, second = began(job.out)
+    [row] = of_kind(job.out, "corrupt")
     assert row["bad"] == [first["hosts"][1]] and row["step"] == 10 and second["from_step"] == 5
     assert set(second["hosts"]) == set(cluster.nodes) - set(row["bad"])
     assert cluster.show(job.id)["ExcNodeList"] == row["bad"][0] and cluster.show(job.id)["Restarts"] == "1"
@@ -196,8 +196,7 @@ def test_cancel_ends_what_slurm_s_signals_do_not_reach_and_jobs_whose_run_has_en
     assert not (job.out / "stop").exists() and not job.ranks()
     held = cluster.batch("trap '' TERM; srun sleep 9870 & wait; sleep 9870", "--output=/dev/null", "--requeue")
     cluster.wait(held, "RUNNING")  # the job of a run that has ended, and that does not
-    with (job.out / "jobs.jsonl").open("a") as file:
-        file.write(json.dumps(json.loads(lines(job.out / "jobs.jsonl")[0]) | {"job_id": held}) + "\n")
+    note(job.out, **(of_kind(job.out, "submitted")[0] | {"job_id": held}))
     said = job.hpclm("cancel", job.out).stdout
     assert f"job {held}: its run has ended; the job itself is cancelled" in said
     assert cluster.state(held) == "CANCELLED"
@@ -236,5 +235,5 @@ def test_of_a_template_by_hand_in_a_job_array_only_the_task_that_is_warned_start
     warned = tasks[array]
     other = next(job for job in tasks if job != array)
     cluster.run(["scancel", "--signal=USR2", f"{array}_{warned}"])
-    until(lambda: len(lines(tmp_path / f"run{warned}/attempts.jsonl")) == 2, "second start", cluster)
-    assert cluster.show(other)["Restarts"] == "0" and len(lines(tmp_path / f"run{3 - int(warned)}/attempts.jsonl")) == 1
+    until(lambda: len(began(tmp_path / f"run{warned}")) == 2, "second start", cluster)
+    assert cluster.show(other)["Restarts"] == "0" and len(began(tmp_path / f"run{3 - int(warned)}")) == 1

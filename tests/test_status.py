@@ -11,10 +11,9 @@ import time
 import pytest
 
 from hpclm import files
-from hpclm.rundir import submissions
 from hpclm.rundir.lease import Lease
-from hpclm.rundir.submissions import Submission
 from tests import forks, traced
+from tests.events import note, submit
 from tests.forks import Hpclm
 from tests.rundir.test_runs import checkpoint, make
 from tests.runs import PATIENCE, ROOT
@@ -98,7 +97,7 @@ def test_a_run_that_only_its_files_show_is_running_while_its_heart_beats(age, st
 
 def test_a_waiting_job_says_why_it_waits(tmp_path, squeue):
     make(tmp_path / "a")
-    submissions.append(tmp_path / "a", Submission("slurm", "8", "login", 2, 4, "logs/job-8.log"))
+    submit(tmp_path / "a", "slurm", "8", "login", 2, 4, "logs/job-8.log")
     [row] = status(tmp_path / "a", env=squeue("echo '8|PENDING|0:00|2:00|2026-01-01T00:00:00|2||Priority'"))
     assert (row["state"], row["job"]["reason"]) == ("waiting", "Priority")
 
@@ -112,7 +111,7 @@ def test_a_done_run_of_a_job_by_hand_has_left_that_job(tmp_path, squeue):
 def test_a_run_that_trains_is_running_while_its_next_job_waits(tmp_path, squeue):
     run = make(tmp_path / "a", [attempt(job_id="7")], rows(5))
     for job in "78":
-        submissions.append(run, Submission("slurm", job, "login", 2, 4, ""))
+        submit(run, "slurm", job, "login", 2, 4, "")
     [row] = status(run, env=squeue(f"{RUNNING}; echo '8|PENDING|0:00|2:00|N/A|2||Dependency'"))
     assert (row["state"], row["job"]["id"], row["step"]) == ("running", "7", 5)
 
@@ -120,7 +119,7 @@ def test_a_run_that_trains_is_running_while_its_next_job_waits(tmp_path, squeue)
 @pytest.mark.parametrize("name, live", [("script-1/.submission_file_0.sh", True), ("script-10.sbatch", False)])
 def test_a_job_of_another_cluster_with_the_same_number_is_not_the_run_s(name, live, tmp_path, squeue):
     run = make(tmp_path / "a", [attempt(job_id="7")], rows(5), ("done", "done at step 5", 0), lock="")
-    submissions.append(run, Submission("slurm", "7", "login", 2, 4, "", f"{run}/job/script-1.sbatch"))
+    submit(run, "slurm", "7", "login", 2, 4, "", f"{run}/job/script-1.sbatch")
     env = squeue(f"{RUNNING}'|{run}/job/{name}'")
     [row] = status(run, env=env)
     assert (row["state"], row["job"] is not None) == ("completing" if live else "done", live)
@@ -191,27 +190,20 @@ def test_how_an_attempt_failed_is_told_in_its_own_words(tmp_path, tiny):
     )
 
 
-@pytest.mark.parametrize(
-    "line, ending",
-    [
-        ("slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-01-01T10:00:00 DUE TO TIME LIMIT ***", None),
-        ("srun: error: node1: task 0: Segmentation fault", None),
-        (
-            "10:00:02 E no GPU\nslurmstepd-node1: error: *** STEP 7.0 ON node1 CANCELLED AT 2026-01-01T10:00:00 ***",
-            "no GPU",
-        ),
-        ("10:00:02 E the disk is gone", "the disk is gone"),
-        ("10:00:02 E no checkpoint\n10:00:03 I step 5/20", "ended without a message: killed, or its node failed"),
-    ],
-)
-def test_the_job_s_log_says_how_a_run_was_killed_that_could_not_say_so(line, ending, tmp_path, squeue):
-    run = make(tmp_path / "a", [attempt(job_id="7")], rows(5), lock='{"host": "elsewhere", "pid": 1}')
+def test_a_run_that_was_killed_has_the_cause_that_its_supervisor_saw_and_the_last_lines_of_its_log(tmp_path, squeue):
+    run = make(tmp_path / "a", [attempt(job_id="7", restart=0)], rows(5), lock='{"host": "elsewhere", "pid": 1}')
     (run / "logs").mkdir()
-    (run / "logs" / "job-7.log").write_text(
-        f"10:00:00 I run directory a, a new run\n{line}\nsrun: error: node1: task 1: Killed\nsrun ended with exit code 137\n"
-    )
-    [row] = status(run, env=squeue("true"))
-    assert row["state"] == "ended" and row["ending"] == (ending or line)
+    (run / "logs" / "job-7.log").write_text("".join(f"line {number}\n" for number in range(9)))
+    known = "echo '7|NODE_FAIL|0:10|0:00|2026-01-01T00:00:00|1|node1|None'"
+    [row] = status(run, env=squeue(known))
+    killed = "ended without a message: killed, or its node failed; job 7 NODE_FAIL"
+    assert (row["state"], row["ending"], row["exit_code"]) == ("ended", killed, None)
+    note(run, "ended", code=137, cause="rank 1 was killed", signal=9, job_id="7", restart=0)
+    env = squeue("true")
+    [row] = status(run, env=env)
+    assert (row["state"], row["ending"], row["exit_code"]) == ("ended", "rank 1 was killed", 137)
+    said = hpclm("status", run, env=env, check=0).stdout
+    assert re.findall("line .", said) == [f"line {number}" for number in range(4, 9)]
 
 
 def test_a_silent_run_with_a_loss_that_is_not_finite_is_warned_of(tmp_path, squeue):
@@ -242,7 +234,7 @@ def test_a_run_on_a_disk_that_is_gone_hides_no_other(error, tmp_path):
     for name in ("gone", "here"):
         make(tmp_path / name, [attempt()], rows(5), log_txt="", config_yaml="")
         checkpoint(tmp_path / name / "checkpoints" / "step-00000004")
-    names = ["config.yaml", "summary.json", "attempts.jsonl", "metrics.jsonl", "log.txt", "checkpoints", "lock"]
+    names = ["config.yaml", "summary.json", "events.jsonl", "metrics.jsonl", "log.txt", "checkpoints", "lock"]
     paths = [word for name in names for word in ("-P", str(tmp_path / "gone" / name))]
     fault = ["-e", f"inject=openat,newfstatat,getdents64,read:error={error}"]
     command = ["strace", "-f", "-qq", "-o", str(tmp_path / "calls"), *paths, *fault]
@@ -272,155 +264,99 @@ def submitted(run, *jobs, log=True):
     (run / "logs").mkdir(exist_ok=True)
     for job in jobs:
         log_path = str(run / "logs" / f"job-{job}.log")
-        submissions.append(run, Submission("slurm", job, "login", 1, 1, log_path, steps=12))
+        submit(run, "slurm", job, "login", 1, 1, log_path, steps=12)
         if log or job != jobs[-1]:
             (run / "logs" / f"job-{job}.log").write_text(f"start 1 of job {job} of Slurm, on node1\n")
     return run
 
 
-def test_a_last_job_that_failed_before_training_is_not_hidden_behind_done(tmp_path, squeue):
-    run = make(tmp_path / "a", [attempt(job_id="7", steps=5)], rows(5), ("done", "done at step 5, 40 samples", 0))
-    submitted(run, "7", "8")
-    (run / "logs" / "job-8.log").write_text("start 1 of job 8 of Slurm, on node1\nerror: data.prefix is not set\n")
-    known = (
-        "7|COMPLETED|0:10|0:00|2026-01-01T00:00:00|1|node1|None\n8|FAILED|0:01|0:00|2026-01-01T00:01:00|1|node1|NonZero"
-    )
-    [row] = status(run, env=squeue(f"echo '{known}'"))
-    assert row["state"] == "failed" and "data.prefix is not set; job 8 FAILED" in row["ending"]
-    [row] = status(run, env=squeue("true"))  # Slurm forgets a job after some minutes
-    assert row["state"] == "failed" and "data.prefix" in row["ending"]
-
-
-SCRIPT = "/var/spool/slurmd/job00008/slurm_script: line 21: "
-LMOD = """Lmod has detected the following error:  The following module(s) are unknown: "nosuch"
-
-Please check the spelling or version number. Also try "module spider ..."
-Also make sure that all modulefiles written in TCL start with the string #%Module
-"""
-EXITED = "start 1 of job 8 of Slurm, on node1\n{}srun: error: node1: task 0: {}\nsrun ended with exit code {}: why\n"
-
-
 @pytest.mark.parametrize(
-    "log, told",
-    [
-        (f"{SCRIPT}module: command not found\n", "module: command not found"),
-        (LMOD, 'Lmod has detected the following error:  The following module(s) are unknown: "nosuch"'),
-        (
-            f"{SCRIPT}/lab/venv/bin/activate: No such file or directory\n",
-            "/lab/venv/bin/activate: No such file or directory",
-        ),
-        (
-            "EnvironmentNameNotFound: Could not find conda environment: mine\nList all with `conda info --envs`.\n",
-            "EnvironmentNameNotFound: Could not find conda environment: mine",
-        ),
-        (
-            EXITED.format(
-                "FATAL:   could not open image /lab/x.sif: no such file or directory\n",
-                "Exited with exit code 255",
-                255,
-            ),
-            "FATAL:   could not open image /lab/x.sif: no such file or directory",
-        ),
-        (
-            EXITED.format("python: No module named hpclm\n", "Exited with exit code 1", 1),
-            "python: No module named hpclm",
-        ),
-        (
-            EXITED.format("", "Segmentation fault (core dumped)", 139),
-            "srun: error: node1: task 0: Segmentation fault (core dumped)",
-        ),
-    ],
-    ids=["module", "lmod", "venv", "conda", "container", "python", "segfault"],
+    "known", ["8|FAILED|0:01|0:00|2026-01-01T00:01:00|1|node1|NonZero", ""], ids=["known", "forgotten"]
 )
-def test_a_job_that_failed_before_training_is_told_in_the_words_of_its_log(log, told, tmp_path, squeue):
-    run = submitted(make(tmp_path / "a", config_yaml=""), "8", log=False)
-    (run / "logs").mkdir(exist_ok=True)
-    (run / "logs" / "job-8.log").write_text(log)
-    env = squeue("echo '8|FAILED|0:01|0:00|2026-01-01T00:01:00|1|node1|NonZeroExitCode'")
-    [row] = status(run, env=env)
-    assert (row["state"], row["ending"]) == ("failed", f"{told}; job 8 FAILED")
-    assert told in hpclm("top", run, env=env, check=0).stdout
-    assert f"is over: failed, {told}" in hpclm("logs", "-f", run, env=env, check=0).stderr
+def test_a_last_job_that_failed_before_training_is_not_hidden_behind_done(known, tmp_path, squeue):
+    run = make(tmp_path / "a", config_yaml="")
+    submitted(run, "7")
+    make(run, [attempt(job_id="7", steps=5)], rows(5), ("done", "done at step 5, 40 samples", 0))
+    submitted(run, "8")
+    note(run, "ended", code=64, cause="data.prefix is not set", job_id="8", restart=0)
+    [row] = status(run, env=squeue(f"echo '{known}'" if known else "true"))
+    ending = "data.prefix is not set" + "; job 8 FAILED (NonZero)" * bool(known)
+    assert (row["state"], row["ending"], row["exit_code"]) == ("failed", ending, 64)
 
 
-@pytest.mark.parametrize("known", ["8|CANCELLED|0:00|0:00|N/A|1||None", ""], ids=["known", "forgotten"])
-def test_a_job_that_was_cancelled_in_the_queue_has_not_failed(known, tmp_path, squeue):
-    run = submitted(make(tmp_path / "a", config_yaml=""), "8", log=False)
-    env = squeue(f"echo '{known}'" if known else "true")
-    [row] = status(run, env=env)
-    assert (row["state"], row["ending"]) == ("cancelled", "its job was cancelled before training started")
-    assert f"hpclm resume {run}" in hpclm("status", run, env=env, check=0).stdout
-    make(run, [attempt(job_id="7", time=now(-60))], rows(20), ended=("done", "done at step 20, 40 samples", 0))
-    [row] = status(run, env=env)
-    assert row["state"] == "done" and "its last job was cancelled" in row["ending"]
-
-
-START = "start {} of job 8 on node1\n"
-TERM = "SIGTERM during the start: nothing to save, exiting\n"
-EXITED = "srun: error: node1: tasks 0-1: Exited with exit code 85\nsrun ended with exit code 85: rank 1 was killed\n"
-STEP = "slurmstepd: error: *** STEP 8.0 ON node1 CANCELLED AT 2026-01-01T00:01:00 {}***\n"
-ENDS = {
-    "signalled": (START.format(1) + TERM + TERM + EXITED, "FAILED", "cancelled"),
-    "signalled, and forgotten by Slurm": (START.format(1) + TERM + EXITED, "", "cancelled"),
-    "scancel": (START.format(1) + STEP.format(""), "CANCELLED", "cancelled"),
-    "scancel, and forgotten by Slurm": (START.format(1) + STEP.format(""), "", "cancelled"),
-    "killed by the time limit": (START.format(1) + STEP.format("DUE TO TIME LIMIT "), "TIMEOUT", "failed"),
-    "the time limit, and forgotten by Slurm": (START.format(1) + STEP.format("DUE TO TIME LIMIT "), "", "failed"),
-    "warned of the time limit": (START.format(1) + TERM.replace("TERM", "USR2") + EXITED, "FAILED", "failed"),
-    "preempted": (START.format(1) + TERM + EXITED, "PREEMPTED", "failed"),
-    "signalled in an earlier start": (
-        START.format(1) + TERM + START.format(2) + "error: no data\n",
-        "FAILED",
-        "failed",
+CANCELLED = {"kind": "cancelled", "by": "ada"}
+FAULT = {"kind": "ended", "code": 64, "cause": "no data", "restart": 0}
+SIGNALLED = {"kind": "ended", "code": 85, "cause": "SIGTERM during the start", "restart": 0}
+KILLED = {"kind": "ended", "code": 137, "cause": "the launcher was killed"}
+BEFORE = "before training started"
+STARTS = {
+    "cancelled in the queue": (
+        "slurm",
+        [CANCELLED],
+        "CANCELLED",
+        "cancelled",
+        f"its job was cancelled by ada {BEFORE}",
     ),
-    "a fault": (START.format(1) + "error: no data\n", "FAILED", "failed"),
-    "a fault of one rank": (
-        START.format(1)
-        + "error: no data\n"
-        + STEP.format("")
-        + TERM
-        + EXITED.replace("with exit code 85:", "with exit code 64:"),
-        "FAILED",
-        "failed",
+    "cancelled, and forgotten by Slurm": (
+        "slurm",
+        [CANCELLED],
+        "",
+        "cancelled",
+        f"its job was cancelled by ada {BEFORE}",
     ),
+    "cancelled while it starts": (
+        "slurm",
+        [CANCELLED, SIGNALLED],
+        "",
+        "cancelled",
+        f"its job was cancelled by ada {BEFORE}",
+    ),
+    "scancel": ("slurm", [], "CANCELLED", "cancelled", f"its job was cancelled {BEFORE}"),
+    "scancel, and forgotten by Slurm": ("slurm", [], "", "ended", f"its job ended {BEFORE}; nothing says how"),
+    "signalled": ("slurm", [SIGNALLED], "FAILED", "exited", "SIGTERM during the start"),
+    "preempted": ("slurm", [SIGNALLED], "PREEMPTED", "exited", "SIGTERM during the start; job 8 PREEMPTED"),
+    "killed by the time limit": ("slurm", [], "TIMEOUT", "failed", f"ended {BEFORE}; job 8 TIMEOUT"),
+    "its script failed": ("slurm", [], "FAILED", "failed", f"ended {BEFORE}; job 8 FAILED"),
+    "a fault": ("slurm", [FAULT], "FAILED", "failed", "no data; job 8 FAILED"),
+    "a fault, and forgotten by Slurm": ("slurm", [FAULT], "", "failed", "no data"),
+    "a fault of a later start": ("slurm", [SIGNALLED, {**FAULT, "restart": 1}], "", "failed", "no data"),
+    "a launch that is cancelled": ("local", [CANCELLED], "", "cancelled", f"its start was cancelled by ada {BEFORE}"),
+    "a launcher that is killed": ("local", [KILLED], "", "failed", "the launcher was killed"),
+    "a launch without a word": ("local", [], "", "ended", f"its start ended {BEFORE}; nothing says how"),
 }
 
 
-@pytest.mark.parametrize("log, state, name", ENDS.values(), ids=ENDS)
-def test_a_job_that_is_cancelled_while_it_starts_has_not_failed(log, state, name, tmp_path, squeue):
-    run = submitted(make(tmp_path / "a", config_yaml=""), "8", log=False)
-    (run / "logs").mkdir(exist_ok=True)
-    (run / "logs" / "job-8.log").write_text(log)
-    answer = f"8|{state}|0:01|0:00|2026-01-01T00:01:00|1|node1|NonZeroExitCode"
-    [row] = status(run, env=squeue(f"echo '{answer}'" if state else "true"))
-    assert row["state"] == name, row
-    if name == "cancelled":
-        assert row["ending"] == "its job was cancelled before training started"
-
-
-@pytest.mark.parametrize("said", ["SIGTERM during the start", "SIGINT during the start", "SIGUSR1 during the start"])
-def test_a_launch_on_this_machine_that_is_cancelled_while_it_starts_has_not_failed(said, tmp_path):
+@pytest.mark.parametrize("cluster, events, state, name, ending", STARTS.values(), ids=STARTS)
+def test_a_start_that_has_not_trained_is_told_by_what_is_recorded_of_it(
+    cluster, events, state, name, ending, tmp_path, squeue
+):
     run = make(tmp_path / "a", config_yaml="")
-    (run / "logs").mkdir(exist_ok=True)
-    (run / "logs" / "job-local-1.log").write_text(f"10:00:00 I 2 processes\n{said}: nothing to save, exiting\n")
-    launch = Submission("local", "99999999", "here", 1, 2, str(run / "logs/job-local-1.log"), machine=files.here())
-    submissions.append(run, launch)
-    [row] = status(run)
-    assert (row["state"], row["ending"]) == ("cancelled", "its start was cancelled before training started")
+    submit(run, cluster, "8" if cluster == "slurm" else "99999999", "here", machine=files.here())
+    for event in events:
+        note(run, **event)
+    env = squeue(f"echo '8|{state}|0:01|0:00|2026-01-01T00:01:00|1|node1|NonZeroExitCode'" if state else "true")
+    [row] = status(run, env=env)
+    assert (row["state"], row["ending"]) == (name, ending)
+    assert f"hpclm resume {run}" in hpclm("status", run, env=env, check=0).stdout
 
 
-def test_a_launcher_that_is_killed_during_the_start_was_not_cancelled(tmp_path):
-    run = make(tmp_path / "a", config_yaml="")
-    (run / "logs").mkdir(exist_ok=True)
-    lines = [
-        "SIGTERM during the start: nothing to save, exiting",
-        "10:00:00 E the launcher was killed; what it had started has ended too",
-    ]
-    (run / "logs" / "job-local-1.log").write_text("\n".join([*lines, ""]))
-    launch = Submission("local", "99999999", "here", 1, 2, str(run / "logs/job-local-1.log"), machine=files.here())
-    submissions.append(run, launch)
-    [row] = status(run)
-    assert (row["state"], row["ending"]) == ("failed", "the launcher was killed; what it had started has ended too")
+def test_a_run_is_as_done_as_before_if_its_next_job_is_cancelled_and_tells_who_cancelled_it(tmp_path, squeue):
+    run, env = make(tmp_path / "a", [attempt()], rows(20), ("done", "done at step 20", 0)), squeue("true")
+    submit(run, "slurm", "8")
+    note(run, "cancelled", by="ada")
+    [row] = status(run, env=env)
+    assert (row["state"], row["ending"]) == (
+        "done",
+        "done at step 20; its last job was cancelled by ada before training started",
+    )
+    run = make(tmp_path / "b", [attempt()], rows(5))
+    note(run, "cancelled", by="ada")
+    [row] = status(run, env=env)
+    killed = "ended without a message: killed, or its node failed"
+    assert (row["state"], row["ending"]) == ("cancelled", f"cancelled by ada; {killed}")
+    note(run, "ended", state="exited", ending="SIGTERM: saved at step 5, exiting", code=85)
+    [row] = status(run, env=env)
+    assert (row["state"], row["ending"]) == ("exited", "SIGTERM: saved at step 5, exiting; cancelled by ada")
 
 
 @pytest.mark.parametrize("damage", ["is gone", "cannot be read"])

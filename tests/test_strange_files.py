@@ -13,13 +13,12 @@ from hpclm import cli, config, files, folders
 from hpclm.checkpoint import directory
 from hpclm.checkpoint import manifest as manifests
 from hpclm.commands import logs
-from hpclm.diagnostics import report
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.launch import process
 from hpclm.log import also_to, instead_to
 from hpclm.node.job import Job
-from hpclm.rundir import attempts, folder, lock, rows, runs, submissions
+from hpclm.rundir import events, folder, lock, rows, runs
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.logs import last
 from hpclm.rundir.metrics_file import forget_after
@@ -56,16 +55,15 @@ def put(path, kind):
 
 READERS = {
     "config.yaml": [lambda out: config.load(out / "config.yaml"), lambda out: config.of_run(out, [])],
-    "jobs.jsonl": [lambda out: submissions.read(out), runs.read],
-    "attempts.jsonl": [
-        lambda out: attempts.read(out),
+    "events.jsonl": [
+        runs.read,
+        events.read,
         lambda out: records.check_progress(out, 0, Job()),
     ],
     "metrics.jsonl": [lambda out: list(forget_after(out, 1))],
     "log.txt": [lambda out: rows.tail(out / "log.txt"), lambda out: last(out / "log.txt", 1)],
     "summary.json": [runs.read],
     "lock": [lambda out: lock.read(out / "lock"), lambda out: lock.refuse_if_held(out)],
-    "preflight.json": [lambda out: report.bad_nodes([str(out)])],
     "checkpoints/step-00000001/MANIFEST.json": [
         lambda out: manifests.read(out / "checkpoints/step-00000001"),
         lambda out: folder.survey_checkpoints(out / "checkpoints"),
@@ -103,7 +101,7 @@ def test_status_shows_a_run_whose_files_are_none_and_the_others(kind, tmp_path):
 
 
 WRITERS = {
-    "attempts.jsonl": lambda path: files.append(path, "x"),
+    "events.jsonl": lambda path: events.append(path.parent, "cancelled", by="me"),
     "lock": lambda path: Lease(path.parent).__enter__(),
     "lock.beat": lambda path: files.overwrite(path, "x"),
     "checkpoints.saved": lambda path: directory.mark(path.with_name("checkpoints")),
@@ -151,8 +149,8 @@ SPOILT = {
     "a link for metrics": lambda out: (out / "metrics.jsonl").symlink_to(out / "elsewhere"),
     "a link for settings": lambda out: (out / "config.yaml").symlink_to(out / "elsewhere"),
     "a link for a lock": lambda out: (out / "lock").symlink_to(out / "elsewhere"),
-    "a pipe for a preflight": lambda out: os.mkfifo(out / "preflight.json"),
-    "a device for a preflight": lambda out: (out / "preflight.json").symlink_to("/dev/zero"),
+    "a pipe for events": lambda out: os.mkfifo(out / "events.jsonl"),
+    "a device for events": lambda out: (out / "events.jsonl").symlink_to("/dev/zero"),
     "open checkpoints": lambda out: (out / "checkpoints").mkdir() or (out / "checkpoints").chmod(0o777),
     "checkpoints of a group": lambda out: (out / "checkpoints").mkdir() or (out / "checkpoints").chmod(0o770),
     "open checkpoints elsewhere": lambda out: (

@@ -1,4 +1,3 @@
-import json
 import os
 import shlex
 import socket
@@ -13,6 +12,7 @@ from hpclm.diagnostics import report
 from hpclm.errors import ConfigError
 from hpclm.launch import arguments
 from hpclm.node import environment
+from tests.events import note, of_kind
 from tests.forks import hpclm
 from tests.launch.schedulers.test_slurm import NOT_CONFIGURED
 from tests.rundir.test_runs import make
@@ -293,11 +293,11 @@ def test_a_sweep_is_a_run_for_each_combination(submit):
 def test_bad_nodes_of_a_run_are_added_to_those_that_are_excluded(submit):
     run = submit.here / "old"
     run.mkdir()
-    (run / "preflight.json").write_text(json.dumps({"bad": ["node3", "node5"]}))
+    note(run, "preflight", bad=["node3", "node5"])
     assert report.bad_nodes([str(run), str(run)]) == ["node3", "node5"]
     script = submit("--dry-run", *SMALL, "--exclude", "node1", "--exclude-bad", "old", check=0).stdout
     assert "#SBATCH --exclude=node1,node3,node5\n" in script
-    (run / "preflight.json").write_text(json.dumps({"bad": ["x; rm"]}))
+    note(run, "preflight", bad=["x; rm"])
     with pytest.raises(ConfigError, match="which is not a node name"):
         report.bad_nodes([str(run)])
 
@@ -351,4 +351,4 @@ def test_without_slurm_the_run_trains_here_in_a_directory_of_its_owner_alone(tra
             "done at step 5" in text
             and "engine.device=cpu: job.nodes=1 x job.gpus=1 = 1 process of this machine" in text
         )
-    assert json.loads((out / "jobs.jsonl").read_text())["command"][:2] == ["hpclm", "submit"]
+    assert of_kind(out, "submitted")[0]["command"][:2] == ["hpclm", "submit"]

@@ -53,11 +53,11 @@ def test_a_sweep_trains_a_run_for_each_value_and_the_same_call_continues_it(here
         and "<iframe" in page._repr_html_()
     )
     assert hpclm.report(first).path == Path("runs/small-lr-0.001/report.html")
-    times = [(run.path / "attempts.jsonl").stat().st_mtime for run in runs]
+    times = [(run.path / "events.jsonl").stat().st_mtime for run in runs]
     assert [run.path for run in call([1e-3, 1e38, 3e-3], 30)] == [run.path for run in runs]
     said = capsys.readouterr().err
     assert said.count("; skipped") == 2 and said.count("not started again with the same settings") == 1
-    assert times == [(run.path / "attempts.jsonl").stat().st_mtime for run in runs]
+    assert times == [(run.path / "events.jsonl").stat().st_mtime for run in runs]
 
 
 def test_mistakes_of_a_sweep_are_found_before_anything_is_written(here):

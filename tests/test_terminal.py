@@ -1,7 +1,6 @@
 """What a terminal is sent: nothing that a file, a name or a log says can steer it, and text stays readable."""
 
 import contextlib
-import json
 import os
 
 import pytest
@@ -9,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpclm import cli, terminal
-from hpclm.rundir import submissions
 from tests.checkpoint import state
+from tests.events import submit
 from tests.rundir.test_runs import make
 from tests.test_status import attempt
 
@@ -31,8 +30,7 @@ def evil_run(folder_):
     (bad / "REASON.txt").write_text(f"{EVIL}\nand more\n")
     (out / "logs").mkdir()
     (out / "logs" / f"job-{EVIL}.log").write_text(EVIL)
-    entry = vars(submissions.Submission("local", "1", "elsewhere", 1, 1, f"logs/job-{EVIL}.log"))
-    (out / "jobs.jsonl").write_text(json.dumps(entry) + "\n")
+    submit(out, "local", "1", "elsewhere", 1, 1, f"logs/job-{EVIL}.log")
     (out / "config.yaml").write_text(f'unknown: "{EVIL}"\n'.replace("\x1b", "\\e").replace("\x07", "\\a"))
     return out
 

@@ -14,6 +14,7 @@ import pytest
 from hpclm import cli, config
 from hpclm.node.preemption import Preemption
 from tests import forks
+from tests.events import began
 from tests.forks import Hpclm, hpclm
 from tests.runs import PATIENCE, ROOT, losses
 
@@ -37,7 +38,7 @@ def test_a_run_learns_and_leaves_what_the_readme_says(tiny, tmp_path):
     done = hpclm("train", *words, check=0)
     out = tmp_path / "run"
     assert {p.name for p in out.iterdir()} == {
-        "attempts.jsonl", "checkpoints", "checkpoints.saved", "config-history", "config.yaml", "ends.jsonl", "lock", "log.txt", "metrics.jsonl", "preflight.json", "summary.json", "tensorboard",
+        "checkpoints", "checkpoints.saved", "config-history", "config.yaml", "events.jsonl", "lock", "log.txt", "metrics.jsonl", "summary.json", "tensorboard",
     }  # fmt: skip
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     train = [row for row in rows if "loss" in row]
@@ -46,7 +47,7 @@ def test_a_run_learns_and_leaves_what_the_readme_says(tiny, tmp_path):
     assert [row["step"] for row in valid] == [6, 12, 18, 24, 30]
     assert train[-1]["loss"] < train[0]["loss"] - 0.3 and valid[-1]["validation_loss"] < valid[0]["validation_loss"]
     assert train[-1]["samples"] == 240 and train[-1]["tokens_per_second"] > 0 and train[-1]["memory"] > 0
-    [attempt] = [json.loads(line) for line in (out / "attempts.jsonl").read_text().splitlines()]
+    [attempt] = began(out)
     assert "train" in attempt["command"] and attempt["versions"]["torch"] and attempt["from_step"] == 0
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
         "latest",

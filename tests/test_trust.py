@@ -35,7 +35,7 @@ def run_directory(out, *words):
     """A run directory by its files, without any training."""
     out.mkdir(mode=0o700)
     config.dump(config.load(None, [*BUDGET, f"out={out}", *words]), out / "config.yaml")
-    (out / "attempts.jsonl").touch()
+    (out / "events.jsonl").touch()
     (out / "checkpoints").mkdir(mode=0o700)
     return out
 

@@ -16,6 +16,7 @@ import pytest
 
 from hpclm import shipped
 from hpclm.extras import EXTRAS
+from tests.events import began
 from tests.runs import PATIENCE, ROOT
 
 pytestmark = pytest.mark.xdist_group("wheel")  # one worker builds it
@@ -122,7 +123,7 @@ def test_an_installed_preset_trains_without_any_extra(bin_folder, tmp_path):
     run(bin_folder / "hpclm", "train", *words, cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "runs/debug/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    attempt = json.loads((tmp_path / "runs/debug/attempts.jsonl").read_text())
+    [attempt] = began(tmp_path / "runs/debug")
     assert attempt["git"] is None  # a repository around the environment is not hpclm's
 
 

@@ -84,20 +84,14 @@ def make_run(out: Path, steps: int, state: str = "done") -> Path:
     """A run with made-up figures; ``state``: as its summary says."""
     out.mkdir(parents=True, mode=0o700)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(BEGAN))
-    attempt = dict(time=stamp, from_step=0, steps=steps, size=8, hosts=["n1"], host="n1", pid=1, began=float(BEGAN))
-    job = dict(cluster="slurm", job_id="7", host="login", nodes=1, tasks_per_node=8, log="", time=stamp)
-    standing = dict(
-        state=state,
-        ending="" if state == "running" else state,
-        code=0,
-        step=steps,
-        steps=steps,
-        attempts=1,
-        attempt=attempt,
-    )
+    job = dict(kind="submitted", cluster="slurm", job_id="7", host="login", nodes=1, tasks_per_node=8, log="")
+    attempt = dict(kind="began", from_step=0, steps=steps, size=8, hosts=["n1"], host="n1", pid=1, began=float(BEGAN))
+    attempt |= dict(command="hpclm train " + "x" * 200, versions={f"library {n}": "1.2.3" for n in range(9)})
+    ending = "" if state == "running" else state
+    standing = dict(state=state, ending=ending, code=0, step=steps, steps=steps)
+    happened = [job, attempt, *([] if state == "running" else [dict(kind="ended", **standing)])]
     (out / "config.yaml").write_text(f"out: {out}\ndata: {{source: synthetic}}\n")
-    (out / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
-    (out / "jobs.jsonl").write_text(json.dumps(job) + "\n")
+    (out / "events.jsonl").write_text("".join(json.dumps({"time": stamp, **event}) + "\n" for event in happened))
     (out / "summary.json").write_text(json.dumps(standing | dict(curve=[3.0], loss=3.0, time=BEGAN, stepped=BEGAN)))
     (out / "lock").write_text(json.dumps(dict(host="n1", pid=1, job="7")) if state == "running" else "")
     (out / "logs").mkdir()

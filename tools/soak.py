@@ -160,7 +160,7 @@ def tell(
     """Print what happened; 0 when all is well."""
     done = losses(out)
     wrong = [number for number, loss in losses(calm).items() if done.get(number) != loss]
-    starts = len((out / "attempts.jsonl").read_text().splitlines())
+    starts = (out / "events.jsonl").read_text().count('"kind": "began"')
     aside = len(list((out / "checkpoints").glob(".bad-*")))
     print(f"\nfaults: {sum(counts.values())} ({', '.join(f'{n} x {name}' for name, n in counts.items())})")
     print(

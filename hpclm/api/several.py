@@ -202,15 +202,14 @@ def _in_name(value: Any) -> str:
 
 def _train_here(runs: list[RunConfig]) -> None:
     """Train runs in this process, one after another."""
-    from hpclm.launch import sweep as launcher
     from hpclm.launch.arguments import whole
-    from hpclm.launch.done import nothing_left
+    from hpclm.launch.done import diverged, nothing_left
 
     for number, run in enumerate(runs, 1):
         title = f"run {number} of {len(runs)}  {files.shown(run.out)}"
         if ending := nothing_left(run):
             terminal.say(f"{title}: {ending}; skipped", file=sys.stderr)
-        elif ending := launcher.diverged(whole(run)):
+        elif ending := diverged(whole(run)):
             terminal.say(f"{title}: {ending}; not started again with the same settings", file=sys.stderr)
         else:
             terminal.say(title, file=sys.stderr)

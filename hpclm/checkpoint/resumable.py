@@ -18,7 +18,7 @@ from hpclm.checkpoint import directory
 from hpclm.checkpoint.fingerprint import check_fingerprint
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest, Progress
 from hpclm.errors import ConfigError, NoCheckpointError
-from hpclm.rundir import metrics_file, submissions
+from hpclm.rundir import events, metrics_file
 
 Candidate = tuple[Path, Manifest]
 """The path of a checkpoint, and its manifest."""
@@ -47,7 +47,7 @@ def candidate(out: Path, step: int | None = None) -> Candidate | None:
     ConfigError if that step is missing or incomplete; HpclmError if the disk cannot be read.
     """
     folder = out / "checkpoints"
-    required = submissions.rollback(out) if step is None else step
+    required = events.rollback(out) if step is None else step
     saved = directory.steps(folder) if out.is_dir() else []
     reasons = ""
     for path in reversed(saved):
@@ -63,7 +63,7 @@ def candidate(out: Path, step: int | None = None) -> Candidate | None:
         raise ConfigError(
             f"{place}, so it has no checkpoint of step {required}: without --from it starts from the beginning"
         )
-    asked = f", which {out / submissions.ROLLBACK} asks for (remove it, or give --from STEP)" if step is None else ""
+    asked = ", to which --from asked to go back (give another --from STEP)" if step is None else ""
     raise ConfigError(
         f"{folder} has no complete checkpoint of step {required}{asked}; it has {listed(saved)}{reasons}: hpclm checkpoints "
         f"{shlex.quote(str(out))} shows them"
@@ -92,7 +92,7 @@ def listed(saved: list[Path]) -> str:
 
 def roll_back(out: Path) -> int | None:
     """Carry out a pending rollback in the run directory ``out``, whose lease this process holds; the step, or None."""
-    step = submissions.rollback(out)
+    step = events.rollback(out)
     if step is None:
         return None
     folder = out / "checkpoints"
@@ -100,8 +100,7 @@ def roll_back(out: Path) -> int | None:
     saved = {int(path.name[5:]): path for path in directory.steps(folder)}
     if step not in saved:
         raise ConfigError(
-            f"{out / submissions.ROLLBACK} asks to resume from step {step}, but {folder} has "
-            f"{listed([*saved.values()])}; remove that file, or ask for another step with --from"
+            f"--from asked to resume from step {step}, but {folder} has {listed([*saved.values()])}; ask for another step with --from"
         )
     for number in sorted(saved, reverse=True):
         if number > step:
@@ -110,7 +109,7 @@ def roll_back(out: Path) -> int | None:
     files.write_text(folder / "latest", saved[step].name + "\n")
     with suppress(FileNotFoundError):
         metrics_file.move_after(out, step)
-    submissions.withdraw_rollback(out)
+    events.append(out, "rolled back", step=step)
     newer = ", ".join(f"step {number}" for number in sorted(saved) if number > step) or "nothing, it is the newest"
     log.warning("rolling back to step %d as requested by --from; set aside: %s", step, newer)
     return step

@@ -34,7 +34,7 @@ REQUESTS = (
 NAME = "config.yaml"
 HISTORY = "config-history"
 """The folder of its earlier versions."""
-BESIDE = ("attempts.jsonl", "jobs.jsonl", "checkpoints.saved")
+BESIDE = ("events.jsonl", "checkpoints.saved")
 """Files next to the config.yaml of a run that has started."""
 
 
@@ -52,7 +52,7 @@ def read_settings(path: Path, of_run: bool = False) -> tuple[Content, bool]:
     of_run = of_run or is_of_run(path)
     way_out = (
         f"a run's config.yaml holds all of its settings. Copy the newest complete version from {path.parent / HISTORY} there, or "
-        f"repeat the command of the first attempt (see attempts.jsonl and jobs.jsonl), which writes the file again"
+        f"repeat the command of the first attempt (see events.jsonl), which writes the file again"
     )
     try:
         content = reading.content(path, "settings file")

@@ -12,7 +12,7 @@ from hpclm.data.corpus import SPLITS, opened
 from hpclm.data.order import samples_in, split_bounds, split_parts
 from hpclm.data.scan import SharedFacts
 from hpclm.errors import ConfigError
-from hpclm.rundir import attempts
+from hpclm.rundir import events
 
 SplitBy = Literal["documents", "tokens"]
 
@@ -30,8 +30,8 @@ def resolved(run: RunConfig) -> RunConfig:
 
 def _begun(out: Path) -> SplitBy | None:
     """How the last attempt of the run in ``out`` divided its data; None if there was none, or its settings cannot be read."""
-    rows = attempts.read(out)
-    used = str(rows[-1].get("config") or run_file.NAME) if rows else ""
+    attempts = events.attempts(events.read_or_refuse(out))
+    used = str(attempts[-1].began.get("config") or run_file.NAME) if attempts else ""
     with suppress(ConfigError):
         by: SplitBy | None = compose.flat_of_run(out, used).get("data.split_by") if used else None
         return by

@@ -19,7 +19,7 @@ from hpclm.datasets.next_command import dataset_settings
 from hpclm.datasets.options import InputCorpus, Request
 from hpclm.errors import ConfigError
 from hpclm.registry import OWN
-from hpclm.rundir import attempts
+from hpclm.rundir import events
 
 TOKENIZER = "bytes"
 FILES = {".json": "json", ".model": "sentencepiece"}
@@ -161,7 +161,7 @@ def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConf
 def _data_of_run(out: Path) -> Mapping[str, Any]:
     """The settings of the run in ``out``, by which it goes on; none if it has not begun, or they cannot be read."""
     with suppress(ConfigError):
-        return compose.flat_of_run(out) if attempts.read(out) else {}
+        return compose.flat_of_run(out) if events.of_kind(events.read_or_refuse(out), "began") else {}
     return {}
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hpclm import files
-from hpclm.diagnostics import facts, report
+from hpclm.diagnostics import facts
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
 from hpclm.engine.base import BaseEngine
@@ -35,7 +35,7 @@ from hpclm.errors import CorruptedError, DivergedError
 from hpclm.node import hardware
 from hpclm.parallel.mesh import Mesh
 from hpclm.parallel.micro_batch import MicroBatch
-from hpclm.rundir import rows
+from hpclm.rundir import events
 from hpclm.side_path import SidePath
 
 log = logging.getLogger(__name__)
@@ -331,10 +331,8 @@ def end_run(
         devices = [f"{info}, {device}" for info, (_, device, _) in zip(context.ranks, places, strict=True)]
         texts = [("" if finding.certain else "one of ") + finding.described(devices) for finding in problems]
         text = f"silent corruption detected after step {step}: {'; '.join(texts)}"
-        noted = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "bad": sorted(bad), "text": text}
-        SidePath(f"{out / report.CORRUPTION} cannot be written").attempt(
-            lambda: rows.append(out / report.CORRUPTION, noted)
-        )
+        record = SidePath(f"{out / events.NAME} cannot be written")
+        record.attempt(lambda: events.append(out, "corrupt", step=step, bad=sorted(bad), text=text))
         way = f"The run resumes from step {saved}, which was good when it was saved" if saved else "Nothing was saved"
         if bad and context.launcher not in ("single", "local") and context.job.requeue(sorted(bad)):
             way += f"; {context.job.scheduler} was asked to start the job again without {names}"

@@ -1,10 +1,9 @@
 """Checks before a run of several processes starts, so that a bad node costs seconds and not a night.
 
 Every process reports what it has; each node checks the run directory; all processes do an all-reduce together, and each node sends
-messages to the next. The result is kept as preflight.json.
+messages to the next. The result is an event of the run.
 """
 
-import json
 import logging
 import os
 import time
@@ -16,10 +15,9 @@ from typing import TYPE_CHECKING
 
 from hpclm import files
 from hpclm.diagnostics import facts, probes, verdict
-from hpclm.diagnostics.report import FILE
 from hpclm.diagnostics.verdict import Link
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.rundir import code
+from hpclm.rundir import code, events
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +69,6 @@ def check(
         bad = sorted({name for finding in findings for name in finding.bad})
         seconds = round(time.monotonic() - began, 3)
         report = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "ok": not problems,
             "seconds": seconds,
             "problems": problems,
@@ -83,7 +80,7 @@ def check(
         }
         kept = False
         with suppress(OSError):  # a folder that cannot be written is already among the problems
-            files.write_text(out / FILE, json.dumps(report, indent=1) + "\n")
+            events.append(out, "preflight", **report)
             kept = True
         if context.size > 1:
             state = f", {len(problems)} problem{'s' * (len(problems) != 1)}" if problems else " agree"
@@ -99,7 +96,7 @@ def check(
 
 
 def check_code(context: "DistributedContext", modules: Collection[str], node: str) -> None:
-    """ConfigError on every rank if they do not all run the same code, by its digest in attempts.jsonl."""
+    """ConfigError on every rank if they do not all run the same code, by its digest."""
     sources = code.sources(modules)
     digests = [tuple(pair) for pair in context.all_gather((node, code.digest(sources)))]
     if len({digest for _, digest in digests}) == 1:
@@ -157,6 +154,8 @@ def refusal(problems: Sequence[str], bad: Sequence[str], out: Path, kept: bool) 
             f"bad node{'s' * (len(bad) > 1)}: {', '.join(bad)}; start again without: "
             f"hpclm resume {files.typed(out)} --exclude-bad {files.typed(out)}"
         )
-    report = f"{out / FILE} has the host, device and library versions of each process, and what was measured; " * kept
-    lines.append(f"{report}set cluster.preflight=false to skip these checks")
+    measured = (
+        f"the host, device and library versions of each process, and what was measured, are in {out / events.NAME}; "
+    )
+    lines.append(f"{measured if kept else ''}set cluster.preflight=false to skip these checks")
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """Have runs save and exit, and keep Slurm from starting them again."""
 
+import getpass
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from hpclm.launch.jobs import jobs_by_scheduler, query
 from hpclm.launch.schedulers import Scheduler, named
 from hpclm.node.job import JobState
 from hpclm.node.processes import NoAnswerError
-from hpclm.rundir import control_files
+from hpclm.rundir import control_files, events
 from hpclm.rundir import runs as folders
 from hpclm.rundir.lock import HolderWatch, is_here
 from hpclm.rundir.runs import Run
@@ -100,11 +101,20 @@ def stop(out: Path, now: bool) -> list[Target]:
             target.scheduler.cancel(target.job.id)
         else:
             target.scheduler.stop(target.job, run.attempt, PATIENCE)
+        record(out)
         saves = not now and not target.job.waits
         say(f"{target.name}: {'asked to save and exit' if saves else 'cancelled'}", flush=True)
     if not targets:
         say(f"{files.shown(out)} is not running: {query([run], PATIENCE)[0].how()}")
     return targets
+
+
+def record(out: Path) -> None:
+    """Record who cancels the run. It is cancelled all the same where that cannot be written."""
+    try:
+        events.append(out, "cancelled", by=getpass.getuser())
+    except OSError as error:
+        say(f"warning: {out / events.NAME} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def jobs_of(run: Run, now: bool) -> Iterator[Target]:

@@ -1,4 +1,4 @@
-"""Whether a run has already done everything that its settings ask for."""
+"""Whether a start of a run would do anything: it may have done all that its settings ask for, or diverged with them."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -6,8 +6,12 @@ from pathlib import Path
 from hpclm import config
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
+from hpclm.launch import arguments
 from hpclm.rundir import runs as folders
-from hpclm.rundir.status import status_of
+from hpclm.rundir.status import RunStatus, status_of
+
+COPIES = ("name", "out", "job", "cluster", "log", "profile", "checkpoint")
+"""Settings that may differ between two attempts which give the same result."""
 
 
 class DoneError(ConfigError):
@@ -25,19 +29,28 @@ def refuse_done(run: RunConfig) -> None:
 
 def nothing_left(run: RunConfig) -> str:
     """How the run in the directory of ``run`` has completed; empty if it has not, or if ``run`` is longer or shorter."""
-    ending, before = ending_of(run)
+    status, before = before_it(run)
+    ending = status.finished if status else ""
     return ending if before is None or same_length(run, before) else ""
 
 
-def ending_of(run: RunConfig) -> tuple[str, RunConfig | None]:
-    """How the run in the directory of ``run`` has completed, empty if it has not; and its settings, if they can be read."""
+def diverged(run: RunConfig) -> str:
+    """How the run has diverged, or lacked memory, with these very settings, so that it would again; empty if it has not."""
+    status, before = before_it(run)
+    if status is None or before is None or not status.diverged:
+        return ""
+    differing = run.diff(arguments.whole(before))
+    return status.diverged if all(key.partition(".")[0] in COPIES for key in differing) else ""
+
+
+def before_it(run: RunConfig) -> tuple[RunStatus | None, RunConfig | None]:
+    """What has become of the run in the directory of ``run``, and its settings, if they can be read; None without a run."""
     out, before = Path(run.out), None
     if not folders.is_run(out):
-        return "", None
-    status = status_of(folders.read(out), None)
+        return None, None
     with suppress(ConfigError):
         before = config.load(out / "config.yaml")
-    return status.ending or "done" if status.name == "done" or "(stop_at)" in status.ending else "", before
+    return status_of(folders.read(out), None), before
 
 
 def same_length(run: RunConfig, before: RunConfig) -> bool:

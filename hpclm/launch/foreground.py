@@ -17,8 +17,7 @@ from hpclm.config import RunConfig
 from hpclm.errors import ExitCode, HpclmError, shell_code
 from hpclm.launch import child
 from hpclm.node import import_errors, preemption, processes
-from hpclm.rundir import submissions
-from hpclm.rundir.submissions import Submission
+from hpclm.rundir import events
 from hpclm.terminal import say
 
 FLUSH = 5.0  # seconds that the last output may take to be copied; a left-over process may still hold the pipe
@@ -36,11 +35,11 @@ def begin(
     log = (logs / f"job-{name}-{os.getpid()}.log").absolute()
     nodes, ranks = shape
     cluster = "local" if name == "srun" else name
-    host, here = socket.gethostname(), str(Path.cwd())
-    entry = Submission(
-        cluster, str(os.getpid()), host, nodes, ranks, str(log), None, list(command), here, machine=files.here()
+    place = {"host": socket.gethostname(), "machine": files.here(), "folder": str(Path.cwd())}
+    size = {"nodes": nodes, "tasks_per_node": ranks}
+    events.append(
+        out, "submitted", cluster=cluster, job_id=str(os.getpid()), log=str(log), command=[*command], **size, **place
     )
-    submissions.append(out, entry)
     for note in notes:
         line = f"{time.strftime('%H:%M:%S')} I {note}"
         say(line, file=sys.stderr)
@@ -95,16 +94,25 @@ def contained(work: Callable[[], int], log: Path) -> int:
                 os._exit(shell_code(code))
         with preemption.handling(lambda number, _: processes.send_signal(forked, number)):
             code = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
+    if code:
+        _ended(log, shell_code(code))
     return shell_code(code)
+
+
+def _ended(log: Path, code: int, cause: str = "") -> None:
+    """Record the end of a launch whose log this is."""
+    with suppress(OSError):
+        events.append(log.parent.parent, "ended", code=code, cause=cause)
 
 
 def _orphaned(log: Path) -> None:
     """End all ranks: by their launcher, which reaches those of other machines, then by force."""
     processes.terminate_children(2.5)
     processes.kill_children()
-    text = f"{time.strftime('%H:%M:%S')} E the launcher was killed; what it had started has ended too\n"
+    cause = "the launcher was killed; what it had started has ended too"
     with suppress(OSError):
-        files.append(log, text, 0o600)
+        files.append(log, f"{time.strftime('%H:%M:%S')} E {cause}\n", 0o600)
+    _ended(log, shell_code(-signal.SIGKILL), cause)
     os._exit(shell_code(-signal.SIGKILL))
 
 

@@ -28,7 +28,7 @@ from hpclm.node import ends, environment, import_errors, preemption, slurm
 from hpclm.node.job import Job
 from hpclm.node.processes import MissingProgramError, NoAnswerError
 from hpclm.parser import EPILOG, Parser
-from hpclm.rundir import attempts
+from hpclm.rundir import events
 from hpclm.terminal import say
 
 MAX_STARTS = 3  # starts in a row that may end before training begins
@@ -56,12 +56,12 @@ def main(argv: list[str]) -> int:
         return code
     why = ""
     if cause := ends.first(ends.read(folder).values()):
-        code = cause.exit_code
-        why = cause.cause and f": {cause.cause}"
-    _say(f"{settings.job.template} ended with exit code {code}{why}")
+        code, why = cause.exit_code, cause.cause
+    _say(f"{settings.job.template} ended with exit code {code}{why and f': {why}'}")
+    idle = idle_starts(settings, job, code, why)
     if not starts_again(code):
         return code
-    if idle_starts(settings, job, code) >= MAX_STARTS:
+    if idle >= MAX_STARTS:
         _say(f"{MAX_STARTS} starts in a row ended before training began: the job is not started again")
         return DivergedError.exit_code
     requeue(job)
@@ -187,23 +187,15 @@ def starts_again(code: int) -> bool:
     return code in (ExitCode.REQUEUE, LOST_NODE) or 128 < code < 160
 
 
-def has_trained(out: Path, job: Job) -> bool:
-    """Whether this start of the job has begun to train."""
-    return attempts.last(out).items() >= job.row().items()
-
-
-def idle_starts(settings: RunConfig, job: Job, code: int) -> int:
+def idle_starts(settings: RunConfig, job: Job, code: int, cause: str) -> int:
     """Record how this start ended; how many in a row have ended before training began, this one included."""
     out = folders.private_folder(settings.out, "run directory")
-    row = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "code": code,
-        "trained": int(has_trained(out, job)),
-        **job.row(),
-    }
-    attempts.append_end(out, row)
-    starts = [end for end in attempts.read_ends(out) if "trained" in end and end.get("job_id") == row.get("job_id")]
-    return len([*itertools.takewhile(lambda end: not end["trained"], reversed(starts))])
+    signal = code - 128 if 128 < code < 160 else None
+    events.append(out, "ended", code=code, cause=cause, signal=signal, **job.row())
+    mine = [event for event in events.read_or_refuse(out) if event.get("job_id") == job.row().get("job_id")]
+    trained = {event.get("restart") for event in events.of_kind(mine, "began")}
+    starts = [event.get("restart") for event in events.of_kind(mine, "ended") if not event.get("state")]
+    return len([*itertools.takewhile(lambda start: start not in trained, reversed(starts))])
 
 
 def requeue(job: Job) -> None:

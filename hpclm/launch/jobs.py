@@ -3,17 +3,18 @@
 from collections.abc import Sequence
 
 from hpclm.launch.schedulers import Scheduler, named, of_job
-from hpclm.rundir.runs import Run
+from hpclm.rundir.runs import Run, is_job
 from hpclm.rundir.status import Queue, RunStatus
 
 
 def jobs_by_scheduler(run: Run) -> dict[Scheduler, list[str]]:
     """The IDs of a run's jobs, oldest first, by the scheduler that knows them: that of its submission; Slurm, for one by hand."""
-    submitted = {submission.job_id: submission for submission in run.submissions if submission.is_job}
+    submitted = {str(submission["job_id"]): submission for submission in run.submissions if is_job(submission)}
     jobs = dict[Scheduler, list[str]]()
     for job in run.jobs:
-        submission = submitted.get(job)
-        scheduler = of_job(submission.cluster, submission.slurm_cluster, run.owner) if submission else named("slurm")
+        scheduler = named("slurm")
+        if job in submitted:
+            scheduler = of_job(submitted[job]["cluster"], submitted[job].get("slurm_cluster") or "", run.owner)
         jobs.setdefault(scheduler, []).append(job)
     return jobs
 

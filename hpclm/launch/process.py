@@ -19,8 +19,7 @@ from hpclm.errors import ConfigError, ExitCode, Interrupted
 from hpclm.launch.schedulers import current_job
 from hpclm.node import ends, notify, preemption, secrets, threads
 from hpclm.node.job import Job
-from hpclm.rundir import code, folder
-from hpclm.rundir.attempts import check_attempts_readable
+from hpclm.rundir import code, events, folder
 
 if TYPE_CHECKING:
     from hpclm.datasets.text_dataset import NamedDataset
@@ -69,7 +68,7 @@ def start(
 
         with log.silent():  # training reads the files again
             prechecks.check_files(settings, records.requested_step(Path(settings.out), resume_step, job))
-        check_attempts_readable(Path(settings.out))
+        events.read_or_refuse(Path(settings.out))
     if world.local_size < world.size:
         network.hide_lookup_warnings()
     if world.local_size > 1:

@@ -55,12 +55,10 @@ def may_start(status: RunStatus, changes: list[str]) -> None:
         raise LockedError(
             f"{out} is {status.name}{f' ({where})' if where else ''}; wait for it, or end it: hpclm cancel {files.typed(out)}"
         )
-    if status.name == "done" and not any(word.startswith(EXTENDS) for word in changes):
-        raise ConfigError(
-            f"{out} is done: {status.ending}; to continue, extend it: hpclm resume {files.typed(out)} budget.steps=..., "
-            "or go back: --from STEP"
-        )
-    if "(stop_at)" in status.ending and not any(word.startswith(EXTENDS) for word in changes):
+    if status.finished and not any(word.startswith(EXTENDS) for word in changes):
+        if status.name == "done":
+            way = f"hpclm resume {files.typed(out)} budget.steps=..., or go back: --from STEP"
+            raise ConfigError(f"{out} is done: {status.ending}; to continue, extend it: {way}")
         raise ConfigError(f"{out} {status.ending}; to continue: hpclm resume {files.typed(out)} stop_at=null")
     if not (out / "config.yaml").is_file():
         raise ConfigError(f"{out} has no config.yaml; start it with hpclm submit")
@@ -82,11 +80,11 @@ def words(run: Run, changes: list[str]) -> list[str]:
     processes if it was started by hand: ``changes`` come last, so that they win."""
     if run.submissions:
         last = run.submissions[-1]
-        choices = {"cluster": last.cluster, "nodes": last.nodes, "gpus": last.tasks_per_node}
-        if last.slurm_cluster and not _names_clusters(run, changes):
-            changes = ["--sbatch", f"clusters={last.slurm_cluster}", *changes]
+        choices = {"cluster": last["cluster"], "nodes": last["nodes"], "gpus": last["tasks_per_node"]}
+        if last.get("slurm_cluster") and not _names_clusters(run, changes):
+            changes = ["--sbatch", f"clusters={last['slurm_cluster']}", *changes]
     else:
-        nodes = int(run.attempt.get("nodes") or len(run.attempt.get("hosts") or [1]))
+        nodes = int(run.attempt.get("nodes") or 1)
         choices = {"nodes": nodes, "gpus": max(1, int(run.attempt.get("size") or 1) // nodes)}
         if run.attempt and nodes == 1 and not run.attempt.get("job_id"):
             choices = {"cluster": "local", **choices}

@@ -16,8 +16,9 @@ from hpclm.config.compose import dumped
 from hpclm.config.length import run_length
 from hpclm.errors import ConfigError, LockedError
 from hpclm.launch.schedulers import JobScript, Queued, Scheduler, current_job
-from hpclm.rundir import code, config_history, folder, lock, submissions
-from hpclm.rundir.submissions import Submission
+from hpclm.rundir import code, config_history, events, folder, lock
+from hpclm.rundir.rows import Row
+from hpclm.rundir.runs import is_job
 
 
 def send(
@@ -27,7 +28,7 @@ def send(
     scheduler: Scheduler,
     again: bool = False,
     resume_step: int | None = None,
-) -> tuple[Submission, bool]:
+) -> tuple[Row, bool]:
     """Submit ``job_script``, which trains ``config`` in its run directory; the job, and whether it is new.
 
     It is not new if the same submission was interrupted earlier, after it had been accepted. LockedError if a job of
@@ -40,14 +41,14 @@ def send(
         scripts = _scripts(out)
         for name in ("config.yaml", "job/submitit", f"job/script-{max(scripts, default=0) + 1}.sbatch"):
             files.sweep(out / name)  # left by a killed process
-        before = submissions.read(out)
-        recorded = {Path(submission.script).name for submission in before if submission.script}
+        before = events.of_kind(events.read_or_refuse(out), "submitted")
+        recorded = {Path(submission["script"]).name for submission in before if submission.get("script")}
         queued_jobs = queued(out, _that_may_know(scheduler, text, before)) if scripts else []
         lost = [job for job in queued_jobs if job.script.name not in recorded]
         for job in lost:
-            submissions.append(out, _submission(config, job.job_id, job.cluster, job.script, command))
+            _submitted(config, job.job_id, job.cluster, job.script, command)
         if lost and not again and _same(out, config, lost[-1].script, text):
-            return submissions.read(out)[-1], False
+            return events.of_kind(events.read(out), "submitted")[-1], False
         if queued_jobs and not again:
             raise LockedError(
                 f"{', '.join(map(str, queued_jobs))} of this run directory, {out}, is in the queue; hpclm logs -f follows it, "
@@ -65,8 +66,8 @@ def send(
             except ConfigError:
                 script.unlink()  # there certainly is no job
                 raise
-        submissions.append(out, _submission(config, job_id, cluster, script, command))
-        return submissions.read(out)[-1], True
+        _submitted(config, job_id, cluster, script, command)
+        return events.of_kind(events.read(out), "submitted")[-1], True
 
 
 @contextmanager
@@ -74,15 +75,15 @@ def _prepared(config: RunConfig, resume_step: int | None) -> Iterator[None]:
     """During the block, the run directory has the settings, and the step to roll back to, of the attempt that is being
     started; a ConfigError restores what was there before."""
     out = Path(config.out)
-    (replaced, _), asked = config_history.replace(out, dumped(config)), submissions.rollback(out)
+    (replaced, _), asked = config_history.replace(out, dumped(config)), events.rollback(out)
     if resume_step is not None:
-        submissions.roll_back(out, resume_step)
+        events.append(out, "roll back", step=resume_step)
     try:
         yield
     except ConfigError:
         config_history.restore(out, replaced)
         if resume_step is not None:
-            submissions.withdraw_rollback(out) if asked is None else submissions.roll_back(out, asked)
+            events.append(out, "roll back", step=asked)
         raise
 
 
@@ -113,11 +114,11 @@ def last_script(out: Path) -> str:
     return ""
 
 
-def _that_may_know(scheduler: Scheduler, text: str, before: Iterable[Submission]) -> list[Scheduler]:
+def _that_may_know(scheduler: Scheduler, text: str, before: Iterable[Row]) -> list[Scheduler]:
     """The scheduler as it is on the clusters of the script ``text``, and as it was for the submissions ``before``."""
     if not isinstance(scheduler, Scheduler):  # a class with the same methods
         return [scheduler]
-    earlier = [scheduler.on(submission.slurm_cluster) for submission in before if submission.is_job]
+    earlier = [scheduler.on(submission.get("slurm_cluster") or "") for submission in before if is_job(submission)]
     return list(dict.fromkeys([*earlier, scheduler.for_script(text)]))
 
 
@@ -135,9 +136,12 @@ def _same(out: Path, config: RunConfig, script: Path, text: str) -> bool:
         return False
 
 
-def _submission(config: RunConfig, job_id: str, cluster: str, script: Path, command: Sequence[str]) -> Submission:
+def _submitted(config: RunConfig, job_id: str, cluster: str, script: Path, command: Sequence[str]) -> None:
+    """Record a submission."""
     begin = resumable.progress(Path(config.out))
-    return Submission(
+    events.append(
+        Path(config.out),
+        "submitted",
         cluster="slurm" if config.job.cluster == "auto" else config.job.cluster,
         job_id=job_id,
         slurm_cluster=cluster,

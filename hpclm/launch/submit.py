@@ -19,10 +19,10 @@ from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.inference.evaluation import TaskRequest
 from hpclm.launch import arguments, container, debug, prechecks, process, send, setup, sweep
 from hpclm.launch.arguments import Request
-from hpclm.launch.done import DoneError, ending_of, refuse_done, same_length
+from hpclm.launch.done import DoneError, before_it, refuse_done, same_length
 from hpclm.launch.schedulers import JobScript, Scheduler, named
 from hpclm.node import gpus, secrets
-from hpclm.rundir import folder, submissions
+from hpclm.rundir import events, folder
 from hpclm.rundir import runs as folders
 from hpclm.rundir.status import span
 from hpclm.terminal import say
@@ -133,8 +133,8 @@ def _own_directory(toy: RunConfig) -> RunConfig:
     """``toy``, in runs/debug-2, -3, … if runs/debug has a run that is done, or one of another length."""
     run, number = toy, 1
     while folders.is_run(Path(run.out)):
-        ending, before = ending_of(run)
-        if not ending and (before is None or same_length(run, before)):
+        status, before = before_it(run)
+        if status and not status.finished and (before is None or same_length(run, before)):
             return run  # to be continued
         number += 1
         run = replace(toy, name=f"{toy.name}-{number}", out=f"{toy.out}-{number}")
@@ -261,18 +261,16 @@ def _submit(
                 )
             raise
         out = files.typed(_short(run.out))
-        state = (
-            f"submitted{f' to cluster {job.slurm_cluster}' * bool(job.slurm_cluster)}"
-            if new
-            else "already queued: an earlier submission was interrupted"
-        )
+        state = "already queued: an earlier submission was interrupted"
+        if new:
+            state = f"submitted to cluster {job['slurm_cluster']}" if job["slurm_cluster"] else "submitted"
         limit = f"; time limit {_limit(run.job.time)}" if run.job.time else ""
         nodes, size = run.job.nodes, run.job.nodes * run.job.gpus
         ranks = f"{size} process{'es' * (size > 1)} on {nodes} node{'s' * (nodes > 1)}"
-        say(f"job {job.job_id}: {ranks}, {state}{limit}")
-        say(f"run directory  {run.out}\nlog            {job.log}")
-        if (step := submissions.rollback(Path(run.out))) is not None:
-            say(f"rolls back to  step {step} ({submissions.ROLLBACK})")
+        say(f"job {job['job_id']}: {ranks}, {state}{limit}")
+        say(f"run directory  {run.out}\nlog            {job['log']}")
+        if (step := events.rollback(Path(run.out))) is not None:
+            say(f"rolls back to  step {step}")
         say(f"follow         hpclm logs -f {out}\ncancel         hpclm cancel {out}\nresume         hpclm resume {out}")
         sys.stdout.flush()
     return code

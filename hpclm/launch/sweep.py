@@ -11,13 +11,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from hpclm import config, failures, files, folders, paths, terminal
+from hpclm import failures, files, folders, paths, terminal
 from hpclm.config import RunConfig
 from hpclm.data import split_by
 from hpclm.datasets import command_line
@@ -26,11 +25,11 @@ from hpclm.errors import ConfigError, ExitCode, HpclmError, shell_code
 from hpclm.launch import arguments, prechecks, process, send
 from hpclm.launch.arguments import Variant
 from hpclm.launch.child import Forward, end_with
-from hpclm.launch.done import nothing_left
+from hpclm.launch.done import diverged, nothing_left
 from hpclm.launch.jobs import query
 from hpclm.node import environment, gpus, preemption, processes, python, secrets, threads
+from hpclm.rundir import rows
 from hpclm.rundir import runs as run_folders
-from hpclm.rundir.status import last_fault
 from hpclm.terminal import many, say
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ POLL = 0.2  # seconds between looks at the processes
 UPDATE = 1.0  # seconds between updates of a progress bar
 PATIENCE = 5.0  # seconds that a scheduler may take, of runs that were jobs before
 DEVICES = "CUDA_VISIBLE_DEVICES"
-COPIES = ("name", "out", "job", "cluster", "log", "profile", "checkpoint")
-"""Settings that may differ between two attempts which give the same result."""
 Words = Callable[[Path], Sequence[str]]
 """What gives the arguments of hpclm that start the run with a config.yaml."""
 
@@ -194,7 +191,8 @@ class Child:
         figure = f", loss {loss:.4f}" if loss is not None and code in (ExitCode.DONE, ExitCode.REQUEUE) else ""
         if code in (ExitCode.DONE, ExitCode.REQUEUE):
             return f"{self.name}  {files.shown(_short(self.out))}: {status.how()}{figure}"
-        why = last_fault(Path(self.output.name)) or status.ending or "it left no message"
+        printed = rows.tail(self.output.name).split("\n")
+        why = status.ending or next((line for line in reversed(printed) if line.strip()), "it left no message")
         return f"{self.name}  {files.shown(_short(self.out))}: failed with exit code {code}: {why}"
 
 
@@ -275,18 +273,6 @@ def _started(
     if not sys.stderr.isatty():
         _tell(f"{title}: started; hpclm logs -f {files.typed(_short(Path(run.out)))} follows it")
     return child
-
-
-def diverged(run: RunConfig) -> str:
-    """How the run has diverged, or lacked memory, with these very settings, so that it would again; empty if it has not."""
-    out = Path(run.out)
-    if not run_folders.is_run(out) or run_folders.read(out).summary.get("code") != ExitCode.DIVERGED:
-        return ""
-    with suppress(ConfigError):  # its config.yaml is damaged
-        differing = run.diff(arguments.whole(config.load(out / "config.yaml")))
-        if all(key.partition(".")[0] in COPIES for key in differing):
-            return str(run_folders.read(out).summary.get("ending") or "diverged")
-    return ""
 
 
 def _finish(sweep: Sweep, unfinished: Sequence[Path], code: int) -> int:

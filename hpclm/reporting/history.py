@@ -1,7 +1,6 @@
 """What became of a run's attempts: when each was queued, started and trained, what it lost, and what ended it.
 
-Everything is read from the run directory: attempts.jsonl, ends.jsonl, jobs.jsonl, metrics.jsonl, metrics.lost.jsonl and
-summary.json. What a file does not say is left out.
+Everything is read from the run directory: events.jsonl, metrics.jsonl and metrics.lost.jsonl. What they do not say is left out.
 """
 
 import logging
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from hpclm.errors import MACHINE, ExitCode, unread
 from hpclm.reporting.experts import ExpertHistory, expert_history
-from hpclm.rundir import attempts, metric_names, metrics_file, submissions, summary
+from hpclm.rundir import events, metric_names, metrics_file, summary
 from hpclm.rundir.metrics_file import StepRows
 from hpclm.rundir.status import moment
 
@@ -91,7 +90,7 @@ class Attempt:
 
     number: int
     row: Row
-    """Its line of attempts.jsonl."""
+    """The event of its beginning."""
     phases: tuple[Phase, ...]
     """In order, without overlaps."""
     first: int
@@ -145,7 +144,7 @@ class History:
     experts: ExpertHistory | None = field(default=None, compare=False)
     """The load of its experts; None if it has none."""
     state: str = ""
-    """The state in which it ended, one of ``summary.ENDED``; empty if its files do not say."""
+    """The state in which its last start ended; empty if its files do not say."""
 
     @property
     def wall(self) -> float:
@@ -176,12 +175,12 @@ def read(out: Path) -> History:
     kept, lost = _Rows((*COLUMNS, *list(names)[: metric_names.CURVES])), _Rows()
     _known(lambda: kept.read(out))
     _known(lambda: lost.read(out, lost=True))
-    redone = lost.steps()
+    happened, redone = _known(lambda: events.read(out)) or [], lost.steps()
     stamps = np.stack([redone["step"], redone["time"]], axis=1)  # a kill may have repeated them
     redone = redone.taken(np.sort(np.unique(stamps, axis=0, return_index=True)[1]))
     return History(
         out,
-        tuple(_attempts(out, _signs(kept.steps(), redone, [*kept.others, *lost.others]))),
+        tuple(_attempts(happened, _signs(kept.steps(), redone, [*kept.others, *lost.others]))),
         _last_of_each(kept.steps()),
         tuple(row for row in kept.others if "validation_loss" in row),
         redone,
@@ -189,7 +188,7 @@ def read(out: Path) -> History:
         kept.memory,
         tuple(row for row in kept.others if "tasks" in row),
         _known(lambda: expert_history(metrics_file.stream_expert_tokens(out))),
-        state if (state := summary.read(out).get("state", "")) in summary.ENDED else "",
+        events.last_end(happened).get("state") or "",
     )
 
 
@@ -299,18 +298,15 @@ def _last_of_each(table: StepTable) -> StepTable:
     return table.taken(last[np.argsort(first)])
 
 
-def _attempts(out: Path, signs: list[_Signs]) -> Iterator[Attempt]:
+def _attempts(happened: Sequence[Row], signs: list[_Signs]) -> Iterator[Attempt]:
     """The attempts; each has the rows of metrics.jsonl and metrics.lost.jsonl from its start to the next one's."""
-    begun = [row for row in _known(lambda: list(attempts.stream(out))) or [] if moment(row["time"])]
-    end_of = {row["attempt"]: row for row in _known(lambda: list(attempts.stream_ends(out))) or []}
-    submitted = {
-        part.job_id: when for part in _known(lambda: submissions.read(out)) or [] if (when := moment(part.time))
-    }
-    bounds = [*map(_started, begun), float("inf")]
+    known = [attempt for attempt in events.attempts(happened) if moment(attempt.began["time"])]
+    submitted = {str(event["job_id"]): moment(event["time"]) or 0.0 for event in events.of_kind(happened, "submitted")}
+    bounds = [*(_started(attempt.began) for attempt in known), float("inf")]
     before: Attempt | None = None
-    for number, (row, (entry, until)) in enumerate(zip(begun, pairwise(bounds), strict=True), 1):
-        after = begun[number] if number < len(begun) else {}
-        end = end_of.get(number, {})
+    for number, (attempt, (entry, until)) in enumerate(zip(known, pairwise(bounds), strict=True), 1):
+        row, end = attempt.began, attempt.ended
+        after = known[number].began if number < len(known) else {}
         parts = [part.between(entry, until) for part in signs]
         alive = [float(part.times[-1]) for part in parts if len(part.times)]
         finish = max(moment(row["time"]) or 0.0, moment(end.get("time") or "") or 0.0, *alive)
@@ -326,7 +322,7 @@ def _attempts(out: Path, signs: list[_Signs]) -> Iterator[Attempt]:
         phases = tuple(
             Phase(kind, *span) for kind, span in zip(KINDS, pairwise(marks), strict=True) if span[0] < span[1]
         )
-        ended = _ended(end, after, {} if after else summary.read(out))
+        ended = _ended(end, after)
         before = Attempt(
             number, row, phases or (Phase("starting", finish, finish),), first, last, saved, ended, end.get("code")
         )
@@ -334,14 +330,14 @@ def _attempts(out: Path, signs: list[_Signs]) -> Iterator[Attempt]:
 
 
 def _started(row: Row) -> float:
-    """When an attempt began; what only attempts.jsonl says is cut to whole seconds."""
+    """When an attempt began; the time of the event is cut to whole seconds."""
     return row.get("began") or (moment(row["time"]) or 1.0) - 1
 
 
-def _ended(end: Row, after: Row, standing: Row) -> str:
-    """What ended an attempt, by the next one, by itself or by the run's summary; empty while it may still run."""
+def _ended(end: Row, after: Row) -> str:
+    """What ended an attempt, by the next one or by itself; empty while it may still run."""
     if why := str(after.get("after", "")):
         return why.rpartition(RESTARTED)[2]
     if end:
-        return str(end.get("ending") or ENDINGS.get(end["code"], f"exit code {end['code']}"))
-    return str(standing.get("ending", "")) or (summary.KILLED if after else "")
+        return str(end.get("ending") or end.get("cause") or ENDINGS.get(end["code"], f"exit code {end['code']}"))
+    return summary.KILLED if after else ""

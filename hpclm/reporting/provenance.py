@@ -1,6 +1,5 @@
 """Where a run came from: its model, data, settings, command, code, versions and hardware, as its files say."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,13 +9,12 @@ from typing import Any
 
 import yaml
 
-from hpclm import files
 from hpclm.config import ModelConfig, RunConfig, compose
 from hpclm.config.run_file import HISTORY, NAME
 from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.reporting.history import History
-from hpclm.rundir import runs
+from hpclm.rundir import events, runs
 
 PLACES = ("out", "name", "job", "cluster")
 """Settings that say where a run is, and not what it is."""
@@ -71,7 +69,12 @@ def differing(by_run: Mapping[str, Settings]) -> dict[str, dict[str, Any]]:
 
 def facts(history: History, used: Settings) -> dict[str, str]:
     """What there is to know about the run, by title."""
-    row = history.attempts[-1].row if history.attempts else {}
+    row: Mapping[str, Any] = {}
+    checked: Mapping[str, Any] = {}
+    with suppress(OSError):
+        row = events.whole(history.out, history.attempts[-1].row) if history.attempts else {}
+        for event in events.of_kind(events.read(history.out), "preflight")[-1:]:
+            checked = events.whole(history.out, event)
     model: ModelConfig | None = None
     with suppress(ConfigError):
         model = compose.of_run(history.out, []).model
@@ -83,7 +86,7 @@ def facts(history: History, used: Settings) -> dict[str, str]:
         "folder": _text(row, "folder"),
         "code": ", ".join(_code(row)),
         "versions": _versions(row),
-        "hardware": "; ".join(_hardware(row, history.out / "preflight.json")),
+        "hardware": "; ".join(_hardware(row, checked)),
     }
     return {title: text for title, text in titled.items() if text}
 
@@ -104,7 +107,7 @@ def _data(used: Settings) -> str:
 
 
 def _code(row: Mapping[str, Any]) -> Iterator[str]:
-    for title, key in (("hpclm", "hpclm"), ("git", "git"), ("digest of the files", "code")):
+    for title, key in (("hpclm", "hpclm"), ("git", "git"), ("digest of the files", "digest")):
         if value := _text(row, key):
             yield f"{title} {value}"
 
@@ -115,11 +118,8 @@ def _versions(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in {"Python": row.get("python"), **libraries}.items() if value)
 
 
-def _hardware(row: Mapping[str, Any], preflight: Path) -> Iterator[str]:
-    ranks: list[Any] = []
-    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        ranks = [rank for rank in json.loads(files.read_text(preflight, errors="replace"))["ranks"]
-                 if isinstance(rank, dict)]  # fmt: skip
+def _hardware(row: Mapping[str, Any], checked: Mapping[str, Any]) -> Iterator[str]:
+    ranks = [rank for rank in checked.get("ranks") or [] if isinstance(rank, dict)]
     devices = Counter(str(rank["device_name"]) for rank in ranks if rank.get("device_name"))
     hosts = row.get("hosts") or []
     yield from (f"{number} × {name}" for name, number in devices.most_common(4))

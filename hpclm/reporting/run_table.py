@@ -3,16 +3,15 @@
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from hpclm import files, terminal
-from hpclm.errors import ConfigError, ExitCode
+from hpclm.errors import ExitCode
+from hpclm.rundir import events, rows
 from hpclm.rundir import runs as folders
-from hpclm.rundir import submissions
 from hpclm.rundir.status import JobsOf, Queue, RunStatus, span
 
 COLUMNS = ("RUN", "STATE", "STEP", "LOSS", "TOKENS/S", "LEFT", "LAST STEP", "CHECKPOINT", "")
@@ -24,6 +23,7 @@ NARROWEST = {CURVE: len(CURVE), NOTES: 24}
 """How narrow a column may become: a curve by fewer points, notes by an ellipsis."""
 GAP = 2
 LIVE_COLUMNS = (*COLUMNS[:4], CURVE, *COLUMNS[4:])
+PRINTED = 5  # last lines of a log that are shown of a run that has failed
 PATIENCE = 0.75  # seconds that a scheduler has for an answer, again and again
 ORDER = ("running", "starting", "completing", "waiting", "failed", "ended", "unknown")
 """Of the states, those worth looking at first."""
@@ -87,9 +87,8 @@ def detail(status: RunStatus) -> Iterator[str]:
     elif status.name == "cancelled":
         yield f"{'next':<12}hpclm resume {out}"
     elif status.name in ("exited", "ended", "failed", "stopped"):
-        change = " stop_at=null" if "(stop_at)" in status.ending else ""
-        diverged = status.run.summary.get("code") == ExitCode.DIVERGED
-        then = "it ends with what to change" if diverged else f"hpclm resume {out}{change}"
+        change = " stop_at=null" if status.finished else ""
+        then = "it ends with what to change" if status.diverged else f"hpclm resume {out}{change}"
         yield f"{'next':<12}hpclm logs {out} · {then}"
     elif status.name == "done":
         yield f"{'next':<12}hpclm report {out}"
@@ -108,10 +107,14 @@ def _more(status: RunStatus) -> Iterator[tuple[str, str]]:
         ranks = f", {size} rank{'s' * (size != 1)}{by}" if size and launcher else ""
         begun = f"from step {attempt.get('from_step')} on {attempt.get('host')}{ranks}, {attempt.get('time')}"
         used = f", settings in {attempt['config']}" if attempt.get("config") else ""
-        yield "attempts", f"{summary.get('attempts', 'several')}, the last {begun}{used}"
-    with suppress(OSError, ConfigError):
-        rollback = submissions.rollback(run.out)
-        yield "rollback", "" if rollback is None else f"the next attempt resumes from step {rollback}"
+        again = sum(each.ended.get("code") == ExitCode.REQUEUE for each in run.attempts)
+        interrupted = f" ({again} ended by a signal)" if again else ""
+        yield "attempts", f"{len(run.attempts)}{interrupted}, the last {begun}{used}"
+    rollback = events.pending_rollback(run.events)
+    yield "rollback", "" if rollback is None else f"the next attempt resumes from step {rollback}"
+    if status.name in ("failed", "ended"):
+        printed = rows.tail(run.job_log() or run.out / "log.txt").splitlines()[-PRINTED:]
+        yield from zip(("printed", *[""] * PRINTED), printed, strict=False)
     logs = [path for path in (run.out / "log.txt", run.job_log()) if path and files.is_file(path)]
     yield "logs", " · ".join(map(files.shown, logs))
     yield from (("warning", text) for text in status.warnings())
@@ -138,11 +141,11 @@ def values(status: RunStatus) -> dict[str, Any]:
         "seconds_left": status.left,
         "last_step_age": status.age,
         "checkpoint": run.checkpoint[0] if run.checkpoint else None,
-        "attempts": summary.get("attempts"),
+        "attempts": len(run.attempts),
         "from_step": run.attempt.get("from_step"),
         "host": run.attempt.get("host"),
         "ending": status.ending or None,
-        "exit_code": summary.get("code"),
+        "exit_code": run.end.get("code"),
         "slow": run.slow if status.live else [],
         "warnings": list(status.warnings()),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -1,20 +1,22 @@
 """events.jsonl: what has happened to a run, a line for each event. Whoever knows something writes it here, once; all else folds the lines.
 
-| kind | written by | facts |
+| kind | who writes it | facts |
 |---|---|---|
-| submitted | the command that submits or launches | cluster, job_id, nodes, tasks_per_node, script, log, command, config |
+| submitted | what submits a job, or launches ranks | cluster, job_id, nodes, tasks_per_node, script, log, command, config |
 | began | rank 0, when an attempt begins | from_step, steps, config, launcher, job_id, restart, host, pid, versions, ... |
-| ended | a rank (state, step, ending), the supervisor of a job (trained) | code, signal, cause |
-| cancelled | hpclm cancel | by, now |
-| going back | --from STEP | step, to which the next attempt goes back; null: withdrawn |
-| went back | rank 0 | step |
-| preflight, hang, corrupt, slow | rank 0 | what was found |
+| ended | a rank: state, ending, step; what started the ranks: cause, signal | code |
+| cancelled | hpclm cancel | by |
+| roll back | --from STEP | step to go back to; null if that is withdrawn |
+| rolled back | rank 0, when it has gone back | step |
+| preflight, corrupt, hang, slow | rank 0 | what was found |
 """
 
 import json
 import os
 import secrets
 import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,17 @@ FIELDS: dict[str, Kind] = {
     "began": float,
     # ended, cancelled
     **dict.fromkeys(("state", "ending", "cause", "by"), str),
-    **dict.fromkeys(("step", "code", "signal", "trained"), int),
+    **dict.fromkeys(("step", "code", "signal", "generation"), int),
     # preflight, corrupt
     "bad": list,
 }
 """The fields that are read. An event may lack some of them, and may have others."""
+NEEDED: dict[str, Sequence[str]] = {
+    "submitted": ("cluster", "job_id", "nodes", "tasks_per_node"),
+    "ended": ("code",),
+    "cancelled": ("by",),
+}
+"""Those that every event of a kind has."""
 
 
 def append(out: Path, kind: str, **facts: Any) -> None:
@@ -78,9 +86,82 @@ def read(out: Path | str) -> list[dict[str, Any]]:
     """The events of the run in ``out``, oldest first; none without the file. OSError if it cannot be read, ConfigError if a line is
     damaged."""
     try:
-        return list(rows.stream(f"{out}/{NAME}", FIELDS, ("time", "kind")))
+        return [*_stream(f"{out}/{NAME}")]
     except FileNotFoundError:
         return []
+
+
+def _stream(path: str) -> Iterator[dict[str, Any]]:
+    for offset, line in rows.lines(path):
+        row = rows.parsed(line, FIELDS, ("time", "kind"))
+        if row is None or not rows.sane(row, FIELDS, NEEDED.get(row["kind"], ())):
+            raise rows.damaged(path, offset)
+        yield row
+
+
+def of_kind(happened: Iterable[Row], kind: str) -> list[Row]:
+    """The events of this kind."""
+    return [event for event in happened if event["kind"] == kind]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt at a run."""
+
+    began: Row
+    ended: Row
+    """How it ended: as a rank said, otherwise as what had started the ranks saw; empty if neither did."""
+
+    @property
+    def orderly(self) -> bool:
+        """Whether it ended as it should: done, or saved after a signal."""
+        return self.ended.get("state") in ("done", "stopped", "exited")
+
+
+def attempts(happened: Iterable[Row]) -> list[Attempt]:
+    """The attempts among some events, oldest first."""
+    found = list[Attempt]()
+    for event in happened:
+        if event["kind"] == "began":
+            found.append(Attempt(event, {}))
+        elif event["kind"] == "ended" and found:
+            last = found[-1]
+            other = is_later(event, last.began) or is_later(last.began, event)
+            if not other and not last.ended.get("state") and (event.get("state") or not last.ended):
+                found[-1] = Attempt(last.began, event)
+    return found
+
+
+def last_end(happened: Iterable[Row]) -> Row:
+    """How the last start among some events ended, whether or not it began to train; empty if nothing says so."""
+    began: Row = {}
+    found: Row = {}
+    for event in happened:
+        if event["kind"] == "began":
+            began, found = event, {}
+        elif event["kind"] == "ended" and not is_later(began, event):
+            told = event.get("state") and not found.get("state")
+            if not found or told or is_later(event, {**began, **found}):
+                found = event
+    return found
+
+
+def is_later(event: Row, other: Row) -> bool:
+    """Whether an event is of a later start than ``other``, by the lease's generation or the number of the job's start."""
+    return any(
+        (event.get(name) or 0) > other[name] for name in ("generation", "restart") if other.get(name) is not None
+    )
+
+
+def rollback(out: Path) -> int | None:
+    """``pending_rollback`` of the run in ``out``. Errors: see ``read_or_refuse``."""
+    return pending_rollback(read_or_refuse(out))
+
+
+def pending_rollback(happened: Iterable[Row]) -> int | None:
+    """The step of the checkpoint to which the next attempt goes back; None if it goes back to none."""
+    asked = [event for event in happened if event["kind"] in ("roll back", "rolled back")][-1:]
+    return next((event.get("step") for event in asked if event["kind"] == "roll back"), None)
 
 
 def read_or_refuse(out: Path) -> list[dict[str, Any]]:

@@ -10,26 +10,15 @@ from pathlib import Path
 from hpclm import files
 from hpclm.errors import MACHINE, ConfigError, unread, unwritten
 from hpclm.folders import OTHERS, check_private, make_folder
-from hpclm.rundir import attempts, metrics_file, submissions
+from hpclm.rundir import events, metrics_file
 
 FILES = (
-    *("config.yaml", submissions.NAME, attempts.NAME, attempts.ENDS, metrics_file.NAME, "log.txt", "lock", "lock.beat"),
-    metrics_file.EXPERTS,
-    *(
-        "ranks.json",
-        "preflight.json",
-        "self-check.json",
-        "corruption.jsonl",
-        "hang.json",
-        "checkpoints.saved",
-        submissions.ROLLBACK,
-        "summary.json",
-        "chat.json",
-    ),
+    *("config.yaml", events.NAME, metrics_file.NAME, metrics_file.EXPERTS, "log.txt", "lock", "lock.beat"),
+    *("self-check.json", "checkpoints.saved", "summary.json", "chat.json"),
 )
-MARKS = ("config.yaml", submissions.NAME, attempts.NAME)
+MARKS = ("config.yaml", events.NAME)
 """Files of which a run directory has at least one."""
-LASTING = (attempts.NAME, attempts.ENDS, submissions.NAME, metrics_file.NAME, metrics_file.EXPERTS, "log.txt")
+LASTING = (events.NAME, metrics_file.NAME, metrics_file.EXPERTS, "log.txt")
 """Files that grow line by line, and are read after a power cut."""
 MANIFEST = "MANIFEST.json"
 STEP = re.compile("step-[0-9]+")

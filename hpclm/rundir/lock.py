@@ -14,7 +14,7 @@ from hpclm import files
 from hpclm.errors import HpclmError, LockedError
 from hpclm.node.job import Job
 from hpclm.rundir import rows
-from hpclm.rundir.attempts import is_job_id
+from hpclm.rundir.events import is_job_id
 
 Holder = dict[str, Any]
 FIELDS: dict[str, rows.Kind] = {

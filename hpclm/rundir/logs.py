@@ -129,7 +129,7 @@ def _existing(run: Run, rank: int | None, job: bool) -> Path | None:
 def _missing(status: RunStatus, rank: int | None, job: bool) -> ConfigError:
     """The error for a log that does not exist."""
     out, submitted = status.run.out, status.run.submissions
-    logs = [Path(submitted[-1].log)] if submitted and submitted[-1].log else []
+    logs = [Path(submission["log"]) for submission in submitted[-1:] if submission.get("log")]
     for log in (*([] if job else [out / (f"logs/rank-{rank:05d}.log" if rank else "log.txt")]), *logs):
         if log.exists() and not files.is_file(log):
             return ConfigError(
@@ -138,7 +138,7 @@ def _missing(status: RunStatus, rank: int | None, job: bool) -> ConfigError:
     what = f"logs/rank-{rank:05d}.log" if rank else "log of a job" if job else "log yet"
     kept = sorted(path.name for path in (out / "logs").glob(f"rank-{'[0-9]' * 5}.log"))
     ranks = f"; ranks with a log: 0 to {int(kept[-1][5:10])}" if rank and kept else ""
-    later = f"; the job will print to {submitted[-1].log}" if status.live and submitted and submitted[-1].log else ""
+    later = f"; the job will print to {logs[0]}" if status.live and logs else ""
     where = f" ({status.where()})" if status.where() else ""
     return ConfigError(f"{files.shown(out)} has no {what}{ranks}; it is {status.name}{where}{later}")
 
@@ -149,7 +149,7 @@ def over(out: Path, queue: Queue) -> Callable[[], bool]:
     def is_over() -> bool:
         run = runs.read(out)
         [status] = queue.statuses([run])
-        if run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped"):
+        if run.holder is None and run.trained and run.end.get("state") in ("done", "stopped"):
             status = status_of(run, {})  # it has ended, whatever Slurm still has to do
         elif _goes_on(status):
             return False

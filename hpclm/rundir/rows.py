@@ -56,31 +56,34 @@ def parsed(line: str | bytes, fields: Mapping[str, Kind], needs: Iterable[str] =
 
 def stream(path: Path | str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
     """The rows of a file, read in blocks. OSError if it cannot be read, ConfigError if a line is damaged."""
-    for offset, lines in blocks(path):
-        for line in lines.splitlines(keepends=True):
-            row = parsed(line, fields, needs)
-            if row is None:
-                raise damaged(path, offset)
-            yield row
-            offset += len(line)
+    for offset, line in lines(path):
+        row = parsed(line, fields, needs)
+        if row is None:
+            raise damaged(path, offset)
+        yield row
 
 
 def last(path: Path | str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> list[dict[str, Any]]:
     """The rows at the end of a file, as many as TAIL_BYTES hold; none if it cannot be read. ConfigError if a line is damaged."""
+    read = list[dict[str, Any]]()
     with suppress(OSError):
-        size = os.stat(path).st_size  # noqa: PTH116 - the path may be text
-        begin = max(0, size - TAIL_BYTES)
-        read = list[dict[str, Any]]()
-        for offset, lines in blocks(path, begin):
-            for line in lines.splitlines(keepends=True):
-                if offset > begin or not begin:  # otherwise its beginning is not read
-                    row = parsed(line, fields, needs)
-                    if row is None:
-                        raise damaged(path, offset)
-                    read.append(row)
-                offset += len(line)
-        return read
-    return []
+        begin = max(0, os.stat(path).st_size - TAIL_BYTES)  # noqa: PTH116 - the path may be text
+        for offset, line in lines(path, begin):
+            if offset == begin > 0:  # its beginning may be before
+                continue
+            row = parsed(line, fields, needs)
+            if row is None:
+                raise damaged(path, offset)
+            read.append(row)
+    return read
+
+
+def lines(path: Path | str, begin: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Each complete line of a file from the offset ``begin`` on, with its offset. OSError if it cannot be read."""
+    for offset, block in blocks(path, begin):
+        for line in block.split(b"\n")[:-1]:
+            yield offset, line
+            offset += len(line) + 1
 
 
 def blocks(path: Path | str, begin: int = 0) -> Iterator[tuple[int, bytes]]:

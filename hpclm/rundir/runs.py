@@ -1,13 +1,13 @@
 """Run directories: where they are, and what their files tell about a run, read quickly and without loading anything large."""
 
-import json
 import os
 import pwd
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from hpclm import files, folders
 from hpclm.errors import MACHINE, ConfigError, unread
 from hpclm.node.job import JobState
 from hpclm.registry import hint
-from hpclm.rundir import attempts, lock, rows, submissions, summary
+from hpclm.rundir import events, lock, rows, summary
+from hpclm.rundir.events import Attempt
 from hpclm.rundir.folder import MARKS, survey_checkpoints
 from hpclm.rundir.rows import Row
-from hpclm.rundir.submissions import Submission
 
 RUNS = Path("runs")
 """Where runs are, unless settings or a verb's --runs say otherwise."""
@@ -31,11 +31,12 @@ class Run:
     """What the files of a run directory tell; no scheduler is asked."""
 
     out: Path
-    submissions: list[Submission]
+    events: Sequence[Row]
+    """What has happened to it, oldest first (``hpclm.rundir.events``)."""
+    damage: str
+    """What is wrong with its record; empty if nothing is."""
     summary: Row
     """The content of summary.json."""
-    attempt: Row
-    """The last attempt, as summary.json or attempts.jsonl has it; empty without one."""
     checkpoint: tuple[int, float] | None
     """Step and time of the newest complete checkpoint."""
     bad: int
@@ -44,56 +45,90 @@ class Run:
     """The process that the lock names: host, pid."""
     beat_age: float | None
     """Seconds since its last heartbeat; None without one."""
-    slow: list[Row]
-    """Stragglers, as rank 0 last recorded them: rank, host, times the median."""
     owner: int
     """UID of the owner."""
-    damage: str = ""
-    """What is wrong with its record; empty if nothing is."""
+
+    @cached_property
+    def submissions(self) -> list[Row]:
+        """Its submissions, and its launches in the foreground, oldest first."""
+        return events.of_kind(self.events, "submitted")
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        """Its attempts, oldest first."""
+        return events.attempts(self.events)
+
+    @property
+    def attempt(self) -> Row:
+        """The last attempt, as it began; empty without one."""
+        return self.attempts[-1].began if self.attempts else {}
+
+    @cached_property
+    def latest(self) -> list[Row]:
+        """What has happened since the last submission or, if it has trained since, since the last attempt began."""
+        return list(self.events[max(0, self._last("began" if self.trained else "submitted")) :])
+
+    @cached_property
+    def end(self) -> Row:
+        """How its last start ended; empty if nothing says so."""
+        return events.last_end(self.latest)
+
+    @property
+    def cancelled_by(self) -> str:
+        """The user who cancelled it last, if nothing has started since; else empty."""
+        return "".join(str(event.get("by")) for event in events.of_kind(self.latest, "cancelled")[-1:])
+
+    @property
+    def slow(self) -> list[Row]:
+        """Stragglers of the current attempt: rank, host, times the median."""
+        noted = events.of_kind(self.latest, "slow") if self.trained and self.holder else []
+        return [row for event in noted[-1:] for row in event.get("ranks") or [] if rows.sane(row, SLOW, SLOW)]
 
     @property
     def step(self) -> int:
         """The last completed step."""
-        step: int = self.summary.get("step", self.attempt.get("from_step") or 0)
+        step: int = self.summary.get("step", self.end.get("step") or self.attempt.get("from_step") or 0)
         return step
 
-    @property
+    @cached_property
     def trained(self) -> bool:
         """Whether the last submission, if there is one, has started training."""
         if not self.submissions:
             return True
-        last, began, job = self.submissions[-1], str(self.attempt.get("time", "")), str(self.attempt.get("job_id"))
-        if any(submission.job_id == job for submission in self.submissions):
-            return job == last.job_id
-        return began > last.time or (began == last.time and not last.is_job)
+        last, job = self.submissions[-1], str(self.attempt.get("job_id"))
+        if any(str(submission["job_id"]) == job for submission in self.submissions):
+            return job == str(last["job_id"])
+        return self._last("began") > self._last("submitted")
+
+    def _last(self, kind: str) -> int:
+        """The place of the last event of this kind; -1 without one."""
+        return max((place for place, event in enumerate(self.events) if event["kind"] == kind), default=-1)
 
     @property
     def total(self) -> int | None:
         """The planned number of steps; None if unknown, or if only time limits the run."""
-        planned = None if self.trained else self.submissions[-1].steps  # settings may have changed since it trained
-        return planned or self.summary.get("steps")
+        planned = (
+            None if self.trained else self.submissions[-1].get("steps")
+        )  # settings may have changed since it trained
+        return planned or self.summary.get("steps") or self.attempt.get("steps")
 
     @property
     def jobs(self) -> list[str]:
         """IDs of its jobs, oldest first: those that were submitted, and that of the last attempt, if it was started by hand."""
-        submitted = [submission.job_id for submission in self.submissions if submission.is_job]
-        launched = [submission.time for submission in self.submissions if not submission.is_job][-1:]
+        submitted = [str(submission["job_id"]) for submission in self.submissions if is_job(submission)]
         job = self.attempt.get("job_id")
-        # a local launch inside a job is not that job
-        local = self.attempt.get("launcher") == "local" or [str(self.attempt.get("time", ""))] >= launched > []
-        if job and not local:
+        # a launch on this machine from inside a job is not that job
+        launched = self.trained and bool(self.submissions) and not is_job(self.submissions[-1])
+        if job and self.attempt.get("launcher") != "local" and not launched:
             submitted.append(str(job))
         return list(dict.fromkeys(submitted))
 
     def owns(self, job: JobState) -> bool:
         """Whether ``job``, whose ID is one of ``jobs``, is the run's: another cluster, or this one set up anew, repeats IDs."""
-        if all(submission.job_id != job.id for submission in self.submissions):  # by hand
-            return self.holder is not None or self.summary.get("state") != "done"
-        scripts = [
-            submission.script
-            for submission in self.submissions
-            if submission.is_job and submission.job_id == job.id and submission.script
-        ]
+        mine = [submission for submission in self.submissions if str(submission["job_id"]) == job.id]
+        if not mine:  # by hand
+            return self.holder is not None or self.end.get("state") != "done"
+        scripts = [submission["script"] for submission in mine if is_job(submission) and submission.get("script")]
         # submitit submits script-1/.submission_file_*.sh for script-1.sbatch
         patterns = [re.escape(os.path.realpath(path.removesuffix(".sbatch"))) + r"[./].*" for path in scripts]
         return not (job.script and patterns) or re.match("|".join(patterns), os.path.realpath(job.script)) is not None
@@ -103,6 +138,11 @@ class Run:
         with suppress(OSError):
             return max((self.out / "logs").glob("job-*.log"), key=lambda path: path.stat().st_mtime, default=None)
         return None
+
+
+def is_job(submission: Row) -> bool:
+    """Whether a submission is a job of a scheduler, not a launch in the foreground."""
+    return submission["cluster"] not in ("local", "mpirun")
 
 
 def find(folder: Path, depth: int = DEPTH) -> list[Path]:
@@ -211,47 +251,25 @@ def _user(uid: int) -> str:
 def read(out: Path) -> Run:
     """Read the run directory ``out``; what a damaged record tells is unknown."""
     # strings: making a Path takes longer than reading a small file
-    standing, holder = summary.read(out), lock.holder(f"{out}/lock")
+    holder = lock.holder(f"{out}/lock")
     checkpoint, bad = survey_checkpoints(f"{out}/checkpoints")
-    submitted, owner, damage = list[Submission](), 0, ""
-    attempt = standing.get("attempt") or {}
+    happened, damage, owner = list[Row](), "", 0
     try:
-        owner = out.stat().st_uid
-        submitted = submissions.read(out)
-        if not attempt:
-            attempt = attempts.last(out)
-            standing = standing or _clean_end(out, attempt)
-    except OSError:
-        pass
+        happened.extend(events.read(out))
     except ConfigError as error:
         damage = str(error)
+    except OSError as error:
+        damage = f"{out}/{events.NAME} cannot be read: {error.strerror}"
+    with suppress(OSError):
+        owner = os.stat(out).st_uid  # noqa: PTH116
     return Run(
         out=out,
-        submissions=submitted,
-        summary=standing,
-        attempt=attempt,
+        events=happened,
+        damage=damage,
+        summary=summary.read(out),
         checkpoint=checkpoint,
         bad=bad,
         holder=holder,
         beat_age=files.age(f"{out}/lock.beat") if holder else None,
-        slow=_slow(f"{out}/ranks.json") if holder else [],
         owner=owner,
-        damage=damage,
     )
-
-
-def _clean_end(out: Path, attempt: Row) -> Row:
-    """What summary.json would say of the end of the last attempt, if it were there and ends.jsonl has that end."""
-    end = attempts.last_end(out)
-    if not (attempt.get("time") and end and end["time"] >= attempt["time"]):
-        return {}
-    state = "exited" if end["code"] else end["ending"].partition(" ")[0]
-    last = {"steps": attempt["steps"]} if "steps" in attempt else {}
-    return {"state": state, "attempt": attempt, **last, **{name: end[name] for name in ("step", "ending", "code")}}
-
-
-def _slow(path: str) -> list[Row]:
-    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        slow = json.loads(files.read_text(path, errors="replace"))["slow"]
-        return [row for row in slow if rows.sane(row, SLOW, SLOW)]
-    return []

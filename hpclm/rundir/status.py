@@ -1,56 +1,26 @@
 """The status of runs: from their directories, from their schedulers, and from the processes of this host."""
 
 import re
-import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Protocol
 
 from hpclm import files
-from hpclm.errors import FAILURES, ExitCode, shell_code
+from hpclm.errors import ExitCode
 from hpclm.node import processes
 from hpclm.node.job import JobState
 from hpclm.node.processes import NoAnswerError
-from hpclm.rundir import rows
 from hpclm.rundir.lock import is_here
-from hpclm.rundir.runs import Run
-from hpclm.rundir.summary import ENDED, KILLED
+from hpclm.rundir.rows import Row
+from hpclm.rundir.runs import Run, is_job
+from hpclm.rundir.summary import KILLED
 
 SILENT = 30.0  # seconds without a heartbeat after which a run that cannot be seen from here does not count as running
 ASK = 60.0  # seconds between questions to a scheduler of one command, since many people watch many runs
-OWN = re.compile(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\S* [DIW] ")
-"""A line that the run logged before it ended."""
-NOISE = re.compile(
-    r"(?:srun|mpirun|torchrun) ended with|start \d+ of job |srun: (?:Job step|Terminating|launch/slurm: )"
-    r"|srun: error: \S+: tasks? \S+: (?:Exited|Terminated|Killed)|slurmstepd\S*: error: \*\*\* (?!.* DUE TO )"
-)
-"""Lines of Slurm and of a job's supervisor that only say that processes have ended."""
-PLACE = re.compile(r"^(?:bash|\S*/slurm_script): line \d+: |^(?:[\d-]+ )?\d\d:\d\d:\d\d\S* [EC] |^error: ")
-FAULT = re.compile(
-    r"error|not found|cannot|can't|could not|no such|no module|denied|fail|fatal|fault|DUE TO|:\d\d\S* E ",
-    re.IGNORECASE,
-)
-
-NOT_CANCELLED = re.compile(
-    r"^\d\d:\d\d:\d\d E the launcher was killed|^(srun|mpirun|torchrun) ended with exit code "
-    rf"({'|'.join(str(code) for code in FAILURES if code is ExitCode.FAILED or code.final)})(?=:|$)",
-    re.MULTILINE,
-)
-"""Lines of a job's log after which a launcher ended the other ranks, with the signal that a person would send."""
-CANCELLED = re.compile(
-    r"^SIG(TERM|INT|HUP|USR1) during the start: nothing to save, exiting$|^second Ctrl-C: exiting now without saving$"
-    r"|: \*\*\* (JOB|STEP) \S+ ON \S+ CANCELLED AT (?!.* DUE TO ).*\*\*\*$"
-    rf"| ended with exit code {shell_code(-signal.SIGTERM)}(?=:|$)",
-    re.MULTILINE,
-)
-"""Lines of a job's log that say that somebody ended it: Slurm's warning of the time limit is USR2, mpirun's ranks get USR1."""
-BY_SCHEDULER = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+BY_SCHEDULER = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "REVOKED")
 """States of jobs that the scheduler has ended by itself."""
-START = re.compile(r"^start \d+ of job ", re.MULTILINE)
-
 UNLIMITED = re.compile(r"UNLIMITED|36[45]-")
 """The time left of a job without a limit: early in it, squeue counts down from a year."""
 
@@ -76,6 +46,18 @@ class RunStatus:
     def live(self) -> bool:
         """Whether a job or process of it is pending or running, as far as is known."""
         return self.name in ("waiting", "starting", "running", "completing")
+
+    @property
+    def finished(self) -> str:
+        """How it did all that its settings ask for, which may end with stop_at; empty if it did not."""
+        finished = self.name == "done" or (self.name == "stopped" and "(stop_at)" in self.ending)
+        return self.ending or self.name if finished else ""
+
+    @property
+    def diverged(self) -> str:
+        """How it ended if it would end so again with the same settings; empty if it would not."""
+        diverged = not self.live and self.run.end.get("code") == ExitCode.DIVERGED
+        return self.ending or "diverged" if diverged else ""
 
     @property
     def age(self) -> float | None:
@@ -185,7 +167,7 @@ def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") 
     """The status of ``run`` if its scheduler knows ``states``; None: it did not answer, for the reason ``asked``."""
     mine = [states[job] for job in run.jobs if job in states and run.owns(states[job])] if states else []
     job = max(reversed(mine), key=lambda state: (state.live, state.live and not state.waits), default=None)
-    over = run.holder is None and run.trained and run.summary.get("state") in ("done", "stopped")
+    over = run.holder is None and run.trained and run.end.get("state") in ("done", "stopped")
     here, unanswered = None if over else process_here(run), states is None  # it may take a while to exit
     elsewhere = run.holder is not None and not is_here(run.holder)
     if run.attempt.get("job_id") and not unanswered:
@@ -199,7 +181,8 @@ def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") 
         name, text = _working(run, None), ""
     else:
         name, text = _over(run, unanswered, elsewhere, job)
-    if job and not job.live and name in ("failed", "ended") and job.name != "COMPLETED":
+    told = BY_SCHEDULER if name == "exited" else (*BY_SCHEDULER, "FAILED", "CANCELLED")
+    if job and name in ("exited", "failed", "ended") and job.name in told:
         because = f" ({job.reason})" if job.reason not in ("", "None", "NonZeroExitCode") else ""
         text = f"{text}; job {job.id} {job.name}{because}"
     needless = over and name == "done"  # whatever the scheduler would have answered
@@ -209,56 +192,48 @@ def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") 
 def _over(run: Run, unanswered: bool, elsewhere: bool, job: JobState | None) -> tuple[str, str]:
     """State of a run that does not seem to be running, and how it ended; ``unanswered``: the scheduler did not answer, ``elsewhere``: a
     process that is not visible from here holds the run directory."""
-    said = run.summary.get("state") in ENDED
-    name, text = (run.summary["state"], run.summary["ending"]) if said else ("", "")
-    if not run.trained and not unanswered:
-        log = run.out / run.submissions[-1].log
-        if not _was_cancelled(log, job):
-            return "failed", last_fault(log) or "ended before training started"
-        what = "job" if run.submissions[-1].is_job else "start"
-        if not run.attempt:
-            return "cancelled", f"its {what} was cancelled before training started"
-        text = f"{text}; its last {what} was cancelled before training started".removeprefix("; ")
-    if name or unanswered or elsewhere:
-        return name or "unknown", text
-    if not run.attempt:
-        return ("failed", "ended before training started") if run.submissions else ("new", "")
-    return "ended", text or last_fault(run.job_log()) or KILLED
+    end, by = run.end, run.cancelled_by
+    text = str(end.get("ending") or end.get("cause") or (f"exit code {end['code']}" if end else ""))
+    if not run.trained:
+        return _not_trained(run, text, unanswered, job)
+    if end.get("state"):
+        return end["state"], f"{text}; cancelled by {by}" if by else text
+    if not end and not by and (unanswered or elsewhere):
+        return "unknown", ""
+    if not run.attempt and not end:
+        return "new", ""
+    if by:
+        return "cancelled", f"cancelled by {by}; {text or KILLED}"
+    return "ended", text or KILLED
 
 
-def _was_cancelled(log: Path, job: JobState | None) -> bool:
-    """Whether somebody has ended a job before it trained, by what its scheduler still knows of it and by its log."""
-    if job and (job.name == "CANCELLED" or job.name in BY_SCHEDULER):
-        return job.name == "CANCELLED"
-    if not files.is_file(log):
-        return job is None
-    last = START.split(rows.tail(log))[-1]
-    return CANCELLED.search(last) is not None and NOT_CANCELLED.search(last) is None
-
-
-def last_fault(log: Path | None) -> str:
-    """What a job printed last about a fault, after the run's own last message; empty if nothing.
-
-    It is the cause of death if the run was killed, or failed before training, and so could not say it in summary.json.
-    """
-    for line in reversed(rows.tail(log or "").splitlines()):
-        if OWN.match(line):
-            break
-        if FAULT.search(line) and not NOISE.match(line):
-            return PLACE.sub("", line.strip())
-    return ""
+def _not_trained(run: Run, text: str, unanswered: bool, job: JobState | None) -> tuple[str, str]:
+    """State of a run whose last submission is over and has not trained; ``text``: how that ended, as its processes have recorded it."""
+    what = "job" if is_job(run.submissions[-1]) else "start"
+    if run.cancelled_by or (job and job.name == "CANCELLED"):
+        by = f" by {run.cancelled_by}" if run.cancelled_by else ""
+        before = run.attempts[-1].ended if run.attempts else {}
+        if before.get("state"):
+            return before["state"], f"{before.get('ending')}; its last {what} was cancelled{by} before training started"
+        return "cancelled", f"its {what} was cancelled{by} before training started"
+    if run.end:
+        return "exited" if run.end["code"] == ExitCode.REQUEUE else "failed", text
+    if unanswered:
+        return "unknown", ""
+    if job:
+        return "failed", "ended before training started"
+    return "ended", f"its {what} ended before training started; nothing says how"
 
 
 def process_here(run: Run) -> int | None:
     """PID on this host of the run's launcher, otherwise of the run itself; None without one."""
-    launched = [
-        submission for submission in run.submissions if not submission.is_job and submission.job_id.isdecimal()
-    ][-1:]
-    recorded: list[tuple[rows.Row, int, str]]
-    recorded = [(asdict(submission), int(submission.job_id), submission.time) for submission in launched]
-    if run.attempt.get("pid") and run.attempt.get("time"):
-        recorded.append((run.attempt, run.attempt["pid"], run.attempt["time"]))
-    running = (pid for record, pid, when in recorded if is_here(record) and processes.is_ours(pid, when))
+    recorded = list[tuple[Row, int]]()
+    for launch in [submission for submission in run.submissions if not is_job(submission)][-1:]:
+        if str(launch["job_id"]).isdecimal():
+            recorded.append((launch, int(launch["job_id"])))
+    if run.attempt.get("pid"):
+        recorded.append((run.attempt, run.attempt["pid"]))
+    running = (pid for event, pid in recorded if is_here(event) and processes.is_ours(pid, event["time"]))
     if (pid := next(running, None)) or not run.holder or not is_here(run.holder):
         return pid
     holding: int = run.holder["pid"]

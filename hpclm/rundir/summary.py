@@ -4,17 +4,16 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from hpclm import files
-from hpclm.errors import ExitCode, HpclmError
+from hpclm.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node.secrets import Redactor
-from hpclm.rundir import lock, rows
-from hpclm.rundir.attempts import ATTEMPT
+from hpclm.rundir import events, folder, lock, rows
 from hpclm.rundir.folder import survey_checkpoints, unsaved
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.rows import Row
@@ -31,14 +30,13 @@ MAX_ENDING = 2000  # characters
 TRACE = "Traceback (most recent call last):"
 FIELDS: dict[str, rows.Kind] = {
     **dict.fromkeys(("state", "ending", "experts"), str),
-    **dict.fromkeys(("step", "attempts", "code", "steps", "checkpoint", "validation_step", "spiking_since"), int),
+    **dict.fromkeys(("step", "code", "steps", "checkpoint", "validation_step", "spiking_since"), int),
     "generation": int,
     **dict.fromkeys(("loss", "validation_loss", "time", "stepped", "step_seconds", "tokens_per_second"), float),
     "start_seconds": float,
     "curve": list,
-    "attempt": lambda value: rows.sane(value, ATTEMPT),
 }
-NEEDED = ("state", "ending", "step", "attempts", "attempt")
+NEEDED = ("state", "ending", "step")
 
 
 def read(out: Path | str) -> Row:
@@ -67,13 +65,16 @@ def recorded_ending(out: Path) -> Callable[[], str]:
     That is the cause: ranks that end later only see its consequences.
     """
     generation = lock.read(out / "lock").get("generation")
-    return lambda: _ending(read(out), generation)
+    return lambda: str(_recorded(out, generation).get("ending", ""))
 
 
-def _ending(row: Row, generation: int | None) -> str:
-    """How the attempt of this generation has ended, according to a summary; empty if it has not, or is another one."""
-    over = generation is not None and row.get("generation") == generation and row["state"] in ENDED
-    return str(row["ending"]) if over else ""
+def _recorded(out: Path, generation: int | None) -> Row:
+    """How the attempt of this generation has ended, as the first rank that knew has recorded it; empty if none has."""
+    with suppress(OSError, ConfigError):
+        for event in events.read(out) if generation is not None else ():
+            if event["kind"] == "ended" and event.get("state") and event.get("generation") == generation:
+                return event
+    return {}
 
 
 class LossCurve:
@@ -103,27 +104,23 @@ class RunSummary:
     def __init__(self, out: Path, lease: Lease | None = None, generation: int | None = None):
         """``generation``: of the lease, where another process holds it."""
         self._out, self._lease = out, lease
-        self._generation = lease.generation if lease else generation
+        self.generation = lease.generation if lease else generation
         self._began: float | None = None
         """When this attempt began, once it has been recorded."""
-        before = read(out)
-        self.before: str = before.get("ending") or (KILLED if before.get("attempt") else "")
-        """How the last attempt ended; empty without one."""
         self._facts = {
             "step": 0,
-            "attempts": 0,
-            "attempt": {},
-            **before,
+            **read(out),
             "state": "starting",
             "ending": "",
             "code": None,
-            "generation": self._generation,
+            "generation": self.generation,
         }
         self._recent = deque[tuple[float, float]](maxlen=RECENT)
         self._curve = LossCurve()
         self._lock = threading.Lock()
         self._changed, self._written = True, -INTERVAL
         self._file = SidePath(f"{out / NAME} cannot be written")
+        self._record = SidePath(f"{out / events.NAME} cannot be written")
 
     def __enter__(self) -> "RunSummary":
         with suppress(OSError):
@@ -140,18 +137,15 @@ class RunSummary:
             )
             self.failed(text, getattr(error, "exit_code", ExitCode.FAILED))
 
-    def begin(self, attempts: Sequence[Row], steps: int | None) -> None:
-        """An attempt begins, the last of ``attempts`` (lines of attempts.jsonl), of a run of ``steps`` in all."""
-        attempt = {name: value for name, value in attempts[-1].items() if name in ATTEMPT and name != "hosts"}
-        attempt["nodes"] = len(attempts[-1].get("hosts") or [1])
-        self._began = attempts[-1].get("began")
-        first = attempt.get("from_step") or 0
-        self._know(attempts=len(attempts), attempt=attempt, steps=steps, step=first)
+    def begin(self, began: Row, steps: int | None) -> None:
+        """An attempt begins, as this event says, of a run of ``steps`` in all."""
+        self._began = began.get("began")
+        self._know(steps=steps, step=began.get("from_step") or 0)
         self.write()
 
     def resume(self, measured: Iterable[Row]) -> None:
         """``measured``: the rows of metrics.jsonl so far. What earlier attempts knew of later steps is forgotten."""
-        kept = ("state", "ending", "code", "step", "steps", "attempt", "attempts", "generation", "start_seconds")
+        kept = ("state", "ending", "code", "step", "steps", "generation", "start_seconds")
         self._facts = {name: value for name, value in self._facts.items() if name in kept}
         step: Row = {}
         evaluation: Row = {}
@@ -211,9 +205,17 @@ class RunSummary:
         if self._facts["state"] in ENDED:
             return False
         started = self._start_seconds(time.time()) if self._facts["state"] == "starting" else {}
-        self._know(state=state, ending=one_line(Redactor()(ending)), code=code, **started)
+        end = {"state": state, "ending": one_line(Redactor()(ending)), "code": code}
+        self._know(**end, **started)
+        self._record.attempt(lambda: self._append(end), now=True)
         self.write()
         return True
+
+    def _append(self, end: Row) -> None:
+        if self._lease is None or self._lease.is_mine():
+            events.append(self._out, "ended", **end, step=self._facts["step"], generation=self.generation)
+        if end["state"] != "failed":
+            folder.sync(self._out)
 
     def _start_seconds(self, now: float | None, step: float | None = 0.0) -> Row:
         """What this attempt's start has taken if it is over ``now``, but for ``step`` seconds; a start without a step took at least that."""
@@ -222,8 +224,7 @@ class RunSummary:
 
     def _adopt_ending(self) -> None:
         """Keep what another rank has recorded of this attempt's end, when this one did not respond."""
-        recorded = read(self._out)
-        if self._facts["state"] not in ENDED and _ending(recorded, self._generation):
+        if self._facts["state"] not in ENDED and (recorded := _recorded(self._out, self.generation)):
             self._know(**{name: recorded.get(name) for name in ("state", "ending", "code")})
 
     def failed(self, text: str, code: int = ExitCode.FAILED) -> None:

@@ -15,7 +15,7 @@ from hpclm.diagnostics import corruption
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import DivergedError, ExitCode
 from hpclm.rundir import folder
-from hpclm.training import messages, records
+from hpclm.training import messages
 from hpclm.training.control import Control, ControlState, Milestones
 from hpclm.training.evaluation import Evaluator
 from hpclm.training.opening import MemoryPlanner, Run, open_run, samples_per_save
@@ -211,8 +211,6 @@ class TrainingLoop:
         return text.partition(" ")[0], text.partition(";")[0]
 
     def _record_end(self, summary: str, ending: str, code: int) -> None:
-        if self.run.attempt is not None:
-            records.end(self.run.out, self.run.attempt, code, self.saver.step, ending)
         if self.run.meter:
             self.run.meter.end(summary, ending, code)
         if self.run.sinks:

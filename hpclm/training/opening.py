@@ -28,7 +28,7 @@ from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
 from hpclm.optim.schedules import Schedule, shape
 from hpclm.parallel.mesh import Compute, GroupOptions, Mesh
-from hpclm.rundir import submissions
+from hpclm.rundir import events
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary
 from hpclm.sinks.process import Sinks
@@ -204,7 +204,7 @@ def roll_back(out: Path, resume_step: int | None, job: Job) -> int | None:
     """Set aside checkpoints newer than the one that this start was asked to continue from; returns its step, or None."""
     step = records.requested_step(out, resume_step, job)
     if step is not None:
-        submissions.roll_back(out, step)
+        events.append(out, "roll back", step=step)
     return resumable.roll_back(out)
 
 
@@ -238,9 +238,9 @@ def begin_attempt(
     """Record that an attempt begins, and what has changed since the last one; returns its number. ``given``: the settings for
     config.yaml, in which batch.micro_size may be auto."""
     out, progress = Path(given.out), data.begin
-    attempts = records.start(given, context, data.plan.micro_size, begins)
-    summary.begin(attempts, data.length.steps)
-    last = attempts[-2] if progress.step and len(attempts) > 1 else {}
+    attempts = records.start(given, context, data.plan.micro_size, begins, summary.generation)
+    summary.begin(attempts[-1].began, data.length.steps)
+    last = attempts[-2].began if progress.step and len(attempts) > 1 else {}
     if before := schedule_of(out, last, data.source.per_epoch("train"), progress):
         messages.changed_schedule(before, Schedule(given.optim, data.plan, data.length), progress)
     return len(attempts)

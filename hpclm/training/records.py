@@ -6,7 +6,6 @@ import platform
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +22,9 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError, DivergedError
 from hpclm.node import ends, secrets
 from hpclm.node.job import Job
-from hpclm.rundir import attempts, code, config_history, folder
+from hpclm.rundir import code, config_history, events
+from hpclm.rundir.events import Attempt
+from hpclm.rundir.summary import KILLED
 
 log = logging.getLogger(__name__)
 LIBRARIES = (
@@ -50,14 +51,14 @@ class Beginning:
 
 
 def start(
-    run: config.RunConfig, context: DistributedContext, micro_size: int, begins: Beginning
-) -> list[dict[str, Any]]:
-    """Write config.yaml and add a line to attempts.jsonl; all lines. ``micro_size``: the number in use, where batch.micro_size may be
-    auto."""
+    run: config.RunConfig, context: DistributedContext, micro_size: int, begins: Beginning, generation: int | None
+) -> list[Attempt]:
+    """Write config.yaml and record that an attempt begins; returns all attempts. ``micro_size``: the number in use, where
+    batch.micro_size may be auto. ``generation``: of the lease."""
     out = Path(run.out)
     _, used = config_history.replace(out, dumped(replace(run, data=absolute(run.data))))
-    line = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    facts = {
+        "generation": generation,
         "from_step": begins.step,
         **({} if begins.rolled_back is None else {"back_to": begins.rolled_back}),
         "steps": begins.steps,
@@ -65,6 +66,7 @@ def start(
         "micro_size": micro_size,
         "launcher": context.launcher,
         "size": context.size,
+        "nodes": len(context.hosts),
         "hosts": list(context.hosts),
         **context.job.row(),
         **({"after": begins.restarted} if begins.restarted else {}),
@@ -76,22 +78,22 @@ def start(
         "pid": os.getpid(),
         "hpclm": __version__,
         "git": code.revision(),
-        "code": code.digest(code.sources(run.modules())),
+        "digest": code.digest(code.sources(run.modules())),
         "python": platform.python_version(),
         "versions": versions(),
     }
-    last: Mapping[str, Any] = next(reversed(attempts.read(out)), {})
-    warn_of_other_code(last, line)
-    tell_changes(out, last, line, begins.step)
-    attempts.append(out, line)
-    return attempts.read(out)
+    for last in events.attempts(events.read(out))[-1:]:
+        warn_of_other_code(last.began, facts)
+        tell_changes(out, last.began, facts, begins.step)
+    events.append(out, "began", **facts)
+    return events.attempts(events.read(out))
 
 
 def tell_changes(out: Path, last: Mapping[str, Any], line: Mapping[str, Any], step: int) -> None:
     """Log the settings that differ between two attempts, and warn of those that change nothing after ``step``; nothing if they cannot be
     read.
 
-    ``last`` and ``line``: the attempts, as attempts.jsonl has them."""
+    ``last`` and ``line``: how the attempts began."""
     with suppress(ConfigError):
         old, new = (compose.flat_of_run(out, str(attempt.get("config", ""))) for attempt in (last, line))
         before, now = (Path(str(attempt.get("folder", ""))) for attempt in (last, line))
@@ -133,7 +135,7 @@ def _typed(value: Any) -> Any:
 
 def warn_of_other_code(before: Mapping[str, Any], line: Mapping[str, Any]) -> None:
     """Warn where the code is not the one that the last attempt, ``before``, ran."""
-    if before.get("code", line["code"]) == line["code"]:
+    if before.get("digest", line["digest"]) == line["digest"]:
         return
     if before.get("git") != line["git"]:
         change = f"git {before.get('git')}, now {line['git']}"
@@ -145,49 +147,27 @@ def warn_of_other_code(before: Mapping[str, Any], line: Mapping[str, Any]) -> No
     )
 
 
-def end(out: Path, attempt: int, code: int, step: int, ending: str) -> None:
-    """Add a line to ends.jsonl: the attempt of this number exited cleanly, with exit code ``code``, saved at ``step``."""
-    line = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "attempt": attempt,
-        "code": code,
-        "step": step,
-        "ending": ending,
-    }
-    try:
-        attempts.append_end(out, line)
-    except OSError as error:  # the exit code says the same, and the state is saved
-        log.warning("%s cannot be written: %s", error.filename or out, error.strerror)
-    try:
-        folder.sync(out)
-    except OSError as error:
-        log.warning(
-            "%s cannot be synced: %s; a power failure could lose its last lines", error.filename, error.strerror
-        )
-
-
 def requested_step(out: Path, step: int | None, job: Job) -> int | None:
     """The step to go back to, which --from named; None if ``job``, this one, has gone back to it before it was started again."""
     this = job.identity
     done = this is not None and any(
-        row.get("back_to") == step and row.get("job_id") == this.id and (row.get("restart") or 0) < this.restart
-        for row in (attempts.read(out) if step is not None else [])
+        event.get("back_to") == step and event.get("job_id") == this.id and (event.get("restart") or 0) < this.restart
+        for event in (events.read_or_refuse(out) if step is not None else [])
     )
     return None if done else step
 
 
-def tell_restart(out: Path, context: DistributedContext, ending: str) -> str:
-    """How the attempt before ended; logged if that is why the scheduler has started this job again, or torchrun's agent the ranks.
-
-    ``ending``: what its summary says.
-    """
-    job = context.job.identity
+def tell_restart(out: Path, context: DistributedContext) -> str:
+    """How the last start ended; empty for the first one. It is logged if that is why the scheduler has started this job again, or
+    torchrun's agent the ranks."""
+    job, happened = context.job.identity, events.read_or_refuse(out)
+    attempts, end = events.attempts(happened), events.last_end(happened)
+    ending = end.get("ending") or end.get("cause") or (KILLED if attempts else "")
     if inside := ends.inside_the_job():
         ending = inside
     elif job and job.restart and context.launcher != "local":
-        before = attempts.read(out)
-        troubles = context.job.troubles(before[-1].get("hosts") or [] if before else [])
-        why = [ending or "it ended before training started", *troubles]
+        hosts = events.whole(out, attempts[-1].began).get("hosts") if attempts else None
+        why = [ending or "it ended before training started", *context.job.troubles(hosts or [])]
         ending = f"start {job.restart + 1} of job {job.id}; why the last one ended: {'; '.join(why)}"
     else:
         return ending
@@ -202,17 +182,12 @@ def check_progress(out: Path, step: int, job: Job) -> None:
     cleanly does not where the scheduler has not started the job again: somebody did so by hand.
     """
     this = job.identity
-    before = attempts.read(out)
-    orderly = {row.get("attempt") for row in attempts.read_ends(out)}
     failed, later = 0, this.restart if this else 0
-    for number in range(len(before), 0, -1):
-        row = before[number - 1]
-        if not row:  # damaged: it neither counts, nor does it hide the starts before it
-            continue
-        restart = row.get("restart")
-        restart = later if restart is None else restart
-        by_hand = number in orderly and restart == later
-        if this is None or row.get("job_id") != this.id or row.get("from_step") != step or by_hand:
+    for attempt in reversed(events.attempts(events.read_or_refuse(out))):
+        began = attempt.began
+        restart = later if began.get("restart") is None else began["restart"]
+        by_hand = attempt.orderly and restart == later
+        if this is None or began.get("job_id") != this.id or began.get("from_step") != step or by_hand:
             break
         failed, later = failed + max(1, later - restart), restart
     if this and failed >= MAX_STARTS:

@@ -21,7 +21,7 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.model import count
 from hpclm.node import secrets
 from hpclm.node.job import Job
-from hpclm.rundir.attempts import check_attempts_readable
+from hpclm.rundir import events
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary, failed_without_main, recorded_ending
 from hpclm.training import messages, records
@@ -67,7 +67,7 @@ def open_run_directory(
         else:
             logs.instead_to(out / "logs" / f"rank-{context.rank:05d}.log", secrets.Redactor())
         stack.enter_context(context.exit_on_error(out / "log.txt"))
-        restarted = records.tell_restart(out, context, summary.before) if summary else ""
+        restarted = records.tell_restart(out, context) if summary else ""
         stacks = context.run_on_main(lambda: time.strftime("stacks-%Y%m%d-%H%M%S"))
         context.watchdog.write_to(out, stacks, config.parallel.pipeline)
         try:
@@ -88,7 +88,7 @@ def _lease(out: Path, job: Job) -> Lease:
 def check_start(config: RunConfig, job: Job, data: RunData, resume_step: int | None) -> None:
     """ConfigError if the run cannot start, or resume, with these settings from the checkpoint that it would take."""
     out = Path(config.out)
-    check_attempts_readable(out)
+    events.read_or_refuse(out)
     now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name, data.plan.micro_size)
     candidate = resumable.candidate(out, records.requested_step(out, resume_step, job))
     resumable.check_resumable(candidate, config.checkpoint.resume, now)

@@ -136,13 +136,13 @@ def test_what_a_run_has_told_is_on_the_disk_before_a_checkpoint_has_its_name(mor
     published = where("rename(", f'"{out}/checkpoints/.tmp-step-')
     assert len(published) == (2 if more == ["exit_interval=6"] else 3)
     for at in published:
-        for name in ("metrics.jsonl", "attempts.jsonl", "log.txt"):
+        for name in ("metrics.jsonl", "events.jsonl", "log.txt"):
             written = max(n for n in where("write(", f"<{out}/{name}>") if n < at)
             assert any(written < n < at for n in where("fsync(", f"<{out}/{name}>")), (name, lines[written:at])
     for folder, name in ((out.parent.parent, "deep"), (out.parent, "run"), (out, "checkpoints")):
         made = where("mkdir(", f'"{folder}/{name}"')[0]
         assert any(made < n < published[0] for n in where("fsync(", f"<{folder}>")), name
-    created = max(where("openat(", f'"{out}/{name}"', "O_CREAT")[0] for name in ("metrics.jsonl", "attempts.jsonl"))
+    created = max(where("openat(", f'"{out}/{name}"', "O_CREAT")[0] for name in ("metrics.jsonl", "events.jsonl"))
     assert any(created < n < published[0] for n in where("fsync(", f"<{out}>"))
 
 

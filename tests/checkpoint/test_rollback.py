@@ -7,11 +7,12 @@ import pytest
 
 from hpclm.checkpoint import directory, resumable
 from hpclm.errors import ConfigError
-from hpclm.rundir import submissions
+from hpclm.rundir import events
 from hpclm.rundir.metrics_file import forget_after
 from tests import traced
 from tests.checkpoint.state import State, saved, store
 from tests.checkpoint.victims import roll_back
+from tests.events import note
 
 ROWS = "".join(json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in range(1, 8))
 
@@ -40,7 +41,7 @@ def check(out, before):
         )  # a kill may come before it
         assert found == before[number]
     assert steps(out / "metrics.jsonl") == [1, 2] and steps(out / "metrics.rolled-back-1.jsonl") == [3, 4, 5, 6, 7]
-    assert not (out / "metrics.rolled-back-2.jsonl").exists() and not (out / "rollback.json").exists()
+    assert not (out / "metrics.rolled-back-2.jsonl").exists() and events.rollback(out) is None
     assert (checkpoints / "latest").read_text() == "step-00000002\n"
     state = State()
     assert store(checkpoints).resume(state, "require").step == 2 and state.is_of(2)
@@ -53,8 +54,8 @@ def newer(out):
 def test_what_is_newer_is_set_aside_once(out):
     before = newer(out)
     assert resumable.roll_back(out) is None and resumable.candidate(out)[0].name == "step-00000006"
-    submissions.roll_back(out, 2)
-    assert submissions.rollback(out) == 2 and resumable.candidate(out)[0].name == "step-00000002"
+    events.append(out, "roll back", step=2)
+    assert events.rollback(out) == 2 and resumable.candidate(out)[0].name == "step-00000002"
     assert resumable.roll_back(out) == 2
     check(out, before)
     assert resumable.roll_back(out) is None
@@ -63,12 +64,12 @@ def test_what_is_newer_is_set_aside_once(out):
 
 def test_it_can_be_done_again_and_again(out):
     for _ in range(2):
-        submissions.roll_back(out, 2)
+        events.append(out, "roll back", step=2)
         resumable.roll_back(out)
         saved(out / "checkpoints", (4,), keep=9)
         with (out / "metrics.jsonl").open("a") as file:
             file.write('{"step": 3, "loss": 2.0}\n{"step": 4, "loss": 2.0}\n')
-    submissions.roll_back(out, 2)
+    events.append(out, "roll back", step=2)
     resumable.roll_back(out)
     away = sorted(path.name for path in (out / "checkpoints").glob(".rolled-back-*"))
     assert away == [f".rolled-back-step-0000000{end}" for end in ("4", "4-1", "4-2", "6")]
@@ -81,10 +82,10 @@ def test_it_can_be_done_again_and_again(out):
     "spoil, told",
     [
         (
-            lambda out: submissions.roll_back(out, 3),
-            "has no complete checkpoint of step 3, which .*rollback.json asks for .* steps 1, 2, 4, 6",
+            lambda out: events.append(out, "roll back", step=3),
+            "has no complete checkpoint of step 3, to which --from asked to go back .* steps 1, 2, 4, 6",
         ),
-        (lambda out: (out / "rollback.json").write_text('{"step": "2"}'), "has no step to go back to; remove it"),
+        (lambda out: note(out, "roll back", step="2"), r"events\.jsonl, line 1, is damaged"),
     ],
 )
 def test_a_request_that_cannot_be_followed_changes_nothing(out, spoil, told):
@@ -113,7 +114,7 @@ def test_a_step_that_is_not_there_or_not_complete_is_refused_with_those_that_are
 
 @pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
 def test_a_kill_at_any_system_call_is_made_good_by_the_next_start(out, folder):
-    submissions.roll_back(out, 2)
+    events.append(out, "roll back", step=2)
     before, good = newer(out), folder / "good"
     shutil.copytree(out, good)
 
@@ -133,13 +134,13 @@ def test_a_kill_at_any_system_call_is_made_good_by_the_next_start(out, folder):
 
 @pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
 def test_the_request_goes_once_all_that_it_asked_for_is_on_the_disk(out):
-    submissions.roll_back(out, 2)
+    events.append(out, "roll back", step=2)
     lines = [line for *_, line in traced.points(roll_back, out)]
 
     def where(*words):
         return [n for n, line in enumerate(lines) if all(word in line for word in words)]
 
-    gone = where("unlink", "rollback.json")[0]
+    gone = where("write(", "events.jsonl>")[0]
     renamed = max(where("rename(", ".rolled-back-step-"))
     assert any(renamed < n < gone for n in where("fsync(", f"<{out}/checkpoints>"))
     archived, cut = (

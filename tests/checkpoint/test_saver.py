@@ -11,13 +11,14 @@ from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.checkpoint.directory import checked, steps
 from hpclm.config import CheckpointConfig, from_cli
 from hpclm.engine import Shard
-from hpclm.errors import ConfigError, DivergedError
+from hpclm.errors import DivergedError
 from hpclm.node.job import Job, JobIdentity
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.training import records
 from hpclm.training.control import ControlState
 from hpclm.training.saver import Saver
 from tests import forks
+from tests.events import note
 from tests.forks import Hpclm, hpclm
 from tests.runs import PATIENCE, lines, losses, until
 
@@ -230,10 +231,11 @@ def test_the_verb_lists_and_verifies(tiny, tmp_path):
 
 def test_a_job_that_starts_again_and_again_without_a_checkpoint_is_stopped(tmp_path):
     job = Job(JobIdentity("Slurm", "7"))
-    path = tmp_path / "attempts.jsonl"
 
     def attempts(*rows):
-        path.write_text("".join(json.dumps({"job_id": number, "from_step": step}) + "\n" for number, step in rows))
+        (tmp_path / "events.jsonl").write_text("")
+        for number, step in rows:
+            note(tmp_path, "began", job_id=number, from_step=step)
 
     attempts(("7", 0), ("7", 10), ("7", 10))
     records.check_progress(tmp_path, 10, job)
@@ -243,8 +245,9 @@ def test_a_job_that_starts_again_and_again_without_a_checkpoint_is_stopped(tmp_p
     records.check_progress(tmp_path, 20, job)
     attempts(("7", 0), ("6", 10), ("7", 10), ("7", 10))  # a person has started it anew
     records.check_progress(tmp_path, 10, job)
-    attempts(("7", 10), ("7", 10), ("7", 10))
-    (tmp_path / "ends.jsonl").write_text(json.dumps({"attempt": 2, "code": 85}) + "\n")
+    attempts(("7", 10), ("7", 10))
+    note(tmp_path, "ended", code=85, state="exited")
+    note(tmp_path, "began", job_id="7", from_step=10)
     records.check_progress(
         tmp_path, 10, job
     )  # one exited cleanly, and was started again by hand in the same allocation
@@ -268,26 +271,13 @@ STARTS = {
 @pytest.mark.parametrize("starts, restart, ends", STARTS.values(), ids=STARTS)
 def test_starts_that_reach_no_checkpoint_count_however_they_end(starts, restart, ends, tmp_path):
     job = Job(JobIdentity("Slurm", "7", restart))
-    lines = [json.dumps({"job_id": "7", "restart": number, "from_step": step}) for number, step, _ in starts]
-    (tmp_path / "attempts.jsonl").write_text("\n".join([*lines, ""]))
-    orderly = [json.dumps({"attempt": n, "code": 85}) for n, (*_, clean) in enumerate(starts, 1) if clean]
-    (tmp_path / "ends.jsonl").write_text("\n".join([*orderly, ""]))
+    for number, step, clean in starts:
+        note(tmp_path, "began", job_id="7", restart=number, from_step=step)
+        if clean:
+            note(tmp_path, "ended", code=85, state="exited")
     step = starts[-1][1]
     if ends:
         with pytest.raises(DivergedError, match=r"job 7 has started [34] times from step"):
             records.check_progress(tmp_path, step, job)
     else:
         records.check_progress(tmp_path, step, job)
-
-
-@pytest.mark.parametrize("name", ["attempts.jsonl", "ends.jsonl"])
-@pytest.mark.parametrize("kind", ["a folder", "a link to itself"])
-def test_attempts_that_cannot_be_read_are_never_taken_for_none(name, kind, tmp_path):
-    job = Job(JobIdentity("Slurm", "7", 3))
-    path = tmp_path / name
-    if kind == "a folder":
-        path.mkdir()
-    else:
-        path.symlink_to(path)
-    with pytest.raises(ConfigError, match=f"{name} cannot be read"):
-        records.check_progress(tmp_path, 0, job)

@@ -15,7 +15,7 @@ COUNTED = TEXT.removeprefix(FIRST).partition("\n")[0] + "\n"
 
 def run_directory(folder, text):
     folder.mkdir(exist_ok=True)
-    (folder / "attempts.jsonl").touch()
+    (folder / "events.jsonl").touch()
     (folder / "config.yaml").write_text(text)
     return folder
 
@@ -65,14 +65,14 @@ def test_other_settings_files_need_not_be_complete(tmp_path):
     (tmp_path / "config.yaml").write_text("optim: {lr: 0.1}\n")
     assert config.load(tmp_path / "config.yaml").optim.lr == 0.1
     more = len(fields.keys()) - 6  # than optim.lr and the five that are named
-    for name in ("jobs.jsonl", "checkpoints.saved", "attempts.jsonl"):
+    for name in ("checkpoints.saved", "events.jsonl"):
         (tmp_path / name).touch()  # a run has begun here, and what it wrote is gone
         with pytest.raises(
             ConfigError, match=f"lacks name, out, seed, stop_at, exit_interval and {more} more; a run's config"
         ):
             config.load(tmp_path / "config.yaml")
         (tmp_path / name).unlink()
-    (tmp_path / "attempts.jsonl").touch()
+    (tmp_path / "events.jsonl").touch()
     assert "lacks name, out, seed" in refused(tmp_path)
     (tmp_path / "config.yaml").rename(tmp_path / "mine.yaml")
     assert config.load(tmp_path / "mine.yaml").optim.lr == 0.1

@@ -18,6 +18,7 @@ from tests import ranks
 from tests.diagnostics import flips
 from tests.engine.sharded import made
 from tests.engine.test_exact import LAYOUTS
+from tests.events import began, note, of_kind
 from tests.forks import Ranks
 from tests.runs import ROOT, losses
 
@@ -211,14 +212,14 @@ def test_a_run_ends_with_85_names_rank_and_node_and_resumes_from_a_checkpoint_th
     assert codes == {85} and log.count(" E ") == 1
     assert "E silent corruption detected after step 8: rank 1 on " in log and "2 ranks that hold the same" in log, log
     assert "The run resumes from step 6, which was good when it was saved" in log
-    [row] = rows(tmp_path / "run/corruption.jsonl")
+    [row] = of_kind(tmp_path / "run", "corrupt")
     assert row["step"] == 8 and len(row["bad"]) == 1 and bad_nodes([str(tmp_path / "run")]) == row["bad"]
     codes, _ = run()
     assert codes == {0}
     lost = {row["step"]: row["loss"].hex() for row in rows(tmp_path / "run/metrics.lost.jsonl")}
     again = losses(tmp_path / "run")
     assert [*again] == [*range(1, 13)] and lost[7] == again[7]
-    assert [attempt["from_step"] for attempt in rows(tmp_path / "run/attempts.jsonl")] == [0, 6]
+    assert [attempt["from_step"] for attempt in began(tmp_path / "run")] == [0, 6]
 
 
 OF_THE_USER = {
@@ -272,24 +273,26 @@ def test_a_fault_of_the_users_own_code_is_named_as_such_and_excludes_no_node(wor
     for text in said:
         assert re.search(text, log), log
     assert "corruption" not in log and "so this counts as its fault, and no node is excluded" in log
-    assert not (tmp_path / "run/corruption.jsonl").exists()
+    assert not of_kind(tmp_path / "run", "corrupt")
 
 
 def test_a_bit_that_flips_where_code_of_the_user_takes_part_counts_as_the_programs_fault(run, tmp_path):
     codes, log = run("optim.schedule=tests.diagnostics.flips:constant_rate")
     assert codes == {93} and "rank 1 on " in log and "hpclm resume" in log, log
-    assert not (tmp_path / "run/corruption.jsonl").exists()
+    assert not of_kind(tmp_path / "run", "corrupt")
 
 
 def test_bad_nodes_of_all_runs_are_excluded_with_and_without_a_preflight_report(tmp_path):
-    (tmp_path / "corruption.jsonl").write_text('{"bad": ["node3"], "step": 8}\n{"bad": []}\n')
+    note(tmp_path, "corrupt", bad=["node3"], step=8)
+    note(tmp_path, "corrupt", bad=[])
     assert bad_nodes([str(tmp_path)]) == ["node3"]
-    (tmp_path / "preflight.json").write_text('{"bad": ["node1"]}')
+    note(tmp_path, "preflight", bad=["node9"])
+    note(tmp_path, "preflight", bad=["node1"])
     assert bad_nodes([str(tmp_path)]) == ["node1", "node3"]
     (tmp_path / "other").mkdir()
-    (tmp_path / "other/preflight.json").write_text('{"bad": ["node2"]}')
+    note(tmp_path / "other", "preflight", bad=["node2"])
     assert bad_nodes([str(tmp_path), str(tmp_path / "other")]) == ["node1", "node3", "node2"]
-    (tmp_path / "corruption.jsonl").write_text('{"bad": ["-node3"]}\n')
+    note(tmp_path, "corrupt", bad=["-node3"])
     with pytest.raises(ConfigError, match="'-node3', which is not a node name"):
         bad_nodes([str(tmp_path)])
 
@@ -302,7 +305,7 @@ def finding(**more):
 def test_a_run_that_ends_because_of_corruption_notes_the_node_and_says_how_to_exclude_it(certain, saved, tmp_path):
     with pytest.raises(CorruptedError) as ended:
         corruption.end_run([finding(certain=certain)], 7, saved, single(), torch.device("cpu"), tmp_path)
-    [row] = [json.loads(line) for line in (tmp_path / "corruption.jsonl").read_text().splitlines()]
+    [row] = of_kind(tmp_path, "corrupt")
     [node] = row["bad"]
     way = "The run resumes from step 5, which was good when it was saved" if saved else "Nothing was saved"
     assert row["step"] == 7 and str(ended.value) == (

@@ -1,4 +1,3 @@
-import json
 import re
 import shutil
 import subprocess
@@ -11,12 +10,13 @@ from hpclm.diagnostics import preflight, verdict
 from hpclm.diagnostics.preflight import refusal
 from hpclm.distributed.context import single
 from tests.diagnostics import peers
+from tests.events import of_kind
 from tests.forks import hpclm
 from tests.runs import ROOT
 
 
 def report(out):
-    return json.loads((out / "preflight.json").read_text())
+    return of_kind(out, "preflight")[-1]
 
 
 def test_healthy_ranks_log_one_line_and_leave_only_a_report(tmp_path):
@@ -27,13 +27,13 @@ def test_healthy_ranks_log_one_line_and_leave_only_a_report(tmp_path):
     found = report(tmp_path)
     assert found["ok"] and found["bad"] == [] and [each["rank"] for each in found["ranks"]] == [0, 1, 2, 3]
     assert [link["nodes"] for link in found["links"]] == [["b", "a"], ["a", "b"]] and found["links"][0]["speed"] > 0
-    assert [path.name for path in tmp_path.iterdir()] == ["preflight.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["events.jsonl"], ["events.jsonl", "logs"])
 
 
 @pytest.mark.parametrize("setting, checked", [("on", True), ("off", False)])
 def test_the_check_can_be_disabled(setting, checked, tiny, tmp_path):
     hpclm("train", *tiny("run", f"cluster.preflight={setting}", "budget.steps=1"), check=0)
-    assert (tmp_path / "run/preflight.json").exists() == checked
+    assert bool(of_kind(tmp_path / "run", "preflight")) == checked
 
 
 def test_nodes_with_different_code_are_refused_with_both_digests_and_the_file(tmp_path):
@@ -47,7 +47,8 @@ def test_nodes_with_different_code_are_refused_with_both_digests_and_the_file(tm
     out = tmp_path / "out"
     out.mkdir()
     assert [end for _, end in peers.hold(out, ["a", "b"], before=before)] == [0, 0]
-    (out / "preflight.json").unlink()
+    shutil.rmtree(out)
+    out.mkdir()
     with (copies["b"] / "hpclm/training/loop.py").open("a") as file:
         file.write("# on this node only\n")
     (text, end), (other, end_of_other) = peers.hold(out, ["a", "a", "b"], before=before)[::2]
@@ -79,7 +80,7 @@ def test_a_run_directory_that_is_not_shared_is_refused(nodes, bad, tmp_path):
     assert (
         f"bad node: {last}; start again without: hpclm resume {tmp_path} --exclude-bad {tmp_path}" in results[0][0]
     ) == bool(bad)
-    assert f"{tmp_path}/preflight.json has the host, device and library versions of each process" in results[0][0]
+    assert f"library versions of each process, and what was measured, are in {tmp_path}/events.jsonl" in results[0][0]
     assert all({"host", "device", "torch", "python"} <= row.keys() for row in found["ranks"])
 
 
@@ -89,7 +90,9 @@ def test_a_refusal_names_its_report_only_if_there_is_one():
     assert (
         refusal(["x"], [], Path("/out"), True)
         .splitlines()[1]
-        .startswith("/out/preflight.json has the host, device and")
+        .startswith(
+            "the host, device and library versions of each process, and what was measured, are in /out/events.jsonl"
+        )
     )
 
 
@@ -137,7 +140,7 @@ def test_what_does_not_stop_a_run_is_logged_and_kept_as_a_warning(tmp_path, monk
 @pytest.mark.parametrize("bad, kept, lines", [
     ([], False, ["set cluster.preflight=false to skip these checks"]),
     (["a"], False, ["bad node: a; start again without: hpclm resume /r --exclude-bad /r", "set cluster.preflight=false"]),
-    (["a", "b"], True, ["bad nodes: a, b; start again without: hpclm resume /r", "/r/preflight.json has the host, device"]),
+    (["a", "b"], True, ["bad nodes: a, b; start again without: hpclm resume /r", "the host, device and library"]),
 ])  # fmt: skip
 def test_a_refusal_says_which_nodes_to_leave_out(bad, kept, lines):
     first, *rest = refusal(["x is wrong"], bad, Path("/r"), kept).splitlines()

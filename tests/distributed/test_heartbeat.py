@@ -1,6 +1,5 @@
 """Which rank is lost when others only see a closed connection: those that do not answer the roll call."""
 
-import json
 import os
 import signal
 import threading
@@ -19,8 +18,9 @@ from hpclm.distributed.rendezvous import RankInfo, rank_key
 from hpclm.distributed.store import JsonStore
 from hpclm.errors import ConfigError
 from tests.distributed.test_watchdog import descendants, training
+from tests.events import began
 from tests.forks import Hpclm
-from tests.runs import PATIENCE, has_step, lines, until
+from tests.runs import PATIENCE, has_step, until
 
 
 class Beating(threading.Thread):
@@ -115,7 +115,7 @@ def test_a_launcher_of_which_two_ranks_are_killed_at_once_names_one_of_them_and_
     with Hpclm("submit", *words, f"job.cluster={launcher}", "job.gpus=3", env=env, merged=True) as process:
         until(lambda: has_step(tmp_path / "run", 3), "step 3", process)
         ranks = [pid for pid in descendants(process.pid) if training(pid)]
-        [first] = [json.loads(line)["pid"] for line in lines(tmp_path / "run/attempts.jsonl")]
+        [first] = [attempt["pid"] for attempt in began(tmp_path / "run")]
         assert len(ranks) == 3
         for pid in [pid for pid in ranks if pid != first][:2]:
             os.kill(pid, signal.SIGKILL)

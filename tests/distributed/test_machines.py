@@ -19,6 +19,7 @@ from hpclm import files
 from hpclm.launch import jobs
 from hpclm.rundir import runs, status
 from hpclm.rundir.lease import Lease
+from tests.events import began
 from tests.forks import hpclm
 from tests.rundir.test_runs import make
 from tests.runs import ROOT, variables
@@ -84,9 +85,9 @@ def test_two_machines_with_one_host_name_train_together(tiny, tmp_path):
         shown = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], shown
     assert f"on {NAME}, {NAME};" in shown[0] and "2 ranks on 2 nodes agree" in shown[0]
-    attempt = json.loads((tmp_path / "run/attempts.jsonl").read_text())
+    [attempt] = began(tmp_path / "run")
     assert attempt["hosts"] == [NAME, NAME]
-    assert runs.read(tmp_path / "run").summary["attempt"]["nodes"] == 2  # hpclm resume asks for as many
+    assert attempt["nodes"] == 2  # hpclm resume asks for as many
 
 
 def test_a_process_of_a_machine_with_the_same_name_is_neither_looked_up_nor_ended_here(tmp_path):

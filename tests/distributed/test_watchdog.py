@@ -15,6 +15,7 @@ from hpclm.config import ClusterConfig
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.rundir import summary
+from tests.events import began
 from tests.forks import Hpclm, Ranks, hpclm
 from tests.runs import has_step, lines, losses, until
 
@@ -91,7 +92,7 @@ def test_a_launcher_ends_with_its_stopped_rank_and_asks_to_be_started_again(laun
     env = os.environ | {"OMP_NUM_THREADS": "1", "HPCLM_SITE": ""}
     with Hpclm("submit", *words, env=env, merged=True) as process:
         until(lambda: has_step(tmp_path / "run", 3), "step 3", process)
-        ranks = [json.loads(line)["pid"] for line in lines(tmp_path / "run/attempts.jsonl")]
+        ranks = [attempt["pid"] for attempt in began(tmp_path / "run")]
         others = [pid for pid in descendants(process.pid) if training(pid) and pid not in ranks]
         os.kill(others[0], signal.SIGSTOP)
         said, _ = process.communicate()

@@ -28,7 +28,8 @@ LAUNCHER = """#!/bin/bash
 [ "$1" != --version ] || { echo "mpirun (Open MPI) 4.1.4"; eval $ON_VERSION; exit; }
 echo "$@" >> started
 env > environment
-[ -z "$TRAINED" ] || echo "{\\"job_id\\": \\"7\\", \\"restart\\": ${SLURM_RESTART_COUNT:-0}}" >> run/attempts.jsonl
+BEGAN='{"kind": "began", "time": "", "job_id": "7", "restart"'
+[ -z "$TRAINED" ] || echo "$BEGAN: ${SLURM_RESTART_COUNT:-0}}" >> run/events.jsonl
 [ -z "$ENDS" ] || { mkdir -p $HPCLM_ERRORS; cp $ENDS $HPCLM_ERRORS/; }
 exit $CODE
 """

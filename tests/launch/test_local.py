@@ -19,7 +19,7 @@ from hpclm import config
 from hpclm.errors import ConfigError
 from hpclm.launch import local
 from hpclm.node import gpus
-from hpclm.rundir import submissions
+from tests.events import of_kind
 from tests.launch import launched
 from tests.launch.launched import job_log, left, ready, save, signals, warned
 from tests.runs import PATIENCE, ROOT, shown_on, until
@@ -70,9 +70,11 @@ def test_what_ranks_print_is_shown_and_logged(tmp_path):
     assert code == 7 and sorted(told.splitlines()) == ["from two", "from zero"] and "zero's error\n" in errors
     log = job_log(tmp_path)
     assert "from zero" in log and "zero's error" in log and "3 processes of this machine" in log
-    [job] = submissions.read(tmp_path)
-    assert (job.cluster, job.nodes, job.tasks_per_node, job.folder) == ("local", 1, 3, str(ROOT))
-    assert job.log == str(tmp_path / f"logs/job-local-{job.job_id}.log")
+    [job] = of_kind(tmp_path, "submitted")
+    assert (job["cluster"], job["nodes"], job["tasks_per_node"], job["folder"]) == ("local", 1, 3, str(ROOT))
+    assert job["log"] == str(tmp_path / f"logs/job-local-{job['job_id']}.log")
+    [end] = of_kind(tmp_path, "ended")
+    assert end["code"] == 7
     assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700
 
 

@@ -14,6 +14,7 @@ import pytest
 from hpclm import config
 from hpclm.errors import ConfigError
 from hpclm.launch import mpi
+from tests.events import began, of_kind
 from tests.forks import hpclm
 from tests.launch.launched import job_log, launched, left, ready, save, signals, start, warned
 from tests.runs import PATIENCE, losses, until
@@ -195,8 +196,8 @@ class TestNodes:
              [(0, a, "0,1"), (1, a, "0,1"), (2, b, "1,3"), (3, b, "1,3")]]
             + [f"{rank} {host} WORD=x;y,z" for rank, host in [(0, a), (1, a), (2, b), (3, b)]]
         )  # fmt: skip
-        [line] = (tmp_path / "out/jobs.jsonl").read_text().splitlines()
-        assert '"nodes": 2' in line and '"cluster": "mpirun"' in line
+        [submitted] = of_kind(tmp_path / "out", "submitted")
+        assert (submitted["nodes"], submitted["cluster"]) == (2, "mpirun")
 
     @pytest.mark.parametrize("victim", ["rank", "launcher"])
     def test_kill_9_leaves_nothing_on_any_host(self, nodes, tmp_path, victim):
@@ -221,7 +222,7 @@ class TestNodes:
             {step: float.fromhex(loss) for step, loss in losses(tmp_path / run).items()} for run in ("alone", "mpi")
         )
         assert found == pytest.approx(alone, abs=1e-4)
-        assert f'"hosts": ["{a}", "{b}"]' in (tmp_path / "mpi/attempts.jsonl").read_text()
+        assert began(tmp_path / "mpi")[0]["hosts"] == [a, b]
 
 
 def test_the_interpreter_of_the_ranks_is_this_one():

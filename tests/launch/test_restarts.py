@@ -1,6 +1,5 @@
 """Ranks that torchrun starts again, inside the same launch."""
 
-import json
 import os
 import signal
 
@@ -8,8 +7,9 @@ import psutil
 import pytest
 
 from hpclm.launch import torchrun
+from tests.events import began
 from tests.forks import Hpclm, Ranks, hpclm
-from tests.runs import has_step, lines, losses, until
+from tests.runs import has_step, losses, until
 
 WORDS = ["budget.steps=60", "checkpoint.every=5", "batch.micro_size=1", "cluster.preflight=false"]
 
@@ -38,7 +38,7 @@ def test_a_killed_rank_is_started_again_and_the_run_learns_the_same(launch, tmp_
     os.kill(doomed, signal.SIGKILL)
     _, said = launch.communicate()
     assert launch.returncode == 0, said
-    attempts = [json.loads(line) for line in lines(out / "attempts.jsonl")]
+    attempts = began(out)
     assert len(attempts) == 2 and attempts[1]["from_step"] >= 5
     text = (out / "log.txt").read_text()
     assert f"(pid {doomed}) was killed" in text and "done at step 60" in text
@@ -52,7 +52,7 @@ def test_ranks_that_end_on_purpose_are_not_started_again(launch, tmp_path):
     launch.terminate()
     _, said = launch.communicate()
     assert launch.returncode == 85, said
-    assert len(lines(tmp_path / "run/attempts.jsonl")) == 1
+    assert len(began(tmp_path / "run")) == 1
 
 
 @pytest.mark.parametrize(

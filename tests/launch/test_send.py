@@ -11,8 +11,8 @@ import pytest
 
 from hpclm import config
 from hpclm.launch.schedulers import slurm_script
-from hpclm.rundir import submissions
 from tests import forks
+from tests.events import of_kind, rewrite, without
 from tests.launch.schedulers.test_template import NASTY, script
 from tests.runs import ROOT, until
 from tests.slurm import ENDED
@@ -65,10 +65,10 @@ def test_a_job_trains_in_a_directory_with_spaces_and_quotes_and_the_words_that_f
     relative = shlex.quote(out.name)
     for line in (f"follow         hpclm logs -f {relative}", f"resume         hpclm resume {relative}"):
         assert line in done.stdout
-    (said,) = submissions.read(out)
-    assert (said.cluster, said.job_id, said.nodes, said.tasks_per_node) == ("slurm", job, 1, 1)
-    assert said.command[:4] == ["hpclm", "submit", "--gpus", "1"]
-    assert Path(said.script) == out / "job/script-1.sbatch"
+    (said,) = of_kind(out, "submitted")
+    assert (said["cluster"], said["job_id"], said["nodes"], said["tasks_per_node"]) == ("slurm", job, 1, 1)
+    assert said["command"][:4] == ["hpclm", "submit", "--gpus", "1"]
+    assert Path(said["script"]) == out / "job/script-1.sbatch"
     assert not list(submit.here.rglob("canary")) and not list(out.rglob("*.pkl"))
     assert sorted(path.name for path in (out / "job").iterdir()) == ["lock", "sbatch.lock", "script-1.sbatch"]
 
@@ -162,7 +162,7 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_twice(submit):
     assert f"job {job_id(next_one)}" in submit(*SMALL, check=75).stderr
     submit.cluster.cancel_all()
     submit(*SMALL, *HOLD)
-    assert len(submissions.read(submit.here / "runs/debug")) == 3
+    assert len(of_kind(submit.here / "runs/debug", "submitted")) == 3
 
 
 def test_a_sweep_is_a_job_for_each_run_and_what_is_queued_already_is_left_alone(submit):
@@ -185,14 +185,14 @@ def test_submit_killed_at_any_moment_and_typed_again_leaves_exactly_one_job(subm
         out = submit.here / f"runs/k{number}"
         with forks.Hpclm("submit", *SMALL, *HOLD, f"out={out}", **submit.options):
             time.sleep(chance.uniform(0.0, 1.2) * usual)
-        recorded = len(submissions.read(out))
+        recorded = len(of_kind(out, "submitted"))
         done = submit(*SMALL, *HOLD, f"out={out}", check=None)
         codes.append(done.returncode)
         assert done.returncode == (75 if recorded else 0), done.stderr
         lost += "an earlier submission was interrupted" in done.stdout
-        assert len(submissions.read(out)) == 1
+        assert len(of_kind(out, "submitted")) == 1
         (queued,) = jobs(submit.cluster)
-        assert queued.split()[0] == submissions.read(out)[0].job_id
+        assert queued.split()[0] == of_kind(out, "submitted")[0]["job_id"]
         submit.cluster.run(["scancel", queued.split()[0]])
         assert not list(out.rglob("*.tmp-*"))
     print(f"refused {codes.count(75)}, went on {codes.count(0)}, of which {lost} found a job that was not recorded")
@@ -202,13 +202,13 @@ def test_submit_killed_at_any_moment_and_typed_again_leaves_exactly_one_job(subm
 def test_a_job_whose_submission_was_not_recorded_is_found_again_and_cancelled(submit):
     first = submit(*SMALL, *HOLD)
     out = submit.here / "runs/debug"
-    (out / "jobs.jsonl").unlink()
+    rewrite(out, without("submitted"))
     found = submit(*SMALL, *HOLD)
     assert job_id(found) == job_id(first) and "already queued" in found.stdout
-    (out / "jobs.jsonl").unlink()
+    rewrite(out, without("submitted"))
     assert f"job {job_id(first)}" in submit(*SMALL, *HOLD, "out=runs/debug", "seed=9", check=75).stderr
-    assert [each.job_id for each in submissions.read(out)] == [job_id(first)]
-    (out / "jobs.jsonl").unlink()
+    assert [each["job_id"] for each in of_kind(out, "submitted")] == [job_id(first)]
+    rewrite(out, without("submitted"))
     assert f"job {job_id(first)}: cancelled" in forks.hpclm("cancel", "debug", check=0, **submit.options).stdout
     assert submit.cluster.wait(job_id(first)) == "CANCELLED"
 
@@ -238,9 +238,9 @@ def test_submit_inside_a_job_starts_a_job_of_its_own_size(submit):
         f"--output={submit.here}/outer.log",
     )
     assert submit.cluster.wait(outer) == "COMPLETED", (submit.here / "outer.log").read_text()
-    (said,) = submissions.read(submit.here / "inner")
-    submit.cluster.wait(said.job_id, ("RUNNING", *ENDED))
-    shown = submit.cluster.show(said.job_id)
+    (said,) = of_kind(submit.here / "inner", "submitted")
+    submit.cluster.wait(said["job_id"], ("RUNNING", *ENDED))
+    shown = submit.cluster.show(said["job_id"])
     assert (shown["NumNodes"], shown["NumTasks"], shown["CPUs/Task"]) == ("1", "2", "1")
 
 

@@ -1,11 +1,11 @@
 """Ranks that torchrun's agents start again inside a Slurm allocation, on a real Slurm."""
 
-import json
 import os
 import signal
 
 import pytest
 
+from tests.events import began
 from tests.runs import command_of, lines
 from tests.slurm import until
 from tests.test_preemption import Job
@@ -16,7 +16,7 @@ AGENT = command_of("hpclm.launch.torchrun")
 
 
 def attempts(job):
-    return [json.loads(line) for line in lines(job.out / "attempts.jsonl")]
+    return began(job.out)
 
 
 def ranks_by_node(job):

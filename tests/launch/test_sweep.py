@@ -9,7 +9,8 @@ import pytest
 from hpclm import cli, config
 from hpclm.errors import ConfigError
 from hpclm.launch import sweep
-from hpclm.rundir import attempts, runs
+from hpclm.rundir import runs
+from tests.events import began
 from tests.forks import Hpclm, hpclm
 from tests.runs import PATIENCE, until
 
@@ -101,16 +102,16 @@ def test_a_sweep_goes_on_after_a_failure_and_continues_after_a_signal(tiny, tmp_
     short = [word.replace("budget.steps=3000", f"budget.steps={saved + 5}") for word in words]
     done = hpclm(*short, "--parallel", "2", cwd=tmp_path, check=93)
     assert "run-lr-1e38: failed with exit code 93: step 21: loss nan" in done.stderr
-    assert [runs.read(out).summary["state"] for out in outs] == ["done", "failed"]
-    assert attempts.read(outs[0])[-1]["from_step"] == saved
+    assert [runs.read(out).end["state"] for out in outs] == ["done", "failed"]
+    assert began(outs[0])[-1]["from_step"] == saved
     lines = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith("run-lr")]
     assert lines == [["run-lr-1e-3", "done"], ["run-lr-1e38", "diverged"]]
     report = tmp_path / "run-lr-report.html"
     assert f"report  {report.name}" in done.stdout and "2 runs compared" in report.read_text()
-    times = [(out / "attempts.jsonl").stat().st_mtime for out in outs]
+    times = [(out / "events.jsonl").stat().st_mtime for out in outs]
     again = hpclm(*short, cwd=tmp_path, check=93)
     assert again.stderr.count("; skipped") == 1 and "not started again with the same settings" in again.stderr
-    assert times == [(out / "attempts.jsonl").stat().st_mtime for out in outs]
+    assert times == [(out / "events.jsonl").stat().st_mtime for out in outs]
 
 
 @pytest.mark.whole

@@ -5,6 +5,7 @@ import pytest
 
 from hpclm import cli
 from hpclm.node.secrets import Redactor, is_secret, problems
+from tests.events import began
 from tests.forks import hpclm
 from tests.runs import PATIENCE
 
@@ -197,5 +198,5 @@ def test_the_recorded_command_contains_no_secret(tiny, tmp_path):
     code = "import sys; from hpclm import cli; sys.exit(cli.main(['train', *sys.argv[3:]]))"
     command = [sys.executable, "-c", code, "--token", CANARIES["WANDB_API_KEY"], *tiny("run")]
     subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE, env=os.environ | CANARIES)
-    attempt = json.loads((tmp_path / "run" / "attempts.jsonl").read_text())
+    [attempt] = began(tmp_path / "run")
     assert "--token '***'" in attempt["command"] and b"canary" not in everything(tmp_path / "run")

@@ -1,6 +1,5 @@
 """batch.micro_size=auto, and what is said when the memory is not enough."""
 
-import json
 import os
 import re
 from dataclasses import replace
@@ -17,6 +16,7 @@ from hpclm.inference import run_settings
 from hpclm.node.gpus import KINDS
 from hpclm.planning import fit, forecast, suggest
 from tests import ranks
+from tests.events import began, note
 from tests.forks import hpclm
 from tests.runs import ROOT, losses
 
@@ -65,7 +65,7 @@ def test_a_run_keeps_the_number_it_started_with(tmp_path):
     first = fit.with_micro_size_for(H200, run, context)
     assert first.batch.micro_size == 16
     compose.dump(first, tmp_path / "config.yaml")
-    (tmp_path / "attempts.jsonl").write_text('{"time": "2026-01-01T00:00:00+0000", "from_step": 0, "micro_size": 16}\n')
+    note(tmp_path, "began", from_step=0, micro_size=16)
     assert fit.with_micro_size_for(H100, run, context).batch.micro_size == 16
     other = replace(run, batch=replace(run.batch, global_size=24))  # 16 does not divide it
     assert fit.with_micro_size_for(H100, other, context).batch.micro_size == 8
@@ -112,8 +112,7 @@ def test_auto_trains_on_several_ranks_and_keeps_its_number_when_it_is_submitted_
     out = tmp_path / "run"
 
     def sizes():
-        rows = [json.loads(line)["micro_size"] for line in (out / "attempts.jsonl").read_text().splitlines()]
-        return config.load(out / "config.yaml").batch.micro_size, rows
+        return config.load(out / "config.yaml").batch.micro_size, [attempt["micro_size"] for attempt in began(out)]
 
     submit = ["submit", "--cluster", "local", *TOY, "batch.micro_size=auto", f"out={out}"]
     hpclm(*submit, "--gpus", 2, "budget.steps=1", check=0)

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from hpclm.config import DataConfig, RunConfig, dump
 from hpclm.config.optim import OptimConfig
 from hpclm.config.schema import BudgetConfig
+from tests.events import note, submit
 
 NOON = datetime(2026, 3, 5, 12, tzinfo=UTC).astimezone()
 
@@ -44,9 +45,6 @@ def preempted(out, lr=1e-3):
         optim=OptimConfig(lr=lr),
     )
     dump(config, out / "config.yaml")
-    jobs = [dict(cluster="slurm", job_id=job, host="login", nodes=2, tasks_per_node=4, log="", time=stamp(when))
-            for job, when in (("7", 0), ("8", 400))]  # fmt: skip
-    (out / "jobs.jsonl").write_text(lines(jobs))
     begins = [60, 200, 300, 420]
     starts, jobs = [0, 30, 40, 60], ["7", "7", "7", "8"]
     again = "start {} of job 7; why the last one ended: {}"
@@ -61,12 +59,15 @@ def preempted(out, lr=1e-3):
         dict(time=stamp(begin + 8), began=at(begin).timestamp(), from_step=first, job_id=job) | size | why
         for begin, first, job, why in zip(begins, starts, jobs, after)
     ]
-    (out / "attempts.jsonl").write_text(lines(attempts))
-    ends = [
-        dict(time=stamp(102), attempt=1, code=85, step=30, ending="SIGUSR1: saved at step 30, exiting"),
-        dict(time=stamp(471), attempt=4, code=0, step=100),
-    ]
-    (out / "ends.jsonl").write_text(lines(ends))
+    submit(out, "slurm", "7", nodes=2, tasks_per_node=4, time=stamp(0))
+    note(out, "began", **attempts[0])
+    saved = "SIGUSR1: saved at step 30, exiting"
+    note(out, "ended", time=stamp(102), state="exited", code=85, step=30, ending=saved)
+    note(out, "began", **attempts[1])
+    note(out, "began", **attempts[2])
+    submit(out, "slurm", "8", nodes=2, tasks_per_node=4, time=stamp(400))
+    note(out, "began", **attempts[3])
+    note(out, "ended", time=stamp(471), state="done", code=0, step=100)
     kept = [row(step, 70 + step) for step in range(1, 31)]
     kept += [row(step, 210 + step - 30) for step in range(31, 41)]
     kept += [row(step, 310 + step - 40) for step in range(41, 61)]
@@ -92,7 +93,7 @@ def trained(out, losses, held_out=None, lr=1e-3):
     )
     dump(config, out / "config.yaml")
     start = dict(time=stamp(1), began=at(0).timestamp(), from_step=0, steps=steps, size=1, hosts=["a1"], host="a1")
-    (out / "attempts.jsonl").write_text(lines([start]))
+    note(out, "began", **start)
     measured = [row(step, step) | {"loss": loss} for step, loss in enumerate(losses, 1)]
     measured += [
         dict(step=step, time=at(step).timestamp(), part="valid", validation_loss=loss)

@@ -6,6 +6,7 @@ from hpclm import cli
 from hpclm.errors import ConfigError
 from hpclm.reporting import history
 from hpclm.reporting.timeline import state, summary
+from tests.events import rewrite, without
 from tests.reporting import made
 
 
@@ -38,9 +39,7 @@ def test_the_phases_of_an_attempt_follow_each_other_from_the_queue_to_its_end(tm
 
 def test_the_time_between_attempts_that_no_queue_started_is_not_time_in_a_queue(tmp_path):
     out = made.preempted(tmp_path / "run")
-    (out / "jobs.jsonl").unlink()
-    written = (out / "attempts.jsonl").read_text()
-    (out / "attempts.jsonl").write_text(written.replace('"job_id"', '"was"'))
+    rewrite(out, lambda event: None if event["kind"] == "submitted" else event | {"job_id": None})
     found = history.read(out)
     noon = made.NOON.timestamp()
     assert found.seconds("queued") == 0
@@ -51,7 +50,7 @@ def test_the_time_between_attempts_that_no_queue_started_is_not_time_in_a_queue(
 
 def test_a_run_that_has_not_ended_says_when_it_was_last_alive(tmp_path):
     out = made.preempted(tmp_path / "run")
-    (out / "ends.jsonl").write_text((out / "ends.jsonl").read_text().splitlines(keepends=True)[0])
+    rewrite(out, lambda event: None if event.get("state") == "done" else event)
     found = history.read(out)
     assert state(found).endswith(
         f": not ended, as far as its files say; the last sign of life was at {made.at(470):%Y-%m-%d %H:%M:%S}."
@@ -68,17 +67,17 @@ def test_a_stranger_reads_what_happened(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["ends.jsonl", "jobs.jsonl", "metrics.jsonl", "metrics.lost.jsonl"])
-def test_a_file_that_is_missing_costs_only_what_it_says(name, tmp_path):
+@pytest.mark.parametrize("name", ["ended", "submitted", "metrics.jsonl", "metrics.lost.jsonl"])
+def test_what_is_missing_costs_only_what_it_says(name, tmp_path):
     out = made.preempted(tmp_path / "run")
-    (out / name).unlink()
+    (out / name).unlink() if "." in name else rewrite(out, without(name))
     missing = history.read(out)
     assert len(missing.attempts) == 4
     assert [a.first for a in missing.attempts] == [0, 30, 40, 60] and missing.wall > 0
     assert all(a.end == b.begin for x in missing.attempts for a, b in zip(x.phases, x.phases[1:]))
 
 
-@pytest.mark.parametrize("name", ["attempts.jsonl", "metrics.jsonl", "metrics.lost.jsonl"])
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "metrics.lost.jsonl"])
 def test_a_damaged_line_is_named_and_one_that_is_being_written_is_left_out(name, tmp_path):
     out = made.preempted(tmp_path / "run")
     whole, lines = history.read(out), (out / name).read_text()
@@ -119,7 +118,7 @@ def test_steps_of_a_killed_attempt_are_kept_apart_and_counted_as_lost(tiny, tmp_
 
     shutil.rmtree(out / "checkpoints/step-00000010")  # as if it had been killed before it saved
     (out / "checkpoints/latest").write_text("step-00000008\n")
-    (out / "ends.jsonl").unlink()
+    rewrite(out, without("ended"))
     assert cli.main(["train", *tiny("run", "checkpoint.every=4")]) == 0
     assert (out / "metrics.lost.jsonl").read_text() == "".join(rows[8:])
     found = history.read(out)

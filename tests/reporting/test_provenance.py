@@ -1,24 +1,23 @@
 """Where a run came from, in words."""
 
-import json
-
 from hpclm.reporting import history, provenance
+from hpclm.rundir import events
+from tests.events import rewrite
 from tests.reporting import made
 
 
 def test_the_facts_of_a_run_are_its_size_its_data_its_code_and_its_hardware(tmp_path):
     out = made.trained(tmp_path / "a", [3.0, 2.0])
-    row = json.loads((out / "attempts.jsonl").read_text())
-    row |= dict(
+    row = dict(
         hosts=[f"n{number}" for number in range(6)], size=12, python="3.11.7", versions={"torch": "2.9", "none": None}
     )
-    row |= dict(command="hpclm train a", folder="/home/me", hpclm="1.0", git="abc-dirty", code="123")
-    (out / "attempts.jsonl").write_text(made.lines([row]))
+    row |= dict(command="hpclm train a", folder="/home/me", hpclm="1.0", git="abc-dirty", digest="123")
+    rewrite(out, lambda event: event | row)
     ranks = [{"device_name": "H100", "driver": "550", "cuda": "12.8", "nccl": "2.27"}] * 3 + [
         {"device_name": "A100"},
         "odd",
     ]
-    (out / "preflight.json").write_text(json.dumps({"ranks": ranks}))
+    events.append(out, "preflight", ranks=ranks, links=["x" * 5000])
     facts = provenance.facts(history.read(out), provenance.settings(out))
     assert facts["hardware"] == (
         "3 × H100; 1 × A100; 12 processes on n0, n1, n2, n3 and 2 more; driver 550; CUDA 12.8; NCCL 2.27"
@@ -27,8 +26,7 @@ def test_the_facts_of_a_run_are_its_size_its_data_its_code_and_its_hardware(tmp_
     assert facts["versions"] == "Python 3.11.7, torch 2.9" and facts["data"] == "source=synthetic"
     context = provenance.compose.of_run(out, []).model.context
     assert facts["tokens"] == f"{16 * context:,} seen, in 16 samples" and f"context {context:,}" in facts["model"]
-    (out / "attempts.jsonl").write_text(made.lines([row | dict(hosts=["n0"], size=1)]))
-    (out / "preflight.json").unlink()
+    rewrite(out, lambda event: event | dict(hosts=["n0"], size=1) if event["kind"] == "began" else None)
     facts = provenance.facts(history.read(out), provenance.settings(out))
     assert facts["hardware"] == "1 process on n0"
 

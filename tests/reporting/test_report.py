@@ -16,6 +16,7 @@ from hpclm.reporting.page import Content
 from hpclm.reporting.page import page as page_of
 from hpclm.rundir import config_history
 from hpclm.rundir.summary import RunSummary
+from tests.events import note, rewrite
 from tests.reporting import made
 from tests.runs import exit_code
 
@@ -110,10 +111,9 @@ def test_the_page_needs_nothing_else_and_is_well_formed(written):
 
 def test_text_of_others_is_neither_markup_nor_script_nor_hides_anything(tmp_path):
     out = made.preempted(tmp_path / "run")
-    rows = [json.loads(line) for line in (out / "attempts.jsonl").read_text().splitlines()]
-    rows[-1] |= {"command": HOSTILE, "git": HOSTILE, "versions": {HOSTILE: HOSTILE}, "hosts": [HOSTILE]}
-    (out / "attempts.jsonl").write_text(made.lines(rows))
-    (out / "preflight.json").write_text(json.dumps({"ranks": [3, {"device_name": HOSTILE, "driver": [1]}]}))
+    hostile = {"command": HOSTILE, "git": HOSTILE, "versions": {HOSTILE: HOSTILE}, "hosts": [HOSTILE]}
+    rewrite(out, lambda event: event | hostile)
+    note(out, "preflight", ranks=[3, {"device_name": HOSTILE, "driver": [1]}])
     clean = page_of(Content({"a": history.read(tmp_path), "b": history.read(tmp_path)}, {"a": {}, "b": {}}))
     runs = {HOSTILE: history.read(out), "b": history.read(out)}
     settings = {HOSTILE: {"optim.lr": HOSTILE}, "b": {"optim.lr": 1}}
@@ -244,7 +244,6 @@ def test_several_runs_are_one_table_with_the_best_first(tmp_path):
     made.trained(tmp_path / "wild", falling[:20] + [9e9] * 20, {20: 3.0, 40: 9e9}, lr=1.0)
     made.trained(tmp_path / "nan", falling[:20] + [None] * 20, {20: 3.9, 40: None}, lr=2.0)
     why = f"rank 3 on a1: {'a long story, ' * 9}at last"
-    (tmp_path / "good/attempts.jsonl").write_text(made.lines([{"time": made.stamp(0)}]))
     RunSummary(tmp_path / "good").failed(why)
     page = tmp_path / "page.html"
     assert cli.main(["report", "--no-png", "--runs", str(tmp_path), "*", "-o", str(page)]) == 0
@@ -262,7 +261,7 @@ def test_several_runs_are_one_table_with_the_best_first(tmp_path):
 def test_the_settings_are_those_that_trained_and_not_those_of_a_job_that_did_not(tmp_path):
     out = made.trained(tmp_path / "run", [3.0, 2.0], lr=1e-3)
     _, used = config_history.replace(out, (out / "config.yaml").read_text())
-    (out / "attempts.jsonl").write_text(made.lines([{"time": made.stamp(0), "config": used}]))
+    note(out, "began", time=made.stamp(0), config=used)
     config.dump(config.load(str(out), ["optim.lr=9"]), out / "config.yaml")
     assert provenance.settings(out)["optim.lr"] == 1e-3
     (out / used).unlink()

@@ -3,7 +3,7 @@
 import pytest
 
 from hpclm.reporting import run_table
-from hpclm.rundir import runs, submissions
+from hpclm.rundir import events, runs
 from hpclm.rundir.status import status_of
 from tests.checkpoint import state
 from tests.rundir.test_runs import make
@@ -36,11 +36,11 @@ def test_everything_about_a_run_is_told_a_line_each(tmp_path):
     figures = [*rows(5), {"step": 4, "validation_loss": 2.25}]
     out = make(tmp_path / "a", [attempt(), last], figures, ("exited", "SIGTERM: saved at step 5", 85), log_txt="x")
     state.saved(out / "checkpoints", [4])
-    submissions.roll_back(out, 3)
+    events.append(out, "roll back", step=3)
     told = detail(out)
     assert (told["step"], told["loss"], told["checkpoint"], told["tokens/s"]) == ("5/20", "2.5000", "4", "100")
     assert told["validation"] == "2.2500 at step 4" and told["ended"] == "SIGTERM: saved at step 5"
-    begun = f"2, the last from step 2 on n1, 8 ranks by Slurm, {last['time']}, settings in config-history/0002.yaml"
+    begun = f"2 (1 ended by a signal), the last from step 2 on n1, 8 ranks by Slurm, {last['time']}, settings in config-history/0002.yaml"
     assert told["attempts"] == begun and told["logs"] == f"{out}/log.txt"
     assert told["rollback"] == "the next attempt resumes from step 3"
 

@@ -11,6 +11,7 @@ import pytest
 from hpclm import config
 from hpclm.errors import ConfigError
 from hpclm.rundir import code
+from tests.events import began
 from tests.forks import hpclm
 from tests.runs import ROOT
 from tests.slurm import until
@@ -105,17 +106,13 @@ def test_a_job_with_a_snapshot_runs_the_code_it_was_submitted_with(cluster, tmp_
     command = [sys.executable, "-m", "hpclm", "submit", *words]
     job = cluster.run(command, cwd=checkout, env=env).stdout.split()[1].rstrip(":")
 
-    def attempts():
-        path = out / "attempts.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    until(attempts, "attempt", cluster)
+    until(lambda: began(out), "attempt", cluster)
     for path in ("own.py", "hpclm/training/loop.py"):  # what a git pull may do
         (checkout / path).write_text("raise SystemExit('other code')\n")
     cluster.run(["scontrol", "requeue", job])
-    until(lambda: len(attempts()) == 2, "second attempt", cluster)
-    first, second = attempts()
-    assert first["code"] == second["code"] and first["git"] == second["git"]
+    until(lambda: len(began(out)) == 2, "second attempt", cluster)
+    first, second = began(out)
+    assert first["digest"] == second["digest"] and first["git"] == second["git"]
     assert "is not the one" not in (out / "log.txt").read_text()
 
 

@@ -11,7 +11,7 @@ from hpclm.errors import ConfigError
 from hpclm.launch import cancel, resume
 from hpclm.node.job import Job
 from hpclm.reporting import run_table
-from hpclm.rundir import metrics_file, rows, runs, submissions
+from hpclm.rundir import metrics_file, rows, runs
 from hpclm.rundir.status import process_here, status_of
 from hpclm.rundir.summary import RunSummary
 from hpclm.training import records
@@ -90,29 +90,28 @@ ODD = [
 ]
 GOOD = {
     "metrics.jsonl": {"step": 3, "loss": 2.5, "step_seconds": 1.0, "tokens_per_second": 10.0, "loss_scale": 1.0},
-    "attempts.jsonl": {
-        "time": "2026-01-01T00:00:00+0000",
-        "from_step": 0,
-        "steps": 20,
-        "size": 2,
-        "hosts": ["elsewhere"],
-        "host": "elsewhere",
-        "pid": 1,
-        "launcher": "Slurm",
-    },
-    "ends.jsonl": {"time": "2026-01-01T00:00:00+0000", "attempt": 1, "code": 85, "step": 3},
     "summary.json": {
         **{"state": "running", "ending": "", "step": 3, "steps": 20, "loss": 2.5, "step_seconds": 1.0, "stepped": 1.0},
-        **{"tokens_per_second": 10.0, "attempts": 1, "curve": [2.5], "spiking_since": None},
-        **{
-            "attempt": {"time": "2026-01-01T00:00:00+0000", "from_step": 0, "host": "elsewhere", "pid": 1},
-            "code": None,
-        },
+        **{"tokens_per_second": 10.0, "curve": [2.5], "spiking_since": None, "code": None},
     },
-    "jobs.jsonl": json.loads(json.dumps(vars(submissions.Submission("local", "999999", "elsewhere", 1, 2, "log")))),
     "lock": {"host": "elsewhere", "pid": 1, "job": None},
-    "ranks.json": {"slow": [{"rank": 1, "host": "elsewhere", "times": 2.0}]},
 }
+EVENTS = {
+    "submitted": {
+        "cluster": "local",
+        "job_id": "999999",
+        "host": "elsewhere",
+        "nodes": 1,
+        "tasks_per_node": 2,
+        "log": "log",
+    },
+    "began": {"from_step": 0, "steps": 20, "size": 2, "hosts": ["n1"], "host": "n1", "pid": 1, "launcher": "Slurm"},
+    "slow": {"ranks": [{"rank": 1, "host": "elsewhere", "times": 2.0}]},
+    "cancelled": {"by": "ada"},
+    "roll back": {"step": 3},
+    "ended": {"code": 85, "step": 3, "state": "exited", "ending": "SIGTERM", "generation": 1},
+}
+EVENTS = {kind: {"time": "2026-01-01T00:00:00+0000", "kind": kind, **facts} for kind, facts in EVENTS.items()}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(ODD),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -139,16 +138,34 @@ def told(out):
     return standing
 
 
-@pytest.mark.parametrize("name", GOOD)
+def write(out, changed=None, change=None, times=1):
+    """All files of a run, with ``change`` in one of them, or in an event."""
+    for name, row in GOOD.items():
+        (out / name).write_text(line(row | change) * times if name == changed else line(row))
+    lines = [line(row | change) * times if kind == changed else line(row) for kind, row in EVENTS.items()]
+    (out / "events.jsonl").write_text("".join(lines))
+
+
+@pytest.mark.parametrize("name", [*GOOD, *EVENTS])
 def test_commands_work_with_any_value_in_a_field(name, tmp_path):
-    @given(st.dictionaries(st.sampled_from(sorted(GOOD[name])), JSON, min_size=1), st.integers(1, 4))
+    @given(st.dictionaries(st.sampled_from(sorted({**GOOD, **EVENTS}[name])), JSON, min_size=1), st.integers(1, 4))
     def whatever(change, times):
-        for each, row in GOOD.items():
-            (tmp_path / each).write_text(line(row))
-        (tmp_path / name).write_text(line(GOOD[name] | change) * times)
+        write(tmp_path, name, change, times)
         told(tmp_path)
         with suppress(ConfigError):  # the file is damaged
             records.check_progress(tmp_path, 0, Job())
             list(metrics_file.forget_after(tmp_path, 100))
 
     whatever()
+
+
+def test_a_damaged_record_makes_a_run_unknown_and_the_commands_name_the_line(tmp_path):
+    write(tmp_path)
+    assert told(tmp_path).name == "exited"
+    write(tmp_path, "cancelled", {"by": 3})
+    number = 1 + [*EVENTS].index("cancelled")
+    damage = f"{tmp_path}/events.jsonl, line {number}, is damaged: remove the line, or restore the file from a copy"
+    standing = told(tmp_path)
+    assert (standing.name, standing.ending) == ("unknown", damage)
+    with pytest.raises(ConfigError, match=damage):
+        records.check_progress(tmp_path, 0, Job())

@@ -10,21 +10,23 @@ import pytest
 
 from hpclm.checkpoint.manifest import Manifest, Progress
 from hpclm.errors import ConfigError
-from hpclm.rundir import runs, submissions
-from hpclm.rundir.submissions import Submission
+from hpclm.rundir import runs
 from hpclm.rundir.summary import RunSummary
 from tests import work
+from tests.events import note, submit
 
 
 def make(folder, attempts=(), rows=(), ended=None, summary=True, **files):
-    """A run directory. ``ended``: state, ending and exit code, if the run said so; without ``summary``: of an older version."""
+    """A run directory. ``ended``: state, ending and exit code, if the run said so; without ``summary``: it has lost its summary.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "attempts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in attempts))
+    (folder / "events.jsonl").touch()
+    for each in attempts:
+        note(folder, "began", **each)
     if rows:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     if attempts and summary:
         kept = RunSummary(folder)
-        kept.begin(attempts, attempts[-1].get("steps"))
+        kept.begin(attempts[-1], attempts[-1].get("steps"))
         for row in rows:
             kept.measured({"time": time.time(), **row})
         if ended:
@@ -54,7 +56,7 @@ def test_run_directories_are_found_by_their_files_and_not_searched_further(tmp_p
     make(tmp_path / "a")
     make(tmp_path / "sweep" / "lr=1")
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "jobs.jsonl").touch()
+    (tmp_path / "b" / "events.jsonl").touch()
     make(tmp_path / "a" / "checkpoints")
     make(tmp_path / "1" / "2" / "3" / "4")
     make(tmp_path / ".hidden")
@@ -107,18 +109,18 @@ def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(tmp_path
 
 
 def test_missing_and_broken_files_tell_nothing(tmp_path):
-    for damage in ("", f"{tmp_path}/jobs.jsonl, line 1, is damaged: "):
+    for damage in ("", f"{tmp_path}/events.jsonl, line 1, is damaged: "):
         run = runs.read(tmp_path)
         assert (run.attempt, run.summary, run.checkpoint, run.holder, run.total, run.step) == ({}, {}, *(None,) * 3, 0)
         assert run.damage.startswith(damage) and bool(run.damage) == bool(damage)
-        for name in ("attempts.jsonl", "metrics.jsonl", "jobs.jsonl", "summary.json", "lock", "log.txt"):
+        for name in ("events.jsonl", "metrics.jsonl", "summary.json", "lock", "log.txt"):
             (tmp_path / name).write_bytes(b'\xff\x00{]: \n[1, 2]\n"x"\n12\n{"step"')
 
 
-def test_jobs_come_from_jobs_jsonl_and_from_attempts(tmp_path):
+def test_jobs_come_from_submissions_and_from_attempts(tmp_path):
     make(tmp_path, [{"from_step": 0, "job_id": "12"}, {"from_step": 5, "job_id": 14}])
     for cluster, job in (("slurm", "12"), ("slurm", "13_1"), ("local", "999")):
-        submissions.append(tmp_path, Submission(cluster, job, "host", 1, 1, ""))
+        submit(tmp_path, cluster, job, "host", 1, 1, "")
     assert runs.read(tmp_path).jobs == ["12", "13_1", "14"]
 
 
@@ -126,30 +128,65 @@ def test_the_job_around_a_local_launch_is_not_the_runs(tmp_path):
     around = {"from_step": 0, "job_id": "7", "time": "2026-01-02T00:00:00+0000"}
     make(tmp_path, [around | {"launcher": "local"}])
     assert runs.read(tmp_path).jobs == []
+    (tmp_path / "events.jsonl").unlink()
     make(tmp_path, [around | {"launcher": "Slurm"}])
     assert runs.read(tmp_path).jobs == ["7"]  # srun by hand
-    submissions.append(tmp_path, Submission("local", "999", "host", 1, 1, "", time="2026-01-01T00:00:00+0000"))
+    (tmp_path / "events.jsonl").unlink()
+    submit(tmp_path, "local", "999", "host", 1, 1, "")
+    make(tmp_path, [around | {"launcher": "Slurm"}])
     assert runs.read(tmp_path).jobs == []  # srun by hpclm submit --interactive
 
 
 def test_a_run_without_a_summary_is_known_from_its_attempts(tmp_path):
     attempts = [{"from_step": 0, "steps": 20}, {"from_step": 4, "steps": 20, "host": "elsewhere", "pid": 1}]
     run = runs.read(make(tmp_path, attempts, summary=False))
-    assert (run.step, run.attempt, run.summary) == (4, attempts[-1], {})
+    assert (run.step, run.total, run.summary) == (4, 20, {})
+    assert {name: run.attempt[name] for name in attempts[-1]} == attempts[-1]
 
 
-@pytest.mark.parametrize(
-    "code, ending, name", [(85, "SIGTERM: saved at step 5", "exited"), (0, "done at step 5", "done")]
-)
-def test_without_a_summary_the_end_of_the_last_attempt_is_that_of_ends_jsonl(code, ending, name, tmp_path):
-    last = {"from_step": 4, "steps": 20, "time": "2026-01-02T00:00:00+0000"}
-    end = {"attempt": 2, "code": code, "step": 5, "ending": ending, "time": "2026-01-02T01:00:00+0000"}
-    out = make(tmp_path, [{"from_step": 0}, last], summary=False)
-    (out / "ends.jsonl").write_text(json.dumps(end) + "\n")
-    wanted = {"state": name, "attempt": last, "steps": 20, "step": 5, "ending": ending, "code": code}
-    assert runs.read(out).summary == wanted
-    (out / "ends.jsonl").write_text(json.dumps({**end, "time": "2026-01-01T23:00:00+0000"}) + "\n")
-    assert runs.read(out).summary == {}  # of the attempt before
+KILLED = {"code": 137, "cause": "rank 1 was killed", "restart": 0}
+SAVED = {"state": "exited", "code": 85, "ending": "SIGTERM: saved at step 5", "generation": 1}
+LATE = {"state": "failed", "code": 1, "ending": "it lost a connection", "generation": 1}
+REFUSED = {"state": "failed", "code": 64, "ending": "preflight: no room", "generation": 2}
+ENDS = {
+    "nothing says how": ([], {}),
+    "a rank": ([SAVED], SAVED),
+    "the first rank that knew": ([SAVED, LATE], SAVED),
+    "what had started the ranks, which were killed": ([KILLED], KILLED),
+    "a rank, and then what had started it": ([SAVED, KILLED], SAVED),
+    "a rank, after what had started it": ([KILLED, LATE], LATE),
+    "a later start, which did not begin to train": ([SAVED, REFUSED], REFUSED),
+    "a later start of the job, whose ranks never came so far": (
+        [SAVED, KILLED | {"restart": 1}],
+        KILLED | {"restart": 1},
+    ),
+    "a rank of the attempt before, which was paused": ([{**LATE, "generation": 0}], {}),
+}
+
+
+@pytest.mark.parametrize("ends, wanted", ENDS.values(), ids=ENDS)
+def test_the_end_of_a_run_is_what_knows_best_about_its_last_start(ends, wanted, tmp_path):
+    make(tmp_path, [{"from_step": 0, "generation": 1, "restart": 0}], summary=False)
+    for end in ends:
+        note(tmp_path, "ended", **end)
+    run = runs.read(tmp_path)
+    assert {name: run.end[name] for name in wanted} == wanted and bool(run.end) == bool(wanted)
+    assert run.step == (wanted.get("step") or 0)
+
+
+@pytest.mark.parametrize("kinds, trained", [("sb", True), ("bs", False), ("sbs", False), ("b", True), ("", True)])
+def test_a_launch_has_trained_if_an_attempt_began_after_it(kinds, trained, tmp_path):
+    for kind in kinds:
+        submit(tmp_path, "local", "999") if kind == "s" else note(tmp_path, "began", from_step=0)
+    assert runs.read(tmp_path).trained == trained
+
+
+@pytest.mark.parametrize("job, trained", [("7", False), ("8", True)])
+def test_a_job_has_trained_if_the_last_attempt_is_its_own(job, trained, tmp_path):
+    for submitted in ("7", "8"):
+        submit(tmp_path, "slurm", submitted)
+    note(tmp_path, "began", job_id=job)
+    assert runs.read(tmp_path).trained == trained
 
 
 def test_the_newest_checkpoint_is_the_one_of_the_highest_step_and_a_thousand_broken_ones_cost_little(tmp_path):
@@ -172,9 +209,9 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step_and_a_thousand_bro
 
 def test_the_planned_steps_are_those_of_the_last_attempt_or_of_a_later_submission(tmp_path):
     make(tmp_path, config_yaml="")
-    submissions.append(tmp_path, Submission("slurm", "7", "host", 1, 1, "", steps=50))
+    submit(tmp_path, "slurm", "7", "host", 1, 1, "", steps=50)
     assert runs.read(tmp_path).total == 50
     make(tmp_path, [{"from_step": 0, "steps": 77, "job_id": "7"}])
     assert runs.read(tmp_path).total == 77
-    submissions.append(tmp_path, Submission("slurm", "8", "host", 1, 1, "", steps=99))
+    submit(tmp_path, "slurm", "8", "host", 1, 1, "", steps=99)
     assert runs.read(tmp_path).total == 99

@@ -1,6 +1,5 @@
 """The status of a run, in words: from its files, from what its scheduler says, and from the processes of this host."""
 
-import json
 import os
 import time
 
@@ -10,8 +9,8 @@ from hpclm.node.job import JobState
 from hpclm.rundir import runs
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.status import job_words, span, status_of
-from hpclm.rundir.submissions import Submission
 from tests.checkpoint import state
+from tests.events import note
 from tests.rundir.test_runs import make
 from tests.test_status import attempt, rows
 
@@ -104,7 +103,8 @@ def test_a_run_that_trains_without_a_step_for_two_minutes_and_twenty_steps_is_wa
 
 def test_what_the_user_should_look_at_is_told_with_its_numbers(tmp_path):
     slow = [{"rank": rank, "host": f"n{rank}", "times": 1.5} for rank in range(10)]
-    out = make(tmp_path / "a", [attempt()], [row(spiking_since=4)], ranks_json=json.dumps({"slow": slow}))
+    out = make(tmp_path / "a", [attempt()], [row(spiking_since=4)])
+    note(out, "slow", ranks=slow)
     spike = "loss spike since step 4"
     with Lease(out):
         first = ", ".join(f"rank {rank} on n{rank} (1.5x the median)" for rank in range(8))
@@ -134,4 +134,4 @@ def test_a_scheduler_that_does_not_answer_matters_to_no_run_that_is_done(ended, 
     "cluster, is_job", [("slurm", True), ("my.mod:Pbs", True), ("local", False), ("mpirun", False)]
 )
 def test_a_launch_in_the_foreground_is_no_job(cluster, is_job):
-    assert Submission(cluster, "7", "here", 1, 1, "").is_job == is_job
+    assert runs.is_job({"cluster": cluster}) == is_job

@@ -11,6 +11,7 @@ from hpclm.errors import DivergedError
 from hpclm.rundir import summary
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import CURVE, LossCurve, RunSummary
+from tests.events import of_kind
 from tests.rundir.holders import job
 from tests.rundir.test_runs import checkpoint
 
@@ -33,10 +34,9 @@ def test_it_says_how_a_run_stands_from_its_first_moment_to_its_end(tmp_path, mon
     os.utime(tmp_path / "summary.json.tmp-elsewhere-1-abc", (1, 1))
     with RunSummary(tmp_path) as kept:
         assert summary.read(tmp_path)["state"] == "starting" and summary.read(tmp_path)["step"] == 0
-        kept.begin([{"from_step": 0}, {}, ATTEMPT], 20)
+        kept.begin(ATTEMPT, 20)
         told = summary.read(tmp_path)
-        assert (told["state"], told["step"], told["steps"], told["attempts"]) == ("starting", 4, 20, 3)
-        assert told["attempt"] == {"time": ATTEMPT["time"], "from_step": 4, "host": "here", "pid": 1, "nodes": 1}
+        assert (told["state"], told["step"], told["steps"]) == ("starting", 4, 20)
         kept.resume([step(3), step(4)])
         kept.measured(step(5))  # the first is written at once
         told = summary.read(tmp_path)
@@ -54,11 +54,15 @@ def test_it_says_how_a_run_stands_from_its_first_moment_to_its_end(tmp_path, mon
         kept.end("exited", "SIGTERM: saved at step 6, exiting", 85)
         told = summary.read(tmp_path)
         assert (told["state"], told["ending"], told["code"]) == ("exited", "SIGTERM: saved at step 6, exiting", 85)
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["summary.json"]
+        [end] = of_kind(tmp_path, "ended")
+        assert {name: end[name] for name in ("state", "ending", "code")} == {
+            name: told[name] for name in ("state", "ending", "code")
+        }
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["events.jsonl", "summary.json"]
     with RunSummary(tmp_path) as kept:  # the next attempt; what is known stays until it knows more
         told = summary.read(tmp_path)
         assert (told["state"], told["ending"], told["step"], told["curve"]) == ("starting", "", 6, [2.5] * 3)
-        kept.begin([{"from_step": 0}, ATTEMPT], 20)
+        kept.begin(ATTEMPT, 20)
         kept.resume([step(4, 2.75)])  # back to step 4: nothing is known of later ones
         kept.write()
         told = summary.read(tmp_path)
@@ -118,7 +122,7 @@ def test_what_cannot_be_written_is_written_later_and_never_through_a_link(tmp_pa
 
 @pytest.mark.parametrize(
     "change",
-    [{"step": "5"}, {"loss": [1]}, {"ending": 1}, {"curve": [None]}, {"attempt": {"pid": -1}}, {"state": 1}],
+    [{"step": "5"}, {"loss": [1]}, {"ending": 1}, {"curve": [None]}, {"state": 1}],
 )
 def test_a_summary_with_odd_values_is_none(change, tmp_path):
     RunSummary(tmp_path).measured(step(1))
@@ -155,7 +159,6 @@ def test_the_first_cause_of_an_attempt_is_final_whichever_rank_records_it(first,
         assert (told["state"], told["ending"]) == ("failed", HANG)
         assert summary.recorded_ending(tmp_path)() == HANG
     with Lease(tmp_path) as lease, RunSummary(tmp_path, lease) as kept:
-        assert kept.before == HANG
         assert summary.recorded_ending(tmp_path)() == ""
         summary.failed_without_main(tmp_path)("rank 0 was killed")  # before it has written that it starts, or after
         assert summary.read(tmp_path)["ending"] == "rank 0 was killed"
@@ -172,12 +175,12 @@ def test_the_end_of_an_attempt_whose_rank_0_died_before_it_wrote_anything_is_rec
 
 def test_the_length_of_the_last_start_is_known_also_if_it_ended_before_a_step(tmp_path):
     with RunSummary(tmp_path) as kept:
-        kept.begin([{**ATTEMPT, "began": 100.0}], 20)
+        kept.begin({**ATTEMPT, "began": 100.0}, 20)
         kept.measured(step(5))  # at 105 s, after 2 s
         kept.measured(step(6))
     assert summary.read(tmp_path)["start_seconds"] == 3.0
     with RunSummary(tmp_path) as kept:
-        kept.begin([{**ATTEMPT, "began": time.time() - 40}], 20)
+        kept.begin({**ATTEMPT, "began": time.time() - 40}, 20)
         kept.resume([step(5)])
         assert summary.read(tmp_path)["start_seconds"] == 3.0
         kept.end("exited", "SIGUSR2: nothing saved", 85)
@@ -189,7 +192,7 @@ def test_the_length_of_the_last_start_is_known_also_if_it_ended_before_a_step(tm
 
 def test_an_interrupt_is_how_a_run_ended(tmp_path):
     with pytest.raises(KeyboardInterrupt), RunSummary(tmp_path) as kept:
-        kept.begin([ATTEMPT], 20)
+        kept.begin(ATTEMPT, 20)
         raise KeyboardInterrupt
     told = summary.read(tmp_path)
     assert (told["state"], told["ending"], told["code"]) == ("exited", "interrupted: nothing saved, exiting", 130)
@@ -197,7 +200,7 @@ def test_an_interrupt_is_how_a_run_ended(tmp_path):
 
 def test_a_step_without_tokens_leaves_the_loss_and_what_is_wrong_with_experts_is_kept(tmp_path):
     with RunSummary(tmp_path) as kept:
-        kept.begin([ATTEMPT], 20)
+        kept.begin(ATTEMPT, 20)
         kept.measured(step(5))
         kept.measured(step(6, None, counted_tokens=0))
         kept.note_experts("block 2 uses few experts")
@@ -208,7 +211,7 @@ def test_a_step_without_tokens_leaves_the_loss_and_what_is_wrong_with_experts_is
 
 def test_speed_is_that_of_the_last_fifty_steps_and_a_curve_has_16_to_31_points(tmp_path):
     with RunSummary(tmp_path) as kept:
-        kept.begin([ATTEMPT], 20)
+        kept.begin(ATTEMPT, 20)
         for number in range(1, 61):
             kept.measured(
                 step(

@@ -1,12 +1,12 @@
 """exit_minutes counts from the start of the processes, as Megatron's --exit-duration-in-mins does."""
 
-import json
 import subprocess
 import sys
 import time
 
 from hpclm import config
 from hpclm.launch.process import in_this_process
+from tests.events import began
 from tests.runs import ROOT
 
 IMPORTS = 3.0  # seconds that they take at least
@@ -22,7 +22,8 @@ SHORT = 1 / 60  # minutes: less than the imports take, however wrong the clock i
 
 
 def attempt(out):
-    return json.loads((out / "attempts.jsonl").read_text())
+    [event] = began(out)
+    return event
 
 
 def test_imports_and_set_up_count(tiny, tmp_path):

@@ -37,7 +37,7 @@ def test_steps_that_cannot_be_are_refused(steps, tiny, tmp_path, capsys):
 
 def test_a_trace_that_cannot_be_written_ends_no_run(tiny, tmp_path):
     (tmp_path / "run").mkdir(mode=0o700)
-    (tmp_path / "run/attempts.jsonl").touch()
+    (tmp_path / "run/events.jsonl").touch()
     (tmp_path / "run/profile").write_text("in the way")
     assert cli.main(["train", *tiny("run", "budget.steps=3", "profile.steps=[2,2]")]) == 0
     assert "cannot be written" in (tmp_path / "run/log.txt").read_text()

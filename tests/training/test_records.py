@@ -1,6 +1,5 @@
 """What an attempt records of itself, and says of the one before."""
 
-import json
 import logging
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from hpclm import config
 from hpclm.config import DataConfig
 from hpclm.node.job import Job, JobIdentity
 from hpclm.training import records
+from tests.events import note
 
 
 def test_paths_of_the_data_are_recorded_so_that_they_mean_the_same_from_any_folder(tmp_path, monkeypatch):
@@ -27,11 +27,11 @@ def test_paths_of_the_data_are_recorded_so_that_they_mean_the_same_from_any_fold
 @pytest.mark.parametrize(
     "before, line, change",
     [
-        ({"code": "a", "git": "1"}, {"code": "b", "git": "2"}, "git 1, now 2"),
-        ({"code": "a", "git": "1"}, {"code": "b", "git": "1"}, "files have changed, at git 1"),
-        ({"code": "a", "git": None}, {"code": "b", "git": None}, "files have changed"),
-        ({"code": "a", "git": "1"}, {"code": "a", "git": "2"}, None),
-        ({}, {"code": "b", "git": "2"}, None),
+        ({"digest": "a", "git": "1"}, {"digest": "b", "git": "2"}, "git 1, now 2"),
+        ({"digest": "a", "git": "1"}, {"digest": "b", "git": "1"}, "files have changed, at git 1"),
+        ({"digest": "a", "git": None}, {"digest": "b", "git": None}, "files have changed"),
+        ({"digest": "a", "git": "1"}, {"digest": "a", "git": "2"}, None),
+        ({}, {"digest": "b", "git": "2"}, None),
     ],
 )
 def test_other_code_than_that_of_the_last_attempt_is_told(before, line, change, caplog):
@@ -52,7 +52,7 @@ def test_other_code_than_that_of_the_last_attempt_is_told(before, line, change, 
     ],
 )
 def test_a_job_goes_back_once_however_often_it_is_started(step, job, left, tmp_path):
-    (tmp_path / "attempts.jsonl").write_text(json.dumps({"back_to": 5, "job_id": "7", "restart": 0}) + "\n")
+    note(tmp_path, "began", back_to=5, job_id="7", restart=0)
     assert records.requested_step(tmp_path, step, Job(job)) == left
 
 

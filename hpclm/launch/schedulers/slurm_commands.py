@@ -60,7 +60,8 @@ def options_in(script: str) -> Options:
 
 def clusters(options: Mapping[str, str | None] = {}, env: Env = os.environ) -> str:
     """The clusters that sbatch may send a job with these options to, as they were named: "a,b"; empty: the one it is called on."""
-    allowed = environment.of_a_job(options, env)
+    names = (slurm.JOB, slurm.CLUSTERS_OF_SBATCH, slurm.CLUSTERS)
+    allowed = environment.of_a_job(options, {name: env[name] for name in names if name in env})
     return options.get("clusters") or allowed.get(slurm.CLUSTERS_OF_SBATCH) or allowed.get(slurm.CLUSTERS) or ""
 
 

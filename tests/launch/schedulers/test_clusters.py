@@ -10,7 +10,7 @@ import pytest
 from hpclm.launch.schedulers import named, of_job
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.node import environment
-from hpclm.rundir import submissions
+from tests.events import of_kind, rewrite, without
 from tests.forks import hpclm
 from tests.runs import ROOT
 
@@ -85,8 +85,8 @@ def test_a_job_that_was_sent_to_another_cluster_is_followed_there(cluster, optio
     out, jwt = tmp_path / "run", {"SLURM_JWT": "x.y.z"}
     submit = ["submit", *SMALL, *options, f"out={out}"]
     assert f"submitted to cluster {cluster}" in clusters("submit", *submit[1:], check=0, **variables, **jwt).stdout
-    [submission] = submissions.read(out)
-    assert (submission.job_id, submission.slurm_cluster) == ("4242", cluster)
+    [submission] = of_kind(out, "submitted")
+    assert (submission["job_id"], submission["slurm_cluster"]) == ("4242", cluster)
     assert json.loads(clusters("status", "--json", out, check=0, **jwt).stdout)[0]["state"] == "waiting"
     assert "is in the queue" in clusters(*submit, check=75, **variables, **jwt).stderr
     assert "is waiting (job 4242" in clusters("resume", out, check=75, **jwt).stderr
@@ -99,7 +99,7 @@ def test_a_job_that_was_sent_to_another_cluster_is_followed_there(cluster, optio
 def test_a_job_whose_submission_was_killed_is_found_on_its_cluster(clusters, tmp_path):
     out = tmp_path / "run"
     clusters("submit", *SMALL, "--sbatch", "clusters=wice", f"out={out}", check=0)
-    (out / "jobs.jsonl").unlink()
+    rewrite(out, without("submitted"))
     assert "job 4242: cancelled" in clusters("cancel", out, check=0).stdout
 
 
@@ -108,7 +108,7 @@ def test_the_job_of_a_script_is_the_one_in_the_queue_whatever_else_a_cluster_pri
     (clusters.queue / "here" / "17").write_text("/home/me/other.sh\n")
     banner = "Welcome\n--> your last job 17 took 3 SU of the budget\n"
     said = clusters("submit", *SMALL, f"out={tmp_path}/run", check=0, BANNER=banner).stdout
-    assert said.startswith("job 4242: ") and submissions.read(tmp_path / "run")[0].job_id == "4242"
+    assert said.startswith("job 4242: ") and of_kind(tmp_path / "run", "submitted")[0]["job_id"] == "4242"
 
 
 def test_a_job_on_the_cluster_here_is_looked_for_here_whatever_the_variables_say_later(clusters, tmp_path):

@@ -10,9 +10,10 @@ import pytest
 from hpclm.launch.jobs import query
 from hpclm.launch.schedulers import current_job
 from hpclm.rundir import runs
+from tests.events import began, of_kind
 from tests.forks import hpclm
 from tests.launch.schedulers import pbs_commands
-from tests.runs import PATIENCE, ROOT, has_step, lines, until
+from tests.runs import PATIENCE, ROOT, has_step, until
 
 PBS = "tests.launch.schedulers.pbs:Pbs"
 
@@ -38,7 +39,7 @@ def server(tmp_path, monkeypatch):
 
 
 def attempts(out):
-    return [json.loads(line) for line in lines(out / "attempts.jsonl")]
+    return began(out)
 
 
 def row_of(server, job):
@@ -55,8 +56,8 @@ def test_a_job_of_pbs_that_is_preempted_is_requeued_and_resumes_and_its_lease_na
     os.killpg(row_of(server, job)["group"], signal.SIGTERM)  # as PBS preempts
     until(lambda: len(attempts(out)) == 2, "the second start")
     first, second = attempts(out)
-    end, of_the_job = [json.loads(line) for line in lines(out / "ends.jsonl")]
-    assert (of_the_job["job_id"], of_the_job["code"], of_the_job["trained"]) == (job, 85, 1)
+    end, of_the_job = of_kind(out, "ended")
+    assert (of_the_job["job_id"], of_the_job["code"], of_the_job["restart"]) == (job, 85, 0)
     assert [(row["job_id"], row["restart"]) for row in (first, second)] == [(job, 0), (job, 1)]
     assert end["code"] == 85 and second["from_step"] == end["step"] > 0
     assert f"start 2 of job {job}; why the last one ended: SIGTERM: saved at step {end['step']}" in second["after"]

@@ -1,8 +1,10 @@
-"""Why a job was started again, according to the run's summary and to Slurm."""
+"""Why a job was started again, according to the run's events and to Slurm."""
 
 from hpclm.distributed.context import single
 from hpclm.launch.schedulers import current_job
+from hpclm.rundir.summary import KILLED
 from hpclm.training import records
+from tests.events import note
 
 SCONTROL = """#!/bin/sh
 echo $* >> FOLDER/asked
@@ -34,15 +36,16 @@ def test_a_task_of_an_array_whose_script_was_killed_asks_about_itself_and_requeu
 def test_a_job_that_slurm_started_again_says_how_the_last_start_ended_and_what_its_nodes_suffer_from(
     tmp_path, monkeypatch
 ):
-    (tmp_path / "attempts.jsonl").write_text('{"hosts": ["node1.cluster", "node2"]}\n')
+    note(tmp_path, "began", hosts=["node1.cluster", "node2"])
     (tmp_path / "scontrol").write_text(SCONTROL.replace("FOLDER", str(tmp_path)))
     (tmp_path / "scontrol").chmod(0o755)
     context = single()
     context.launcher = "Slurm"
-    assert records.tell_restart(tmp_path, context, "done at step 5") == "done at step 5"
+    assert records.tell_restart(tmp_path, context) == KILLED
+    note(tmp_path, "ended", code=137, cause="rank 1 on node1 was killed")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     context.job = current_job(env={"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
-    told = records.tell_restart(tmp_path, context, "rank 1 on node1 was killed")
+    told = records.tell_restart(tmp_path, context)
     drained = "node1 is MIXED+DRAIN (a broken GPU [root@2026])"
     assert told == f"start 2 of job 7; why the last one ended: rank 1 on node1 was killed; {drained}"
     assert (tmp_path / "asked").read_text() == "show node --oneliner node1,node2\n"  # once for all nodes

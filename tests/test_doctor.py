@@ -67,7 +67,7 @@ def test_a_library_that_can_be_imported_but_is_too_old_is_a_problem(tmp_path):
 def test_a_library_from_outside_the_environment_that_works_is_a_hint(tmp_path):
     code = "import sys; sys.path.remove(__path__[0][:-5]); del sys.modules['tqdm']; from tqdm import *"
     shown = runs.hpclm("doctor", check=0, env=package(tmp_path, "tqdm", code)).stdout
-    assert f"hint: tqdm comes from {tmp_path}/tqdm/__init__.py, outside the environment" in shown
+    assert f"hint: from outside the environment: tqdm ({tmp_path}/tqdm/__init__.py); take its folder" in shown
 
 
 def test_variables_of_launchers_that_contradict_each_other_are_a_problem():

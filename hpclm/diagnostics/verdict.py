@@ -85,8 +85,9 @@ def problems(facts: Facts) -> Iterator[str]:
 def hints(facts: Facts) -> Iterator[str]:
     """What will not stop a run of one process, but may surprise its user."""
     if facts["torch"] and not facts.get("import_failures"):
-        for name, path in facts.get("outside", {}).items():
-            yield f"{name} comes from {path}, outside the environment; {WAY_OUT}"
+        outside = [f"{name} ({path})" for name, path in facts.get("outside", {}).items()]
+        if outside:
+            yield f"from outside the environment: {', '.join(outside)}; {WAY_OUT}"
     if facts["torch"] and facts["driver"] and not facts["gpus"]:
         yield (
             f"this machine has GPUs (driver {facts['driver']}), but PyTorch, built for CUDA {facts['cuda']}, sees none, with "

@@ -34,7 +34,10 @@ def safe_env(base: Mapping[str, str] = os.environ) -> dict[str, str]:
     folders = base.get("PYTHONPATH", "").split(os.pathsep)
     if not shipped.installed():
         folders.insert(0, str(shipped.PACKAGE.parent))
-    env = {**base, SAFE_PATH: "1", "PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(folders)))}
+    folders = [folder for folder in dict.fromkeys(folders) if folder]
+    env = {**base, SAFE_PATH: "1"}
+    if folders:  # an empty variable would replace that of another host
+        env["PYTHONPATH"] = os.pathsep.join(folders)
     if USER_SITE not in env and not any(Path(site.getusersitepackages()).glob("hpclm-*.dist-info")):
         env[USER_SITE] = "1"
     return env

@@ -19,7 +19,10 @@ def main(argv: list[str]) -> int:
     chosen = folders.choose(args.run, args.runs)
     in_run_folder = len(chosen) == 1 and not folders.other_owner(chosen[0])
     output = args.output or (chosen[0] / "report.html" if in_run_folder else Path("report.html"))
-    for path in write(chosen, output, not args.no_png, args.samples, samples_of_runs):
+    images = not args.no_png and (
+        in_run_folder or args.output is not None
+    )  # a folder that is no run's gets the page only
+    for path in write(chosen, output, images, args.samples, samples_of_runs):
         say(str(path))
     return 0
 
@@ -38,7 +41,7 @@ def parser() -> Parser:
         "--output",
         type=paths.option_path,
         metavar="FILE",
-        help="the page (default: RUN/report.html; of several, or of another user's, report.html here)",
+        help="the page (default: RUN/report.html; of several, or of another user's, report.html here, without images)",
     )
     options.add_argument(
         "--samples",

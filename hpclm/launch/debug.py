@@ -56,7 +56,10 @@ def run(changed: RunConfig, changes: list[str], train: Callable[[RunConfig], int
 
     try:
         with set_detect_anomaly(True, check_nan=changed.engine.precision != "fp16"):  # where overflows are normal
-            return train(changed)
+            code = train(changed)
+        if not code:
+            say("debug: no mistake found; the same command without --debug trains the run", file=sys.stderr)
+        return code
     except HpclmError:
         raise
     except Exception as error:

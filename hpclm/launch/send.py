@@ -4,6 +4,7 @@ The script is written under a new number before sbatch is called, and the queue 
 submission was not recorded is found by its script, and a script without a job was never submitted.
 """
 
+import shutil
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,8 +37,7 @@ def send(
     """
     out = Path(config.out)
     text = job_script.text
-    folder.make(out)
-    with files.locked(out / "job" / "lock"):
+    with _made(out), files.locked(out / "job" / "lock"):
         scripts = _scripts(out)
         for name in ("config.yaml", "job/submitit", f"job/script-{max(scripts, default=0) + 1}.sbatch"):
             files.sweep(out / name)  # left by a killed process
@@ -68,6 +68,19 @@ def send(
                 raise
         _submitted(config, job_id, cluster, script, command)
         return events.of_kind(events.read(out), "submitted")[-1], True
+
+
+@contextmanager
+def _made(out: Path) -> Iterator[None]:
+    """Make the run directory; what a ConfigError of the block refuses leaves none."""
+    is_new = not out.exists()
+    folder.make(out)
+    try:
+        yield
+    except ConfigError:
+        if is_new:
+            shutil.rmtree(out, ignore_errors=True)
+        raise
 
 
 @contextmanager

@@ -9,6 +9,7 @@
 | roll back | --from STEP | step to go back to; null if that is withdrawn |
 | rolled back | rank 0, when it has gone back | step |
 | preflight, corrupt, hang, slow | rank 0 | what was found |
+| sink | what sends metrics to it | sink; cause: why it lacks rows, empty if it has them all again |
 """
 
 import json
@@ -47,7 +48,7 @@ FIELDS: dict[str, Kind] = {
     "hosts": list,
     "began": float,
     # ended, cancelled
-    **dict.fromkeys(("state", "ending", "cause", "by"), str),
+    **dict.fromkeys(("state", "ending", "cause", "by", "sink"), str),
     **dict.fromkeys(("step", "code", "signal", "generation"), int),
     # preflight, corrupt
     "bad": list,
@@ -57,6 +58,7 @@ NEEDED: dict[str, Sequence[str]] = {
     "submitted": ("cluster", "job_id", "nodes", "tasks_per_node"),
     "ended": ("code",),
     "cancelled": ("by",),
+    "sink": ("sink", "cause"),
 }
 """Those that every event of a kind has."""
 
@@ -151,6 +153,12 @@ def is_later(event: Row, other: Row) -> bool:
     return any(
         (event.get(name) or 0) > other[name] for name in ("generation", "restart") if other.get(name) is not None
     )
+
+
+def unsent(happened: Iterable[Row]) -> dict[str, str]:
+    """Sinks that lack rows of metrics.jsonl, and why."""
+    causes = {event["sink"]: event["cause"] for event in of_kind(happened, "sink")}
+    return {sink: cause for sink, cause in causes.items() if cause}
 
 
 def rollback(out: Path) -> int | None:

@@ -12,6 +12,7 @@ from hpclm.errors import ExitCode
 from hpclm.node import processes
 from hpclm.node.job import JobState
 from hpclm.node.processes import NoAnswerError
+from hpclm.rundir import events
 from hpclm.rundir.lock import is_here
 from hpclm.rundir.rows import Row
 from hpclm.rundir.runs import Run, is_job
@@ -105,6 +106,8 @@ class RunStatus:
             yield f"loss spike since step {run.summary['spiking_since']}{healthy}"
         if run.summary.get("experts"):
             yield run.summary["experts"]
+        for sink, cause in events.unsent(run.events).items():
+            yield f"{sink} lacks rows of metrics.jsonl ({cause}): hpclm sync {out}"
         if run.bad:
             yield f"{run.bad} bad checkpoint{'s' * (run.bad > 1)} set aside in {files.shown(run.out)}/checkpoints"
 

@@ -3,14 +3,15 @@ attempt sends a row twice."""
 
 import json
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from hpclm import files
 from hpclm.config import compose
-from hpclm.errors import HpclmError
-from hpclm.rundir import metrics_file, rows
+from hpclm.errors import ConfigError, HpclmError
+from hpclm.rundir import events, metrics_file, rows
 from hpclm.sinks import RefusedError, Row, RunInfo, Sink, lookup
 from hpclm.terminal import say
 
@@ -136,17 +137,27 @@ def cause(error: BaseException) -> str:
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
+def note(out: Path, name: str, cause: str) -> None:
+    """Record why the sink ``name`` lacks rows; an empty ``cause``: that it has them all, if it lacked some."""
+    with suppress(OSError, ConfigError):
+        if cause or name in events.unsent(events.read(out)):
+            events.append(out, "sink", sink=name, cause=cause)
+
+
 def send_rest(out: Path, name: str) -> None:
     """Send all rows that the sink ``name`` lacks; HpclmError if it fails."""
     lookup(name)
+    say(f"{name}: sending the rows that it lacks", file=sys.stderr, flush=True)
     with files.locked(place(out, name, "lock"), f"waiting for the process of {out} that sends to {name}"):
         feed = Feed(name, out)
         before, refused = feed.rows, feed.refused
         try:
             feed.send(lambda text: say(f"{name}: {text}"))
         except (Exception, SystemExit) as error:
+            note(out, name, cause(error))
             raise HpclmError(f"{name}: {cause(error).rstrip('.')}; repeat the command to send the rest") from None
         feed.close(0)
+        note(out, name, "")
     step = max(feed.steps.values(), default=0)
     lost = feed.refused - refused
     all_rows = f"everything but {feed.refused} refused rows" if feed.refused else "everything"

@@ -10,6 +10,7 @@ from pathlib import Path
 from hpclm import files
 from hpclm.errors import ExitCode
 from hpclm.node import python
+from hpclm.sinks.feed import note
 
 log = logging.getLogger(__name__)
 SECONDS: Mapping[int, float] = {ExitCode.DONE: 30.0, ExitCode.REQUEUE: 5.0}
@@ -52,7 +53,12 @@ class Sinks:
         for name, process in self._processes.items():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
-            if process.poll() != 0:
+            ended = process.poll()
+            if ended is None:
+                note(self.out, name, f"the last rows took longer than {seconds:.0f} s")
+            elif ended not in (0, 1):  # with 1 it has recorded why
+                note(self.out, name, f"its process ended with {ended}")
+            if ended != 0:
                 process.kill()
                 process.wait()
                 text = "sink %s could not send the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync %s"

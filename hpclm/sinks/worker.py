@@ -15,7 +15,7 @@ from pathlib import Path
 from hpclm import files, terminal
 from hpclm.node import secrets
 from hpclm.node.preemption import WARNINGS
-from hpclm.sinks.feed import Feed, cause, place
+from hpclm.sinks.feed import Feed, cause, note, place
 
 POLL = 0.5  # seconds between two looks at metrics.jsonl
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 300.0  # seconds until the next try after a failure; doubled each time
@@ -63,6 +63,7 @@ def main(name: str, out: Path) -> int:
                 failure, pause = cause(error), min(MAX_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
             if last:
                 feed.close(ending.code)
+                note(out, name, redact(failure))
                 return bool(failure)
 
 

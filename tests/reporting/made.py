@@ -83,7 +83,7 @@ def preempted(out, lr=1e-3):
 
 def trained(out, losses, held_out=None, lr=1e-3):
     """A run of one attempt with these losses; ``held_out``: validation loss by step. None: it was not finite."""
-    out.mkdir(mode=0o700)
+    out.mkdir(mode=0o700, parents=True)
     steps = len(losses)
     config = RunConfig(
         out=str(out),

@@ -308,6 +308,16 @@ def test_the_images_lie_beside_the_page(written):
             assert image.width > 900 and image.convert("L").getextrema()[1] == 255
 
 
+def test_several_runs_leave_one_file_in_the_current_folder_unless_a_name_is_given(tmp_path, monkeypatch, capsys):
+    for name in ("one", "two"):
+        made.trained(tmp_path / "runs" / name, [3.0, 2.0])
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert cli.main(["report", "--runs", str(tmp_path / "runs"), "*"]) == 0
+    assert capsys.readouterr().out == "report.html\n"
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["report.html"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
 def test_nothing_is_written_to_another_user_s_run(tmp_path, monkeypatch, capsys):
     made.preempted(tmp_path / "one")

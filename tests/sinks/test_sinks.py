@@ -10,6 +10,7 @@ import pytest
 
 from hpclm import cli, config
 from hpclm.config.documentation import explained
+from hpclm.rundir import events
 from hpclm.sinks import figures
 from hpclm.sinks.feed import Feed, kind
 from tests.forks import Ranks, hpclm
@@ -55,6 +56,11 @@ def test_sinks_that_fail_are_reported_and_change_nothing(tiny, tmp_path, capfd):
     assert log.count("Refuses: ConnectionError: no route to host; training continues") == 1
     assert log.count("Breaks: OSError: [Errno 28] No space left on device; training continues") == 1
     assert log.count("could not send the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync") == 3
+    lacking = events.unsent(events.read(tmp_path / "run"))
+    assert lacking[f"{OWN}Refuses"] == "ConnectionError: no route to host" and len(lacking) == 3
+    assert cli.main(["status", str(tmp_path / "run")]) == 0
+    told = f"{OWN}Refuses lacks rows of metrics.jsonl (ConnectionError: no route to host): hpclm sync {tmp_path}/run"
+    assert told in capfd.readouterr().out
     assert cli.main(["sync", str(tmp_path / "run"), "--sink", f"{OWN}Written"]) == 0
     assert capfd.readouterr().out == f"{OWN}Written: 12 rows sent; it has everything up to step 12\n"
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [*range(1, 13)]

@@ -1,16 +1,14 @@
 """What each rank does when the run hangs, which ranks block the others, and the report on it."""
 
 import faulthandler
-import json
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from hpclm import files
 from hpclm.distributed.failure import named
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.errors import ExitCode
@@ -121,14 +119,13 @@ def report(states: Mapping[int, RankState], ranks: Sequence[RankInfo], folder: P
     )
 
 
-def write(path: Path, text: str, states: Mapping[int, RankState], ranks: Sequence[RankInfo]) -> None:
-    """Write the report as JSON: which rank waits in what."""
+def facts(text: str, states: Mapping[int, RankState], ranks: Sequence[RankInfo]) -> dict[str, Any]:
+    """What the record of a run has of a hang: which rank waits in what."""
     rows = [
         {**asdict(state), "rank": rank, "host": ranks[rank].host, "pid": ranks[rank].pid}
         for rank, state in sorted(states.items())
     ]
-    content = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "report": text, "culprits": culprits(states)}
-    files.write_text(path, json.dumps(content | {"ranks": rows}, indent=1) + "\n")
+    return {"report": text, "culprits": culprits(states), "ranks": rows}
 
 
 def _by_activity(states: Mapping[int, RankState]) -> dict[str, list[int]]:

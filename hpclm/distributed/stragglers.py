@@ -2,25 +2,25 @@
 
 A step takes the same time on every rank, since all wait for the slowest. So each rank measures the seconds of its steps in
 which it does not wait for others (WorkTimer) and sends them with its heartbeats. Rank 0 compares them and names the slow ranks
-in the log and in ranks.json.
+in the log and in the record of the run.
 """
 
-import json
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from hpclm import files
 from hpclm.distributed.hang import RankState
 from hpclm.distributed.rendezvous import RankInfo
 
 log = logging.getLogger(__name__)
+Record = Callable[..., object]
+"""Adds an event to a run: its kind, and its facts by name."""
 MIN_STEPS, RECENT_STEPS = 10, 20  # steps of which a rank's usual work is the median
 SLOW = 1.5  # multiple of the others' median work per step
 NOTABLE = 0.2  # fraction of a step's time that a slow rank must cost
@@ -72,14 +72,12 @@ class WorkTimer:
 class Stragglers:
     """On rank 0: compares the ranks' work."""
 
-    def __init__(self, ranks: Sequence[RankInfo], path: Path, stages: int = 1):
-        """``path``: the file that lists slow ranks.
+    def __init__(self, ranks: Sequence[RankInfo], record: Record, stages: int = 1):
+        """``record``: adds an event to the run.
         ``stages``: of the pipeline; their work may differ, so each rank is compared with the others of its stage."""
-        self.ranks, self.path = ranks, path
+        self.ranks, self.record = ranks, record
         self.share = len(ranks) // stages if stages < len(ranks) else len(ranks)  # the ranks of a stage are consecutive
         self._named, self._slow = set[int](), set[int]()
-        with suppress(OSError):
-            path.unlink(missing_ok=True)  # of the attempt before
 
     def update(self, states: Mapping[int, RankState]) -> None:
         """Compare the ranks' work, log those that are slow for the first time, and list those that are."""
@@ -98,7 +96,6 @@ class Stragglers:
             row = slow[rank]
             log.warning(text, self.ranks[rank], row["seconds"], row["times"], row["median"], states[rank].step)
         if slow.keys() != self._slow:
-            content = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": states[0].step, "slow": [*slow.values()]}
             with suppress(OSError):
-                files.write_text(self.path, json.dumps(content) + "\n")
+                self.record("slow", step=states[0].step, ranks=[*slow.values()])
         self._named, self._slow = self._named | slow.keys(), set(slow)

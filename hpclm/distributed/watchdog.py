@@ -29,7 +29,7 @@ from hpclm.distributed.heartbeat import Heartbeat
 from hpclm.distributed.rendezvous import RankInfo, rank_key
 from hpclm.distributed.shutdown import Shutdown, exit_after
 from hpclm.distributed.store import JsonStore
-from hpclm.distributed.stragglers import Stragglers, WorkTimer
+from hpclm.distributed.stragglers import Record, Stragglers, WorkTimer
 from hpclm.errors import ExitCode
 from hpclm.node import ends, parent, processes
 from hpclm.node.job import Job
@@ -72,7 +72,7 @@ class Watchdog:
         """The operation of all ranks that the main thread waits in (``context.waits_in``); empty if in none."""
         self.each_turn: Callable[[], None] = lambda: None
         """Called by the watchdog's thread, a few times a second."""
-        self.out: Path | None = None
+        self._record: Record | None = None
         self.folder: Path | None = None
         """For the stacks."""
         self.timer = WorkTimer()
@@ -153,11 +153,11 @@ class Watchdog:
         """During the block the main thread reads data, or waits for them."""
         return self.timer.reading()
 
-    def write_to(self, out: Path, name: str, stages: int = 1) -> None:
-        """Set the run directory: stacks go to its folder logs/NAME, the same on every rank."""
-        self.out, self.folder = out, out / "logs" / name
+    def write_to(self, out: Path, name: str, record: Record, stages: int = 1) -> None:
+        """Set the run directory: stacks go to its folder logs/NAME, the same on every rank. ``record`` adds an event to the run."""
+        self.folder, self._record = out / "logs" / name, record
         if self.me.rank == 0:
-            self._stragglers = Stragglers(self.ranks, out / "ranks.json", stages)
+            self._stragglers = Stragglers(self.ranks, record, stages)
 
     def progress(self) -> RankState:
         """What this rank sends the others in its heartbeats."""
@@ -320,8 +320,8 @@ class Watchdog:
         """Log the report, and kill ranks of this machine that do not read it, since they would never exit; first they print
         their stacks."""
         with suppress(OSError):
-            if self.out:
-                hang.write(self.out / "hang.json", text, self._hung, self.ranks)
+            if self._record:
+                self._record("hang", **hang.facts(text, self._hung, self.ranks))
         self.shutdown.log_failure(text)
         if store is not None:
             keys = {info.pid: rank_key("read", info.rank) for info in self.neighbours}

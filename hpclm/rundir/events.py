@@ -23,7 +23,6 @@ from typing import Any
 
 from hpclm import files
 from hpclm.errors import ConfigError, unread
-from hpclm.folders import private_folder
 from hpclm.rundir import rows
 from hpclm.rundir.rows import Kind, Row, fits
 
@@ -74,7 +73,8 @@ def append(out: Path, kind: str, **facts: Any) -> None:
         name = max(row, key=lambda name: len(json.dumps(row[name])))
         large[name] = row.pop(name)
     if large:
-        folder = private_folder(out / "logs", "log folder")
+        folder = out / "logs"
+        folder.mkdir(0o700, exist_ok=True)
         path = folder / f"{kind.replace(' ', '-')}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}.json"
         files.write_text(path, json.dumps(large, indent=1) + "\n")
         row["more"] = f"logs/{path.name}"

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,7 +70,7 @@ def open_run_directory(
         stack.enter_context(context.exit_on_error(out / "log.txt"))
         restarted = records.tell_restart(out, context) if summary else ""
         stacks = context.run_on_main(lambda: time.strftime("stacks-%Y%m%d-%H%M%S"))
-        context.watchdog.write_to(out, stacks, config.parallel.pipeline)
+        context.watchdog.write_to(out, stacks, partial(events.append, out), config.parallel.pipeline)
         try:
             yield Directory(lease, summary, restarted)
         except KeyboardInterrupt:

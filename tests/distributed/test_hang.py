@@ -1,9 +1,9 @@
 """What is said of hung runs and slow ranks, from what is known of them."""
 
-import json
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,9 @@ from hpclm.distributed.context import DistributedContext, single
 from hpclm.distributed.hang import RankState, culprits, report
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.stragglers import MIN_STEPS, Stragglers, WorkTimer
+from hpclm.rundir import events
 from tests import ranks
+from tests.events import of_kind
 from tests.runs import until
 
 EVERYONE = [RankInfo(rank, 4, rank % 2, 2, host=f"node{rank // 2}", pid=100 + rank) for rank in range(4)]
@@ -118,10 +120,10 @@ def test_ranks_that_wait_for_another_are_not_its_culprits(tmp_path):
     }.values(),
 )
 def test_a_rank_is_slow_by_its_own_part_of_the_steps(seconds, stages, slow, tmp_path, caplog):
-    stragglers, path = Stragglers(EVERYONE[: len(seconds)], tmp_path / "ranks.json", stages), tmp_path / "ranks.json"
+    stragglers = Stragglers(EVERYONE[: len(seconds)], partial(events.append, tmp_path), stages)
     for step_seconds in (0.0, 1.0, 1.0):  # 0: too few steps
         stragglers.update({rank: RankState(work=own, step_seconds=step_seconds) for rank, own in enumerate(seconds)})
-        rows = json.loads(path.read_text())["slow"] if path.exists() else []
+        rows = [row for event in of_kind(tmp_path, "slow")[-1:] for row in event["ranks"]]
         assert {row["rank"]: row["times"] for row in rows} == (pytest.approx(slow) if step_seconds else {})
     assert caplog.text.count("is slow") == len(slow)
 

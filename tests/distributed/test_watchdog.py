@@ -15,7 +15,7 @@ from hpclm.config import ClusterConfig
 from hpclm.distributed.rendezvous import RankInfo
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.rundir import summary
-from tests.events import began
+from tests.events import began, of_kind
 from tests.forks import Hpclm, Ranks, hpclm
 from tests.runs import has_step, lines, losses, until
 
@@ -49,7 +49,7 @@ def stop(rank, words, out):
     found = stacks(out)
     assert sorted(found) == ["rank-00000.txt", "rank-00001.txt"]
     assert all("loop.py" in stack and "in run" in stack for stack in found.values())
-    report = json.loads((out / "hang.json").read_text())
+    [report] = of_kind(out, "hang")
     assert report["culprits"] == [rank] and [row["rank"] for row in report["ranks"]] == [0, 1]
 
 
@@ -122,13 +122,13 @@ def test_what_takes_long_and_a_pause_of_all_ranks_are_no_hang(tiny, tmp_path):
             time.sleep(HANG + 2 if number == signal.SIGSTOP else 0)
         ended = ranks.wait()
     assert {code for code, _ in ended.values()} == {0}, ended
-    assert not (tmp_path / "run/hang.json").exists()
+    assert not of_kind(tmp_path / "run", "hang")
 
 
 def test_a_slow_rank_is_named_in_the_log_and_the_status_within_twenty_steps(tiny, tmp_path):
     more = ["budget.steps=100000", "batch.micro_size=1", "data.workers=0", "cluster.preflight=false"]
     with Ranks(2, tiny("run", *more, "data.source=tests.faults:slow"), TEST_PAUSE=0.1) as ranks:
-        until((tmp_path / "run/ranks.json").exists)
+        until(lambda: of_kind(tmp_path / "run", "slow"))
         told = [line for line in lines(tmp_path / "run/log.txt") if "is slow: " in line]
         [found] = json.loads(hpclm("status", tmp_path / "run", "--json", check=0).stdout)
         words = hpclm("status", tmp_path / "run", check=0).stdout

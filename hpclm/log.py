@@ -72,17 +72,6 @@ def setup(rank: int = 0, level: int = logging.INFO, redact: Callable[[str], str]
 
 
 @contextmanager
-def silent() -> Iterator[None]:
-    """Nothing is logged in the block, whose work is done again later, or elsewhere, with the same warnings."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-@contextmanager
 def restored() -> Iterator[None]:
     """After the block, logging is as it was before ``setup`` in it."""
     root, show, raises = logging.getLogger(), warnings.showwarning, logging.raiseExceptions

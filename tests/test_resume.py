@@ -19,6 +19,7 @@ from hpclm.errors import ConfigError
 from hpclm.launch import resume
 from hpclm.rundir import config_history, runs
 from hpclm.training import loop, records
+from hpclm.training.start import RunStart
 from tests.checkpoint.state import State, progress
 from tests.events import began, submit
 from tests.forks import Hpclm, hpclm
@@ -129,7 +130,7 @@ def test_settings_that_the_checkpoints_refuse_are_refused_before_anything_is_wri
         if "resume=never" not in told[0]:
             assert "revert the following settings, or start a new run with another out=" in said
     with pytest.raises(ConfigError) as caught:
-        loop.run(from_cli([str(run / "config.yaml"), *words]), single())
+        loop.run(RunStart(from_cli([str(run / "config.yaml"), *words])), single())
     assert all(text in str(caught.value) for text in told)
     assert content(run) == before
 
@@ -138,7 +139,7 @@ def test_settings_that_would_have_no_effect_on_a_run_that_is_done_are_refused_by
     before = content(run)
     words = [str(run / "config.yaml"), "budget.steps=4", "optim.lr=0.5"]
     with pytest.raises(ConfigError) as caught:
-        loop.run(from_cli(words), single())
+        loop.run(RunStart(from_cli(words)), single())
     told = f"{run} is at step 4 and its budget ends at step 4, so optim.lr=0.5 would have no effect; raise the budget"
     assert str(caught.value).startswith(told) and content(run) == before
 

@@ -13,6 +13,7 @@ from hpclm.launch.jobs import query
 from hpclm.launch.schedulers import current_job
 from hpclm.rundir import runs
 from hpclm.training import loop
+from hpclm.training.start import RunStart
 from hpclm.training.tensorboard import EventFile
 from tests.forks import hpclm
 from tests.runs import losses
@@ -41,9 +42,10 @@ class Overflowing(Block):
 def train(tiny):
     """Train in this process; the exit code."""
 
-    def call(out, *words, **more):
+    def call(out, *words, resume_step=None):
         quiet = ["cluster.preflight=false", "optim.schedule=constant", "budget.steps=100"]
-        return loop.run(from_cli([*tiny(out, *quiet), *words]), single(job=current_job()), **more)
+        job = current_job()
+        return loop.run(RunStart(from_cli([*tiny(out, *quiet), *words]), resume_step, job), single(job=job))
 
     return call
 

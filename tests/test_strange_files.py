@@ -23,6 +23,7 @@ from hpclm.rundir.lease import Lease
 from hpclm.rundir.logs import last
 from hpclm.rundir.metrics_file import forget_after
 from hpclm.training import records
+from hpclm.training.start import RunStart
 from tests import forks
 from tests.checkpoint import state
 from tests.rundir.test_runs import make
@@ -179,7 +180,7 @@ def test_a_run_directory_that_is_not_ones_own_alone_is_not_trained_in(what, tmp_
 def refuse(words, out):
     """Nothing trains in a run directory that is spoilt."""
     for start in (
-        lambda settings: process.train(settings, World("single", 0, 1), Job()),
+        lambda settings: process.train(RunStart(settings), World("single", 0, 1), Job()),
         lambda settings: folder.check(Path(settings.out)),
     ):
         with pytest.raises(ConfigError, match=f"{out}.* (is a|belongs to another user|can be written by others)"):

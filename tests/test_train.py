@@ -12,7 +12,6 @@ import time
 import pytest
 
 from hpclm import cli, config
-from hpclm.node.preemption import Preemption
 from tests import forks
 from tests.events import began
 from tests.forks import Hpclm, hpclm
@@ -188,18 +187,15 @@ def test_a_warning_during_start_up_costs_no_step(tiny, tmp_path):
 
 
 def warned_as_data_is_opened():
-    from hpclm.data import synthetic
+    from hpclm.data import sources
 
-    make = synthetic.synthetic
+    check = sources.check_content
 
-    def warned(*words):
-        if isinstance(
-            getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Preemption
-        ):  # checks before the run read its data, too
-            os.kill(os.getpid(), signal.SIGTERM)
-        return make(*words)
+    def warned(source):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return check(source)
 
-    synthetic.synthetic = warned
+    sources.check_content = warned
 
 
 def test_an_evaluation_that_a_warning_prevented_is_made_up_for(tiny, tmp_path):

@@ -5,24 +5,24 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpclm import failures, folders, log
 from hpclm.config import RunConfig
-from hpclm.config.compose import missing_code
+from hpclm.config.data import SOURCES
 from hpclm.distributed import bootstrap, network
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, ExitCode, Interrupted
 from hpclm.launch.schedulers import current_job
-from hpclm.node import ends, notify, preemption, secrets, threads
+from hpclm.node import ends, preemption, secrets, threads
 from hpclm.node.job import Job
-from hpclm.rundir import code, events, folder
+from hpclm.rundir import code, folder
 
 if TYPE_CHECKING:
     from hpclm.datasets.text_dataset import NamedDataset
+    from hpclm.training.start import RunStart
 
 AGAIN = "run the same call again to continue"
 
@@ -40,8 +40,10 @@ def start(
     ``began``: when the attempt began, in seconds since 1970; None: now.
     """
     code.check_snapshot()
-    _refuse_incomplete(settings)
     world, parent = bootstrap.detect(alone=alone), os.getppid()
+    if world.local_size > 1:  # before NumPy and PyTorch are loaded
+        os.environ["OMP_NUM_THREADS"] = str(threads.per_process(world.local_size))
+    _refuse_incomplete(settings)
     job = current_job(settings.job.cluster)
     world = world if began is None else replace(world, began=began)
     log.setup(world.rank, redact=secrets.Redactor(), quiet=quiet)
@@ -62,25 +64,21 @@ def start(
             raise
     if not world.local_rank:
         folders.sweep_temporary()
-    if world.size == 1:  # several ranks must meet before one of them may fail
-        from hpclm.launch import prechecks
-        from hpclm.training import records
+    from hpclm.training.start import RunStart
 
-        with log.silent():  # training reads the files again
-            prechecks.check_files(settings, records.requested_step(Path(settings.out), resume_step, job))
-        events.read_or_refuse(Path(settings.out))
+    checked = RunStart(settings, resume_step, job, world.size)
+    # several ranks must meet before one of them may fail; the user's own data source may import PyTorch
+    if world.size == 1 and settings.data.source in SOURCES:
+        checked.check()
     if world.local_size < world.size:
         network.hide_lookup_warnings()
-    if world.local_size > 1:
-        os.environ["OMP_NUM_THREADS"] = str(threads.per_process(world.local_size))
-
     if world.size == 1 or world.launcher in bootstrap.OF_MPI:  # MPI must be finalised
-        ended = train(settings, world, job, resume_step)
+        ended = train(checked, world, job)
         if world.launcher == bootstrap.SRUN and os.getppid() != parent:
             job.end_step(ended)
         return ended
     try:
-        ended = failures.run(lambda _: train(settings, world, job, resume_step), [])
+        ended = failures.run(lambda _: train(checked, world, job), [])
     except SystemExit as end:  # reported by another rank
         ended = end.code if isinstance(end.code, int) else ExitCode.FAILED
     if world.rank == 0 and world.launcher == bootstrap.SRUN and os.getppid() != parent:
@@ -108,28 +106,18 @@ def check_before_dataset(settings: RunConfig, dataset: "NamedDataset") -> None:
 
 def _refuse_incomplete(settings: RunConfig) -> None:
     """ConfigError with everything that is missing or wrong, as far as it does not depend on the other ranks and the data."""
-    wrong = (
-        settings.missing()
-        + settings.engine.problems_on_cpu()
-        + settings.missing_libraries()
-        + missing_code(settings)
-        + notify.missing(settings.job.notify)
-        + secrets.problems(asdict(settings))
-    )
-    if wrong:
-        raise ConfigError(wrong)
+    from hpclm.training.start import SETTINGS, RunStart  # imports NumPy
+
+    RunStart(settings, has=SETTINGS).check()
 
 
-def train(settings: RunConfig, world: World, job: Job, resume_step: int | None = None) -> int:
+def train(start: "RunStart", world: World, job: Job) -> int:
     """Join the other ranks of ``world``, all in ``job``, and train; returns the exit code."""
-    with distributed.join(world, settings.cluster, job) as context:
-        if context.is_main:
-            folders.check_private(settings.out, "run directory")
-            folder.check_inside(Path(settings.out))
+    with distributed.join(world, start.run.cluster, job) as context:
         from hpclm.planning import fit
         from hpclm.training import loop
 
-        context.exit_code = loop.run(settings, context, resume_step, fit)
+        context.exit_code = loop.run(start, context, fit)
         return context.exit_code
 
 

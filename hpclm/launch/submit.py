@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from hpclm import config, files, paths
 from hpclm.config import JobConfig, ParallelConfig, RunConfig
 from hpclm.config.job import seconds_of
-from hpclm.data import split_by
 from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.inference.evaluation import TaskRequest
 from hpclm.launch import arguments, container, debug, prechecks, process, send, setup, sweep
@@ -53,11 +52,7 @@ def start(request: Request) -> int:
             f"without --dry-run, the text of data= is first tokenized into {dataset}; its data is not checked here",
             file=sys.stderr,
         )
-    reasons = [
-        reason
-        for run in runs
-        for reason in prechecks.check(run, where, request.again, resume_step, run.data.prefix not in unwritten)
-    ]
+    starts = [prechecks.check(run, where, request.again, resume_step, run.data.prefix not in unwritten) for run in runs]
     if request.ranks:
         return _ranks(runs, request.ranks, request.gpus_kind)
     if where == "debug":
@@ -66,13 +61,13 @@ def start(request: Request) -> int:
         return debug.run(changed, changes, lambda run: process.start(run, alone=True), request.pdb)
     if not queues and request.dry_run:
         return _preview(where, runs[0])
-    runs = [run if run.data.prefix in unwritten else split_by.resolved(run) for run in runs]
+    runs = [start.run if start.run.data.prefix in unwritten else start.settings for start in starts]
     if not queues and request.sweep:
         return _sweep(where, request, runs, command)
     if not queues:
         return _here(where, runs[0], command, resume_step)
     scheduler = named(where)
-    scripts = _scripts(scheduler, runs, resume_step, reasons)
+    scripts = _scripts(scheduler, runs, resume_step, [reason for start in starts for reason in start.without_effect()])
     if request.dry_run:
         return _show(scheduler, runs, scripts)
     return _submit(scheduler, runs, scripts, command, request.again, resume_step)
@@ -81,9 +76,9 @@ def start(request: Request) -> int:
 def from_python(run: RunConfig, resume_step: int | None = None) -> None:
     """Submit ``run`` as a job; ConfigError with every problem, or where there is no queue."""
     where = queue_of(run.job)
-    reasons = prechecks.check(run, where, resume_step=resume_step)
-    run, scheduler = split_by.resolved(run), named(where)
-    scripts = _scripts(scheduler, [run], resume_step, reasons)
+    start = prechecks.check(run, where, resume_step=resume_step)
+    run, scheduler = start.settings, named(where)
+    scripts = _scripts(scheduler, [run], resume_step, start.without_effect())
     _submit(scheduler, [run], scripts, ["hpclm", "submit", f"{run.out}/config.yaml"], False, resume_step)
 
 

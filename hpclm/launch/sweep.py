@@ -18,7 +18,6 @@ from typing import IO, TYPE_CHECKING
 
 from hpclm import failures, files, folders, paths, terminal
 from hpclm.config import RunConfig
-from hpclm.data import split_by
 from hpclm.datasets import command_line
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError, ExitCode, HpclmError, shell_code
@@ -31,6 +30,7 @@ from hpclm.node import environment, gpus, preemption, processes, python, secrets
 from hpclm.rundir import rows
 from hpclm.rundir import runs as run_folders
 from hpclm.terminal import many, say
+from hpclm.training.start import RunStart
 
 if TYPE_CHECKING:
     from hpclm.progress import ProgressBar
@@ -94,18 +94,18 @@ def composed(settings: Sequence[str], variant: Variant, typed: Sequence[str]) ->
 
 def checked(runs: Sequence[RunConfig]) -> list[RunConfig]:
     """Runs that train in one process each, as they begin; warns of what changes nothing. ConfigError with every problem."""
-    problems, warnings = list[str](), list[str]()
+    problems, starts = list[str](), list[RunStart]()
     for run in runs:
         alone = replace(run, job=replace(run.job, nodes=1, gpus=1, hostfile=None))
         try:
-            warnings += prechecks.check(alone, "local")
+            starts.append(prechecks.check(alone, "local"))
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    for warning in dict.fromkeys(warnings):
+    for warning in dict.fromkeys(reason for start in starts for reason in start.without_effect()):
         say(f"warning: {warning}", file=sys.stderr)
-    return [split_by.resolved(run) for run in runs]
+    return [replace(start.settings, job=run.job) for start, run in zip(starts, runs, strict=True)]
 
 
 def train_words(path: Path) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from hpclm import files
 from hpclm.checkpoint import Progress
-from hpclm.config import RunConfig
 from hpclm.diagnostics import corruption
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import DivergedError, ExitCode
@@ -20,20 +19,19 @@ from hpclm.training.control import Control, ControlState, Milestones
 from hpclm.training.evaluation import Evaluator
 from hpclm.training.opening import MemoryPlanner, Run, open_run, samples_per_save
 from hpclm.training.saver import Saver, SignalWatch
+from hpclm.training.start import RunStart
 from hpclm.training.step import StepAbandoned, Stepper
 
 log = logging.getLogger(__name__)
 
 
-def run(
-    config: RunConfig, context: DistributedContext, resume_step: int | None = None, planner: MemoryPlanner | None = None
-) -> int:
+def run(start: RunStart, context: DistributedContext, planner: MemoryPlanner | None = None) -> int:
     """Train until the budget is used up, ``stop_at`` is reached or a signal warns; the exit code.
 
-    ``resume_step``: the step of a checkpoint to resume from, instead of the newest. Every rank of ``context`` runs this, and all take
-    every turn together. ``planner``: for batch.micro_size=auto, and to explain a lack of memory.
+    Every rank of ``context`` runs this, and all take every turn together. ``planner``: for batch.micro_size=auto, and to explain a lack of
+    memory.
     """
-    with open_run(config, context, resume_step, planner) as opened:
+    with open_run(start, context, planner) as opened:
         return TrainingLoop(opened).train()
 
 

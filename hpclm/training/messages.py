@@ -9,8 +9,7 @@ import torch
 
 from hpclm import files
 from hpclm.checkpoint import Progress
-from hpclm.config import BudgetConfig, ModelConfig, Plan, RunConfig, no_effect
-from hpclm.config.length import inside_warmup
+from hpclm.config import BudgetConfig, ModelConfig, Plan, RunConfig
 from hpclm.config.plan import Length
 from hpclm.data import tokenizers
 from hpclm.distributed.context import DistributedContext
@@ -47,11 +46,6 @@ def log_start(config: RunConfig, plan: Plan, context: DistributedContext, length
         by = "locally" if context.launcher == "local" else f"by {context.launcher}"
         started = f"{context.size} processes, launched {by}, on {', '.join(context.hosts)}"
         logger.info("%s; micro-batches of %d, %d a step for each", started, plan.micro_size, plan.accumulation(0))
-    if short := inside_warmup(config, length):
-        logger.warning("%s", short)
-    without_effect(no_effect.by_settings(config))
-    without_effect(no_effect.by_processes(config, plan))
-    without_effect(no_effect.by_length(config, length))
 
 
 def without_effect(reasons: Iterable[str]) -> None:

@@ -2,27 +2,31 @@
 
 import logging
 import math
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from hpclm import __version__
+from hpclm import __version__, folders
 from hpclm import engine as engines
+from hpclm import log as logs
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.config import EngineSettings, RunConfig, compose, no_effect
 from hpclm.config.length import run_length
-from hpclm.diagnostics import self_check
+from hpclm.diagnostics import preflight, self_check
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine, compiling
 from hpclm.errors import ConfigError
+from hpclm.model import count
 from hpclm.model.attention import backend as attention_backend
-from hpclm.node import environment, hardware
+from hpclm.node import environment, hardware, secrets
 from hpclm.node.job import Job
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
@@ -30,14 +34,14 @@ from hpclm.optim.schedules import Schedule, shape
 from hpclm.parallel.mesh import Compute, GroupOptions, Mesh
 from hpclm.rundir import events
 from hpclm.rundir.lease import Lease
-from hpclm.rundir.summary import RunSummary
+from hpclm.rundir.summary import RunSummary, failed_without_main, recorded_ending
 from hpclm.sinks.process import Sinks
 from hpclm.training import messages, records, tuning
 from hpclm.training.expert_load import ExpertLoad
 from hpclm.training.metrics import Meter, Speed
 from hpclm.training.profile import Profile
-from hpclm.training.run_data import RunData, open_data, with_split
-from hpclm.training.run_directory import open_run_directory
+from hpclm.training.run_data import RunData, on_main, open_data
+from hpclm.training.start import RunStart
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +96,10 @@ class NoPlanner:
 
 
 @contextmanager
-def open_run(
-    config: RunConfig, context: DistributedContext, resume_step: int | None = None, planner: MemoryPlanner | None = None
-) -> Iterator[Run]:
-    """Set a run up on every rank of ``context``. ``resume_step``: the step of a checkpoint to resume from, instead of the newest."""
+def open_run(start: RunStart, context: DistributedContext, planner: MemoryPlanner | None = None) -> Iterator[Run]:
+    """Set a run up on every rank of ``context``; rank 0 checks the ``start``, if that has not been done."""
     planner = planner or NoPlanner()
-    out = Path(config.out)
+    config, out = start.run, start.out
     notifier = Notifier(config.job.notify, out.absolute().name, str(out.absolute()), context.job.row())
     context.watchdog.shutdown.listeners.append(notifier.failed)
     with (
@@ -107,18 +109,19 @@ def open_run(
     ):
         compute = open_devices(config, context)
         context.watchdog.enter("data")
-        given = with_split(config, context)
+        context.run_on_main(start.check)
+        given = with_split(config, context, start)
         config = planner.with_micro_size(given, context, compute.device)
         with (
-            open_data(config, context, compute, resume_step) as data,
-            open_run_directory(config, context, compute.device, data, resume_step) as directory,
+            open_data(config, context, compute, start) as data,
+            open_run_directory(config, context, compute.device) as directory,
             # again, before the guard of the run directory reports the error
             planner.memory_errors_explained(config, context),
         ):
             checked = self_check.check_computation(config, context, compute)
             engine = open_engine(checked.settings, compute)
             store = open_store(config, context, compute, data, directory.lease)
-            rolled_back = context.run_on_main(lambda: roll_back(out, resume_step, context.job))
+            rolled_back = context.run_on_main(lambda: roll_back(out, start.resume_step))
             data = load(config, context, engine, store, data)
             attempt = None
             if directory.summary:
@@ -174,6 +177,63 @@ def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     return Compute(device, dtype, mesh)
 
 
+@dataclass(frozen=True)
+class Directory:
+    """The run directory, which this attempt has taken over. Only rank 0 has a lease and a summary."""
+
+    lease: Lease | None
+    summary: RunSummary | None
+    restarted: str
+    """How the attempt before ended, and why the scheduler has started the job again, if it has."""
+
+
+@contextmanager
+def open_run_directory(config: RunConfig, context: DistributedContext, device: torch.device) -> Iterator[Directory]:
+    """Take the run directory over, check the nodes, and write logs from here on."""
+    out = Path(config.out)
+    context.watchdog.enter("start-up")
+    with ExitStack() as stack:
+        lease = on_main(context, lambda: stack.enter_context(_lease(out, context.job)))
+        summary = stack.enter_context(RunSummary(out, lease)) if lease else None
+        context.watchdog.shutdown.listeners.insert(0, summary.failed if summary else failed_without_main(out))
+        context.watchdog.shutdown.recorded = recorded_ending(out)
+        # the summary, left after it, must not say that a connection was lost, but why
+        stack.enter_context(context.exit_on_error())
+        if config.cluster.preflight:
+            room = 12 * count.parameters(config.model)  # bytes of a checkpoint: weights and Adam's two moments in fp32
+            preflight.check(context, device, config.modules(), out, room=room)
+        if context.is_main:
+            stack.enter_context(logs.also_to(out / "log.txt", secrets.Redactor()))
+        else:
+            logs.instead_to(out / "logs" / f"rank-{context.rank:05d}.log", secrets.Redactor())
+        stack.enter_context(context.exit_on_error(out / "log.txt"))
+        restarted = records.tell_restart(out, context) if summary else ""
+        stacks = context.run_on_main(lambda: time.strftime("stacks-%Y%m%d-%H%M%S"))
+        context.watchdog.write_to(out, stacks, partial(events.append, out), config.parallel.pipeline)
+        try:
+            yield Directory(lease, summary, restarted)
+        except KeyboardInterrupt:
+            if summary and (ending := summary.interrupted()):
+                log.warning(ending)
+            raise
+
+
+def _lease(out: Path, job: Job) -> Lease:
+    folders.private_folder(out, "run directory")
+    if (out / "checkpoints").exists():  # perhaps a link to another disk
+        folders.writable_folder(out / "checkpoints", "folder of checkpoints")
+    return Lease(out, job=job)
+
+
+def with_split(config: RunConfig, context: DistributedContext, start: RunStart) -> RunConfig:
+    """``config`` with data.split_by, as rank 0 has decided it; a collective."""
+    by = context.run_on_main(lambda: start.settings.data.split_by)
+    if by == "tokens" and config.data.split_by is None:
+        text = "data.split_by=tokens: data.split=%s divides inside documents, of which there are too few to divide them"
+        log.info(text, config.data.split)
+    return replace(config, data=replace(config.data, split_by=by))
+
+
 def open_engine(settings: EngineSettings, compute: Compute) -> Engine:
     """Build the engine, and log which kernels it uses."""
     messages.kernels(settings.model, compute.device)
@@ -200,9 +260,8 @@ def samples_per_save(config: RunConfig, data: RunData) -> float:
     return math.inf if epochs is None else epochs * data.source.per_epoch("train")
 
 
-def roll_back(out: Path, resume_step: int | None, job: Job) -> int | None:
-    """Set aside checkpoints newer than the one that this start was asked to continue from; returns its step, or None."""
-    step = records.requested_step(out, resume_step, job)
+def roll_back(out: Path, step: int | None) -> int | None:
+    """Set aside checkpoints newer than that of ``step``, or of a pending rollback; returns its step, or None."""
     if step is not None:
         events.append(out, "roll back", step=step)
     return resumable.roll_back(out)

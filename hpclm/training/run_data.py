@@ -4,15 +4,14 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
-from hpclm.checkpoint import Progress, resumable
+from hpclm.checkpoint import Progress
 from hpclm.checkpoint.fingerprint import differences
-from hpclm.config import Plan, RunConfig, no_effect
+from hpclm.config import Plan, RunConfig
 from hpclm.config.length import run_length
 from hpclm.config.plan import Length
-from hpclm.data import sources, split_by
+from hpclm.data import sources
 from hpclm.data.batches import Batches
 from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import Source, samples_per_epoch, without_evaluation
@@ -20,7 +19,8 @@ from hpclm.data.tokenizers import mismatch
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Compute
-from hpclm.training import records
+from hpclm.training import messages
+from hpclm.training.start import RunStart
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -65,52 +65,36 @@ def on_main(context: DistributedContext, act: Callable[[], T]) -> T | None:
     return results[0] if results else None
 
 
-def with_split(config: RunConfig, context: DistributedContext) -> RunConfig:
-    """``config`` with data.split_by, as rank 0 decides it; a collective. ConfigError, on every rank, if its data cannot be opened."""
-    by = context.run_on_main(lambda: split_by.resolved(config).data.split_by)
-    if by == "tokens" and config.data.split_by is None:
-        log.info(
-            "data.split_by=tokens: data.split=%s divides inside documents, of which there are too few to divide them",
-            config.data.split,
-        )
-    return replace(config, data=replace(config.data, split_by=by))
-
-
 @contextmanager
-def open_data(
-    config: RunConfig, context: DistributedContext, compute: Compute, resume_step: int | None = None
-) -> Iterator[RunData]:
-    """Open the data of a run, for the replica of this rank. ``resume_step``: the step of a checkpoint to resume from.
+def open_data(config: RunConfig, context: DistributedContext, compute: Compute, start: RunStart) -> Iterator[RunData]:
+    """Open the data of a run, for the replica of this rank. ``start``: with the source that rank 0 has checked.
 
     Rank 0 reads the files first, and writes the index cache; then the first rank of each other node; all others only open
     what they train on. ConfigError if the data of another node differ from rank 0's.
     """
-    out = Path(config.out)
-    step = context.run_on_main(lambda: records.requested_step(out, resume_step, context.job))
-    begin = Progress.of(context.run_on_main(lambda: asdict(resumable.progress(out, step))))
+    begin = Progress.of(context.run_on_main(lambda: asdict(start.begin)))
 
-    def build(facts: SharedFacts) -> RunData:
-        return build_data(config, config.plan(context.size), compute, facts, begin)
+    def build(source: Source) -> RunData:
+        return build_data(config, config.plan(context.size), compute, source, begin)
+
+    def opened(facts: SharedFacts) -> Source:
+        return sources.build(config.data, config.model, config.seed, facts)
 
     def first() -> RunData:
-        built = build(facts)
+        assert start.source is not None
+        built = build(start.source)
         for line in sources.check_content(built.source):
             log.info(line)
-        reasons = sources.without_effect(built.source)
-        reasons += no_effect.by_held_out(config, built.source.held_out)
-        reasons += no_effect.by_epochs(config, built.length, built.source.per_epoch("train"))
-        for line in reasons:
-            log.warning(line)
         return built
 
-    facts = SharedFacts()
     built = on_main(context, first)
-    main_facts = context.run_on_main(lambda: facts.values)
+    main_facts = context.run_on_main(lambda: start.facts.values)
+    facts = start.facts if context.is_main else SharedFacts()
     problems: list[str] = []
     # a source without facts: all at once
     if built is None and (context.rank == context.first_on_node or not main_facts):
         try:
-            built = build(facts)
+            built = build(opened(facts))
             problems = _differences(main_facts.get("fingerprint", {}), facts.values.get("fingerprint", {}))
         except ConfigError as error:
             problems = error.problems
@@ -121,7 +105,10 @@ def open_data(
             failed = ConfigError([f"the data on {info.host} cannot be used:", *wrong])
             failed.shared = True
             raise failed
-    data = built or build(SharedFacts(gathered[context.first_on_node][1] or main_facts))
+    data = built or build(opened(SharedFacts(gathered[context.first_on_node][1] or main_facts)))
+    if context.is_main:
+        messages.log_start(config, data.plan, context, data.length, len(data.train.samples))
+        messages.without_effect(start.without_effect())
     try:
         yield data
     finally:
@@ -136,9 +123,8 @@ def _planned(config: RunConfig, source: Source, begin: Progress) -> tuple[Length
     return length, begin if suffice else replace(begin, planned=length.samples)
 
 
-def build_data(config: RunConfig, plan: Plan, compute: Compute, facts: SharedFacts, begin: Progress) -> RunData:
-    """Build what this rank's replica reads from ``begin`` on, without asking other ranks."""
-    source = sources.build(config.data, config.model, config.seed, facts)
+def build_data(config: RunConfig, plan: Plan, compute: Compute, source: Source, begin: Progress) -> RunData:
+    """Build what this rank's replica reads of ``source`` from ``begin`` on, without asking other ranks."""
     length, begin = _planned(config, source, begin)
 
     def batches(part: str, count: int | None) -> Batches:

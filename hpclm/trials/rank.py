@@ -17,6 +17,7 @@ from hpclm.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node.job import Job
 from hpclm.training.loop import TrainingLoop
 from hpclm.training.opening import open_run
+from hpclm.training.start import RunStart
 from hpclm.trials import direct
 from hpclm.trials.record import Record, begin, end
 
@@ -67,7 +68,7 @@ def train(start: Start, rank: int) -> int:
     try:
         with distributed.join(world, settings.cluster, Job()) as context:
             try:
-                with open_run(settings, context) as run:
+                with open_run(RunStart(settings, processes=world.size), context) as run:
                     if start.reads_samples:
                         record.samples = direct.digests(run.data.source, settings.model.context)
                     loop = TrainingLoop(run)

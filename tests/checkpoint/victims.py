@@ -11,6 +11,7 @@ from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.errors import HpclmError
 from hpclm.training import loop
+from hpclm.training.start import RunStart
 from tests.checkpoint.state import State, progress, store
 from tests.runs import PATIENCE
 
@@ -104,4 +105,4 @@ def train(gate, words):
     """Train; the exit code."""
     logging.getLogger().setLevel("INFO")
     gate()
-    return loop.run(from_cli(words), single())
+    return loop.run(RunStart(from_cli(words)), single())

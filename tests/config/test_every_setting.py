@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpclm import config, shipped
-from hpclm.checkpoint import Progress, Retention
+from hpclm.checkpoint import Retention
 from hpclm.config import compose, no_effect
 from hpclm.config.deepspeed import settings as deepspeed
 from hpclm.config.fields import keys
@@ -22,13 +22,14 @@ from hpclm.datasets.writer import Writer
 from hpclm.diagnostics.corruption import verifier
 from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
-from hpclm.launch import container, job, prechecks, setup
+from hpclm.launch import container, job, setup
 from hpclm.launch.local import unused
 from hpclm.launch.schedulers.slurm_script import render
 from hpclm.optim.schedules import learning_rate
 from hpclm.optim.stability import LossScale, NonfiniteGuard
 from hpclm.parallel.mesh import Mesh
 from hpclm.training.opening import open_devices
+from hpclm.training.start import RunStart
 from tests.engine.test_native import batches_of, engine_of
 from tests.forks import hpclm
 from tests.runs import ROOT
@@ -603,6 +604,13 @@ def test_a_shipped_settings_file_has_no_setting_without_effect(path):
     assert not said
 
 
+def without_effect(run):
+    """The settings that change nothing with the run's data."""
+    start = RunStart(run)
+    start.source = sources.build(run.data, run.model, run.seed)
+    return start.without_effect()
+
+
 RESETS = ["data.reset_attention_mask=true", "data.reset_position_ids=true", "data.eod_mask_loss=true"]
 
 
@@ -626,7 +634,7 @@ def without_ends(datasets):
 @pytest.mark.parametrize("prefix, named", {"a": None, "inside": None, "rare": None, "never": "/never"}.items())
 def test_settings_of_documents_are_named_where_no_document_ends(settings, prefix, named, without_ends):
     run = made(*with_data([*A, f"data.prefix=DATA/{prefix}", *settings], without_ends))
-    said = prechecks.without_effect(run, sources.build(run.data, run.model, run.seed), Progress())
+    said = without_effect(run)
     if named is None:
         assert not said
         return
@@ -651,11 +659,7 @@ def test_only_the_datasets_of_a_blend_that_lack_ends_are_named(without_ends):
 }.items())  # fmt: skip
 def test_settings_that_these_data_switch_off_are_named(words, says, datasets):
     run = made(*with_data([*A, *words], datasets))
-    assert [
-        reason
-        for reason in prechecks.without_effect(run, sources.build(run.data, run.model, run.seed), Progress())
-        if says in reason
-    ]
+    assert [reason for reason in without_effect(run) if says in reason]
 
 
 def test_a_run_says_once_what_has_no_effect_and_trains(tiny, tmp_path, without_ends, caplog):

@@ -7,8 +7,8 @@ import torch
 
 from hpclm.checkpoint import Progress
 from hpclm.config import DataConfig
+from hpclm.data import sources
 from hpclm.data.corpus import corpus
-from hpclm.data.scan import SharedFacts
 from hpclm.data.tokenizers import build
 from hpclm.datasets.writer import Writer
 from hpclm.errors import ConfigError
@@ -129,9 +129,8 @@ def test_a_runs_own_evaluation_reads_the_kept_end_and_nothing_twice(make):
     model = ModelConfig(layers=1, hidden=8, heads=2, context=CONTEXT, vocab_size=64)
     data = DataConfig(train=[prefix], valid=[prefix], keep_partial=True)
     config = RunConfig(model=model, data=data, batch=BatchConfig(global_size=2, micro_size=2))
-    [part] = build_data(
-        config, config.plan(), Compute(torch.device("cpu"), torch.float32), SharedFacts(), Progress()
-    ).held_out
+    source, compute = sources.build(data, model, config.seed), Compute(torch.device("cpu"), torch.float32)
+    [part] = build_data(config, config.plan(), compute, source, Progress()).held_out
     seen = list(part.batches.take(0, part.size))
     first = sorted(token for batch in seen for token in batch.tokens[:, 0].tolist())
     assert first == [0, 4, 8, 12, 16, 20]

@@ -23,6 +23,7 @@ from hpclm.datasets.writer import Writer
 from hpclm.distributed.context import single
 from hpclm.errors import ConfigError
 from hpclm.training import loop
+from hpclm.training.start import RunStart
 from tests.datasets.test_merge import TOKENIZER, write
 
 
@@ -270,9 +271,9 @@ def test_a_run_logs_its_checks_and_does_not_train_on_corrupt_data(large, tiny, t
     quiet = ["cluster.preflight=false", "budget.steps=2"]
     config = from_cli([*tiny("run", *quiet), "data.source=indexed", *words(large)])
     with caplog.at_level("INFO"):
-        assert loop.run(config, single()) == 0
+        assert loop.run(RunStart(config), single()) == 0
     assert "data: 64 of 81 blocks of 1 MiB, chosen at random, are intact" in caplog.text
     zero(large.with_suffix(".bin"), HASH_BLOCK_BYTES, 60 * HASH_BLOCK_BYTES)
     with pytest.raises(ConfigError, match="is corrupt"):
-        loop.run(dataclasses.replace(config, out=str(tmp_path / "other")), single())
+        loop.run(RunStart(dataclasses.replace(config, out=str(tmp_path / "other"))), single())
     assert not (tmp_path / "other").exists()

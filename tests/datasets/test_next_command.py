@@ -10,7 +10,7 @@ import torch
 from hpclm import cli
 from hpclm.checkpoint import Progress
 from hpclm.config import dump, from_cli
-from hpclm.data.scan import SharedFacts
+from hpclm.data import sources
 from hpclm.datasets.next_command import LARGE_FROM, dataset_settings, next_command, next_tuning_command
 from hpclm.datasets.writer import Writer
 from hpclm.parallel.mesh import Compute
@@ -41,8 +41,9 @@ CORPORA = {
 def test_the_next_command_fits_a_corpus_of_any_size(corpus, tmp_path):
     prefix = dataset(tmp_path / "x", CORPORA[corpus])
     config = from_cli(shlex.split(next_command([prefix], 64))[2:], None)
-    opened = build_data(config, config.plan(), Compute(torch.device("cpu"), torch.float32), SharedFacts(), Progress())
-    source, train, parts, length = opened.source, opened.train, opened.held_out, opened.length
+    source = sources.build(config.data, config.model, config.seed)
+    opened = build_data(config, config.plan(), Compute(torch.device("cpu"), torch.float32), source, Progress())
+    train, parts, length = opened.train, opened.held_out, opened.length
     assert length.steps >= 10
     warmup = config.optim.warmup or config.optim.warmup_fraction * length.steps
     assert warmup <= 0.06 * length.steps

@@ -17,6 +17,7 @@ from hpclm.distributed.context import DistributedContext, single
 from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.training.run_data import open_data
+from hpclm.training.start import RunStart
 
 
 def reads(folders, words):
@@ -44,7 +45,9 @@ def reads(folders, words):
     sys.addaudithook(watch)
     run = config.load(None, words)
     compute = Compute(torch.device("cpu"), torch.float32, Mesh.build(rank, size, run.parallel))
-    with open_data(run, context, compute) as data:
+    start = RunStart(run, processes=size)
+    context.run_on_main(start.check)
+    with open_data(run, context, compute, start) as data:
         source, train, held = data.source, data.train, data.held_out
         rows = np.empty((3, run.model.context + 1), train.samples.dtype)
         for index, row in enumerate(rows):

@@ -11,7 +11,7 @@ def main() -> None:
     from hpclm.node import parent, preemption
 
     verb = "".join(sys.argv[1:2])
-    parent.watch_from_the_start(verb)
+    parent.end_with_launcher(verb)
     preemption.catch_from_the_start(verb)
     from hpclm import cli
 

@@ -132,8 +132,9 @@ def also_to(path: Path, redact: Callable[[str], str] = str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the terminal gets it elsewhere
-        trace = None if isinstance(error, HpclmError) else sys.exc_info()
-        handler.handle(logging.LogRecord("hpclm", logging.ERROR, __file__, 0, "%s", (error,), trace))
+        if not getattr(error, "reported", False):  # by another rank, or with its traceback
+            trace = None if isinstance(error, HpclmError) else sys.exc_info()
+            handler.handle(logging.LogRecord("hpclm", logging.ERROR, __file__, 0, "%s", (error,), trace))
         raise
     finally:
         logging.getLogger().removeHandler(handler)

@@ -11,7 +11,7 @@ if __name__ == "__main__":
     import_errors.report_uncaught()
     from hpclm.node import parent, preemption
 
-    parent.watch_from_the_start("train")
+    parent.end_with_launcher("train")
     preemption.catch_from_the_start("train")  # before the other imports, which take a while
     from hpclm import cli, failures
     from hpclm.node import ends

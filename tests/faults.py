@@ -4,7 +4,6 @@ import ctypes
 import hashlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -47,23 +46,6 @@ def exploding(*words):
             raise RuntimeError("boom in the data")
 
     return watched(synthetic(*words), explode, rank="2")
-
-
-def with_children(*words):
-    """A data source that leaves processes behind: a plain child, and one that starts a new session."""
-    mark = os.environ["TEST_MARK"]
-    for command in (["sleep", mark], ["setsid", "sleep", mark]):
-        subprocess.Popen(command)
-    return synthetic(*words)
-
-
-def forking(*words):
-    """A data source whose rank 1 leaves a fork of itself behind, which never ends by itself, and a child of that."""
-    if os.environ["RANK"] == "1" and os.fork() == 0:
-        subprocess.Popen(["sleep", os.environ["TEST_MARK"]])
-        while True:
-            time.sleep(60)
-    return synthetic(*words)
 
 
 def leaving(*words):

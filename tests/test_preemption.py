@@ -195,7 +195,7 @@ def test_a_job_that_starts_again_on_another_number_of_nodes_learns_the_same(clus
     cluster.wait(job.id, "PENDING")
     cluster.run(["scontrol", "update", f"jobid={job.id}", "numnodes=1", "numtasks=2"])
     job.finish()
-    sizes = [json.loads(line)["size"] for line in began(job.out)]
+    sizes = [event["size"] for event in began(job.out)]
     assert sizes == [4, 2]
     checkpoints = sorted((job.out / "checkpoints").glob("step-*"))
     names = [

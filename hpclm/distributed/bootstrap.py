@@ -51,19 +51,6 @@ def detect(env: Env = os.environ, alone: bool = True) -> World:
 
 SRUN = "Slurm"
 """The launcher srun."""
-MARKERS = {
-    SRUN: (slurm.JOB, slurm.STEP),
-    "Open MPI": ("PMIX_NAMESPACE",),
-    "torchrun": ("TORCHELASTIC_RUN_ID",),
-    "local": ("TORCHELASTIC_RUN_ID",),
-}
-"""Variables that identify the ranks of one launch and their children."""
-
-
-def marker(world: World, env: Env = os.environ) -> dict[str, str]:
-    """Variables and values that identify processes of this launch; empty if there are none."""
-    names = MARKERS.get(world.launcher, ())
-    return {name: env[name] for name in names} if all(env.get(name) for name in names) else {}
 
 
 def _torchrun(env: Env) -> World:

@@ -3,15 +3,11 @@
 import gc
 import json
 import logging
-import os
 import signal
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
@@ -19,26 +15,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpclm import errors
 from hpclm.config import ClusterConfig
-from hpclm.distributed import bootstrap, failure, network
+from hpclm.distributed import bootstrap, network
 from hpclm.distributed.bootstrap import World
-from hpclm.distributed.failure import Failure
-from hpclm.distributed.rendezvous import RankInfo, connect
-from hpclm.distributed.shutdown import Shutdown, exit_after
-from hpclm.distributed.store import JsonStore
+from hpclm.distributed.ending import Ending
+from hpclm.distributed.ranks import RankInfo
+from hpclm.distributed.rendezvous import connect
+from hpclm.distributed.stragglers import EVERY, Stragglers
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.errors import ConfigError, ExitCode, HpclmError
-from hpclm.node import ends, parent, preemption, processes, secrets
+from hpclm.node import ends, preemption, processes
 from hpclm.node.job import Job
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import TCPStore
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-CAUSE = 60.0  # seconds that a rank which lost a connection waits for its watchdog to end it with the cause
 DISCONNECT = 60.0  # seconds that ranks which have done their work have to disconnect from one another
-LATEST = 15.0  # seconds that the main thread has to exit after an error: a collective may hang
-EXIT = 0.5  # seconds that rank 0, whose end closes the store, stays after an error that all ranks raise
 UNLIMITED = timedelta(days=7)  # for a collective in which one rank may arrive hours after another
 
 
@@ -67,7 +61,7 @@ class DistributedContext:
         world: World,
         ranks: tuple[RankInfo, ...],
         watchdog: Watchdog,
-        store: JsonStore | None = None,
+        store: "TCPStore | None" = None,
         job: Job | None = None,
     ):
         self.launcher, self.rank, self.size = world.launcher, world.rank, world.size
@@ -75,6 +69,8 @@ class DistributedContext:
         self.began = world.began
         """When this rank began, in seconds since 1970."""
         self.ranks, self.watchdog, self.job = ranks, watchdog, job or Job()
+        self.ending = watchdog.ending
+        self._stragglers: Stragglers | None = None
         self.hosts = tuple({info.node: info.host for info in ranks}.values())
         """The host name of every node, in the order of ranks; several nodes may have the same one."""
         me = ranks[world.rank]
@@ -82,6 +78,8 @@ class DistributedContext:
         self.first_on_node = next(info.rank for info in ranks if info.process_table == me.process_table)
         """The lowest rank of this rank's node."""
         self._store = store
+        self.failure: BaseException | None = None
+        """What this rank alone has raised."""
         self.exit_code: int = ExitCode.DONE
         """Of this process, once its work is done."""
 
@@ -204,39 +202,50 @@ class DistributedContext:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         limit = timedelta(minutes=minutes)
         # new groups wait for their members in the store, by the store's limit
-        self._store.raw.set_timeout(limit)
+        self._store.set_timeout(limit)
         # without device_id: a new group would be split off by ncclCommSplit, in which all ranks must take part, and hang,
         # because only its members make it (GroupOptions, which connects each group before the first step)
-        dist.init_process_group(backend, store=self._store.raw, rank=self.rank, world_size=self.size, timeout=limit)
+        dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
+
+    def write_to(self, out: Path, record: Callable[..., object], stages: int = 1) -> None:
+        """From now on the run directory ``out`` is open. ``record``: adds an event to its record; ``stages``: of the pipeline."""
+        self.ending.write_to(out, record)
+        if self.ending.folder:
+            self.watchdog.write_to(self.ending.folder)
+        if self.is_main and self.size > 1:
+            self._stragglers = Stragglers(self.ranks, record, stages)
+
+    def compare_work(self, step: int) -> None:
+        """Called by all ranks before each step: every few steps, rank 0 learns how much each of them works, and names the slow ones."""
+        timer = self.watchdog.timer
+        if self.size > 1 and timer.steps and timer.steps % EVERY == 0:
+            rows = self.gather([timer.work, timer.seconds])
+            if self._stragglers:
+                self._stragglers.update(rows, step)
 
     @contextmanager
-    def exit_on_error(self, run_log: Path | None = None) -> Iterator[None]:
-        """During the block, a failure of this rank ends all ranks, and the first failure is logged.
+    def exit_on_error(self) -> Iterator[None]:
+        """A failure of this rank in the block is left for the others, and reported once.
 
-        ``run_log``: the file of rank 0's log, to which another rank writes the failure if rank 0 cannot. An error that
-        all ranks raise (``HpclmError.shared``) needs none of this.
+        An error that all ranks raise (``HpclmError.shared``) needs none of this. If a connection was lost, the cause is raised instead.
         """
-        if self._store is None or self.watchdog.heartbeat is None:
-            yield
-            return
-        self.watchdog.shutdown.log = run_log or self.watchdog.shutdown.log
         try:
             yield
         except BaseException as error:
-            if getattr(error, "shared", False):
+            if self._store is None or error is self.failure or getattr(error, "shared", False):
                 raise
-            self._fail(error)
-            error.shared = True  # type: ignore[attr-defined]  # an outer one only passes it on
-            raise
+            self.failure = self.ending.explained(error)
+            if self.failure is error:
+                raise
+            raise self.failure from None
 
     def finish(self) -> None:
         """Disconnect from the other ranks once all are here. The work is done: where that fails or takes too long, this process ends
         as it would have."""
-        self.watchdog.enter("leaving")
+        self.watchdog.leave()
         import torch.distributed as dist
 
         gc.collect()  # what still holds the process group would abort at exit
-        self.watchdog.leave()
         late = threading.Timer(DISCONNECT, self._leave_the_others)
         late.daemon = True
         late.start()
@@ -248,68 +257,22 @@ class DistributedContext:
         except RuntimeError as error:  # another rank is gone
             log.warning("%s had done its work: %s", self.ranks[self.rank], str(error).partition("\n")[0])
         late.cancel()
-        self.watchdog.stop()
+        if self.is_main and self.ending.folder:
+            ends.tidy(self.ending.folder)
 
     def _leave_the_others(self) -> None:
         """End this process, whose main thread waits for another rank and may do so forever."""
-        if not self.watchdog.shutdown.claim():
-            return
-        exit_after(LATEST, self.exit_code)  # a disk may be why
-        log.warning(
-            "%s had done its work, and could not disconnect from the other ranks within %.0f s; it ends with exit code %d",
-            self.ranks[self.rank],
-            DISCONNECT,
-            self.exit_code,
-        )
-        ends.note(self.exit_code)
-        self.watchdog.shutdown.clean_up()
-        with suppress(OSError, ValueError):  # the launcher, which read them, may be gone
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(self.exit_code)
-
-    def _fail(self, error: BaseException) -> None:
-        """Publish ``error`` to the other ranks; returns when this process may exit.
-
-        If it only says that a connection was lost, the watchdog ends this process once the cause is known.
-        """
-        heart, shutdown = self.watchdog.heartbeat, self.watchdog.shutdown
-        assert heart is not None
-        code, text = described(error)
-        # redacted, because a traceback may show a token, and every rank and the log get this text
-        observed = Failure(self.rank, "raised", code, failure.shortened(secrets.Redactor()(text)))
-        if failure.lost_a_peer(error) and self.watchdog.watches:
-            if heart.failure is None:
-                log.warning(
-                    "%s lost its connection to another rank: %s", self.ranks[self.rank], str(error).partition("\n")[0]
-                )
-            # only a symptom: the rank that was killed or failed is the cause, and replaces it
-            observed = replace(observed, kind="disconnected", code=heart.lost_code)
-            with suppress(RuntimeError):
-                failure.publish(heart.store, observed)
-            time.sleep(CAUSE)
-        if heart.failure or heart.lost or not shutdown.claim():
-            time.sleep(CAUSE)
-        try:
-            first = failure.publish(heart.store, observed)
-        except RuntimeError:
-            first = observed
-        # of the first failure, which may be another rank's: what follows from it would mislead
-        text = first.describe(self.ranks)
-        ends.note(code, text)
-        shutdown.log_failure(text, heart.store)
-        error.logged = self.is_main  # type: ignore[attr-defined]  # the command line need not say it again
-        shutdown.wait_for_others(heart.store)
-        shutdown.clean_up()
-        exit_after(LATEST, code)
+        waited = f"could not disconnect from the other ranks within {DISCONNECT:.0f} s"
+        text = f"{self.ranks[self.rank]} had done its work, and {waited}; it ends with exit code {self.exit_code}"
+        self.ending.done(text, self.exit_code)
 
 
 def single(settings: ClusterConfig | None = None, job: Job | None = None) -> DistributedContext:
     """The context of a process without peers; ``settings``: for its watchdog, ``job``: that it is part of."""
     world = World("single", 0, 1)
-    me = RankInfo.of(world)
-    watchdog = Watchdog(settings or ClusterConfig(hang_minutes=0), (me,), me, Shutdown(me, (me,)))
-    return DistributedContext(world, (me,), watchdog, job=job)
+    ranks = (RankInfo.of(world),)
+    watchdog = Watchdog(settings or ClusterConfig(hang_minutes=0), Ending(ranks[0], ranks))
+    return DistributedContext(world, ranks, watchdog, job=job)
 
 
 @contextmanager
@@ -319,15 +282,13 @@ def join(world: World, settings: ClusterConfig, job: Job | None = None) -> Itera
     ConfigError if the ranks contradict each other, HpclmError if some do not arrive. An error that all ranks raise is
     printed by rank 0 only.
     """
-    # a run survives the death of the process by which srun started it: Slurm, or the end of the run, ends the job
-    launcher = None if world.launcher in ("single", bootstrap.SRUN) else parent.launcher()
     job = job or Job()
     if world.launcher != "single":
         processes.adopt_orphans()  # so that orphans of its children end with this rank
     if world.size == 1:
         context = single(settings, job)
         context.launcher, context.began = world.launcher, world.began
-        context.watchdog.start(launcher=launcher)
+        context.watchdog.start()
         try:
             yield context
         finally:
@@ -335,14 +296,12 @@ def join(world: World, settings: ClusterConfig, job: Job | None = None) -> Itera
         return
     met = connect(world, settings)
     preemption.ranks_have_met()
-    me = met.ranks[world.rank]
-    shutdown = Shutdown(me, met.ranks, bootstrap.marker(world))
-    watchdog = Watchdog(settings, met.ranks, me, shutdown, bootstrap.lost_code(world.launcher, job.identity), job)
-    watchdog.start(met.store, launcher)
-    context = DistributedContext(world, met.ranks, watchdog, met.store, job)
+    ending = Ending(met.ranks[world.rank], met.ranks, bootstrap.lost_code(world.launcher, job.identity))
+    context = DistributedContext(world, met.ranks, Watchdog(settings, ending), met.store, job)
+    context.watchdog.start()
     try:
         with context.exit_on_error():
-            # inside exit_on_error(): an interface that one node lacks ends all ranks with its message
+            # inside exit_on_error(): an interface that one node lacks is this rank's failure
             network.use_interface(settings.interface, met.interface)
             yield context
             sys.stdout.flush()
@@ -350,11 +309,13 @@ def join(world: World, settings: ClusterConfig, job: Job | None = None) -> Itera
     except HpclmError as error:
         with suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank to end has its launcher end the others
-        watchdog.leave()
-        if not context.is_main:
+        context.watchdog.leave()
+        ends.note(error.exit_code, str(error))
+        if not context.is_main and error is not context.failure:
             raise SystemExit(error.exit_code) from None
-        time.sleep(EXIT)
         raise
+    finally:
+        context.watchdog.stop()
 
 
 def _text_tensor(text: bytes, width: int) -> "torch.Tensor":
@@ -362,15 +323,3 @@ def _text_tensor(text: bytes, width: int) -> "torch.Tensor":
     import torch
 
     return torch.frombuffer(bytearray(text.ljust(width)), dtype=torch.uint8)
-
-
-def described(error: BaseException) -> tuple[int, str]:
-    """The exit code of a process that raises ``error``, and the message; a traceback unless it is the user's or the machine's."""
-    if isinstance(error, HpclmError):
-        return error.exit_code, str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return ExitCode.INTERRUPTED, "interrupted"
-    if isinstance(error, SystemExit):  # the others still need this process
-        code = error.code if isinstance(error.code, int) and error.code in errors.FAILURES else ExitCode.FAILED
-        return code, f"it called sys.exit({error.code!r})\n{traceback.format_exc()}"
-    return ExitCode.FAILED, traceback.format_exc()

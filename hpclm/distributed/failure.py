@@ -1,87 +1,71 @@
-"""Why a run of several processes ended: the first failure, in the store, where every rank polls for it.
+"""Why a run of several processes ended, by the files that its ranks have left.
 
-A rank that has only lost a connection knows a symptom, not the cause. It publishes that: any cause replaces it, and if
-none does, the ranks find out who of them is gone (``heartbeat``).
+A rank that has only lost a connection knows a symptom. The cause is with another rank, which says so in its file, or which has left no
+file, because it was killed or its node is down.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
 
-from hpclm.distributed.rendezvous import RankInfo
-from hpclm.distributed.store import JsonStore
-from hpclm.errors import HpclmError
-from hpclm.terminal import ranges
+from hpclm import errors, files
+from hpclm.distributed import hang
+from hpclm.distributed.hang import RankState
+from hpclm.distributed.ranks import RankInfo, named
+from hpclm.errors import ExitCode, HpclmError
+from hpclm.node import ends, processes
 
-KEY = "hpclm/failure"
-MAX_TEXT_CHARACTERS = 1 << 16  # characters of a failure's text that are kept
+MAX_TEXT_CHARACTERS = 1 << 16  # of a failure's text that are kept
 # gloo raises plain RuntimeErrors, which only their text tells apart
 LOST = re.compile("connection (closed|reset) by peer|broken pipe|gloo|nccl|socket|tcpstore", re.IGNORECASE)
-CLOSED = re.compile("connection (closed|reset|refused)|broken pipe|remote process exited", re.IGNORECASE)
-Kind = Literal["raised", "killed", "lost", "disconnected", "launcher", "hung", "late"]
+GONE = "left no message: killed (perhaps out of memory), or the node is down"
+
+
+class LostRankError(HpclmError):
+    """Another rank is gone, or has failed."""
+
+    reported = True
+    """Whether the run's log says it already."""
+
+    def __init__(self, text: str, code: int):
+        super().__init__(text)
+        self.exit_code = code  # type: ignore[assignment]  # an exit code of a process that a signal ended is none of ours
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a run ends."""
+class Verdict:
+    """Why the ranks ended."""
 
-    rank: int
-    """The rank that failed; in a hang, the one that reports it."""
-    kind: Kind
-    code: int
-    """Exit code of all ranks that still can choose it."""
-    text: str = ""
-    """Message or traceback, if any; or the signal that killed a rank, according to torchrun's agent."""
-
-    @property
-    def symptom(self) -> bool:
-        """Whether this rank only lost its connection to another."""
-        return self.kind == "disconnected"
-
-    def describe(self, ranks: Sequence[RankInfo]) -> str:
-        """For the log; lines after the first are indented, so that none looks like another entry."""
-        who, text = str(ranks[self.rank]), self.text.strip().replace("\n", "\n  ")
-        if self.kind == "killed":
-            silent = "was killed: it ended without a message (SIGKILL, perhaps out of memory, or a crash)"
-            return f"{who} {text or silent}"
-        if self.kind == "lost":
-            return f"{text}; the other ranks end too"
-        if self.kind in ("hung", "late"):
-            return text
-        if self.kind == "launcher":
-            return f"the launcher of {who} is gone; the run ends, because nothing would restart or stop it"
-        return f"{who} failed: {text}"
+    exit_code: int
+    text: str
+    gone: tuple[RankInfo, ...] = ()
+    """The ranks that left no file while others did."""
+    hang: bool = False
 
 
-def publish(store: JsonStore, failure: Failure) -> Failure:
-    """Put ``failure`` into the store, unless there is a cause already; returns what is there."""
-
-    def replaced(present: dict[str, Any]) -> bool:
-        return Failure(**present).symptom and not failure.symptom
-
-    return Failure(**store.put(KEY, asdict(failure), replaced))
-
-
-def read(store: JsonStore) -> Failure | None:
-    """The failure in the store, if any."""
-    value = store.get(KEY)
-    return None if value is None else Failure(**value)
-
-
-def shortened(text: str) -> str:
-    """``text``, or its beginning and end if it is very long."""
-    # a traceback's beginning says where, its end says what
-    half = MAX_TEXT_CHARACTERS // 2
-    return text if len(text) <= MAX_TEXT_CHARACTERS else f"{text[:half]}\n[...]\n{text[-half:]}"
+def verdict(where: Path) -> Verdict | None:
+    """Why the ranks ended that have left their files in the folder ``where``; None if no rank has left one."""
+    left, ranks = ends.read(where), [RankInfo(**row) for row in ends.announced(where)]
+    cause = ends.first(left.values())
+    if cause and cause.hang is not None and ranks:
+        states = {rank: RankState(**end.hang) for rank, end in left.items() if end.hang is not None}
+        return Verdict(cause.exit_code, hang.report(states, ranks, where), hang=True)
+    if cause:
+        return Verdict(cause.exit_code, cause.cause)
+    if not left:
+        return None
+    alive = ends.traces(where)
+    symptom = min(left.values(), key=lambda end: end.time)
+    if gone := [rank for rank in range(len(ranks)) if rank not in left.keys() | alive and not _runs_here(ranks[rank])]:
+        return Verdict(symptom.exit_code, f"{named(gone, ranks)} {GONE}", tuple(ranks[rank] for rank in gone))
+    why = "the ranks have lost their connections, and none was killed, so the network may be at fault"
+    return Verdict(symptom.exit_code, f"{why}: {symptom.cause}")
 
 
-def named(lost: Sequence[int], ranks: Sequence[RankInfo]) -> str:
-    """Ranks and their hosts, for the log."""
-    if len(lost) == 1:
-        return str(ranks[lost[0]])
-    hosts = sorted({ranks[rank].host for rank in lost})
-    return f"ranks {ranges(lost)} on {', '.join(hosts[:8])}{', ...' * (len(hosts) > 8)}"
+def _runs_here(info: RankInfo) -> bool:
+    """Whether a rank's process is one of this machine, and runs: it waits for others, and has not heard of their end."""
+    return info.machine == files.here() and processes.started(info.pid) is not None
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -90,3 +74,22 @@ def lost_a_peer(error: BaseException) -> bool:
         return True
     of_torch = isinstance(error, RuntimeError) and not isinstance(error, HpclmError)
     return of_torch and LOST.search(str(error)) is not None
+
+
+def described(error: BaseException) -> tuple[int, str]:
+    """The exit code of a process that raises ``error``, and the message; a traceback unless it is the user's or the machine's."""
+    if isinstance(error, HpclmError):
+        return error.exit_code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED, "interrupted"
+    if isinstance(error, SystemExit):  # the others still need this process
+        code = error.code if isinstance(error.code, int) and error.code in errors.FAILURES else ExitCode.FAILED
+        return code, f"it called sys.exit({error.code!r})\n{traceback.format_exc()}"
+    return ExitCode.FAILED, traceback.format_exc()
+
+
+def shortened(text: str) -> str:
+    """``text``, or its beginning and end if it is very long. Lines after the first are indented: none looks like another log entry."""
+    half = MAX_TEXT_CHARACTERS // 2  # a traceback's beginning says where, its end says what
+    text = text if len(text) <= MAX_TEXT_CHARACTERS else f"{text[:half]}\n[...]\n{text[-half:]}"
+    return text.strip().replace("\n", "\n  ")

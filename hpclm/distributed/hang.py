@@ -1,4 +1,4 @@
-"""What each rank does when the run hangs, which ranks block the others, and the report on it."""
+"""A run that hangs: what each rank was doing, which ranks block the others, and the report."""
 
 import faulthandler
 import sys
@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpclm.distributed.failure import named
-from hpclm.distributed.rendezvous import RankInfo
+from hpclm.distributed.ranks import RankInfo, named
 from hpclm.errors import ExitCode
 from hpclm.terminal import ranges
 
@@ -20,40 +19,26 @@ AUTOGRAD = "torch.autograd"
 """The backward pass computes, or waits for a collective, both outside Python."""
 LIBRARIES = ("torch.", "threading", "queue", "concurrent.", "hpclm.distributed.context")
 """Modules that say little about where a thread is: their caller does."""
+SILENT = "it does not answer: its process is stopped or cannot run, or its node is down"
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank tells the others in its heartbeats, and how long it has told them nothing."""
+    """What a rank is doing."""
 
-    clock: float = 0.0
-    """Seconds that its process has run."""
     phase: str = ""
     step: int = 0
     idle: float = 0.0
     """Seconds since it last made progress."""
-    patience: float = 0.0
-    """Seconds that this may take in its phase."""
     location: str = ""
     """The line that the main thread is in."""
     waits_in: str = ""
     """The collective it waits in; "backward" if it may wait in one; empty if in none."""
-    work: float = 0.0
-    """Seconds of a step in which it does not wait for others, usually."""
-    step_seconds: float = 0.0
-    """Seconds of a step, usually; 0 while too few are known."""
-    silent: float = 0.0
-    """Seconds since its last heartbeat, for those who receive them; 0 while they come."""
-    stopped: bool = False
-    """Whether a signal has stopped its process, as far as that is known."""
 
     def describe(self) -> str:
         """What the rank does, for the log."""
-        doing = f"{self.phase or 'start'}{' ' if 'step' in self.phase else ' after step '}{self.step}"
-        if self.stopped:
-            doing += ", stopped by a signal"
-        elif self.silent:
-            return f"{doing}, no heartbeat for {self.silent:.0f} s: its process cannot answer, or its node is down"
+        after = " " if "step" in self.phase else " after step "
+        doing = f"{self.phase or 'start'}{after}{self.step}"
         if not self.waits_in:
             return f"{doing}, at {self.location}"
         waits = "in the backward pass" if self.waits_in == "backward" else f"waiting in {self.waits_in}"
@@ -76,19 +61,16 @@ def position(waits_in: str = "") -> tuple[str, str]:
 
 def write_stacks(folder: Path, me: RankInfo, state: RankState) -> None:
     """Write the Python stacks of all threads of this rank into ``folder``."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder / f"rank-{me.rank:05d}.txt").open("w", encoding="utf-8") as file:
+    with (folder / f"rank-{me.rank}.txt").open("w", encoding="utf-8") as file:
         file.write(f"{me}, {state.describe()}\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
 
 
-def culprits(states: Mapping[int, RankState]) -> list[int]:
-    """The ranks that block the others, as far as is known."""
-    # a rank that sends no heartbeats cannot even say what it waits in: it comes before all that can
-    silent = [rank for rank, state in states.items() if state.silent]
-    if silent:
-        return sorted(silent)
+def culprits(states: Mapping[int, RankState], size: int) -> list[int]:
+    """The ranks that block the others, as far as is known. ``states``: of those of ``size`` ranks that could say what they do."""
+    if silent := sorted({*range(size)} - states.keys()):
+        return silent
     for blocking in ("", "backward"):  # if others certainly wait, a backward pass computes
         ranks = [rank for rank, state in states.items() if state.waits_in == blocking]
         if ranks and len(ranks) < len(states):
@@ -100,10 +82,12 @@ def culprits(states: Mapping[int, RankState]) -> list[int]:
 
 def report(states: Mapping[int, RankState], ranks: Sequence[RankInfo], folder: Path | None) -> str:
     """A line that names the culprits, then a line for each activity and the ranks that are in it."""
-    blocking = culprits(states)
+    blocking = culprits(states, len(ranks))
     if blocking:
         verb = "is" if len(blocking) == 1 else "are"
-        headline = f"{named(blocking, ranks)} {verb} blocking the others, in {states[blocking[0]].describe()}"
+        state = states.get(blocking[0])
+        doing = f"in {state.describe()}" if state else SILENT
+        headline = f"{named(blocking, ranks)} {verb} blocking the others, {doing}"
     else:
         headline = "no rank stands out" if len(states) > 1 else f"in {states[min(states)].describe()}"
     lines = [f"no progress for {min(state.idle for state in states.values()):.0f} s: {headline}"]
@@ -111,21 +95,17 @@ def report(states: Mapping[int, RankState], ranks: Sequence[RankInfo], folder: P
         if members != blocking or len(members) > 1:
             lines.append(f"rank{'s' * (len(members) > 1)} {ranges(members)}: {activity}")
     stacks = f"stacks of all threads are in {folder}; " if folder else ""
-    return "\n".join(
-        [
-            *lines,
-            f"{stacks}exit code {ExitCode.REQUEUE}: the job, or the same command, resumes from the last checkpoint",
-        ]
-    )
+    code = f"exit code {ExitCode.REQUEUE:d}: the job, or the same command, resumes from the last checkpoint"
+    return "\n  ".join([*lines, stacks + code])  # none looks like another entry of the log
 
 
 def facts(text: str, states: Mapping[int, RankState], ranks: Sequence[RankInfo]) -> dict[str, Any]:
-    """What the record of a run has of a hang: which rank waits in what."""
+    """The report ``text`` for the run's record, with which rank waits in what."""
     rows = [
         {**asdict(state), "rank": rank, "host": ranks[rank].host, "pid": ranks[rank].pid}
         for rank, state in sorted(states.items())
     ]
-    return {"report": text, "culprits": culprits(states), "ranks": rows}
+    return {"report": text, "culprits": culprits(states, len(ranks)), "ranks": rows}
 
 
 def _by_activity(states: Mapping[int, RankState]) -> dict[str, list[int]]:

@@ -6,12 +6,10 @@ import os
 import random
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hpclm.errors import ConfigError, HpclmError
 
@@ -23,25 +21,6 @@ DISCARD = 9
 # with a short queue, connections were reset when 128 ranks came at once
 BACKLOG = 4096
 SIOCGIFADDR = 0x8915
-
-
-class StoreCall(threading.Thread):
-    """A call to a store, in a thread: PyTorch's client waits forever for a server that accepts and never answers."""
-
-    def __init__(self, call: Callable[[], Any]):
-        super().__init__(name="hpclm-store", daemon=True)
-        self.call, self.answer = call, None
-        self.start()
-
-    def run(self) -> None:
-        """Call; an error counts as no answer."""
-        with suppress(RuntimeError):
-            self.answer = self.call()
-
-    def result(self, seconds: float) -> Any:
-        """The answer; None if there is none within ``seconds``."""
-        self.join(seconds)
-        return self.answer
 
 
 def candidates(seed: str) -> list[int]:

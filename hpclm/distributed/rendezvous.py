@@ -1,8 +1,8 @@
 """The rendezvous of a run's ranks: they connect to one key-value store, PyTorch's TCPStore.
 
 torchrun's agent already has one. Otherwise rank 0 opens it on all interfaces, and the others try all addresses of its node:
-MPI broadcasts them; under Slurm the job's script exports them, and the port follows from job, step and restart. A client recognises
-the right server by the name of the start. Every rank registers in the store, and rank 0 either starts the run or refuses it, with the reason.
+MPI broadcasts them; under Slurm the job's supervisor exports them, and the port follows from job, step and restart. A client recognises
+the right server by the name of the start. In the store each rank tells the others who it is.
 """
 
 import itertools
@@ -11,82 +11,40 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hpclm import __version__, extras, files
+from hpclm import extras
 from hpclm.config import ClusterConfig
 from hpclm.distributed import network
 from hpclm.distributed.bootstrap import OF_MPI, World
-from hpclm.distributed.store import JsonStore
+from hpclm.distributed.ranks import RankInfo
 from hpclm.errors import ConfigError, HpclmError
-from hpclm.node.processes import wait_until
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import TCPStore
 
 log = logging.getLogger(__name__)
-SERVER, RANKS = "hpclm/server", "hpclm/ranks"
+SERVER = "hpclm/server"
 LOOPBACK = "127.0.0.1"
 PATIENCE = 1.0  # seconds for a server to answer before the next port is tried; a later answer still counts
 SEARCH = 0.1  # seconds between two searches for the server
 CROWD = 128  # with more clients, each asks less often
-LINGER = 2.0  # seconds that rank 0 stays, so that others can read why the run is refused
-POLL = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """A rank, as the others know it."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    host: str = field(default_factory=socket.gethostname)
-    pid: int = 0
-    version: str = __version__
-    address: str = ""
-    """Its IPv4 address on the route to rank 0."""
-    machine: str = ""
-    """Where its PID means the same (``files.here``): a machine, or a container on it."""
-    networks: str = ""
-    """All IPv4 addresses of its machine but loopback's: a machine that was cloned while it ran keeps even the ID of its boot."""
-
-    @classmethod
-    def of(cls, world: World, address: str = "") -> "RankInfo":
-        """This process."""
-        numbers = (world.rank, world.size, world.local_rank, world.local_size)
-        networks = " ".join(sorted(ipv4 for ipv4 in network.addresses().values() if not ipv4.startswith("127.")))
-        return cls(*numbers, pid=os.getpid(), address=address, machine=files.here(), networks=networks)
-
-    @property
-    def node(self) -> tuple[str, str, str]:
-        """The machine, as far as networks are concerned: ranks with the same one share a loopback interface."""
-        return self.host, files.network_of(self.machine), self.networks
-
-    @property
-    def process_table(self) -> tuple[str, str]:
-        """Ranks with the same one can look up, and signal, one another by PID."""
-        return self.machine, self.networks
-
-    def neighbours(self, ranks: Sequence["RankInfo"]) -> list["RankInfo"]:
-        """The other ranks of its machine."""
-        return [info for info in ranks if info.process_table == self.process_table and info.rank != self.rank]
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+LINGER = 2.0  # seconds that rank 0, whose end closes the store, stays so that others can read why the run cannot start
+SHOWN_RANKS = 16
 
 
 @dataclass(frozen=True)
 class Rendezvous:
     """What a rank knows after the rendezvous."""
 
-    store: JsonStore
+    store: "TCPStore"
     ranks: tuple[RankInfo, ...]
     interface: str | None
     """The interface that leads to the other nodes; lo when there are none."""
@@ -100,7 +58,12 @@ def connect(world: World, settings: ClusterConfig) -> Rendezvous:
     """
     store, host = _store(world, settings)
     address = network.address_towards(host) if host else network.own_address(socket.gethostname())
-    ranks = _register(store, RankInfo.of(world, address), world, settings.start_seconds)
+    try:
+        ranks = introduce(store, RankInfo.of(world, address), settings.start_seconds, world.hosts)
+    except HpclmError:
+        if not world.rank:
+            time.sleep(LINGER)
+        raise
     others = [info for info in ranks if info.node != ranks[world.rank].node]
     nodes = [info.node for info in ranks]
     if not world.rank and len([*itertools.groupby(nodes)]) > len(set(nodes)):
@@ -112,21 +75,95 @@ def connect(world: World, settings: ClusterConfig) -> Rendezvous:
     return Rendezvous(store, ranks, network.interface_of(network.address_towards(host or others[0].address)))
 
 
-def serve(listener: socket.socket, world: World) -> JsonStore:
+def introduce(store: "TCPStore", me: RankInfo, seconds: float, hosts: Sequence[str] = ()) -> tuple[RankInfo, ...]:
+    """Tell the others who this rank is, and learn who they are. ``hosts``: of each rank, where the launcher says them."""
+    mine = json.dumps(asdict(me))
+    # of two processes with one rank, both learn which came first
+    there = store.compare_set(_key(me.rank), "", mine).decode()
+    if there != mine:
+        raise ConfigError(f"two processes are rank {me.rank}: {_info(there)} and {me}; start each rank once")
+    keys = [_key(rank) for rank in range(me.size)]
+    try:
+        for waited in (keys[:1], keys):  # first rank 0's: of more ranks than it knows, the last would never come
+            store.wait(waited, timedelta(seconds=seconds))
+            _agree(me, _info(store.get(keys[0])))
+        ranks = tuple(map(_info, store.multi_get(keys)))
+    except RuntimeError as error:
+        raise _absent(store, me, seconds, hosts) from error
+    for info in ranks:
+        _agree(info, ranks[0])
+    return ranks
+
+
+def _key(rank: int) -> str:
+    return f"hpclm/rank/{rank}"
+
+
+def _info(text: str | bytes) -> RankInfo:
+    return RankInfo(**json.loads(text))
+
+
+def _agree(info: RankInfo, first: RankInfo) -> None:
+    """ConfigError if a rank contradicts rank 0: their process group would only wait until its time limit."""
+    if info.size != first.size:
+        raise ConfigError(
+            f"the processes disagree: {first} is one of {first.size}, {info} one of {info.size}; start them together"
+        )
+    if info.version != first.version:
+        raise ConfigError(
+            f"{first} runs hpclm {first.version}, {info} {info.version}; use one installation on all nodes"
+        )
+
+
+def _absent(store: "TCPStore", me: RankInfo, seconds: float, hosts: Sequence[str]) -> HpclmError:
+    """The error for ranks that have not arrived."""
+    try:
+        missing = [rank for rank in range(me.size) if not store.check([_key(rank)])]
+    except RuntimeError:
+        missing = []
+    if not missing:
+        return HpclmError(f"{me} lost its connection to rank 0 during the start; see its output")
+    named = ", ".join(f"rank {rank}" + (f" ({hosts[rank]})" if hosts else "") for rank in missing[:SHOWN_RANKS])
+    more = f" and {len(missing) - SHOWN_RANKS} more" if len(missing) > SHOWN_RANKS else ""
+    return HpclmError(
+        f"{len(missing)} of {me.size} processes did not arrive within {seconds:g} s: {named}{more}; look at their output, or "
+        "raise cluster.start_seconds"
+    )
+
+
+class StoreCall(threading.Thread):
+    """A connection to a store, in a thread: PyTorch's client waits forever for a server that accepts and never answers."""
+
+    def __init__(self, call: Callable[[], Any]):
+        super().__init__(name="hpclm-store", daemon=True)
+        self.call, self.answer = call, None
+        self.start()
+
+    def run(self) -> None:
+        """Call; an error counts as no answer."""
+        with suppress(RuntimeError):
+            self.answer = self.call()
+
+    def result(self, seconds: float) -> Any:
+        """The answer; None if there is none within ``seconds``."""
+        self.join(seconds)
+        return self.answer
+
+
+def serve(listener: socket.socket, world: World) -> "TCPStore":
     """Rank 0's store on the socket ``listener``, which it takes over, so that no other process can take the port in between."""
     from torch.distributed import TCPStore
 
     port, limit = listener.getsockname()[1], timedelta(seconds=60)
-    # it need not wait: _decide counts the ranks, and can name those that are missing
-    server = TCPStore(LOOPBACK, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
-    store = JsonStore(server)
+    # it need not wait: introduce() counts the ranks, and can name those that are missing
+    store = TCPStore(LOOPBACK, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
     store.set(SERVER, world.run_id)
     return store
 
 
-def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: float) -> tuple[JsonStore, str]:
+def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: float) -> tuple["TCPStore", str]:
     """Rank 0's store on one of ``hosts``, and its address; HpclmError if it is not there within ``seconds``."""
-    until, calls = time.monotonic() + seconds, dict[tuple[str, int], network.StoreCall | None]()
+    until, calls = time.monotonic() + seconds, dict[tuple[str, int], StoreCall | None]()
     while time.monotonic() < until:
         # again: a node that has just booted may get its names later
         addresses = {host: network.resolved(host) for host in hosts}
@@ -138,9 +175,7 @@ def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: floa
                 answer = network.answers(address, port, seconds=2.0)
                 if answer is None:
                     silent.add(address)
-                call = calls[address, port] = (
-                    network.StoreCall(partial(_client, address, port, world)) if answer else None
-                )
+                call = calls[address, port] = StoreCall(partial(_client, address, port, world)) if answer else None
             if call and (store := call.result(PATIENCE)):
                 return store, address
         time.sleep(_pause(SEARCH, world.size))
@@ -150,12 +185,12 @@ def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: floa
     )
 
 
-def _client(address: str, port: int, world: World) -> JsonStore | None:
+def _client(address: str, port: int, world: World) -> "TCPStore | None":
     """The store at an address, if it is the one of this launch."""
     from torch.distributed import TCPStore
 
     server = TCPStore(address, port, None, False, timedelta(seconds=30), wait_for_workers=False)
-    return JsonStore(server) if server.get(SERVER) == json.dumps(world.run_id).encode() else None
+    return server if server.get(SERVER) == world.run_id.encode() else None
 
 
 def check_ipv4(world: World) -> None:
@@ -180,10 +215,10 @@ def _pause(seconds: float, clients: int) -> float:
     return seconds * max(1.0, clients / CROWD)
 
 
-def _store(world: World, settings: ClusterConfig) -> tuple[JsonStore, str]:
+def _store(world: World, settings: ClusterConfig) -> tuple["TCPStore", str]:
     """The run's store, and its host if that is another rank's."""
     if world.launcher in ("torchrun", "local"):
-        return JsonStore(_of_torchrun(world, settings)), world.masters[0]
+        return _of_torchrun(world, settings), world.masters[0]
     check_ipv4(world)
     comm = _mpi(world) if world.launcher in OF_MPI else None
     if comm:
@@ -201,7 +236,7 @@ def _store(world: World, settings: ClusterConfig) -> tuple[JsonStore, str]:
     return (serve(listener, world), "") if listener else find(hosts, ports, world, settings.start_seconds)
 
 
-def _of_torchrun(world: World, settings: ClusterConfig, env: Mapping[str, str] = os.environ) -> "Store":
+def _of_torchrun(world: World, settings: ClusterConfig, env: Mapping[str, str] = os.environ) -> Any:
     """The store that torchrun names: its agent's, or rank 0's."""
     from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
@@ -236,75 +271,3 @@ def _mpi(world: World) -> Any:
             "launch have leaked in (check env | grep -E 'OMPI|PMI')"
         )
     return comm
-
-
-def _register(store: JsonStore, me: RankInfo, world: World, seconds: float) -> tuple[RankInfo, ...]:
-    """Register this rank, and wait until rank 0 lists all ranks, or refuses the run."""
-    # put, not set: of two processes with one rank, each sees which came first
-    first = RankInfo(**store.put(rank_key("rank", me.rank), asdict(me)))
-    if first != me:
-        _refuse(store, ConfigError(f"two processes are rank {me.rank}: {first} and {me}; start each rank once"))
-    if me.rank == 0:
-        _decide(store, me, world, seconds)
-    until = time.monotonic() + seconds + LINGER
-    while (answer := store.get(RANKS)) is None:
-        if time.monotonic() > until:
-            raise HpclmError(f"{me} got no answer from rank 0 within {seconds:g} s; see its output")
-        time.sleep(_pause(POLL, me.size))
-    # before the answer is used: rank 0, whose end closes the store, waits for these
-    store.set(rank_key("met", me.rank), True)
-    if me.rank == 0:
-        _wait_for_readers(store, me.size)
-    if "refused" in answer:
-        raise (ConfigError if answer["settings"] else HpclmError)(answer["refused"])
-    ranks = tuple(RankInfo(*values) for values in answer["ranks"])
-    if len(ranks) != me.size:
-        raise ConfigError(f"the processes disagree: {ranks[0]} is one of {len(ranks)}, {me} one of {me.size}")
-    return ranks
-
-
-def _decide(store: JsonStore, me: RankInfo, world: World, seconds: float) -> None:
-    """On rank 0: wait for all ranks, then start or refuse the run."""
-    keys = [rank_key("rank", rank) for rank in range(me.size)]
-    entries: list[Any] = []
-
-    def decided() -> bool:
-        entries[:] = store.get_all(keys) or []
-        return bool(entries and None not in entries) or store.get(RANKS) is not None
-
-    wait_until(decided, seconds, POLL / 5)
-    entries = entries or [*map(store.get, keys)]
-    missing = [rank for rank, entry in enumerate(entries) if entry is None]
-    if missing:
-        named = ", ".join(f"rank {rank}" + (f" ({world.hosts[rank]})" if world.hosts else "") for rank in missing[:16])
-        more = f" and {len(missing) - 16} more" * (len(missing) > 16)
-        text = f"{len(missing)} of {me.size} processes did not arrive within {seconds:g} s: {named}{more}; "
-        _refuse(store, HpclmError(f"{text}look at their output, or raise cluster.start_seconds"))
-        return
-    ranks = [RankInfo(**entry) for entry in entries]
-    for info in ranks:
-        # said here with both numbers: the group's own start would only wait until its time limit
-        if info.size != me.size:
-            text = f"the processes disagree: {me} is one of {me.size}, {info} one of {info.size}; start them together"
-        elif info.version != me.version:
-            text = f"{me} runs hpclm {me.version}, {info} {info.version}; use one installation on all nodes"
-        else:
-            continue
-        return _refuse(store, ConfigError(text))
-    store.put(RANKS, {"ranks": [astuple(info) for info in ranks]})
-
-
-def _wait_for_readers(store: JsonStore, size: int) -> None:
-    """On rank 0: stay until all have read the answer."""
-    keys = [rank_key("met", rank) for rank in range(size)]
-    wait_until(lambda: all(store.get_all(keys) or [False]), LINGER, _pause(POLL, size))
-
-
-def _refuse(store: JsonStore, error: HpclmError) -> None:
-    """Publish that the run is refused; the first decision counts."""
-    store.put(RANKS, {"refused": str(error), "settings": isinstance(error, ConfigError)})
-
-
-def rank_key(name: str, rank: int) -> str:
-    """The key of what a rank says under a name."""
-    return f"hpclm/{name}/{rank}"

@@ -1,26 +1,22 @@
 """Slow ranks, by the time that each works in a step.
 
 A step takes the same time on every rank, since all wait for the slowest. So each rank measures the seconds of its steps in
-which it does not wait for others (WorkTimer) and sends them with its heartbeats. Rank 0 compares them and names the slow ranks
-in the log and in the record of the run.
+which it does not wait for others (WorkTimer), and rank 0 compares them.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median_low
-from typing import Any
 
-from hpclm.distributed.hang import RankState
-from hpclm.distributed.rendezvous import RankInfo
+from hpclm.distributed.ranks import RankInfo
 
 log = logging.getLogger(__name__)
-Record = Callable[..., object]
-"""Adds an event to a run: its kind, and its facts by name."""
+EVERY = 10  # steps between two comparisons
 MIN_STEPS, RECENT_STEPS = 10, 20  # steps of which a rank's usual work is the median
 SLOW = 1.5  # multiple of the others' median work per step
 NOTABLE = 0.2  # fraction of a step's time that a slow rank must cost
@@ -70,32 +66,32 @@ class WorkTimer:
 
 
 class Stragglers:
-    """On rank 0: compares the ranks' work."""
+    """On rank 0: compares the ranks' work, and names the slow ones in the log and in the run's record."""
 
-    def __init__(self, ranks: Sequence[RankInfo], record: Record, stages: int = 1):
-        """``record``: adds an event to the run.
+    def __init__(self, ranks: Sequence[RankInfo], record: Callable[..., object], stages: int = 1):
+        """``record``: adds an event to the run's record.
         ``stages``: of the pipeline; their work may differ, so each rank is compared with the others of its stage."""
         self.ranks, self.record = ranks, record
         self.share = len(ranks) // stages if stages < len(ranks) else len(ranks)  # the ranks of a stage are consecutive
-        self._named, self._slow = set[int](), set[int]()
+        self._named = set[int]()
+        self._slow = set[int]()
 
-    def update(self, states: Mapping[int, RankState]) -> None:
-        """Compare the ranks' work, log those that are slow for the first time, and list those that are."""
-        if len(states) < len(self.ranks) or not all(state.step_seconds for state in states.values()):
-            return
-        work = [states[rank].work for rank in range(len(states))]
-        slow: dict[int, dict[str, Any]] = {}
-        for rank, seconds in enumerate(work):
+    def update(self, rows: Sequence[Sequence[float]], step: int) -> None:
+        """Log the ranks that are slow for the first time, and list those that are. ``rows``: of each rank its work and its
+        seconds of a step."""
+        slow = {}
+        for rank, (work, seconds) in enumerate(rows):
             # the median, which one slow rank does not move as it would the mean
-            median = median_low(work[rank - rank % self.share :][: self.share])
-            if seconds >= SLOW * median and seconds - median >= NOTABLE * states[rank].step_seconds:
-                times, host = seconds / max(median, 1e-9), self.ranks[rank].host
-                slow[rank] = {"rank": rank, "host": host, "times": times, "seconds": seconds, "median": median}
+            median = median_low([row[0] for row in rows[rank - rank % self.share :][: self.share]])
+            if work >= SLOW * median and work - median >= NOTABLE * seconds:
+                times, host = work / max(median, 1e-9), self.ranks[rank].host
+                slow[rank] = {"rank": rank, "host": host, "times": times, "seconds": work, "median": median}
         for rank in sorted(slow.keys() - self._named):
             text = "%s is slow: %.3g s of work per step, %.1f times the others' median of %.3g s (step %d)"
             row = slow[rank]
-            log.warning(text, self.ranks[rank], row["seconds"], row["times"], row["median"], states[rank].step)
+            log.warning(text, self.ranks[rank], row["seconds"], row["times"], row["median"], step)
         if slow.keys() != self._slow:
             with suppress(OSError):
-                self.record("slow", step=states[0].step, ranks=[*slow.values()])
-        self._named, self._slow = self._named | slow.keys(), set(slow)
+                self.record("slow", step=step, ranks=[*slow.values()])
+        self._named |= slow.keys()
+        self._slow = set(slow)

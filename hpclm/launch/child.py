@@ -1,6 +1,5 @@
 """The launcher of the ranks (srun, mpirun) as a child of this process, which hands signals on to it and waits for its end."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -8,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from hpclm.errors import ConfigError, ExitCode, shell_code
-from hpclm.node import parent as parent_watch
 from hpclm.node import preemption, processes
 
 SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1)
@@ -73,10 +71,3 @@ def run(command: Sequence[str], env: Mapping[str, str], signals: Mapping[int, in
     launcher = Launcher(signals)
     with preemption.handling(launcher.forward):
         return launcher.run(command, env, **options)
-
-
-def end_with(parent: int) -> None:
-    """In a process that becomes mpirun, srun or a run: it ends its ranks, on all machines, when process ``parent`` is killed."""
-    parent_watch.signal_at_death_of_parent(signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(shell_code(-signal.SIGKILL))

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,17 +17,93 @@ from hpclm import files, folders
 from hpclm.config import RunConfig
 from hpclm.errors import ExitCode, HpclmError, shell_code
 from hpclm.launch import child
-from hpclm.node import import_errors, preemption, processes
+from hpclm.launch.outcome import Outcome
+from hpclm.node import import_errors, parent, preemption, processes
 from hpclm.rundir import events
 from hpclm.terminal import say
 
+LAUNCHERS = {"local": "torchrun", "mpirun": "mpirun", "srun": "srun"}
 FLUSH = 5.0  # seconds that the last output may take to be copied; a left-over process may still hold the pipe
+
+
+@dataclass(frozen=True)
+class Foreground:
+    """A launch in the foreground."""
+
+    log: Path
+    outcome: Outcome
+
+    def run(self, command: Sequence[str], env: Mapping[str, str], signals: Mapping[int, int]) -> int:
+        """Run mpirun or srun by ``command`` to its end; the exit code.
+
+        ``signals``: which signal to send it instead of another. A second Ctrl-C, and the death of this process, end it at once.
+        """
+        env = {**env, **self.outcome.variables}
+
+        def start() -> int:
+            # it also ends when this child of the launcher is killed
+            ends_with_this = partial(parent.end_with, os.getpid(), signal.SIGTERM)
+            return child.run(command, env, signals, start_new_session=True, preexec_fn=ends_with_this)
+
+        return self.contained(start)
+
+    def contained(self, work: Callable[[], int]) -> int:
+        """The exit code of ``work`` in a child process, which ends with everything it has started if this process is killed.
+
+        It receives the signals of this process. What it prints is also in the log, unless this process has a terminal.
+        """
+        with _copied_to(self.log) as streams:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            this, forked = os.getpid(), os.fork()
+            if not forked:
+                for number, handle in streams.items():
+                    os.dup2(handle, number)
+                os._exit(shell_code(self._in_child(this, work)))
+            with preemption.handling(lambda number, _: processes.send_signal(forked, number)):
+                return shell_code(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
+
+    def _in_child(self, launcher: int, work: Callable[[], int]) -> int:
+        """``work()``, then the cause of its exit code, in the child of process ``launcher``."""
+        try:
+            os.setsid()  # Ctrl-C in a terminal reaches the parent only
+            preemption.end_at_once()  # also by Ctrl-C, while PyTorch is imported
+            processes.adopt_orphans()
+            processes.when_orphaned(launcher, self._orphaned)
+            code = work()
+            processes.kill_children()
+            return self._ended(*self.outcome.tell(code))
+        except HpclmError as error:
+            say(f"error: {error}", file=sys.stderr)
+            return self._ended(error.exit_code, str(error))
+        except BaseException as error:
+            if reason := import_errors.explained(error):
+                say(f"error: {reason}", file=sys.stderr)
+                return self._ended(ExitCode.INVALID, reason)
+            traceback.print_exc()
+            return self._ended(ExitCode.FAILED, repr(error))
+
+    def _ended(self, code: int, cause: str) -> int:
+        """Record the end of the launch, unless all went well; its exit code."""
+        if code:
+            with suppress(OSError):
+                events.append(self.outcome.out, "ended", code=shell_code(code), cause=cause)
+        return code
+
+    def _orphaned(self) -> None:
+        """End all ranks: by their launcher, which reaches those of other machines, then by force."""
+        processes.terminate_children(2.5)
+        processes.kill_children()
+        cause = "the launcher was killed; what it had started has ended too"
+        with suppress(OSError):
+            files.append(self.log, f"{time.strftime('%H:%M:%S')} E {cause}\n", 0o600)
+        os._exit(self._ended(shell_code(-signal.SIGKILL), cause))
 
 
 def begin(
     config: RunConfig, name: str, shape: tuple[int, int], notes: Sequence[str] = (), command: Sequence[str] = ()
-) -> Path:
-    """Make the run directory, record the launch, and log its ``notes``; the path of its log.
+) -> Foreground:
+    """Make the run directory, record the launch, and log its ``notes``.
 
     ``shape``: nodes, and the most ranks on one; ``command``: what the user typed.
     """
@@ -44,76 +121,7 @@ def begin(
         line = f"{time.strftime('%H:%M:%S')} I {note}"
         say(line, file=sys.stderr)
         files.append(log, line + "\n", 0o600)
-    return log
-
-
-def run(command: Sequence[str], env: Mapping[str, str], log: Path, signals: Mapping[int, int]) -> int:
-    """Run mpirun or srun by ``command`` to its end; its exit code, 128 + n when signal n ended it.
-
-    ``signals``: which signal to send it instead of another. A second Ctrl-C, and the death of this process, end it at once.
-    """
-
-    def start() -> int:
-        # it also ends when this child of the launcher is killed
-        return child.run(command, env, signals, start_new_session=True, preexec_fn=partial(child.end_with, os.getpid()))
-
-    return contained(start, log)
-
-
-def contained(work: Callable[[], int], log: Path) -> int:
-    """The exit code of ``work`` in a child process, which ends with everything it has started if this process is killed.
-
-    It receives the signals of this process. What it prints is also in ``log``, unless this process has a terminal.
-    """
-    parent = os.getpid()
-    with _copied_to(log) as streams:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        forked = os.fork()
-        if not forked:
-            code: int = ExitCode.FAILED
-            try:
-                for number, handle in streams.items():
-                    os.dup2(handle, number)
-                os.setsid()  # Ctrl-C in a terminal reaches the parent only
-                preemption.end_at_once()  # also by Ctrl-C, while PyTorch is imported
-                processes.adopt_orphans()
-                processes.when_orphaned(parent, lambda: _orphaned(log))
-                code = work()
-                processes.kill_children()
-            except HpclmError as error:
-                code = error.exit_code
-                say(f"error: {error}", file=sys.stderr)
-            except BaseException as error:
-                if reason := import_errors.explained(error):
-                    code = ExitCode.INVALID
-                    say(f"error: {reason}", file=sys.stderr)
-                else:
-                    traceback.print_exc()
-            finally:
-                os._exit(shell_code(code))
-        with preemption.handling(lambda number, _: processes.send_signal(forked, number)):
-            code = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
-    if code:
-        _ended(log, shell_code(code))
-    return shell_code(code)
-
-
-def _ended(log: Path, code: int, cause: str = "") -> None:
-    """Record the end of a launch whose log this is."""
-    with suppress(OSError):
-        events.append(log.parent.parent, "ended", code=code, cause=cause)
-
-
-def _orphaned(log: Path) -> None:
-    """End all ranks: by their launcher, which reaches those of other machines, then by force."""
-    processes.terminate_children(2.5)
-    processes.kill_children()
-    cause = "the launcher was killed; what it had started has ended too"
-    with suppress(OSError):
-        files.append(log, f"{time.strftime('%H:%M:%S')} E {cause}\n", 0o600)
-    _ended(log, shell_code(-signal.SIGKILL), cause)
-    os._exit(shell_code(-signal.SIGKILL))
+    return Foreground(log, Outcome(out, f"{place['host']}-{os.getpid()}", LAUNCHERS[name]))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import argparse
 import itertools
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -23,8 +24,9 @@ from hpclm.datasets import command_line
 from hpclm.distributed import network
 from hpclm.errors import ConfigError, DivergedError, ExitCode
 from hpclm.launch import child, container, mpi, srun
+from hpclm.launch.outcome import Outcome, by_signal
 from hpclm.launch.schedulers import current_job
-from hpclm.node import ends, environment, import_errors, preemption, slurm
+from hpclm.node import ends, environment, import_errors, parent, preemption, slurm
 from hpclm.node.job import Job
 from hpclm.node.processes import MissingProgramError, NoAnswerError
 from hpclm.parser import EPILOG, Parser
@@ -34,7 +36,6 @@ from hpclm.terminal import say
 MAX_STARTS = 3  # starts in a row that may end before training begins
 PATIENCE = 600.0  # seconds for the scheduler to answer
 PAUSE = 10.0  # seconds between two questions
-LOST_NODE = 205  # mpirun's exit code when a node is lost
 OF_JOB = re.compile(r"\s*job\s*[.=]")
 HONOURED = re.compile(r"\s*job[.](notify|warn_seconds)\b")
 """Settings of the section job that a rank follows."""
@@ -50,14 +51,10 @@ def main(argv: list[str]) -> int:
     job = current_job(settings.job.cluster)
     if job.identity:
         _say(f"start {job.identity.restart + 1} of {replace(job.identity, restart=0)}")
-    folder = errors(Path(settings.out), job)
-    code = _run(settings, words, folder)
+    outcome = Outcome(Path(settings.out), start_name(job), settings.job.template, job)
+    code, why = outcome.tell(_run(settings, words, outcome.variables))
     if not code:
         return code
-    why = ""
-    if cause := ends.first(ends.read(folder).values()):
-        code, why = cause.exit_code, cause.cause
-    _say(f"{settings.job.template} ended with exit code {code}{why and f': {why}'}")
     idle = idle_starts(settings, job, code, why)
     if not starts_again(code):
         return code
@@ -95,8 +92,8 @@ def settings_of(words: Sequence[str]) -> RunConfig:
     return settings
 
 
-def _run(settings: RunConfig, words: Sequence[str], folder: Path) -> int:
-    """Run the ranks to their end; the exit code of what started them. ``folder``: where they leave how they ended."""
+def _run(settings: RunConfig, words: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Run the ranks to their end; the exit code of what started them. ``variables``: for their environment."""
     launcher = child.Launcher({})
     with preemption.handling(launcher.forward):
         start = ranks(settings, words)
@@ -106,8 +103,8 @@ def _run(settings: RunConfig, words: Sequence[str], folder: Path) -> int:
             return ExitCode.REQUEUE
         options: dict[str, Any] = {}
         if start.command[0] != "srun":  # Slurm ends a step whose job's script was killed, after it has saved
-            options["preexec_fn"] = partial(child.end_with, os.getpid())
-        return launcher.run(start.command, start.env | {ends.FOLDER: str(folder)}, **options)
+            options["preexec_fn"] = partial(parent.end_with, os.getpid(), signal.SIGTERM)
+        return launcher.run(start.command, {**start.env, **variables}, **options)
 
 
 def allocation(settings: RunConfig, env: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -145,7 +142,9 @@ def ranks(settings: RunConfig, words: Sequence[str]) -> Start:
     train = ["hpclm.train", *(word for word in words if not OF_JOB.match(word) or HONOURED.match(word))]
     if job.template == "mpirun":
         launch = mpi.plan(settings)
-        return Start(launch.command([*python, *train], job.env), launch.env | slurm.EXPORT_ALL, launch.signals)
+        return Start(
+            launch.command([*python, *train], [*job.env, ends.FOLDER]), launch.env | slurm.EXPORT_ALL, launch.signals
+        )
     env = {name: value for name, value in env.items() if not slurm.FIRST_START.fullmatch(name)}
     env[slurm.ADDRESSES] = " ".join(network.own_addresses(settings.cluster.interface)[:-1])
     env.setdefault(srun.WAIT, "60")
@@ -176,15 +175,14 @@ def torchrun_agent(settings: RunConfig, env: Mapping[str, str] = os.environ) -> 
     ]
 
 
-def errors(out: Path, job: Job) -> Path:
-    """The folder in which the ranks of this start leave how they ended."""
-    start = f"{job.identity.id}-{job.identity.restart}" if job.identity else f"{socket.gethostname()}-{os.getpid()}"
-    return out.absolute() / "logs" / "errors" / start
+def start_name(job: Job) -> str:
+    """A name for this start of the job."""
+    return f"{job.identity.id}-{job.identity.restart}" if job.identity else f"{socket.gethostname()}-{os.getpid()}"
 
 
 def starts_again(code: int) -> bool:
     """Whether another start may do better than the one that ended with this exit code: it has saved, or something killed it."""
-    return code in (ExitCode.REQUEUE, LOST_NODE) or 128 < code < 160
+    return code == ExitCode.REQUEUE or by_signal(code)
 
 
 def idle_starts(settings: RunConfig, job: Job, code: int, cause: str) -> int:

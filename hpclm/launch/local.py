@@ -32,7 +32,8 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     available = 0 if config.engine.device == "cpu" else gpus.count(env)
     count = process_count(config, available)
     notes = [placement(config, count, available, threads.usable()), *unused(config.job, "local")]
-    log = foreground.begin(config, "local", (1, count), notes, command)
+    launch = foreground.begin(config, "local", (1, count), notes, command)
+    env |= launch.outcome.variables
     env.setdefault("OMP_NUM_THREADS", str(max(1, threads.usable() // count)))
 
     def start() -> int:
@@ -41,7 +42,7 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
 
         return torchrun.run_here(program or train(path), count, config.job.restarts)
 
-    return foreground.contained(start, log)
+    return launch.contained(start)
 
 
 def check(config: RunConfig) -> None:

@@ -60,7 +60,7 @@ class MpiPlan:
 
         Ranks follow the order of hosts and slots. The chosen slots of a host are its CUDA_VISIBLE_DEVICES.
         """
-        line, exported, more = [self.mpirun], list[str](), set(more)
+        line, exported, more = [self.mpirun], list[str](), list(more)
         if self.kind == "Open MPI":
             # the placement is explicit; more processes than cores are allowed
             by = "slot" if self.hosts or self.nodes == 1 else f"ppr:{self.processes_per_node}:node"
@@ -70,7 +70,7 @@ class MpiPlan:
                 "--map-by",
                 f"{by}:OVERSUBSCRIBE",
             ]
-            passed = (name for name in self.env if PASSED.fullmatch(name) or name in more)
+            passed = dict.fromkeys(name for name in (*self.env, *more) if PASSED.fullmatch(name) or name in more)
             exported = [word for name in passed for word in ("-x", name)]
         else:
             line += ["-bind-to", "none"] if self.kind == "MPICH" else ["-genv", "I_MPI_PIN", "0"]
@@ -118,9 +118,9 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     """
     launch = plan(config)
     notes = [launch.note, *local.unused(config.job, "mpirun")]
-    log = foreground.begin(config, "mpirun", (launch.nodes, launch.processes_per_node), notes, command)
-    line = launch.command(program or local.train(path), config.job.env)
-    return foreground.run(line, launch.env, log, launch.signals)
+    begun = foreground.begin(config, "mpirun", (launch.nodes, launch.processes_per_node), notes, command)
+    line = launch.command(program or local.train(path), [*config.job.env, *begun.outcome.variables])
+    return begun.run(line, launch.env, launch.signals)
 
 
 def resources(config: RunConfig) -> Resources:

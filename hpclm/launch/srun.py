@@ -36,9 +36,10 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     env.setdefault(WAIT, "60")
     per_node = f"{job.gpus} on each of {job.nodes} node{'s' * (job.nodes != 1)}"
     note = f"srun in allocation {allocation}: {job.nodes * job.gpus} processes, {per_node}"
-    log = foreground.begin(config, "srun", (job.nodes, job.gpus), [note, *local.unused(job, "interactive")], command)
+    notes = [note, *local.unused(job, "interactive")]
+    launch = foreground.begin(config, "srun", (job.nodes, job.gpus), notes, command)
     line = step(job.nodes, job.gpus, job.cpus_per_task or 0, program or local.train(path), options)
-    return foreground.run(line, env, log, child.SIGNALS)
+    return launch.run(line, env, child.SIGNALS)
 
 
 def step(nodes: int, tasks: int, cores: int, program: Sequence[str], options: Sequence[str] = ()) -> list[str]:

@@ -23,10 +23,10 @@ from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError, ExitCode, HpclmError, shell_code
 from hpclm.launch import arguments, prechecks, process, send
 from hpclm.launch.arguments import Variant
-from hpclm.launch.child import Forward, end_with
+from hpclm.launch.child import Forward
 from hpclm.launch.done import diverged, nothing_left
 from hpclm.launch.jobs import query
-from hpclm.node import environment, gpus, preemption, processes, python, secrets, threads
+from hpclm.node import environment, gpus, parent, preemption, processes, python, secrets, threads
 from hpclm.rundir import rows
 from hpclm.rundir import runs as run_folders
 from hpclm.terminal import many, say
@@ -161,7 +161,7 @@ class Child:
             stdout=output,
             stderr=output,
             start_new_session=True,  # Ctrl-C in a terminal reaches the parent only
-            preexec_fn=partial(end_with, os.getpid()),
+            preexec_fn=partial(parent.end_with, os.getpid(), signal.SIGTERM),
         )
         self._bar, self._shown = self._new_bar(None, 0), time.monotonic()
 

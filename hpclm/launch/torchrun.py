@@ -15,12 +15,12 @@ if __name__ == "__main__":  # before the other imports, which take a while
 
 import argparse
 import logging
-import math
 import os
 import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,17 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hpclm.distributed import network
+from hpclm.distributed.failure import verdict
 from hpclm.errors import ExitCode, shell_code
 from hpclm.launch.child import Forward
 from hpclm.launch.schedulers import current_job
 from hpclm.node import ends, parent, processes, python, slurm
+from hpclm.node.ends import End
 from hpclm.node.job import Job
 
 FINAL = [code for code in ExitCode if code.final]
 """Exit codes of a rank that must not be restarted; neither must one that has saved, which asks for another start of the job."""
 BY_TORCHRUN = 20  # seconds after the first failure; torchrun kills ranks that are still running after 30
-TOLERANCE = (
-    2.0  # seconds until torchrun's agent sees that a rank has been killed, at most, and the rounding of its time
-)
 JOIN = 600.0  # seconds until the first node's launcher must answer, as long as torchrun itself would wait
 LOOPBACK = "hpclm-loopback"
 
@@ -77,15 +76,15 @@ class RankFiles(DefaultLogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The files of each local rank of ``envs``; EndedError if the ranks are not to be started."""
         left = ends.read(self.folder)
-        before = [left[rank] for rank in self._ranks if rank in left]
+        before = [left[rank] for rank in self._ranks if rank in left and not left[rank].symptom]
         final = [end.exit_code for end in before if end.exit_code in (*FINAL, ExitCode.REQUEUE)]
         if self.received or final:
             raise EndedError((*final, ExitCode.REQUEUE)[0])
-        cause = ends.first(before)
+        cause = verdict(self.folder)
         for env in envs.values():
             count, max_restarts = env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]
             if int(count):
-                why = (cause and cause.cause) or "a rank ended without a message"
+                why = cause.text.partition("\n")[0] if cause else "a rank ended without a message"
                 env[ends.RESTARTED] = f"restart {count} of {max_restarts}: {why}"
         self._ranks = [int(env["RANK"]) for env in envs.values()]
         ends.forget(self.folder, self._ranks)
@@ -161,7 +160,13 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: J
         )
         notes.received = forward.received
         config = LaunchConfig(
-            nodes, nodes, ranks, notes, max_restarts=restarts, signals_to_handle="SIGQUIT", **rendezvous
+            nodes,
+            nodes,
+            ranks,
+            notes,
+            max_restarts=restarts,
+            signals_to_handle="SIGQUIT",
+            **rendezvous,
         )  # other signals are forwarded
         with preemption.handling(forward):
             try:
@@ -170,18 +175,7 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: J
             except EndedError as ended:
                 return ended.code
             except ChildFailedError as failed:
-                causes = first_failures(failed.failures)
-                left = [end for rank, end in ends.read(errors).items() if rank in failed.failures]
-                first_report = min((end.time for end in left), default=math.inf)
-                for rank, failure in causes.items():
-                    number = -failure.exitcode
-                    # a rank that hung was killed by another, which has said so
-                    if failure.timestamp > first_report + TOLERANCE:
-                        continue
-                    if number > 0 and number not in (signal.SIGTERM, *forward.received):
-                        _report(f"rank {rank} (pid {failure.pid}) was {processes.killed_by(number)}")
-                noted = {end.exit_code for end in left}
-                return exit_code([failure.exitcode for failure in causes.values()], noted, forward.received)
+                return exit_code(first_failures(failed.failures), errors, forward.received)
             except KeyboardInterrupt:
                 _report("second Ctrl-C: exiting now without saving")
                 return ExitCode.INTERRUPTED
@@ -197,33 +191,34 @@ def _report(text: str) -> None:
 
 
 def first_failures(failures: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
-    """The ranks that failed, without those that torchrun killed because of them."""
-    first = min(failure.timestamp for failure in failures.values())
-    late = first + BY_TORCHRUN
-    ended = {-signal.SIGTERM, -signal.SIGKILL}
+    """The ranks that failed, the first one first, without those that torchrun killed because of them."""
+    ordered = sorted(failures.items(), key=lambda failure: failure[1].timestamp)
+    late = ordered[0][1].timestamp + BY_TORCHRUN
     return {
-        rank: failure for rank, failure in failures.items() if failure.exitcode not in ended or failure.timestamp < late
+        rank: failure for rank, failure in ordered if failure.exitcode != -signal.SIGKILL or failure.timestamp < late
     }
 
 
-def exit_code(codes: Sequence[int], noted: Collection[int | None] = (), received: Collection[int] = ()) -> int:
-    """The exit code of a run whose ranks ended with ``codes``; 128 + n if signal n killed one.
+def exit_code(failures: Mapping[int, ProcessFailure], folder: Path, received: Collection[int] = ()) -> int:
+    """The exit code of a run whose ranks ended with ``failures``. The ends of those that left no file are put into ``folder``.
 
-    ``noted``: codes that ranks chose themselves. Others end with 85 too if torchrun ends them during their start.
-    ``received``: signals that were forwarded. One that kills a rank came during its start, when there was nothing to save.
+    ``received``: signals that were forwarded. One that ends a rank came during its start, when there was nothing to save.
     """
-    final = [code for code in codes if code in FINAL]
-    warned = [code for code in codes if -code in received]
-    if final or (ExitCode.REQUEUE in codes and (ExitCode.REQUEUE in noted or received)):
-        return (*final, ExitCode.REQUEUE)[0]
-    killed = [-code for code in codes if code < 0 and code not in warned and code != -signal.SIGTERM]
-    crashed = [number for number in killed if number not in (signal.SIGKILL, signal.SIGABRT)]
-    raised = [code for code in codes if code > 0 and code != ExitCode.REQUEUE]
-    if crashed or signal.SIGKILL in killed:
-        return shell_code(-(*crashed, signal.SIGKILL)[0])
-    if raised or killed:
-        return (*raised, *(shell_code(-number) for number in killed))[0]
-    return ExitCode.REQUEUE if warned or ExitCode.REQUEUE in codes else shell_code(-signal.SIGTERM)
+    left = ends.read(folder)
+    for number, (rank, failure) in enumerate(failures.items()):
+        if rank in left or -failure.exitcode in (signal.SIGTERM, *received):
+            continue
+        code = shell_code(failure.exitcode)
+        how = (
+            f"was {processes.killed_by(-failure.exitcode)}" if failure.exitcode < 0 else f"ended with exit code {code}"
+        )
+        cause = f"rank {rank} on {socket.gethostname()} (pid {failure.pid}) {how}"
+        # later than what ranks say themselves, of which this may be a consequence
+        ends.leave(folder, End(rank, code, cause, time.time() + number))
+    if found := verdict(folder):
+        return found.exit_code
+    codes = [failure.exitcode for failure in failures.values()]
+    return ExitCode.REQUEUE if any(-code in received for code in codes) else shell_code(codes[0])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How ranks end: each leaves its exit code and the cause in a file, for the process that started the ranks."""
+"""How ranks end: each leaves a file, in which the other ranks, and what started the ranks, find the cause."""
 
 import json
 import math
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hpclm import files
 from hpclm.node import slurm
@@ -19,7 +20,9 @@ RESTARTED = "HPCLM_RESTARTED"
 """Variable that says why torchrun has restarted the ranks."""
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", slurm.NUMBERS_OF_RANK[0])
 """Variables with a process's rank; launchers nest, so the innermost comes first."""
-CAUSE = 500  # characters of a cause that are kept
+ANNOUNCED = "ranks.json"
+REPORTED = "reported"
+MAX_CAUSE = 500  # characters
 
 
 @dataclass(frozen=True)
@@ -32,28 +35,41 @@ class End:
     """One line; empty where another rank says it."""
     time: float
     """In seconds since 1970."""
+    symptom: bool = False
+    """Whether it only lost its connection to another rank."""
+    hang: dict[str, Any] | None = None
+    """What it was doing when it made no progress (``distributed.hang.RankState``); None if it did not hang."""
+
+
+def folder(env: Env = os.environ) -> Path | None:
+    """The folder of the ranks' files; None if nothing has set one."""
+    return Path(env[FOLDER]) if env.get(FOLDER) else None
 
 
 def note(code: int, cause: str = "", env: Env = os.environ) -> None:
-    """Leave this rank's exit code and the cause, unless the code is 0 or another thread of the rank has left one."""
-    folder = env.get(FOLDER)
-    if not code or not folder:
-        return
-    rank = next((slurm.number(env, name) for name in RANKS if name in env), 0)
-    lines = cause.strip().splitlines()
-    cause = f"{lines[0]} ... {lines[-1].strip()}" if len(lines) > 1 else "".join(lines)
-    cause = "".join(character if character.isprintable() else " " for character in cause[:CAUSE])
-    path = _file(Path(folder), rank)
+    """Leave this rank's exit code and the cause, unless the code is 0 or this rank has left one before."""
+    where = folder(env)
+    if code and where:
+        rank = next((slurm.number(env, name) for name in RANKS if name in env), 0)
+        leave(where, End(rank, code, cause, time.time()))
+
+
+def leave(where: Path, end: End) -> None:
+    """Write the file of a rank, unless there is one."""
+    lines = end.cause.strip().splitlines()
+    line = f"{lines[0]} ... {lines[-1].strip()}" if len(lines) > 1 else "".join(lines)
+    line = "".join(character if character.isprintable() else " " for character in line[:MAX_CAUSE])
+    path = _file(where, end.rank)
     with suppress(OSError):
         if not path.exists():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            files.write_text(path, json.dumps(asdict(End(rank, code, cause, time.time()))))
+            where.mkdir(mode=0o700, parents=True, exist_ok=True)
+            files.write_text(path, json.dumps(asdict(end) | {"cause": line}))
 
 
-def read(folder: Path) -> dict[int, End]:
-    """The ends of the ranks that have left a file in ``folder``."""
+def read(where: Path) -> dict[int, End]:
+    """The ends of the ranks that have left a file in the folder ``where``."""
     found = {}
-    for path in folder.glob("rank-*.json"):
+    for path in where.glob("rank-*.json"):
         with suppress(OSError, ValueError, TypeError):
             end = End(**json.loads(files.read_text(path)))
             if type(end.rank) is type(end.exit_code) is int and math.isfinite(end.time):
@@ -61,18 +77,63 @@ def read(folder: Path) -> dict[int, End]:
     return found
 
 
+def leave_trace(where: Path, rank: int) -> None:
+    """Leave a trace that ``rank`` was alive when its launcher told it to end."""
+    with suppress(OSError):
+        files.write_text(where / f"alive-{rank}", "")
+
+
+def traces(where: Path) -> set[int]:
+    """The ranks that have left a trace."""
+    return {int(path.name.partition("-")[2]) for path in where.glob("alive-*") if path.name[6:].isdecimal()}
+
+
 def first(ends: Iterable[End]) -> End | None:
-    """The end that was left first: those after it may only be consequences. Of ranks that end alike, the first that says why."""
-    ordered = sorted(ends, key=lambda end: end.time)
-    told = [end for end in ordered if end.cause and end.exit_code == ordered[0].exit_code]
-    return next(iter(told or ordered), None)
+    """The earliest end that is a cause: those after it may be consequences. Of equal exit codes, the first with a text."""
+    causes = sorted((end for end in ends if not end.symptom), key=lambda end: end.time)
+    told = [end for end in causes if end.cause and end.exit_code == causes[0].exit_code]
+    return next(iter(told or causes), None)
 
 
-def forget(folder: Path, ranks: Iterable[int]) -> None:
+def announce(where: Path, ranks: list[dict[str, Any]]) -> None:
+    """Begin a start of the ranks: rank 0 writes who they are, and nothing has been reported yet."""
+    with suppress(OSError):
+        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (where / REPORTED, *where.glob("alive-*")):
+            path.unlink(missing_ok=True)
+        files.write_text(where / ANNOUNCED, json.dumps(ranks))
+
+
+def announced(where: Path) -> list[dict[str, Any]]:
+    """The ranks of the present start, in order; empty if they have not met."""
+    with suppress(OSError, ValueError):
+        return list(json.loads(files.read_text(where / ANNOUNCED)))
+    return []
+
+
+def claim_report(where: Path) -> bool:
+    """Whether the caller is the first, of all processes, that wants to report how this start of the ranks ended."""
+    with suppress(OSError):
+        os.close(files.opened(where / REPORTED, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        return True
+    return not where.exists()
+
+
+def tidy(where: Path) -> None:
+    """Remove the folder of a start in which no rank has left a file."""
+    with suppress(OSError):
+        if not read(where):
+            for path in (where / ANNOUNCED, *where.glob("alive-*")):
+                path.unlink(missing_ok=True)
+            where.rmdir()
+            where.parent.rmdir()  # if no other start has left anything
+
+
+def forget(where: Path, ranks: Iterable[int]) -> None:
     """Remove the files of ``ranks``, which are started again."""
     for rank in ranks:
         with suppress(OSError):
-            _file(folder, rank).unlink()
+            _file(where, rank).unlink()
 
 
 def inside_the_job(env: Env = os.environ) -> str:
@@ -80,5 +141,5 @@ def inside_the_job(env: Env = os.environ) -> str:
     return env.get(RESTARTED, "")
 
 
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.json"
+def _file(where: Path, rank: int) -> Path:
+    return where / f"rank-{rank}.json"

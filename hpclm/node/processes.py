@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -110,18 +110,6 @@ def kill_children() -> None:
         killed |= new
 
 
-def kill_strays(marker: Mapping[str, str], keep: Collection[int]) -> None:
-    """Kill this user's processes whose environment contains all of ``marker``, except ``keep`` and this one.
-
-    They are children of a rank that was killed, so no rank is their parent any more.
-    """
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            spared = process.pid in {os.getpid(), *keep} or process.uids().real != os.getuid()
-            if not spared and marker.items() <= process.environ().items():
-                process.kill()
-
-
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent exits, so that ``kill_children`` finds them (Linux)."""
     with suppress(OSError, AttributeError):
@@ -136,17 +124,14 @@ def when_orphaned(parent: int, act: Callable[[], object]) -> None:
         act()
 
 
-def stopped(pid: int) -> bool:
-    """Whether a process of this host was stopped by a signal (not by a debugger)."""
-    with suppress(psutil.Error):
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    return False
-
-
-def wake(pids: Iterable[int]) -> None:
-    """Continue processes that a signal has stopped."""
-    for pid in filter(stopped, pids):
-        send_signal(pid, signal.SIGCONT)
+def memory_kills() -> int:
+    """How many processes of this job, or of this process's control group, the kernel has killed for want of memory (cgroup v2)."""
+    with suppress(OSError, ValueError, IndexError):
+        group = Path(Path("/proc/self/cgroup").read_text().partition("::")[2].strip())
+        job = next((parent for parent in group.parents if parent.name.startswith("job_")), group)
+        events = Path(f"/sys/fs/cgroup{job}/memory.events").read_text().split()
+        return int(events[events.index("oom_kill") + 1])
+    return 0
 
 
 class NoAnswerError(HpclmError):

@@ -59,15 +59,6 @@ def failed_without_main(out: Path) -> Callable[[str], None]:
     return failed
 
 
-def recorded_ending(out: Path) -> Callable[[], str]:
-    """A function that gives how the attempt which holds the run directory now has ended, once a rank has recorded it; until then "".
-
-    That is the cause: ranks that end later only see its consequences.
-    """
-    generation = lock.read(out / "lock").get("generation")
-    return lambda: str(_recorded(out, generation).get("ending", ""))
-
-
 def _recorded(out: Path, generation: int | None) -> Row:
     """How the attempt of this generation has ended, as the first rank that knew has recorded it; empty if none has."""
     with suppress(OSError, ConfigError):

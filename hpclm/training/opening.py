@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -34,7 +33,7 @@ from hpclm.optim.schedules import Schedule, shape
 from hpclm.parallel.mesh import Compute, GroupOptions, Mesh
 from hpclm.rundir import events
 from hpclm.rundir.lease import Lease
-from hpclm.rundir.summary import RunSummary, failed_without_main, recorded_ending
+from hpclm.rundir.summary import RunSummary, failed_without_main
 from hpclm.sinks.process import Sinks
 from hpclm.training import messages, records, tuning
 from hpclm.training.expert_load import ExpertLoad
@@ -101,7 +100,7 @@ def open_run(start: RunStart, context: DistributedContext, planner: MemoryPlanne
     planner = planner or NoPlanner()
     config, out = start.run, start.out
     notifier = Notifier(config.job.notify, out.absolute().name, str(out.absolute()), context.job.row())
-    context.watchdog.shutdown.listeners.append(notifier.failed)
+    context.ending.listeners.append(notifier.failed)
     with (
         Preemption() as preemption,
         notifier if context.is_main else nullcontext(),
@@ -195,8 +194,7 @@ def open_run_directory(config: RunConfig, context: DistributedContext, device: t
     with ExitStack() as stack:
         lease = on_main(context, lambda: stack.enter_context(_lease(out, context.job)))
         summary = stack.enter_context(RunSummary(out, lease)) if lease else None
-        context.watchdog.shutdown.listeners.insert(0, summary.failed if summary else failed_without_main(out))
-        context.watchdog.shutdown.recorded = recorded_ending(out)
+        context.ending.listeners.insert(0, summary.failed if summary else failed_without_main(out))
         # the summary, left after it, must not say that a connection was lost, but why
         stack.enter_context(context.exit_on_error())
         if config.cluster.preflight:
@@ -206,10 +204,9 @@ def open_run_directory(config: RunConfig, context: DistributedContext, device: t
             stack.enter_context(logs.also_to(out / "log.txt", secrets.Redactor()))
         else:
             logs.instead_to(out / "logs" / f"rank-{context.rank:05d}.log", secrets.Redactor())
-        stack.enter_context(context.exit_on_error(out / "log.txt"))
+        context.write_to(out, partial(events.append, out), config.parallel.pipeline)
+        stack.enter_context(context.exit_on_error())
         restarted = records.tell_restart(out, context) if summary else ""
-        stacks = context.run_on_main(lambda: time.strftime("stacks-%Y%m%d-%H%M%S"))
-        context.watchdog.write_to(out, stacks, partial(events.append, out), config.parallel.pipeline)
         try:
             yield Directory(lease, summary, restarted)
         except KeyboardInterrupt:

@@ -187,7 +187,7 @@ class SignalWatch:
             return
         for name, limit in limits.items():
             if since.get(name, 0) > limit + LATE:
-                watchdog.end(
+                watchdog.ending.stop(
                     f"{name}: step {watchdog.step} has gone on for {since[name]:.0f} s since, and {self._setting(name)} has "
                     f"passed: exiting without saving; the steps after {self.saver.step} will be repeated"
                 )

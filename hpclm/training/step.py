@@ -72,6 +72,7 @@ class Stepper:
         step = progress.step + 1
         profile, watchdog = self.run.profile, self.run.context.watchdog
         self._device_is_idle()  # notes since when, before this waits for data
+        self.run.context.compare_work(step)
         watchdog.enter("step", step)
         if profile:
             profile.before(step)

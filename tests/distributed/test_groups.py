@@ -13,7 +13,6 @@ from hpclm import config
 from hpclm import engine as engines
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
-from hpclm.distributed.store import JsonStore
 from hpclm.parallel.mesh import Compute, GroupOptions, Mesh
 from tests import ranks
 from tests.parity import TINY
@@ -28,7 +27,7 @@ def joined(store):
     dist.barrier()  # a peer may still be connecting the groups before
     dist.destroy_process_group()
     world, file = World("test", rank, size), dist.FileStore(store, size)
-    context = DistributedContext(world, alone.ranks * size, alone.watchdog, JsonStore(file))
+    context = DistributedContext(world, alone.ranks * size, alone.watchdog, file)
     context.init_process_group(CPU, minutes=10)
     return context
 

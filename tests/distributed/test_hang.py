@@ -3,7 +3,6 @@
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,9 @@ from hpclm.distributed import hang
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.distributed.hang import RankState, culprits, report
-from hpclm.distributed.rendezvous import RankInfo
+from hpclm.distributed.ranks import RankInfo
 from hpclm.distributed.stragglers import MIN_STEPS, Stragglers, WorkTimer
-from hpclm.rundir import events
 from tests import ranks
-from tests.events import of_kind
 from tests.runs import until
 
 EVERYONE = [RankInfo(rank, 4, rank % 2, 2, host=f"node{rank // 2}", pid=100 + rank) for rank in range(4)]
@@ -25,12 +22,12 @@ REDUCE = {"location": "hpclm.engine.step:88 in gradient_norm", "waits_in": "all_
 GATHER = {"location": "hpclm.training.run_data:60 in on_main", "waits_in": "all_gather"}
 BACKWARD = {"location": "hpclm.engine.step:107 in accumulate", "waits_in": "backward"}
 DATA = {"location": "hpclm.data.batches:91 in _load"}
-SILENT = {**REDUCE, "silent": 61.0}
 
 
 def states(*positions):
-    """States of four ranks."""
-    return {rank: RankState(phase="step", step=12, idle=60.0, **position) for rank, position in enumerate(positions)}
+    """States of four ranks; None of one that does not answer."""
+    doing = {"phase": "step", "step": 12, "idle": 60.0}
+    return {rank: RankState(**doing, **position) for rank, position in enumerate(positions) if position}
 
 
 @pytest.mark.parametrize(
@@ -40,24 +37,24 @@ def states(*positions):
         "one reads, the others may compute": (states(BACKWARD, DATA, BACKWARD, BACKWARD), [1]),
         "one may compute, the others wait": (states(REDUCE, REDUCE, REDUCE, BACKWARD), [3]),
         "one waits for something else": (states(REDUCE, GATHER, REDUCE, REDUCE), [1]),
-        "one does not answer": (states(REDUCE, REDUCE, REDUCE, SILENT), [3]),
-        "one does not answer, and another reads": (states(REDUCE, DATA, REDUCE, SILENT), [3]),
+        "one does not answer": (states(REDUCE, REDUCE, REDUCE, None), [3]),
+        "one does not answer, and another reads": (states(REDUCE, DATA, REDUCE, None), [3]),
         "all wait alike": (states(REDUCE, REDUCE, REDUCE, REDUCE), []),
         "halves": (states(REDUCE, REDUCE, GATHER, GATHER), []),
     }.values(),
 )
 def test_the_ranks_that_block_the_others_are_named(known, blocking):
-    assert culprits(known) == blocking
+    assert culprits(known, 4) == blocking
 
 
 def test_the_report_names_rank_node_process_place_and_who_waits_where():
     text = report(states(REDUCE, REDUCE, DATA, REDUCE), EVERYONE, None)
     assert text.splitlines()[:2] == [
         "no progress for 60 s: rank 2 on node1 (pid 102) is blocking the others, in step 12, at hpclm.data.batches:91 in _load",
-        "ranks 0-1, 3: step 12, waiting in all_reduce (hpclm.engine.step:88 in gradient_norm)",
+        "  ranks 0-1, 3: step 12, waiting in all_reduce (hpclm.engine.step:88 in gradient_norm)",
     ]
-    silent = report(states(SILENT, REDUCE, REDUCE, REDUCE), EVERYONE, None)
-    assert "rank 0 on node0 (pid 100) is blocking the others, in step 12, no heartbeat for 61 s" in silent
+    silent = report(states(None, REDUCE, REDUCE, REDUCE), EVERYONE, None)
+    assert "rank 0 on node0 (pid 100) is blocking the others, it does not answer: its process is stopped" in silent
 
 
 def positions(folder):
@@ -104,7 +101,7 @@ def test_ranks_that_wait_for_another_are_not_its_culprits(tmp_path):
     assert [waits_in for _, waits_in in first] == ["", "all_gather", "all_reduce", "barrier"]
     assert [waits_in for _, waits_in in second] == ["run_on_main", "", "", ""]
     for late, both in zip((0, 1, 1, 1), zip(first, second, strict=True), strict=True):
-        assert culprits({rank: RankState(waits_in=waits_in) for rank, (_, waits_in) in enumerate(both)}) == [late]
+        assert culprits({rank: RankState(waits_in=waits_in) for rank, (_, waits_in) in enumerate(both)}, 2) == [late]
 
 
 @pytest.mark.parametrize(
@@ -119,12 +116,13 @@ def test_ranks_that_wait_for_another_are_not_its_culprits(tmp_path):
         "one of its stage": ((0.4, 0.4, 0.5, 1.0), 2, {3: 2.0}),
     }.values(),
 )
-def test_a_rank_is_slow_by_its_own_part_of_the_steps(seconds, stages, slow, tmp_path, caplog):
-    stragglers = Stragglers(EVERYONE[: len(seconds)], partial(events.append, tmp_path), stages)
-    for step_seconds in (0.0, 1.0, 1.0):  # 0: too few steps
-        stragglers.update({rank: RankState(work=own, step_seconds=step_seconds) for rank, own in enumerate(seconds)})
-        rows = [row for event in of_kind(tmp_path, "slow")[-1:] for row in event["ranks"]]
-        assert {row["rank"]: row["times"] for row in rows} == (pytest.approx(slow) if step_seconds else {})
+def test_a_rank_is_slow_by_its_own_part_of_the_steps(seconds, stages, slow, caplog):
+    noted = []
+    stragglers = Stragglers(EVERYONE[: len(seconds)], lambda kind, **facts: noted.append(facts), stages)
+    for step in (10, 20):
+        stragglers.update([(own, 1.0) for own in seconds], step)
+        rows = noted[-1]["ranks"] if noted else []
+        assert {row["rank"]: row["times"] for row in rows} == pytest.approx(slow)
     assert caplog.text.count("is slow") == len(slow)
 
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from hpclm.config import ClusterConfig
 from hpclm.distributed import rendezvous
 from hpclm.distributed.bootstrap import World
+from hpclm.distributed.ranks import RankInfo
+from hpclm.errors import ConfigError
 from tests.runs import PATIENCE
 
 OPERATIONS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set")
@@ -41,15 +43,27 @@ def counted(store):
 
 
 @pytest.mark.parametrize("size", [4, 16])
-def test_at_the_rendezvous_a_rank_writes_and_reads_once_however_many_they_are(size, monkeypatch):
+def test_at_the_rendezvous_a_rank_asks_as_often_however_many_they_are(size, monkeypatch):
     monkeypatch.setattr(dist, "TCPStore", counted(dist.TCPStore))
     job, host = secrets.token_hex(8), socket.gethostname()
     worlds = [World("Slurm", rank, size, rank, size, job, (host,) * size) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         met = list(pool.map(lambda world: rendezvous.connect(world, ClusterConfig()), worlds))
     assert [info.rank for info in met[-1].ranks] == list(range(size)) and len({each.ranks for each in met}) == 1
-    for each in met[1:]:
-        waiting = ("check", "compare_set")
-        asked = {name: number for name, number in each.store.raw.counts.items() if name not in waiting}
-        assert asked == {"get": 2, "set": 1}
-    assert met[0].store.raw.counts["get"] == 1
+    for each in met:
+        assert sum(each.store.counts.values()) == 7
+
+
+def test_ranks_with_unequal_versions_are_refused():
+    store = dist.HashStore()
+
+    def come(rank, version):
+        return rendezvous.introduce(store, RankInfo(rank, 2, 0, 1, version=version), PATIENCE)
+
+    with ThreadPoolExecutor(2) as pool:
+        coming = [pool.submit(come, rank, version) for rank, version in enumerate(("1.0", "1.1"))]
+    for each in coming:
+        with pytest.raises(
+            ConfigError, match=r"rank 0 on .* runs hpclm 1[.]0, rank 1 on .* 1[.]1; use one installation"
+        ):
+            each.result()

@@ -2,11 +2,14 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from hpclm.launch import torchrun
+from hpclm.node import ends
+from hpclm.node.ends import End
 from tests.events import began
 from tests.forks import Hpclm, Ranks, hpclm
 from tests.runs import has_step, losses, until
@@ -41,8 +44,11 @@ def test_a_killed_rank_is_started_again_and_the_run_learns_the_same(launch, tmp_
     attempts = began(out)
     assert len(attempts) == 2 and attempts[1]["from_step"] >= 5
     text = (out / "log.txt").read_text()
-    assert f"(pid {doomed}) was killed" in text and "done at step 60" in text
-    assert attempts[1]["after"].startswith("restart 1 of 1: rank 1 on ") and "was killed" in attempts[1]["after"]
+    assert f"(pid {doomed}) left no message: killed" in text and "done at step 60" in text
+    assert (
+        attempts[1]["after"].startswith("restart 1 of 1: rank 1 on ")
+        and "left no message: killed" in attempts[1]["after"]
+    )
     with Ranks(2, [out / "config.yaml", f"out={tmp_path / 'whole'}"]) as ranks:
         assert {code for code, _ in ranks.wait().values()} == {0}
     assert losses(out) == losses(tmp_path / "whole")
@@ -56,22 +62,26 @@ def test_ranks_that_end_on_purpose_are_not_started_again(launch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "codes, noted, received, code",
+    "codes, left, received, code",
     [
-        ([85, 85], {85}, [], 85),
-        ([85, -9], {85}, [], 85),  # a hung rank was killed
-        ([-9, 85], {None}, [], 137),  # out of memory at the start; torchrun ended the other
-        ([-9, 1], {1}, [], 137),
-        ([-11, -9], {None}, [], 139),
-        ([-6, 1], {1}, [], 1),  # a library aborts because a peer is gone
-        ([3, 85], {None}, [], 3),
-        ([93, 85, 1], {93}, [], 93),
-        ([-12, 85], {None}, [12], 85),  # warned before it could catch the signal
-        ([-15], {None}, [], 143),
+        ([85, 85], {0: False, 1: False}, [], 85),
+        ([85, -9], {0: False}, [], 85),  # a hung rank was killed
+        ([-9, 85], {}, [], 137),  # out of memory at the start; torchrun ended the other
+        ([-9, 1], {1: True}, [], 137),
+        ([-11, -9], {}, [], 139),
+        ([-6, 1], {1: False}, [], 1),  # a library aborts because a peer is gone
+        ([3, 85], {}, [], 3),
+        ([-12, 85], {1: False}, [12], 85),  # warned before it could catch the signal
+        ([-12, -12], {}, [12], 85),
+        ([-15], {}, [], 143),
     ],
 )
-def test_the_exit_code_is_the_cause(codes, noted, received, code):
-    assert torchrun.exit_code(codes, noted, received) == code
+def test_the_exit_code_is_the_cause(codes, left, received, code, tmp_path):
+    """``left``: the ranks that have left a file, and whether they only lost a connection."""
+    for rank, symptom in left.items():
+        ends.leave(tmp_path, End(rank, codes[rank], "why", 1.0, symptom))
+    failures = {rank: SimpleNamespace(exitcode=number, pid=7, timestamp=9) for rank, number in enumerate(codes)}
+    assert torchrun.exit_code(torchrun.first_failures(failures), tmp_path, received) == code
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_run_whose_rank_is_killed_notifies_once(tiny, tmp_path):
             ranks.processes[1].kill()
             ranks.wait()
         assert [said["event"] for said in received] == ["failed"]
-        assert "rank 1" in received[0]["message"] and "was killed" in received[0]["message"]
+        assert "rank 1" in received[0]["message"] and "left no message: killed" in received[0]["message"]
 
 
 def test_what_cannot_be_delivered_is_a_warning(caplog):

@@ -41,7 +41,7 @@ def loop_of(out, *words, begin=Progress(), since=None, held_out=()):  # noqa: B0
     loop = TrainingLoop(Run(settings, context, CPU, data, State(), store, preemption))
     loop.control.remove = told.removed.append
     context.watchdog.enter("step", 7)
-    context.watchdog.end = told.ends.append
+    context.ending.stop = told.ends.append
     return loop, told
 
 

@@ -1,0 +1,66 @@
+"""The ranks of a run, as each of them knows the others."""
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hpclm import __version__, files
+from hpclm.distributed import network
+from hpclm.distributed.bootstrap import World
+from hpclm.terminal import ranges
+
+SHOWN_HOSTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """A rank, as the others know it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = 0
+    version: str = __version__
+    address: str = ""
+    """Its IPv4 address on the route to rank 0."""
+    machine: str = ""
+    """Where its PID means the same (``files.here``): a machine, or a container on it."""
+    networks: str = ""
+    """All IPv4 addresses of its machine but loopback's: a machine that was cloned while it ran keeps even the ID of its boot."""
+    start: str = ""
+    """A name for this start of the run that is a part of a folder's name; rank 0's counts."""
+
+    @classmethod
+    def of(cls, world: World, address: str = "") -> "RankInfo":
+        """This process."""
+        numbers = (world.rank, world.size, world.local_rank, world.local_size)
+        networks = " ".join(sorted(ipv4 for ipv4 in network.addresses().values() if not ipv4.startswith("127.")))
+        start = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        machine = files.here()
+        return cls(*numbers, pid=os.getpid(), address=address, machine=machine, networks=networks, start=start)
+
+    @property
+    def node(self) -> tuple[str, str, str]:
+        """The machine, as far as networks are concerned: ranks with the same one share a loopback interface."""
+        return self.host, files.network_of(self.machine), self.networks
+
+    @property
+    def process_table(self) -> tuple[str, str]:
+        """Ranks with the same one have PIDs of one table."""
+        return self.machine, self.networks
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+
+
+def named(some: Sequence[int], ranks: Sequence[RankInfo]) -> str:
+    """Ranks and their hosts, for the log."""
+    if len(some) == 1:
+        return str(ranks[some[0]])
+    hosts = sorted({ranks[rank].host for rank in some})
+    more = ", ..." if len(hosts) > SHOWN_HOSTS else ""
+    return f"ranks {ranges(some)} on {', '.join(hosts[:SHOWN_HOSTS])}{more}"

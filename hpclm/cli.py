@@ -66,74 +66,6 @@ GROUPS = {
 """Verbs by what they are for: their modules, and what they do."""
 VERBS = {verb: row for verbs in GROUPS.values() for verb, row in verbs.items()}
 
-_COMMANDS = {
-    "hpclm train PRESET key=value … here, or hpclm submit PRESET … on a cluster": "run fit pretrain start begin launch exec",
-    "hpclm train RUN checkpoint.init_from=BASE … (hpclm docs finetune)": "finetune fine-tune sft",
-    "hpclm train PRESET data.prefix=… (hpclm docs migrating)": "fairseq-train pretrain_gpt pretrain-gpt",
-    "hpclm submit PRESET --nodes N --gpus G": "sbatch srun torchrun mpirun deepspeed accelerate batch qsub",
-    "hpclm train PRESET --sweep key=a,b,c here, or hpclm submit PRESET --sweep key=a,b,c on a cluster": "tune sweep hpo search grid grid-search array",
-    "hpclm submit … --dry-run": "dry-run dryrun check lint script",
-    "hpclm submit … --debug": "debug pdb",
-    "hpclm resume RUN": "restart continue requeue rerun restore",
-    "hpclm status": "ls list ps jobs queue squeue sacct runs stat state",
-    "hpclm status RUN": "show info describe",
-    "hpclm top": "watch monitor dashboard",
-    "hpclm logs -f RUN": "tail follow attach log output",
-    "hpclm report RUN": "plot plots curves chart charts html summary history",
-    "hpclm report RUN RUN …": "diff compare comparison rank",
-    "tensorboard --logdir RUN/tensorboard": "tensorboard tb",
-    "hpclm checkpoints RUN": "checkpoint ckpt ckpts",
-    "hpclm request RUN save": "save save-now save_now savenow snapshot",
-    "hpclm request RUN stop": "stop pause quit end halt finish",
-    "hpclm cancel RUN": "kill abort terminate scancel",
-    "hpclm resume RUN --from STEP": "rollback roll-back revert rewind",
-    "hpclm sync RUN, with 'log.sinks=[wandb]'": "wandb mlflow trackio track",
-    "hpclm preprocess --input FILE --output-prefix data/mine …": (
-        "tokenise tokenize encode prepare prep dataset preprocess-data preprocess_data fairseq-preprocess"
-    ),
-    "hpclm train-tokenizer --input FILE --output tokenizer.json --vocab-size N": (
-        "tokenizer tokeniser train-tokeniser train_tokenizer vocab bpe spm sentencepiece"
-    ),
-    "hpclm data inspect PREFIX for a dataset, hpclm status RUN for a run": "inspect cat head view print",
-    "hpclm data verify PREFIX for a dataset, hpclm checkpoints RUN for a run": "verify fsck checksum",
-    "hpclm data hash PREFIX": "hash",
-    "hpclm data merge OUT PREFIX PREFIX …": "merge concat concatenate join",
-    "hpclm generate RUN --prompt TEXT": "infer inference predict sample samples complete prompt gen write",
-    "hpclm generate RUN --interactive": "chat talk interactive repl",
-    "hpclm evaluate RUN": "eval validate test score ppl perplexity lm-eval lm_eval harness fairseq-eval-lm",
-    "hpclm convert RUN FOLDER, or hpclm convert RUN FILE.gguf": "export quantize quantise gguf to-hf publish",
-    "hpclm convert FOLDER RUN": "import from-hf load",
-    "hpclm docs, or hpclm help VERB": "man doc manual usage tutorial faq",
-    "hpclm docs settings, or hpclm config FILE key=value": "settings set setting defaults options",
-    "hpclm docs presets": "presets preset model models configs",
-    "hpclm planner PRESET --gpus-kind H100": "plan memory estimate forecast size flops bench benchmark speed",
-    "'profile.steps=[100,103]' (hpclm docs report)": "profile profiler trace",
-    "hpclm doctor": "env gpu gpus nvidia-smi diagnose health sysinfo",
-    "hpclm --version": "version ver",
-    "hpclm selftest mine:Block": "self-test self_test unittest",
-    "hpclm docs python": "python notebook jupyter shell",
-}
-_REASONS = {
-    "hpclm config small > mine.yaml writes a settings file, and hpclm train small needs none": "init new create scaffold quickstart",
-    "every run begins with it; hpclm doctor checks a machine without a run": "preflight pre-flight self-check",
-    "checkpoint.keep_last and checkpoint.keep_every say which checkpoints a run keeps; rm -r RUN removes a run": (
-        "rm delete remove clean prune gc"
-    ),
-    "hpclm convert RUN FOLDER writes a model that vLLM, llama.cpp and transformers serve": "serve server deploy api vllm",
-    "hpclm loads nothing from the network; hpclm convert FOLDER RUN reads a model that you have": "download pull get fetch",
-    "hpclm sends no model anywhere; hpclm convert RUN FOLDER writes one to upload": "upload push login",
-    "pip installs and updates it (hpclm docs python)": "install setup update upgrade",
-    "hpclm docs migrating names the settings of a DeepSpeed JSON's keys": "import-deepspeed",
-}
-
-
-def _by_word(texts: dict[str, str], before: str) -> dict[str, str]:
-    return {word: f"{before}{text}" for text, words in texts.items() for word in words.split()}
-
-
-ELSEWHERE = _by_word(_COMMANDS, "; use ") | _by_word(_REASONS, ": ")
-"""Words that are no verbs, and what does what they stand for."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``hpclm VERB ...``."""
@@ -162,10 +94,11 @@ def _dispatch(arguments: list[str]) -> int:
 def _unknown(word: str, rest: list[str]) -> str:
     """What is wrong with ``word``, which is no verb, and the command that was meant."""
     from hpclm import shipped
+    from hpclm.config import elsewhere
     from hpclm.rundir.runs import RUNS, is_run
 
-    if meant := ELSEWHERE.get(word.lower()):
-        return f"there is no hpclm {word}{meant}"
+    if meant := elsewhere.command_meant(word):
+        return f"there is no hpclm {word}: {meant}"
     if word.startswith("-"):
         after = next((other for other in rest if other in VERBS), "VERB")
         return f"the verb comes first: hpclm {after} {word}"
@@ -193,3 +126,11 @@ def parser(verb: str) -> Parser:
     """The parser of a verb's arguments."""
     verb_parser: Parser = import_module(VERBS[verb][0]).parser()
     return verb_parser
+
+
+def options() -> dict[str, list[str]]:
+    """The options of every verb."""
+    return {verb: parser(verb).options() for verb in VERBS}
+
+
+Parser.others = staticmethod(options)

@@ -3,72 +3,27 @@
 import argparse
 import math
 import re
-import shlex
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpclm import paths
+from hpclm import paths, shipped
 from hpclm.errors import ConfigError, ExitCode
 from hpclm.node import secrets
 from hpclm.registry import hint
 from hpclm.terminal import line, say
 
+if TYPE_CHECKING:
+    from hpclm.config import hints
+
 ONE = "run directory, or its name below --runs"
 SEVERAL = "run directories, their names below --runs, or patterns of these: 'sweep-*'"
+NUMBER = re.compile(r"[\d.e+-]+")
+"""Values that are not secrets."""
 USAGE = 4  # lines of a usage that are shown with an error
-STARTS_JOBS = ("hpclm submit", "hpclm resume", "hpclm train")
-"""Verbs whose users may think of sbatch's options."""
-DESCRIBES_RUN = (*STARTS_JOBS, "hpclm planner", "hpclm config", "hpclm demo")
-"""Verbs whose users may think of other projects' options."""
-STEP = ("--step", "--at-step", "--ckpt-step", "--checkpoint-step", "--load-step")
-NEWEST = "the newest checkpoint is read; hpclm convert reads another one, by its folder: RUN/checkpoints/step-…"
-OF_STEP = {
-    "hpclm evaluate": NEWEST,
-    "hpclm generate": NEWEST,
-    "hpclm convert": "give the folder of the checkpoint instead of the run's: RUN/checkpoints/step-…",
-}
-"""What to do instead of naming the step of a checkpoint, by verb."""
-OF_SUBMIT = (
-    *(
-        "--nodes",
-        "--gpus",
-        "--time",
-        "--partition",
-        "--account",
-        "--qos",
-        "--constraint",
-        "--exclude",
-        "--nodelist",
-        "--mem",
-    ),
-    *(
-        "--cpus-per-task",
-        "--job-name",
-        "--dependency",
-        "--template",
-        "--cluster",
-        "--hostfile",
-        "--sbatch",
-        "--exclude-bad",
-    ),
-    *("--dry-run", "--interactive", "--debug", "--pdb", "--again", "--ranks"),
-)
-"""Options of ``hpclm submit`` that ``hpclm train`` does not have."""
-STARTS_RUNS = ("hpclm submit", "hpclm train")
-OF_PREPROCESS = ("--json-keys", "--json-key", "--columns", "--column", "--format", "--on-error", "--append-eod")
-"""Options that its messages name, also where ``data=`` has called it."""
-SETTINGS_FILE = ("--config", "--config-file", "--config_file", "--cfg", "--preset", "--settings", "--yaml")
-"""Options by which other programs take a settings file."""
-ALIASES = {
-    **dict.fromkeys(STEP, ("--from",)),
-    **dict.fromkeys(("--input", "--file"), ("--text", "--prompts")),
-}
-"""Options that have another name, the first of these that the verb has."""
 STOP_OR_CANCEL = "stop asks the run itself, from any machine that sees its folder; cancel ends its job, also one that waits or hangs."
 """How ``hpclm request RUN stop`` and ``hpclm cancel RUN`` differ."""
 DATA = """data:  data=TEXT         train on a text: a file or folder that hpclm preprocess reads, or a pattern. It is tokenized
@@ -96,12 +51,11 @@ class Parser(argparse.ArgumentParser):
 
     given: Sequence[str] = ()
     """All arguments, for ``error``."""
-    takes_settings = False
-    """Whether the verb takes settings as key=value, so that an unknown option may be one."""
+    others: Callable[[], Mapping[str, Collection[str]]] = staticmethod(dict)
+    """The options of all commands, which cli sets."""
 
     def add_settings(self, help: str, complete: str = "settings", **options: Any) -> None:
         """Settings; ``complete``: what shells complete them with (``completed``)."""
-        self.takes_settings = True
         completed(
             self.add_argument("settings", **{"nargs": "*", "metavar": "key=value"} | options, help=help), complete
         )
@@ -159,73 +113,58 @@ class Parser(argparse.ArgumentParser):
         say(f"usage: {self.prog} --help shows all options", file=sys.stderr)
         self.exit(ExitCode.USAGE, f"{self.prog}: error: {message}")
 
+    def options(self) -> list[str]:
+        """The options that the help shows."""
+        return re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", self.format_help())
+
     def _unknown_options(self) -> list[str]:
-        """Options that the verb does not have; argparse complains of missing arguments before them."""
-        options = set(re.findall(r"(?<![\w-])--[\w-]+", self.format_help()))
-        return [word for word in self.given if word.startswith("--") and word.partition("=")[0] not in {*options, "--"}]
+        """Options that the command does not have; argparse complains of missing arguments before them."""
+        known = {*self.options(), "--"}
+        return [word for word in self.given if word.startswith("--") and word.partition("=")[0] not in known]
 
     def _unrecognized(self, unknown: Sequence[str]) -> str:
-        options = [word for word in self.given if word.startswith("-") and word in unknown] or unknown
-        hints, settings, of_others = [], [], False
-        for word in options:
-            option, sign, value = word.partition("=")
-            value = value if sign else self._after(word)
-            meant = self._meant(option, value)
-            of_others = of_others or (self.prog in DESCRIBES_RUN and _is_of_another_project(option))
-            if self.prog in STARTS_RUNS and option in ("--data", "--tokenizer"):
-                settings.append(f"{option[2:]}={shlex.quote(value) if value else '...'}")
-            elif self.prog in STARTS_RUNS and option in OF_PREPROCESS:
-                hints.append(f"{option} is an option of hpclm preprocess; data= takes the dataset that it writes")
-            elif meant is not None:
-                hints += [meant] if meant else []
-            elif self.takes_settings and (setting := _setting(option, value or "...")):
-                settings.append(setting)
-            elif self.takes_settings and secrets.is_secret(option.lstrip("-")):
-                hints.append(f"export {option.lstrip('-').replace('-', '_').upper()} where you start or submit the run")
+        from hpclm.config import elsewhere, hints
+
+        words = [word for word in self.given if word.startswith("-") and word in unknown] or unknown
+        advice = [hints.about_option(self._unknown(word)) for word in words]
+        texts = [one.text for one in advice if one.text]
+        settings = [setting for one in advice for setting in one.settings]
         if settings:
-            hints.append(f"settings are written without dashes, as key=value: {' '.join(settings)}")
-        if of_others or (self.prog in STARTS_JOBS and not (hints or settings)):
-            from hpclm.config.migrating import SEE
+            texts.append(f"settings are written without dashes, as key=value: {elsewhere.typed(settings)}")
+        if any(one.foreign for one in advice) or (self._command in hints.DESCRIBE_RUNS and not texts):
+            texts.append(elsewhere.SEE)
+        names = " ".join(word.partition("=")[0] for word in words)
+        return "; ".join([f"unrecognized arguments: {names}", *texts])
 
-            hints.append(SEE)
-        names = " ".join(word.partition("=")[0] for word in options)
-        return "; ".join([f"unrecognized arguments: {names}", *hints])
+    @property
+    def _command(self) -> str:
+        return self.prog.removeprefix("hpclm ")
 
-    def _after(self, word: str) -> str:
-        """The value that follows the option ``word``, or empty."""
+    def _unknown(self, word: str) -> "hints.Unknown":
+        from hpclm.config import hints
+
+        option, values = word.partition("=")[0], self._values(word)
+        secret = secrets.is_secret(option.lstrip("-")) and not all(map(NUMBER.fullmatch, values))
+        others = {command: options for command, options in self.others().items() if command != self._command}
+        offered = re.findall(r"(?<![\w-])--[\w-]+", self.format_usage())
+        return hints.Unknown(self._command, option, [] if secret else values, secret, offered, others)
+
+    def _values(self, word: str) -> list[str]:
+        """The values of the option ``word``: after its sign, or up to the next option, setting or settings file."""
         from hpclm.config import compose
 
-        if word not in self.given:  # part of an argument with spaces
-            return ""
-        after = [*self.given[list(self.given).index(word) + 1 :], ""][0]
-        return "" if after.startswith("-") or compose.is_override(after) else after
-
-    def _meant(self, option: str, value: str) -> str | None:
-        """What was meant by an unknown option: sbatch's, a misspelt one, or one of another project without a setting here. Empty if
-        it was certainly no setting."""
-        options = re.findall(r"(?<![\w-])--[\w-]+", self.format_usage())
-        if same := [name for name in ALIASES.get(option, ()) if name in options]:
-            return f"did you mean {' '.join([same[0], *([value] if value else [])])}?"
-        if self.takes_settings:
-            from hpclm.config.hints import is_reason, of_another_project, sbatch_option
-
-            if option in STEP or (option == "--steps" and self.prog in OF_STEP):
-                return f"{option}: {OF_STEP[self.prog]}" if self.prog in OF_STEP else ""
-            if option in SETTINGS_FILE and self.prog in DESCRIBES_RUN:
-                return f"the settings file is given by itself: {self.prog} {value or 'FILE'}"
-            if option in OF_SUBMIT and self.prog == "hpclm train":
-                return f"{option}: it is an option of hpclm submit; hpclm train starts no job"
-            of_job = sbatch_option(option, value) if self.prog in STARTS_JOBS else None
-            of_others = of_another_project(_as_name(option)) if self.prog in DESCRIBES_RUN else None
-            reason = of_job or of_others or ""
-            if is_reason(reason):
-                return f"{option}: {reason}"
-            if of_others and not of_others.startswith("job."):
-                return None
-        near = [name for name in options if option.endswith(name[1:])] or get_close_matches(
-            option, options, n=1, cutoff=0.85
-        )
-        return f"did you mean {' '.join([near[0], *([value] if value else [])])}?" if near else None
+        _, sign, value = word.partition("=")
+        if sign or word not in self.given:  # the latter: part of an argument with spaces
+            return [value] if value else []
+        after = self.given[list(self.given).index(word) + 1 :]
+        values: list[str] = []
+        for other in after:
+            if other.startswith("--") or compose.is_override(other):
+                break
+            if values and (other in shipped.presets() or other.endswith(".yaml")):
+                break
+            values.append(other)
+        return values
 
 
 def completed(argument: argparse.Action, words: str) -> None:
@@ -257,31 +196,3 @@ def seconds(text: str) -> float:
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
     return number
-
-
-def _as_name(option: str) -> str:
-    """``--tensor-model-parallel-size`` as tables have it."""
-    return option[2:].replace("-", "_").lower()
-
-
-def _is_of_another_project(option: str) -> bool:
-    from hpclm.config.hints import of_another_project
-
-    return of_another_project(_as_name(option)) is not None
-
-
-def _setting(option: str, value: str) -> str | None:
-    """``--optim.lr``, or its name in another project, as key=value; without a value that may be a secret."""
-    from hpclm.config import fields, hints
-
-    name, keys = option[2:].replace("-", "_"), fields.keys()
-    key = name if name in keys else hints.meant(name, keys)
-    if key is None or hints.is_reason(key):
-        return None
-    if secrets.is_secret(name) and not re.fullmatch(r"[\d.e+-]+", value):
-        value = "..."
-    if "=" in key:
-        return hints.with_value(key, name.lower(), value)
-    if key == "engine.precision":
-        value = hints.PRECISIONS.get(value.removeprefix("torch."), value)
-    return f"{key}={fields.as_typed_list(key, value)}"

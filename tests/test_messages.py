@@ -5,8 +5,8 @@ import re
 import pytest
 
 import hpclm
-from hpclm import cli, config, parser
-from hpclm.config import experts, fields, hints, migrating
+from hpclm import cli, config, shipped
+from hpclm.config import elsewhere, fields
 from hpclm.errors import ConfigError
 from tests.rundir.test_runs import make
 from tests.runs import exit_code
@@ -41,15 +41,15 @@ MISTAKES = {
     ("convert", "x", "y", "--ckpt-step", "3"): "--ckpt-step: give the folder of the checkpoint instead of the run's",
     ("train", "debug", "--step", "3"): "unrecognized arguments: --step; did you mean --from 3?",
     ("submit", "debug", "--load-step=3"): "did you mean --from 3?",
-    ("planner", "debug", "--step", "3"): "unrecognized arguments: --step\n",
+    ("planner", "debug", "--step", "3"): "unrecognized arguments: --step; --step: did you mean budget.steps?\n",
     ("train", "debug", "--steps", "3"): "key=value: budget.steps=3",
     ("train", "small", "--data", "my text.txt"): "as key=value: data='my text.txt'",
     ("submit", "small", "--tokenizer", "t.json"): "as key=value: tokenizer=t.json",
-    ("train", "small", "data=x.jsonl", "--json-keys", "content"): "--json-keys is an option of hpclm preprocess; data= takes the dataset",
-    ("train", "small", "data=x.txt", "--format=jsonl"): "--format is an option of hpclm preprocess; data= takes the dataset",
+    ("train", "small", "data=x.jsonl", "--json-keys", "content"): "--json-keys: it is an option of hpclm preprocess; data= takes the dataset",
+    ("train", "small", "data=x.txt", "--format=jsonl"): "--format: it is an option of hpclm preprocess; data= takes the dataset",
     ("evaluate", "x", "--input", "a.txt"): "did you mean --text a.txt?",
     ("generate", "x", "--input", "a.txt"): "did you mean --prompts a.txt?",
-    ("evaluate", "x", "--account", "me"): "unrecognized arguments: --account\n",
+    ("evaluate", "x", "--account", "me"): "unrecognized arguments: --account; --account: it is an option of hpclm submit\n",
     ("submit", "--input", "a.txt"): "--input: a job reads no input",
     # a run that does not exist
     **{
@@ -69,9 +69,9 @@ MISTAKES = {
     # verbs
     ("trian", "debug"): "Did you mean 'train'?",
     ("xyzzy",): "unknown verb 'xyzzy'; choose one of",
-    ("ls",): "there is no hpclm ls; use hpclm status\n",
+    ("ls",): "there is no hpclm ls: use hpclm status\n",
     ("preflight",): "there is no hpclm preflight: every run begins with it; hpclm doctor checks a machine without a run\n",
-    ("Eval", "runs/x"): "there is no hpclm Eval; use hpclm evaluate RUN\n",
+    ("Eval", "runs/x"): "there is no hpclm Eval: use hpclm evaluate RUN\n",
     ("small", "optim.lr=1"): "small is no verb; to train with it: hpclm train small\n",
     ("optim.lr=1",): "optim.lr=1 is no verb; to train with it: hpclm train optim.lr=1\n",
     ("--dry-run", "x"): "the verb comes first: hpclm VERB --dry-run\n",
@@ -79,7 +79,7 @@ MISTAKES = {
     ("data", "verfy", "x"): "invalid choice: 'verfy' (choose from", ("data", "vrify", "x"): ". Did you mean 'verify'?\n",
     ("convert", "a", "b", "--dtype", "bf61"): ". Did you mean 'bf16'?\n",
     # options of other verbs
-    ("train", "small", "--nodes", "2"): "--nodes: it is an option of hpclm submit; hpclm train starts no job",
+    ("train", "small", "--nodes", "2"): "--nodes: it is an option of hpclm submit\n",
     ("train", "--config", "small"): "the settings file is given by itself: hpclm train small\n",
     ("train", "--fp16"): "settings are written without dashes, as key=value: engine.precision=fp16; hpclm docs migrating",
     # values that an option cannot have
@@ -151,21 +151,21 @@ MISTAKES = {
     ("train", "small", "deepspeed_config=ds.json"): "unknown setting deepspeed_config: engine.name=deepspeed, and a setting for each key of "
     "the JSON; hpclm docs migrating lists other projects' options (command line)\n",
     ("submit", "small", "--max-tokens", "4096"): "batch.micro_size, in samples of model.context tokens",
-    ("train", "small", "--adam-betas", "(0.9, 0.98)"): "as key=value: optim.betas=[0.9,0.98]; hpclm docs migrating",
-    ("train", "small", "--report_to", "wandb"): "as key=value: log.sinks=[wandb]; hpclm docs migrating",
-    ("train", "small", "--normalization", "LayerNorm"): "as key=value: model.norm=...; hpclm docs migrating",
+    ("train", "small", "--adam-betas", "(0.9, 0.98)"): "as key=value: optim.betas='[0.9,0.98]'; hpclm docs migrating",
+    ("train", "small", "--report_to", "wandb"): "as key=value: log.sinks='[wandb]'; hpclm docs migrating",
+    ("train", "small", "--normalization", "LayerNorm"): "as key=value: model.norm=layernorm; hpclm docs migrating",
     ("train", "small", "--expert-model-parallel-size", "2"): "as key=value: parallel.expert=2; hpclm docs migrating",
     ("submit", "small", "--moe-router-topk", "4"): "as key=value: model.experts_per_token=4; hpclm docs migrating",
     ("train", "small", "--moe-grouped-gemm"): "--moe-grouped-gemm: leave it out: hpclm does what is fastest, with the router in fp32",
     ("train", "small", "--moe-expert-capacity-factor", "1.5"): "leave it out: hpclm computes all tokens and drops none",
     ("train", "small", "--multi-latent-attention"): "--multi-latent-attention: hpclm does not have it",
-    ("train", "small", "moe_intermediate_size=64"): "Did you mean 'model.expert_ffn'?",
-    ("train", "small", "--load", "x"): "a run resumes from its newest good checkpoint by itself; hpclm docs migrating",
+    ("train", "small", "moe_intermediate_size=64"): "moe_intermediate_size: it is model.expert_ffn here",
+    ("train", "small", "--load", "x"): "--load: leave it out: a run resumes from its newest good checkpoint by itself; hpclm docs migrating",
     ("train", "small", "--dtype", "torch.float16"): "as key=value: engine.precision=fp16; hpclm docs migrating",
     ("train", "small", "--dtype", "bfloat16"): "as key=value: engine.precision=bf16; hpclm docs migrating",
-    ("train", "small", "optimizer.type=Adam"): "Did you mean 'optim.name'?",
-    ("train", "small", "train_micro_batch_size_per_gpu=4"): "Did you mean 'batch.micro_size'?",
-    ("train", "small", "scheduler.params.warmup_num_steps=9"): "Did you mean 'optim.warmup'?",
+    ("train", "small", "optimizer.type=Adam"): "optimizer.type: it is optim.name here",
+    ("train", "small", "train_micro_batch_size_per_gpu=4"): "train_micro_batch_size_per_gpu: it is batch.micro_size here",
+    ("train", "small", "scheduler.params.warmup_num_steps=9"): "warmup_num_steps: it is optim.warmup here",
     ("train", "small", "--no-such"): "unrecognized arguments: --no-such; hpclm docs migrating lists other projects' options\n",
     # values
     ("train", "debug", "job.modules=cuda/12.4"): "must be a list of text: 'job.modules=[cuda/12.4]'",
@@ -202,36 +202,62 @@ def test_a_mistake_is_answered_with_what_to_write(words, tmp_path, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
+ROWS = [(names, row) for table in elsewhere.tables()["projects"].values() for names, row in table.items()]
+SECTIONS = r"\b(?:model|data|batch|budget|optim|scaler|parallel|engine|evaluate|checkpoint|log|job|cluster)\.\w+"
+
+
+def test_every_name_of_another_project_leads_to_settings_that_exist():
+    assert len(ROWS) > 300
+    for names, row in ROWS:
+        for text in row.values() if isinstance(row, dict) else [row]:
+            named = re.findall(SECTIONS, text)
+            assert all(fields.type_of(setting) is not None for setting in named), names
+            for key, value in re.findall(r"(?<!\S)([\w.]+)=([^\s`]+)(?!\S)", text):
+                if "`" in text or not fields.type_of(key):
+                    continue
+                try:
+                    config.load(None, [f"{key}={value}"])
+                except ConfigError as error:  # a setting may need another one
+                    assert not re.search("must be (?!false)|unknown", str(error)), names
+
+
 @pytest.mark.parametrize("verb", ["train", pytest.param("submit", marks=pytest.mark.whole)])
-def test_every_option_of_the_page_on_other_projects_is_answered_with_what_the_page_says(verb, capsys):
-    rows = migrating.replacements()
-    assert len(rows) > 150
-    for name, row in rows.items():
-        if row.here == "options of hpclm submit":
+def test_every_option_of_another_project_is_answered_with_what_the_table_says(verb, capsys):
+    for name in sorted({name for names, _ in ROWS for name in names.split()}):
+        option = f"--{elsewhere.normal(name).replace('_', '-')}"
+        if option in ("--hostfile", "--include", "--exclude", "--steps"):
             continue
-        assert exit_code([verb, "small", f"--{name.replace('_', '-')}", row.example or "7"]) == 2
+        assert exit_code([verb, "small", option, "7"]) == 2
         said = capsys.readouterr().err
-        meant = hints.of_another_project(name)
-        assert (meant in said or said.count(f"{meant}=")) and "hpclm docs migrating" in said, name
-        for setting in re.findall(
-            r"\b(?:model|data|batch|budget|optim|scaler|parallel|engine|evaluate|checkpoint|log|job)\.\w+", row.here
-        ):
-            assert fields.type_of(setting) is not None, f"{name}: {row.here}"
-        if re.fullmatch(r"\w+\.\w+=\S+", row.here):
-            needs = ["model.experts=8"] * (row.here.partition("=")[0].removeprefix("model.") in experts.SETTINGS)
-            config.load(None, ["model.heads=8", *needs, row.here])
+        found = elsewhere.answers(name, ["7"])
+        for answer in found:
+            jobs = [setting for setting in answer.settings if setting.startswith("job.")]
+            assert jobs or (answer.text in said and elsewhere.SEE in said), name
+            assert not jobs or f"--{jobs[0][4:].replace('=', ' ')}" in said, name
 
 
-def test_what_hpclm_train_says_of_options_of_submit_is_true():
-    usages = {verb: cli.parser(verb).format_help() for verb in ("train", "submit")}
-    options = {verb: set(re.findall(r"(?<![\w-])--[\w-]+", usage)) for verb, usage in usages.items()}
-    assert set(parser.OF_SUBMIT) <= options["submit"] - options["train"]
+def test_the_page_on_other_projects_has_the_tables():
+    page = shipped.pages()["migrating"].read_text()
+    assert elsewhere.page(page) == page, "python tools/migrating.py writes it"
+    assert all(f"## {project}\n" in page for project in elsewhere.tables()["projects"])
 
 
-@pytest.mark.parametrize("word", cli.ELSEWHERE)
+def test_the_options_that_commands_lack_are_answered_with_options_that_exist():
+    rows = [(names, *row) for names, table in elsewhere.tables()["options"].items() for row in table.items()]
+    for names, options, answer in rows:
+        for verb in names.split():
+            having = cli.parser(verb).options()
+            assert not {*options.split()} & {*having}, (verb, options)
+            assert not answer.startswith("--") or answer in having or verb == "resume", (verb, answer)
+
+
+WORDS = [word for words in elsewhere.tables()["commands"] for word in words.split()]
+
+
+@pytest.mark.parametrize("word", WORDS)
 def test_what_stands_for_a_word_that_is_no_verb_exists(word, capsys):
     assert word not in cli.VERBS
-    said = cli.ELSEWHERE[word]
+    said = elsewhere.command_meant(word)
     for verb, option in re.findall(r"hpclm ([a-z][a-z-]*)(?: RUN| PRESET| …| FOLDER)* ?(--[a-z-]+)?", said):
         if verb in ("loads", "sends"):
             continue

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from hpclm import terminal
 from hpclm.api import values
-from hpclm.config import fields, hints
+from hpclm.config import elsewhere, fields, hints
 from hpclm.config.checks import shown
 from hpclm.errors import MACHINE, REFUSED, ConfigError, HpclmError, Interrupted
 from hpclm.node import import_errors
@@ -88,12 +88,15 @@ def _unknown(argument: str, name: str, function: Callable[..., Any]) -> str:
     problem, near = f"{name} has no argument {argument!r}", hint(argument, parameters)
     if near or "changes" not in parameters:
         return f"{problem}.{near}"
-    setting = hints.meant(argument, fields.keys()) or "optim.lr"
-    return (
-        f"{problem}: {setting}"
-        if hints.is_reason(setting)
-        else f"{problem}; settings are given as {{{setting!r}: ...}}"
+    found = list(elsewhere.answers(argument))
+    if found and not any(answer.settings for answer in found):
+        return f"{problem}: {elsewhere.explained(argument)}"
+    setting = (
+        ", ".join(elsewhere.keys(found[0].settings))
+        if len(found) == 1
+        else hints.nearest(argument, fields.keys()) or "optim.lr"
     )
+    return f"{problem}; settings are given as {{{setting!r}: ...}}"
 
 
 def _in_python(problem: str) -> str:

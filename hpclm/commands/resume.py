@@ -41,7 +41,6 @@ def parser() -> Parser:
     )
     options.add_runs_folder()
     options.add_run(SEVERAL)
-    options.takes_settings = True
     options.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="what to change, as hpclm submit takes it"
     )

@@ -8,30 +8,30 @@ from typing import Any
 from hpclm import paths
 from hpclm.config import JobConfig
 from hpclm.config.fields import docs
+from hpclm.config.sbatch import OPTIONS
 from hpclm.launch import submit
 from hpclm.launch.arguments import Request
 from hpclm.node.gpus import kind_named
 from hpclm.parser import DATA, EPILOG, Parser, completed, step
 
-# Command-line options -> job settings. Short options are sbatch's.
+DEEPSPEEDS = {"nodelist": ("--include", "-i")}
+"""DeepSpeed's names of options of sbatch."""
 FLAGS = {
-    ("--nodes", "-N"): "nodes",
+    **{
+        (
+            f"--{option.name}",
+            *([f"-{option.short}"] if option.short else []),
+            *DEEPSPEEDS.get(option.name, ()),
+        ): option.key.removeprefix("job.")
+        for option in OPTIONS.values()
+        if option.offered
+    },
     ("--gpus",): "gpus",  # no -G, because sbatch counts those per job
-    ("--time", "-t"): "time",
-    ("--partition", "-p"): "partition",
-    ("--account", "-A"): "options.account",
-    ("--qos", "-q"): "options.qos",
-    ("--constraint", "-C"): "options.constraint",
-    ("--exclude", "-x"): "exclude",
-    ("--nodelist", "-w", "--include", "-i"): "nodelist",
-    ("--mem",): "mem",
-    ("--cpus-per-task", "-c"): "cpus_per_task",
-    ("--job-name", "-J"): "options.job-name",
-    ("--dependency", "-d"): "options.dependency",
     ("--template",): "template",
     ("--cluster",): "cluster",
     ("--hostfile", "-H"): "hostfile",
 }
+"""Command-line options -> settings of job."""
 MODES = {
     "--dry-run": "print the job script, and write nothing",
     "--interactive": "start the processes in the current allocation (salloc)",

@@ -1,7 +1,6 @@
 """Settings with their documentation, as YAML, as a page and one by one; and the pages of the documentation."""
 
 import inspect
-import re
 import textwrap
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpclm import files, shipped, terminal
-from hpclm.config import RunConfig, compose, hints, search
+from hpclm.config import RunConfig, compose, elsewhere, hints, search
 from hpclm.config.fields import as_yaml, docs, keys, required, split_key, type_text
 from hpclm.config.run_file import RENAMED
 from hpclm.errors import ConfigError
@@ -139,18 +138,14 @@ def text_on(topics: Sequence[str], verbs: Collection[str]) -> str:
         if explained := list(_explained(topic.partition("=")[0])):
             return "\n\n".join(explained) + "\n"
     heads = [f"hpclm help {word} shows the options of this verb." for word in words if word in verbs]
-    heads += [f"{word} is here: {meant}" for word in words if (meant := hints.of_another_project(_as_name(word)))]
+    heads += [f"{word} is here: {meant}" for word in words if (meant := elsewhere.explained(word))]
     if results := [*heads, *_of_settings(words), *_of_pages(words, pages)]:
         return "\n".join([*results, ""])
-    meant = hints.meant(topic.partition("=")[0], keys())
+    meant = hints.nearest(topic.partition("=")[0], keys())
     near = hint(words[0], [*pages, *([meant] if meant else [])])
     raise ConfigError(
         f"no page or setting has {' '.join(words)!r}; hpclm docs lists the pages.{near or f' {meant}' * bool(meant)}"
     )
-
-
-def _as_name(word: str) -> str:
-    return re.sub("[-.]", "_", word.lstrip("-").lower())
 
 
 def _of_settings(words: Sequence[str]) -> list[str]:

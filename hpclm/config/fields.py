@@ -38,14 +38,6 @@ def type_of(key: str) -> Any:
     return kind
 
 
-def as_typed_list(key: str, value: str) -> str:
-    """``value`` in brackets if the setting ``key`` is a list and ``value`` is not written as one: (0.9, 0.98) is [0.9,0.98]."""
-    listed = type_of(key) == list[str] or typing.get_origin(required(type_of(key))) is tuple
-    if not listed or value == "..." or value.startswith("["):
-        return value
-    return f"[{value.strip('()').replace(' ', '')}]"
-
-
 def path_separator(key: str) -> str | None:
     """What separates paths in one text of a setting that holds paths, empty if one is one path; None for any other setting."""
     section, _, name = key.rpartition(".")

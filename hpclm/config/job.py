@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpclm.config.checks import MOUNTS, PATHS, PATHS_OR_URLS, Checked, at_least
+from hpclm.config.sbatch import OPTIONAL_VALUE, OPTIONS
 from hpclm.registry import problem
 
 LONGEST_TIMEOUT = 1_000_000  # minutes, two years: PyTorch counts in nanoseconds
@@ -20,42 +21,6 @@ SHAPES = {
     "mem": (re.compile(r"\d+[KMGT]?B?", re.IGNORECASE), "a number and K, M, G or T, such as 64G"),
 }
 WITHOUT_SPACES = ("partition", "exclude", "nodelist")
-# Options of sbatch that have a setting, or that would break hpclm's jobs.
-INSTEAD = {
-    "time": "set job.time",
-    "partition": "set job.partition",
-    "exclude": "set job.exclude",
-    "nodelist": "set job.nodelist",
-    "nodefile": "set job.nodelist",
-    "mem": "set job.mem",
-    "cpus-per-task": "set job.cpus_per_task",
-    "nodes": "set job.nodes",
-    "gpus": "set job.gpus, which is per node",
-    "gpus-per-task": "set job.gpus, which is per node",
-    **dict.fromkeys(
-        ("ntasks", "ntasks-per-node", "ntasks-per-gpu"), "processes are job.nodes x job.gpus (--nodes, --gpus)"
-    ),
-    "requeue": "set job.requeue",
-    "no-requeue": "set job.requeue",
-    "no-kill": "a lost node ends the job, and Slurm starts it again",
-    "signal": "set job.warn_seconds",
-    **dict.fromkeys(("output", "error"), "the log is in logs/ of the run directory, which out= sets"),
-    **dict.fromkeys(
-        ("hetjob", "het-group", "packjob", "pack-group"), "a run is trained by one job; its nodes must be alike"
-    ),
-    "open-mode": "logs are always appended to, so that a requeue does not erase them",
-    "array": "a run is one job; --sweep submits several runs",
-    "wrap": "set job.setup",
-    "input": "a job reads no input",
-    **dict.fromkeys(
-        ("hold-input", "help", "usage", "version", "parsable", "test-only", "wait", "quiet"), "leave it out"
-    ),
-}
-VALUED = re.compile(
-    "account|begin|chdir|clusters|comment|constraint|cpus-per-gpu|dependency|distribution|export|gpus-per-node|gres|job-name|licenses|mail-(type|user)|mem-per-(cpu|gpu)"
-    "|nice|priority|qos|reservation|switches|time-min|wckey"
-)
-"""Options of sbatch with a value, which is needed except for nice."""
 NOTIFY = re.compile(r"https?://[!-.0-~][!-~]*|\$[A-Za-z_]\w*")
 MAIL = """Slurm sends it: 'job.options={mail-type: "END,FAIL", mail-user: you@example.org}'"""
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -204,14 +169,14 @@ def _line(setting: str, value: str | None, blank: bool) -> Iterator[str]:
 
 
 def _option(name: str, value: str) -> Iterator[str]:
-    long = name.removeprefix("--").lower()
+    known = OPTIONS.get(name.removeprefix("--").lower())
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
         yield f"job.options contains {name!r}; use long names without leading dashes, such as mail-type"
-    elif long in INSTEAD:
-        yield f"job.options.{name}: {INSTEAD[long]}"
+    elif known and known.instead:
+        yield f"job.options.{name}: {known.instead}"
     elif value:
         yield from _line(f"job.options.{name}", value, blank=True)
-    elif VALUED.fullmatch(long) and long != "nice":
+    elif known and not known.flag and known.name not in OPTIONAL_VALUE:
         yield f"job.options.{name} is empty; give its value, or leave it out"
 
 

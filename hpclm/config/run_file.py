@@ -7,7 +7,9 @@ from typing import Any
 
 from hpclm import __version__
 from hpclm.config import reading
+from hpclm.config.job import JobConfig
 from hpclm.config.reading import Content
+from hpclm.config.sbatch import OPTIONS
 from hpclm.config.schema import RunConfig
 from hpclm.errors import ConfigError
 
@@ -16,20 +18,16 @@ COUNT = "# {} settings\n"
 """The second line, which tells a file that has lost some settings from one of a version that had fewer."""
 _FIRST = re.compile(r"# Every setting of a run of hpclm \S+, resolved:")
 _COUNT = re.compile(r"[^\n]*\n# (\d+) settings\n")
-OPTIONS = """
-    account begin clusters comment constraint cpus-per-gpu dependency distribution export gpus-per-node gres licenses mail-type mail-user
-    mem-per-cpu mem-per-gpu nice priority qos reservation switches time-min wckey
-"""
-"""Options of sbatch with a value that may be written as settings: job.account for job.options.account."""
 RENAMED = {
     "job.name": "job.options.job-name",
-    **{f"job.{option.replace('-', '_')}": f"job.options.{option}" for option in OPTIONS.split()},
+    **{
+        f"job.{option.name.replace('-', '_')}": option.key
+        for option in OPTIONS.values()
+        if not (option.instead or option.flag or hasattr(JobConfig, option.name))
+    },
 }
-"""Options of sbatch as if they were settings."""
-REQUESTS = (
-    "job.options.job-name",
-    *(f"job.options.{name}" for name in ("account", "constraint", "dependency", "gres", "qos", "reservation")),
-)
+"""Options of sbatch as if they were settings: job.account for job.options.account."""
+REQUESTS = tuple(option.key for option in OPTIONS.values() if option.harmless)
 """Options of sbatch that run no code, whoever wrote the settings file."""
 NAME = "config.yaml"
 HISTORY = "config-history"

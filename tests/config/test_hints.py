@@ -1,13 +1,12 @@
 """A setting that does not exist is answered with the one that was meant."""
 
-import re
-
 import pytest
 
 from hpclm import cli, config
 from hpclm.config import fields
-from hpclm.config.hints import OTHER_NAMES, hint, is_reason, mistakes, sbatch_option
-from hpclm.config.migrating import SEE
+from hpclm.config.elsewhere import SEE
+from hpclm.config.hints import hint, mistakes
+from hpclm.config.sbatch import advice
 from hpclm.errors import ConfigError
 
 KEYS = fields.keys()
@@ -16,53 +15,51 @@ MEANT = {
     "optim.learning_rte": "optim.lr",
     "optimizer.lr": "optim.lr",
     "optimizer.name": "optim.name",
-    "fp16.enabled": "engine.precision",
-    "bf16": "engine.precision=bf16",
-    "scheduler.type": "optim.schedule",
-    "eval.iters": "evaluate.batches",
     "eval.every": "evaluate.every",
     "logging.every": "log.every",
-    "data.path": "data.prefix",
     "data.sed": "seed",
-    "checkpoint.dir": "out",
+    "my.checkpoint_dir": "out",
     "model.num_attention_heads": "model.heads",
-    "--micro-batch-size": "batch.micro_size",
     "ds.zero_optimization.stage": "engine.zero_stage",
     "model.num_layer": "model.layers",
     "modle.layers": "model.layers",
     "layers": "model.layers",
     "trainer.max_steps": "budget.steps",
-    "max_iters": "budget.steps",
     "optim.grad_clip": "optim.clip",
-    "n_positions": "model.context",
-    "checkpoint.save_interval": "checkpoint.every",
-    "attention.dropout": "model.attention_dropout",
+    "checkpoint.save_interval": "checkpoint.epochs or checkpoint.every",
+    "my.bf16": "engine.precision=bf16",
 }
 
 
-def suggested(key):
-    match = re.fullmatch(r"\. Did you mean '(.*)'\?", hint(key, KEYS))
-    return match and match[1]
+EXACT = {
+    "fp16.enabled": "engine.precision=fp16",
+    "bf16": "engine.precision=bf16",
+    "scheduler.type": "optim.schedule",
+    "eval.iters": "evaluate.batches",
+    "data.path": "data.prefix",
+    "--micro-batch-size": "batch.micro_size",
+    "max_iters": "budget.steps",
+    "n_positions": "model.context",
+    "attention.dropout": "model.attention_dropout",
+    "lr_warmup_samples": "optim.warmup optim.unit=samples",
+}
 
 
 @pytest.mark.parametrize("key", MEANT)
-def test_the_setting_that_was_meant_is_named(key):
-    assert suggested(key) == MEANT[key]
+def test_a_name_that_is_like_a_setting_is_answered_with_a_question(key):
+    assert hint(key, KEYS) == f". Did you mean {MEANT[key]!r}?"
 
 
-def test_every_name_of_the_table_leads_to_a_setting_that_exists_or_says_why_there_is_none():
-    for name, meant in OTHER_NAMES.items():
-        if is_reason(meant):
-            assert hint(f"train.{name}", KEYS) == f": {meant}"
-            assert all(key in KEYS for key in re.findall(r"\b(?:batch|log|parallel|engine|job)\.\w+", meant)), name
-            continue
-        assert meant.partition("=")[0] in KEYS, f"{name}: {meant}"
-        if "=" in meant:
-            config.load(None, [meant])
-        for typed in (name, f"my.{name}", "--" + name.replace("_", "-")):
-            assert suggested(typed) == meant, typed
+@pytest.mark.parametrize("key", EXACT)
+def test_exactly_the_name_of_another_project_is_answered_with_the_setting(key):
+    assert hint(key, KEYS) == f": it is {EXACT[key]} here"
+
+
+def test_an_exact_name_may_be_explained_or_mean_different_things_in_different_projects():
     with pytest.raises(ConfigError, match="unknown setting synchronize_each_layer: hpclm submit --debug waits"):
         config.load(None, ["synchronize_each_layer=true"])
+    several = "checkpoint.epochs=... (fairseq); checkpoint.every=... (Megatron-LM, Megatron-DeepSpeed)"
+    assert hint("save_interval", KEYS) == f": {several}; {SEE}"
 
 
 def test_nothing_is_suggested_for_a_dissimilar_name():
@@ -97,12 +94,12 @@ def test_an_option_of_sbatch_is_answered_with_where_it_stands(key, end):
         ("-D", "/x", "it is an option of sbatch: hpclm submit --sbatch chdir=/x"),
         ("-n", "4", "processes are job.nodes x job.gpus (--nodes, --gpus)"),
         ("--mem", "8G", "set job.mem"),
-        ("--exclusively", "", None),
-        ("-x", "", None),
+        ("--exclusively", "", ""),
+        ("-x", "", "set job.exclude"),
     ],
 )
 def test_an_option_of_sbatch_is_answered_with_what_to_give_in_its_place(option, value, says):
-    assert sbatch_option(option, value) == says
+    assert advice(option, value) == says
 
 
 @pytest.mark.parametrize(
@@ -136,6 +133,24 @@ OPTIONS = {
     "train debug --kill-switch-path /tmp/x": "as key=value: kill_switch=/tmp/x",
     "train debug --gradient-accumulation-steps 4": "batch.global_size = batch.micro_size x accumulation steps x data-parallel replicas",
     "train debug --nothing-like-it": "unrecognized arguments: --nothing-like-it",
+    "train debug --data-path 0.3 a 0.7 b": "as key=value: data.blend='[0.3,a,0.7,b]'",
+    "train --data-path my_text_document small": "as key=value: data.prefix=my_text_document",
+    "train debug --rampup-batch-size 16 16 5859375": "as key=value: batch.rampup='[16,16,5859375]'",
+    "train debug --adam-beta2 0.98 --adam-beta1 0.8": "as key=value: optim.betas='[0.8,0.98]'",
+    "train debug --adam-beta2 0.98": "as key=value: optim.betas='[...,0.98]'",
+    "train debug --lr-decay-style inverse-square-root": "as key=value: optim.schedule=inverse_sqrt",
+    "train debug --lr-decay-style other": "as key=value: optim.schedule=...",
+    "train debug --bf16 False": "--bf16: leave it out",
+    "train debug --train-tokens 300000000000": "as key=value: budget.tokens=300000000000",
+    "train debug --lr-warmup-tokens 9": "optim.unit=samples with optim.warmup and optim.schedule_length",
+    "train debug --virtual-pipeline-model-parallel-size 2": "parallel.schedule=interleaved with parallel.chunks",
+    "train debug --rope-scaling-factor 8": "--rope-scaling-factor: model.rope_scaling, as rope_parameters in transformers",
+    "train debug --learning-rte 1e-3": "--learning-rte: did you mean optim.lr?",
+    "train debug --decoder-num-layers 8": "--decoder-num-layers: did you mean model.layers?",
+    "train debug --warmup 0.01": "optim.warmup=0.01 (hpclm); optim.warmup_fraction=0.01 (Megatron-LM, Megatron-DeepSpeed)",
+    "train debug --nnodes 2": "use hpclm submit --nodes 2",
+    "train debug --prompt x": "--prompt: it is an option of hpclm generate",
+    "status x --wait 9": "--wait: it is an option of hpclm request and hpclm cancel",
 }
 
 

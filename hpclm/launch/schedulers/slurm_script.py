@@ -12,6 +12,7 @@ from typing import Any
 
 from hpclm import files, folders
 from hpclm.config import JobConfig, RunConfig
+from hpclm.config.sbatch import OPTIONS, requesting
 from hpclm.errors import ConfigError
 from hpclm.launch.schedulers import JobScript
 from hpclm.launch.schedulers import slurm_commands as slurm
@@ -20,9 +21,6 @@ from hpclm.node import environment, processes
 from hpclm.node import slurm as variables
 from hpclm.node.processes import NoAnswerError
 
-MEMORY_AND_CORES = {"mem-per-gpu", "mem-per-cpu", "cpus-per-gpu", "exclusive"}
-SAME_NAMES = ("time", "partition", "exclude", "nodelist", "mem")
-GPU_OPTIONS = {"gres", "gpus-per-node", "gpus-per-socket"}
 NODES_SECONDS = 5.0  # for scontrol to show all nodes
 GPUS = re.compile(r"\bgpu(?::[^:,(]+)?:(\d+)", re.IGNORECASE)
 STUB = "#!/bin/sh\necho Submitted batch job 1\n"
@@ -90,17 +88,16 @@ def options_of(config: RunConfig, out: Path) -> Options:
     """The options of the job that trains ``config`` in the run directory ``out``, an absolute path."""
     job = config.job
     options: Options = {
-        "nodes": str(job.nodes),
-        "ntasks-per-node": str(job.gpus),
-        "cpus-per-task": str(job.cpus_per_task) if job.cpus_per_task else None,
-        **{name: getattr(job, name) for name in SAME_NAMES},
+        option.name: str(value)
+        for option in OPTIONS.values()
+        if option.setting and (value := getattr(job, option.setting)) is not None
     }
-    options = {option: value for option, value in options.items() if value is not None}
+    options["ntasks-per-node"] = str(job.gpus)
     if config.engine.device != "cpu" and not _asks_for_gpus(job):
         options["gpus-per-node"] = str(job.gpus)
         kinds = node_kinds(job)
         refuse_without_gpus(job, kinds)
-        if not MEMORY_AND_CORES & job.options.keys():
+        if not requesting("share") & job.options.keys():
             options = {**of_nodes(job, kinds), **options}
     options["output"] = pattern(out / "logs") + "/job-%j.log"
     options["open-mode"] = "append"
@@ -113,7 +110,9 @@ def options_of(config: RunConfig, out: Path) -> Options:
 
 def _asks_for_gpus(job: JobConfig) -> bool:
     """Whether an option of ``job`` asks for its GPUs; ConfigError if it asks for more or fewer than it has processes."""
-    counts = {option: _gpus_in(option, job.options[option]) for option in sorted(GPU_OPTIONS & job.options.keys())}
+    counts = {
+        option: _gpus_in(option, job.options[option]) for option in sorted(requesting("gpus") & job.options.keys())
+    }
     for option, count in counts.items():
         if count not in (None, 0, job.gpus):
             raise ConfigError(

@@ -94,14 +94,16 @@ def test_a_job_for_gpus_is_refused_where_slurm_would_ignore_that_it_asks_for_som
 
 def test_options_of_sbatch_in_a_site_file_are_written_as_settings_or_the_error_says_how(tmp_path):
     site = tmp_path / "site.yaml"
-    for option in run_file.OPTIONS.split():
-        site.write_text(f"job: {{{option.replace('-', '_')}: 007}}\n")
-        assert config.load("debug", [], site).job.options == {option: "007"}
+    assert len(run_file.RENAMED) > 50
+    for setting, key in run_file.RENAMED.items():
+        site.write_text(f"{setting}: 007\n")
+        assert config.load("debug", [], site).job.options == {key.removeprefix("job.options."): "007"}
     for name, way_out in {
         "mail-type": "set job.options.mail-type=...",
+        "output": "the log is in logs/ of the run directory",
         "exclusive": "set job.options.exclusive=''",
         "array": "--sweep submits several runs",
-        "core_spec": "Options of sbatch are job.options.NAME",
+        "core_specs": "Options of sbatch are job.options.NAME",
     }.items():
         site.write_text(f"job: {{{name}: x}}\n")
         with pytest.raises(ConfigError, match=re.escape(way_out)):

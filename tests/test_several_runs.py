@@ -127,7 +127,7 @@ def test_another_user_s_run_is_told_of_in_words(mode, tmp_path, squeue, monkeypa
     for name in (
         "checkpoint.manifest",
         "checkpoint.directory",
-        "launch.send",
+        "launch.submit",
     ):  # what the other user may not be able to load
         import_module(f"hpclm.{name}")
     cli.main(["status", "--runs", str(another("mine"))])

@@ -68,7 +68,7 @@ def test_slurmctld_is_asked_little(cluster, tmp_path):
     spent["status"] = requests(cluster)
     job.hpclm("logs", job.out)
     spent["logs"] = requests(cluster)
-    code = f"from pathlib import Path; from hpclm.launch.jobs import jobs_by_scheduler; from hpclm.reporting.run_table import TopScreen; watch = TopScreen(Path({str(tmp_path)!r}), jobs_by_scheduler)"
+    code = f"from pathlib import Path; from hpclm.launch.jobs import States; from hpclm.reporting.run_table import TopScreen; watch = TopScreen(Path({str(tmp_path)!r}), States(1.0).of)"
     cluster.run([sys.executable, "-c", f"{code}; [watch.look() for _ in range(20)]"], env=env)
     spent["top, a minute"] = requests(cluster)
     assert spent.keys() == BUDGET.keys()

@@ -9,7 +9,7 @@ from hpclm.checkpoint.directory import steps
 from hpclm.config import from_cli
 from hpclm.distributed.context import single
 from hpclm.errors import DivergedError
-from hpclm.launch.jobs import query
+from hpclm.launch.jobs import state
 from hpclm.launch.schedulers import current_job
 from hpclm.rundir import runs
 from hpclm.training import loop
@@ -73,7 +73,7 @@ def test_a_spike_leaves_the_healthy_checkpoints_and_is_told(spiked, capsys):
     log = (spiked / "log.txt").read_text()
     assert f"loss spike since step {first}: " in log
     assert "step 24 is saved, and does not replace healthy checkpoints" in log
-    [standing] = query([runs.read(spiked)], 1)
+    standing = state(spiked, 1)
     assert [*standing.warnings()] == [f"loss spike since step {first}: hpclm checkpoints {spiked}"]
     assert cli.main(["checkpoints", str(spiked), "--no-verify"]) == 0
     *lines, hint = capsys.readouterr().out.splitlines()

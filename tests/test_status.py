@@ -54,10 +54,9 @@ def rows(count):
 
 def patient():
     """Let Slurm take as long to answer as a busy machine makes it."""
-    from hpclm.commands import status
-    from hpclm.reporting import run_table
+    from hpclm.commands import status, top
 
-    status.MIN_SECONDS = run_table.PATIENCE = PATIENCE
+    status.MIN_SECONDS = top.PATIENCE = PATIENCE
 
 
 def hpclm(*words, before=patient, **more):

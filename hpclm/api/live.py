@@ -17,7 +17,7 @@ from hpclm.launch import process
 from hpclm.node import environment, threads
 from hpclm.reporting import figures, history
 from hpclm.rundir import summary
-from hpclm.rundir.status import span
+from hpclm.rundir.state import span
 
 EVERY = 1.0  # seconds between updates
 MAX_TIME_FRACTION = 1 / 20  # of the time, that updates may take

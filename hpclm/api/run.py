@@ -16,9 +16,8 @@ from hpclm.api.options import Change, Options
 from hpclm.config import RunConfig
 from hpclm.config.checks import is_utf8, shown
 from hpclm.errors import ConfigError, unread
-from hpclm.launch.jobs import query
-from hpclm.rundir import runs
-from hpclm.rundir.status import RunStatus
+from hpclm.launch import jobs
+from hpclm.rundir.state import State
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -295,11 +294,5 @@ class Run(os.PathLike[str]):
         cancel.cancel([Path(os.fspath(self))], now, wait)
         return self
 
-    def _status(self) -> RunStatus:
-        [status] = statuses_of([self.path])
-        return status
-
-
-def statuses_of(chosen: Sequence[Path]) -> list[RunStatus]:
-    """How runs stand."""
-    return query([runs.read(path) for path in chosen], PATIENCE)
+    def _status(self) -> State:
+        return jobs.state(self.path, PATIENCE)

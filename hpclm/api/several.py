@@ -14,11 +14,12 @@ from hpclm.api.checked import checked
 from hpclm.api.dataset import Data
 from hpclm.api.functions import composed
 from hpclm.api.options import Base, Change, Options
-from hpclm.api.run import Report, Run, statuses_of
+from hpclm.api.run import PATIENCE, Report, Run
 from hpclm.config import RunConfig
 from hpclm.config.checks import shown
 from hpclm.config.fields import as_yaml
 from hpclm.errors import ConfigError, HpclmError, Interrupted
+from hpclm.launch.jobs import States
 from hpclm.rundir import runs as run_folders
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def compare(runs: Runs) -> "DataFrame":
         raise ConfigError(problem)
     from pandas import DataFrame
 
-    return DataFrame(comparison.rows(statuses_of(_paths(runs))))
+    return DataFrame(comparison.rows(States(PATIENCE).of([run_folders.read(path) for path in _paths(runs)])))
 
 
 @checked

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
             say(submit.submit_scoring(args.run, args.settings, _tasks(args), words))
             return 0
         job = current_job(config.of_run(args.run, args.settings).job.cluster)
-        return evaluation.follow(args.run, args.settings, _tasks(args), jobs.queue(PATIENCE), job)
+        return evaluation.follow(args.run, args.settings, _tasks(args), jobs.States(PATIENCE), job)
     if args.tasks is not None:
         scores = evaluation.on_tasks(args.run, args.settings, _tasks(args))
         if args.json:

@@ -23,10 +23,10 @@ def main(argv: list[str]) -> int:
         re.compile(args.grep or "")
     except re.error as error:
         options.error(f"--grep {args.grep!r} is not a regular expression: {error}")
-    queue, out = jobs.queue(PATIENCE), folders.resolve(args.run, args.runs)
-    path = find_log(out, args.rank, args.job, queue, args.follow)
+    state, out = jobs.States(PATIENCE), folders.resolve(args.run, args.runs)
+    path = find_log(out, args.rank, args.job, state, args.follow)
     if args.follow:
-        lines = follow(path, FOLLOWED if args.lines is None else args.lines, args.grep, over(out, queue))
+        lines = follow(path, FOLLOWED if args.lines is None else args.lines, args.grep, over(out, state))
     else:
         lines = matching(whole(path), args.grep) if args.lines is None else iter(last(path, args.lines, args.grep))
     for line in terminal.lines(lines):

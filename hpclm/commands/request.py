@@ -3,7 +3,7 @@
 import argparse
 
 from hpclm.errors import ExitCode
-from hpclm.launch.jobs import jobs_by_scheduler
+from hpclm.launch.jobs import States
 from hpclm.parser import SEVERAL, STOP_OR_CANCEL, Parser, exit_codes
 from hpclm.rundir import control_files, runs
 
@@ -12,6 +12,7 @@ REQUESTS = {
     "stop": ("stop", "saved and ended; continue with: hpclm resume"),
 }
 """What runs can be asked to do: the file that asks a run, and what is said of one that has complied, before its name."""
+PATIENCE = 5.0  # seconds that a scheduler may take to answer
 CODES = {ExitCode.FAILED: "a run does not comply", ExitCode.INVALID: "a run is not training"}
 
 
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> int:
         options.error(f"the run comes first: hpclm request RUN {argv[0]}")
     args = options.parse_intermixed_args(argv)
     file, done = REQUESTS[args.request]
-    return control_files.request_all(file, runs.choose(args.run, args.runs), args.wait, done, jobs_by_scheduler)
+    return control_files.request_all(file, runs.choose(args.run, args.runs), args.wait, done, States(PATIENCE))
 
 
 def parser() -> Parser:

@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 
-from hpclm.launch.jobs import query
+from hpclm.launch.jobs import States
 from hpclm.node import processes
 from hpclm.parser import SEVERAL, Parser
 from hpclm.reporting.run_table import detail, table, values
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
         folders.check_folder(args.runs)
     runs = [folders.read(out) for out in folders.choose(args.run, args.runs) or folders.find(args.runs)]
     began = processes.started(os.getpid())
-    statuses = query(runs, max(MIN_SECONDS, DEADLINE - (time.time() - began if began else 0)))
+    statuses = States(max(MIN_SECONDS, DEADLINE - (time.time() - began if began else 0))).of(runs)
     if args.json:
         print(json.dumps([values(status) for status in statuses], indent=2))
     elif args.run:

@@ -5,12 +5,13 @@ import sys
 from contextlib import suppress
 
 from hpclm import paths
-from hpclm.launch.jobs import jobs_by_scheduler
+from hpclm.launch.jobs import States
 from hpclm.parser import Parser
 from hpclm.reporting.run_table import TopScreen
 from hpclm.rundir import runs as folders
 from hpclm.terminal import quit_key, say
 
+PATIENCE = 0.75  # seconds that a scheduler has for an answer, again and again
 CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -20,7 +21,7 @@ def main(argv: list[str]) -> int:
     args = options.parse_args(argv)
     if not 0.1 <= args.every <= 86400:
         options.error(f"--every {args.every} must be between 0.1 and 86400 seconds")
-    watch = TopScreen(args.folder or args.runs, jobs_by_scheduler)
+    watch = TopScreen(args.folder or args.runs, States(PATIENCE).of)
     folders.check_folder(watch.folder)
     if args.once or not sys.stdout.isatty():
         statuses = watch.look()

@@ -16,7 +16,7 @@ from hpclm.node import secrets
 from hpclm.node.job import Job
 from hpclm.rundir import lock, metrics_file, runs
 from hpclm.rundir.rows import finite
-from hpclm.rundir.status import Queue
+from hpclm.rundir.state import StateOf
 
 Figures = dict[str, float | int | str]
 
@@ -85,11 +85,11 @@ def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores
     return TaskScores(scores, samples, progress.step)
 
 
-def follow(run: Path, overrides: list[str], wanted: TaskRequest, queue: Queue, job: Job) -> int:
+def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: StateOf, job: Job) -> int:
     """Score each checkpoint of ``run`` as it is published, until the run has ended; the exit code is 85 after a signal: the same
     command continues.
 
-    ``queue``: how the run stands; ``job``: that of this process.
+    ``state_of``: how the run stands; ``job``: that of this process.
     """
     from hpclm.inference import run_settings, task_names
 
@@ -103,7 +103,7 @@ def follow(run: Path, overrides: list[str], wanted: TaskRequest, queue: Queue, j
     log.setup(0, redact=secrets.Redactor())
     tasks = Tasks(list(wanted.names), wanted.path, wanted.samples, wanted.shots)
     with lock.held(run, metrics_file.SCORES_LOCK, job):
-        return Follower(run, config, tasks, wanted.batch).until_the_end(queue, job)
+        return Follower(run, config, tasks, wanted.batch).until_the_end(state_of, job)
 
 
 def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> Figures:

@@ -17,9 +17,9 @@ from hpclm.inference import run_model
 from hpclm.inference.harness import Tasks
 from hpclm.node.job import Job
 from hpclm.node.preemption import WARNINGS, Preemption
-from hpclm.rundir import metrics_file, runs
+from hpclm.rundir import metrics_file
 from hpclm.rundir.lease import Lease
-from hpclm.rundir.status import Queue
+from hpclm.rundir.state import StateOf
 
 log = logging.getLogger(__name__)
 POLL = 10.0  # seconds between looks for new checkpoints
@@ -55,7 +55,7 @@ class Follower:
                 self._scored.add(name)
         return count
 
-    def until_the_end(self, queue: Queue, job: Job) -> int:
+    def until_the_end(self, state_of: StateOf, job: Job) -> int:
         """Score checkpoints until the run has ended; the exit code, 85 after a signal. ``job``: that of this process."""
         with Preemption() as preemption:
 
@@ -64,7 +64,7 @@ class Follower:
 
             try:
                 while True:
-                    [status] = queue.statuses([runs.read(self.out)])  # before a last look for checkpoints
+                    status = state_of(self.out)  # before a last look for checkpoints
                     self.score_new(interrupted)
                     if status.name in OVER:
                         break

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpclm import failures, files
 from hpclm.errors import HpclmError
 from hpclm.launch import send
-from hpclm.launch.jobs import jobs_by_scheduler, query
+from hpclm.launch.jobs import jobs_by_scheduler, state
 from hpclm.launch.schedulers import Scheduler, named
 from hpclm.node.job import JobState
 from hpclm.node.processes import NoAnswerError
@@ -19,7 +19,7 @@ from hpclm.rundir import control_files, events
 from hpclm.rundir import runs as folders
 from hpclm.rundir.lock import HolderWatch, is_here
 from hpclm.rundir.runs import Run
-from hpclm.rundir.status import process_here
+from hpclm.rundir.state import process_here
 from hpclm.terminal import say
 
 PATIENCE = 10.0  # seconds squeue may take
@@ -105,7 +105,7 @@ def stop(out: Path, now: bool) -> list[Target]:
         saves = not now and not target.job.waits
         say(f"{target.name}: {'asked to save and exit' if saves else 'cancelled'}", flush=True)
     if not targets:
-        say(f"{files.shown(out)} is not running: {query([run], PATIENCE)[0].how()}")
+        say(f"{files.shown(out)} is not running: {state(out, PATIENCE).how()}")
     return targets
 
 

@@ -8,7 +8,7 @@ from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.launch import arguments
 from hpclm.rundir import runs as folders
-from hpclm.rundir.status import RunStatus, status_of
+from hpclm.rundir.state import State, state_of
 
 COPIES = ("name", "out", "job", "cluster", "log", "profile", "checkpoint")
 """Settings that may differ between two attempts which give the same result."""
@@ -43,14 +43,14 @@ def diverged(run: RunConfig) -> str:
     return status.diverged if all(key.partition(".")[0] in COPIES for key in differing) else ""
 
 
-def before_it(run: RunConfig) -> tuple[RunStatus | None, RunConfig | None]:
+def before_it(run: RunConfig) -> tuple[State | None, RunConfig | None]:
     """What has become of the run in the directory of ``run``, and its settings, if they can be read; None without a run."""
     out, before = Path(run.out), None
     if not folders.is_run(out):
         return None, None
     with suppress(ConfigError):
         before = config.load(out / "config.yaml")
-    return status_of(folders.read(out), None), before
+    return state_of(folders.read(out), None), before
 
 
 def same_length(run: RunConfig, before: RunConfig) -> bool:

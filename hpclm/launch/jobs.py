@@ -1,10 +1,60 @@
-"""Which scheduler knows the jobs of a run, and how runs stand according to them."""
+"""The state of runs, for all commands: their records and processes are here, and their schedulers are asked."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from hpclm.launch.schedulers import Scheduler, named, of_job
+from hpclm.node.job import JobState
+from hpclm.node.processes import NoAnswerError
+from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import Run, is_job
-from hpclm.rundir.status import Queue, RunStatus
+from hpclm.rundir.state import State, state_of
+
+ASK = 60.0  # seconds between questions to a scheduler of one command, since many people watch many runs
+
+
+class States:
+    """Gives the state of runs, again and again: schedulers are asked at most every ASK seconds, or when there are new jobs."""
+
+    def __init__(self, seconds: float):
+        """``seconds``: that a scheduler has for an answer."""
+        self.seconds = seconds
+        self._silent = ""
+        """Why a scheduler did not answer; "" if all did."""
+        self._answers = dict[Scheduler, dict[str, JobState]]()
+        self._asked = -ASK
+        self._known = set[str]()
+
+    def __call__(self, out: Path) -> State:
+        """The state of the run in ``out``."""
+        return self.of([folders.read(out)])[0]
+
+    def of(self, runs: Sequence[Run]) -> list[State]:
+        """The state of several, by what schedulers said of their jobs less than a minute ago. Each is asked once for all of them."""
+        jobs = {run.out: jobs_by_scheduler(run) for run in runs}
+        ids = {job for each in jobs.values() for mine in each.values() for job in mine}
+        if time.monotonic() - self._asked >= ASK or not ids <= self._known:
+            self._asked, self._known = time.monotonic(), ids
+            self._ask(jobs.values(), sorted({run.owner for run in runs if jobs[run.out]}))
+        return [self._state(run, jobs[run.out]) for run in runs]
+
+    def _ask(self, jobs: Iterable[dict[Scheduler, list[str]]], owners: list[int]) -> None:
+        asked = dict[Scheduler, set[str]]()
+        for each in jobs:
+            for scheduler, mine in each.items():
+                asked.setdefault(scheduler, set()).update(mine)
+        try:
+            self._answers = {scheduler: scheduler.states(ids, owners, self.seconds) for scheduler, ids in asked.items()}
+            self._silent = ""
+        except NoAnswerError as silent:
+            self._answers, self._silent = {}, str(silent)
+
+    def _state(self, run: Run, jobs: dict[Scheduler, list[str]]) -> State:
+        if jobs and self._silent:
+            return state_of(run, None, self._silent)
+        answers = ((job, self._answers.get(scheduler, {}).get(job)) for scheduler, mine in jobs.items() for job in mine)
+        return state_of(run, {job: answer for job, answer in answers if answer})
 
 
 def jobs_by_scheduler(run: Run) -> dict[Scheduler, list[str]]:
@@ -19,11 +69,6 @@ def jobs_by_scheduler(run: Run) -> dict[Scheduler, list[str]]:
     return jobs
 
 
-def queue(seconds: float) -> Queue:
-    """The status of runs, again and again; a scheduler has ``seconds`` to answer."""
-    return Queue(jobs_by_scheduler, seconds)
-
-
-def query(runs: Sequence[Run], seconds: float) -> list[RunStatus]:
-    """The status of runs. Each scheduler is asked once for all of them, and has ``seconds`` to answer."""
-    return queue(seconds).statuses(runs)
+def state(out: Path, seconds: float = 5.0) -> State:
+    """The state of the run in ``out``; its scheduler has ``seconds`` to answer."""
+    return States(seconds)(out)

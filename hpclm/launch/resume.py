@@ -7,11 +7,11 @@ from pathlib import Path
 
 from hpclm import failures, files, paths
 from hpclm.errors import ConfigError, LockedError
-from hpclm.launch.jobs import query
+from hpclm.launch.jobs import States
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import Run
-from hpclm.rundir.status import RunStatus
+from hpclm.rundir.state import State
 from hpclm.terminal import say
 
 PATIENCE = 5.0  # seconds squeue may take
@@ -26,7 +26,7 @@ def resume(
 
     ``check``: raises what is wrong with such arguments, before whether a run may start is said."""
     per_run = failures.PerRunErrors(len(chosen))
-    for number, status in enumerate(query(chosen, PATIENCE), start=1):
+    for number, status in enumerate(States(PATIENCE).of(chosen), start=1):
         with per_run:
             folders.check_own(status.run.out, "resumed")
             if changes and (status.run.out / "config.yaml").is_file():
@@ -48,7 +48,7 @@ def split(given: list[str], runs: Path) -> tuple[list[str], list[str]]:
     return [given[0], *map(paths.expanded, given[1:])], []
 
 
-def may_start(status: RunStatus, changes: list[str]) -> None:
+def may_start(status: State, changes: list[str]) -> None:
     """LockedError if the run is waiting or running, ConfigError if it is done or has no config.yaml."""
     out, where = status.run.out, status.where()
     if status.live:

@@ -23,7 +23,7 @@ from hpclm.launch.schedulers import JobScript, Scheduler, named
 from hpclm.node import gpus, secrets
 from hpclm.rundir import events, folder
 from hpclm.rundir import runs as folders
-from hpclm.rundir.status import span
+from hpclm.rundir.state import span
 from hpclm.terminal import say
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from hpclm.launch import arguments, prechecks, process, send
 from hpclm.launch.arguments import Variant
 from hpclm.launch.child import Forward
 from hpclm.launch.done import diverged, nothing_left
-from hpclm.launch.jobs import query
+from hpclm.launch.jobs import States, state
 from hpclm.node import environment, gpus, parent, preemption, processes, python, secrets, threads
 from hpclm.rundir import rows
 from hpclm.rundir import runs as run_folders
@@ -186,7 +186,7 @@ class Child:
     def ended(self, code: int) -> str:
         """How it has ended, in a line; ``code``: its exit code."""
         self._bar.close()
-        [status] = query([run_folders.read(self.out)], PATIENCE)
+        status = state(self.out, PATIENCE)
         loss = status.run.summary.get("loss")
         figure = f", loss {loss:.4f}" if loss is not None and code in (ExitCode.DONE, ExitCode.REQUEUE) else ""
         if code in (ExitCode.DONE, ExitCode.REQUEUE):
@@ -280,7 +280,7 @@ def _finish(sweep: Sweep, unfinished: Sequence[Path], code: int) -> int:
     that were not started because of it."""
     from hpclm.reporting import comparison, page
 
-    statuses = query([run_folders.read(Path(run.out)) for run in sweep.runs], PATIENCE)
+    statuses = States(PATIENCE).of([run_folders.read(Path(run.out)) for run in sweep.runs])
     trained = [status for status in statuses if status.run.attempt]
     if trained:
         say("\n" + "\n".join(comparison.table(trained)))

@@ -8,7 +8,7 @@ from hpclm import terminal
 from hpclm.reporting import curves, history, provenance
 from hpclm.reporting.history import History
 from hpclm.reporting.provenance import Settings
-from hpclm.rundir.status import RunStatus
+from hpclm.rundir.state import State
 
 FIGURES = {
     "validation_loss": ("VALIDATION LOSS", ".4f"),
@@ -43,7 +43,7 @@ def tokens_per_second(run: History) -> float | None:
     return sum(rates) / len(rates) if rates else None
 
 
-def rows(statuses: Sequence[RunStatus]) -> list[dict[str, Any]]:
+def rows(statuses: Sequence[State]) -> list[dict[str, Any]]:
     """A row for each run, the best first as in its report; losses in nats per token, None for what was not measured.
 
     The settings in which the runs differ have their own names as keys: ``optim.lr``; so has what the user's code reports, of which it is
@@ -74,7 +74,7 @@ def rows(statuses: Sequence[RunStatus]) -> list[dict[str, Any]]:
     return compared
 
 
-def table(statuses: Sequence[RunStatus]) -> Iterator[str]:
+def table(statuses: Sequence[State]) -> Iterator[str]:
     """``rows`` as lines of text, with a header."""
     compared = rows(statuses)
     keys = list(compared[0]) if compared else ["run", "status", "steps", "path"]

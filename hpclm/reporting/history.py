@@ -19,7 +19,7 @@ from hpclm.errors import MACHINE, ExitCode, unread
 from hpclm.reporting.experts import ExpertHistory, expert_history
 from hpclm.rundir import events, metric_names, metrics_file, summary
 from hpclm.rundir.metrics_file import StepRows
-from hpclm.rundir.status import moment
+from hpclm.rundir.state import moment
 
 log = logging.getLogger(__name__)
 LATEST = 1 << 36  # seconds since 1970 that are a time

@@ -14,7 +14,7 @@ from hpclm.reporting.experts import LOADS, NO_TOKEN, RANGE, ExpertHistory
 from hpclm.reporting.history import RECENT, History
 from hpclm.reporting.html import SORT, definitions, document, folded, text
 from hpclm.reporting.provenance import Settings
-from hpclm.rundir.status import span
+from hpclm.rundir.state import span
 
 PAGE = ".html"
 """How the name of a page ends."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -12,7 +12,8 @@ from hpclm import files, terminal
 from hpclm.errors import ExitCode
 from hpclm.rundir import events, rows
 from hpclm.rundir import runs as folders
-from hpclm.rundir.status import JobsOf, Queue, RunStatus, span
+from hpclm.rundir.runs import Run
+from hpclm.rundir.state import State, span
 
 COLUMNS = ("RUN", "STATE", "STEP", "LOSS", "TOKENS/S", "LEFT", "LAST STEP", "CHECKPOINT", "")
 
@@ -24,12 +25,11 @@ NARROWEST = {CURVE: len(CURVE), NOTES: 24}
 GAP = 2
 LIVE_COLUMNS = (*COLUMNS[:4], CURVE, *COLUMNS[4:])
 PRINTED = 5  # last lines of a log that are shown of a run that has failed
-PATIENCE = 0.75  # seconds that a scheduler has for an answer, again and again
 ORDER = ("running", "starting", "completing", "waiting", "failed", "ended", "unknown")
 """Of the states, those worth looking at first."""
 
 
-def table(statuses: Sequence[RunStatus], width: int | None = None) -> Iterator[str]:
+def table(statuses: Sequence[State], width: int | None = None) -> Iterator[str]:
     """A header, and a line for each run. ``width``: columns of the terminal; where the lines are longer, notes go below them."""
     rows = [COLUMNS, *map(row, statuses)]
     lines = terminal.columns(rows)
@@ -37,8 +37,12 @@ def table(statuses: Sequence[RunStatus], width: int | None = None) -> Iterator[s
         yield from lines
     else:
         yield from _fitted(rows, lines, width)
-    silent = {status.asked for status in statuses if status.asked}
-    yield from (f"queue: unknown ({terminal.line(why)})" for why in sorted(silent))
+    yield from silent(statuses)
+
+
+def silent(statuses: Sequence[State]) -> list[str]:
+    """Lines that say why schedulers did not answer."""
+    return [f"queue: unknown ({terminal.line(why)})" for why in sorted({status.asked for status in statuses} - {""})]
 
 
 def _fitted(rows: Sequence[Sequence[str]], lines: Sequence[str], width: int) -> Iterator[str]:
@@ -56,7 +60,7 @@ def _fitted(rows: Sequence[Sequence[str]], lines: Sequence[str], width: int) -> 
             yield from (f"    {part}" for part in wcwidth.wrap(note, width - 4, break_on_hyphens=False))
 
 
-def row(status: RunStatus) -> tuple[str, ...]:
+def row(status: State) -> tuple[str, ...]:
     """One run's line of the table."""
     run, speed = status.run, status.run.summary.get("tokens_per_second")
     notes = [status.where() if status.live else status.ending, *status.warnings()]
@@ -74,7 +78,7 @@ def row(status: RunStatus) -> tuple[str, ...]:
     return tuple(map(terminal.line, cells))
 
 
-def detail(status: RunStatus) -> Iterator[str]:
+def detail(status: State) -> Iterator[str]:
     """Everything about one run, one line each: the columns of the table, and what has no room there."""
     cells = dict(zip(COLUMNS[:-1], row(status)[:-1], strict=True))
     lines = [(name.lower(), cell) for name, cell in cells.items() if cell != "-"]
@@ -94,7 +98,7 @@ def detail(status: RunStatus) -> Iterator[str]:
         yield f"{'next':<12}hpclm report {out}"
 
 
-def _more(status: RunStatus) -> Iterator[tuple[str, str]]:
+def _more(status: State) -> Iterator[tuple[str, str]]:
     run, summary, attempt = status.run, status.run.summary, status.run.attempt
     yield "job", status.where()
     yield "queue", f"unknown ({status.asked})" if status.asked else ""
@@ -120,13 +124,13 @@ def _more(status: RunStatus) -> Iterator[tuple[str, str]]:
     yield from (("warning", text) for text in status.warnings())
 
 
-def loss(status: RunStatus) -> str:
+def loss(status: State) -> str:
     """The last step's loss."""
     value = status.run.summary.get("loss", "")
     return "not finite" if value is None else f"{value:.4f}" if value != "" else ""
 
 
-def values(status: RunStatus) -> dict[str, Any]:
+def values(status: State) -> dict[str, Any]:
     """One run for programs: times in seconds, null if unknown."""
     run, summary = status.run, status.run.summary
     return {
@@ -193,25 +197,22 @@ def _cut(name: str, cell: str, width: int) -> str:
 class TopScreen:
     """Looks at the runs below a folder again and again."""
 
-    def __init__(self, folder: Path, jobs_of: JobsOf):
+    def __init__(self, folder: Path, states: Callable[[Sequence[Run]], list[State]]):
         self.folder = folder
-        self._queue = Queue(jobs_of, PATIENCE)
+        self._states = states
 
-    def look(self) -> list[RunStatus]:
+    def look(self) -> list[State]:
         """How the runs stand now, the most interesting first."""
-        statuses = self._queue.statuses([folders.read(out) for out in folders.find(self.folder)])
+        statuses = self._states([folders.read(out) for out in folders.find(self.folder)])
         order = {name: number for number, name in enumerate(ORDER)}
         stepped = {status.run.out: status.run.summary.get("stepped") or 0.0 for status in statuses}
         return sorted(statuses, key=lambda status: (order.get(status.name, len(ORDER)), -stepped[status.run.out]))
 
-    def lines(self, statuses: list[RunStatus], width: int | None = None) -> list[str]:
+    def lines(self, statuses: list[State], width: int | None = None) -> list[str]:
         """The table, ``width`` columns wide; None: the whole one."""
         rows = [*map(live_row, statuses)]
         blocks = [terminal.columns([LIVE_COLUMNS, *rows])] if width is None else fitted(LIVE_COLUMNS, rows, width)
-        return [*chain.from_iterable(blocks), *self._silent()]
-
-    def _silent(self) -> list[str]:
-        return [f"queue: unknown ({terminal.line(self._queue.silent)})"] if self._queue.silent else []
+        return [*chain.from_iterable(blocks), *silent(statuses)]
 
     def screen(self, width: int, height: int) -> list[str]:
         """The table below a title, as much of it as there is room for."""
@@ -220,7 +221,7 @@ class TopScreen:
         states = ", ".join(f"{count} {name}" for name, count in counts.items()) or "no runs"
         title = terminal.line(f"{self.folder}  {time.strftime('%H:%M:%S')}  {states}  (q exits)")
         header, *blocks = fitted(LIVE_COLUMNS, [*map(live_row, statuses)], width)
-        lines = [title, *(self._silent() or [""]), *header]
+        lines = [title, *(silent(statuses)[:1] or [""]), *header]
         for number, block in enumerate(blocks):
             left = len(blocks) - number
             if len(lines) + len(block) + (left > 1) > height:
@@ -230,7 +231,7 @@ class TopScreen:
         return [terminal.shortened(line, width) for line in lines[:height]]
 
 
-def live_row(status: RunStatus) -> tuple[str, ...]:
+def live_row(status: State) -> tuple[str, ...]:
     """One run's line of ``TopScreen``: that of the table, with its loss curve."""
     cells = row(status)
     return (*cells[:4], terminal.sparkline(status.run.summary.get("curve", [])) or "-", *cells[4:])

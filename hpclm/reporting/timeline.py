@@ -4,7 +4,7 @@ import time
 
 from hpclm.reporting.history import KINDS, Attempt, History
 from hpclm.reporting.html import table, text
-from hpclm.rundir.status import moment, span
+from hpclm.rundir.state import moment, span
 from hpclm.terminal import many
 
 COLOURS = {"queued": "#b8bec6", "starting": "#8e6bbf", "training": "#2a9d5c", "lost": "#d64545"}

@@ -12,14 +12,13 @@ from hpclm import failures, files
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import runs
 from hpclm.rundir.lock import HolderWatch
-from hpclm.rundir.status import JobsOf, Queue
+from hpclm.rundir.state import StateOf
 from hpclm.terminal import say
 
 log = logging.getLogger(__name__)
 NAMES = ("save-now", "stop")
 KILL_SWITCH = "kill_switch"
 INTERVAL = 1.0  # seconds between checks by the run: a shared file system answers slowly
-SCHEDULER_SECONDS = 5.0  # that a scheduler may take to answer
 LATE = 15.0  # seconds without a heartbeat, of which there is one every 5 s, after which a run may have ended
 SILENT = 60.0  # seconds without a heartbeat after which a run that cannot be seen from here has ended
 POLL = 0.3  # seconds between checks whether the run has complied
@@ -66,11 +65,11 @@ def _counts(path: Path, owners: Collection[int]) -> bool:
     return stat.S_ISREG(info.st_mode) and info.st_uid in owners
 
 
-def request(verb: str, out: Path, jobs_of: JobsOf) -> Path:
+def request(verb: str, out: Path, state_of: StateOf) -> Path:
     """Create the file ``verb`` for a run that is training; returns its path. ConfigError, and no file, for any other run."""
     if other := runs.other_owner(out):
         raise ConfigError(f"{files.shown(out)} belongs to {other}: a run follows no requests but its owner's")
-    [status] = Queue(jobs_of, SCHEDULER_SECONDS).statuses([runs.read(out)])
+    status = state_of(out)
     if status.name not in ("running", "starting"):
         way = {
             "waiting": f"; hpclm cancel {files.typed(out)} takes it out of the queue",
@@ -80,19 +79,19 @@ def request(verb: str, out: Path, jobs_of: JobsOf) -> Path:
     return create(out, verb)
 
 
-def request_all(verb: str, chosen: Sequence[Path], seconds: float, done: str, jobs_of: JobsOf) -> int:
+def request_all(verb: str, chosen: Sequence[Path], seconds: float, done: str, state_of: StateOf) -> int:
     """Make the request ``verb`` of each run in ``chosen``, and wait for all of them; the exit code.
 
-    ``seconds``: how long to wait; ``jobs_of``: which schedulers to ask; ``done`` is said of a run that has complied, before its name.
+    ``seconds``: how long to wait; ``done`` is said of a run that has complied, before its name.
     """
     per_run, asked = failures.PerRunErrors(len(chosen)), dict[Path, Path]()
     for out in chosen:
         with per_run:
-            asked[out] = request(verb, out, jobs_of)
+            asked[out] = request(verb, out, state_of)
     until = time.monotonic() + seconds
     for out, path in asked.items():
         with per_run:
-            if followed(path, until, jobs_of):
+            if followed(path, until, state_of):
                 say(f"{done} {files.typed(out)}", flush=True)
     return per_run.code
 
@@ -107,14 +106,14 @@ def create(out: Path, verb: str) -> Path:
     return path
 
 
-def followed(path: Path, until: float, jobs_of: JobsOf) -> bool:
+def followed(path: Path, until: float, state_of: StateOf) -> bool:
     """Wait until a run has complied with the request ``path``; False if it has ended meanwhile, with everything saved.
 
     HpclmError if it has not complied at the time ``until`` of the monotonic clock (the request then stays pending), or has
     ended without saving (the request is then withdrawn).
     """
     out = path.parent
-    heartbeat, queue = HolderWatch(out), Queue(jobs_of, SCHEDULER_SECONDS)
+    heartbeat = HolderWatch(out)
     while path.exists():
         if time.monotonic() > until:
             raise HpclmError(
@@ -122,7 +121,7 @@ def followed(path: Path, until: float, jobs_of: JobsOf) -> bool:
                 f"hpclm status {files.typed(out)}; rm {files.typed(path)} withdraws it"
             )
         released, silent = heartbeat.silent()
-        [status] = queue.statuses([runs.read(out)]) if released or silent > LATE else [None]
+        status = state_of(out) if released or silent > LATE else None
         if status and path.exists() and not status.live and (status.name != "unknown" or silent > SILENT):
             path.unlink(missing_ok=True)
             step, saved = status.run.step, status.run.checkpoint[0] if status.run.checkpoint else 0

@@ -14,7 +14,7 @@ from hpclm import files, terminal
 from hpclm.errors import ConfigError
 from hpclm.rundir import runs
 from hpclm.rundir.runs import Run
-from hpclm.rundir.status import Queue, RunStatus, status_of
+from hpclm.rundir.state import State, StateOf
 
 MAX_LINE_BYTES = 1 << 20  # bytes of a line; a file need not have lines
 MAX_SEARCHED_BYTES = 1 << 28  # bytes at the end of a log in which its last lines are looked for
@@ -99,11 +99,11 @@ def _replaced(file: BinaryIO, path: Path) -> bool:
     return (now.st_dev, now.st_ino) != (held.st_dev, held.st_ino) or now.st_size < file.tell()
 
 
-def find_log(out: Path, rank: int | None, job: bool, queue: Queue, wait: bool) -> Path:
+def find_log(out: Path, rank: int | None, job: bool, state_of: StateOf, wait: bool) -> Path:
     """The requested log; if ``wait``, as soon as it exists. ConfigError if it never will."""
-    noted, run = "", runs.read(out)
-    while not (path := _existing(run, rank, job)):
-        [status] = queue.statuses([run])
+    noted = ""
+    while not (path := _existing(runs.read(out), rank, job)):
+        status = state_of(out)
         if not (wait and _goes_on(status)):
             raise _missing(status, rank, job)
         text = f"waiting for the log; {status.name}: {status.where()}".removesuffix(": ")
@@ -111,7 +111,6 @@ def find_log(out: Path, rank: int | None, job: bool, queue: Queue, wait: bool) -
             _note(text)
         noted = text
         time.sleep(LOOK)
-        run = runs.read(out)
     return path
 
 
@@ -126,7 +125,7 @@ def _existing(run: Run, rank: int | None, job: bool) -> Path | None:
     return of_job
 
 
-def _missing(status: RunStatus, rank: int | None, job: bool) -> ConfigError:
+def _missing(status: State, rank: int | None, job: bool) -> ConfigError:
     """The error for a log that does not exist."""
     out, submitted = status.run.out, status.run.submissions
     logs = [Path(submission["log"]) for submission in submitted[-1:] if submission.get("log")]
@@ -143,23 +142,21 @@ def _missing(status: RunStatus, rank: int | None, job: bool) -> ConfigError:
     return ConfigError(f"{files.shown(out)} has no {what}{ranks}; it is {status.name}{where}{later}")
 
 
-def over(out: Path, queue: Queue) -> Callable[[], bool]:
+def over(out: Path, state_of: StateOf) -> Callable[[], bool]:
     """A function that returns whether the run is over, as far as can be seen from here, and then prints how it ended."""
 
     def is_over() -> bool:
-        run = runs.read(out)
-        [status] = queue.statuses([run])
-        if run.holder is None and run.trained and run.end.get("state") in ("done", "stopped"):
-            status = status_of(run, {})  # it has ended, whatever Slurm still has to do
-        elif _goes_on(status):
+        status = state_of(out)
+        over = status.run.over  # whatever Slurm still has to do
+        if not over and _goes_on(status):
             return False
-        _note(f"{files.shown(out)} is over: {status.how()}")
+        _note(f"{files.shown(out)} is over: {status.run.end['ending'] if over else status.how()}")
         return True
 
     return is_over
 
 
-def _goes_on(status: RunStatus) -> bool:
+def _goes_on(status: State) -> bool:
     """Whether the run may write more, as far as can be seen from here."""
     return bool(status.live or status.name == "unknown" or status.asked)
 

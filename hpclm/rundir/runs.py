@@ -74,6 +74,11 @@ class Run:
         return events.last_end(self.latest)
 
     @property
+    def over(self) -> bool:
+        """Whether its last attempt came to its end, and its process has left."""
+        return self.holder is None and self.trained and self.end.get("state") in ("done", "stopped")
+
+    @property
     def cancelled_by(self) -> str:
         """The user who cancelled it last, if nothing has started since; else empty."""
         return "".join(str(event.get("by")) for event in events.of_kind(self.latest, "cancelled")[-1:])

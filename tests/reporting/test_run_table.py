@@ -4,7 +4,7 @@ import pytest
 
 from hpclm.reporting import run_table
 from hpclm.rundir import events, runs
-from hpclm.rundir.status import status_of
+from hpclm.rundir.state import state_of
 from tests.checkpoint import state
 from tests.rundir.test_runs import make
 from tests.test_status import attempt, rows
@@ -12,7 +12,7 @@ from tests.test_status import attempt, rows
 
 def detail(out):
     """What is told of a run, by title."""
-    lines = [*run_table.detail(status_of(runs.read(out), {}))]
+    lines = [*run_table.detail(state_of(runs.read(out), {}))]
     return {line[:12].strip(): line[12:] for line in lines}
 
 
@@ -55,7 +55,7 @@ def test_who_launched_how_many_ranks_is_told(launcher, size, text, tmp_path):
 
 def test_a_queue_that_does_not_answer_is_told_once_below_the_table(tmp_path):
     read = [runs.read(make(tmp_path / name, [attempt(job_id="7")], rows(5))) for name in "ab"]
-    lines = [*run_table.table([status_of(run, None, "squeue did not answer") for run in read])]
+    lines = [*run_table.table([state_of(run, None, "squeue did not answer") for run in read])]
     assert len(lines) == 4 and lines[0].split()[:3] == ["RUN", "STATE", "STEP"]
     assert lines[-1] == "queue: unknown (squeue did not answer)"
-    assert run_table.values(status_of(read[0], None, "why"))["queue"] == "unknown: why"
+    assert run_table.values(state_of(read[0], None, "why"))["queue"] == "unknown: why"

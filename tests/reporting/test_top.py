@@ -17,7 +17,7 @@ import pytest
 import wcwidth
 
 from hpclm import cli, terminal
-from hpclm.launch.jobs import jobs_by_scheduler
+from hpclm.launch.jobs import States
 from hpclm.reporting import run_table
 from hpclm.reporting.run_table import TopScreen
 from tests import runs
@@ -68,9 +68,8 @@ def test_slurm_is_not_asked_at_every_look(tmp_path, monkeypatch):
     (tmp_path / "squeue").write_text(f"#!/bin/bash\necho asked >> {tmp_path}/asked\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(run_table, "PATIENCE", runs.PATIENCE)
     run = make(tmp_path / "runs" / "a", [attempt(job_id="7")], ROWS[:5])
-    watch = TopScreen(tmp_path / "runs", jobs_by_scheduler)
+    watch = TopScreen(tmp_path / "runs", States(runs.PATIENCE).of)
     first = run_table.live_row(watch.look()[0])
     assert run_table.live_row(watch.look()[0]) == first and (tmp_path / "asked").read_text() == "asked\n"
     make(run, [attempt(job_id="7"), attempt(job_id="8")], ROWS)
@@ -113,7 +112,7 @@ def test_on_a_terminal_it_is_live_and_shows_no_keys_until_q_or_ctrl_c(by, tmp_pa
 def test_what_does_not_fit_on_the_screen_is_counted(tmp_path):
     for number in range(20):
         make(tmp_path / str(number), [attempt()], ROWS[:7])
-    lines = TopScreen(tmp_path, jobs_by_scheduler).screen(200, 10)
+    lines = TopScreen(tmp_path, States(runs.PATIENCE).of).screen(200, 10)
     assert len(lines) == 10 and lines[-1] == "and 14 more"
 
 
@@ -129,7 +128,7 @@ def test_names_and_states_stay_whole_however_narrow_the_terminal_is(width, point
         ("failed", "step 40: the loss is too high, lower optim.lr " * 3, 1),
         lock="{}",
     )
-    watch = TopScreen(Path("runs"), jobs_by_scheduler)
+    watch = TopScreen(Path("runs"), States(runs.PATIENCE).of)
     live, table = watch.screen(width, 24), [*run_table.table(watch.look(), width)]
     for lines in (live[2:], watch.lines(watch.look(), width), table):
         assert max(map(wcwidth.width, lines)) <= width

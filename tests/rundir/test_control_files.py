@@ -7,6 +7,7 @@ import pytest
 
 from hpclm import cli
 from hpclm.errors import HpclmError
+from hpclm.launch import jobs
 from hpclm.rundir.control_files import KILL_SWITCH, ControlFiles, create, followed
 from hpclm.rundir.lease import Lease
 from tests.checkpoint import state
@@ -40,14 +41,14 @@ def test_a_request_to_a_run_that_ends_without_saving_is_withdrawn_and_says_what_
     state.saved(out / "checkpoints", steps)
     path = create(out, "save-now")
     with pytest.raises(HpclmError) as caught:
-        followed(path, time.monotonic() + 600, lambda run: {})
+        followed(path, time.monotonic() + 600, jobs.States(1))
     assert str(caught.value) == f"{out} has ended meanwhile: failed, x is wrong; {said}" and not path.exists()
 
 
 def test_a_request_to_a_run_that_ends_with_everything_saved_is_withdrawn_and_said_to_be_needless(tmp_path, capsys):
     out = make(tmp_path / "a", [attempt()], rows(5), ("done", "done at step 5", 0))
     state.saved(out / "checkpoints", [5])
-    assert not followed(create(out, "stop"), time.monotonic() + 600, lambda run: {})
+    assert not followed(create(out, "stop"), time.monotonic() + 600, jobs.States(1))
     assert capsys.readouterr().out == f"{out} has ended meanwhile: done at step 5; saved at step 5\n"
     assert not (out / "stop").exists()
 
@@ -55,8 +56,8 @@ def test_a_request_to_a_run_that_ends_with_everything_saved_is_withdrawn_and_sai
 def test_a_request_that_is_not_followed_in_time_stays(tmp_path):
     out = make(tmp_path / "a", [attempt()], rows(5))
     with Lease(out), pytest.raises(HpclmError, match="a has not responded in time; the request stays pending"):
-        followed(create(out, "stop"), time.monotonic() - 1, lambda run: {})
-    assert (out / "stop").exists() and followed(out / "gone", 0.0, lambda run: {})
+        followed(create(out, "stop"), time.monotonic() - 1, jobs.States(1))
+    assert (out / "stop").exists() and followed(out / "gone", 0.0, jobs.States(1))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hpclm.launch import cancel, resume
 from hpclm.node.job import Job
 from hpclm.reporting import run_table
 from hpclm.rundir import metrics_file, rows, runs
-from hpclm.rundir.status import process_here, status_of
+from hpclm.rundir.state import process_here, state_of
 from hpclm.rundir.summary import RunSummary
 from hpclm.training import records
 
@@ -126,7 +126,7 @@ def line(row):
 def told(out):
     """All that the verbs make of a run's files, in the text that they print."""
     run = runs.read(out)
-    standing = status_of(run, {})
+    standing = state_of(run, {})
     parts = [
         *run_table.table([standing]),
         *run_table.detail(standing),

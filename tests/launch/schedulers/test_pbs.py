@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from hpclm.launch.jobs import query
+from hpclm.launch.jobs import state
 from hpclm.launch.schedulers import current_job
-from hpclm.rundir import runs
 from tests.events import began, of_kind
 from tests.forks import hpclm
 from tests.launch.schedulers import pbs_commands
@@ -63,8 +62,8 @@ def test_a_job_of_pbs_that_is_preempted_is_requeued_and_resumes_and_its_lease_na
     assert f"start 2 of job {job}; why the last one ended: SIGTERM: saved at step {end['step']}" in second["after"]
     lease = json.loads((out / "lock").read_text())
     assert (lease["job"], lease["start"], lease["generation"]) == (job, 1, 2)
-    until(lambda: query([runs.read(out)], PATIENCE)[0].name == "running", "a step after the resume")
-    [status] = query([runs.read(out)], PATIENCE)
+    until(lambda: state(out, PATIENCE).name == "running", "a step after the resume")
+    status = state(out, PATIENCE)
     assert (status.job.id, row_of(server, job)["run_count"]) == (job, 2)
     said = hpclm("cancel", out, check=0).stdout
     assert f"job {job}: asked to save and exit" in said and "saved at step" in said

@@ -8,7 +8,7 @@ import pytest
 from hpclm.node.job import JobState
 from hpclm.rundir import runs
 from hpclm.rundir.lease import Lease
-from hpclm.rundir.status import job_words, span, status_of
+from hpclm.rundir.state import job_words, span, state_of
 from tests.checkpoint import state
 from tests.events import note
 from tests.rundir.test_runs import make
@@ -25,7 +25,7 @@ def job(name, **more):
 
 
 def of(out, *jobs):
-    return status_of(runs.read(out), {each.id: each for each in jobs})
+    return state_of(runs.read(out), {each.id: each for each in jobs})
 
 
 def row(age=0.0, **more):
@@ -126,7 +126,7 @@ def test_what_the_user_should_look_at_is_told_with_its_numbers(tmp_path):
     ],
 )
 def test_a_scheduler_that_does_not_answer_matters_to_no_run_that_is_done(ended, asked, tmp_path):
-    found = status_of(runs.read(make(tmp_path, [attempt(job_id="7")], rows(5), ended)), None, "no answer")
+    found = state_of(runs.read(make(tmp_path, [attempt(job_id="7")], rows(5), ended)), None, "no answer")
     assert (found.name, found.asked) == (ended[0], asked)
 
 

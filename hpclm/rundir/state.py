@@ -1,17 +1,16 @@
-"""The status of runs: from their directories, from their schedulers, and from the processes of this host."""
+"""The state of a run: from its record, from its scheduler, and from the processes of this host."""
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from pathlib import Path
 
 from hpclm import files
 from hpclm.errors import ExitCode
 from hpclm.node import processes
 from hpclm.node.job import JobState
-from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import events
 from hpclm.rundir.lock import is_here
 from hpclm.rundir.rows import Row
@@ -19,7 +18,6 @@ from hpclm.rundir.runs import Run, is_job
 from hpclm.rundir.summary import KILLED
 
 SILENT = 30.0  # seconds without a heartbeat after which a run that cannot be seen from here does not count as running
-ASK = 60.0  # seconds between questions to a scheduler of one command, since many people watch many runs
 BY_SCHEDULER = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "REVOKED")
 """States of jobs that the scheduler has ended by itself."""
 UNLIMITED = re.compile(r"UNLIMITED|36[45]-")
@@ -27,8 +25,8 @@ UNLIMITED = re.compile(r"UNLIMITED|36[45]-")
 
 
 @dataclass(frozen=True)
-class RunStatus:
-    """The status of one run."""
+class State:
+    """The state of a run. All commands ask it, and none works it out by itself."""
 
     run: Run
     name: str
@@ -112,73 +110,22 @@ class RunStatus:
             yield f"{run.bad} bad checkpoint{'s' * (run.bad > 1)} set aside in {files.shown(run.out)}/checkpoints"
 
 
-class KnowsJobs(Protocol):
-    """A scheduler, as far as the status of runs needs one."""
-
-    def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, JobState]:
-        """The jobs among ``ids`` that it still knows; ``users``: their owners. NoAnswerError."""
+StateOf = Callable[[Path], State]
+"""Gives the state of the run in a directory, by its scheduler, too."""
 
 
-JobsOf = Callable[[Run], Mapping[Any, list[str]]]
-"""The IDs of a run's jobs, oldest first, by the scheduler that knows them."""
-
-
-class Queue:
-    """The status of runs, again and again: schedulers are asked at most every ASK seconds, or when there are new jobs."""
-
-    def __init__(self, jobs_of: JobsOf, seconds: float):
-        """``seconds``: that a scheduler has for an answer."""
-        self.jobs_of, self.seconds = jobs_of, seconds
-        self.silent = ""
-        """Why a scheduler did not answer; "" if all did."""
-        self._states: dict[KnowsJobs, dict[str, JobState]] | None = {}
-        self._asked = -ASK
-        self._known: set[str] = set()
-
-    def statuses(self, runs: Sequence[Run]) -> list[RunStatus]:
-        """How the runs stand now, by what schedulers said of their jobs less than a minute ago."""
-        jobs = {job for run in runs for job in run.jobs}
-        if time.monotonic() - self._asked >= ASK or not jobs <= self._known:
-            self._ask(runs, jobs)
-        return [status_of(run, self._states_of(run), self.silent * bool(run.jobs)) for run in runs]
-
-    def _states_of(self, run: Run) -> dict[str, JobState] | None:
-        """Its jobs, as the scheduler of each said; None if one did not answer."""
-        if self._states is None:
-            return None if run.jobs else {}
-        answers = self._states
-        return {
-            job: answers[scheduler][job]
-            for scheduler, jobs in self.jobs_of(run).items()
-            for job in jobs
-            if job in answers.get(scheduler, {})
-        }
-
-    def _ask(self, runs: Sequence[Run], jobs: set[str]) -> None:
-        self._asked, self._known, self._states, self.silent = time.monotonic(), jobs, {}, ""
-        asked, owners = dict[KnowsJobs, set[str]](), sorted({run.owner for run in runs if run.jobs})
-        for run in runs:
-            for scheduler, mine in self.jobs_of(run).items():
-                asked.setdefault(scheduler, set()).update(mine)
-        try:
-            self._states = {scheduler: scheduler.states(ids, owners, self.seconds) for scheduler, ids in asked.items()}
-        except NoAnswerError as silent:
-            self._states, self.silent = None, str(silent)
-
-
-def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") -> RunStatus:
-    """The status of ``run`` if its scheduler knows ``states``; None: it did not answer, for the reason ``asked``."""
+def state_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") -> State:
+    """The state of ``run`` if its scheduler knows ``states``; None: it did not answer, for the reason ``asked``."""
     mine = [states[job] for job in run.jobs if job in states and run.owns(states[job])] if states else []
     job = max(reversed(mine), key=lambda state: (state.live, state.live and not state.waits), default=None)
-    over = run.holder is None and run.trained and run.end.get("state") in ("done", "stopped")
-    here, unanswered = None if over else process_here(run), states is None  # it may take a while to exit
+    here, unanswered = None if run.over else process_here(run), states is None  # it may take a while to exit
     elsewhere = run.holder is not None and not is_here(run.holder)
     if run.attempt.get("job_id") and not unanswered:
         elsewhere = False  # the scheduler knows better than its files
     if run.damage:
         name, text = "unknown", run.damage
     elif job and job.live:
-        ends = over or job.name == "COMPLETING"
+        ends = run.over or job.name == "COMPLETING"
         name, text = "waiting" if job.waits else "completing" if ends else _working(run, job), ""
     elif here is not None or (elsewhere and run.beat_age is not None and run.beat_age < SILENT):
         name, text = _working(run, None), ""
@@ -188,8 +135,8 @@ def status_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") 
     if job and name in ("exited", "failed", "ended") and job.name in told:
         because = f" ({job.reason})" if job.reason not in ("", "None", "NonZeroExitCode") else ""
         text = f"{text}; job {job.id} {job.name}{because}"
-    needless = over and name == "done"  # whatever the scheduler would have answered
-    return RunStatus(run, name, job, "" if needless else asked, here, text, time.time())
+    needless = run.over and name == "done"  # whatever the scheduler would have answered
+    return State(run, name, job, "" if needless else asked, here, text, time.time())
 
 
 def _over(run: Run, unanswered: bool, elsewhere: bool, job: JobState | None) -> tuple[str, str]:

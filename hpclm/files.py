@@ -103,7 +103,9 @@ def read(path: str | Path, max_bytes: int = MAX_READ_BYTES) -> tuple[bytes, os.s
     """The content of a regular file, and its status; OSError, before it is read, if it has more than ``max_bytes``."""
     with reader(path) as file, naming(path):
         status = check_size(file, path, max_bytes)
-        content = file.read(max_bytes + 1)
+        content = file.read(status.st_size + 1)  # asked for more, Python reserves it
+        if len(content) != status.st_size:
+            content += file.read(max_bytes + 1 - len(content))
     if len(content) > max_bytes:  # it has grown, or is one of /proc, whose size is not known
         raise too_large(path, max_bytes)
     return content, status

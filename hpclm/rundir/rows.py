@@ -90,7 +90,8 @@ def blocks(path: Path | str, begin: int = 0) -> Iterator[tuple[int, bytes]]:
     """The complete lines of a file from the offset ``begin`` on, some at a time: their offset and content. OSError if it cannot be read."""
     with files.reader(path) as file, files.naming(path):
         offset, rest = file.seek(begin), b""
-        while block := file.read(BLOCK_BYTES):
+        size = min(BLOCK_BYTES, os.fstat(file.fileno()).st_size + 1)  # asked for more, Python reserves it
+        while block := file.read(size):
             whole, newline, rest = (rest + block).rpartition(b"\n")
             if newline:
                 yield offset, whole + newline

@@ -156,6 +156,8 @@ def disturb(job, names, draw):
             assert before and before[-1]["step"] == attempts[-1]["from_step"], (name, before, job.log())
             why = f"start {number + 2} of job {job.id}; why the last one ended: {before[-1]['ending']}"
             assert why in (job.out / "log.txt").read_text()
+        if act is preempt:
+            assert "preempted by Slurm" in job.log()
     return lost
 
 
@@ -259,6 +261,7 @@ def test_a_run_leaves_before_its_time_is_up_and_is_started_again(cluster, tmp_pa
     row = job.ends()[0]
     assert row["code"] == 85 and row["step"] > 0
     assert "TIMEOUT" not in job.log() and "DUE TO TIME LIMIT" not in job.log()
+    assert "srun ended with exit code 85: the job's time limit" in job.log()
     job.wait_for_step(row["step"] + 1, 1)
     assert "saved and ended" in job.hpclm("request", job.out, "stop").stdout
     job.finish()

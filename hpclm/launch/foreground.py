@@ -72,7 +72,9 @@ class Foreground:
             processes.when_orphaned(launcher, self._orphaned)
             code = work()
             processes.kill_children()
-            return self._ended(*self.outcome.tell(code))
+            code, why = self.outcome.settle(code)
+            self.outcome.tell(code, why)
+            return self._ended(code, why)
         except HpclmError as error:
             say(f"error: {error}", file=sys.stderr)
             return self._ended(error.exit_code, str(error))

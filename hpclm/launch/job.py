@@ -35,6 +35,7 @@ from hpclm.terminal import say
 
 MAX_STARTS = 3  # starts in a row that may end before training begins
 PATIENCE = 600.0  # seconds for the scheduler to answer
+EARLY = 90.0  # seconds by which Slurm may send the warning before the time limit too early
 PAUSE = 10.0  # seconds between two questions
 OF_JOB = re.compile(r"\s*job\s*[.=]")
 HONOURED = re.compile(r"\s*job[.](notify|warn_seconds)\b")
@@ -52,7 +53,10 @@ def main(argv: list[str]) -> int:
     if job.identity:
         _say(f"start {job.identity.restart + 1} of {replace(job.identity, restart=0)}")
     outcome = Outcome(Path(settings.out), start_name(job), settings.job.template, job)
-    code, why = outcome.tell(_run(settings, words, outcome.variables))
+    code, why = outcome.settle(_run(settings, words, outcome.variables))
+    if code == ExitCode.REQUEUE and not why:
+        why = ending(settings, job)
+    outcome.tell(code, why)
     if not code:
         return code
     idle = idle_starts(settings, job, code, why)
@@ -173,6 +177,14 @@ def torchrun_agent(settings: RunConfig, env: Mapping[str, str] = os.environ) -> 
         f"--rdzv-id={start}",
         f"--rdzv-endpoint={env.get(slurm.NODE_NAME) or socket.gethostname()}:{port}",
     ]
+
+
+def ending(settings: RunConfig, job: Job) -> str:
+    """Why this start of the job ends, which a signal has announced; empty if the scheduler does not say."""
+    deadline = job.identity.deadline if job.identity else None
+    if deadline and time.time() > deadline - (settings.job.warn_seconds or 0) - EARLY:
+        return "the job's time limit"
+    return job.ending()
 
 
 def start_name(job: Job) -> str:

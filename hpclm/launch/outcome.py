@@ -55,13 +55,11 @@ class Outcome:
             summary.failed_without_main(self.out)(text)
         return code, text
 
-    def tell(self, code: int) -> tuple[int, str]:
-        """``settle``, and say it."""
-        code, text = self.settle(code)
+    def tell(self, code: int, why: str) -> None:
+        """Say how it ended, unless all went well."""
         if code:
-            first = text.partition("\n")[0]
+            first = why.partition("\n")[0]
             say(f"{self.launcher} ended with exit code {code}{first and f': {first}'}", file=sys.stderr, flush=True)
-        return code, text
 
 
 def by_signal(code: int) -> bool:

@@ -74,6 +74,10 @@ class Job:
         """Requeue the job if nothing else will, although its exit code asks for that; why that was necessary, or empty."""
         return ""
 
+    def ending(self) -> str:
+        """Why the scheduler ends this start of the job; empty if it does not, or does not say."""
+        return ""
+
     def end_step(self, code: int) -> None:
         """End what waits for this process, which exits with ``code``: the scheduler's own process that started it is dead."""
 

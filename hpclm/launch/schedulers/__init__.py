@@ -109,6 +109,10 @@ class Scheduler(ABC):
         """Why the scheduler would end a running job for good, although its exit code asks for another start; empty if it would not."""
         return ""
 
+    def ending(self, job: JobIdentity) -> str:
+        """Why the scheduler ends this start of a job, such as preempted; empty if it does not, or does not say."""
+        return ""
+
     def end_step(self, job: JobIdentity, code: int) -> None:  # noqa: B027  # most need none
         """Called by a process of the job that exits with ``code`` and whose parent is dead: end what waits for it."""
 
@@ -135,6 +139,12 @@ class ScheduledJob(Job):
         with self._failures_logged():
             why = self._asked.abandoned(self._me)
             return why if why and self.requeue() else ""
+        return ""
+
+    def ending(self) -> str:
+        """``Scheduler.ending``."""
+        with self._failures_logged():
+            return self._asked.ending(self._me)
         return ""
 
     def end_step(self, code: int) -> None:

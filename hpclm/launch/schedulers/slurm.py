@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -201,6 +202,15 @@ class Slurm(Scheduler):
         shown = self._this_start(job)
         killed = shown.get("Reason") == SCRIPT_KILLED and shown.get("Requeue") == "1"
         return f"the job's script was killed ({SCRIPT_KILLED})" if killed else ""
+
+    def ending(self, job: JobIdentity) -> str:
+        """By the time of its preemption, and by its state."""
+        shown = slurm.shown(job.id, OF_ITS_OWN_JOB, self.env)
+        began = processes.started(os.getpid()) or 0.0
+        with contextlib.suppress(ValueError):  # None, or an earlier start's: it may count as restarted already
+            if time.mktime(time.strptime(shown.get("PreemptTime", ""), "%Y-%m-%dT%H:%M:%S")) >= began:
+                return "preempted by Slurm"
+        return "cancelled" if shown.get("JobState") == "CANCELLED" else ""
 
     def end_step(self, job: JobIdentity, code: int) -> None:
         """End the step, or requeue the job, since the slurmstepd of this process is dead: srun would wait forever."""

@@ -43,7 +43,7 @@ def check(
     has = {
         "files": True,
         "run": not debug,
-        "data": with_data,
+        "dataset": with_data,
         "queued": queued,
         "python": same_python,
         "mpirun": same_python and (cluster == "mpirun" or job.template == "mpirun"),

@@ -92,7 +92,7 @@ class Control:
         self.state = ControlState()
         """The state by the last poll, on which the run acts."""
         self.news: ControlState | None = None
-        """A newer state; None if there is no newer one than ``state``."""
+        """A newer state, which came with a step; None after a poll."""
         self._vector = AsyncAllReduce(compute.mesh.world, compute.device)
         self._began = time.monotonic()
         self._set_up_minutes = max(0.0, time.time() - context.began) / 60

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from hpclm.checkpoint import Progress
 from hpclm.parallel.micro_batch import MicroBatch
-from hpclm.training.opening import Run
+from hpclm.training.opening import OpenRun
 
 log = logging.getLogger(__name__)
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 class Evaluator:
     """Measures the parts of the held-out data, each once a step."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: OpenRun):
         self.run = run
         self.losses = dict(run.losses)
         """Losses by step and part."""

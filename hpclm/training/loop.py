@@ -17,7 +17,7 @@ from hpclm.rundir import folder
 from hpclm.training import messages
 from hpclm.training.control import Control, ControlState, Milestones
 from hpclm.training.evaluation import Evaluator
-from hpclm.training.opening import MemoryPlanner, Run, open_run, samples_per_save
+from hpclm.training.opening import MemoryPlanner, OpenRun, open_run, samples_per_save
 from hpclm.training.saver import Saver, SignalWatch
 from hpclm.training.start import RunStart
 from hpclm.training.step import StepAbandoned, Stepper
@@ -38,7 +38,7 @@ def run(start: RunStart, context: DistributedContext, planner: MemoryPlanner | N
 class TrainingLoop:
     """The loop of a run that is open on this rank."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: OpenRun):
         config, context, begin = run.config, run.context, run.data.begin
         self.run = run
         self.config = config

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Run:
+class OpenRun:
     """A run that is open on this rank. Only rank 0 has a lease, an attempt, a meter, sinks and a notifier."""
 
     config: RunConfig
@@ -95,7 +95,7 @@ class NoPlanner:
 
 
 @contextmanager
-def open_run(start: RunStart, context: DistributedContext, planner: MemoryPlanner | None = None) -> Iterator[Run]:
+def open_run(start: RunStart, context: DistributedContext, planner: MemoryPlanner | None = None) -> Iterator[OpenRun]:
     """Set a run up on every rank of ``context``; rank 0 checks the ``start``, if that has not been done."""
     planner = planner or NoPlanner()
     config, out = start.run, start.out
@@ -136,7 +136,7 @@ def open_run(start: RunStart, context: DistributedContext, planner: MemoryPlanne
             ):
                 sinks.start()
                 losses = context.run_on_main(lambda: list(meter.losses.items()) if meter else [])
-                yield Run(
+                yield OpenRun(
                     config=replace(config, checkpoint=replace(config.checkpoint, background=checked.background)),
                     context=context,
                     compute=compute,

@@ -33,15 +33,15 @@ from hpclm.training import records
 
 HAS = {
     "python": "the libraries of this environment are those of the run",
-    "run": "it continues what its run directory has, and is no trial with other data",
+    "run": "it continues the run in its directory, which a trial with --debug does not",
     "processes": "their number is known",
     "files": "files may be read",
-    "data": "the dataset has been written",
+    "dataset": "it has been written",
     "own source": "the user's own data source may be built",
     "now": "the run starts at once",
     "queued": "another job of the run may be in the queue",
 }
-"""What a start may have, which checks need."""
+"""What a check may need of a start, and the meaning of each."""
 SETTINGS = frozenset(("python", "run"))
 """Enough to check the settings alone, which every rank does."""
 TRAINS = frozenset(HAS) - {"queued"}
@@ -130,7 +130,7 @@ class RunStart:
         return size
 
     def without_effect(self) -> list[str]:
-        """The settings that would change nothing, as far as that is known, in sentences."""
+        """The settings that are known to change nothing, a sentence for each."""
         run, source, begin = self.run, self.source, self.begin
         reasons = list(no_effect.by_settings(run))
         with suppress(ConfigError):  # of a number of processes that is not the job's, as with --debug
@@ -151,7 +151,7 @@ class Check(NamedTuple):
 
     name: str
     needs: set[str]
-    """What the start must have, and checks that must have passed."""
+    """Entries of HAS that the start must have, and checks that must have passed."""
     find: Callable[[RunStart], Iterable[str] | None]
     """The problems; it may also raise ConfigError."""
 
@@ -189,7 +189,7 @@ def _data(start: RunStart) -> list[str]:
 
 
 def _samples(start: RunStart, source: Source) -> Iterator[str]:
-    """What is wrong with the samples that a run of ``source`` reads."""
+    """Problems of the samples that the run reads from ``source``."""
     run = start.run
     try:
         sources.check_part(source, "train", start.length(source).samples)
@@ -235,7 +235,7 @@ CHECKS = (
     Check("folder", {"files"}, lambda start: folder.check(start.out)),
     Check("events", {"run", "folder"}, _events),
     Check("checkpoint", {"run", "folder"}, _checkpoint),
-    Check("data", {"data", "complete", "code"}, _data),
+    Check("data", {"dataset", "complete", "code"}, _data),
     Check("init_from", {"files"}, _init_from),
     Check("history", {"checkpoint"}, _history),
     Check(
@@ -244,4 +244,4 @@ CHECKS = (
         lambda start: resumable.check_fresh_start(start.out / "checkpoints", start.run.checkpoint.resume),
     ),
 )
-"""All that need no other process, and no device. Of checks that fail, those that need them are left out."""
+"""All checks that need neither other processes nor a device, in this order. A check is left out if one that it needs has failed."""

@@ -19,7 +19,7 @@ from hpclm.optim.schedules import Schedule
 from hpclm.optim.stability import NonfiniteGuard
 from hpclm.parallel.async_all_reduce import Reduction
 from hpclm.training.control import Control, ControlState
-from hpclm.training.opening import Run
+from hpclm.training.opening import OpenRun
 from hpclm.training.saver import Saver
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class QueuedStep:
     """A step that the device may still be computing."""
 
     progress: Progress
-    """The progress after it, as far as it is known without its result."""
+    """The progress after it, without what only its result tells."""
     result: StepResult
     answer: Reduction
     measured: Mapping[str, Any]
@@ -52,7 +52,7 @@ class QueuedStep:
 class Stepper:
     """Trains one step after the other on this rank."""
 
-    def __init__(self, run: Run, control: Control, saver: Saver, verifier: Verifier | None = None):
+    def __init__(self, run: OpenRun, control: Control, saver: Saver, verifier: Verifier | None = None):
         self.run = run
         self.engine = run.engine
         self.control = control

@@ -18,7 +18,7 @@ from hpclm.optim.stability import Health
 from hpclm.parallel.mesh import Compute
 from hpclm.training.control import Control, ControlState, due
 from hpclm.training.loop import TrainingLoop
-from hpclm.training.opening import Run
+from hpclm.training.opening import OpenRun
 from hpclm.training.run_data import HeldOut, RunData
 from hpclm.training.saver import Saver
 from tests.checkpoint.state import State
@@ -38,7 +38,7 @@ def loop_of(out, *words, begin=Progress(), since=None, held_out=()):  # noqa: B0
     data = RunData(settings.plan(), Length(100, None), begin, None, None, [*held_out])
     preemption = SimpleNamespace(seconds=lambda name: (since or {}).get(name, 0.0))
     store = CheckpointStore(out, Retention(), {})
-    loop = TrainingLoop(Run(settings, context, CPU, data, State(), store, preemption))
+    loop = TrainingLoop(OpenRun(settings, context, CPU, data, State(), store, preemption))
     loop.control.remove = told.removed.append
     context.watchdog.enter("step", 7)
     context.ending.stop = told.ends.append

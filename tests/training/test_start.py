@@ -5,11 +5,18 @@ import pytest
 from hpclm import cli, config
 from hpclm.data import sources
 from hpclm.errors import ConfigError
-from hpclm.training.start import SETTINGS, TRAINS, Check, RunStart
+from hpclm.training.start import CHECKS, HAS, SETTINGS, TRAINS, Check, RunStart
 
 
 def start(out, *words, has=TRAINS):
     return RunStart(config.load(None, [f"out={out}", "budget.steps=5", *words]), has=has)
+
+
+def test_checks_need_what_a_start_may_have_and_checks_before_them():
+    known = {*HAS}
+    for check in CHECKS:
+        assert check.needs <= known and check.name not in known, check.name
+        known.add(check.name)
 
 
 def test_a_single_process_opens_its_data_once(tiny, monkeypatch):
@@ -19,7 +26,7 @@ def test_a_single_process_opens_its_data_once(tiny, monkeypatch):
     assert len(opened) == 1
 
 
-@pytest.mark.parametrize("has, reads", [(SETTINGS, False), (TRAINS - {"data"}, False), (TRAINS, True)])
+@pytest.mark.parametrize("has, reads", [(SETTINGS, False), (TRAINS - {"dataset"}, False), (TRAINS, True)])
 def test_a_check_is_left_out_where_a_start_lacks_what_it_needs(has, reads, tmp_path):
     checked = start(tmp_path / "run", "data.source=synthetic", has=has)
     checked.check()

@@ -18,7 +18,7 @@ from hpclm.planning import simulate
 from hpclm.planning.fake_gpu import CUDA, fake_gpu
 from hpclm.training.control import Control
 from hpclm.training.loop import TrainingLoop
-from hpclm.training.opening import Run
+from hpclm.training.opening import OpenRun
 from hpclm.training.run_data import RunData
 from hpclm.training.step import Stepper
 
@@ -101,7 +101,7 @@ def simulated(tmp_path, *words):
 
         data = RunData(plan, config.plan.Length(None, None), Progress(), None, SimpleNamespace(step=step), [])
         store = CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context)
-        loop = TrainingLoop(Run(settings, context, compute, data, engine, store))
+        loop = TrainingLoop(OpenRun(settings, context, compute, data, engine, store))
         loop.verifier = loop.stepper.verifier = Verifier(engine, compute.mesh, context, math.inf)
         assert loop.train() == 0
         counts.begin()

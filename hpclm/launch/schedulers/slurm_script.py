@@ -47,9 +47,9 @@ def render(config: RunConfig, path: Path, setup: Sequence[str], command: Sequenc
         with environment.preserved():
             os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
             submit(parameters, folder / "job")
-        text = files.read_text(folder / "job" / "1_submission.sh").replace(
-            str(folder / "job"), str(path.parent / "job")
-        )
+        # submitit's own payload, a comment, names a folder that the job of this script will not have
+        text, _, _ = files.read_text(folder / "job" / "1_submission.sh").rpartition(" # ")
+        text += "\n"
     code, _, errors = processes.ask(["bash", "-n"], 30.0, text=text)
     if code or errors.strip():  # an unterminated here-document is only a warning, and would swallow the rest
         raise ConfigError(f"bash cannot read the script with job.setup: {errors.strip()}")

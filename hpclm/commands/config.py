@@ -1,7 +1,10 @@
 """``hpclm config``: print the settings of a run with their documentation, or the reference page of all settings."""
 
+import argparse
+
 from hpclm.config.documentation import explained, reference
 from hpclm.datasets import command_line
+from hpclm.errors import ExitCode
 from hpclm.parser import Parser
 from hpclm.terminal import say
 
@@ -12,6 +15,12 @@ def main(argv: list[str]) -> int:
     if args.reference:
         say(reference(), end="")
         return 0
+    if args.from_megatron is not None:
+        from hpclm.interop import settings_file  # loads PyTorch
+
+        text, complete = settings_file.translated(args.from_megatron)
+        say(text, end="")
+        return ExitCode.DONE if complete else ExitCode.INVALID
     run, _ = command_line.planned(args.settings, argv)
     say(explained(run, args.changed), end="")
     return 0
@@ -27,4 +36,11 @@ def parser() -> Parser:
     options.add_settings(files, "presets", metavar="FILE | key=value")
     options.add_argument("--reference", action="store_true", help="print the page of all settings instead (Markdown)")
     options.add_argument("--changed", action="store_true", help="print only what differs from the defaults")
+    options.add_argument(
+        "--from-megatron",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT | OPTION ...",
+        help="print a settings file for the options of Megatron in a script, which is read and never run, or for nanoGPT's configuration "
+        "(.py); 64 if an option that changes results has no counterpart",
+    )
     return options

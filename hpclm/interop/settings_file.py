@@ -1,0 +1,270 @@
+"""A settings file for the options of Megatron or the configuration of nanoGPT, with the option beside each setting."""
+
+import ast
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpclm import files
+from hpclm.config import elsewhere
+from hpclm.config.elsewhere import LEFT_OUT, MEGATRON, NANOGPT
+from hpclm.config.fields import as_yaml, keys, required, type_of
+from hpclm.config.supports import SUPPORTS
+from hpclm.errors import ConfigError
+from hpclm.interop import shell
+from hpclm.interop.megatron import options
+from hpclm.interop.shell import Flag
+
+CHANGES_RESULTS = ("model", "data", "batch", "budget", "optim", "scaler", "engine", "parallel", "seed")
+"""Sections of settings that change what a run computes."""
+MEANINGFUL = ("initial weights", "what needs an option that is refused", "other networks, inference and export")
+"""Groups of options.yaml that matter for a run that begins here."""
+HARMLESS = (LEFT_OUT, "it follows", "options of")
+DEFAULT = "{}'s default"
+TOKENIZERS = {
+    "GPT2BPETokenizer": "gpt2",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "BertWordPieceCase": "wordpiece",
+    "BertWordPieceLowerCase": "wordpiece_lower",
+    "HuggingFaceTokenizer": "json",
+    "PretrainedFromHF": "json",
+}
+"""Megatron's tokenizers -> those of hpclm preprocess."""
+TOKENIZER_FILES = ("--vocab-file", "--merge-file", "--tokenizer-model", "--tokenizer-name-or-path")
+OPERATORS = {
+    ast.Mult: operator.mul,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+}
+
+
+@dataclass
+class Translation:
+    """Settings, each with where it comes from, and what is not a setting."""
+
+    settings: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    """What a person must decide."""
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    complete: bool = True
+    """Whether everything that changes results is known."""
+
+    def ask(self, text: str, changes_results: bool = True) -> None:
+        """Note what a person must decide."""
+        self.unknown.append(text)
+        self.complete = self.complete and not changes_results
+
+
+def translated(words: Sequence[str]) -> tuple[str, bool]:
+    """The settings file for a script, nanoGPT's configuration or Megatron's options; and whether all that changes results is known."""
+    path = Path(words[0]) if len(words) == 1 else None
+    if path is not None and path.exists():
+        text, source = files.read_text(path), str(path)
+    elif any(word.lstrip().startswith("--") for word in words):
+        text, source = " ".join(words), "options"
+    else:
+        raise ConfigError(
+            f"{' '.join(words) or 'nothing'} is neither a script nor options of Megatron (--num-layers 12 ...)"
+        )
+    is_python = path is not None and path.suffix == ".py"
+    project, flags = (NANOGPT, _of_python(text, source)) if is_python else (MEGATRON, shell.flags(text))
+    if not flags:
+        raise ConfigError(
+            f"{source} has no options of Megatron; give the script that starts its training, or the options themselves"
+        )
+    result = _translate(project, flags)
+    if is_python:
+        _with_batches(result, flags)
+    else:
+        _with_width(result, flags)
+        _with_tokenizer(result, flags)
+        _with_engine(result)
+    if "model.vocab_size" not in result.settings:
+        result.notes.append("model.vocab_size must be the tokenizer's; 50257 is GPT-2's")
+    if "batch.global_size" not in result.settings:
+        result.notes.append("batch.global_size is batch.micro_size x replicas in Megatron where it is not given")
+    return _written(result, source, project), result.complete
+
+
+def _translate(project: str, flags: Sequence[Flag]) -> Translation:
+    result = Translation()
+    order = list(elsewhere.tables()["projects"][project])
+    rank = {elsewhere.normal(name): at for at, row in enumerate(order) for name in row.split()}
+    # argparse takes the last one
+    last = {elsewhere.normal(flag.name): flag for flag in flags if not flag.name.startswith("$")}
+    words: list[str] = []
+    for text in (flag.text for flag in flags if flag.name.startswith("$")):
+        result.ask(f"{text}: is not known before the script runs")
+    for name in sorted(last, key=lambda name: rank.get(name, len(rank))):
+        flag = last[name]
+        answer = elsewhere.answer_of(project, name, flag.values) or elsewhere.answer_of("DeepSpeed", name, flag.values)
+        if answer is None:
+            _unknown(result, flag, name)
+        elif answer.reason.startswith(HARMLESS):
+            result.left_out.append(f"{flag.text}: {answer.reason}")
+        elif answer.reason:
+            result.ask(f"{flag.text}: {answer.reason}")
+        elif not flag.known or any(setting.endswith(f"={elsewhere.MISSING}") for setting in answer.settings):
+            sets = " ".join(elsewhere.keys(answer.settings))
+            why = "has no counterpart" if flag.known else "is not known before the script runs"
+            result.ask(f"{flag.text}: the value of {sets} {why}", sets.startswith(CHANGES_RESULTS))
+        else:
+            words += _new(result, flag, answer.settings)
+    given = dict(word.split("=", 1) for word in words)
+    defaults = list(_defaults(project, given))
+    result.settings = elsewhere.merged([*defaults, *words])
+    for key in elsewhere.keys(defaults):
+        result.origins.setdefault(key, DEFAULT.format(project.partition("-LM")[0]))
+    return result
+
+
+def _unknown(result: Translation, flag: Flag, name: str) -> None:
+    """Note an option without a row: hpclm may still know that it changes no results."""
+    plain = name.removeprefix("no_").removeprefix("disable_")
+    for group, names in options.GROUPS["without_effect"].items():
+        prefixes = tuple(one.rstrip("*") for one in names.split() if one.endswith("*"))
+        if group not in MEANINGFUL and (plain in names.split() or plain.startswith(prefixes or ("\0",))):
+            result.left_out.append(f"{flag.text}: changes no results ({group})")
+            return
+    has = "hpclm does not have it" if options.is_classified(plain) else "hpclm does not know this option"
+    result.ask(f"{flag.text}: {has}")
+
+
+def _new(result: Translation, flag: Flag, settings: Sequence[str]) -> list[str]:
+    """The settings of an option that no option before it has set."""
+    new = []
+    for setting in settings:
+        key = setting.partition("=")[0]
+        short = key.partition("[")[0]
+        if key == short and key in result.origins:
+            if key != "optim.unit":
+                result.left_out.append(f"{flag.text}: {key} is set by {result.origins[key]}")
+            continue
+        result.origins[short] = ", ".join([*([result.origins[short]] if short in result.origins else []), flag.text])
+        new.append(setting)
+    return new
+
+
+def _defaults(project: str, given: Mapping[str, str]) -> Iterator[str]:
+    """The defaults of a project that differ from hpclm's and have an effect here."""
+    rows = [row for row in elsewhere.tables()["defaults"][project] if row.partition("=")[0] not in given]
+    settings = {**dict(row.split("=", 1) for row in rows), **given}
+    warms_up = {"optim.warmup", "optim.warmup_fraction"} & settings.keys()
+    for row in rows:
+        key = row.partition("=")[0]
+        needs_fp16 = key.startswith("scaler.") and settings["engine.precision"] != "fp16"
+        needs_warmup = key == "optim.warmup_start" and not warms_up
+        needs_decay = key == "optim.min_lr" and settings["optim.schedule"] == "constant"
+        needs_mask = key == "batch.loss_norm" and settings.get("data.eod_mask_loss") != "true"
+        if not (needs_fp16 or needs_warmup or needs_decay or needs_mask):
+            yield row
+
+
+def _with_width(result: Translation, flags: Sequence[Flag]) -> None:
+    """Write the width of a gated MLP that Megatron would compute."""
+    names = {flag.name for flag in flags}
+    hidden = result.settings.get("model.hidden", "")
+    if "model.ffn" in result.settings or not hidden.isdecimal() or not names & {"--swiglu", "--glu-activation"}:
+        return
+    width = int(4 * int(hidden) * 2 / 3 / 64) * 64 if "--swiglu" in names else 4 * int(hidden)
+    result.settings["model.ffn"] = str(width)
+    result.origins["model.ffn"] = "Megatron's width of a gated MLP"
+
+
+def _with_tokenizer(result: Translation, flags: Sequence[Flag]) -> None:
+    """Note the command that makes a dataset with the tokenizer."""
+    given = {flag.name: " ".join(flag.values) for flag in flags}
+    kind = TOKENIZERS.get(given.get("--tokenizer-type", ""))
+    named = [given[name] for name in TOKENIZER_FILES if name in given]
+    if kind is not None:
+        paths = [f"{path.rstrip('/')}/tokenizer.json" if kind == "json" else path for path in named]
+        result.notes.append(
+            f"A dataset: hpclm preprocess --input FILE --output-prefix data/mine --tokenizer {kind} --tokenizer-files {' '.join(paths)}"
+        )
+
+
+def _with_engine(result: Translation) -> None:
+    """Write the engine that has pipeline stages."""
+    stage = result.settings.get("engine.zero_stage", "0")
+    if result.settings.get("parallel.pipeline", "1") == "1" or "engine.name" in result.settings:
+        return
+    if engine := next((name for name, row in SUPPORTS.items() if stage in map(str, row.pipeline_stages)), None):
+        result.settings["engine.name"] = engine
+        result.origins["engine.name"] = f"has parallel.pipeline with engine.zero_stage={stage}"
+
+
+def _of_python(text: str, source: str) -> list[Flag]:
+    """The assignments of nanoGPT's configuration, without running it; a value that is not literal keeps its text after a $."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ConfigError(f"{source} is not Python: {error}") from None
+    values: dict[str, Any] = {}
+    flags = []
+    for node in tree.body:
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+            continue
+        name = node.targets[0].id
+        try:
+            values[name] = _literal(node.value, values)
+        except ValueError:
+            flags.append(Flag(name, (f"$({ast.unparse(node.value)})",)))
+        else:
+            flags.append(Flag(name, (str(values[name]),)))
+    return flags
+
+
+def _literal(node: ast.expr, values: Mapping[str, Any]) -> Any:
+    """The value of an expression of literals, known names and arithmetic; ValueError for any other."""
+    if isinstance(node, ast.Name) and node.id in values:
+        return values[node.id]
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = _literal(node.left, values), _literal(node.right, values)
+        if isinstance(left, int | float) and isinstance(right, int | float) and right:
+            return OPERATORS[type(node.op)](left, right)
+        raise ValueError
+    return ast.literal_eval(node)
+
+
+def _with_batches(result: Translation, flags: Sequence[Flag]) -> None:
+    """Write nanoGPT's global batch: samples of a step over all accumulation steps and processes."""
+    given = {flag.name: flag.values[0] for flag in flags}
+    micro, accumulated = given.get("batch_size", "12"), given.get("gradient_accumulation_steps", "40")
+    if micro.isdecimal() and accumulated.isdecimal():
+        result.settings["batch.global_size"] = str(int(micro) * int(accumulated))
+        result.origins["batch.global_size"] = f"batch_size {micro} x gradient_accumulation_steps {accumulated}"
+
+
+def _written(result: Translation, source: str, project: str) -> str:
+    """The settings file."""
+    lines = [f"# Settings for {source}, by hpclm config --from-megatron."]
+    lines += [f"# {note}" for note in result.notes]
+    if result.unknown:
+        lines += ["", "# Not translated; check each of these:", *(f"#   {text}" for text in result.unknown)]
+    section: str | None = None
+    for key in (key for key in keys() if key in result.settings):
+        name, _, inner = key.rpartition(".")
+        if name != section:
+            lines += ["", f"{name}:"] if name else [""]
+            section = name
+        indent = "  " if name else ""
+        lines.append(f"{indent}{inner}: {_yaml(key, result.settings[key])}  # {result.origins[key]}")
+    if result.left_out:
+        lines += ["", f"# Options of {project} that need no setting:", *(f"#   {text}" for text in result.left_out)]
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(key: str, value: str) -> str:
+    """A value as a settings file has it."""
+    kind = required(type_of(key))
+    if kind is str:
+        return as_yaml(value)
+    return as_yaml(value.strip("[]").split(",")) if kind == list[str] else value

@@ -53,7 +53,7 @@ class Ending:
         self.out, self.record = out, record
         if self.folder is None:
             self.folder = out / "logs" / "errors" / self.ranks[0].start
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            ends.make_folder(self.folder)
             if self.me.rank == 0:
                 ends.announce(self.folder, [_row(info) for info in self.ranks])
 

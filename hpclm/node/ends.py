@@ -62,7 +62,7 @@ def leave(where: Path, end: End) -> None:
     path = _file(where, end.rank)
     with suppress(OSError):
         if not path.exists():
-            where.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(where)
             files.write_text(path, json.dumps(asdict(end) | {"cause": line}))
 
 
@@ -98,7 +98,7 @@ def first(ends: Iterable[End]) -> End | None:
 def announce(where: Path, ranks: list[dict[str, Any]]) -> None:
     """Begin a start of the ranks: rank 0 writes who they are, and nothing has been reported yet."""
     with suppress(OSError):
-        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(where)
         for path in (where / REPORTED, *where.glob("alive-*")):
             path.unlink(missing_ok=True)
         files.write_text(where / ANNOUNCED, json.dumps(ranks))
@@ -139,6 +139,12 @@ def forget(where: Path, ranks: Iterable[int]) -> None:
 def inside_the_job(env: Env = os.environ) -> str:
     """Why torchrun restarted the ranks; empty if it did not."""
     return env.get(RESTARTED, "")
+
+
+def make_folder(where: Path) -> None:
+    """Make the folder OUT/logs/errors/START, each of them for its owner only, whatever the umask."""
+    for folder in (*reversed(where.parents[:3]), where):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _file(where: Path, rank: int) -> Path:

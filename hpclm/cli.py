@@ -6,6 +6,7 @@ A verb is a module with ``main(argv)``, and ``parser()`` for its arguments. ``py
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -128,6 +129,7 @@ def parser(verb: str) -> Parser:
     return verb_parser
 
 
+@cache
 def options() -> dict[str, list[str]]:
     """The options of every verb."""
     return {verb: parser(verb).options() for verb in VERBS}

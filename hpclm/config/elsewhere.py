@@ -1,4 +1,4 @@
-"""What other projects call settings, options and commands, and what takes their place here: the tables of elsewhere.yaml."""
+"""The tables of elsewhere.yaml: names of settings, options and commands in other projects, and their counterparts here."""
 
 import re
 import shlex
@@ -26,7 +26,7 @@ Row = str | dict[str, str]
 
 
 class Answer(NamedTuple):
-    """What takes the place of a name of another project."""
+    """The counterpart of a name of another project."""
 
     settings: tuple[str, ...]
     """key=value, unless there is a reason."""
@@ -166,7 +166,7 @@ def command_meant(word: str) -> str:
 
 
 def option_meant(command: str, option: str) -> str:
-    """What takes the place of an ``option`` that a command of hpclm does not have: another option, key=, or a sentence."""
+    """The counterpart of an ``option`` that a command of hpclm does not have: another option, key=, or a sentence."""
     named = option.replace("_", "-")
     for commands, rows in tables()["options"].items():
         if command in commands.split():

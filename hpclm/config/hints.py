@@ -43,7 +43,7 @@ class Unknown(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What to do about an unknown option."""
+    """The answer to an unknown option."""
 
     text: str = ""
     """A sentence."""
@@ -74,7 +74,7 @@ def _of_key(name: str) -> str:
 
 
 def _option_of_job(key: str) -> str:
-    """What to set for job.NAME, if NAME is an option of sbatch; else empty."""
+    """The advice for job.NAME if NAME is an option of sbatch; else empty."""
     section, _, name = key.partition(".")
     option = sbatch.OPTIONS.get(name.replace("_", "-"))
     if section != "job" or option is None:
@@ -84,7 +84,7 @@ def _option_of_job(key: str) -> str:
 
 
 def nearest(key: str, keys: Sequence[str]) -> str:
-    """The one of ``keys`` that ``key`` may stand for, or key=value; empty if nothing is like it."""
+    """The setting of ``keys`` that is most like ``key``, or key=value; empty if no name is like it."""
     parts = key.lstrip("-").replace("-", "_").lower().split(".")
     # a letter too few or too many, before a setting of another section that has this name: model.expert, not parallel.expert
     inside = {setting.partition(".")[2]: setting for setting in keys if setting.startswith(f"{parts[0]}.")}
@@ -100,7 +100,7 @@ def nearest(key: str, keys: Sequence[str]) -> str:
 
 
 def _setting_named(name: str, parts: Sequence[str], keys: Sequence[str]) -> str:
-    """The setting whose last part is ``name``, in the section most like that of ``parts``."""
+    """The setting with the last part ``name``, in the section most like that of ``parts``."""
     same = [setting for setting in keys if setting.rpartition(".")[2] == name]
     return next(iter(get_close_matches(".".join(parts), same, n=1, cutoff=0.0)), "")
 
@@ -129,7 +129,7 @@ def mistakes(stray: Sequence[str], typed: Sequence[str]) -> list[str]:
 
 
 def about_option(unknown: Unknown) -> Advice:
-    """What to do about an option that a command does not have."""
+    """The answer to an option that a command does not have."""
     if meant := elsewhere.option_meant(unknown.command, unknown.option):
         return _of_command(unknown, meant)
     describes_run = unknown.command in DESCRIBE_RUNS
@@ -152,7 +152,7 @@ def about_option(unknown: Unknown) -> Advice:
 
 
 def _of_command(unknown: Unknown, meant: str) -> Advice:
-    """What elsewhere.yaml says about an option of other commands."""
+    """The answer from the table of options that other commands have."""
     if meant.startswith("--"):
         return _question(meant, unknown.value)
     if meant.endswith("="):

@@ -109,7 +109,7 @@ def option_named(word: str) -> Option | None:
 
 
 def advice(word: str, value: str) -> str:
-    """What to give for --NAME or -X with this ``value``; empty if sbatch has no such option."""
+    """Advice for --NAME or -X with this ``value``; empty if sbatch does not have the option."""
     option = option_named(word)
     if option is None:
         return ""

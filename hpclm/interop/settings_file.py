@@ -51,14 +51,14 @@ class Translation:
     settings: dict[str, str] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
-    """What a person must decide."""
+    """Lines for a person to decide."""
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     complete: bool = True
     """Whether everything that changes results is known."""
 
     def ask(self, text: str, changes_results: bool = True) -> None:
-        """Note what a person must decide."""
+        """Add a line for a person to decide."""
         self.unknown.append(text)
         self.complete = self.complete and not changes_results
 
@@ -90,7 +90,7 @@ def translated(words: Sequence[str]) -> tuple[str, bool]:
     if "model.vocab_size" not in result.settings:
         result.notes.append("model.vocab_size must be the tokenizer's; 50257 is GPT-2's")
     if "batch.global_size" not in result.settings:
-        result.notes.append("batch.global_size is batch.micro_size x replicas in Megatron where it is not given")
+        result.notes.append("batch.global_size is not given: Megatron then takes batch.micro_size x replicas")
     return _written(result, source, project), result.complete
 
 
@@ -244,7 +244,7 @@ def _with_batches(result: Translation, flags: Sequence[Flag]) -> None:
 
 
 def _written(result: Translation, source: str, project: str) -> str:
-    """The settings file."""
+    """The text of the settings file."""
     lines = [f"# Settings for {source}, by hpclm config --from-megatron."]
     lines += [f"# {note}" for note in result.notes]
     if result.unknown:

@@ -157,7 +157,7 @@ def disturb(job, names, draw):
             why = f"start {number + 2} of job {job.id}; why the last one ended: {before[-1]['ending']}"
             assert why in (job.out / "log.txt").read_text()
         if act is preempt:
-            assert "preempted by Slurm" in job.log()
+            assert "srun ended with exit code 85: Slurm ends it: preemption" in job.log()
     return lost
 
 

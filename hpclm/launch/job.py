@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     outcome = Outcome(Path(settings.out), start_name(job), settings.job.template, job)
     code, why = outcome.settle(_run(settings, words, outcome.variables))
     if code == ExitCode.REQUEUE and not why:
-        why = ending(settings, job)
+        why = job.ending((settings.job.warn_seconds or 0) + EARLY)
     outcome.tell(code, why)
     if not code:
         return code
@@ -177,14 +177,6 @@ def torchrun_agent(settings: RunConfig, env: Mapping[str, str] = os.environ) -> 
         f"--rdzv-id={start}",
         f"--rdzv-endpoint={env.get(slurm.NODE_NAME) or socket.gethostname()}:{port}",
     ]
-
-
-def ending(settings: RunConfig, job: Job) -> str:
-    """Why this start of the job ends, which a signal has announced; empty if the scheduler does not say."""
-    deadline = job.identity.deadline if job.identity else None
-    if deadline and time.time() > deadline - (settings.job.warn_seconds or 0) - EARLY:
-        return "the job's time limit"
-    return job.ending()
 
 
 def start_name(job: Job) -> str:

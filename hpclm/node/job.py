@@ -74,8 +74,9 @@ class Job:
         """Requeue the job if nothing else will, although its exit code asks for that; why that was necessary, or empty."""
         return ""
 
-    def ending(self) -> str:
-        """Why the scheduler ends this start of the job; empty if it does not, or does not say."""
+    def ending(self, warned: float) -> str:
+        """Why the scheduler ends this start of the job; empty if it does not, or does not say. ``warned``: the most seconds by which a
+        warning comes before the time limit."""
         return ""
 
     def end_step(self, code: int) -> None:

@@ -109,8 +109,9 @@ class Scheduler(ABC):
         """Why the scheduler would end a running job for good, although its exit code asks for another start; empty if it would not."""
         return ""
 
-    def ending(self, job: JobIdentity) -> str:
-        """Why the scheduler ends this start of a job, such as preempted; empty if it does not, or does not say."""
+    def ending(self, job: JobIdentity, warned: float) -> str:
+        """Why the scheduler ends this start of a job; empty if it does not, or does not say. ``warned``: the most seconds by which a
+        warning comes before the time limit."""
         return ""
 
     def end_step(self, job: JobIdentity, code: int) -> None:  # noqa: B027  # most need none
@@ -141,10 +142,10 @@ class ScheduledJob(Job):
             return why if why and self.requeue() else ""
         return ""
 
-    def ending(self) -> str:
+    def ending(self, warned: float) -> str:
         """``Scheduler.ending``."""
         with self._failures_logged():
-            return self._asked.ending(self._me)
+            return self._asked.ending(self._me, warned)
         return ""
 
     def end_step(self, code: int) -> None:

@@ -21,6 +21,7 @@ from hpclm.node import environment, processes, python
 from hpclm.node import slurm as variables
 from hpclm.node.job import JobIdentity, JobState
 from hpclm.node.processes import NoAnswerError
+from hpclm.rundir import rows
 from hpclm.terminal import say
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ SCRIPT_KILLED = "JobLaunchFailure"
 USUAL = {"", "None", "Priority", "Resources", "Dependency", "BeginTime", "JobHeldUser", "JobHeldAdmin"}
 """Reasons for which jobs wait as their owners expect."""
 OF_ITS_OWN_JOB = 5.0  # seconds that each command may take which a process calls for its own job
+ENDED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ (?:DUE TO ([A-Z ]+?) )?\*\*\*")
+"""What slurmstepd writes into a job's log when Slurm ends it."""
 WITHOUT = """trap '' TERM
 scontrol requeue "$1" || exit
 for _ in 1 2 3; do scontrol update jobid="$1" excnodelist="$2" && exit; sleep 1; done; exit 1"""
@@ -203,14 +206,16 @@ class Slurm(Scheduler):
         killed = shown.get("Reason") == SCRIPT_KILLED and shown.get("Requeue") == "1"
         return f"the job's script was killed ({SCRIPT_KILLED})" if killed else ""
 
-    def ending(self, job: JobIdentity) -> str:
-        """By the time of its preemption, and by its state."""
+    def ending(self, job: JobIdentity, warned: float) -> str:
+        """By Slurm's own last line in the job's log, or by the time that is left."""
         shown = slurm.shown(job.id, OF_ITS_OWN_JOB, self.env)
-        began = processes.started(os.getpid()) or 0.0
-        with contextlib.suppress(ValueError):  # None, or an earlier start's: it may count as restarted already
-            if time.mktime(time.strptime(shown.get("PreemptTime", ""), "%Y-%m-%dT%H:%M:%S")) >= began:
-                return "preempted by Slurm"
-        return "cancelled" if shown.get("JobState") == "CANCELLED" else ""
+        _, _, of_this_start = rows.tail(shown.get("StdErr", "")).rpartition(f"start {job.restart + 1} of ")
+        if said := ENDED.search(of_this_start):
+            return f"Slurm ends it: {(said[1] or 'cancelled').lower()}"
+        with contextlib.suppress(ValueError):  # without a limit
+            if time.mktime(time.strptime(shown.get("EndTime", ""), "%Y-%m-%dT%H:%M:%S")) < time.time() + warned:
+                return "the job's time limit"
+        return ""
 
     def end_step(self, job: JobIdentity, code: int) -> None:
         """End the step, or requeue the job, since the slurmstepd of this process is dead: srun would wait forever."""

@@ -53,8 +53,7 @@ class Ending:
         self.out, self.record = out, record
         if self.folder is None:
             self.folder = out / "logs" / "errors" / self.ranks[0].start
-            ends.make_folder(self.folder)
-            if self.me.rank == 0:
+            if self.me.rank == 0 and len(self.ranks) > 1:
                 ends.announce(self.folder, [_row(info) for info in self.ranks])
 
     def claim(self) -> bool:

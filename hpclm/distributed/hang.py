@@ -11,6 +11,7 @@ from typing import Any
 
 from hpclm.distributed.ranks import RankInfo, named
 from hpclm.errors import ExitCode
+from hpclm.node import ends
 from hpclm.terminal import ranges
 
 COLLECTIVES = ("torch.distributed.", "hpclm.parallel.")
@@ -61,6 +62,7 @@ def position(waits_in: str = "") -> tuple[str, str]:
 
 def write_stacks(folder: Path, me: RankInfo, state: RankState) -> None:
     """Write the Python stacks of all threads of this rank into ``folder``."""
+    ends.make_folder(folder)
     with (folder / f"rank-{me.rank}.txt").open("w", encoding="utf-8") as file:
         file.write(f"{me}, {state.describe()}\n")
         file.flush()

@@ -24,6 +24,7 @@ from hpclm.distributed import hang
 from hpclm.distributed.ending import Ending
 from hpclm.distributed.hang import RankState
 from hpclm.distributed.stragglers import WorkTimer
+from hpclm.node import ends
 
 log = logging.getLogger(__name__)
 
@@ -56,16 +57,18 @@ class Watchdog:
         self._last = time.monotonic()
         self._stacks: IO[str] | None = None
         self._over = threading.Event()
-        self._received = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        """Where the kernel puts the numbers of signals, whatever the main thread is in."""
+        self._received: tuple[int, int] | None = None
+        """A pipe into which Python writes the numbers of signals at once, whatever the main thread is in."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start to watch."""
         with suppress(RuntimeError, ValueError, OSError):  # without a standard error
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)  # kill -QUIT shows where a process is
-        with suppress(ValueError):  # not in the main thread
-            signal.set_wakeup_fd(self._received[1], warn_on_full_buffer=False)
+        if len(self.ending.ranks) > 1:
+            self._received = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            with suppress(ValueError):  # not in the main thread
+                signal.set_wakeup_fd(self._received[1], warn_on_full_buffer=False)
         # a thread, not a signal: the main thread may be in a collective, where Python runs no handlers
         self._thread = threading.Thread(target=self._run, name="hpclm-watchdog", daemon=True)
         self._thread.start()
@@ -89,6 +92,7 @@ class Watchdog:
         faulthandler.unregister(signal.SIGQUIT)
         if self._thread is not None:
             self._thread.join(4 * TURN)
+        if self._received:
             with suppress(ValueError):
                 signal.set_wakeup_fd(-1)
 
@@ -121,6 +125,7 @@ class Watchdog:
     def write_to(self, folder: Path) -> None:
         """Stacks go to ``folder``. Where Python itself is blocked, inside a library that never returns, faulthandler writes them."""
         if self.limit and len(self.ending.ranks) > 1:
+            ends.make_folder(folder)
             self._stacks = (folder / f"rank-{self.ending.me.rank}-blocked.txt").open("w", encoding="utf-8")
 
     @property
@@ -141,8 +146,9 @@ class Watchdog:
     def _run(self) -> None:
         main = threading.main_thread()
         while main.is_alive() and not self._over.is_set():
-            heard, _, _ = select.select([self._received[0]], [], [], TURN)
-            if heard and signal.SIGTERM in os.read(self._received[0], 64):
+            pipes = self._received[:1] if self._received else ()
+            heard, _, _ = select.select(pipes, [], [], TURN)
+            if heard and signal.SIGTERM in os.read(heard[0], 64):
                 self.ending.told()
             moment = time.monotonic()
             # a clock of this process: an hour in which it was suspended counts as a second

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     outcome = Outcome(Path(settings.out), start_name(job), settings.job.template, job)
     code, why = outcome.settle(_run(settings, words, outcome.variables))
     if code == ExitCode.REQUEUE and not why:
-        why = job.ending((settings.job.warn_seconds or 0) + EARLY)
+        why = job.ending(settings.job.warn_seconds + EARLY)
     outcome.tell(code, why)
     if not code:
         return code

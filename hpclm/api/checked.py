@@ -88,15 +88,11 @@ def _unknown(argument: str, name: str, function: Callable[..., Any]) -> str:
     problem, near = f"{name} has no argument {argument!r}", hint(argument, parameters)
     if near or "changes" not in parameters:
         return f"{problem}.{near}"
-    found = list(elsewhere.answers(argument))
-    if found and not any(answer.settings for answer in found):
+    found = [*elsewhere.answers(argument)]
+    if len(found) > 1 or any(answer.reason for answer in found):
         return f"{problem}: {elsewhere.explained(argument)}"
-    setting = (
-        ", ".join(elsewhere.keys(found[0].settings))
-        if len(found) == 1
-        else hints.nearest(argument, fields.keys()) or "optim.lr"
-    )
-    return f"{problem}; settings are given as {{{setting!r}: ...}}"
+    keys = elsewhere.keys(found[0].settings) if found else [hints.nearest(argument, fields.keys()) or "optim.lr"]
+    return f"{problem}; settings are given as {{{', '.join(f'{key!r}: ...' for key in keys)}}}"
 
 
 def _in_python(problem: str) -> str:

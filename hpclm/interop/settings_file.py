@@ -67,12 +67,12 @@ def translated(words: Sequence[str]) -> tuple[str, bool]:
     """The settings file for a script, nanoGPT's configuration or Megatron's options; and whether all that changes results is known."""
     path = Path(words[0]) if len(words) == 1 else None
     if path is not None and path.exists():
-        text, source = files.read_text(path), str(path)
+        text, source = files.read_text(path).replace("\r\n", "\n"), str(path)
     elif any(word.lstrip().startswith("--") for word in words):
         text, source = " ".join(words), "options"
     else:
         raise ConfigError(
-            f"{' '.join(words) or 'nothing'} is neither a script nor options of Megatron (--num-layers 12 ...)"
+            f"{' '.join(words) or 'an empty text'} is neither a script nor options of Megatron (--num-layers 12 ...)"
         )
     is_python = path is not None and path.suffix == ".py"
     project, flags = (NANOGPT, _of_python(text, source)) if is_python else (MEGATRON, shell.flags(text))

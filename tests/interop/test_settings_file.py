@@ -71,7 +71,7 @@ def written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def written(text, name="run.sh"):
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text.encode())
         code = cli.main(["config", "--from-megatron", name])
         assert not (tmp_path / "ran").exists()
         return capsys.readouterr().out, code
@@ -117,8 +117,9 @@ def test_a_script_becomes_settings_with_the_option_beside_each_and_unknown_ones_
     assert (run.parallel.pipeline, run.engine.name, run.engine.zero_stage) == (2, "deepspeed", 1)
 
 
-def test_a_command_inside_variables_and_quotes_is_found_and_complete(written, tmp_path):
-    text, code = written(BIGSCIENCE)
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_command_inside_variables_and_quotes_is_found_and_complete(written, tmp_path, end):
+    text, code = written(BIGSCIENCE.replace("\n", end))
     assert code == 0 and "Not translated" not in text
     run = load(text, tmp_path)
     assert (run.model.hidden, run.budget.steps, run.optim.warmup, run.optim.schedule_length) == (64, 1000, 10, 900)

@@ -161,8 +161,7 @@ def test_a_lost_node_is_not_called_out_of_memory_once_slurm_knows_better(cluster
     cluster.power_off(lost)
     job.wait_for_attempt(2)
     log = (job.out / "log.txt").read_text()
-    assert f"rank 1 on {lost}" in log and f"Slurm says that {lost} is " in log and "NOT_RESPONDING" in log
-    assert "memory" not in log and f"rank 1 on {lost}" in told(job, 2)[0] and f"{lost} is DOWN" in told(job, 2)[0]
+    assert "memory" not in log and f"{lost} is DOWN" in told(job, 2)[0]
 
 
 def test_a_job_whose_slurmstepd_was_killed_ends_when_its_run_has(cluster, tmp_path):

@@ -102,6 +102,11 @@ class Ending:
         if self.folder:
             ends.leave_trace(self.folder, self.me.rank)
 
+    def answer(self) -> None:
+        """Leave a trace that this rank is alive, if others have failed: it may be the last to hear of that."""
+        if self.folder and ends.read(self.folder):
+            self.told()
+
     def hang(self, state: RankState) -> None:
         """End this rank, which makes no progress: once all ranks have said where they are, or have had time to."""
         if not self.claim():

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 TURN = 0.25  # seconds between two looks
 PAUSED = 1.0  # more than that between two looks means that this process did not run
+IDLE = 1.0  # seconds without progress after which this rank looks whether others have failed; then after 2, 4, 8, ...
 REARM = 1.0  # seconds between two settings of faulthandler's timer
 MARGIN = 10.0  # seconds by which that comes later than this thread itself would act
 STEP, FIRST = "step", "first step"
@@ -54,6 +55,7 @@ class Watchdog:
         self.now = self._moved = 0.0
         """Seconds in which this process ran; and when the main thread last made progress."""
         self._entered = self._longest = self._armed = 0.0
+        self._asks_at = IDLE
         self._last = time.monotonic()
         self._stacks: IO[str] | None = None
         self._over = threading.Event()
@@ -161,9 +163,15 @@ class Watchdog:
                 log.debug("the watchdog failed", exc_info=True)
 
     def _look(self) -> None:
+        idle = self.now - self._moved
+        if idle >= self._asks_at:
+            self._asks_at *= 2
+            self.ending.answer()
+        elif idle < IDLE:
+            self._asks_at = IDLE
         if not self.limit:
             return
-        left = self.patience - (self.now - self._moved)
+        left = self.patience - idle
         if left < 0:
             self._disarm()
             self.ending.hang(self.state())

@@ -66,6 +66,15 @@ def test_of_ranks_that_hang_the_one_that_could_not_say_so_blocks_the_others(verd
     assert "ranks 0-1, 3: step 12, waiting in all_reduce" in found.text
 
 
+def test_a_rank_that_waits_says_that_it_is_alive_once_another_has_failed(verdict, tmp_path):
+    waits = Ending(RANKS[2], RANKS)
+    waits.answer()
+    assert not ends.traces(tmp_path)
+    assert [info.rank for info in verdict(lost(0, 1.0), lost(1, 1.0)).gone] == [2, 3]
+    waits.answer()
+    assert [info.rank for info in verdict().gone] == [3]
+
+
 def test_nothing_is_known_where_no_rank_has_left_anything(verdict):
     assert verdict() is None
 

@@ -138,7 +138,9 @@ def test_what_may_take_any_time_is_no_hang(phase, hangs):
     """Such as the preparation of the data."""
     found = []
     [me] = ranks = [RankInfo(0, 1, 0, 1)]
-    watchdog = Watchdog(ClusterConfig(hang_minutes=0.1), SimpleNamespace(me=me, ranks=ranks, hang=found.append))
+    watchdog = Watchdog(
+        ClusterConfig(hang_minutes=0.1), SimpleNamespace(me=me, ranks=ranks, hang=found.append, answer=lambda: None)
+    )
     watchdog.enter("step")
     watchdog.enter(phase)
     for seconds, late in ((5, False), (121, hangs)):

@@ -54,7 +54,7 @@ def test_a_dry_run_prints_a_script_and_writes_nothing(submit):
     assert done.stdout.startswith("#!/bin/bash\n") and done.stdout.splitlines()[-1].startswith("exec ")
     for option in ("nodes=2", "ntasks-per-node=1", "time=1:00:00"):
         assert f"#SBATCH --{option}\n" in done.stdout
-    assert f"-m hpclm.launch.job {submit.here}/runs/debug/config.yaml #" in done.stdout
+    assert f"-m hpclm.launch.job {submit.here}/runs/debug/config.yaml\n" in done.stdout
     assert done.stderr == "time limit: 1 h 00 min\n" and list(submit.here.iterdir()) == []
     assert submit("--time", "24:00", "--dry-run", *SMALL, check=0).stderr == "time limit: 24 min\n"
 
@@ -147,14 +147,14 @@ def test_a_toy_run_that_is_done_leaves_its_directory_and_the_next_has_one_of_its
     for name in ("debug", "debug-2"):
         assert (folder / name / "checkpoints" / "step-00000005").is_dir()
     script = submit("--dry-run", *SMALL, check=0).stdout
-    assert f"-m hpclm.launch.job {folder}/debug-3/config.yaml #" in script
+    assert f"-m hpclm.launch.job {folder}/debug-3/config.yaml\n" in script
     assert f"{folder}/debug is done" in submit("--dry-run", *SMALL, "out=runs/debug", check=64).stderr
     for other in ("budget.steps=3", "budget.steps=9"):
         assert (
-            f"-m hpclm.launch.job {folder}/debug-3/config.yaml #" in submit("--dry-run", *SMALL, other, check=0).stdout
+            f"-m hpclm.launch.job {folder}/debug-3/config.yaml\n" in submit("--dry-run", *SMALL, other, check=0).stdout
         )
     longer = submit("--dry-run", *SMALL, "out=runs/debug", "budget.steps=9", check=0)  # continues the first
-    assert f"-m hpclm.launch.job {folder}/debug/config.yaml #" in longer.stdout
+    assert f"-m hpclm.launch.job {folder}/debug/config.yaml\n" in longer.stdout
     assert "debug trained on" in longer.stderr and "from now on in a Slurm job (--cluster local: here)" in longer.stderr
 
 
@@ -287,7 +287,7 @@ def test_a_sweep_is_a_run_for_each_combination(submit):
         arguments.variants(["model.norm=a/b,a_b"])
     done = submit("--dry-run", *SMALL, "--array", "optim.lr=1e-3,3e-3", check=0)
     assert done.stdout.count("#!/bin/bash") == 2
-    assert f"-m hpclm.launch.job {submit.here}/runs/debug-lr-3e-3/config.yaml #" in done.stdout
+    assert f"-m hpclm.launch.job {submit.here}/runs/debug-lr-3e-3/config.yaml\n" in done.stdout
 
 
 def test_bad_nodes_of_a_run_are_added_to_those_that_are_excluded(submit):

@@ -90,6 +90,21 @@ def test_only_a_lost_peer_counts_as_lost():
     assert not failure.lost_a_peer(RuntimeError("boom")) and not failure.lost_a_peer(ConfigError("the socket is blue"))
 
 
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (ConfigError("x"), 64),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(75), 75),
+        (SystemExit(0), 1),
+        (ValueError("x"), 1),
+    ],
+    ids=repr,
+)
+def test_an_error_has_the_exit_code_of_its_kind(error, code):
+    assert failure.described(error)[0] == code
+
+
 def test_a_failure_s_text_is_short_and_none_of_its_lines_looks_like_another_entry():
     text = failure.shortened("a\n2026-03-01 10:15:00 I done" * 10**5)
     assert len(text) < 2 * failure.MAX_TEXT_CHARACTERS

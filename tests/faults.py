@@ -22,7 +22,8 @@ def watched(source, before, part="train", rank="1", after=None):
 
     def opened(asked, count):
         found = samples(asked, count)
-        if asked == part and count and rank in (None, os.environ.get("RANK", "1")):
+        mine = os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "1")
+        if asked == part and count and rank in (None, mine):
             read, numbers = found.read, iter(range(10**9))
 
             def read_watched(index, row):

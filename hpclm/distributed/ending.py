@@ -45,6 +45,8 @@ class Ending:
         self.listeners: list[Callable[[str], None]] = []
         """Hear of the cause on the rank that reports it, and pass it on within seconds."""
         self._once = threading.Lock()
+        self._urged = False
+        """Whether its launcher has told this rank to end."""
         if self.folder and me.rank == 0:
             ends.announce(self.folder, [_row(info) for info in ranks])
 
@@ -86,26 +88,28 @@ class Ending:
         self._leave(self.lost_code, why, symptom=True)
         where, found = self.folder, None
         if where:
-            processes.wait_until(lambda: ends.first(ends.read(where).values()), CAUSE, POLL)
+            # a launcher that has told this rank to end may kill it a second later
+            processes.wait_until(lambda: self._urged or ends.first(ends.read(where).values()), CAUSE, POLL)
             found = failure.verdict(where)
         lost = f"{self.me} lost its connection to another rank"
         if found is None:
             error = LostRankError(f"{lost} ({why}); see the output of the others", self.lost_code)
             self.report(str(error))
         else:
-            error = LostRankError(f"{lost}: {found.text}", found.exit_code)
+            error = LostRankError(f"{lost}: {found.text}", found.exit_code or self.lost_code)
             self.report(found.text)
         return error
 
     def told(self) -> None:
         """Leave a trace that this rank was alive when its launcher told it to end."""
+        self._urged = True
         if self.folder:
             ends.leave_trace(self.folder, self.me.rank)
 
     def answer(self) -> None:
         """Leave a trace that this rank is alive, if others have failed: it may be the last to hear of that."""
         if self.folder and ends.read(self.folder):
-            self.told()
+            ends.leave_trace(self.folder, self.me.rank)
 
     def hang(self, state: RankState) -> None:
         """End this rank, which makes no progress: once all ranks have said where they are, or have had time to."""
@@ -120,7 +124,7 @@ class Ending:
             processes.wait_until(lambda: len(ends.read(where)) == len(self.ranks), OTHERS, POLL)
             states |= {rank: RankState(**end.hang) for rank, end in ends.read(where).items() if end.hang}
         text = hang.report(states, self.ranks, where)
-        if self.report(text):
+        if self.report(text, text.partition("\n")[0]):
             with suppress(OSError):
                 self.record("hang", **hang.facts(text, states, self.ranks))
         self._exit(ExitCode.REQUEUE)
@@ -141,8 +145,8 @@ class Ending:
             ends.note(code)
             self._exit(code)
 
-    def report(self, text: str) -> bool:
-        """Log why the run ends, and tell the listeners; False if another process has done so."""
+    def report(self, text: str, short: str = "") -> bool:
+        """Log why the run ends, and tell the listeners in one line, ``short``; False if another process has done so."""
         if self.folder and not ends.claim_report(self.folder):
             return False
         if self.me.rank == 0 or self.out is None:
@@ -151,7 +155,7 @@ class Ending:
             with suppress(OSError):
                 append_to_log(self.out, text)
         for listener in self.listeners:
-            listener(text)
+            listener(short or ends.one_line(text))
         return True
 
     def _leave(self, code: int, text: str, symptom: bool = False, hang: RankState | None = None) -> None:

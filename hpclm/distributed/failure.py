@@ -37,7 +37,8 @@ class LostRankError(HpclmError):
 class Verdict:
     """Why the ranks ended."""
 
-    exit_code: int
+    exit_code: int | None
+    """None if no rank has chosen one."""
     text: str
     gone: tuple[RankInfo, ...] = ()
     """The ranks that left no file while others did."""
@@ -45,7 +46,7 @@ class Verdict:
 
 
 def verdict(where: Path) -> Verdict | None:
-    """Why the ranks ended that have left their files in the folder ``where``; None if no rank has left one."""
+    """Why the ranks ended that have left their files in the folder ``where``; None if nothing is known."""
     left, ranks = ends.read(where), [RankInfo(**row) for row in ends.announced(where)]
     cause = ends.first(left.values())
     if cause and cause.hang is not None and ranks:
@@ -53,14 +54,15 @@ def verdict(where: Path) -> Verdict | None:
         return Verdict(cause.exit_code, hang.report(states, ranks, where), hang=True)
     if cause:
         return Verdict(cause.exit_code, cause.cause)
-    if not left:
-        return None
     alive = ends.traces(where)
-    symptom = min(left.values(), key=lambda end: end.time)
+    symptom = min(left.values(), key=lambda end: end.time, default=None)
+    code = symptom.exit_code if symptom else None
     if gone := [rank for rank in range(len(ranks)) if rank not in left.keys() | alive and not _runs_here(ranks[rank])]:
-        return Verdict(symptom.exit_code, f"{named(gone, ranks)} {GONE}", tuple(ranks[rank] for rank in gone))
+        return Verdict(code, f"{named(gone, ranks)} {GONE}", tuple(ranks[rank] for rank in gone))
+    if symptom is None:
+        return None
     why = "the ranks have lost their connections, and none was killed, so the network may be at fault"
-    return Verdict(symptom.exit_code, f"{why}: {symptom.cause}")
+    return Verdict(code, f"{why}: {symptom.cause}")
 
 
 def _runs_here(info: RankInfo) -> bool:

@@ -3,11 +3,13 @@
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from hpclm.errors import ConfigError, ExitCode, shell_code
 from hpclm.node import preemption, processes
+from hpclm.terminal import say
 
 SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1)
 """srun and mpirun forward USR1 to the ranks (srun and Open MPI also USR2); at others they end them within a second."""
@@ -63,6 +65,8 @@ class Launcher:
         forwarded = {self.forward.signals.get(number, number) for number in self.forward.received}
         if -code in forwarded or code - 128 in forwarded:
             return ExitCode.REQUEUE
+        if code < 0:
+            say(f"{command[0]} was {processes.killed_by(-code)}", file=sys.stderr, flush=True)
         return shell_code(code)
 
 

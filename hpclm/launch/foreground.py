@@ -61,7 +61,12 @@ class Foreground:
                     os.dup2(handle, number)
                 os._exit(shell_code(self._in_child(this, work)))
             with preemption.handling(lambda number, _: processes.send_signal(forked, number)):
-                return shell_code(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
+                code = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
+        if code < 0:
+            cause = f"the process that started the ranks was {processes.killed_by(-code)}"
+            say(cause, file=sys.stderr)
+            return self._ended(shell_code(code), cause)
+        return code
 
     def _in_child(self, launcher: int, work: Callable[[], int]) -> int:
         """``work()``, then the cause of its exit code, in the child of process ``launcher``."""

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from hpclm.distributed import ending, failure
+from hpclm.errors import ExitCode
 from hpclm.node import ends
 from hpclm.node.job import Job
 from hpclm.node.processes import memory_kills
@@ -48,7 +49,8 @@ class Outcome:
                 text += f". The kernel has killed {killed} processes of this job for want of memory"
             if troubles := self.job.troubles(sorted({info.host for info in found.gone})):
                 text += f". {self.job.scheduler} says: {'; '.join(troubles)}"
-        if not found.gone or not by_signal(code):
+        # of ranks that are gone the launcher knows more than those that lost them: all but that a task failed
+        if found.exit_code is not None and not (found.gone and code != ExitCode.FAILED):
             code = found.exit_code
         if text and (self.out / "log.txt").exists() and ends.claim_report(self.folder):
             ending.append_to_log(self.out, text)

@@ -72,15 +72,27 @@ def start(
         checked.check()
     if world.local_size < world.size:
         network.hide_lookup_warnings()
-    if world.size == 1 or world.launcher in bootstrap.OF_MPI:  # MPI must be finalised
+    if world.size == 1:
         ended = train(checked, world, job)
         if world.launcher == bootstrap.SRUN and os.getppid() != parent:
             job.end_step(ended)
         return ended
+    alone = False
+
+    def work(_: list[str]) -> int:
+        nonlocal alone
+        try:
+            return train(checked, world, job)
+        except BaseException as error:
+            alone = getattr(error, "reported", False)
+            raise
+
     try:
-        ended = failures.run(lambda _: train(checked, world, job), [])
+        ended = failures.run(work, [])
     except SystemExit as end:  # reported by another rank
         ended = end.code if isinstance(end.code, int) else ExitCode.FAILED
+    if world.launcher in bootstrap.OF_MPI and not alone:
+        return ended  # MPI is finalised at exit, where all ranks wait for each other
     if world.rank == 0 and world.launcher == bootstrap.SRUN and os.getppid() != parent:
         job.end_step(ended)
     ends.note(ended)

@@ -215,7 +215,8 @@ def exit_code(failures: Mapping[int, ProcessFailure], folder: Path, received: Co
         cause = f"rank {rank} on {socket.gethostname()} (pid {failure.pid}) {how}"
         # later than what ranks say themselves, of which this may be a consequence
         ends.leave(folder, End(rank, code, cause, time.time() + number))
-    if found := verdict(folder):
+    found = verdict(folder)
+    if found and found.exit_code is not None:
         return found.exit_code
     codes = [failure.exitcode for failure in failures.values()]
     return ExitCode.REQUEUE if any(-code in received for code in codes) else shell_code(codes[0])

@@ -56,14 +56,18 @@ def note(code: int, cause: str = "", env: Env = os.environ) -> None:
 
 def leave(where: Path, end: End) -> None:
     """Write the file of a rank, unless there is one."""
-    lines = end.cause.strip().splitlines()
-    line = f"{lines[0]} ... {lines[-1].strip()}" if len(lines) > 1 else "".join(lines)
-    line = "".join(character if character.isprintable() else " " for character in line[:MAX_CAUSE])
     path = _file(where, end.rank)
     with suppress(OSError):
         if not path.exists():
             make_folder(where)
-            files.write_text(path, json.dumps(asdict(end) | {"cause": line}))
+            files.write_text(path, json.dumps(asdict(end) | {"cause": one_line(end.cause)}))
+
+
+def one_line(cause: str) -> str:
+    """The first and the last line of ``cause``: of a traceback, who failed and the exception."""
+    lines = cause.strip().splitlines()
+    text = f"{lines[0]} ... {lines[-1].strip()}" if len(lines) > 1 else "".join(lines)
+    return "".join(character if character.isprintable() else " " for character in text[:MAX_CAUSE])
 
 
 def read(where: Path) -> dict[int, End]:

@@ -75,7 +75,12 @@ def test_a_rank_that_waits_says_that_it_is_alive_once_another_has_failed(verdict
     assert [info.rank for info in verdict().gone] == [3]
 
 
-def test_nothing_is_known_where_no_rank_has_left_anything(verdict):
+def test_all_ranks_are_named_where_none_has_left_anything_and_nothing_is_known_of_those_that_have_not_met(
+    verdict, tmp_path
+):
+    found = verdict()
+    assert found.exit_code is None and "ranks 0-3 on node1, node2 left no message: killed" in found.text
+    (tmp_path / ends.ANNOUNCED).unlink()
     assert verdict() is None
 
 

@@ -109,6 +109,15 @@ def submitted(tmp_path, *words, check, **env):
 class TestHere:
     pytestmark = needs_mpirun
 
+    def test_a_rank_that_fails_ends_all_and_is_named(self, tiny, tmp_path):
+        """It does not wait in MPI_Finalize for ranks that wait for it."""
+        words = ["budget.steps=100000", "data.source=tests.faults:exploding", "data.workers=0", "batch.micro_size=1"]
+        words = [*tiny("run", *words, "batch.global_size=6"), "job.cluster=mpirun", "job.gpus=3"]
+        done = hpclm("submit", *words, check=1, env=clean(HPCLM_SITE="", OMP_NUM_THREADS="1"))
+        cause = done.stderr.splitlines()[-1]
+        assert cause.startswith("mpirun ended with exit code 1: rank 2 on ") and cause.endswith("boom in the data")
+        assert "RuntimeError: boom in the data" in (tmp_path / "run/log.txt").read_text()
+
     def test_a_dry_run_shows_the_hosts_the_slots_and_the_command_and_writes_nothing(self, tmp_path):
         said = submitted(tmp_path, "--dry-run", "job.env.WORD=x", check=0).stdout
         told, command = said.splitlines()

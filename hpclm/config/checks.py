@@ -8,18 +8,6 @@ from hpclm.errors import ConfigError
 
 MAX_INTEGER = 2**63 - 1  # integers beyond 64 bits are refused
 MAX_SHOWN_CHARACTERS = 200  # characters of a value in a message
-DOC = "doc"
-"""In the metadata of a field: its documentation, where that is made of a table and no string below the field."""
-PATH = "path"
-PATHS = {PATH: ""}
-"""Metadata of a field that holds paths, in which ~ and $NAME are expanded."""
-URL = "url"
-PATHS_OR_URLS = {PATH: "", URL: "docker://"}
-"""Of one that may also hold URLs."""
-NAMED_PATHS = {PATH: "="}
-"""Of one with entries name=path."""
-MOUNTS = {PATH: ":"}
-"""Of one with entries path:path."""
 
 
 class Checked:
@@ -93,6 +81,25 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def typed(value: Any) -> str:
+    """A value as it is typed, on one line, for a message."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return (
+            value
+            if value.strip() == value != "" and value.isprintable() and len(value) <= MAX_SHOWN_CHARACTERS
+            else shown(value)
+        )
+    if isinstance(value, (list, tuple)):
+        text = f"[{', '.join(map(typed, value))}]"
+    elif isinstance(value, dict):
+        text = f"{{{', '.join(f'{name}: {typed(inner)}' for name, inner in value.items())}}}"
+    else:
+        text = str(value)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
 
 
 def shown(value: Any) -> str:

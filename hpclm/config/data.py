@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
-from hpclm.config.checks import NAMED_PATHS, PATHS, Checked, at_least
+from hpclm.config.checks import Checked, at_least
 from hpclm.config.reading import number
+from hpclm.config.setting import setting
 from hpclm.errors import ConfigError
 from hpclm.registry import problem
 
@@ -44,55 +45,121 @@ OF_FILES = frozenset(
 class DataConfig(Checked):
     """Training, validation and test data."""
 
-    source: str = "indexed"
-    """indexed: Megatron's .bin/.idx; synthetic: no files; or package.module:name."""
-    prefix: str | None = field(default=None, metadata=PATHS)
-    """Path of the dataset without .bin or .idx."""
-    blend: list[str] = field(default_factory=list, metadata=PATHS)
-    """Datasets: weights and paths, [0.3, a, 0.7, b], or paths only, each read completely."""
-    split: str = "969,30,1"
-    """Proportions of the documents, or tokens, of data.prefix or data.blend for training, validation and test."""
-    split_by: Literal["documents", "tokens"] | None = None
-    """Divide each dataset between documents, or inside them: its first tokens train; null: tokens where documents would
-    leave less than one sample for training or validation, decided when a run begins."""
-    train: list[str] = field(default_factory=list, metadata=PATHS)
-    """Training datasets, as in data.blend but not split."""
-    valid: list[str] = field(default_factory=list, metadata=PATHS)
-    """Validation datasets, with data.train."""
-    test: list[str] = field(default_factory=list, metadata=PATHS)
-    """Test datasets, with data.train."""
-    validation: list[str] = field(default_factory=list, metadata=NAMED_PATHS)
-    """More validation datasets, evaluated separately: [law=/data/law, code=/data/code]. A repeated name adds to its
-    set."""
-    order: Literal["mcore", "bigscience", "dse", "packed"] = "mcore"
-    """Sample order of Megatron-core, BigScience or Megatron-LM v1.1.5 (dse); packed: whole documents, as many as
-    fit."""
-    break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = None
-    """fairseq's --sample-break-mode: padded blocks of lines; null: Megatron's samples."""
-    keep_partial: bool = False
-    """Keep the rest of validation and test data as one padded, masked sample."""
-    short_part: Literal["refuse", "repeat"] = "refuse"
-    """Refuse or, as Megatron does, repeat a part with fewer tokens than one sample."""
-    loss_mask: Literal["auto", "require", "ignore"] = "auto"
-    """Use the dataset PREFIX_loss, which marks the tokens that count in the loss; auto: if there is one."""
-    index_cache: str | None = field(default=None, metadata=PATHS)
-    """Folder for indices of the sample order; null: PREFIX.index beside each large dataset."""
-    workers: int = 1
-    """Threads that prefetch samples; 0: none."""
-    tokenizer: str | None = None
-    """bytes, fairseq, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, or package.module:Name; null: the
-    dataset's."""
-    tokenizer_files: list[str] = field(default_factory=list, metadata=PATHS)
-    """vocab.json and merges.txt (gpt2), tokenizer.json (json), .model (sentencepiece), vocab.json (whitespace),
-    vocab.txt (wordpiece), dict.txt and optionally .model (fairseq)."""
-    eod: str | None = None
-    """End-of-document token; null: the tokenizer's default."""
-    eod_mask_loss: bool = False
-    """Mask the loss of the token after an end of document."""
-    reset_position_ids: bool = False
-    """Restart positions at each document."""
-    reset_attention_mask: bool = False
-    """Attend only within a document."""
+    source: str = setting(
+        "indexed", "indexed: Megatron's .bin/.idx; synthetic: no files; or package.module:name.", names=SOURCES
+    )
+    prefix: str | None = setting(
+        None,
+        "Path of the dataset without .bin or .idx.",
+        path=True,
+        only_with=("data.source!=synthetic", "not data.train: only data.prefix and data.blend are split"),
+    )
+    blend: list[str] = setting(
+        [],
+        "Datasets: weights and paths, [0.3, a, 0.7, b], or paths only, each read completely.",
+        path=True,
+        only_with=("data.source!=synthetic", "not data.train: only data.prefix and data.blend are split"),
+    )
+    split: str = setting(
+        "969,30,1",
+        "Proportions of the documents, or tokens, of data.prefix or data.blend for training, validation and test.",
+        only_with=("data.source!=synthetic", "not data.train: only data.prefix and data.blend are split"),
+    )
+    split_by: Literal["documents", "tokens"] | None = setting(
+        None,
+        "Divide each dataset between documents, or inside them: its first tokens train; null: tokens where "
+        "documents would leave less than one sample for training or validation, decided when a run begins.",
+        only_with=("data.source!=synthetic", "not data.train: only data.prefix and data.blend are split"),
+    )
+    train: list[str] = setting(
+        [], "Training datasets, as in data.blend but not split.", path=True, only_with="data.source!=synthetic"
+    )
+    valid: list[str] = setting(
+        [],
+        "Validation datasets, with data.train.",
+        path=True,
+        only_with=("data.source!=synthetic", "data.train: data.split divides the others"),
+    )
+    test: list[str] = setting(
+        [],
+        "Test datasets, with data.train.",
+        path=True,
+        only_with=("data.source!=synthetic", "data.train: data.split divides the others"),
+    )
+    validation: list[str] = setting(
+        [],
+        "More validation datasets, evaluated separately: [law=/data/law, code=/data/code]. A repeated name adds "
+        "to its set.",
+        path="=",
+        only_with="data.source!=synthetic",
+    )
+    order: Literal["mcore", "bigscience", "dse", "packed"] = setting(
+        "mcore",
+        "Sample order of Megatron-core, BigScience or Megatron-LM v1.1.5 (dse); packed: whole documents, as many "
+        "as fit.",
+        only_with=("data.source!=synthetic", "not data.break_mode"),
+    )
+    break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = setting(
+        None,
+        "fairseq's --sample-break-mode: padded blocks of lines; null: Megatron's samples.",
+        only_with="data.source!=synthetic",
+    )
+    keep_partial: bool = setting(
+        False,
+        "Keep the rest of validation and test data as one padded, masked sample.",
+        only_with=(
+            "data.source!=synthetic",
+            "not data.break_mode",
+            "data.order!=packed: it pads samples and masks the loss between documents",
+        ),
+    )
+    short_part: Literal["refuse", "repeat"] = setting(
+        "refuse",
+        "Refuse or, as Megatron does, repeat a part with fewer tokens than one sample.",
+        only_with=(
+            "data.source!=synthetic",
+            "not data.break_mode",
+            "data.order!=packed: it pads samples and masks the loss between documents",
+        ),
+    )
+    loss_mask: Literal["auto", "require", "ignore"] = setting(
+        "auto",
+        "Use the dataset PREFIX_loss, which marks the tokens that count in the loss; auto: if there is one.",
+        only_with="data.source!=synthetic",
+    )
+    index_cache: str | None = setting(
+        None,
+        "Folder for indices of the sample order; null: PREFIX.index beside each large dataset.",
+        path=True,
+        only_with=("data.source!=synthetic", "not data.break_mode"),
+    )
+    workers: int = setting(1, "Threads that prefetch samples; 0: none.", at_least=0, unit="threads")
+    tokenizer: str | None = setting(
+        None,
+        "bytes, fairseq, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, or "
+        "package.module:Name; null: the dataset's.",
+        names=TOKENIZERS,
+        only_with="data.source!=synthetic",
+    )
+    tokenizer_files: list[str] = setting(
+        [],
+        "vocab.json and merges.txt (gpt2), tokenizer.json (json), .model (sentencepiece), vocab.json "
+        "(whitespace), vocab.txt (wordpiece), dict.txt and optionally .model (fairseq).",
+        path=True,
+        only_with="data.tokenizer: it says what kind of files they are",
+    )
+    eod: str | None = setting(
+        None,
+        "End-of-document token; null: the tokenizer's default.",
+        only_with=("data.source!=synthetic", "data.tokenizer: a dataset's own tokenizer is used with its own token"),
+    )
+    eod_mask_loss: bool = setting(
+        False,
+        "Mask the loss of the token after an end of document.",
+        only_with="data.order!=packed: it pads samples and masks the loss between documents",
+    )
+    reset_position_ids: bool = setting(False, "Restart positions at each document.")
+    reset_attention_mask: bool = setting(False, "Attend only within a document.")
 
     @property
     def all_tokens_count(self) -> bool:
@@ -172,12 +239,12 @@ class DataConfig(Checked):
 
     def _unused(self, names: Iterable[str], why: str) -> Iterator[str]:
         """A problem for every field of ``names`` that is set, because it has no effect with ``why``."""
-        for setting in fields(self):
-            factory: Any = setting.default_factory
-            default = setting.default if factory is MISSING else factory()
-            value = getattr(self, setting.name)
-            if setting.name in names and value != default:
-                yield f"data.{setting.name}={value} has no effect with {why}"
+        for entry in fields(self):
+            factory: Any = entry.default_factory
+            default = entry.default if factory is MISSING else factory()
+            value = getattr(self, entry.name)
+            if entry.name in names and value != default:
+                yield f"data.{entry.name}={value} has no effect with {why}"
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from hpclm import extras
-from hpclm.config.checks import PATHS, Checked, at_least
+from hpclm.config.checks import Checked, at_least
 from hpclm.config.model import ModelConfig
 from hpclm.config.optim import OptimConfig, ScalerConfig
 from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.config.plan import Plan
+from hpclm.config.setting import setting
 from hpclm.config.supports import OPTIONAL, SUPPORTS, Supports
 from hpclm.errors import ConfigError
 from hpclm.registry import problem
@@ -22,24 +23,40 @@ ENGINES = {name: supports.path for name, supports in SUPPORTS.items()}
 class ParallelConfig(Checked):
     """How the model is split over processes; the rest is data parallelism."""
 
-    tensor: int = 1
-    """Tensor-parallel size, with sequence parallelism; best within a node."""
-    context: int = 1
-    """Context-parallel size: processes that share a sequence."""
-    pipeline: int = 1
-    """Pipeline stages."""
-    expert: int = 1
-    """Consecutive data-parallel ranks, context-parallel ones among them, that share out the experts (model.experts)."""
-    split_experts: bool = True
-    """Split each expert over parallel.tensor; false: each process of it has whole experts, for the tokens of its part of the sequence."""
-    shard: int | None = None
-    """Hybrid sharding: group size, usually a node's GPUs; null: all data-parallel ranks."""
-    partition: Literal["parameters", "blocks", "time"] = "parameters"
-    """Balance stages by parameters, blocks, or measured time."""
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = "1f1b"
-    """Pipeline schedule."""
-    chunks: int = 1
-    """Stages per process, with schedule=interleaved or zero_bubble."""
+    tensor: int = setting(1, "Tensor-parallel size, with sequence parallelism; best within a node.", at_least=1)
+    context: int = setting(1, "Context-parallel size: processes that share a sequence.", at_least=1)
+    pipeline: int = setting(1, "Pipeline stages.", at_least=1)
+    expert: int = setting(
+        1,
+        "Consecutive data-parallel ranks, context-parallel ones among them, that share out the experts "
+        "(model.experts).",
+        at_least=1,
+        only_with="model.experts",
+    )
+    split_experts: bool = setting(
+        True,
+        "Split each expert over parallel.tensor; false: each process of it has whole experts, for the tokens of "
+        "its part of the sequence.",
+        only_with=("parallel.tensor>1", "model.experts"),
+    )
+    shard: int | None = setting(
+        None,
+        "Hybrid sharding: group size, usually a node's GPUs; null: all data-parallel ranks.",
+        at_least=2,
+        advice="to shard nothing, set parallel.shard=null engine.name=native engine.zero_stage=0",
+    )
+    partition: Literal["parameters", "blocks", "time"] = setting(
+        "parameters", "Balance stages by parameters, blocks, or measured time.", only_with="parallel.pipeline>1"
+    )
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = setting(
+        "1f1b", "Pipeline schedule.", only_with="parallel.pipeline>1"
+    )
+    chunks: int = setting(
+        1,
+        "Stages per process, with schedule=interleaved or zero_bubble.",
+        at_least=1,
+        only_with=("parallel.pipeline>1", "parallel.schedule=interleaved|zero_bubble"),
+    )
 
     def problems(self) -> Iterator[str]:
         """Invalid parallel settings."""
@@ -88,45 +105,77 @@ class ParallelConfig(Checked):
 class EngineConfig(Checked):
     """What runs training steps, and how it computes."""
 
-    name: str = "native"
-    """native (plain PyTorch), deepspeed, fairscale, fsdp2 (fully_shard), pipelining (PyTorch's pipelines), or
-    package.module:Name."""
-    zero_stage: int | None = None
-    """Sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too; null: 0 for native, 1 for deepspeed, 3 for
-    fairscale and fsdp2."""
-    offload: Literal["none", "optimizer", "parameters"] = "none"
-    """Keep optimizer state, or weights too, in CPU memory or offload_folder."""
-    offload_folder: str | None = field(default=None, metadata=PATHS)
-    """Folder on an NVMe disk of each node."""
-    bucket_mb: float | None = None
-    """Size of gradient buckets in MB; null: the library's; native: 25, more on GPUs of several nodes."""
-    gradients: Literal["auto", "fp32", "compute"] = "auto"
-    """Type in which gradients are reduced (deepspeed: and accumulated); compute: that of activations. auto: compute with
-    deepspeed and fairscale, otherwise fp32."""
-    defer_reduction: bool = False
-    """fsdp2: reduce gradients once a step, not after every micro-batch; each process then holds all of them."""
-    extra: dict[str, str] = field(default_factory=dict)
-    """Keys of DeepSpeed's JSON: engine.extra.zero_optimization.sub_group_size=1e8."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of activations and products; weights and optimizer stay fp32. auto: bf16 if the GPU supports it, otherwise
-    fp32."""
-    fp8: Literal["tensorwise", "rowwise"] | None = None
-    """Products of the blocks' linear layers in FP8, with one scale a tensor or one a row; null: in engine.precision, which must be
-    bf16. Gradients of weights, the first and the last block stay in bf16."""
-    deterministic: bool = False
-    """Use only GPU kernels that give the same bits each time, so that resumed runs are bit-identical; slower."""
-    compile: bool | None = None
-    """Compile blocks and loss (torch.compile); null: on GPUs, with native and fsdp2."""
-    recompute: Literal["none", "full", "selective"] = "none"
-    """Activation checkpointing: whole blocks (full), or the attention core (selective)."""
-    recompute_every: int = 1
-    """With recompute=full, blocks recomputed together."""
-    offload_activations: bool = False
-    """Keep activations in CPU memory until the backward pass; GPUs only."""
-    loss_chunk: int | None = None
-    """Tokens whose logits are computed at a time; null: 512 on CPUs, 4096 on GPUs, more from 60 GiB."""
+    name: str = setting(
+        "native",
+        "native (plain PyTorch), deepspeed, fairscale, fsdp2 (fully_shard), pipelining (PyTorch's pipelines), or "
+        "package.module:Name.",
+        names=ENGINES,
+    )
+    zero_stage: int | None = setting(
+        None,
+        "Sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too; null: 0 for native, 1 for "
+        "deepspeed, 3 for fairscale and fsdp2.",
+        at_least=0,
+        at_most=3,
+    )
+    offload: Literal["none", "optimizer", "parameters"] = setting(
+        "none", "Keep optimizer state, or weights too, in CPU memory or offload_folder."
+    )
+    offload_folder: str | None = setting(
+        None, "Folder on an NVMe disk of each node.", path=True, only_with="engine.offload!=none"
+    )
+    bucket_mb: float | None = setting(
+        None,
+        "Size of gradient buckets in MB; null: the library's; native: 25, more on GPUs of several nodes.",
+        more_than=0,
+        unit="MB",
+    )
+    gradients: Literal["auto", "fp32", "compute"] = setting(
+        "auto",
+        "Type in which gradients are reduced (deepspeed: and accumulated); compute: that of activations. auto: "
+        "compute with deepspeed and fairscale, otherwise fp32.",
+        warn_without="engine.precision!=fp32: activations and gradients are fp32",
+    )
+    defer_reduction: bool = setting(
+        False, "fsdp2: reduce gradients once a step, not after every micro-batch; each process then holds all of them."
+    )
+    extra: dict[str, str] = setting({}, "Keys of DeepSpeed's JSON: engine.extra.zero_optimization.sub_group_size=1e8.")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU if there is one.")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
+        "auto",
+        "Type of activations and products; weights and optimizer stay fp32. auto: bf16 if the GPU supports it, "
+        "otherwise fp32.",
+    )
+    fp8: Literal["tensorwise", "rowwise"] | None = setting(
+        None,
+        "Products of the blocks' linear layers in FP8, with one scale a tensor or one a row; null: in "
+        "engine.precision, which must be bf16. Gradients of weights, the first and the last block stay in bf16.",
+    )
+    deterministic: bool = setting(
+        False,
+        "Use only GPU kernels that give the same bits each time, so that resumed runs are bit-identical; slower.",
+        warn_without="engine.device!=cpu: it chooses among kernels of GPUs",
+    )
+    compile: bool | None = setting(
+        None, "Compile blocks and loss (torch.compile); null: on GPUs, with native and fsdp2."
+    )
+    recompute: Literal["none", "full", "selective"] = setting(
+        "none", "Activation checkpointing: whole blocks (full), or the attention core (selective)."
+    )
+    recompute_every: int = setting(
+        1,
+        "With recompute=full, blocks recomputed together.",
+        at_least=1,
+        unit="blocks",
+        only_with="engine.recompute=full",
+    )
+    offload_activations: bool = setting(False, "Keep activations in CPU memory until the backward pass; GPUs only.")
+    loss_chunk: int | None = setting(
+        None,
+        "Tokens whose logits are computed at a time; null: 512 on CPUs, 4096 on GPUs, more from 60 GiB.",
+        at_least=1,
+        unit="tokens",
+    )
 
     def problems(self) -> Iterator[str]:
         """Invalid engine settings."""

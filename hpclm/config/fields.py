@@ -1,8 +1,5 @@
 """The fields of the schema by dotted key: their types, in Python and in words, and their values as YAML."""
 
-import ast
-import inspect
-import textwrap
 import types
 import typing
 from dataclasses import fields, is_dataclass
@@ -10,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from hpclm.config.checks import DOC, PATH
 from hpclm.config.schema import RunConfig
+from hpclm.config.setting import declared
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
@@ -43,7 +40,7 @@ def path_separator(key: str) -> str | None:
     section, _, name = key.rpartition(".")
     kind: Any = type_of(section) if section else RunConfig
     named = (field for field in (fields(kind) if is_dataclass(kind) else ()) if field.name == name)
-    return next((field.metadata.get(PATH) for field in named), None)
+    return next((declared(field).path for field in named), None)
 
 
 def required(kind: Any) -> Any:
@@ -107,11 +104,5 @@ def flattened(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def docs(section: type) -> dict[str, str]:
-    """Field name -> its documentation: the string below the field in the source, or what its metadata say."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    texts = {field.name: field.metadata[DOC] for field in fields(section) if DOC in field.metadata}
-    for field, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
-            texts[field.target.id] = " ".join(ast.literal_eval(after.value).split())
-    return texts
+    """Field name -> its documentation."""
+    return {field.name: declared(field).doc for field in fields(section) if not is_dataclass(field.type)}

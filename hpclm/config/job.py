@@ -3,13 +3,15 @@
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from hpclm.config.checks import MOUNTS, PATHS, PATHS_OR_URLS, Checked, at_least
+from hpclm.config.checks import Checked, at_least
 from hpclm.config.sbatch import OPTIONAL_VALUE, OPTIONS
+from hpclm.config.setting import setting
 from hpclm.registry import problem
 
+CLUSTERS = dict.fromkeys(("auto", "slurm", "local", "mpirun"), "")
 LONGEST_TIMEOUT = 1_000_000  # minutes, two years: PyTorch counts in nanoseconds
 
 # Syntax of sbatch fields, so that a typo is found here and not by Slurm, or silently misread.
@@ -35,66 +37,98 @@ RESERVED = re.compile(
 class JobConfig(Checked):
     """What `hpclm submit` requests. A site file (hpclm docs launch) describes a cluster for all runs."""
 
-    cluster: str = "auto"
-    """slurm, local, mpirun (on job.hostfile), or package.module:Name. auto: mpirun with a hostfile, slurm with sbatch,
-    otherwise local."""
-    nodes: int = 1
-    """Nodes."""
-    gpus: int = 1
-    """GPUs per node, one process each; without GPUs: processes per node."""
-    time: str | None = None
-    """Time limit: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's."""
-    partition: str | None = None
-    """Partition (queue)."""
-    exclude: str | None = None
-    """Nodes to exclude; with a hostfile also slots."""
-    nodelist: str | None = None
-    """Nodes to use; with a hostfile in DeepSpeed's syntax: node1@node2:4,5 is all of node1 and two slots of node2."""
-    mem: str | None = None
-    """Memory per node, such as 64G; 0: all; null: the GPUs' share (from scontrol), or the cluster's default."""
-    cpus_per_task: int | None = None
-    """Cores per process; null: a GPU's share (from scontrol), or the cluster's default."""
-    options: dict[str, str] = field(default_factory=dict)
-    """Other options of sbatch by long names: {account: me, qos: high, mail-type: END}; flags have an empty value."""
-    warn_seconds: int = 120
-    """Seconds before the time limit at which Slurm sends USR2, to save; 0: never."""
-    requeue: bool = True
-    """Let Slurm requeue the job after preemption or a node failure."""
-    restarts: int = 0
-    """Restarts of failed ranks inside the allocation (template=torchrun, local runs); 0: the job ends, and is requeued
-    if job.requeue is set."""
-    template: Literal["srun", "mpirun", "torchrun"] = "srun"
-    """What starts the ranks of a job: srun, mpirun, or torchrun on each node."""
-    modules: list[str] = field(default_factory=list)
-    """Environment modules to load."""
-    venv: str | None = field(default=None, metadata=PATHS)
-    """Virtual environment to activate; null: that of hpclm submit."""
-    conda: str | None = field(default=None, metadata=PATHS)
-    """conda environment to activate, by name or path."""
-    setup: list[str] = field(default_factory=list)
-    """Shell commands of the job script, run verbatim before the processes start."""
-    notify: list[str] = field(default_factory=list)
-    """Whom to notify when the run fails, finishes or restarts: a webhook, or $NAME of a variable that holds one
-    (hpclm docs sinks)."""
-    snapshot: bool = False
-    """Run a copy of the code, kept in the run directory, in every attempt; false: the current code, with a warning if
-    it has changed."""
-    env: dict[str, str] = field(default_factory=dict)
-    """Environment variables of all processes, verbatim. Secrets are refused: export them before you submit."""
-    container: str | None = field(default=None, metadata=PATHS_OR_URLS)
-    """Image to run in: a .sif file or an image name."""
-    runtime: Literal["apptainer", "pyxis", "docker"] = "apptainer"
-    """Container runtime."""
-    mounts: list[str] = field(default_factory=list, metadata=MOUNTS)
-    """Folders to mount in the container: /data, or /outside:/inside."""
-    hostfile: str | None = field(default=None, metadata=PATHS)
-    """Machines for mpirun, in DeepSpeed's syntax: a line "host slots=8" for each."""
+    cluster: str = setting(
+        "auto",
+        "slurm, local, mpirun (on job.hostfile), or package.module:Name. auto: mpirun with a hostfile, slurm with "
+        "sbatch, otherwise local.",
+        names=CLUSTERS,
+    )
+    nodes: int = setting(1, "Nodes.", at_least=1)
+    gpus: int = setting(1, "GPUs per node, one process each; without GPUs: processes per node.", at_least=1)
+    time: str | None = setting(None, "Time limit: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's.")
+    partition: str | None = setting(None, "Partition (queue).")
+    exclude: str | None = setting(None, "Nodes to exclude; with a hostfile also slots.")
+    nodelist: str | None = setting(
+        None,
+        "Nodes to use; with a hostfile in DeepSpeed's syntax: node1@node2:4,5 is all of node1 and two slots of node2.",
+    )
+    mem: str | None = setting(
+        None, "Memory per node, such as 64G; 0: all; null: the GPUs' share (from scontrol), or the cluster's default."
+    )
+    cpus_per_task: int | None = setting(
+        None,
+        "Cores per process; null: a GPU's share (from scontrol), or the cluster's default.",
+        at_least=1,
+        unit="cores",
+    )
+    options: dict[str, str] = setting(
+        {},
+        "Other options of sbatch by long names: {account: me, qos: high, mail-type: END}; flags have an empty value.",
+        secret=True,
+    )
+    warn_seconds: int = setting(
+        120, "Seconds before the time limit at which Slurm sends USR2, to save; 0: never.", at_least=0, unit="seconds"
+    )
+    requeue: bool = setting(True, "Let Slurm requeue the job after preemption or a node failure.")
+    restarts: int = setting(
+        0,
+        "Restarts of failed ranks inside the allocation (template=torchrun, local runs); 0: the job ends, and is "
+        "requeued if job.requeue is set.",
+        at_least=0,
+    )
+    template: Literal["srun", "mpirun", "torchrun"] = setting(
+        "srun", "What starts the ranks of a job: srun, mpirun, or torchrun on each node."
+    )
+    modules: list[str] = setting([], "Environment modules to load.")
+    venv: str | None = setting(
+        None,
+        "Virtual environment to activate; null: that of hpclm submit.",
+        path=True,
+        only_with="not job.container: it has its own Python",
+    )
+    conda: str | None = setting(
+        None,
+        "conda environment to activate, by name or path.",
+        path=True,
+        only_with="not job.container: it has its own Python",
+    )
+    setup: list[str] = setting([], "Shell commands of the job script, run verbatim before the processes start.")
+    notify: list[str] = setting(
+        [],
+        "Whom to notify when the run fails, finishes or restarts: a webhook, or $NAME of a variable that holds "
+        "one (hpclm docs sinks).",
+        secret=True,
+    )
+    snapshot: bool = setting(
+        False,
+        "Run a copy of the code, kept in the run directory, in every attempt; false: the current code, with a "
+        "warning if it has changed.",
+        only_with="not job.container: the image holds the code",
+    )
+    env: dict[str, str] = setting(
+        {},
+        "Environment variables of all processes, verbatim. Secrets are refused: export them before you submit.",
+        secret=True,
+    )
+    container: str | None = setting(None, "Image to run in: a .sif file or an image name.", path=True, url=True)
+    runtime: Literal["apptainer", "pyxis", "docker"] = setting(
+        "apptainer", "Container runtime.", warn_without="job.container"
+    )
+    mounts: list[str] = setting(
+        [], "Folders to mount in the container: /data, or /outside:/inside.", path=":", only_with="job.container"
+    )
+    hostfile: str | None = setting(
+        None,
+        'Machines for mpirun, in DeepSpeed\'s syntax: a line "host slots=8" for each.',
+        path=True,
+        warn_without="job.cluster=auto|mpirun",
+    )
 
     def problems(self) -> Iterator[str]:
         """Invalid job settings."""
         yield from at_least(1, "job", nodes=self.nodes, gpus=self.gpus, cpus_per_task=self.cpus_per_task)
         yield from at_least(0, "job", warn_seconds=self.warn_seconds, restarts=self.restarts)
-        if wrong := problem("job.cluster", self.cluster, dict.fromkeys(("auto", "slurm", "local", "mpirun"), "")):
+        if wrong := problem("job.cluster", self.cluster, CLUSTERS):
             yield wrong
         if self.restarts and self.cluster == "mpirun":
             yield f"job.restarts={self.restarts}: mpirun cannot restart ranks; use job.cluster=local or Slurm"
@@ -193,23 +227,42 @@ def _variable(name: str, value: str) -> Iterator[str]:
 class ClusterConfig(Checked):
     """Start-up, timeouts and checks of the processes."""
 
-    start_seconds: int = 300
-    """Seconds for all processes to connect; missing ones are named."""
-    timeout_minutes: float = 10.0
-    """Timeout of collective operations, which ends the run."""
-    hang_minutes: float = 5.0
-    """Minutes without progress that end a run, with all stacks and the blocking rank; six times as long for start-up, first
-    step, evaluations and saves. 0: off."""
-    interface: str | None = None
-    """Network interface between nodes; null: the one to the first node (gloo), NCCL's choice. NCCL_SOCKET_IFNAME and
-    GLOO_SOCKET_IFNAME override it."""
-    preflight: bool = True
-    """Check nodes, devices, versions, disk and network before a run of several processes."""
-    self_check: bool | None = None
-    """Self-check before a run: compare two steps of two blocks with plain ones in fp32, and replace what is wrong by a
-    slower way. null: on GPUs."""
-    verify_every: int = 500
-    """Steps between checks for silent corruption, besides one before every save; 0: never."""
+    start_seconds: int = setting(
+        300, "Seconds for all processes to connect; missing ones are named.", at_least=1, unit="seconds"
+    )
+    timeout_minutes: float = setting(
+        10.0,
+        "Timeout of collective operations, which ends the run.",
+        more_than=0,
+        at_most=LONGEST_TIMEOUT,
+        unit="minutes",
+    )
+    hang_minutes: float = setting(
+        5.0,
+        "Minutes without progress that end a run, with all stacks and the blocking rank; six times as long for "
+        "start-up, first step, evaluations and saves. 0: off.",
+        at_least=0,
+        unit="minutes",
+    )
+    interface: str | None = setting(
+        None,
+        "Network interface between nodes; null: the one to the first node (gloo), NCCL's choice. "
+        "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME override it.",
+    )
+    preflight: bool = setting(
+        True, "Check nodes, devices, versions, disk and network before a run of several processes."
+    )
+    self_check: bool | None = setting(
+        None,
+        "Self-check before a run: compare two steps of two blocks with plain ones in fp32, and replace what is "
+        "wrong by a slower way. null: on GPUs.",
+    )
+    verify_every: int = setting(
+        500,
+        "Steps between checks for silent corruption, besides one before every save; 0: never.",
+        at_least=0,
+        unit="steps",
+    )
 
     def problems(self) -> Iterator[str]:
         """Invalid cluster settings."""

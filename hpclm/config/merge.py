@@ -15,7 +15,7 @@ from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError
 
 from hpclm import paths
 from hpclm.config import hints, reading
-from hpclm.config.checks import MAX_INTEGER, PATH, URL, shown, texts
+from hpclm.config.checks import MAX_INTEGER, shown, texts
 from hpclm.config.fields import (
     as_word,
     flattened,
@@ -27,6 +27,7 @@ from hpclm.config.fields import (
     type_text,
 )
 from hpclm.config.schema import RunConfig
+from hpclm.config.setting import declared
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
 
@@ -68,7 +69,7 @@ def merge(settings: list[Setting], problems: list[str]) -> RunConfig:
                 section = OmegaConf.to_object(tree[field.name])
                 parts[field.name] = _with_homes(section, f"{field.name}.", problems)
             else:
-                home = field.metadata.get(PATH) == "" and tree[field.name]
+                home = declared(field).path == "" and tree[field.name]
                 parts[field.name] = paths.with_home(tree[field.name]) if home else tree[field.name]
         except ConfigError as error:
             problems += error.problems if field.name in sections else [f"{field.name}={error}"]
@@ -186,8 +187,8 @@ def _with_homes(section: Any, prefix: str, problems: list[str]) -> Any:
     """A section of settings with home folders in its paths; what is wrong with them is added to ``problems``."""
     changes = {}
     for field in fields(section):
-        value, separator = getattr(section, field.name), field.metadata.get(PATH)
-        if separator is not None and value and not (URL in field.metadata and "://" in value):
+        value, separator = getattr(section, field.name), declared(field).path
+        if separator is not None and value and not (declared(field).url and "://" in value):
             try:
                 changes[field.name] = _with_home(value, separator)
             except ConfigError as error:

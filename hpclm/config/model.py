@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from hpclm.config import experts, rope
 from hpclm.config.checks import Checked, at_least, at_most, fraction
+from hpclm.config.experts import MAX_EXPERTS
+from hpclm.config.setting import setting
 from hpclm.registry import problem
 
 BLOCKS = {"gpt": "hpclm.model.gpt:Block"}
@@ -19,131 +21,179 @@ MAX_LAYERS, MAX_WIDTH, MAX_TOKENS = 10_000, 1 << 24, 1 << 31
 class ModelConfig(Checked):
     """The network; defaults: GPT-2's 124M."""
 
-    vocab_size: int = 50257
-    """Vocabulary of the tokenizer, without padding."""
-    vocab_multiple: int = 128
-    """Pad the embedding to a multiple of this; padding gets no probability."""
-    layers: int = 12
-    """Transformer blocks."""
-    hidden: int = 768
-    """Hidden size."""
-    heads: int = 12
-    """Attention heads."""
-    head_dim: int | None = None
-    """Head size; null: hidden / heads."""
-    kv_heads: int | None = None
-    """Key/value heads (grouped-query attention); null: as heads."""
-    ffn: int | None = None
-    """Inner size of the MLP; null: 4 x hidden; gated: 8/3 x hidden, rounded up to a multiple of 256."""
-    context: int = 1024
-    """Tokens of a sample."""
-    positions: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = "learned"
-    """Position embeddings; sinusoidal is fairseq's table."""
-    rope_base: float = 10000.0
-    """Base of rotary frequencies."""
-    rope_fraction: float = 1.0
-    """Rotated part of each head (GPT-NeoX's rotary_pct)."""
-    rope_scaling: dict[str, str] = field(default_factory=dict)
-    """As rope_parameters in transformers: rope_type (linear, dynamic, yarn, llama3, longrope), factor, ..."""
-    pattern: list[str] = field(default_factory=lambda: ["full"])
-    """Attention of the layers, repeated: full, window, nope (no positions), window_nope; [window, window, window, full]
-    in OLMo 3."""
-    window: int | None = None
-    """Tokens that a window layer attends to, itself included."""
-    window_rope_base: float | None = None
-    """rope_base of window layers; null: the same."""
-    window_rope_scaled: bool = True
-    """Apply rope_scaling to window layers too."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation."""
-    norm_order: Literal["pre", "post", "sandwich"] = "pre"
-    """Normalise inputs of sublayers (pre), outputs before the residual (post, OLMo 2), or both (sandwich, Gemma 2)."""
-    norm_eps: float = 1e-5
-    """Epsilon of the norms."""
+    vocab_size: int = setting(50257, "Vocabulary of the tokenizer, without padding.", at_least=1, at_most=MAX_TOKENS)
+    vocab_multiple: int = setting(
+        128, "Pad the embedding to a multiple of this; padding gets no probability.", at_least=1, at_most=MAX_TOKENS
+    )
+    layers: int = setting(12, "Transformer blocks.", at_least=1, at_most=MAX_LAYERS)
+    hidden: int = setting(768, "Hidden size.", at_least=1, at_most=MAX_WIDTH)
+    heads: int = setting(12, "Attention heads.", at_least=1, at_most=MAX_WIDTH)
+    head_dim: int | None = setting(None, "Head size; null: hidden / heads.", at_least=1, at_most=MAX_WIDTH)
+    kv_heads: int | None = setting(
+        None, "Key/value heads (grouped-query attention); null: as heads.", at_least=1, at_most=MAX_WIDTH
+    )
+    ffn: int | None = setting(
+        None,
+        "Inner size of the MLP; null: 4 x hidden; gated: 8/3 x hidden, rounded up to a multiple of 256.",
+        at_least=1,
+        at_most=MAX_WIDTH,
+    )
+    context: int = setting(1024, "Tokens of a sample.", at_least=1, at_most=MAX_TOKENS, unit="tokens")
+    positions: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = setting(
+        "learned", "Position embeddings; sinusoidal is fairseq's table."
+    )
+    rope_base: float = setting(10000.0, "Base of rotary frequencies.", more_than=1, only_with="model.positions=rope")
+    rope_fraction: float = setting(
+        1.0,
+        "Rotated part of each head (GPT-NeoX's rotary_pct).",
+        more_than=0,
+        at_most=1,
+        only_with="model.positions=rope",
+    )
+    rope_scaling: dict[str, str] = setting(
+        {},
+        "As rope_parameters in transformers: rope_type (linear, dynamic, yarn, llama3, longrope), factor, ...",
+        only_with="model.positions=rope",
+    )
+    pattern: list[str] = setting(
+        ["full"],
+        "Attention of the layers, repeated: full, window, nope (no positions), window_nope; [window, window, "
+        "window, full] in OLMo 3.",
+    )
+    window: int | None = setting(
+        None, "Tokens that a window layer attends to, itself included.", at_least=1, unit="tokens"
+    )
+    window_rope_base: float | None = setting(
+        None,
+        "rope_base of window layers; null: the same.",
+        more_than=1,
+        only_with=("model.positions=rope", "model.window"),
+    )
+    window_rope_scaled: bool = setting(
+        True, "Apply rope_scaling to window layers too.", only_with="model.window", warn_without="model.rope_scaling"
+    )
+    norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "Normalisation.")
+    norm_order: Literal["pre", "post", "sandwich"] = setting(
+        "pre",
+        "Normalise inputs of sublayers (pre), outputs before the residual (post, OLMo 2), or both (sandwich, Gemma 2).",
+    )
+    norm_eps: float = setting(1e-5, "Epsilon of the norms.", at_least=0)
     activation: Literal[
         "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu", "geglu", "geglu_tanh", "swiglu_clamped"
-    ] = "gelu_tanh"
-    """gelu is exact, gelu_tanh GPT-2's, relu2 squared, xielu learned (Huang and Schlag 2024); *glu are gated, swiglu_clamped is gpt-oss's."""
-    bias: bool = True
-    """Biases of linear layers and LayerNorm."""
-    qkv_bias: bool | None = None
-    """Biases of queries, keys and values; null: as bias."""
-    out_bias: bool | None = None
-    """Bias of attention's output; null: as bias."""
-    mlp_bias: bool | None = None
-    """Biases of the MLP; null: as bias."""
-    tied: bool = True
-    """Tie output projection and token embedding."""
-    embed_norm: bool = False
-    """Norm after the embedding (BLOOM)."""
-    embed_scale: bool = False
-    """Multiply token embeddings by sqrt(hidden) (fairseq)."""
-    qk_norm: bool = False
-    """Normalise queries and keys."""
-    qk_norm_span: Literal["head", "projection"] = "head"
-    """Normalise each head (Qwen 3), or all heads together (OLMo 2)."""
-    score_scale: float | None = None
-    """Factor of attention scores; null: 1 / sqrt(head size)."""
-    score_cap: float | None = None
-    """Scores become cap x tanh(score / cap) (Gemma 2)."""
-    attention_sinks: bool = False
-    """A learned logit per head in the softmax of the scores (gpt-oss)."""
-    embed_multiplier: float = 1.0
-    """Factor of token embeddings (Granite)."""
-    residual_multiplier: float = 1.0
-    """Factor of each sublayer's output (Granite)."""
-    logit_multiplier: float = 1.0
-    """Factor of the logits (1 / Granite's logits_scaling)."""
-    logit_cap: float | None = None
-    """Logits become cap x tanh(logit / cap) (Gemma 2)."""
-    logits_fp32: bool = False
-    """Compute logits in fp32."""
-    experts: int = 0
-    """Experts of a layer, each an MLP (mixture of experts); 0: none, all MLPs are dense."""
-    experts_per_token: int = 2
-    """Experts that compute each token (top-k)."""
-    expert_ffn: int | None = None
-    """Inner size of an expert; null: as ffn."""
-    shared_ffn: int = 0
-    """Inner size of the shared experts together, which compute every token; 0: there are none."""
-    mlp_pattern: list[str] = field(default_factory=lambda: ["experts"])
-    """MLPs of the layers, repeated: experts or dense; a list with an entry for each layer says it of each."""
-    router_score: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes a token's scores of its products with the router's weights."""
-    router_normalize: bool = True
-    """Divide the scores of a token's chosen experts by their sum; must be false with experts_per_token=1."""
-    router_scale: float = 1.0
-    """Factor of the chosen experts' scores (routed_scaling_factor)."""
-    router_groups: int = 1
-    """Groups of experts, of which a token first chooses router_top_groups, by the sum of a group's two best scores (DeepSeek-V3)."""
-    router_top_groups: int = 1
-    """Groups that a token chooses experts from."""
-    router_bias: bool = False
-    """Bias of the router's products (gpt-oss)."""
-    router_choice_bias: bool = False
-    """A bias on the scores when experts are chosen, not on what they are multiplied by (DeepSeek-V3); no gradient moves it."""
-    balance_bias: float = 0.0
-    """Balance: how far each step moves the choice bias, up for experts with fewer tokens of the step than the mean, down for others."""
-    balance_sequence: float = 0.0
-    """Balance: coefficient of a loss over each sequence (DeepSeek-V3)."""
-    balance_step: float = 0.0
-    """Balance: coefficient of a loss by the step before's counts of tokens, over the global batch."""
-    balance_micro_batch: float = 0.0
-    """Balance: coefficient of a loss over each micro-batch (Mixtral). Results depend on batch.micro_size, which a resumed run must keep."""
-    router_z_loss: float = 0.0
-    """Coefficient of the square of the logarithm of the router's normaliser (Zoph et al. 2022)."""
-    dropout: float = 0.0
-    """Dropout of embeddings and sublayers."""
-    attention_dropout: float = 0.0
-    """Dropout of attention weights."""
-    init_std: float = 0.02
-    """Standard deviation of initial weights; output projections: / sqrt(2 x layers)."""
-    block: str = "gpt"
-    """gpt, or your own module, package.module:Name."""
-    kernels: Literal["torch", "apex"] = "torch"
-    """Norms on GPUs: PyTorch's, or NVIDIA apex's if installed."""
-    attention: Literal["auto", "cudnn", "flash", "flex", "math"] = "auto"
-    """Attention kernel on GPUs; math: plain matrix products; auto: the fastest for GPU and shape."""
+    ] = setting(
+        "gelu_tanh",
+        "gelu is exact, gelu_tanh GPT-2's, relu2 squared, xielu learned (Huang and Schlag 2024); *glu are gated, "
+        "swiglu_clamped is gpt-oss's.",
+    )
+    bias: bool = setting(True, "Biases of linear layers and LayerNorm.")
+    qkv_bias: bool | None = setting(None, "Biases of queries, keys and values; null: as bias.")
+    out_bias: bool | None = setting(None, "Bias of attention's output; null: as bias.")
+    mlp_bias: bool | None = setting(None, "Biases of the MLP; null: as bias.")
+    tied: bool = setting(True, "Tie output projection and token embedding.")
+    embed_norm: bool = setting(False, "Norm after the embedding (BLOOM).")
+    embed_scale: bool = setting(False, "Multiply token embeddings by sqrt(hidden) (fairseq).")
+    qk_norm: bool = setting(False, "Normalise queries and keys.")
+    qk_norm_span: Literal["head", "projection"] = setting(
+        "head", "Normalise each head (Qwen 3), or all heads together (OLMo 2)."
+    )
+    score_scale: float | None = setting(None, "Factor of attention scores; null: 1 / sqrt(head size).", more_than=0)
+    score_cap: float | None = setting(None, "Scores become cap x tanh(score / cap) (Gemma 2).", more_than=0)
+    attention_sinks: bool = setting(False, "A learned logit per head in the softmax of the scores (gpt-oss).")
+    embed_multiplier: float = setting(1.0, "Factor of token embeddings (Granite).", more_than=0)
+    residual_multiplier: float = setting(1.0, "Factor of each sublayer's output (Granite).", more_than=0)
+    logit_multiplier: float = setting(1.0, "Factor of the logits (1 / Granite's logits_scaling).", more_than=0)
+    logit_cap: float | None = setting(None, "Logits become cap x tanh(logit / cap) (Gemma 2).", more_than=0)
+    logits_fp32: bool = setting(False, "Compute logits in fp32.", warn_without="engine.precision!=fp32")
+    experts: int = setting(
+        0,
+        "Experts of a layer, each an MLP (mixture of experts); 0: none, all MLPs are dense.",
+        at_least=0,
+        at_most=MAX_EXPERTS,
+    )
+    experts_per_token: int = setting(
+        2, "Experts that compute each token (top-k).", at_least=1, only_with="model.experts"
+    )
+    expert_ffn: int | None = setting(
+        None, "Inner size of an expert; null: as ffn.", at_least=1, only_with="model.experts"
+    )
+    shared_ffn: int = setting(
+        0,
+        "Inner size of the shared experts together, which compute every token; 0: there are none.",
+        at_least=0,
+        only_with="model.experts",
+    )
+    mlp_pattern: list[str] = setting(
+        ["experts"],
+        "MLPs of the layers, repeated: experts or dense; a list with an entry for each layer says it of each.",
+        only_with="model.experts",
+    )
+    router_score: Literal["softmax", "sigmoid"] = setting(
+        "softmax", "What makes a token's scores of its products with the router's weights.", only_with="model.experts"
+    )
+    router_normalize: bool = setting(
+        True,
+        "Divide the scores of a token's chosen experts by their sum; must be false with experts_per_token=1.",
+        only_with="model.experts",
+    )
+    router_scale: float = setting(
+        1.0, "Factor of the chosen experts' scores (routed_scaling_factor).", more_than=0, only_with="model.experts"
+    )
+    router_groups: int = setting(
+        1,
+        "Groups of experts, of which a token first chooses router_top_groups, by the sum of a group's two best "
+        "scores (DeepSeek-V3).",
+        at_least=1,
+        only_with="model.experts",
+    )
+    router_top_groups: int = setting(
+        1, "Groups that a token chooses experts from.", at_least=1, only_with="model.experts"
+    )
+    router_bias: bool = setting(False, "Bias of the router's products (gpt-oss).", only_with="model.experts")
+    router_choice_bias: bool = setting(
+        False,
+        "A bias on the scores when experts are chosen, not on what they are multiplied by (DeepSeek-V3); no "
+        "gradient moves it.",
+        only_with="model.experts",
+    )
+    balance_bias: float = setting(
+        0.0,
+        "Balance: how far each step moves the choice bias, up for experts with fewer tokens of the step than the "
+        "mean, down for others.",
+        at_least=0,
+        only_with=("model.experts", "model.router_choice_bias"),
+    )
+    balance_sequence: float = setting(
+        0.0, "Balance: coefficient of a loss over each sequence (DeepSeek-V3).", at_least=0, only_with="model.experts"
+    )
+    balance_step: float = setting(
+        0.0,
+        "Balance: coefficient of a loss by the step before's counts of tokens, over the global batch.",
+        at_least=0,
+        only_with="model.experts",
+    )
+    balance_micro_batch: float = setting(
+        0.0,
+        "Balance: coefficient of a loss over each micro-batch (Mixtral). Results depend on batch.micro_size, "
+        "which a resumed run must keep.",
+        at_least=0,
+        only_with="model.experts",
+    )
+    router_z_loss: float = setting(
+        0.0,
+        "Coefficient of the square of the logarithm of the router's normaliser (Zoph et al. 2022).",
+        at_least=0,
+        only_with="model.experts",
+    )
+    dropout: float = setting(0.0, "Dropout of embeddings and sublayers.", at_least=0, less_than=1)
+    attention_dropout: float = setting(0.0, "Dropout of attention weights.", at_least=0, less_than=1)
+    init_std: float = setting(
+        0.02, "Standard deviation of initial weights; output projections: / sqrt(2 x layers).", at_least=0
+    )
+    block: str = setting("gpt", "gpt, or your own module, package.module:Name.", names=BLOCKS)
+    kernels: Literal["torch", "apex"] = setting("torch", "Norms on GPUs: PyTorch's, or NVIDIA apex's if installed.")
+    attention: Literal["auto", "cudnn", "flash", "flex", "math"] = setting(
+        "auto", "Attention kernel on GPUs; math: plain matrix products; auto: the fastest for GPU and shape."
+    )
 
     def problems(self) -> Iterator[str]:
         """Invalid model settings."""

@@ -1,10 +1,11 @@
 """Settings of what is measured and recorded while a run trains: evaluation, logging, profiling."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hpclm import extras
 from hpclm.config.checks import Checked, at_least
+from hpclm.config.setting import setting
 from hpclm.registry import problem
 
 MAX_PROFILED_STEPS = 100
@@ -20,10 +21,10 @@ SINKS = {
 class EvaluateConfig(Checked):
     """Loss on held-out data while training."""
 
-    every: int = 1000
-    """Steps between evaluations, besides one after the last step; 0: no evaluation."""
-    batches: int = 10
-    """Global batches per evaluation, always the same."""
+    every: int = setting(
+        1000, "Steps between evaluations, besides one after the last step; 0: no evaluation.", at_least=0, unit="steps"
+    )
+    batches: int = setting(10, "Global batches per evaluation, always the same.", at_least=1, unit="batches")
 
     def problems(self) -> Iterator[str]:
         """Invalid evaluation settings."""
@@ -35,16 +36,15 @@ class EvaluateConfig(Checked):
 class LogConfig(Checked):
     """Logging while training."""
 
-    every: int = 10
-    """Steps between log lines; metrics.jsonl has every step."""
-    tensorboard: bool = True
-    """Write TensorBoard files."""
-    sinks: list[str] = field(default_factory=list)
-    """Also send metrics to wandb, mlflow, trackio, or package.module:Name (hpclm docs sinks)."""
-    project: str = "hpclm"
-    """Project in Weights & Biases and Trackio, experiment in MLflow."""
-    timers: bool = False
-    """Time forward pass, backward pass and update."""
+    every: int = setting(10, "Steps between log lines; metrics.jsonl has every step.", at_least=1, unit="steps")
+    tensorboard: bool = setting(True, "Write TensorBoard files.")
+    sinks: list[str] = setting(
+        [], "Also send metrics to wandb, mlflow, trackio, or package.module:Name (hpclm docs sinks).", names=SINKS
+    )
+    project: str = setting(
+        "hpclm", "Project in Weights & Biases and Trackio, experiment in MLflow.", warn_without="log.sinks"
+    )
+    timers: bool = setting(False, "Time forward pass, backward pass and update.")
 
     def problems(self) -> Iterator[str]:
         """Invalid log settings."""
@@ -65,9 +65,11 @@ class LogConfig(Checked):
 class ProfileConfig(Checked):
     """Where the time of a step goes, by torch.profiler."""
 
-    steps: tuple[int, int] | None = None
-    """[first, last]: rank 0 records these steps, as profile/rank-00000.json (for Perfetto) and a table of the ten most
-    expensive operations."""
+    steps: tuple[int, int] | None = setting(
+        None,
+        "[first, last]: rank 0 records these steps, as profile/rank-00000.json (for Perfetto) and a table of the "
+        "ten most expensive operations.",
+    )
 
     def problems(self) -> Iterator[str]:
         """What cannot work in the profile settings."""

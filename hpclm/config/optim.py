@@ -4,11 +4,12 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from hpclm.config.checks import DOC, Checked, at_least, fraction
-from hpclm.config.optimizers import OPTIMIZERS, described, without_effect
+from hpclm.config.checks import Checked, at_least, fraction
+from hpclm.config.optimizers import OPTIMIZERS, described, optimizers_with, without_effect
+from hpclm.config.setting import setting
 from hpclm.registry import problem
 
 _NAMES = (
@@ -25,73 +26,103 @@ ENDLESS = ("constant", "fairseq_inverse_sqrt")
 class OptimConfig(Checked):
     """Optimizer and learning-rate schedule."""
 
-    name: str = field(default="adamw", metadata={DOC: described()})
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """What an optimizer of your own is made with besides: {betas: [0.9, 0.99]}."""
-    lr: float = 6e-4
-    """Peak learning rate."""
-    min_lr: float = 6e-5
-    """Learning rate at the end of the schedule."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Adam's betas."""
-    eps: float = 1e-8
-    """Adam's epsilon."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay."""
-    decayed: Literal["matrices", "non_embedding", "all"] = "matrices"
-    """Decay matrices (Megatron), matrices except embeddings (OLMo 2), or all (fairseq)."""
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    """[{match: REGEX, lr: FACTOR, weight_decay: VALUE}] for weights whose names match; later entries win."""
-    z_loss: float = 0.0
-    """Factor of the z-loss, log(Z)^2 of the softmax's normaliser Z (PaLM: 1e-4); logged separately."""
-    momentum: float = 0.95
-    """Muon's momentum."""
-    nesterov: bool = True
-    """Nesterov momentum in Muon."""
-    newton_schulz_steps: int = 5
-    """Muon's Newton-Schulz iterations."""
-    newton_schulz_type: Literal["bf16", "fp32"] = "bf16"
-    """Type of these iterations and of the matrices sent."""
-    adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Scale of Muon's updates of A x B matrices: 0.2 sqrt(max(A, B)), as large as AdamW's, or sqrt(max(1, A / B))."""
-    split: bool = True
-    """Muon separates queries, keys, values, gate and up projections; false: as stored."""
-    qk_clip: float | None = None
-    """Scale down queries and keys whose largest attention score exceeds this (QK-clip; Kimi K2: 100)."""
-    clip: float = 1.0
-    """Maximum global gradient norm; 0: none."""
-    schedule: str = "cosine"
-    """constant, linear, cosine, inverse_sqrt, wsd (Megatron-core's); megatron1_linear, megatron1_cosine,
-    megatron1_exponential (v1.1.5's); fairseq_polynomial, fairseq_cosine, fairseq_inverse_sqrt; or package.module:name
-    (hpclm docs your-own-code)."""
-    unit: Literal["steps", "samples"] = "steps"
-    """Unit of warmup, schedule_length, period and wsd_decay."""
-    warmup: float = 0
-    """Length of the linear warm-up; should be shorter than the budget."""
-    warmup_fraction: float | None = None
-    """Instead of warmup: a fraction of the schedule's length."""
-    warmup_start: float | None = None
-    """Learning rate of the first step (Megatron: 0); null: one increment above 0."""
-    schedule_length: int | None = None
-    """Length of the schedule; null: the whole budget."""
-    power: float = 1.0
-    """Exponent of fairseq_polynomial."""
-    period: int | None = None
-    """Length of a fairseq_cosine period; null: from the warm-up to the end."""
-    restarts: bool = False
-    """Restart fairseq_cosine after each period, with a tenth of the learning rates; false: stay at min_lr."""
-    wsd_decay: int | None = None
-    """Length of wsd's final decay; null: a tenth of the schedule."""
-    wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Shape of wsd's final decay."""
-    guard: Literal["none", "skip_step", "clip_update"] = "none"
-    """skip_step (OLMo 2): skip updates whose loss or gradient norm is 6 standard deviations above the mean of 128 steps.
-    clip_update (Marin): limit updates to the mean norm and 3 deviations."""
-    nonfinite_limit: int = 20
-    """Consecutive steps skipped for NaN or infinity that end the run (93)."""
-    spike: float = 0.5
-    """A loss this many nats and 10 deviations above the median of 100 steps is a spike; checkpoints in one do not
-    replace healthy ones. 0: off."""
+    name: str = setting("adamw", described(), names=OPTIMIZERS)
+    arguments: dict[str, Any] = setting({}, "What an optimizer of your own is made with besides: {betas: [0.9, 0.99]}.")
+    lr: float = setting(6e-4, "Peak learning rate.", at_least=0)
+    min_lr: float = setting(6e-5, "Learning rate at the end of the schedule.", at_least=0)
+    betas: tuple[float, float] = setting((0.9, 0.95), "Adam's betas.", at_least=0, less_than=1)
+    eps: float = setting(1e-8, "Adam's epsilon.", at_least=0)
+    weight_decay: float = setting(0.1, "Decoupled weight decay.", at_least=0)
+    decayed: Literal["matrices", "non_embedding", "all"] = setting(
+        "matrices",
+        "Decay matrices (Megatron), matrices except embeddings (OLMo 2), or all (fairseq).",
+        warn_without="optim.weight_decay",
+    )
+    groups: list[dict[str, Any]] = setting(
+        [], "[{match: REGEX, lr: FACTOR, weight_decay: VALUE}] for weights whose names match; later entries win."
+    )
+    z_loss: float = setting(
+        0.0, "Factor of the z-loss, log(Z)^2 of the softmax's normaliser Z (PaLM: 1e-4); logged separately.", at_least=0
+    )
+    momentum: float = setting(0.95, "Muon's momentum.", at_least=0, less_than=1, only_with=optimizers_with("momentum"))
+    nesterov: bool = setting(True, "Nesterov momentum in Muon.", only_with=optimizers_with("nesterov"))
+    newton_schulz_steps: int = setting(
+        5, "Muon's Newton-Schulz iterations.", at_least=1, only_with=optimizers_with("newton_schulz_steps")
+    )
+    newton_schulz_type: Literal["bf16", "fp32"] = setting(
+        "bf16", "Type of these iterations and of the matrices sent.", only_with=optimizers_with("newton_schulz_type")
+    )
+    adjust: Literal["match_rms_adamw", "original"] = setting(
+        "match_rms_adamw",
+        "Scale of Muon's updates of A x B matrices: 0.2 sqrt(max(A, B)), as large as AdamW's, or sqrt(max(1, A / B)).",
+        only_with=optimizers_with("adjust"),
+    )
+    split: bool = setting(
+        True,
+        "Muon separates queries, keys, values, gate and up projections; false: as stored.",
+        only_with=optimizers_with("split"),
+    )
+    qk_clip: float | None = setting(
+        None,
+        "Scale down queries and keys whose largest attention score exceeds this (QK-clip; Kimi K2: 100).",
+        more_than=0,
+        only_with="not model.qk_norm: the scores are bounded already",
+    )
+    clip: float = setting(1.0, "Maximum global gradient norm; 0: none.", at_least=0)
+    schedule: str = setting(
+        "cosine",
+        "constant, linear, cosine, inverse_sqrt, wsd (Megatron-core's); megatron1_linear, megatron1_cosine, "
+        "megatron1_exponential (v1.1.5's); fairseq_polynomial, fairseq_cosine, fairseq_inverse_sqrt; or "
+        "package.module:name (hpclm docs your-own-code).",
+        names=SCHEDULES,
+    )
+    unit: Literal["steps", "samples"] = setting("steps", "Unit of warmup, schedule_length, period and wsd_decay.")
+    warmup: float = setting(0, "Length of the linear warm-up; should be shorter than the budget.", at_least=0)
+    warmup_fraction: float | None = setting(
+        None, "Instead of warmup: a fraction of the schedule's length.", at_least=0, less_than=1
+    )
+    warmup_start: float | None = setting(
+        None, "Learning rate of the first step (Megatron: 0); null: one increment above 0.", at_least=0
+    )
+    schedule_length: int | None = setting(None, "Length of the schedule; null: the whole budget.", at_least=1)
+    power: float = setting(
+        1.0, "Exponent of fairseq_polynomial.", more_than=0, only_with="optim.schedule=fairseq_polynomial|own"
+    )
+    period: int | None = setting(
+        None,
+        "Length of a fairseq_cosine period; null: from the warm-up to the end.",
+        at_least=1,
+        only_with="optim.schedule=fairseq_cosine|own",
+    )
+    restarts: bool = setting(
+        False,
+        "Restart fairseq_cosine after each period, with a tenth of the learning rates; false: stay at min_lr.",
+        only_with="optim.schedule=fairseq_cosine|own",
+    )
+    wsd_decay: int | None = setting(
+        None,
+        "Length of wsd's final decay; null: a tenth of the schedule.",
+        at_least=1,
+        only_with="optim.schedule=wsd|own",
+    )
+    wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = setting(
+        "linear", "Shape of wsd's final decay.", only_with="optim.schedule=wsd|own"
+    )
+    guard: Literal["none", "skip_step", "clip_update"] = setting(
+        "none",
+        "skip_step (OLMo 2): skip updates whose loss or gradient norm is 6 standard deviations above the mean of "
+        "128 steps. clip_update (Marin): limit updates to the mean norm and 3 deviations.",
+    )
+    nonfinite_limit: int = setting(
+        20, "Consecutive steps skipped for NaN or infinity that end the run (93).", at_least=1, unit="steps"
+    )
+    spike: float = setting(
+        0.5,
+        "A loss this many nats and 10 deviations above the median of 100 steps is a spike; checkpoints in one do "
+        "not replace healthy ones. 0: off.",
+        at_least=0,
+        unit="nats",
+    )
 
     def problems(self) -> Iterator[str]:
         """Invalid optimizer settings."""
@@ -205,16 +236,25 @@ def _unusable(entry: dict[str, Any]) -> Iterator[str]:
 class ScalerConfig(Checked):
     """Loss scale for fp16: doubles after a quiet window, halves on overflow."""
 
-    initial: float = 65536.0
-    """First loss scale."""
-    window: int = 1000
-    """Steps without overflow until it doubles."""
-    hysteresis: int = 2
-    """Overflows before it halves."""
-    consecutive: bool = False
-    """Count only overflows in a row."""
-    minimum: float = 1.0
-    """Lowest loss scale; overflows there count towards optim.nonfinite_limit."""
+    initial: float = setting(65536.0, "First loss scale.", more_than=0, only_with="engine.precision=fp16")
+    window: int = setting(
+        1000, "Steps without overflow until it doubles.", at_least=1, unit="steps", only_with="engine.precision=fp16"
+    )
+    hysteresis: int = setting(
+        2, "Overflows before it halves.", at_least=1, unit="overflows", only_with="engine.precision=fp16"
+    )
+    consecutive: bool = setting(
+        False,
+        "Count only overflows in a row.",
+        only_with="engine.precision=fp16",
+        warn_without="scaler.hysteresis>1: every overflow halves the loss scale",
+    )
+    minimum: float = setting(
+        1.0,
+        "Lowest loss scale; overflows there count towards optim.nonfinite_limit.",
+        more_than=0,
+        only_with="engine.precision=fp16",
+    )
 
     def reset(self) -> str:
         """The words of a command line that return what was changed to the defaults."""

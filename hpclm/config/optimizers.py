@@ -178,6 +178,11 @@ def readers(setting: str) -> list[str]:
     return [name for name, kind in OPTIMIZERS.items() if setting in kind.settings]
 
 
+def optimizers_with(setting: str) -> str:
+    """The condition of settings that only some optimizers read."""
+    return f"optim.name={'|'.join(readers(setting))}|own"
+
+
 def described() -> str:
     """The optimizers, for the documentation of optim.name."""
     shipped = "; ".join(f"{name}: {kind.summary}" for name, kind in OPTIMIZERS.items())

@@ -6,11 +6,11 @@ wrong inside it; RunConfig adds contradictions between sections.
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from hpclm.config import experts, fp8
-from hpclm.config.checks import PATHS, Checked, at_least, keyed_texts, texts
+from hpclm.config.checks import Checked, at_least, keyed_texts, texts
 from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, EngineSettings, ParallelConfig, unsupported
 from hpclm.config.job import ClusterConfig, JobConfig
@@ -19,6 +19,7 @@ from hpclm.config.monitoring import EvaluateConfig, LogConfig, ProfileConfig
 from hpclm.config.optim import ENDLESS, SCHEDULES, OptimConfig, ScalerConfig
 from hpclm.config.optimizers import row
 from hpclm.config.plan import Plan, Rampup
+from hpclm.config.setting import setting
 from hpclm.config.supports import SUPPORTS
 from hpclm.errors import ConfigError
 from hpclm.registry import load
@@ -33,16 +34,22 @@ OWN_CODE = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 class BatchConfig(Checked):
     """Batch sizes."""
 
-    global_size: int = 32
-    """Samples per optimizer step."""
-    micro_size: int = 4
-    """Samples per forward and backward pass; auto: the fastest that fits, by the planner, at the first start; later ones
-    keep it where it divides the batch."""
-    rampup: tuple[int, int, int] | None = None
-    """[start, increment, samples]: grow the batch from start to global_size over so many samples."""
-    loss_norm: Literal["token", "microbatch"] = "token"
-    """Mean over all tokens of the step, or over micro-batch means; they differ only where tokens are masked. As in Megatron, a
-    micro-batch without a token that counts has a mean of 0; a warning says so."""
+    global_size: int = setting(32, "Samples per optimizer step.", at_least=1, unit="samples")
+    micro_size: int = setting(
+        4,
+        "Samples per forward and backward pass; auto: the fastest that fits, by the planner, at the first start; "
+        "later ones keep it where it divides the batch.",
+        at_least=0,
+        unit="samples",
+    )
+    rampup: tuple[int, int, int] | None = setting(
+        None, "[start, increment, samples]: grow the batch from start to global_size over so many samples.", at_least=1
+    )
+    loss_norm: Literal["token", "microbatch"] = setting(
+        "token",
+        "Mean over all tokens of the step, or over micro-batch means; they differ only where tokens are masked. "
+        "As in Megatron, a micro-batch without a token that counts has a mean of 0; a warning says so.",
+    )
 
     def problems(self) -> Iterator[str]:
         """Invalid batch sizes."""
@@ -67,16 +74,22 @@ class BatchConfig(Checked):
 class BudgetConfig(Checked):
     """How long to train: until the first limit. A length on the command line replaces those of the file or run. Samples read with other batch sizes before a resume count."""
 
-    steps: int | None = None
-    """Optimizer steps."""
-    samples: int | None = None
-    """Samples; an incomplete last batch is dropped."""
-    tokens: int | None = None
-    """Tokens: samples x model.context."""
-    epochs: float | None = None
-    """Passes over the training data; with a weighted data.blend until the first dataset is exhausted."""
-    hours: float | None = None
-    """Hours of training steps over all attempts, without start-up, evaluations and saves."""
+    steps: int | None = setting(None, "Optimizer steps.", at_least=1, unit="steps")
+    samples: int | None = setting(None, "Samples; an incomplete last batch is dropped.", at_least=1, unit="samples")
+    tokens: int | None = setting(None, "Tokens: samples x model.context.", at_least=1, unit="tokens")
+    epochs: float | None = setting(
+        None,
+        "Passes over the training data; with a weighted data.blend until the first dataset is exhausted.",
+        more_than=0,
+        at_most=MAX_BUDGET,
+    )
+    hours: float | None = setting(
+        None,
+        "Hours of training steps over all attempts, without start-up, evaluations and saves.",
+        more_than=0,
+        at_most=MAX_BUDGET,
+        unit="hours",
+    )
 
     def problems(self) -> Iterator[str]:
         """Invalid budgets."""
@@ -91,34 +104,78 @@ class BudgetConfig(Checked):
 class CheckpointConfig(Checked):
     """Saving and resuming."""
 
-    enabled: bool = True
-    """false: save nothing, for benchmarks."""
-    every: int = 1000
-    """Steps between saves; 0: only on exit. The last step is always saved."""
-    minutes: float | None = None
-    """Also save when the last save is this many minutes ago."""
-    epochs: float | None = None
-    """Also save after this many epochs."""
-    background: bool = True
-    """Write while training continues, from a copy in CPU memory."""
-    file_mb: float = 16.0
-    """Ranks that hold the same weights each write at least this many MB; 0: all write."""
-    keep_last: int = 3
-    """Keep so many healthy regular checkpoints (at least 2), the newest two regular ones in any case, and the last one saved
-    on exit until the next regular one."""
-    keep_every: int = 0
-    """Also keep steps that are a multiple of this; 0: none."""
-    keep_best: int = 0
-    """Also keep this many with the lowest validation loss."""
-    keep_epochs: int = 0
-    """Also keep this many of checkpoint.epochs."""
-    resume: Literal["auto", "require", "never"] = "auto"
-    """auto: from the newest good checkpoint, if any; require: exit with 66 without one; never: refuse a run directory that
-    has any."""
-    init_from: str | None = field(default=None, metadata=PATHS)
-    """Run directory or checkpoint from which a new run takes only weights."""
-    grace_seconds: float = 30.0
-    """Seconds from TERM to KILL (Slurm's GraceTime or KillWait); longer saves are not started."""
+    enabled: bool = setting(True, "false: save nothing, for benchmarks.")
+    every: int = setting(
+        1000, "Steps between saves; 0: only on exit. The last step is always saved.", at_least=0, unit="steps"
+    )
+    minutes: float | None = setting(
+        None,
+        "Also save when the last save is this many minutes ago.",
+        more_than=0,
+        unit="minutes",
+        warn_without="checkpoint.enabled: nothing is saved",
+    )
+    epochs: float | None = setting(
+        None,
+        "Also save after this many epochs.",
+        more_than=0,
+        unit="epochs",
+        warn_without="checkpoint.enabled: nothing is saved",
+    )
+    background: bool = setting(
+        True,
+        "Write while training continues, from a copy in CPU memory.",
+        warn_without="checkpoint.enabled: nothing is saved",
+    )
+    file_mb: float = setting(
+        16.0,
+        "Ranks that hold the same weights each write at least this many MB; 0: all write.",
+        at_least=0,
+        unit="MB",
+        warn_without="checkpoint.enabled: nothing is saved",
+    )
+    keep_last: int = setting(
+        3,
+        "Keep so many healthy regular checkpoints (at least 2), the newest two regular ones in any case, and the "
+        "last one saved on exit until the next regular one.",
+        at_least=2,
+        warn_without="checkpoint.enabled: nothing is saved",
+    )
+    keep_every: int = setting(
+        0,
+        "Also keep steps that are a multiple of this; 0: none.",
+        at_least=0,
+        unit="steps",
+        warn_without="checkpoint.enabled: nothing is saved",
+    )
+    keep_best: int = setting(
+        0,
+        "Also keep this many with the lowest validation loss.",
+        at_least=0,
+        warn_without="checkpoint.enabled: nothing is saved",
+    )
+    keep_epochs: int = setting(
+        0,
+        "Also keep this many of checkpoint.epochs.",
+        at_least=0,
+        only_with="checkpoint.epochs",
+        warn_without="checkpoint.enabled: nothing is saved",
+    )
+    resume: Literal["auto", "require", "never"] = setting(
+        "auto",
+        "auto: from the newest good checkpoint, if any; require: exit with 66 without one; never: refuse a run "
+        "directory that has any.",
+    )
+    init_from: str | None = setting(
+        None, "Run directory or checkpoint from which a new run takes only weights.", path=True
+    )
+    grace_seconds: float = setting(
+        30.0,
+        "Seconds from TERM to KILL (Slurm's GraceTime or KillWait); longer saves are not started.",
+        more_than=0,
+        infinite=True,
+        unit="seconds",
+    )
 
     def problems(self) -> Iterator[str]:
         """Invalid checkpoint settings."""
@@ -141,20 +198,22 @@ class CheckpointConfig(Checked):
 class RunConfig(Checked):
     """All settings of a run."""
 
-    name: str = "run"
-    """Run name; last component of the default output directory."""
-    out: str = field(default="runs/${name}", metadata=PATHS)
-    """Run directory; its last part is the run's name."""
-    seed: int = 1234
-    """Seed of initial weights, dropout and sample order."""
-    stop_at: int | None = None
-    """Save and exit after this step; budget and schedule stay."""
-    exit_interval: int | None = None
-    """Save and exit at every multiple of this step."""
-    exit_minutes: float | None = None
-    """Save and exit this many minutes after the attempt's processes started; imports and set-up count."""
-    kill_switch: str | None = field(default=None, metadata=PATHS)
-    """Save and exit when this file exists; it must belong to you or root, and is not deleted."""
+    name: str = setting("run", "Run name; last component of the default output directory.")
+    out: str = setting("runs/${name}", "Run directory; its last part is the run's name.", path=True)
+    seed: int = setting(1234, "Seed of initial weights, dropout and sample order.", at_least=0, at_most=2**32 - 1)
+    stop_at: int | None = setting(
+        None, "Save and exit after this step; budget and schedule stay.", at_least=1, unit="steps"
+    )
+    exit_interval: int | None = setting(None, "Save and exit at every multiple of this step.", at_least=1, unit="steps")
+    exit_minutes: float | None = setting(
+        None,
+        "Save and exit this many minutes after the attempt's processes started; imports and set-up count.",
+        more_than=0,
+        unit="minutes",
+    )
+    kill_switch: str | None = setting(
+        None, "Save and exit when this file exists; it must belong to you or root, and is not deleted.", path=True
+    )
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()

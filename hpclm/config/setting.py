@@ -1,0 +1,124 @@
+"""Declare a setting once: default, documentation, range, unit, whether it is a path, and what it has an effect with.
+
+    layers: int = setting(12, "Transformer blocks.", at_least=1, at_most=10_000)
+    folder: str | None = setting(None, "Folder for indices.", path=True, only_with="data.source!=synthetic")
+
+Everything else is read from the declaration: checks and their messages, --help, docs/settings.md, ``hpclm docs`` and completion.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field
+from functools import partial
+from typing import Any
+
+from hpclm.config.condition import Condition
+
+_KEY = "declared"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """What a field declares besides its type and its default."""
+
+    doc: str
+    at_least: float | None = None
+    more_than: float | None = None
+    at_most: float | None = None
+    less_than: float | None = None
+    infinite: bool = False
+    """Whether inf is allowed; NaN never is."""
+    unit: str = ""
+    """In the plural, such as steps."""
+    path: str | None = None
+    """The text that separates paths in a value, empty if the value is one path; None if it is not a path."""
+    url: bool = False
+    """Whether a URL is allowed in place of a path."""
+    secret: bool = False
+    """Whether messages must not show the value."""
+    names: Mapping[str, Any] | None = None
+    """The names that may be given besides package.module:Name; None if the value is not a name."""
+    only_with: tuple[Condition, ...] = ()
+    """Without one of these, a value other than the default has no effect and is refused."""
+    warn_without: tuple[Condition, ...] = ()
+    """Without one of these, a value other than the default has no effect, which is worth a warning."""
+
+    advice: str = ""
+    """The way out for values outside the range."""
+
+    @property
+    def limits(self) -> str:
+        """The range in words, such as "at least 1"; empty without one."""
+        if self.at_least is not None and self.at_most is not None:
+            return f"from {_number(self.at_least)} to {_number(self.at_most)}"
+        bounds = {
+            "at least": self.at_least,
+            "more than": self.more_than,
+            "at most": self.at_most,
+            "less than": self.less_than,
+        }
+        return " and ".join(f"{words} {_number(bound)}" for words, bound in bounds.items() if bound is not None)
+
+    def problem(self, value: Any) -> str:
+        """What a value, or each number of a list, must be and is not; empty if nothing is wrong."""
+        numbers = value if isinstance(value, tuple) else (value,)
+        outside = [number for number in numbers if isinstance(number, (int, float)) and not self._allows(number)]
+        if not outside:
+            return ""
+        wanted = self.limits
+        if not all(map(math.isfinite, outside)) and self.at_most is None and self.less_than is None:
+            wanted = f"{wanted} and finite" if wanted else "finite"
+        wanted = f"each be {wanted}" if isinstance(value, tuple) else f"be {wanted}"
+        return f"must {wanted}; {self.advice}" if self.advice else f"must {wanted}"
+
+    def _allows(self, number: float) -> bool:
+        if isinstance(number, bool):
+            return True
+        return (
+            (self.at_least is None or number >= self.at_least)
+            and (self.more_than is None or number > self.more_than)
+            and (self.at_most is None or number <= self.at_most)
+            and (self.less_than is None or number < self.less_than)
+            and (math.isfinite(number) or (self.infinite and number > 0))
+        )
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    path: bool | str = False,
+    only_with: str | tuple[str, ...] = (),
+    warn_without: str | tuple[str, ...] = (),
+    **declared: Any,
+) -> Any:
+    """A field of a section of settings; ``declared``: fields of Declared.
+
+    ``path``: True for a path, or the text that separates paths in a value, such as "=" for name=path.
+    ``only_with``, ``warn_without``: conditions such as "engine.precision=fp16" (see condition.py).
+    """
+    separator: str | None = "" if path is True else path or None
+    metadata = Declared(
+        doc=" ".join(doc.split()),
+        path=separator,
+        only_with=_conditions(only_with),
+        warn_without=_conditions(warn_without),
+        **declared,
+    )
+    if isinstance(default, (list, dict)):
+        return field(default_factory=partial(copy.copy, default), metadata={_KEY: metadata})
+    return field(default=default, metadata={_KEY: metadata})
+
+
+def declared(entry: Field) -> Declared:
+    """What a field declares."""
+    return entry.metadata[_KEY]
+
+
+def _conditions(texts: str | tuple[str, ...]) -> tuple[Condition, ...]:
+    return tuple(map(Condition.parse, [texts] if isinstance(texts, str) else texts))
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,}" if bound >= 10**6 else f"{bound:g}"

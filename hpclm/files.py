@@ -268,10 +268,11 @@ def kernel_of(machine: str) -> str:
 
 
 @contextmanager
-def locked(path: Path, waiting: str | None = None) -> Iterator[None]:
-    """Hold a lock on a folder or file (which is created) during the block, if the file system supports locks.
+def locked(path: Path, waiting: str | None = None, refusal: Exception | None = None) -> Iterator[int]:
+    """Hold a lock on a folder or file (which is created) during the block, if the file system supports locks; gives its descriptor.
 
-    ``waiting`` is logged if it has to wait.
+    A process that inherits the descriptor holds the lock, too. ``waiting`` is logged if it has to wait. ``refusal`` is raised instead
+    of waiting.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     handle = os.open(path, os.O_RDONLY) if path.is_dir() else opened(path, flags, 0o666)
@@ -280,10 +281,12 @@ def locked(path: Path, waiting: str | None = None) -> Iterator[None]:
             try:
                 lock(handle, path)
             except BlockingIOError:
+                if refusal:
+                    raise refusal from None
                 if waiting:
                     log.info(waiting)
                 lock(handle, path, fcntl.LOCK_EX, "another process has locked it; waiting for that process")
-        yield
+        yield handle
     finally:
         os.close(handle)
 

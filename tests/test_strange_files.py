@@ -17,8 +17,8 @@ from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.launch import process
 from hpclm.log import also_to, instead_to
-from hpclm.node.job import Job
-from hpclm.rundir import events, folder, lock, rows, runs
+from hpclm.node.job import OwnJob
+from hpclm.rundir import events, folder, lease, rows, runs
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.logs import last
 from hpclm.rundir.metrics_file import forget_after
@@ -59,12 +59,12 @@ READERS = {
     "events.jsonl": [
         runs.read,
         events.read,
-        lambda out: records.check_progress(out, 0, Job()),
+        lambda out: records.check_progress(out, 0, OwnJob()),
     ],
     "metrics.jsonl": [lambda out: list(forget_after(out, 1))],
     "log.txt": [lambda out: rows.tail(out / "log.txt"), lambda out: last(out / "log.txt", 1)],
     "summary.json": [runs.read],
-    "lock": [lambda out: lock.read(out / "lock"), lambda out: lock.refuse_if_held(out)],
+    "lock": [lease.holder, lease.refuse_if_held],
     "checkpoints/step-00000001/MANIFEST.json": [
         lambda out: manifests.read(out / "checkpoints/step-00000001"),
         lambda out: folder.survey_checkpoints(out / "checkpoints"),
@@ -180,7 +180,7 @@ def test_a_run_directory_that_is_not_ones_own_alone_is_not_trained_in(what, tmp_
 def refuse(words, out):
     """Nothing trains in a run directory that is spoilt."""
     for start in (
-        lambda settings: process.train(RunStart(settings), World("single", 0, 1), Job()),
+        lambda settings: process.train(RunStart(settings), World("single", 0, 1), OwnJob()),
         lambda settings: folder.check(Path(settings.out)),
     ):
         with pytest.raises(ConfigError, match=f"{out}.* (is a|belongs to another user|can be written by others)"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpclm.errors import ConfigError, ExitCode
 from hpclm.node import slurm
-from hpclm.node.job import JobIdentity
+from hpclm.node.job import OwnJob
 
 Env = Mapping[str, str]
 
@@ -146,10 +146,10 @@ def _values(launcher: str, env: Env, kind: type, *names: str) -> Any:  # as many
     raise ConfigError(text)
 
 
-def lost_code(launcher: str, job: JobIdentity | None, env: Env = os.environ) -> int:
+def lost_code(launcher: str, job: OwnJob, env: Env = os.environ) -> int:
     """Exit code of the other ranks if one is killed: the scheduler can requeue the job, and may not know that a node is down.
 
     Not if torchrun's agent restarts the ranks, which it does not after an exit with 85.
     """
     restarts = slurm.number(env, "TORCHELASTIC_RESTART_COUNT") < slurm.number(env, "TORCHELASTIC_MAX_RESTARTS")
-    return ExitCode.REQUEUE if job and launcher != "local" and not restarts else ExitCode.FAILED
+    return ExitCode.REQUEUE if job.id and launcher != "local" and not restarts else ExitCode.FAILED

@@ -24,7 +24,7 @@ from hpclm.distributed.stragglers import EVERY, Stragglers
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node import ends, preemption, processes
-from hpclm.node.job import Job
+from hpclm.node.job import OwnJob
 
 if TYPE_CHECKING:
     import torch
@@ -62,13 +62,13 @@ class DistributedContext:
         ranks: tuple[RankInfo, ...],
         watchdog: Watchdog,
         store: "TCPStore | None" = None,
-        job: Job | None = None,
+        job: OwnJob | None = None,
     ):
         self.launcher, self.rank, self.size = world.launcher, world.rank, world.size
         self.local_rank, self.local_size = world.local_rank, world.local_size
         self.began = world.began
         """When this rank began, in seconds since 1970."""
-        self.ranks, self.watchdog, self.job = ranks, watchdog, job or Job()
+        self.ranks, self.watchdog, self.job = ranks, watchdog, job or OwnJob()
         self.ending = watchdog.ending
         self._stragglers: Stragglers | None = None
         self.hosts = tuple({info.node: info.host for info in ranks}.values())
@@ -267,7 +267,7 @@ class DistributedContext:
         self.ending.done(text, self.exit_code)
 
 
-def single(settings: ClusterConfig | None = None, job: Job | None = None) -> DistributedContext:
+def single(settings: ClusterConfig | None = None, job: OwnJob | None = None) -> DistributedContext:
     """The context of a process without peers; ``settings``: for its watchdog, ``job``: that it is part of."""
     world = World("single", 0, 1)
     ranks = (RankInfo.of(world),)
@@ -276,13 +276,13 @@ def single(settings: ClusterConfig | None = None, job: Job | None = None) -> Dis
 
 
 @contextmanager
-def join(world: World, settings: ClusterConfig, job: Job | None = None) -> Iterator[DistributedContext]:
+def join(world: World, settings: ClusterConfig, job: OwnJob | None = None) -> Iterator[DistributedContext]:
     """Connect to the other ranks of ``world``, in the job ``job``, and disconnect at the end of the block.
 
     ConfigError if the ranks contradict each other, HpclmError if some do not arrive. An error that all ranks raise is
     printed by rank 0 only.
     """
-    job = job or Job()
+    job = job or OwnJob()
     if world.launcher != "single":
         processes.adopt_orphans()  # so that orphans of its children end with this rank
     if world.size == 1:
@@ -296,7 +296,7 @@ def join(world: World, settings: ClusterConfig, job: Job | None = None) -> Itera
         return
     met = connect(world, settings)
     preemption.ranks_have_met()
-    ending = Ending(met.ranks[world.rank], met.ranks, bootstrap.lost_code(world.launcher, job.identity))
+    ending = Ending(met.ranks[world.rank], met.ranks, bootstrap.lost_code(world.launcher, job))
     context = DistributedContext(world, met.ranks, Watchdog(settings, ending), met.store, job)
     context.watchdog.start()
     try:

@@ -13,8 +13,8 @@ from typing import Any
 from hpclm import extras, log
 from hpclm.inference import texts
 from hpclm.node import secrets
-from hpclm.node.job import Job
-from hpclm.rundir import lock, metrics_file, runs
+from hpclm.node.job import OwnJob
+from hpclm.rundir import metrics_file, runs
 from hpclm.rundir.rows import finite
 from hpclm.rundir.state import StateOf
 
@@ -85,7 +85,7 @@ def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores
     return TaskScores(scores, samples, progress.step)
 
 
-def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: StateOf, job: Job) -> int:
+def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: StateOf, job: OwnJob) -> int:
     """Score each checkpoint of ``run`` as it is published, until the run has ended; the exit code is 85 after a signal: the same
     command continues.
 
@@ -102,7 +102,7 @@ def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: State
     runs.check_own(run, "scored")
     log.setup(0, redact=secrets.Redactor())
     tasks = Tasks(list(wanted.names), wanted.path, wanted.samples, wanted.shots)
-    with lock.held(run, metrics_file.SCORES_LOCK, job):
+    with metrics_file.scoring(run):
         return Follower(run, config, tasks, wanted.batch).until_the_end(state_of, job)
 
 

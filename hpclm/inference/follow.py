@@ -15,7 +15,7 @@ from hpclm.datasets import run_text
 from hpclm.errors import ExitCode, HpclmError
 from hpclm.inference import run_model
 from hpclm.inference.harness import Tasks
-from hpclm.node.job import Job
+from hpclm.node.job import OwnJob
 from hpclm.node.preemption import WARNINGS, Preemption
 from hpclm.rundir import metrics_file
 from hpclm.rundir.lease import Lease
@@ -55,7 +55,7 @@ class Follower:
                 self._scored.add(name)
         return count
 
-    def until_the_end(self, state_of: StateOf, job: Job) -> int:
+    def until_the_end(self, state_of: StateOf, job: OwnJob) -> int:
         """Score checkpoints until the run has ended; the exit code, 85 after a signal. ``job``: that of this process."""
         with Preemption() as preemption:
 

@@ -13,11 +13,11 @@ from hpclm.errors import HpclmError
 from hpclm.launch import send
 from hpclm.launch.jobs import jobs_by_scheduler, state
 from hpclm.launch.schedulers import Scheduler, named
-from hpclm.node.job import JobState
+from hpclm.node.job import Job
 from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import control_files, events
 from hpclm.rundir import runs as folders
-from hpclm.rundir.lock import HolderWatch, is_here
+from hpclm.rundir.lease import HolderWatch, is_here
 from hpclm.rundir.runs import Run
 from hpclm.rundir.state import process_here
 from hpclm.terminal import say
@@ -37,7 +37,7 @@ class Target:
 
     out: Path
     scheduler: Scheduler
-    job: JobState
+    job: Job
     name: str
     saves: bool
     """Whether it is a job whose run is to save first."""
@@ -48,7 +48,7 @@ class Target:
     def __post_init__(self) -> None:
         self.watch = HolderWatch(self.out)
 
-    def ended(self, now: JobState | None) -> bool:
+    def ended(self, now: Job | None) -> bool:
         """Whether it has exited if its scheduler says ``now``, or its run has, whatever Slurm still has to do."""
         completing = now is not None and now.name == "COMPLETING" and self.cancelled is not None
         late = completing and time.monotonic() - (self.cancelled or 0) > COMPLETING
@@ -125,7 +125,7 @@ def jobs_of(run: Run, now: bool) -> Iterator[Target]:
     if (run.out / "job").is_dir():
         for scheduler, recorded in jobs.items():
             with suppress(NoAnswerError):  # asked again below
-                unrecorded = {job.job_id for job in send.queued(run.out, [scheduler], PATIENCE)}
+                unrecorded = {job.id for job in send.queued(run.out, scheduler, PATIENCE)}
                 recorded += sorted(unrecorded - {*recorded})
     try:
         states = {scheduler: scheduler.states(ids, (), PATIENCE) for scheduler, ids in jobs.items() if ids}

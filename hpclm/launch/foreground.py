@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hpclm import files, folders
+from hpclm import files, folders, paths
 from hpclm.config import RunConfig
 from hpclm.errors import ExitCode, HpclmError, shell_code
-from hpclm.launch import child
+from hpclm.launch import child, send
 from hpclm.launch.outcome import Outcome
-from hpclm.node import import_errors, parent, preemption, processes
+from hpclm.node import import_errors, parent, preemption, processes, python
 from hpclm.rundir import events
 from hpclm.terminal import say
 
@@ -27,8 +27,26 @@ FLUSH = 5.0  # seconds that the last output may take to be copied; a left-over p
 
 
 @dataclass(frozen=True)
+class Launch:
+    """A launch in the foreground, as it was asked for."""
+
+    config: RunConfig
+    command: Sequence[str] = ()
+    """The words that the user typed, for the record."""
+    resume_step: int | None = None
+    """The step of the checkpoint to go back to."""
+    instead: Sequence[str] = ()
+    """A program that runs in place of training, for tests."""
+
+    def program(self) -> Sequence[str]:
+        """The command of every rank."""
+        path = Path(self.config.out) / "config.yaml"
+        return self.instead or python.command("hpclm.train", paths.literal(path.absolute()))
+
+
+@dataclass(frozen=True)
 class Foreground:
-    """A launch in the foreground."""
+    """A launch in the foreground that has begun."""
 
     log: Path
     outcome: Outcome
@@ -107,28 +125,34 @@ class Foreground:
         os._exit(self._ended(shell_code(-signal.SIGKILL), cause))
 
 
-def begin(
-    config: RunConfig, name: str, shape: tuple[int, int], notes: Sequence[str] = (), command: Sequence[str] = ()
-) -> Foreground:
-    """Make the run directory, record the launch, and log its ``notes``.
+def begin(launch: Launch, name: str, shape: tuple[int, int], notes: Sequence[str] = ()) -> Foreground:
+    """Make the run directory, write its settings, record the launch, and log its ``notes``.
 
-    ``shape``: nodes, and the most ranks on one; ``command``: what the user typed.
+    ``shape``: nodes, and the most ranks on one. LockedError if another launch or a run is using the run directory.
     """
-    out = folders.private_folder(config.out, "run directory")
+    out = folders.private_folder(launch.config.out, "run directory")
     logs = folders.private_folder(out / "logs", "log folder")
     log = (logs / f"job-{name}-{os.getpid()}.log").absolute()
-    nodes, ranks = shape
-    cluster = "local" if name == "srun" else name
-    place = {"host": socket.gethostname(), "machine": files.here(), "folder": str(Path.cwd())}
-    size = {"nodes": nodes, "tasks_per_node": ranks}
-    events.append(
-        out, "submitted", cluster=cluster, job_id=str(os.getpid()), log=str(log), command=[*command], **size, **place
-    )
+    host = socket.gethostname()
+    with send.claimed(launch.config, launch.resume_step):
+        events.append(
+            out,
+            "submitted",
+            cluster="local" if name == "srun" else name,
+            job_id=str(os.getpid()),
+            log=str(log),
+            command=[*launch.command],
+            nodes=shape[0],
+            tasks_per_node=shape[1],
+            host=host,
+            machine=files.here(),
+            folder=str(Path.cwd()),
+        )
     for note in notes:
         line = f"{time.strftime('%H:%M:%S')} I {note}"
         say(line, file=sys.stderr)
         files.append(log, line + "\n", 0o600)
-    return Foreground(log, Outcome(out, f"{place['host']}-{os.getpid()}", LAUNCHERS[name]))
+    return Foreground(log, Outcome(out, f"{host}-{os.getpid()}", LAUNCHERS[name]))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from hpclm.launch import child, container, mpi, srun
 from hpclm.launch.outcome import Outcome, by_signal
 from hpclm.launch.schedulers import current_job
 from hpclm.node import ends, environment, import_errors, parent, preemption, slurm
-from hpclm.node.job import Job
+from hpclm.node.job import OwnJob
 from hpclm.node.processes import MissingProgramError, NoAnswerError
 from hpclm.parser import EPILOG, Parser
 from hpclm.rundir import events
@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
     environment.forget(OF_SUBMISSION)
     settings = settings_of(words)
     job = current_job(settings.job.cluster)
-    if job.identity:
-        _say(f"start {job.identity.restart + 1} of {replace(job.identity, restart=0)}")
+    if job.id:
+        _say(f"start {job.restart + 1} of {replace(job, restart=0)}")
     outcome = Outcome(Path(settings.out), start_name(job), settings.job.template, job)
     code, why = outcome.settle(_run(settings, words, outcome.variables))
     if code == ExitCode.REQUEUE and not why:
@@ -179,9 +179,9 @@ def torchrun_agent(settings: RunConfig, env: Mapping[str, str] = os.environ) -> 
     ]
 
 
-def start_name(job: Job) -> str:
+def start_name(job: OwnJob) -> str:
     """A name for this start of the job."""
-    return f"{job.identity.id}-{job.identity.restart}" if job.identity else f"{socket.gethostname()}-{os.getpid()}"
+    return f"{job.id}-{job.restart}" if job.id else f"{socket.gethostname()}-{os.getpid()}"
 
 
 def starts_again(code: int) -> bool:
@@ -189,7 +189,7 @@ def starts_again(code: int) -> bool:
     return code == ExitCode.REQUEUE or by_signal(code)
 
 
-def idle_starts(settings: RunConfig, job: Job, code: int, cause: str) -> int:
+def idle_starts(settings: RunConfig, job: OwnJob, code: int, cause: str) -> int:
     """Record how this start ended; how many in a row have ended before training began, this one included."""
     out = folders.private_folder(settings.out, "run directory")
     signal = code - 128 if 128 < code < 160 else None
@@ -200,7 +200,7 @@ def idle_starts(settings: RunConfig, job: Job, code: int, cause: str) -> int:
     return len([*itertools.takewhile(lambda start: start not in trained, reversed(starts))])
 
 
-def requeue(job: Job) -> None:
+def requeue(job: OwnJob) -> None:
     """Have the scheduler start the job again, if it still runs and may be started again."""
     until = time.monotonic() + PATIENCE
     while True:

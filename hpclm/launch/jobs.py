@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hpclm.launch.schedulers import Scheduler, named, of_job
-from hpclm.node.job import JobState
+from hpclm.node.job import Job
 from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import Run, is_job
@@ -22,7 +22,7 @@ class States:
         self.seconds = seconds
         self._silent = ""
         """Why a scheduler did not answer; "" if all did."""
-        self._answers = dict[Scheduler, dict[str, JobState]]()
+        self._answers = dict[Scheduler, dict[str, Job]]()
         self._asked = -ASK
         self._known = set[str]()
 

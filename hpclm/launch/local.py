@@ -1,14 +1,13 @@
 """Start a run's ranks on this machine through torchrun's agent: one for each GPU, or as many as requested on a CPU."""
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
-from hpclm import paths
 from hpclm.config import JobConfig, RunConfig
 from hpclm.distributed import network
 from hpclm.errors import ConfigError
 from hpclm.launch import foreground
-from hpclm.node import environment, gpus, python, threads
+from hpclm.launch.foreground import Launch
+from hpclm.node import environment, gpus, threads
 
 IN_SCRIPTS = ("modules", "venv", "conda", "setup", "container", "runtime", "mounts", "snapshot", "template")
 """Settings that only have an effect in a job script."""
@@ -22,27 +21,24 @@ IGNORED = {
 """The settings of job.* that each way to start without a job script does not follow."""
 
 
-def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Sequence[str] = ()) -> int:
-    """Train here with the settings at ``path`` (those of ``config``), in the foreground; the exit code.
-
-    ``command``: what the user typed, for the record; ``program``: what runs instead of training. ConfigError if the
-    machine has too few GPUs.
-    """
+def run(launch: Launch) -> int:
+    """Train here, in the foreground; the exit code. ConfigError if the machine has too few GPUs."""
+    config = launch.config
     env = environment.inherited() | config.job.env
     available = 0 if config.engine.device == "cpu" else gpus.count(env)
     count = process_count(config, available)
     notes = [placement(config, count, available, threads.usable()), *unused(config.job, "local")]
-    launch = foreground.begin(config, "local", (1, count), notes, command)
-    env |= launch.outcome.variables
+    begun = foreground.begin(launch, "local", (1, count), notes)
+    env |= begun.outcome.variables
     env.setdefault("OMP_NUM_THREADS", str(max(1, threads.usable() // count)))
 
     def start() -> int:
         environment.replace(env)
         from hpclm.launch import torchrun  # with PyTorch
 
-        return torchrun.run_here(program or train(path), count, config.job.restarts)
+        return torchrun.run_here(launch.program(), count, config.job.restarts)
 
-    return launch.contained(start)
+    return begun.contained(start)
 
 
 def check(config: RunConfig) -> None:
@@ -53,11 +49,6 @@ def check(config: RunConfig) -> None:
     wrong = list(engine.problems_without_gpu())
     if wrong and (engine.device == "cpu" or not gpus.count(env)):
         raise ConfigError(wrong)
-
-
-def train(path: Path) -> tuple[str, ...]:
-    """The command of every rank."""
-    return python.command("hpclm.train", paths.literal(path.absolute()))
 
 
 def process_count(config: RunConfig, available: int) -> int:

@@ -7,12 +7,12 @@ import shutil
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.launch import child, foreground, hostfile, local
+from hpclm.launch.foreground import Launch
 from hpclm.launch.hostfile import Resources
 from hpclm.node import environment, gpus, processes, slurm, threads
 from hpclm.node.processes import NoAnswerError
@@ -104,23 +104,20 @@ def plan(config: RunConfig) -> MpiPlan:
     return MpiPlan(env, mpirun, kind, {}, nodes, per_node, note)
 
 
-def preview(config: RunConfig, path: Path) -> str:
+def preview(launch: Launch) -> str:
     """The hosts and slots, and the command that ``run`` would execute."""
-    launch = plan(config)
-    return f"# {launch.note}\n{shlex.join(launch.command(local.train(path), config.job.env))}\n"
+    mpi = plan(launch.config)
+    return f"# {mpi.note}\n{shlex.join(mpi.command(launch.program(), launch.config.job.env))}\n"
 
 
-def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Sequence[str] = ()) -> int:
-    """Train through mpirun with the settings at ``path`` (those of ``config``), in the foreground; the exit code.
-
-    ``command``: what the user typed, for the record; ``program``: what runs instead of training. ConfigError as of
-    ``plan``.
-    """
-    launch = plan(config)
-    notes = [launch.note, *local.unused(config.job, "mpirun")]
-    begun = foreground.begin(config, "mpirun", (launch.nodes, launch.processes_per_node), notes, command)
-    line = launch.command(program or local.train(path), [*config.job.env, *begun.outcome.variables])
-    return begun.run(line, launch.env, launch.signals)
+def run(launch: Launch) -> int:
+    """Train through mpirun, in the foreground; the exit code. ConfigError: see ``plan``."""
+    job = launch.config.job
+    mpi = plan(launch.config)
+    notes = [mpi.note, *local.unused(job, "mpirun")]
+    begun = foreground.begin(launch, "mpirun", (mpi.nodes, mpi.processes_per_node), notes)
+    line = mpi.command(launch.program(), [*job.env, *begun.outcome.variables])
+    return begun.run(line, mpi.env, mpi.signals)
 
 
 def resources(config: RunConfig) -> Resources:

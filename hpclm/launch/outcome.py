@@ -7,7 +7,7 @@ from pathlib import Path
 from hpclm.distributed import ending, failure
 from hpclm.errors import ExitCode
 from hpclm.node import ends
-from hpclm.node.job import Job
+from hpclm.node.job import OwnJob
 from hpclm.node.processes import memory_kills
 from hpclm.rundir import summary
 from hpclm.terminal import say
@@ -19,9 +19,9 @@ LOST_NODE = 205  # mpirun's exit code when a node is lost
 class Outcome:
     """The end of the ranks that one launch starts."""
 
-    def __init__(self, out: Path, start: str, launcher: str, job: Job | None = None):
+    def __init__(self, out: Path, start: str, launcher: str, job: OwnJob | None = None):
         """``start``: a name for this start of the ranks. ``launcher``: srun, mpirun or torchrun."""
-        self.out, self.launcher, self.job = out, launcher, job or Job()
+        self.out, self.launcher, self.job = out, launcher, job or OwnJob()
         self.folder = out.absolute() / "logs" / "errors" / start
         """For the files of the ranks."""
         self._memory_kills = memory_kills()

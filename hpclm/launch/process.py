@@ -17,7 +17,7 @@ from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, ExitCode, Interrupted
 from hpclm.launch.schedulers import current_job
 from hpclm.node import ends, preemption, secrets, threads
-from hpclm.node.job import Job
+from hpclm.node.job import OwnJob
 from hpclm.rundir import code, folder
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _refuse_incomplete(settings: RunConfig) -> None:
     RunStart(settings, has=SETTINGS).check()
 
 
-def train(start: "RunStart", world: World, job: Job) -> int:
+def train(start: "RunStart", world: World, job: OwnJob) -> int:
     """Join the other ranks of ``world``, all in ``job``, and train; returns the exit code."""
     with distributed.join(world, start.run.cluster, job) as context:
         from hpclm.planning import fit

@@ -16,10 +16,15 @@ from hpclm.config import RunConfig
 from hpclm.config.compose import dumped
 from hpclm.config.length import run_length
 from hpclm.errors import ConfigError, LockedError
-from hpclm.launch.schedulers import JobScript, Queued, Scheduler, current_job
-from hpclm.rundir import code, config_history, events, folder, lock
+from hpclm.launch.schedulers import JobScript, Scheduler
+from hpclm.node.job import Job
+from hpclm.rundir import code, config_history, events, folder, lease, runs
 from hpclm.rundir.rows import Row
 from hpclm.rundir.runs import is_job
+from hpclm.rundir.state import process_here
+
+LOCK = Path("job", "lock")
+"""Held while a run is submitted, or its launch recorded."""
 
 
 def send(
@@ -37,17 +42,17 @@ def send(
     """
     out = Path(config.out)
     text = job_script.text
-    with _made(out), files.locked(out / "job" / "lock"):
+    with _made(out), files.locked(out / LOCK) as lock:
         scripts = _scripts(out)
         for name in ("config.yaml", "job/submitit", f"job/script-{max(scripts, default=0) + 1}.sbatch"):
             files.sweep(out / name)  # left by a killed process
         before = events.of_kind(events.read_or_refuse(out), "submitted")
         recorded = {Path(submission["script"]).name for submission in before if submission.get("script")}
-        queued_jobs = queued(out, _that_may_know(scheduler, text, before)) if scripts else []
-        lost = [job for job in queued_jobs if job.script.name not in recorded]
+        queued_jobs = _queued(out, _that_may_know(scheduler, text, before)) if scripts else []
+        lost = [job for job in queued_jobs if Path(job.script).name not in recorded]
         for job in lost:
-            _submitted(config, job.job_id, job.cluster, job.script, command)
-        if lost and not again and _same(out, config, lost[-1].script, text):
+            _submitted(config, job.id, job.cluster, job.script, command)
+        if lost and not again and _same(out, config, Path(lost[-1].script), text):
             return events.of_kind(events.read(out), "submitted")[-1], False
         if queued_jobs and not again:
             raise LockedError(
@@ -55,18 +60,18 @@ def send(
                 "hpclm cancel ends it, and --again submits another"
             )
         if not queued_jobs:
-            lock.refuse_if_held(out)
+            refuse_in_use(out)
         if config.job.snapshot:
             code.keep(out, code.sources(config.modules()))
         script = out / "job" / f"script-{max(scripts, default=0) + 1}.sbatch"
         with _prepared(config, resume_step):
             files.write_text(script, text)
             try:
-                job_id, _, cluster = scheduler.submit(job_script, script, out / "job" / "sbatch.lock").partition(";")
+                job_id, _, cluster = scheduler.submit(job_script, script, lock).partition(";")
             except ConfigError:
                 script.unlink()  # there certainly is no job
                 raise
-        _submitted(config, job_id, cluster, script, command)
+        _submitted(config, job_id, cluster, str(script), command)
         return events.of_kind(events.read(out), "submitted")[-1], True
 
 
@@ -101,23 +106,35 @@ def _prepared(config: RunConfig, resume_step: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def held(config: RunConfig, resume_step: int | None = None) -> Iterator[None]:
-    """Lock the run directory for a local launch during the block, with its settings written.
+def claimed(config: RunConfig, resume_step: int | None = None) -> Iterator[None]:
+    """Keep other launches and submissions out of the run directory while a launch is recorded in the block, with its settings written.
 
-    ``resume_step``: as in ``send``. LockedError if another launch or run is using it; nothing has changed then.
+    ``resume_step``: as in ``send``. LockedError if a launch or run is using it; nothing has changed then.
     """
     out = Path(config.out)
     folder.make(out)
-    with lock.held(out, "job/launch", current_job(config.job.cluster)):
-        lock.refuse_if_held(out)
+    with files.locked(out / LOCK):
+        refuse_in_use(out)
         with _prepared(config, resume_step):
             yield
 
 
-def queued(out: Path, schedulers: Iterable[Scheduler], seconds: float = 60) -> list[Queued]:
-    """Pending and running jobs of the run directory ``out``; NoAnswerError if a scheduler does not answer within ``seconds``."""
-    with files.locked(out / "job" / "sbatch.lock"):  # an sbatch whose caller was killed may still be running
-        return [job for scheduler in schedulers for job in scheduler.queued(out / "job", seconds)]
+def refuse_in_use(out: Path) -> None:
+    """LockedError if a run, or a launch of this machine whose ranks have not begun, is using ``out``."""
+    lease.refuse_if_held(out)
+    pid = process_here(runs.read(out))
+    if pid is not None:
+        raise lease.in_use(out, {"pid": pid, "host": socket.gethostname()})
+
+
+def queued(out: Path, scheduler: Scheduler, seconds: float) -> list[Job]:
+    """Pending and running jobs of the run directory ``out``; NoAnswerError if the scheduler does not answer within ``seconds``."""
+    with files.locked(out / LOCK):  # a submission whose caller was killed may not have ended
+        return _queued(out, [scheduler], seconds)
+
+
+def _queued(out: Path, schedulers: Iterable[Scheduler], seconds: float = 60) -> list[Job]:
+    return [job for scheduler in schedulers for job in scheduler.queued(out / "job", seconds)]
 
 
 def last_script(out: Path) -> str:
@@ -149,7 +166,7 @@ def _same(out: Path, config: RunConfig, script: Path, text: str) -> bool:
         return False
 
 
-def _submitted(config: RunConfig, job_id: str, cluster: str, script: Path, command: Sequence[str]) -> None:
+def _submitted(config: RunConfig, job_id: str, cluster: str, script: str, command: Sequence[str]) -> None:
     """Record a submission."""
     begin = resumable.progress(Path(config.out))
     events.append(
@@ -162,7 +179,7 @@ def _submitted(config: RunConfig, job_id: str, cluster: str, script: Path, comma
         nodes=config.job.nodes,
         tasks_per_node=config.job.gpus,
         log=str(Path(config.out) / "logs" / f"job-{job_id}.log"),
-        script=str(script),
+        script=script,
         command=list(command),
         folder=str(Path.cwd()),
         steps=run_length(config, None, begin.step, begin.samples).steps,

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from hpclm.config import RunConfig
 from hpclm.errors import ConfigError
 from hpclm.launch import child, foreground, local
+from hpclm.launch.foreground import Launch
 from hpclm.node import environment, slurm
 
 STALE = re.compile(r"SLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK|DISTRIBUTION)")
@@ -15,13 +14,10 @@ WAIT = "SLURM_WAIT"
 """Variable with the seconds that the last tasks have once one is done: a slurmstepd that died never says so."""
 
 
-def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Sequence[str] = ()) -> int:
-    """Train in the present Slurm allocation with the settings at ``path`` (those of ``config``); returns the exit code.
-
-    ``command``: what the user typed, for the record; ``program``: what runs instead of training. ConfigError outside an
-    allocation. srun itself refuses one that is too small.
-    """
-    env, job = environment.inherited(), config.job
+def run(launch: Launch) -> int:
+    """Train in the present Slurm allocation; the exit code. ConfigError outside an allocation; srun refuses one that is too small."""
+    env = environment.inherited()
+    job = launch.config.job
     allocation = env.get(slurm.JOB)
     if not allocation:
         cores = f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else ""
@@ -37,9 +33,9 @@ def run(config: RunConfig, path: Path, command: Sequence[str] = (), program: Seq
     per_node = f"{job.gpus} on each of {job.nodes} node{'s' * (job.nodes != 1)}"
     note = f"srun in allocation {allocation}: {job.nodes * job.gpus} processes, {per_node}"
     notes = [note, *local.unused(job, "interactive")]
-    launch = foreground.begin(config, "srun", (job.nodes, job.gpus), notes, command)
-    line = step(job.nodes, job.gpus, job.cpus_per_task or 0, program or local.train(path), options)
-    return launch.run(line, env, child.SIGNALS)
+    begun = foreground.begin(launch, "srun", (job.nodes, job.gpus), notes)
+    line = step(job.nodes, job.gpus, job.cpus_per_task or 0, launch.program(), options)
+    return begun.run(line, env, child.SIGNALS)
 
 
 def step(nodes: int, tasks: int, cores: int, program: Sequence[str], options: Sequence[str] = ()) -> list[str]:

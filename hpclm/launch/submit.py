@@ -19,6 +19,7 @@ from hpclm.inference.evaluation import TaskRequest
 from hpclm.launch import arguments, container, debug, prechecks, process, send, setup, sweep
 from hpclm.launch.arguments import Request
 from hpclm.launch.done import DoneError, before_it, refuse_done, same_length
+from hpclm.launch.foreground import Launch
 from hpclm.launch.schedulers import JobScript, Scheduler, named
 from hpclm.node import gpus, secrets
 from hpclm.rundir import events, folder
@@ -188,7 +189,7 @@ def _preview(where: str, run: RunConfig) -> int:
         raise ConfigError(f"--dry-run shows the script of a job; with job.cluster={where} there is none")
     from hpclm.launch import mpi
 
-    sys.stdout.write(mpi.preview(run, Path(run.out) / "config.yaml"))
+    sys.stdout.write(mpi.preview(Launch(run)))
     return 0
 
 
@@ -207,8 +208,8 @@ def _ranks(runs: Sequence[RunConfig], ranks: str, kind: str) -> int:
 
 def _here(where: str, run: RunConfig, command: list[str], resume_step: int | None) -> int:
     """Train in processes started by this one."""
-    with send.held(run, resume_step):
-        return int(import_module(STARTED_BY[where]).run(run, Path(run.out) / "config.yaml", command=command))
+    launch = Launch(run, command, resume_step)
+    return int(import_module(STARTED_BY[where]).run(launch))
 
 
 def _sweep(where: str, request: Request, runs: Sequence[RunConfig], command: list[str]) -> int:
@@ -293,7 +294,8 @@ def submit_scoring(out: Path, overrides: list[str], wanted: TaskRequest, words: 
     script = scheduler.script(run, out / "config.yaml", list(setup.lines(run, path)), score)
     folder.make(out)
     files.write_text(path, script.text)
-    job_id = scheduler.submit(script, path, path.with_name("sbatch.lock")).partition(";")[0]
+    with files.locked(out / send.LOCK) as lock:
+        job_id = scheduler.submit(script, path, lock).partition(";")[0]
     return (
         f"submitted job {job_id}, which scores the run's checkpoints; its log: {files.shown(out)}/logs/job-{job_id}.log"
     )

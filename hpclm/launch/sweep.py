@@ -152,7 +152,7 @@ class Child:
     def __init__(self, run: RunConfig, name: str, words: Words, share: Mapping[str, str], output: IO[bytes], row: int):
         """Start ``run``; what it prints goes to ``output``, and its progress is shown in this ``row`` of a terminal."""
         self.name, self.output, self.row, self.out = name, output, row, Path(run.out)
-        with send.held(run):  # LockedError where another process trains it
+        with send.claimed(run):  # LockedError where another process trains it
             command = python.command("hpclm", *words(self.out / "config.yaml"))
         self.process = subprocess.Popen(
             command,

@@ -45,7 +45,7 @@ from hpclm.launch.child import Forward
 from hpclm.launch.schedulers import current_job
 from hpclm.node import ends, parent, processes, python, slurm
 from hpclm.node.ends import End
-from hpclm.node.job import Job
+from hpclm.node.job import OwnJob
 
 FINAL = [code for code in ExitCode if code.final]
 """Exit codes of a rank that must not be restarted; neither must one that has saved, which asks for another start of the job."""
@@ -116,7 +116,7 @@ def run_here(command: Sequence[str], count: int, restarts: int = 0) -> int:
     return launch(command, 1, count, restarts, current_job(), run_id=secrets.token_hex(8), rdzv_backend=LOOPBACK)
 
 
-def main(argv: list[str], job: Job) -> int:
+def main(argv: list[str], job: OwnJob) -> int:
     """Run this node's ranks in a job of several nodes."""
     parser = argparse.ArgumentParser(prog="hpclm.launch.torchrun")
     for option in ("--nnodes", "--nproc-per-node", "--max-restarts"):
@@ -148,7 +148,7 @@ def main(argv: list[str], job: Job) -> int:
     )
 
 
-def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: Job, **rendezvous: Any) -> int:
+def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: OwnJob, **rendezvous: Any) -> int:
     """Run this node's ``ranks`` to their end, in the job ``job``; the exit code."""
     os.environ[parent.PID] = f"{rendezvous['run_id']} {os.getpid()}"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log what happened
@@ -181,7 +181,7 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: J
                 return ExitCode.INTERRUPTED
             except (RendezvousError, DistError) as error:  # the first node is lost
                 _report(f"torchrun on {socket.gethostname()} lost its connection to the others: {error}")
-                return ExitCode.REQUEUE if job.identity else ExitCode.FAILED
+                return ExitCode.REQUEUE if job.id else ExitCode.FAILED
             finally:
                 processes.kill_children()
 

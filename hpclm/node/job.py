@@ -1,9 +1,14 @@
 """The job that this process is part of, and jobs as their schedulers show them; no scheduler is known here."""
 
+import logging
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+log = logging.getLogger(__name__)
 
 SHOWN_HOSTS = 8  # in a line of the log
 WAITING = frozenset(
@@ -13,12 +18,15 @@ RUNNING = frozenset(["RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING",
 
 
 @dataclass(frozen=True)
-class JobIdentity:
-    """A job as its own processes know it; made once, when a process starts."""
+class OwnJob:
+    """The job of this process, and what its processes ask of their scheduler. Outside a job, its ``id`` is empty and nothing is asked.
 
-    scheduler: str
+    The process has something more important to do: a question that fails is only logged.
+    """
+
+    scheduler: str = ""
     """What people call the scheduler: Slurm, or the name of a class of the user's own."""
-    id: str
+    id: str = ""
     """What the scheduler's commands call this job and nothing but it: 12, or 12_3 for a task of the array 12."""
     restart: int = 0
     """How often the scheduler has started it again."""
@@ -26,10 +34,12 @@ class JobIdentity:
     """Its index among the tasks of an array; empty without one."""
     hosts: tuple[str, ...] = ()
     """The nodes it has in this start, by their names in the scheduler; empty if unknown."""
-    node: str = ""
-    """The node of this process, by its name in the scheduler; empty if unknown."""
+    node: str = field(default_factory=socket.gethostname)
+    """The node of this process, by its name in the scheduler, otherwise by its host name."""
     deadline: float | None = None
     """When its time limit ends it, in seconds since 1970; None without a limit, or if unknown."""
+    asked: Any = field(default=None, compare=False, repr=False)
+    """The ``hpclm.launch.schedulers.Scheduler`` that started it."""
 
     def __str__(self) -> str:
         """As the log names it: job 12 of Slurm, start 2, on node1, node2, until 2026-11-27 14:03."""
@@ -39,74 +49,82 @@ class JobIdentity:
         until = time.strftime(", until %Y-%m-%d %H:%M", time.localtime(self.deadline)) if self.deadline else ""
         return f"job {self.id} of {self.scheduler}{start}{nodes}{more}{until}"
 
-
-class Job:
-    """The job of this process, and what may be asked of its scheduler. This one has none to ask; ``hpclm.launch.schedulers`` makes
-    those that have."""
-
-    def __init__(self, identity: JobIdentity | None = None):
-        """``identity``: None outside a job."""
-        self.identity = identity
-
-    @property
-    def node(self) -> str:
-        """This machine, by its name in the scheduler, otherwise by its host name."""
-        return (self.identity and self.identity.node) or socket.gethostname()
-
-    @property
-    def scheduler(self) -> str:
-        """What people call its scheduler; empty outside a job."""
-        return self.identity.scheduler if self.identity else ""
-
     def row(self) -> dict[str, str | int]:
-        """What the files of a run record of the job; {} outside one."""
-        return {"job_id": self.identity.id, "restart": self.identity.restart} if self.identity else {}
+        """The fields of the job in the files of a run; {} outside a job."""
+        return {"job_id": self.id, "restart": self.restart} if self.id else {}
 
     def requeue(self, without: Sequence[str] = ()) -> bool:
         """Have the job start again, on other nodes than ``without``; whether it will. This may end the calling process."""
+        with self._failures_logged():
+            return self.requeue_or_raise(without)
         return False
 
-    def requeue_or_raise(self) -> bool:
+    def requeue_or_raise(self, without: Sequence[str] = ()) -> bool:
         """As ``requeue``; NoAnswerError if the scheduler does not answer."""
-        return False
+        return bool(self.asked and self.asked.requeue(self, without))
 
     def requeue_if_abandoned(self) -> str:
         """Requeue the job if nothing else will, although its exit code asks for that; why that was necessary, or empty."""
+        with self._failures_logged():
+            why: str = self.asked.abandoned(self) if self.asked else ""
+            return why if why and self.requeue() else ""
         return ""
 
     def ending(self, warned: float) -> str:
-        """Why the scheduler ends this start of the job; empty if it does not, or does not say. ``warned``: the most seconds by which a
-        warning comes before the time limit."""
+        """Why the scheduler ends this start of the job; empty if it does not, or does not say.
+
+        ``warned``: the most seconds by which a warning comes before the time limit.
+        """
+        with self._failures_logged():
+            return str(self.asked.ending(self, warned)) if self.asked else ""
         return ""
 
     def end_step(self, code: int) -> None:
         """End what waits for this process, which exits with ``code``: the scheduler's own process that started it is dead."""
+        with self._failures_logged():
+            if self.asked:
+                self.asked.end_step(self, code)
 
     def troubles(self, hosts: Sequence[str], seconds: float = 5.0) -> list[str]:
         """The problems of those nodes that have one, as the scheduler knows them."""
+        with self._failures_logged():
+            return list(self.asked.troubles(hosts, seconds)) if self.asked else []
         return []
+
+    @contextmanager
+    def _failures_logged(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the scheduler may be the user's own
+            log.warning("%s: %s", self.scheduler, str(error).partition("\n")[0] or type(error).__name__)
 
 
 @dataclass(frozen=True)
-class JobState:
+class Job:
     """A job as its scheduler shows it; the names of states are Slurm's."""
 
     id: str
     """Job ID; of an array task 12_3."""
     name: str
     """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, CANCELLED, TIMEOUT, …"""
-    elapsed: str
+    elapsed: str = ""
     """Run time, as D-HH:MM:SS."""
-    left: str
+    left: str = ""
     """Time until its limit, in the same format."""
-    start: str
+    start: str = ""
     """Actual or expected start: YYYY-MM-DDTHH:MM:SS, or N/A."""
-    nodes: int
-    nodelist: str
-    reason: str
+    nodes: int = 1
+    nodelist: str = ""
+    reason: str = ""
     """Why it is pending, or how it ended."""
     script: str = ""
     """Path of its script, as it was submitted; "" if unknown."""
+    cluster: str = ""
+    """The cluster that it is on, where the scheduler has several."""
+
+    def __str__(self) -> str:
+        reason = f": {self.reason}" if self.reason not in ("", "None") else ""
+        return f"job {self.id} ({self.name.lower()}{reason})"
 
     @property
     def live(self) -> bool:

@@ -142,9 +142,14 @@ class MissingProgramError(NoAnswerError):
     """A program is not installed."""
 
 
-def ask(words: Sequence[str], seconds: float, env: Env = os.environ, text: str = "") -> tuple[int, str, str]:
-    """Exit code, output and errors of a program that reads ``text`` and must end within ``seconds``; NoAnswerError otherwise."""
-    return finish(start(words, env), seconds, text)
+def ask(
+    words: Sequence[str], seconds: float, env: Env = os.environ, text: str = "", keep: Sequence[int] = ()
+) -> tuple[int, str, str]:
+    """Exit code, output and errors of a program that reads ``text`` and must end within ``seconds``; NoAnswerError otherwise.
+
+    ``keep``: descriptors that it inherits.
+    """
+    return finish(start(words, env, keep), seconds, text)
 
 
 def killed_by(number: int) -> str:
@@ -160,12 +165,12 @@ def killed_by(number: int) -> str:
     return f"killed by {name}"
 
 
-def start(words: Sequence[str], env: Env = os.environ) -> subprocess.Popen[bytes]:
+def start(words: Sequence[str], env: Env = os.environ, keep: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """Start a program, for ``finish``; NoAnswerError if it is missing."""
     program = shutil.which(words[0], path=env.get("PATH")) or words[0]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     try:
-        return subprocess.Popen([program, *words[1:]], env=dict(env), start_new_session=True, **pipes)
+        return subprocess.Popen([program, *words[1:]], env=dict(env), start_new_session=True, pass_fds=keep, **pipes)
     except OSError as error:
         raise MissingProgramError(f"{words[0]}: {error.strerror}; is it installed here?") from None
 

@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 
-from hpclm.node.job import JobIdentity
+from hpclm.node.job import OwnJob
 
 Env = Mapping[str, str]
 JOB, STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
@@ -49,7 +49,7 @@ OPTIONS = {
 """Variables that a user may set for all jobs; they count unless the job's own settings give the option."""
 
 
-def identity(env: Env = os.environ) -> JobIdentity | None:
+def own_job(env: Env = os.environ) -> OwnJob | None:
     """The job of a process with these variables; None outside Slurm."""
     if JOB not in env:
         return None
@@ -57,14 +57,15 @@ def identity(env: Env = os.environ) -> JobIdentity | None:
     ends = env.get("SLURM_JOB_END_TIME", "")
     hosts = tuple(expand(env.get("SLURM_JOB_NODELIST", "")))
     # MPICH hands the variables of its first node on to all ranks
-    node = socket.gethostname().partition(".")[0] if "MPI_LOCALRANKID" in env else env.get(NODE_NAME, "")
-    return JobIdentity(
+    host = socket.gethostname()
+    node = host.partition(".")[0] if "MPI_LOCALRANKID" in env else env.get(NODE_NAME, "")
+    return OwnJob(
         scheduler="Slurm",
         id=f"{array}_{task}" if array else env[JOB],  # the array's own number means all tasks
         restart=number(env, "SLURM_RESTART_COUNT"),
         array_task=task if array else "",
         hosts=hosts,
-        node=node if not hosts or node in hosts else "",
+        node=node if node and (not hosts or node in hosts) else host,
         deadline=float(ends) if ends.isascii() and ends.isdigit() else None,
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpclm import failures, files
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import runs
-from hpclm.rundir.lock import HolderWatch
+from hpclm.rundir.lease import HolderWatch
 from hpclm.rundir.state import StateOf
 from hpclm.terminal import say
 

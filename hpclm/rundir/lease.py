@@ -6,6 +6,7 @@ attempt of the same job was not killed, the next attempt takes over with a highe
 publishes anything (fencing, as in Burrows 2006), and exits. Clocks are not compared: a waiting attempt watches for heartbeats.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -13,28 +14,69 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hpclm import files
 from hpclm.errors import MACHINE, HpclmError, LockedError, unread
-from hpclm.node.job import Job
+from hpclm.node.job import OwnJob
 from hpclm.rundir import rows
-from hpclm.rundir.lock import (
-    FIELDS,
-    FLAGS,
-    Holder,
-    described,
-    in_use,
-    named,
-    read,
-    shares_locks,
-    try_lock,
-)
+from hpclm.rundir.events import is_job_id
+from hpclm.rundir.rows import Row
 
 log = logging.getLogger(__name__)
 SECONDS = 30.0  # without a heartbeat after which a holder on another machine counts as dead
+FIELDS: dict[str, rows.Kind] = {
+    **dict.fromkeys(("host", "machine", "token"), str),
+    **dict.fromkeys(("pid", "generation", "start"), int),
+    "job": is_job_id,
+}
+FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+
+
+def holder(out: Path | str) -> Row:
+    """The last process that held the run directory ``out``, from the file ``lock``: host, pid and more; empty if it cannot be read.
+
+    A holder that has released the run directory has no pid.
+    """
+    with suppress(OSError):
+        return _named(f"{out}/lock")
+    return {}
+
+
+def is_here(record: Mapping[str, Any]) -> bool:
+    """Whether the PID in a record (a holder, an attempt or a launch) is one of this machine; a record need only have the host."""
+    machine = record.get("machine")
+    return bool(machine == files.here() if machine else record.get("host") == socket.gethostname())
+
+
+def shares_locks(holder: Row) -> bool:
+    """Whether a lock of ``holder``, if it still had one, would be visible here for certain: it runs on the same kernel."""
+    machine = holder.get("machine")
+    return files.kernel_of(machine) == files.kernel_of(files.here()) if machine else is_here(holder)
+
+
+def described(holder: Row) -> str:
+    """A holder, for messages."""
+    job = f", job {holder['job']}" if holder.get("job") else ""
+    return f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'unknown')}{job}"
+
+
+def in_use(folder: Path, holder: Row) -> LockedError:
+    """The error for a folder that ``holder`` is using."""
+    return LockedError(
+        f"{folder} is in use by another run ({described(holder)}); wait for it, end it (hpclm cancel {files.typed(folder)}), "
+        "or choose another out="
+    )
+
+
+def refuse_if_held(out: Path) -> None:
+    """LockedError if a run holds ``out``; nothing is written."""
+    with suppress(FileNotFoundError), files.reader(out / "lock") as file:
+        if not _try_lock(file, out / "lock", fcntl.LOCK_SH):
+            raise in_use(out, holder(out))
 
 
 class Lease:
@@ -44,18 +86,20 @@ class Lease:
     earlier attempt. The lease of a process on another machine is taken over after ``seconds`` without a heartbeat.
     """
 
-    def __init__(self, folder: Path, seconds: float = SECONDS, job: Job | None = None):
+    def __init__(self, folder: Path, seconds: float = SECONDS, job: OwnJob | None = None):
         """``job``: that this process is part of."""
-        self.path, self._beats, self.seconds = folder / "lock", folder / "lock.beat", seconds
+        self.path = folder / "lock"
+        self._beats = folder / "lock.beat"
+        self.seconds = seconds
         self.generation = 0
         """Of this holder, from 1."""
-        identity = job and job.identity
-        self._me: Holder = {
+        job = job or OwnJob()
+        self._me: Row = {
             "host": socket.gethostname(),
             "machine": files.here(),
             "pid": os.getpid(),
-            "job": identity and identity.id,
-            "start": identity.restart if identity else 0,
+            "job": job.id or None,
+            "start": job.restart,
             "token": secrets.token_hex(8),
         }
         self._file: IO[bytes] | None = None
@@ -68,21 +112,19 @@ class Lease:
         waiting = f"waiting for another process, which is taking {self.path.parent} over"
         with files.locked(self.path.parent, waiting), self._opened() as file:
             # not free: the file was replaced meanwhile, where the file system cannot lock the folder
-            free = try_lock(file, self.path) and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
-            holder = self._last_holder()
+            free = _try_lock(file, self.path) and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+            last = self._last_holder()
             # this job before its last requeue
             given_up = (
-                self._me["job"]
-                and holder.get("job") == self._me["job"]
-                and (holder.get("start") or 0) < self._me["start"]
+                self._me["job"] and last.get("job") == self._me["job"] and (last.get("start") or 0) < self._me["start"]
             )
             if not free and not given_up:
-                raise in_use(self.path.parent, holder)
+                raise in_use(self.path.parent, last)
             if not free:
-                log.warning("taking %s over from %s", self.path.parent, described(holder))
-            elif not given_up and holder.get("host") is not None and not shares_locks(holder):
-                self._wait_for_silence(holder)
-            self._take((holder.get("generation") or 0) + 1)
+                log.warning("taking %s over from %s", self.path.parent, described(last))
+            elif not given_up and last.get("host") is not None and not shares_locks(last):
+                self._wait_for_silence(last)
+            self._take((last.get("generation") or 0) + 1)
         self._thread.start()
         return self
 
@@ -112,7 +154,7 @@ class Lease:
             raise HpclmError(text) from error
         if not mine:
             self._lost.set()
-            winner = described(read(self.path))
+            winner = described(holder(self.path.parent))
             raise LockedError(f"{self.path.parent} was taken over by {winner}; this attempt ends without saving")
 
     def is_mine(self) -> bool:
@@ -120,14 +162,14 @@ class Lease:
         text = ""
         with suppress(FileNotFoundError, files.Unfit):
             text = files.read_text(self.path, errors="replace")
-        named = rows.parsed(text, FIELDS) or {}
-        if "token" in named:
-            return bool(named["token"] == self._me["token"])
-        return bool((named.get("generation") or 0) <= self.generation)
+        last = rows.parsed(text, FIELDS) or {}
+        if "token" in last:
+            return bool(last["token"] == self._me["token"])
+        return bool((last.get("generation") or 0) <= self.generation)
 
-    def _last_holder(self) -> Holder:
+    def _last_holder(self) -> Row:
         try:
-            return named(self.path)
+            return _named(self.path)
         except OSError as error:
             if error.errno in MACHINE:  # not the same as none, which would not be waited for
                 raise unread(error, self.path) from None
@@ -139,7 +181,7 @@ class Lease:
         except OSError as error:
             raise HpclmError(f"{self.path} cannot be opened: {error.strerror}; remove it") from error
 
-    def _wait_for_silence(self, holder: Holder) -> None:
+    def _wait_for_silence(self, holder: Row) -> None:
         """Return when ``holder``, on a machine whose locks may not be visible, has sent no heartbeat for long enough."""
         text = "waiting %.0f s for a heartbeat of %s, which has not released the run directory"
         log.info(text, self.seconds, described(holder))
@@ -181,3 +223,37 @@ class Lease:
         """In a forked child, which must not keep the lock when this process has exited."""
         if self._file is not None:
             self._file.close()
+
+
+class HolderWatch:
+    """Watches whether a process still uses a run directory, by its lease; clocks of two machines are never compared."""
+
+    def __init__(self, out: Path):
+        self.out = out
+        self._last = ""
+        self._when = time.monotonic()
+
+    def silent(self) -> tuple[bool, float]:
+        """Whether no process holds the run directory (any more), and the seconds since the last heartbeat."""
+        held = "pid" in holder(self.out)
+        beat = rows.tail(self.out / "lock.beat")
+        if held and beat != self._last:
+            self._last = beat
+            self._when = time.monotonic()
+        return not held, time.monotonic() - self._when
+
+
+def _named(path: Path | str) -> Row:
+    """The last holder that a lock file names; empty if it names none. OSError if it cannot be read."""
+    return rows.parsed(files.read_text(path, errors="replace"), FIELDS) or {}
+
+
+def _try_lock(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock ``file``, which is open, at ``path``; False if another process has. HpclmError if the file system has no locks."""
+    try:
+        files.lock(file.fileno(), path, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise HpclmError(f"{path} cannot be locked: {error.strerror}; use a file system with flock") from None
+    return True

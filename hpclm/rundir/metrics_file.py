@@ -7,8 +7,8 @@ that JSON takes. Every line that it does not match is read as JSON and checked.
 A line of experts.jsonl has the tokens that went to each expert in some steps: {"step": 20, "steps": 10, "time": 1764.2, "tokens":
 {"block0": [412, 388, ...], ...}}, of the 10 steps up to step 20.
 
-scores.jsonl has the scores of each checkpoint at tasks, from ``hpclm evaluate --follow``: one process writes it, while it holds
-scores.lock. Only the run itself writes metrics.jsonl, and appends those scores.
+scores.jsonl has the scores of each checkpoint at tasks, from ``hpclm evaluate --follow``: one process writes it, while it has it
+locked. Only the run itself writes metrics.jsonl, and appends those scores.
 """
 
 import filecmp
@@ -17,14 +17,14 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hpclm import files
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, LockedError
 from hpclm.rundir import rows
 from hpclm.rundir.rows import Kind, Row, fits
 from hpclm.side_path import AppendedFile
@@ -32,7 +32,7 @@ from hpclm.side_path import AppendedFile
 log = logging.getLogger(__name__)
 NAME = "metrics.jsonl"
 LOST = "metrics.lost.jsonl"  # lines of metrics.jsonl whose steps a later attempt did again
-SCORES, SCORES_LOCK = "scores.jsonl", "scores.lock"
+SCORES = "scores.jsonl"
 EXPERTS = "experts.jsonl"
 INTEGER = rb"0|[1-9]\d{0,14}"
 FLOAT = rb"-?(?:0|[1-9]\d{0,19})(?:\.\d{1,25})?(?:[eE][-+]?\d{1,2})?"
@@ -156,7 +156,7 @@ class Layout:
         for number in [number for number, match in enumerate(matches) if match[-1]]:
             if begin < number:
                 yield StepRows(self.names, matches[begin:number])
-            yield _row(matches[number][-1], fields)
+            yield rows.parsed(matches[number][-1], fields, ("step",))
             begin = number + 1
         if begin < len(matches):
             yield StepRows(self.names, matches[begin:])
@@ -168,9 +168,11 @@ def scan(path: Path, names: Sequence[str], fields: Mapping[str, Kind] = STEP, be
     layout: Layout | None = None
     for offset, lines in rows.blocks(path, begin):
         if layout is None:
-            valid = filter(None, (_row(line, fields) for line in _split(lines)))
+            valid = filter(None, (rows.parsed(line, fields, ("step",)) for line in _split(lines)))
             layout = next(filter(None, (Layout.of(row, names, fields) for row in valid)), None)
-        read = layout.parts(lines, fields) if layout else (_row(line, fields) for line in _split(lines))
+        read = (
+            layout.parts(lines, fields) if layout else (rows.parsed(line, fields, ("step",)) for line in _split(lines))
+        )
         parts = [part for part in read if part is not None]
         if sum(len(part.values) if isinstance(part, StepRows) else 1 for part in parts) < lines.count(b"\n"):
             raise _damaged(path, offset, lines, fields)
@@ -273,6 +275,16 @@ def scores_key(row: Row) -> tuple[int, tuple[str, ...]]:
     return row["step"], tuple(sorted(row["tasks"]))
 
 
+@contextmanager
+def scoring(out: Path) -> Iterator[None]:
+    """Keep other processes from scoring the run in ``out`` during the block; LockedError if one does."""
+    path = out / SCORES
+    os.close(files.appending(path))  # the lock would create it with more rights
+    busy = LockedError(f"another hpclm evaluate --follow scores {out}; wait for it, or end it")
+    with files.locked(path, refusal=busy):
+        yield
+
+
 def append_scores(out: Path, step: int, samples: int, time: float, tasks: Mapping[str, Row], checkpoint: str) -> None:
     """Add the scores of a checkpoint, which is named by the hash of its manifest; on the disk when this returns."""
     scores = {task: rows.finite(row) for task, row in tasks.items()}
@@ -326,7 +338,7 @@ class NewScores:
 def _added(path: Path, begin: int, needs: Sequence[str]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """The rows from the offset ``begin`` on, some at a time, each time with the offset after them."""
     for offset, lines in rows.blocks(path, begin):
-        read = [_row(line, STEP, needs) for line in _split(lines)]
+        read = [rows.parsed(line, STEP, needs) for line in _split(lines)]
         if None in read:
             raise _damaged(path, offset, lines, STEP, needs)
         yield offset + len(lines), [row for row in read if row]
@@ -378,17 +390,12 @@ def _append(path: Path, lines: bytes) -> None:
         file.write(lines)
 
 
-def _row(line: bytes, fields: Mapping[str, Kind], needs: Sequence[str] = ("step",)) -> dict[str, Any] | None:
-    """The row of a line; None if it is not valid."""
-    return rows.parsed(line, fields, needs)
-
-
 def _damaged(
     path: Path, offset: int, lines: bytes, fields: Mapping[str, Kind], needs: Sequence[str] = ("step",)
 ) -> ConfigError:
     """The error for the first of ``lines``, which begin at ``offset``, that is not valid."""
     for line in _split(lines):
-        if _row(line, fields, needs) is None:
+        if rows.parsed(line, fields, needs) is None:
             break
         offset += len(line)
     return rows.damaged(path, offset)

@@ -13,9 +13,9 @@ from typing import Any
 
 from hpclm import files, folders
 from hpclm.errors import MACHINE, ConfigError, unread
-from hpclm.node.job import JobState
+from hpclm.node.job import Job
 from hpclm.registry import hint
-from hpclm.rundir import events, lock, rows, summary
+from hpclm.rundir import events, lease, rows, summary
 from hpclm.rundir.events import Attempt
 from hpclm.rundir.folder import MARKS, survey_checkpoints
 from hpclm.rundir.rows import Row
@@ -128,7 +128,7 @@ class Run:
             submitted.append(str(job))
         return list(dict.fromkeys(submitted))
 
-    def owns(self, job: JobState) -> bool:
+    def owns(self, job: Job) -> bool:
         """Whether ``job``, whose ID is one of ``jobs``, is the run's: another cluster, or this one set up anew, repeats IDs."""
         mine = [submission for submission in self.submissions if str(submission["job_id"]) == job.id]
         if not mine:  # by hand
@@ -256,7 +256,7 @@ def _user(uid: int) -> str:
 def read(out: Path) -> Run:
     """Read the run directory ``out``; what a damaged record tells is unknown."""
     # strings: making a Path takes longer than reading a small file
-    holder = lock.holder(f"{out}/lock")
+    holder = lease.holder(out)
     checkpoint, bad = survey_checkpoints(f"{out}/checkpoints")
     happened, damage, owner = list[Row](), "", 0
     try:
@@ -274,7 +274,7 @@ def read(out: Path) -> Run:
         summary=summary.read(out),
         checkpoint=checkpoint,
         bad=bad,
-        holder=holder,
-        beat_age=files.age(f"{out}/lock.beat") if holder else None,
+        holder=holder if holder.get("pid") else None,
+        beat_age=files.age(f"{out}/lock.beat") if holder.get("pid") else None,
         owner=owner,
     )

@@ -10,9 +10,9 @@ from pathlib import Path
 from hpclm import files
 from hpclm.errors import ExitCode
 from hpclm.node import processes
-from hpclm.node.job import JobState
+from hpclm.node.job import Job
 from hpclm.rundir import events
-from hpclm.rundir.lock import is_here
+from hpclm.rundir.lease import is_here
 from hpclm.rundir.rows import Row
 from hpclm.rundir.runs import Run, is_job
 from hpclm.rundir.summary import KILLED
@@ -31,7 +31,7 @@ class State:
     run: Run
     name: str
     """waiting, starting, running, completing, done, stopped, exited, cancelled, failed, ended, or unknown; new: never started."""
-    job: JobState | None
+    job: Job | None
     """The job that is running, otherwise pending, otherwise the last one that its scheduler remembers."""
     asked: str
     """Why the scheduler did not answer; "" if it did."""
@@ -114,7 +114,7 @@ StateOf = Callable[[Path], State]
 """Gives the state of the run in a directory, by its scheduler, too."""
 
 
-def state_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") -> State:
+def state_of(run: Run, states: Mapping[str, Job] | None, asked: str = "") -> State:
     """The state of ``run`` if its scheduler knows ``states``; None: it did not answer, for the reason ``asked``."""
     mine = [states[job] for job in run.jobs if job in states and run.owns(states[job])] if states else []
     job = max(reversed(mine), key=lambda state: (state.live, state.live and not state.waits), default=None)
@@ -139,7 +139,7 @@ def state_of(run: Run, states: Mapping[str, JobState] | None, asked: str = "") -
     return State(run, name, job, "" if needless else asked, here, text, time.time())
 
 
-def _over(run: Run, unanswered: bool, elsewhere: bool, job: JobState | None) -> tuple[str, str]:
+def _over(run: Run, unanswered: bool, elsewhere: bool, job: Job | None) -> tuple[str, str]:
     """State of a run that does not seem to be running, and how it ended; ``unanswered``: the scheduler did not answer, ``elsewhere``: a
     process that is not visible from here holds the run directory."""
     end, by = run.end, run.cancelled_by
@@ -157,7 +157,7 @@ def _over(run: Run, unanswered: bool, elsewhere: bool, job: JobState | None) -> 
     return "ended", text or KILLED
 
 
-def _not_trained(run: Run, text: str, unanswered: bool, job: JobState | None) -> tuple[str, str]:
+def _not_trained(run: Run, text: str, unanswered: bool, job: Job | None) -> tuple[str, str]:
     """State of a run whose last submission is over and has not trained; ``text``: how that ended, as its processes have recorded it."""
     what = "job" if is_job(run.submissions[-1]) else "start"
     if run.cancelled_by or (job and job.name == "CANCELLED"):
@@ -190,7 +190,7 @@ def process_here(run: Run) -> int | None:
     return holding if processes.has_open(holding, (run.out / "lock").resolve()) else None
 
 
-def job_words(job: JobState) -> str:
+def job_words(job: Job) -> str:
     """A job in one line."""
     if job.waits:
         when = f", expected to start {job.start}" if re.match(r"\d{4}-", job.start) else ""
@@ -209,7 +209,7 @@ def span(seconds: float) -> str:
     return f"{hours} h {minutes % 60:02} min" if days < 2 else f"{days} d {hours % 24} h"
 
 
-def _working(run: Run, job: JobState | None) -> str:
+def _working(run: Run, job: Job | None) -> str:
     """starting or running: whether the current attempt has completed a step."""
     began, job_began = moment(str(run.attempt.get("time", ""))), moment(job.start) if job else None
     if began is None or (job_began is not None and began < job_began - 2):

@@ -13,7 +13,7 @@ from typing import Any
 from hpclm import files
 from hpclm.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node.secrets import Redactor
-from hpclm.rundir import events, folder, lock, rows
+from hpclm.rundir import events, folder, lease, rows
 from hpclm.rundir.folder import survey_checkpoints, unsaved
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.rows import Row
@@ -50,10 +50,10 @@ def read(out: Path | str) -> Row:
 def failed_without_main(out: Path) -> Callable[[str], None]:
     """For a rank other than 0: a function that records the error with which the run ends, if rank 0 could not, and if no later
     attempt has taken the run directory over."""
-    holder = lock.read(out / "lock")
+    holder = lease.holder(out)
 
     def failed(text: str) -> None:
-        if holder.get("token") and lock.read(out / "lock").get("token") == holder["token"]:
+        if holder.get("token") and lease.holder(out).get("token") == holder["token"]:
             RunSummary(out, generation=holder.get("generation")).failed(text)
 
     return failed

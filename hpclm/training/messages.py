@@ -40,8 +40,8 @@ def log_start(config: RunConfig, plan: Plan, context: DistributedContext, length
     )
     size = f"{count.described(config.model)}; {steps} of {plan.global_size} samples x {config.model.context} tokens"
     logger.info("%s, %s samples of training data", size, f"{samples:,}")
-    if context.job.identity:
-        logger.info("%s", context.job.identity)
+    if context.job.id:
+        logger.info("%s", context.job)
     if context.size > 1:
         by = "locally" if context.launcher == "local" else f"by {context.launcher}"
         started = f"{context.size} processes, launched {by}, on {', '.join(context.hosts)}"

@@ -26,7 +26,7 @@ from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.model.attention import backend as attention_backend
 from hpclm.node import environment, hardware, secrets
-from hpclm.node.job import Job
+from hpclm.node.job import OwnJob
 from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
 from hpclm.optim.schedules import Schedule, shape
@@ -215,7 +215,7 @@ def open_run_directory(config: RunConfig, context: DistributedContext, device: t
             raise
 
 
-def _lease(out: Path, job: Job) -> Lease:
+def _lease(out: Path, job: OwnJob) -> Lease:
     folders.private_folder(out, "run directory")
     if (out / "checkpoints").exists():  # perhaps a link to another disk
         folders.writable_folder(out / "checkpoints", "folder of checkpoints")

@@ -21,7 +21,7 @@ from hpclm.config.fields import path_separator
 from hpclm.distributed.context import DistributedContext
 from hpclm.errors import ConfigError, DivergedError
 from hpclm.node import ends, secrets
-from hpclm.node.job import Job
+from hpclm.node.job import OwnJob
 from hpclm.rundir import code, config_history, events
 from hpclm.rundir.events import Attempt
 from hpclm.rundir.summary import KILLED
@@ -147,25 +147,27 @@ def warn_of_other_code(before: Mapping[str, Any], line: Mapping[str, Any]) -> No
     )
 
 
-def requested_step(out: Path, step: int | None, job: Job) -> int | None:
+def requested_step(out: Path, step: int | None, job: OwnJob) -> int | None:
     """The step to go back to, which --from named; None if ``job``, this one, has gone back to it before it was started again."""
-    this = job.identity
-    done = this is not None and any(
-        event.get("back_to") == step and event.get("job_id") == this.id and (event.get("restart") or 0) < this.restart
-        for event in (events.read_or_refuse(out) if step is not None else [])
-    )
-    return None if done else step
+    if step is None:
+        return None
+    for event in events.read_or_refuse(out):
+        mine = job.id and event.get("job_id") == job.id
+        if mine and event.get("back_to") == step and (event.get("restart") or 0) < job.restart:
+            return None
+    return step
 
 
 def tell_restart(out: Path, context: DistributedContext) -> str:
     """How the last start ended; empty for the first one. It is logged if that is why the scheduler has started this job again, or
     torchrun's agent the ranks."""
-    job, happened = context.job.identity, events.read_or_refuse(out)
+    job = context.job
+    happened = events.read_or_refuse(out)
     attempts, end = events.attempts(happened), events.last_end(happened)
     ending = end.get("ending") or end.get("cause") or (KILLED if attempts else "")
     if inside := ends.inside_the_job():
         ending = inside
-    elif job and job.restart and context.launcher != "local":
+    elif job.restart and context.launcher != "local":
         hosts = events.whole(out, attempts[-1].began).get("hosts") if attempts else None
         why = [ending or "it ended before training started", *context.job.troubles(hosts or [])]
         ending = f"start {job.restart + 1} of job {job.id}; why the last one ended: {'; '.join(why)}"
@@ -175,24 +177,24 @@ def tell_restart(out: Path, context: DistributedContext) -> str:
     return ending
 
 
-def check_progress(out: Path, step: int, job: Job) -> None:
+def check_progress(out: Path, step: int, job: OwnJob) -> None:
     """DivergedError when the scheduler has started this very ``job`` again and again from ``step``, and no start lived to a checkpoint.
 
     A start counts however it ended: killed, warned before it had saved anything, or so early that it left no row. One that exited
     cleanly does not where the scheduler has not started the job again: somebody did so by hand.
     """
-    this = job.identity
-    failed, later = 0, this.restart if this else 0
+    failed = 0
+    later = job.restart
     for attempt in reversed(events.attempts(events.read_or_refuse(out))):
         began = attempt.began
         restart = later if began.get("restart") is None else began["restart"]
         by_hand = attempt.orderly and restart == later
-        if this is None or began.get("job_id") != this.id or began.get("from_step") != step or by_hand:
+        if not job.id or began.get("job_id") != job.id or began.get("from_step") != step or by_hand:
             break
         failed, later = failed + max(1, later - restart), restart
-    if this and failed >= MAX_STARTS:
+    if job.id and failed >= MAX_STARTS:
         raise DivergedError(
-            f"job {this.id} has started {failed} times from step {step} and never reached a checkpoint: it is not started again. "
+            f"job {job.id} has started {failed} times from step {step} and never reached a checkpoint: it is not started again. "
             f"See {out / 'log.txt'} for how the starts ended, then hpclm resume {files.typed(out)}"
         )
 

@@ -26,7 +26,7 @@ from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import Source, samples_per_epoch, without_evaluation
 from hpclm.errors import ConfigError
 from hpclm.node import notify, secrets
-from hpclm.node.job import Job
+from hpclm.node.job import OwnJob
 from hpclm.registry import lookup
 from hpclm.rundir import config_history, events, folder
 from hpclm.training import records
@@ -54,7 +54,7 @@ class RunStart:
         self,
         run: RunConfig,
         resume_step: int | None = None,
-        job: Job | None = None,
+        job: OwnJob | None = None,
         processes: int | None = None,
         has: Collection[str] = TRAINS,
     ):
@@ -73,7 +73,7 @@ class RunStart:
         self.source: Source | None = None
         """The data, once checked, unless the user's own source must not be built; no index is built, and no samples are read."""
         self._asked = resume_step
-        self._job = job or Job()
+        self._job = job or OwnJob()
 
     def check(self, more: Sequence["Check"] = ()) -> None:
         """ConfigError with every problem that CHECKS, and then ``more`` of them, find; nothing if all have passed before."""

@@ -14,7 +14,7 @@ from hpclm import config, files, log
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, ExitCode, HpclmError
-from hpclm.node.job import Job
+from hpclm.node.job import OwnJob
 from hpclm.training.loop import TrainingLoop
 from hpclm.training.opening import open_run
 from hpclm.training.start import RunStart
@@ -66,7 +66,7 @@ def train(start: Start, rank: int) -> int:
     settings = config.load(None, [*start.settings, f"out={start.out}"])
     record = Record()
     try:
-        with distributed.join(world, settings.cluster, Job()) as context:
+        with distributed.join(world, settings.cluster, OwnJob()) as context:
             try:
                 with open_run(RunStart(settings, processes=world.size), context) as run:
                     if start.reads_samples:

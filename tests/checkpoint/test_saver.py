@@ -12,7 +12,7 @@ from hpclm.checkpoint.directory import checked, steps
 from hpclm.config import CheckpointConfig, from_cli
 from hpclm.engine import Shard
 from hpclm.errors import DivergedError
-from hpclm.node.job import Job, JobIdentity
+from hpclm.node.job import OwnJob
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.training import records
 from hpclm.training.control import ControlState
@@ -230,7 +230,7 @@ def test_the_verb_lists_and_verifies(tiny, tmp_path):
 
 
 def test_a_job_that_starts_again_and_again_without_a_checkpoint_is_stopped(tmp_path):
-    job = Job(JobIdentity("Slurm", "7"))
+    job = OwnJob("Slurm", "7")
 
     def attempts(*rows):
         (tmp_path / "events.jsonl").write_text("")
@@ -270,7 +270,7 @@ STARTS = {
 
 @pytest.mark.parametrize("starts, restart, ends", STARTS.values(), ids=STARTS)
 def test_starts_that_reach_no_checkpoint_count_however_they_end(starts, restart, ends, tmp_path):
-    job = Job(JobIdentity("Slurm", "7", restart))
+    job = OwnJob("Slurm", "7", restart)
     for number, step, clean in starts:
         note(tmp_path, "began", job_id="7", restart=number, from_step=step)
         if clean:

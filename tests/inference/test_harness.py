@@ -13,8 +13,7 @@ import hpclm
 from hpclm import cli
 from hpclm.checkpoint import directory
 from hpclm.data import tokenizers
-from hpclm.node.job import Job
-from hpclm.rundir import lock
+from hpclm.rundir import metrics_file
 from tests import forks
 from tests.interop import made
 from tests.runs import ROOT, until
@@ -344,15 +343,15 @@ def test_an_interrupted_follower_ends_with_85_and_the_next_one_scores_the_rest(p
     assert cli.main(["train", *training(place, tiny, "run")]) == 0
 
     def interrupt():
-        until(lambda: (out / "scores.jsonl").exists())
+        until(lambda: (out / "scores.jsonl").exists() and (out / "scores.jsonl").stat().st_size)
         os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, lambda *_: None)  # of this process, where the follower was faster than the signal
     code, said = followed(capfd, place, out, meanwhile=interrupt)
     assert code == 0 or (code == 85 and "the same command scores" in said), said
-    with lock.held(out, "scores.lock", Job()):
+    with metrics_file.scoring(out):
         code, said = followed(capfd, place, out)
-        assert code == 75 and "is in use" in said
+        assert code == 75 and "another hpclm evaluate --follow scores" in said
     code, said = followed(capfd, place, out)
     assert code == 0 and "is done, and its checkpoints are scored" in said and "hpclm sync" in said
     assert [step for step, _ in scored(out)] == [4, 8, 12, 16]

@@ -94,10 +94,11 @@ def launch(how, out, overrides, *words):
     from importlib import import_module
 
     from hpclm import config
+    from hpclm.launch.foreground import Launch
 
     settings = config.load(None, [f"out={out}", *overrides.split()])
     program = [sys.executable, "-u", "-m", "tests.launch.stand_in", "rank", out, *words]
-    return import_module(f"hpclm.launch.{how}").run(settings, Path(out) / "config.yaml", ["a", "command"], program)
+    return import_module(f"hpclm.launch.{how}").run(Launch(settings, ["a", "command"], instead=program))
 
 
 if __name__ == "__main__":

@@ -98,9 +98,9 @@ def test_a_terminal_stays_one_for_the_first_rank(tmp_path):
     )
     (tmp_path / "progress.py").write_text(code)
     launcher = (
-        "import sys\nfrom pathlib import Path\nfrom hpclm import config\nfrom hpclm.launch import local\n"
+        "import sys\nfrom hpclm import config\nfrom hpclm.launch import local\nfrom hpclm.launch.foreground import Launch\n"
         "run = config.load(None, ['out=' + sys.argv[2]])\n"
-        "sys.exit(local.run(run, Path(), program=[sys.executable, sys.argv[1]]))\n"
+        "sys.exit(local.run(Launch(run, instead=[sys.executable, sys.argv[1]])))\n"
     )
     mine, theirs = pty.openpty()
     ioctl(mine, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))

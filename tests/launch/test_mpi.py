@@ -5,7 +5,6 @@ import random
 import shlex
 import shutil
 import signal
-import sys
 import time
 
 import psutil
@@ -232,7 +231,3 @@ class TestNodes:
         )
         assert found == pytest.approx(alone, abs=1e-4)
         assert began(tmp_path / "mpi")[0]["hosts"] == [a, b]
-
-
-def test_the_interpreter_of_the_ranks_is_this_one():
-    assert mpi.local.train(mpi.Path("x.yaml"))[0] == sys.executable

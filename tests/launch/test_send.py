@@ -70,7 +70,7 @@ def test_a_job_trains_in_a_directory_with_spaces_and_quotes_and_the_words_that_f
     assert said["command"][:4] == ["hpclm", "submit", "--gpus", "1"]
     assert Path(said["script"]) == out / "job/script-1.sbatch"
     assert not list(submit.here.rglob("canary")) and not list(out.rglob("*.pkl"))
-    assert sorted(path.name for path in (out / "job").iterdir()) == ["lock", "sbatch.lock", "script-1.sbatch"]
+    assert sorted(path.name for path in (out / "job").iterdir()) == ["lock", "script-1.sbatch"]
 
 
 def test_the_script_of_the_dry_run_is_what_the_job_runs_and_slurm_checks_that(submit):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from hpclm.node.job import Job, JobIdentity
+from hpclm.node.job import OwnJob
 
 DEADLINE = time.mktime(time.strptime("2026-11-27 14:03", "%Y-%m-%d %H:%M"))
 TEN = tuple(f"n{number}" for number in range(10))
@@ -23,9 +23,9 @@ TEN = tuple(f"n{number}" for number in range(10))
     ],
 )
 def test_a_job_is_named_with_its_start_its_first_nodes_and_its_end(more, text):
-    assert str(JobIdentity("Slurm", "12", **more)) == text
+    assert str(OwnJob("Slurm", "12", **more)) == text
 
 
 def test_the_files_of_a_run_record_the_job_and_how_often_it_was_started_again():
-    assert Job(JobIdentity("Slurm", "12_3", restart=2)).row() == {"job_id": "12_3", "restart": 2}
-    assert Job().row() == {} and Job().scheduler == "" and Job(JobIdentity("PBS", "1", node="n1")).node == "n1"
+    assert OwnJob("Slurm", "12_3", restart=2).row() == {"job_id": "12_3", "restart": 2}
+    assert OwnJob().row() == {} and OwnJob().scheduler == "" and OwnJob("PBS", "1", node="n1").node == "n1"

@@ -2,8 +2,7 @@
 
 import pytest
 
-from hpclm.node.job import Job
-from hpclm.node.slurm import expand, identity, tasks_per_node
+from hpclm.node.slurm import expand, own_job, tasks_per_node
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
 
@@ -27,10 +26,10 @@ def test_task_counts_are_written_out():
 
 
 def test_a_job_is_named_as_squeue_names_it():
-    assert identity({}) is None and (identity(BATCH).scheduler, identity(BATCH).id) == ("Slurm", "7")
-    assert identity(BATCH | {"SLURM_RESTART_COUNT": ""}).restart == identity(BATCH).restart == 0
+    assert own_job({}) is None and (own_job(BATCH).scheduler, own_job(BATCH).id) == ("Slurm", "7")
+    assert own_job(BATCH | {"SLURM_RESTART_COUNT": ""}).restart == own_job(BATCH).restart == 0
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "1"}
-    task = identity(BATCH | array)
+    task = own_job(BATCH | array)
     assert (task.id, task.array_task, task.restart) == ("5_3", "3", 1)
 
 
@@ -41,14 +40,12 @@ def test_a_node_has_the_name_that_slurm_knows_whatever_started_the_process(launc
     monkeypatch.setattr("socket.gethostname", lambda: "gpu08.cluster.local")
     first = "gpu07" if "MPI_LOCALRANKID" in launcher else "gpu08"  # as MPICH hands it on
     env = BATCH | launcher | {"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURMD_NODENAME": first}
-    assert Job(identity(env)).node == "gpu08"
-    assert (
-        Job(identity(env | {"SLURM_JOB_NODELIST": "gpu07", "SLURMD_NODENAME": "login1"})).node == "gpu08.cluster.local"
-    )
+    assert own_job(env).node == "gpu08"
+    assert own_job(env | {"SLURM_JOB_NODELIST": "gpu07", "SLURMD_NODENAME": "login1"}).node == "gpu08.cluster.local"
 
 
 def test_a_job_has_its_nodes_and_the_end_of_its_time():
-    job = identity(BATCH | {"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_END_TIME": "1780000000"})
+    job = own_job(BATCH | {"SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_JOB_END_TIME": "1780000000"})
     assert (job.hosts, job.deadline) == (("gpu07", "gpu08"), 1780000000.0)
     assert str(job).startswith("job 7 of Slurm, on gpu07, gpu08, until 2026-0")
-    assert (identity(BATCH).hosts, identity(BATCH).deadline) == ((), None)
+    assert (own_job(BATCH).hosts, own_job(BATCH).deadline) == ((), None)

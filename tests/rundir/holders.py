@@ -3,7 +3,7 @@
 import os
 
 from hpclm.errors import HpclmError, LockedError
-from hpclm.node.job import Job, JobIdentity
+from hpclm.node.job import OwnJob
 from hpclm.rundir.lease import Lease
 from tests.checkpoint.state import State, progress, store
 from tests.runs import until
@@ -11,7 +11,7 @@ from tests.runs import until
 
 def job(start, number="7"):
     """A job in its ``start``-th restart."""
-    return Job(JobIdentity("Slurm", number, start))
+    return OwnJob("Slurm", number, start)
 
 
 def hold(gate, folder, held_by):

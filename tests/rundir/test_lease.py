@@ -13,6 +13,7 @@ import pytest
 
 from hpclm.checkpoint import directory
 from hpclm.errors import LockedError
+from hpclm.rundir import lease
 from hpclm.rundir.lease import Lease
 from tests import traced
 from tests.checkpoint.state import State, progress, saved, store
@@ -46,6 +47,18 @@ def test_the_lease_of_a_dead_process_is_taken_over_at_once_and_generations_only_
         os.kill(process.tid, signal.SIGKILL)
         assert process.end().code == -9
     assert [taken(tmp_path) for _ in range(3)] == [2, 3, 4] and "waiting" not in caplog.text
+
+
+def test_a_folder_that_is_held_is_refused_with_the_holder_and_free_again_afterwards(tmp_path):
+    lease.refuse_if_held(tmp_path)
+    with Lease(tmp_path, job=job(0)):
+        with pytest.raises(LockedError) as caught:
+            lease.refuse_if_held(tmp_path)
+        way_out = f"wait for it, end it (hpclm cancel {tmp_path}), or choose another out="
+        used_by = f"process {os.getpid()} on {socket.gethostname()}, job 7"
+        assert str(caught.value) == f"{tmp_path} is in use by another run ({used_by}); {way_out}"
+    lease.refuse_if_held(tmp_path)
+    assert not lease.holder(tmp_path).get("pid") and lease.described({}) == "process unknown on unknown"
 
 
 def test_the_lease_of_another_host_without_heartbeats_is_taken_over_after_its_seconds(tmp_path, caplog):

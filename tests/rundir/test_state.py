@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hpclm.node.job import JobState
+from hpclm.node.job import Job
 from hpclm.rundir import runs
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.state import job_words, span, state_of
@@ -16,7 +16,7 @@ from tests.test_status import attempt, rows
 
 
 def job(name, **more):
-    return JobState(
+    return Job(
         **{
             **dict(id="7", name=name, elapsed="1:00", left="2:00", start="N/A", nodes=1, nodelist="n1", reason="None"),
             **more,

@@ -7,7 +7,7 @@ import pytest
 
 from hpclm import config
 from hpclm.config import DataConfig
-from hpclm.node.job import Job, JobIdentity
+from hpclm.node.job import OwnJob
 from hpclm.training import records
 from tests.events import note
 
@@ -43,17 +43,17 @@ def test_other_code_than_that_of_the_last_attempt_is_told(before, line, change, 
 @pytest.mark.parametrize(
     "step, job, left",
     [
-        (5, JobIdentity("Slurm", "7", 1), None),  # the start before has gone back to it
-        (5, JobIdentity("Slurm", "7", 0), 5),
-        (5, JobIdentity("Slurm", "8", 1), 5),
-        (6, JobIdentity("Slurm", "7", 1), 6),
+        (5, OwnJob("Slurm", "7", 1), None),  # the start before has gone back to it
+        (5, OwnJob("Slurm", "7", 0), 5),
+        (5, OwnJob("Slurm", "8", 1), 5),
+        (6, OwnJob("Slurm", "7", 1), 6),
         (5, None, 5),
-        (None, JobIdentity("Slurm", "7", 1), None),
+        (None, OwnJob("Slurm", "7", 1), None),
     ],
 )
 def test_a_job_goes_back_once_however_often_it_is_started(step, job, left, tmp_path):
     note(tmp_path, "began", back_to=5, job_id="7", restart=0)
-    assert records.requested_step(tmp_path, step, Job(job)) == left
+    assert records.requested_step(tmp_path, step, job or OwnJob()) == left
 
 
 @pytest.mark.parametrize("step", [0, 5])

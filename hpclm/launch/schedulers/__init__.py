@@ -1,39 +1,21 @@
 """Schedulers: what queues jobs, starts them on nodes, preempts them and starts them again. A new one is one file with a subclass of
 Scheduler."""
 
-import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpclm import registry
-from hpclm.node.job import Job, JobIdentity, JobState
+from hpclm.node.job import Job, OwnJob
 
 if TYPE_CHECKING:
     from hpclm.config import RunConfig
 
-log = logging.getLogger(__name__)
 SCHEDULERS = {"slurm": "hpclm.launch.schedulers.slurm:Slurm", "local": "hpclm.launch.schedulers.here:LocalMachine"}
-
-
-@dataclass(frozen=True)
-class Queued:
-    """A pending or running job of a run directory."""
-
-    job_id: str
-    state: str
-    reason: str
-    script: Path
-    cluster: str = ""
-    """The cluster that it is on, where the scheduler has several."""
-
-    def __str__(self) -> str:
-        return f"job {self.job_id} ({self.state.lower()}{f': {self.reason}' * (self.reason != 'None')})"
 
 
 @dataclass(frozen=True)
@@ -60,8 +42,9 @@ class Scheduler(ABC):
         """The scheduler's own opinion of a script, without submitting it; empty without one. ConfigError if it refuses it."""
 
     @abstractmethod
-    def submit(self, script: JobScript, path: Path, lock: Path) -> str:
-        """Submit the script, whose text is at ``path``, and give the job's ID, or ID;CLUSTER. ``lock`` stays locked until that has ended, even if this process is killed.
+    def submit(self, script: JobScript, path: Path, lock: int) -> str:
+        """Submit the script, whose text is at ``path``, and give the job's ID, or ID;CLUSTER. ``lock``: the descriptor of a
+        lock. The process that submits inherits it (``keep`` of ``processes.ask``), and holds it even if this one is killed.
 
         ConfigError: it was refused; another HpclmError: it may be in the queue.
         """
@@ -75,15 +58,15 @@ class Scheduler(ABC):
         return self
 
     @abstractmethod
-    def queued(self, scripts: Path, seconds: float) -> list[Queued]:
+    def queued(self, scripts: Path, seconds: float) -> list[Job]:
         """The user's pending and running jobs whose scripts are in the folder ``scripts``, oldest first."""
 
     @abstractmethod
-    def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, JobState]:
+    def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, Job]:
         """The jobs among ``ids`` that it still knows; ``users``: their owners."""
 
     @abstractmethod
-    def stop(self, job: JobState, attempt: Mapping[str, Any], seconds: float) -> None:
+    def stop(self, job: Job, attempt: Mapping[str, Any], seconds: float) -> None:
         """Have a job save and exit, for good. ``attempt``: host and PID of the run's rank 0, if known."""
 
     @abstractmethod
@@ -96,86 +79,37 @@ class Scheduler(ABC):
 
     # What the processes of a job ask; without these methods a scheduler works, and its jobs are requeued by their scripts only.
 
-    def identity(self, env: Mapping[str, str]) -> JobIdentity | None:
+    def own_job(self, env: Mapping[str, str]) -> OwnJob | None:
         """The job of a process with the variables ``env``; None if it is in none of this scheduler. Called once by a process."""
         return None
 
-    def requeue(self, job: JobIdentity, without: Sequence[str] = ()) -> bool:
+    def requeue(self, job: OwnJob, without: Sequence[str] = ()) -> bool:
         """Have a running job start again, on other nodes than ``without``; whether it will. Its processes ask, and may be ended by
         this. False, and nothing asked, if the job no longer runs or may not be started again, or if these nodes cannot be left out."""
         return False
 
-    def abandoned(self, job: JobIdentity) -> str:
+    def abandoned(self, job: OwnJob) -> str:
         """Why the scheduler would end a running job for good, although its exit code asks for another start; empty if it would not."""
         return ""
 
-    def ending(self, job: JobIdentity, warned: float) -> str:
+    def ending(self, job: OwnJob, warned: float) -> str:
         """Why the scheduler ends this start of a job; empty if it does not, or does not say. ``warned``: the most seconds by which a
         warning comes before the time limit."""
         return ""
 
-    def end_step(self, job: JobIdentity, code: int) -> None:  # noqa: B027  # most need none
+    def end_step(self, job: OwnJob, code: int) -> None:  # noqa: B027  # most need none
         """Called by a process of the job that exits with ``code`` and whose parent is dead: end what waits for it."""
 
 
-class ScheduledJob(Job):
-    """The job of this process, and its scheduler. The process has something more important to do: what fails here is only logged."""
-
-    def __init__(self, scheduler: Scheduler, identity: JobIdentity):
-        super().__init__(identity)
-        self._asked, self._me = scheduler, identity
-
-    def requeue(self, without: Sequence[str] = ()) -> bool:
-        """``Scheduler.requeue``."""
-        with self._failures_logged():
-            return self._asked.requeue(self._me, without)
-        return False
-
-    def requeue_or_raise(self) -> bool:
-        """``Scheduler.requeue``; NoAnswerError if it does not answer."""
-        return self._asked.requeue(self._me)
-
-    def requeue_if_abandoned(self) -> str:
-        """Requeue the job if ``Scheduler.abandoned`` says why."""
-        with self._failures_logged():
-            why = self._asked.abandoned(self._me)
-            return why if why and self.requeue() else ""
-        return ""
-
-    def ending(self, warned: float) -> str:
-        """``Scheduler.ending``."""
-        with self._failures_logged():
-            return self._asked.ending(self._me, warned)
-        return ""
-
-    def end_step(self, code: int) -> None:
-        """``Scheduler.end_step``."""
-        with self._failures_logged():
-            self._asked.end_step(self._me, code)
-
-    def troubles(self, hosts: Sequence[str], seconds: float = 5.0) -> list[str]:
-        """``Scheduler.troubles``."""
-        with self._failures_logged():
-            return self._asked.troubles(hosts, seconds)
-        return []
-
-    @contextmanager
-    def _failures_logged(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # the scheduler may be the user's own
-            log.warning("%s: %s", self._me.scheduler, str(error).partition("\n")[0] or type(error).__name__)
-
-
-def current_job(cluster: str = "auto", env: Mapping[str, str] = os.environ) -> Job:
+def current_job(cluster: str = "auto", env: Mapping[str, str] = os.environ) -> OwnJob:
     """The job of this process: of the scheduler that ``cluster`` (job.cluster) names, if that is the user's own, otherwise of the
     first one that knows these variables. ConfigError if there is no such scheduler."""
-    for name in [*[cluster] * (":" in cluster), *SCHEDULERS]:
+    names = [cluster, *SCHEDULERS] if ":" in cluster else [*SCHEDULERS]
+    for name in names:
         scheduler = named(name)
-        identity = scheduler.identity(env) if isinstance(scheduler, Scheduler) else None
-        if identity:
-            return ScheduledJob(scheduler, identity)
-    return Job()
+        if isinstance(scheduler, Scheduler) and (job := scheduler.own_job(env)):
+            return replace(job, asked=scheduler)
+    return OwnJob()
 
 
 @cache

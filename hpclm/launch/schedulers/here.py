@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpclm.errors import ConfigError
-from hpclm.launch.schedulers import JobScript, Queued, Scheduler
+from hpclm.launch.schedulers import JobScript, Scheduler
 from hpclm.node import processes
-from hpclm.node.job import JobState
+from hpclm.node.job import Job
 
 if TYPE_CHECKING:
     from hpclm.config import RunConfig
@@ -27,20 +27,20 @@ class LocalMachine(Scheduler):
         """Nothing to check."""
         return ""
 
-    def submit(self, script: JobScript, path: Path, lock: Path) -> str:
+    def submit(self, script: JobScript, path: Path, lock: int) -> str:
         """There is no queue."""
         raise ConfigError("this machine has no queue; train in the foreground")
 
-    def queued(self, scripts: Path, seconds: float) -> list[Queued]:
+    def queued(self, scripts: Path, seconds: float) -> list[Job]:
         """There is no queue."""
         return []
 
-    def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, JobState]:
+    def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, Job]:
         """Those that run."""
         running = [pid for pid in ids if processes.started(int(pid)) is not None]
-        return {pid: JobState(pid, "RUNNING", "", "", "", 1, "", "") for pid in running}
+        return {pid: Job(pid, "RUNNING") for pid in running}
 
-    def stop(self, job: JobState, attempt: Mapping[str, Any], seconds: float) -> None:
+    def stop(self, job: Job, attempt: Mapping[str, Any], seconds: float) -> None:
         """SIGTERM."""
         processes.send_signal(int(job.id))
 

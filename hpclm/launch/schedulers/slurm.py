@@ -13,13 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpclm import files
 from hpclm.errors import ConfigError, ExitCode, HpclmError
-from hpclm.launch.schedulers import JobScript, Queued, Scheduler
+from hpclm.launch.schedulers import JobScript, Scheduler
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.node import environment, processes, python
 from hpclm.node import slurm as variables
-from hpclm.node.job import JobIdentity, JobState
+from hpclm.node.job import Job, OwnJob
 from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import rows
 from hpclm.terminal import say
@@ -102,21 +101,21 @@ class Slurm(Scheduler):
             return f"this script was not checked: {refusal}"
         return " ".join(message.replace("sbatch: ", "").split())
 
-    def submit(self, script: JobScript, path: Path, lock: Path) -> str:
+    def submit(self, script: JobScript, path: Path, lock: int) -> str:
         """Submit by ``main`` in a process of its own, then ask once what the job waits for."""
         if not shutil.which("sbatch"):
             raise ConfigError("sbatch is not installed here; give --cluster local to train here")
         env = environment.of_a_job(slurm.options_in(script.text))
         target = self.for_script(script.text)
-        command = python.command("hpclm.launch.schedulers.slurm", str(path), str(lock))
-        code, answer, message = processes.ask(command, SUBMISSION, env, json.dumps(script.parameters))
+        command = python.command("hpclm.launch.schedulers.slurm", str(path))
+        code, answer, message = processes.ask(command, SUBMISSION, env, json.dumps(script.parameters), [lock])
         if code:
             raise refused(message)
         job = target._job_of(path, answer.strip())
         cluster = target.clusters
         if not re.fullmatch(r"[\w-]*", cluster) or cluster == "all":
             queued = target.queued(path.parent, SUBMISSION)
-            cluster = next((queued_job.cluster for queued_job in queued if queued_job.job_id == job), cluster)
+            cluster = next((queued_job.cluster for queued_job in queued if queued_job.id == job), cluster)
         shown = slurm.shown(job, env=target.on(cluster).env)
         if shown.get("JobState") == "PENDING" and (reason := shown.get("Reason", "")) not in USUAL:
             say(
@@ -130,29 +129,30 @@ class Slurm(Scheduler):
         sbatch's own: "your last job 12 took 3 hours"."""
         if _submitted(slurm.shown(answer, env=self.env).get("Command", ""), script.parent) != script:
             with contextlib.suppress(NoAnswerError):
-                return next((job.job_id for job in self.queued(script.parent, 60.0) if job.script == script), answer)
+                return next((job.id for job in self.queued(script.parent, 60.0) if job.script == str(script)), answer)
         return answer
 
-    def queued(self, scripts: Path, seconds: float) -> list[Queued]:
+    def queued(self, scripts: Path, seconds: float) -> list[Job]:
         """squeue shows the paths of scripts."""
         command = ["squeue", "--me", "--noheader", "--array", "--format", QUEUE]
         code, answer, error = slurm.ask(command, seconds, self.env)
         if code:
             raise NoAnswerError(f"squeue: {error.strip() or f'exit code {code}'}; nothing was submitted")
-        jobs = list[tuple[int, Queued]]()
+        jobs = list[tuple[int, Job]]()
         for cluster, line in slurm.by_cluster(answer):
             job, state, reason, path = (*line.strip().split("|", 3), "", "", "")[:4]
             script = _submitted(path, scripts)
             if script:
                 number = int(script.stem.removeprefix("script-"))
-                jobs.append((number, Queued(job, state, reason, script, cluster or self.clusters)))
+                found = Job(job, state, reason=reason, script=str(script), cluster=cluster or self.clusters)
+                jobs.append((number, found))
         return [job for _, job in sorted(jobs, key=lambda numbered: numbered[0])]
 
-    def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, JobState]:
+    def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, Job]:
         """From squeue."""
         return slurm.states(ids, users, seconds, self.env)
 
-    def stop(self, job: JobState, attempt: Mapping[str, Any], seconds: float) -> None:
+    def stop(self, job: Job, attempt: Mapping[str, Any], seconds: float) -> None:
         """Signal the ranks of a running job, but not its script and mpirun, which exit after them.
 
         scancel without a signal would kill them some seconds later, whether they have saved or not.
@@ -178,11 +178,11 @@ class Slurm(Scheduler):
         """From scontrol, asked once for all."""
         return slurm.troubles(hosts, seconds, self.env)
 
-    def identity(self, env: Mapping[str, str]) -> JobIdentity | None:
+    def own_job(self, env: Mapping[str, str]) -> OwnJob | None:
         """By the variables that Slurm has set."""
-        return variables.identity(env)
+        return variables.own_job(env)
 
-    def requeue(self, job: JobIdentity, without: Sequence[str] = ()) -> bool:
+    def requeue(self, job: OwnJob, without: Sequence[str] = ()) -> bool:
         """scontrol requeue, which may be refused (--no-requeue).
 
         Slurm changes the nodes of pending jobs only, so this comes after the request to requeue, which ends this step: the commands
@@ -200,13 +200,13 @@ class Slurm(Scheduler):
         code, _, _ = slurm.ask(["sh", "-c", WITHOUT, "sh", job.id, excluded], 4 * OF_ITS_OWN_JOB, self.env)
         return code == 0
 
-    def abandoned(self, job: JobIdentity) -> str:
+    def abandoned(self, job: OwnJob) -> str:
         """Whether its script was killed, which would have requeued it."""
         shown = self._this_start(job)
         killed = shown.get("Reason") == SCRIPT_KILLED and shown.get("Requeue") == "1"
         return f"the job's script was killed ({SCRIPT_KILLED})" if killed else ""
 
-    def ending(self, job: JobIdentity, warned: float) -> str:
+    def ending(self, job: OwnJob, warned: float) -> str:
         """By Slurm's own last line in the job's log, or by the time that is left."""
         shown = slurm.shown(job.id, OF_ITS_OWN_JOB, self.env)
         _, _, of_this_start = rows.tail(shown.get("StdErr", "")).rpartition(f"start {job.restart + 1} of ")
@@ -217,20 +217,20 @@ class Slurm(Scheduler):
                 return "the job's time limit"
         return ""
 
-    def end_step(self, job: JobIdentity, code: int) -> None:
+    def end_step(self, job: OwnJob, code: int) -> None:
         """End the step, or requeue the job, since the slurmstepd of this process is dead: srun would wait forever."""
         step = os.environ.get(variables.STEP)
         if step is None or self._this_start(job).get("JobState") != "RUNNING":
             return
         slurm.requeue(job.id, self.env) if code == ExitCode.REQUEUE else slurm.cancel(f"{job.id}.{step}", self.env)
 
-    def _this_start(self, job: JobIdentity) -> dict[str, str]:
+    def _this_start(self, job: OwnJob) -> dict[str, str]:
         """What scontrol shows of a job; {} without an answer, or if Slurm has restarted it meanwhile."""
         shown = slurm.shown(job.id, OF_ITS_OWN_JOB, self.env)
         return shown if _is_this_start(shown, job) else {}
 
 
-def _is_this_start(shown: Mapping[str, str], job: JobIdentity) -> bool:
+def _is_this_start(shown: Mapping[str, str], job: OwnJob) -> bool:
     """Whether what scontrol shows is of the start that this process belongs to.
 
     A rank that outlives a requeue sees the next start's state, on which it must not act.
@@ -264,15 +264,14 @@ def refused(message: str) -> HpclmError:
     )
 
 
-def main(script: Path, lock: Path) -> int:
-    """Submit the job whose parameters are in the standard input, and print its ID. ``lock`` is locked until sbatch has ended, even if
-    hpclm submit is killed."""
+def main(script: Path) -> int:
+    """Submit the job whose parameters are in the standard input, and print its ID."""
     from hpclm.launch.schedulers import slurm_script
 
     parameters = json.load(sys.stdin)
     folder = script.with_suffix("")  # the queue shows the path of what submitit writes there
     try:
-        with files.locked(lock), contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
             sys.stdout.write(slurm_script.submit(parameters, folder))
     except Exception as error:
         sys.stderr.write(str(error))
@@ -283,4 +282,4 @@ def main(script: Path, lock: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(Path, sys.argv[1:])))
+    sys.exit(main(Path(sys.argv[1])))

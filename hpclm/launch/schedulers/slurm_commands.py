@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from hpclm.errors import HpclmError
 from hpclm.node import environment, processes, slurm
-from hpclm.node.job import JobState
+from hpclm.node.job import Job
 from hpclm.node.processes import OURS, Env, NoAnswerError
 
 FORMAT = "%i|%T|%M|%L|%S|%D|%N|%r|%o"
@@ -32,7 +32,7 @@ Options = dict[str, str | None]
 
 def states(
     ids: Collection[str], users: Collection[int] = (), seconds: float = 10, env: Env = os.environ
-) -> dict[str, JobState]:
+) -> dict[str, Job]:
     """Jobs among ``ids`` that Slurm still knows, including those that ended some minutes ago. NoAnswerError if it does not answer.
 
     ``users``: owners of the jobs, so that squeue does not list every job of a large cluster.
@@ -206,7 +206,7 @@ def start(words: list[str], env: Env = os.environ) -> subprocess.Popen[bytes]:
     return processes.start(words, {**clean, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
 
 
-def _state(line: str) -> JobState | None:
+def _state(line: str) -> Job | None:
     parts = line.strip().split("|", 7)
     if len(parts) != 8 or not re.fullmatch(r"\d+(_\d+|\+\d+)?", parts[0]) or not re.fullmatch("[A-Z_]+", parts[1]):
         return None
@@ -214,7 +214,7 @@ def _state(line: str) -> JobState | None:
     reason, _, path = rest.removesuffix("|(null)").partition("|/")
     script = path and f"/{path}"
     count = int(nodes) if nodes.isdecimal() else 0
-    return JobState(job, name, elapsed, left, start, count, nodelist, reason, script)
+    return Job(job, name, elapsed, left, start, count, nodelist, reason, script)
 
 
 def _fields(line: str) -> dict[str, str]:

@@ -6,9 +6,9 @@ import signal
 import subprocess
 from pathlib import Path
 
-from hpclm.launch.schedulers import JobScript, Queued, Scheduler
+from hpclm.launch.schedulers import JobScript, Scheduler
 from hpclm.node import processes
-from hpclm.node.job import JobState
+from hpclm.node.job import Job
 
 
 class Own(Scheduler):
@@ -28,14 +28,10 @@ class Own(Scheduler):
 
     def queued(self, scripts, seconds):
         jobs = {path.read_text(): path.with_suffix(".sbatch") for path in Path(scripts).glob("*.pid")}
-        return [Queued(job, "RUNNING", "None", jobs[job]) for job in self.states(jobs)]
+        return [Job(job, "RUNNING", script=str(jobs[job])) for job in self.states(jobs)]
 
     def states(self, ids, users=(), seconds=10):
-        return {
-            job: JobState(job, "RUNNING", "", "", "", 1, "", "")
-            for job in ids
-            if processes.started(int(job)) is not None
-        }
+        return {job: Job(job, "RUNNING") for job in ids if processes.started(int(job)) is not None}
 
     def stop(self, job, attempt, seconds):
         os.kill(int(job.id), signal.SIGTERM)

@@ -4,11 +4,10 @@ import json
 import shlex
 from pathlib import Path
 
-from hpclm import files
 from hpclm.errors import ConfigError
-from hpclm.launch.schedulers import JobScript, Queued, Scheduler
+from hpclm.launch.schedulers import JobScript, Scheduler
 from hpclm.node import processes
-from hpclm.node.job import JobIdentity, JobState
+from hpclm.node.job import Job, OwnJob
 
 STATES = {"Q": "PENDING", "H": "PENDING", "W": "PENDING", "R": "RUNNING", "S": "SUSPENDED", "E": "COMPLETING"}
 SCRIPT = """#!/bin/bash
@@ -31,8 +30,7 @@ class Pbs(Scheduler):
         return ""
 
     def submit(self, script, path, lock):
-        with files.locked(lock):
-            code, answer, error = processes.ask(["qsub", str(path.absolute())], 60.0)
+        code, answer, error = processes.ask(["qsub", str(path.absolute())], 60.0, keep=[lock])
         if code:
             raise ConfigError(f"qsub: {error.strip()}")
         return answer.strip()
@@ -40,12 +38,12 @@ class Pbs(Scheduler):
     def queued(self, scripts, seconds):
         jobs = [(job, row["job_state"], Path(row["Submit_arguments"])) for job, row in self._jobs(seconds).items()]
         mine = [(job, state, path) for job, state, path in jobs if path.parent.resolve() == Path(scripts).resolve()]
-        return [Queued(job, STATES[state], "None", path) for job, state, path in mine if state in STATES]
+        return [Job(job, STATES[state], script=str(path)) for job, state, path in mine if state in STATES]
 
     def states(self, ids, users=(), seconds=10):
         known = {job: row for job, row in self._jobs(seconds).items() if job in ids}
         return {
-            job: JobState(job, STATES.get(row["job_state"], "COMPLETED"), "", "", "", 1, row["exec_host"], "")
+            job: Job(job, STATES.get(row["job_state"], "COMPLETED"), nodelist=row["exec_host"])
             for job, row in known.items()
         }
 
@@ -58,12 +56,12 @@ class Pbs(Scheduler):
     def troubles(self, hosts, seconds=5):
         return []
 
-    def identity(self, env):
+    def own_job(self, env):
         if "PBS_JOBID" not in env:
             return None
         hosts = tuple(dict.fromkeys(Path(env["PBS_NODEFILE"]).read_text().split()))
         restart = int(env.get("PBS_RUN_COUNT") or 1) - 1
-        return JobIdentity("PBS", env["PBS_JOBID"], restart, env.get("PBS_ARRAY_INDEX", ""), hosts)
+        return OwnJob("PBS", env["PBS_JOBID"], restart, env.get("PBS_ARRAY_INDEX", ""), hosts)
 
     def requeue(self, job, without=()):
         return (

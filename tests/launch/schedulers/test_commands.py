@@ -7,7 +7,7 @@ import pytest
 
 from hpclm.errors import HpclmError
 from hpclm.launch.schedulers import slurm_commands as slurm
-from hpclm.node.job import JobState
+from hpclm.node.job import Job
 from hpclm.node.processes import NoAnswerError
 from tests import forks
 from tests.runs import PATIENCE, until
@@ -32,9 +32,9 @@ LINE = "7|RUNNING|1:02:03|22:57:57|2026-11-21T10:00:00|2|node[1-2,4]|None"
 
 def test_the_output_of_squeue_is_parsed(stand_in):
     env = stand_in("squeue", f"echo '{LINE}'; echo '8_3|PENDING|0:00|2:00|N/A|1||Resources|x'; echo '9|RUNNING|'")
-    running = JobState("7", "RUNNING", "1:02:03", "22:57:57", "2026-11-21T10:00:00", 2, "node[1-2,4]", "None")
+    running = Job("7", "RUNNING", "1:02:03", "22:57:57", "2026-11-21T10:00:00", 2, "node[1-2,4]", "None")
     found = slurm.states(["7", "8_3", "9"], env=env)
-    assert found == {"7": running, "8_3": JobState("8_3", "PENDING", "0:00", "2:00", "N/A", 1, "", "Resources|x")}
+    assert found == {"7": running, "8_3": Job("8_3", "PENDING", "0:00", "2:00", "N/A", 1, "", "Resources|x")}
     assert running.live and not running.waits and found["8_3"].waits
     env = stand_in("squeue", f"echo '{LINE}|/a|b/script-1.sbatch'")
     assert slurm.states(["7"], env=env) == {"7": replace(running, script="/a|b/script-1.sbatch")}

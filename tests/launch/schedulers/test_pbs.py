@@ -75,10 +75,10 @@ def test_a_process_of_pbs_knows_its_job_and_one_of_slurm_is_still_slurms(tmp_pat
     env = {"PBS_JOBID": "12[3].pbs", "PBS_ARRAY_INDEX": "3", "PBS_NODEFILE": f"{tmp_path}/nodes", "PBS_RUN_COUNT": "2"}
     job = current_job(PBS, env)
     assert (job.scheduler, job.row()) == ("PBS", {"job_id": "12[3].pbs", "restart": 1})
-    assert (job.identity.array_task, job.identity.hosts) == ("3", ("n1", "n2"))
+    assert (job.array_task, job.hosts) == ("3", ("n1", "n2"))
     assert not job.requeue(["n2"])  # it cannot leave a node out, so it is not asked
     assert current_job(PBS, {"SLURM_JOB_ID": "7"}).scheduler == "Slurm"
-    assert current_job("slurm", env).identity is None and current_job(PBS, {}).row() == {}
+    assert current_job("slurm", env).id == "" and current_job(PBS, {}).row() == {}
 
 
 def test_a_scheduler_that_fails_does_not_end_the_process_that_asks_it(monkeypatch, caplog):

@@ -1,6 +1,6 @@
-"""The command ``hpclm VERB``: finds the verb, and calls it.
+"""``hpclm VERB``: calls the command of that name.
 
-A verb is a module with ``main(argv)``, and ``parser()`` for its arguments. ``python -m hpclm VERB`` calls the same function.
+A command is a module with ``main(argv)``, and ``parser()`` for its arguments. ``python -m hpclm VERB`` calls the same function.
 """
 
 import re
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from hpclm import __version__, failures
 from hpclm.errors import ExitCode
@@ -19,53 +20,44 @@ from hpclm.terminal import say
 
 GROUPS = {
     "start": {
-        "demo": ("hpclm.commands.demo", "train a small GPT on the source code of Python's standard library"),
-        "train": ("hpclm.commands.train", "train a model, or continue a run"),
-        "submit": ("hpclm.commands.submit", "train on Slurm, on the machines of a hostfile, or locally"),
-        "resume": (
-            "hpclm.commands.resume",
-            "submit a run again, to continue from its last checkpoint, optionally with changes",
-        ),
+        "demo": "train a small GPT on the source code of Python's standard library",
+        "train": "train a model, or continue a run",
+        "submit": "train on Slurm, on the machines of a hostfile, or locally",
+        "resume": "submit a run again, to continue from its last checkpoint, optionally with changes",
     },
     "watch": {
-        "status": ("hpclm.commands.status", "show the status of runs: queue, step, loss, speed, time left"),
-        "top": ("hpclm.commands.top", "show all runs live, with their loss curves"),
-        "logs": ("hpclm.commands.logs", "print or follow the log of a run, a rank or a job"),
-        "report": (
-            "hpclm.commands.report",
-            "write a page about one or more runs: curves, attempts, and why they ended",
-        ),
-        "checkpoints": ("hpclm.commands.checkpoints", "list and verify a run's checkpoints"),
+        "status": "show the status of runs: queue, step, loss, speed, time left",
+        "top": "show all runs live, with their loss curves",
+        "logs": "print or follow the log of a run, a rank or a job",
+        "report": "write a page about one or more runs: curves, attempts, and why they ended",
+        "checkpoints": "list and verify a run's checkpoints",
     },
     "change": {
-        "request": ("hpclm.commands.request", "ask a run that trains to save, or to save and stop"),
-        "cancel": ("hpclm.commands.cancel", "end a run's job: it saves if it trains, and leaves the queue"),
-        "sync": ("hpclm.commands.sync", "send a run's sinks, such as W&B, the metrics they lack"),
+        "request": "ask a run that trains to save, or to save and stop",
+        "cancel": "end a run's job: it saves if it trains, and leaves the queue",
+        "sync": "send a run's sinks, such as W&B, the metrics they lack",
     },
     "data": {
-        "train-tokenizer": ("hpclm.commands.train_tokenizer", "train a tokenizer on text"),
-        "preprocess": ("hpclm.commands.preprocess", "convert text into a dataset"),
-        "data": ("hpclm.commands.data", "inspect, verify, hash, merge and convert datasets"),
+        "train-tokenizer": "train a tokenizer on text",
+        "preprocess": "convert text into a dataset",
+        "data": "inspect, verify, hash, merge and convert datasets",
     },
     "models": {
-        "generate": ("hpclm.commands.generate", "continue a prompt with a run's model"),
-        "evaluate": ("hpclm.commands.evaluate", "measure the loss of a run's model on held-out data"),
-        "convert": (
-            "hpclm.commands.convert",
-            "convert weights to Hugging Face or GGUF, and from Hugging Face or Megatron",
-        ),
+        "generate": "continue a prompt with a run's model",
+        "evaluate": "measure the loss of a run's model on held-out data",
+        "convert": "convert weights to Hugging Face or GGUF, and from Hugging Face or Megatron",
     },
     "help": {
-        "docs": ("hpclm.commands.docs", "show a page of the documentation, what a setting is, or where words occur"),
-        "config": ("hpclm.commands.config", "print and explain settings"),
-        "planner": ("hpclm.commands.planner", "estimate memory and speed of a run, and suggest layouts"),
-        "selftest": ("hpclm.commands.selftest", "test a block, optimizer or other code of yours in every layout"),
-        "doctor": ("hpclm.commands.doctor", "show each process's environment, and diagnose problems"),
-        "completion": ("hpclm.commands.completion", "print a script for completion in bash or zsh"),
+        "docs": "show a page of the documentation, what a setting is, or where words occur",
+        "config": "print and explain settings",
+        "planner": "estimate memory and speed of a run, and suggest layouts",
+        "selftest": "test a block, optimizer or other code of yours in every layout",
+        "doctor": "show each process's environment, and diagnose problems",
+        "completion": "print a script for completion in bash or zsh",
     },
 }
-"""Verbs by what they are for: their modules, and what they do."""
-VERBS = {verb: row for verbs in GROUPS.values() for verb, row in verbs.items()}
+"""The commands by purpose, with a description of each; ``train-tokenizer`` is in commands/train_tokenizer.py."""
+VERBS = {verb: text for group in GROUPS.values() for verb, text in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +85,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _unknown(word: str, rest: list[str]) -> str:
-    """What is wrong with ``word``, which is no verb, and the command that was meant."""
+    """What is wrong with ``word``, which is not a command, and the command that was meant."""
     from hpclm import shipped
     from hpclm.config import elsewhere
     from hpclm.rundir.runs import RUNS, is_run
@@ -111,27 +103,35 @@ def _unknown(word: str, rest: list[str]) -> str:
 
 
 def _listed() -> str:
-    """The verbs by group, a line for each."""
-    lines = ((group if not number else "", verb, what)
-             for group, verbs in GROUPS.items() for number, (verb, (_, what)) in enumerate(verbs.items()))  # fmt: skip
-    return "\n".join(f"{group:<8}{verb:<17}{what}" for group, verb, what in lines)
+    """A line for each command; the first of a group begins with its name."""
+    lines = []
+    for group, verbs in GROUPS.items():
+        heading = group
+        for verb, text in verbs.items():
+            lines.append(f"{heading:<8}{verb:<17}{text}")
+            heading = ""
+    return "\n".join(lines)
 
 
 def function(verb: str) -> Callable[[list[str]], int]:
-    """The function of a verb, which takes its arguments and returns the exit code."""
-    main: Callable[[list[str]], int] = import_module(VERBS[verb][0]).main
+    """The function of a command, which takes its arguments and returns the exit code."""
+    main: Callable[[list[str]], int] = _module(verb).main
     return main
 
 
 def parser(verb: str) -> Parser:
-    """The parser of a verb's arguments."""
-    verb_parser: Parser = import_module(VERBS[verb][0]).parser()
+    """The parser of a command's arguments."""
+    verb_parser: Parser = _module(verb).parser()
     return verb_parser
+
+
+def _module(verb: str) -> Any:
+    return import_module(f"hpclm.commands.{verb.replace('-', '_')}")
 
 
 @cache
 def options() -> dict[str, list[str]]:
-    """The options of every verb."""
+    """The options of every command."""
     return {verb: parser(verb).options() for verb in VERBS}
 
 

@@ -1,7 +1,9 @@
 """Errors with a message for the user, and their exit codes.
 
 HpclmError
+├── UsageError          options of a command that do not go together
 ├── ConfigError         invalid settings, arguments or input files
+│   └── ArgumentError   arguments that a command and a function of Python have under the same names
 ├── NoCheckpointError   the run has saved before, but has lost all good checkpoints
 ├── LockedError         another process uses the run directory
 ├── CorruptedError      bits have changed, or a processor computes wrongly; it is started again from a good checkpoint
@@ -76,6 +78,12 @@ class HpclmError(OneLine, Exception):
     """Whether every process of the run raises it, so that only one of them reports it."""
 
 
+class UsageError(HpclmError):
+    """Options of a command that do not go together."""
+
+    exit_code = ExitCode.USAGE
+
+
 class ConfigError(HpclmError, ValueError):
     """Invalid settings or input; contains every problem, not only the first."""
 
@@ -86,6 +94,21 @@ class ConfigError(HpclmError, ValueError):
             problems = [problems]
         self.problems = list(problems)
         super().__init__("\n".join(self.problems))
+
+
+class ArgumentError(ConfigError):
+    """Arguments with values that they cannot have. A command shows --top-k where Python shows top_k."""
+
+    def __init__(self, wrong: Iterable[tuple[str, object, str]]):
+        """``wrong``: name, value and rule of each argument, such as ("top_k", 0, "must be at least 1")."""
+        self.wrong = list(wrong)
+        super().__init__(f"{name}={value!r} {rule}" for name, value, rule in self.wrong)
+
+    @classmethod
+    def refuse(cls, wrong: Iterable[tuple[str, object, str]]) -> None:
+        """Raise the error if anything is ``wrong``."""
+        if listed := list(wrong):
+            raise cls(listed)
 
 
 class NoCheckpointError(HpclmError):

@@ -1,29 +1,29 @@
-"""The parser of the arguments of all verbs, and the arguments that several of them have."""
+"""The parser of every command's arguments, and the arguments that several commands have."""
 
 import argparse
 import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hpclm import paths, shipped
-from hpclm.errors import ConfigError, ExitCode
-from hpclm.node import secrets
+from hpclm.errors import ArgumentError, ConfigError, ExitCode, UsageError
+from hpclm.node import gpus, secrets
 from hpclm.registry import hint
 from hpclm.terminal import line, say
 
 if TYPE_CHECKING:
     from hpclm.config import hints
 
+Result = TypeVar("Result")
 ONE = "run directory, or its name below --runs"
 SEVERAL = "run directories, their names below --runs, or patterns of these: 'sweep-*'"
 NUMBER = re.compile(r"[\d.e+-]+")
 """Values that are not secrets."""
-USAGE = 4  # lines of a usage that are shown with an error
+USAGE = 4  # longest usage, in lines, that is shown with an error
 STOP_OR_CANCEL = "stop asks the run itself, from any machine that sees its folder; cancel ends its job, also one that waits or hangs."
 """How ``hpclm request RUN stop`` and ``hpclm cancel RUN`` differ."""
 DATA = """data:  data=TEXT         train on a text: a file or folder that hpclm preprocess reads, or a pattern. It is tokenized
@@ -47,67 +47,103 @@ EPILOG = textwrap.fill(
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's; its messages, which quote arguments, are one safe line, and for an unknown option say what was meant."""
+    """argparse's parser. Its messages, which quote arguments, are one safe line, and the one for an unknown option says what was meant."""
 
     given: Sequence[str] = ()
-    """All arguments, for ``error``."""
+    """All arguments."""
     others: Callable[[], Mapping[str, Collection[str]]] = staticmethod(dict)
     """The options of all commands, which cli sets."""
 
-    def add_settings(self, help: str, complete: str = "settings", **options: Any) -> None:
-        """Settings; ``complete``: what shells complete them with (``completed``)."""
-        completed(
-            self.add_argument("settings", **{"nargs": "*", "metavar": "key=value"} | options, help=help), complete
-        )
+    def __init__(self, intermixed: bool = True, **options: Any) -> None:
+        """``intermixed``: options may stand between the words of one argument; not for subcommands or an argument that takes the rest."""
+        self._intermixed = intermixed
+        if "\n" in f"{options.get('description')}{options.get('epilog')}":  # laid out by hand
+            options["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(**options)
+
+    def call(self, body: Callable[..., Result], argv: Sequence[str], **more: Any) -> Result:
+        """Call ``body`` with the values of the arguments by their names, and with ``more``; exits with 2 if they are wrong."""
+        values = self.values(argv)
+        try:
+            return body(**values, **more)
+        except UsageError as error:
+            self._refuse(str(error))
+        except ArgumentError as error:
+            if not {name for name, *_ in error.wrong} <= values.keys():
+                raise
+            self._refuse("; ".join(f"--{name.replace('_', '-')} {value!r} {rule}" for name, value, rule in error.wrong))
+
+    def values(self, argv: Sequence[str]) -> dict[str, Any]:
+        """The values of the arguments by their names; exits with 2 if they are wrong."""
+        parse = self.parse_known_intermixed_args if self._intermixed else self.parse_known_args
+        values, unknown = parse(argv)
+        if unknown:
+            self._refuse(self._unrecognized(unknown))
+        return vars(values)
+
+    def add_settings(self, help: str, files: bool = False, **options: Any) -> None:
+        """The argument ``settings``: key=value words, after the name of a file with ``files``."""
+        metavar = "FILE | key=value" if files else "key=value"
+        settings = self.add_argument("settings", **{"nargs": "*", "metavar": metavar} | options, help=help)
+        completed(settings, "presets" if files else "settings")
 
     def add_run(self, help: str = ONE, **options: Any) -> None:
-        """A run, or several."""
+        """The arguments ``run``, for one run or several, and --runs."""
         completed(self.add_argument("run", **{"type": paths.option} | options, help=help), "runs")
+        self.add_runs_folder()
 
     def add_runs_folder(self) -> None:
         """The option --runs."""
         text = "where runs are (default: runs)"
-        self.add_argument("--runs", type=paths.option_path, default=Path("runs"), metavar="FOLDER", help=text)
+        folder: dict[str, Any] = dict(dest="runs_folder", type=paths.option_path, default=Path("runs"))
+        self.add_argument("--runs", metavar="FOLDER", help=text, **folder)
+
+    def add_gpus_kind(self, help: str) -> None:
+        """The option --gpus-kind."""
+        self.add_argument("--gpus-kind", type=_kind_of_gpu, default="H100", metavar="KIND", help=help)
+
+    def add_json(self, help: str) -> None:
+        """The option --json."""
+        self.add_argument("--json", dest="as_json", action="store_true", help=help)
 
     def add_sweep(self, starts: str = "start") -> None:
         """The options --sweep and --parallel."""
         several = self.add_argument_group("several runs")
         values = f"{starts} a separate run for each value; for each combination if repeated"
         several.add_argument("--sweep", "--array", action="append", default=[], metavar="key=a,b,c", help=values)
-        at_once = "with --sweep: so many runs train at a time on this machine, each on separate GPUs (default: 1)"
-        several.add_argument("--parallel", type=positive, metavar="N", help=at_once)
+        at_once = "with --sweep: how many runs train at a time on this machine, each on separate GPUs (default: 1)"
+        several.add_argument("--parallel", type=whole(1), metavar="N", help=at_once)
+
+    def add_from(self, more: str = "") -> None:
+        """The option --from."""
+        back = f"continue from the checkpoint of this step; newer ones are set aside, not deleted{more}"
+        self.add_argument("--from", dest="resume_step", type=whole(0), metavar="STEP", help=back)
 
     def add_wait(self, help: str) -> None:
         """The option --wait."""
-        self.add_argument("--wait", type=seconds, default=300, metavar="SECONDS", help=f"{help} (default: 300)")
-
-    @contextmanager
-    def mistakes(self) -> Iterator[None]:
-        """What the block refuses is a value that an option cannot have, so that the verb ends as for any wrong argument."""
-        try:
-            yield
-        except ConfigError as error:
-            self.error("; ".join(error.problems))
+        from_0 = number(lambda value: 0 <= value < math.inf, "a number of seconds from 0")
+        self.add_argument("--wait", type=from_0, default=300, metavar="SECONDS", help=f"{help} (default: 300)")
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """As argparse; remembers all arguments, for ``error``."""
+        """See argparse; remembers all arguments."""
         self.given = self.given or list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """As argparse."""
+        """See argparse."""
         super().exit(status, message and line(message.rstrip("\n")) + "\n")
 
     def error(self, message: str) -> NoReturn:
-        """As argparse, but without a usage so long that it would hide the message. Of unknown options only names are shown, since
-        values may be secrets."""
-        if message.startswith("unrecog"):
-            message = self._unrecognized(message.partition(": ")[2].split())
-        elif message.startswith("the following arguments are required") and (unknown := self._unknown_options()):
+        """See argparse, which complains of missing arguments before unknown ones."""
+        if message.startswith("the following arguments are required") and (unknown := self._unknown_options()):
             message = self._unrecognized(unknown)
         elif choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             near = hint(choice[1], re.findall(r"[^\s',]+", choice[2]))
             message += f".{near}" if near else ""
+        self._refuse(message)
+
+    def _refuse(self, message: str) -> NoReturn:
+        """Exit with 2, after a message that a long usage does not hide."""
         if self.format_usage().count("\n") <= USAGE:
             super().error(message)
         say(f"usage: {self.prog} --help shows all options", file=sys.stderr)
@@ -118,14 +154,15 @@ class Parser(argparse.ArgumentParser):
         return re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", self.format_help())
 
     def _unknown_options(self) -> list[str]:
-        """Options that the command does not have; argparse complains of missing arguments before them."""
+        """The options in the arguments that the command does not have."""
         known = {*self.options(), "--"}
         return [word for word in self.given if word.startswith("--") and word.partition("=")[0] not in known]
 
     def _unrecognized(self, unknown: Sequence[str]) -> str:
+        """The answer to unknown arguments. It has the names of unknown options, and no values that may be secrets."""
         from hpclm.config import elsewhere, hints
 
-        words = [word for word in self.given if word.startswith("-") and word in unknown] or unknown
+        words = [word for word in unknown if word.startswith("-")] or unknown
         advice = [hints.about_option(self._unknown(word)) for word in words]
         texts = [one.text for one in advice if one.text]
         settings = [setting for one in advice for setting in one.settings]
@@ -143,7 +180,8 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, word: str) -> "hints.Unknown":
         from hpclm.config import hints
 
-        option, values = word.partition("=")[0], self._values(word)
+        option = word.partition("=")[0]
+        values = self._values(word)
         secret = secrets.is_secret(option.lstrip("-")) and not all(map(NUMBER.fullmatch, values))
         others = {command: options for command, options in self.others().items() if command != self._command}
         offered = re.findall(r"(?<![\w-])--[\w-]+", self.format_usage())
@@ -154,11 +192,10 @@ class Parser(argparse.ArgumentParser):
         from hpclm.config import compose
 
         _, sign, value = word.partition("=")
-        if sign or word not in self.given:  # the latter: part of an argument with spaces
+        if sign:
             return [value] if value else []
-        after = self.given[list(self.given).index(word) + 1 :]
         values: list[str] = []
-        for other in after:
+        for other in self.given[list(self.given).index(word) + 1 :]:
             if other.startswith("--") or compose.is_override(other):
                 break
             if values and (other in shipped.presets() or other.endswith(".yaml")):
@@ -168,31 +205,44 @@ class Parser(argparse.ArgumentParser):
 
 
 def completed(argument: argparse.Action, words: str) -> None:
-    """Have shells complete an argument with ``words``: runs, requests (and runs), settings, presets (and settings) or topics, as commands/completion.py
-    defines them."""
+    """Have shells complete an argument with ``words``: runs, requests, settings, presets or topics, which completion.py defines."""
     argument.complete = {shell: f"_hpclm_{words}" for shell in ("bash", "zsh")}  # type: ignore[attr-defined]
 
 
-def positive(text: str) -> int:
-    """Parse a number of at least 1."""
-    if not text.isdecimal() or len(text) > 15 or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def setting(key: str) -> dict[str, Any]:
+    """For add_argument: an option that is the setting ``key``. All such options are in one list of key=value words, ``job``."""
+    return dict(dest="job", action="append", default=[], type=f"{key}={{}}".format)
 
 
-def step(text: str) -> int:
-    """Parse a step number."""
-    if not text.isdecimal() or len(text) > 15:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a step number")
-    return int(text)
+def whole(least: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number of at least ``least``."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or len(text) > 15 or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse
 
 
-def seconds(text: str) -> float:
-    """Parse a number of seconds, from 0."""
+def number(allowed: Callable[[float], bool], description: str) -> Callable[[str], float]:
+    """The type of an argument that is a number with a condition, which is also given in words."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not allowed(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
+        return value
+
+    return parse
+
+
+def _kind_of_gpu(text: str) -> str:
     try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
-    return number
+        gpus.kind_named(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text

@@ -43,8 +43,8 @@ def ended(words):
 
 if __name__ == "__main__":
     sys.meta_path.insert(0, WithoutTorch())
-    for module, _ in cli.VERBS.values():  # once, not in each fork
-        importlib.import_module(module.partition(":")[0])
+    for verb in cli.VERBS:  # once, not in each fork
+        cli.function(verb)
     importlib.import_module("hpclm.data.sources")
     importlib.import_module("hpclm.reporting.page")
     answers = [ended(words) for words in json.load(sys.stdin)]

@@ -1,6 +1,5 @@
 """The documentation: its commands are understood, its messages exist, and the tutorial works as typed."""
 
-import argparse
 import ast
 import json
 import os
@@ -21,6 +20,7 @@ from hpclm.config.compose import is_override
 from hpclm.config.fields import keys
 from hpclm.datasets import command_line
 from hpclm.launch import arguments
+from hpclm.parser import Parser
 from tests.events import began
 from tests.runs import ROOT
 
@@ -131,8 +131,7 @@ def test_a_command_in_the_documentation_is_understood(page, line, words, monkeyp
         assert cli.main(words) == 0
         return
     with monkeypatch.context() as patch:
-        for name in ("parse_args", "parse_intermixed_args"):
-            patch.setattr(argparse.ArgumentParser, name, stop(getattr(argparse.ArgumentParser, name)))
+        patch.setattr(Parser, "values", stop(Parser.values))
         patch.setattr(failures, "run", lambda verb, argv: verb(argv))
         with pytest.raises(Understood):
             cli.main(words)

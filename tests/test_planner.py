@@ -189,7 +189,10 @@ def test_what_cannot_be_planned_is_told(words, message, capsys):
     "words, message",
     [
         (["--gpus-kind", "A1000"], "unknown kind of GPU 'A1000'; choose one of .*A100"),
-        *((["--memory", value], f"--memory={value} must be more than 0") for value in ("0", "-1", "nan")),
+        *(
+            (["--memory", value], f"argument --memory: '{value}' is not a number above 0")
+            for value in ("0", "-1", "nan")
+        ),
     ],
 )
 def test_a_value_that_an_option_cannot_have_ends_with_2(words, message, capsys):

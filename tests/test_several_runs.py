@@ -133,7 +133,7 @@ def test_another_user_s_run_is_told_of_in_words(mode, tmp_path, squeue, monkeypa
     cli.main(["status", "--runs", str(another("mine"))])
     cli.main(["status", "--runs", str(tmp_path / "mine"), "a"])
     for number, words in enumerate(OTHERS):
-        import_module(cli.VERBS[words[0]][0].partition(":")[0])
+        cli.parser(words[0])
         run = another(str(number)) / "a"
         files = sorted(run.rglob("*"))
         os.seteuid(65534)

@@ -2,7 +2,6 @@
 
 import html
 import os
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -159,12 +158,8 @@ class Run(os.PathLike[str]):
         if problem := next((shown(text) for text in prompts if not is_utf8(text)), None):
             raise ConfigError(f"the prompt {problem} holds half a character (a lone surrogate)")
         positive(batch=batch)
-        try:
-            stops = (stop,) if isinstance(stop, str) else tuple(stop)
-            limits, sampling = Limits(tokens, stops), Sampling(temperature, top_k, top_p, seed)
-        except ConfigError as error:  # which names options of the command line
-            named = (re.sub("^--(top-)?([a-z]+) ", r"\1\2=", problem) for problem in error.problems)
-            raise ConfigError(problem.replace("top-", "top_") for problem in named) from None
+        limits = Limits(tokens, (stop,) if isinstance(stop, str) else tuple(stop))
+        sampling = Sampling(temperature, top_k, top_p, seed)
         live.load_pytorch()
         from hpclm.inference.completion import Completer
 

@@ -1,5 +1,7 @@
 """``hpclm cancel``: have runs save and exit, and keep Slurm from starting them again."""
 
+from pathlib import Path
+
 from hpclm.launch import cancel
 from hpclm.parser import SEVERAL, STOP_OR_CANCEL, Parser
 from hpclm.rundir import runs
@@ -7,8 +9,12 @@ from hpclm.rundir import runs
 
 def main(argv: list[str]) -> int:
     """``hpclm cancel``."""
-    args = parser().parse_args(argv)
-    return cancel.cancel(runs.choose(args.run, args.runs), args.now, args.wait)
+    return parser().call(end, argv)
+
+
+def end(run: list[str], runs_folder: Path, now: bool, wait: float) -> int:
+    """End runs."""
+    return cancel.cancel(runs.choose(run, runs_folder), now, wait)
 
 
 def parser() -> Parser:
@@ -21,6 +27,5 @@ def parser() -> Parser:
     )
     options.add_run(SEVERAL, nargs="+")
     options.add_wait("how long to wait for them to exit")
-    options.add_runs_folder()
     options.add_argument("--now", action="store_true", help="end them without saving")
     return options

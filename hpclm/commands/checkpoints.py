@@ -1,6 +1,7 @@
 """``hpclm checkpoints``: list a run's checkpoints, and verify them."""
 
 import json
+from pathlib import Path
 
 from hpclm.checkpoint import listing
 from hpclm.errors import ConfigError, ExitCode
@@ -11,16 +12,20 @@ from hpclm.terminal import say
 
 def main(argv: list[str]) -> int:
     """``hpclm checkpoints``."""
-    args = parser().parse_args(argv)
-    folder = runs.resolve(args.run, args.runs) / "checkpoints"
+    return parser().call(show, argv)
+
+
+def show(run: str, runs_folder: Path, no_verify: bool, as_json: bool) -> int:
+    """Print a line for each checkpoint, and how to go back to one."""
+    folder = runs.resolve(run, runs_folder) / "checkpoints"
     if not folder.is_dir():
         wrong = "is a file and must be a folder" if folder.exists() else "does not exist: the run has saved nothing yet"
         raise ConfigError(f"{folder} {wrong}")
     listed = []
-    for row in listing.rows(folder, verify=not args.no_verify):
+    for row in listing.rows(folder, verify=not no_verify):
         listed.append(row)
-        say(json.dumps(row) if args.json else listing.line(row), flush=True)
-    if not args.json and (way_back := listing.to_go_back(folder, listed)):
+        say(json.dumps(row) if as_json else listing.line(row), flush=True)
+    if not as_json and (way_back := listing.to_go_back(folder, listed)):
         say(way_back)
     listing.check_usable(folder, listed)
     return 0
@@ -40,7 +45,6 @@ def parser() -> Parser:
         ),
     )
     options.add_run()
-    options.add_runs_folder()
     options.add_argument("--no-verify", action="store_true", help="check only names and sizes, which is quick")
-    options.add_argument("--json", action="store_true", help="print one JSON object per line")
+    options.add_json("print one JSON object per line")
     return options

@@ -9,7 +9,12 @@ from hpclm.terminal import say
 
 def main(argv: list[str]) -> int:
     """``hpclm completion``."""
-    say(script(parser().parse_args(argv).shell, _all_verbs(), topics()), end="")
+    return parser().call(show, argv)
+
+
+def show(shell: str) -> int:
+    """Print the script for ``shell``."""
+    say(script(shell, _all_commands(), topics()), end="")
     return 0
 
 
@@ -24,15 +29,17 @@ def parser() -> Parser:
     return options
 
 
-def _all_verbs() -> Parser:
-    """One parser with all verbs as its commands."""
+def _all_commands() -> Parser:
+    """One parser that has every command as a subcommand."""
     whole = Parser(prog="hpclm")
     whole.add_argument("--version", action="version", version=__version__)
-    verbs = whole.add_subparsers()
-    verbs.add_parser("help", help="show the options of a verb").add_argument("verb", choices=list(cli.VERBS))
-    for verb, (_, text) in cli.VERBS.items():
-        special = {"resume": _of_resume, "request": _of_request}.get(verb)
-        verbs.add_parser(verb, help=text, parents=[special() if special else cli.parser(verb)], add_help=False)
+    commands = whole.add_subparsers()
+    commands.add_parser("help", help="show the options of a verb").add_argument("verb", choices=list(cli.VERBS))
+    parsers = {verb: cli.parser(verb) for verb in cli.VERBS}
+    parsers["resume"] = _of_resume()
+    parsers["request"] = _of_request()
+    for verb, text in cli.VERBS.items():
+        commands.add_parser(verb, help=text, parents=[parsers[verb]], add_help=False)
     return whole
 
 
@@ -40,7 +47,6 @@ def _of_resume() -> Parser:
     """A run, then everything that ``hpclm submit`` takes, to which resume passes it on."""
     run = Parser(prog="hpclm resume")
     run.add_run()
-    run.add_runs_folder()
     return Parser(parents=[run, cli.parser("submit")], add_help=False, conflict_handler="resolve", prog="hpclm resume")
 
 

@@ -10,19 +10,25 @@ from hpclm.terminal import say
 
 
 def main(argv: list[str]) -> int:
-    """``hpclm config``: print the resolved settings, or the reference page."""
-    args = parser().parse_intermixed_args(argv)  # settings may follow options
-    if args.reference:
+    """``hpclm config``."""
+    return parser().call(show, argv, typed=argv)
+
+
+def show(
+    settings: list[str], reference_page: bool, changed: bool, from_megatron: list[str] | None, typed: list[str]
+) -> int:
+    """Print the resolved settings, the reference page, or the settings of another project's run."""
+    if reference_page:
         say(reference(), end="")
         return 0
-    if args.from_megatron is not None:
+    if from_megatron is not None:
         from hpclm.interop import settings_file  # loads PyTorch
 
-        text, complete = settings_file.translated(args.from_megatron)
+        text, complete = settings_file.translated(from_megatron)
         say(text, end="")
         return ExitCode.DONE if complete else ExitCode.INVALID
-    run, _ = command_line.planned(args.settings, argv)
-    say(explained(run, args.changed), end="")
+    run, _ = command_line.planned(settings, typed)
+    say(explained(run, changed), end="")
     return 0
 
 
@@ -32,9 +38,9 @@ def parser() -> Parser:
         prog="hpclm config",
         description="Print the settings of a run with an explanation of each, or the reference of all settings.",
     )
-    files = "one settings file, and overrides"
-    options.add_settings(files, "presets", metavar="FILE | key=value")
-    options.add_argument("--reference", action="store_true", help="print the page of all settings instead (Markdown)")
+    options.add_settings("one settings file, and overrides", files=True)
+    page = "print the page of all settings instead (Markdown)"
+    options.add_argument("--reference", dest="reference_page", action="store_true", help=page)
     options.add_argument("--changed", action="store_true", help="print only what differs from the defaults")
     options.add_argument(
         "--from-megatron",

@@ -1,11 +1,12 @@
 """``hpclm convert``: a run's weights for Hugging Face transformers, and other projects' weights as a run."""
 
-import argparse
+from pathlib import Path
+from typing import Any
 
 from hpclm import paths
 from hpclm.errors import ExitCode
 from hpclm.interop.convert import SHARD_GB, Options, converted
-from hpclm.parser import Parser, completed, exit_codes
+from hpclm.parser import Parser, completed, exit_codes, number
 from hpclm.rundir import runs
 from hpclm.terminal import say
 
@@ -25,14 +26,12 @@ appears only when it is complete. Nothing is downloaded, and no code that comes 
 
 def main(argv: list[str]) -> int:
     """``hpclm convert``."""
-    options = parser()
-    args = options.parse_intermixed_args(argv)  # settings may follow options
-    if args.shard_gb is not None and not args.shard_gb > 0:
-        options.error("--shard-gb must be more than 0")
-    chosen = {
-        name: getattr(args, name) for name in ("dtype", "shard_gb", "allow_nan", "pickle", "ignore", "weights_only")
-    }
-    say(converted(runs.located(args.source, args.runs), args.target, args.settings, Options(**chosen)))
+    return parser().call(convert, argv)
+
+
+def convert(source: Path, target: Path, settings: list[str], runs_folder: Path, **options: Any) -> int:
+    """Convert weights, and print what was made of what."""
+    say(converted(runs.located(source, runs_folder), target, settings, Options(**options)))
     return 0
 
 
@@ -42,7 +41,6 @@ def parser() -> Parser:
         prog="hpclm convert",
         description=DESCRIPTION,
         epilog=exit_codes({ExitCode.INVALID: "cannot be converted (the message says why)"}),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = options.add_argument
     completed(add("source", type=paths.option_path, metavar="SOURCE"), "runs")
@@ -51,7 +49,8 @@ def parser() -> Parser:
     options.add_settings(settings, default=[])
     options.add_runs_folder()
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of an export's weights (default: fp32)")
-    add("--shard-gb", type=float, metavar="GB", help=f"start another file beyond this (default: {SHARD_GB:g})")
+    size = number(lambda value: value > 0, "a number above 0")
+    add("--shard-gb", type=size, metavar="GB", help=f"start another file beyond this (default: {SHARD_GB:g})")
     add("--allow-nan", action="store_true", help="export weights that are not finite, too")
     pickled = "read pytorch_model.bin where there is no safetensors: tensors, nothing else"
     add("--pickle", action="store_true", help=pickled)

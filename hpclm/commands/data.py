@@ -1,78 +1,95 @@
 """``hpclm data``: inspect, verify, hash, merge and convert datasets."""
 
-import argparse
 import io
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 from hpclm import paths
-from hpclm.errors import ConfigError
-from hpclm.parser import Parser
+from hpclm.errors import ConfigError, UsageError
+from hpclm.parser import Parser, whole
 from hpclm.terminal import many, say
 
 DTYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64", "uint32", "uint64"]
 
 
 def main(argv: list[str]) -> int:
-    """``hpclm data``: one of the five commands."""
-    options = parser()
-    args = options.parse_args(argv)
-    if getattr(args, "tokenizer_files", None) and not args.tokenizer:
-        options.error("--tokenizer-files goes with --tokenizer")
-    if (picture := getattr(args, "histogram", None)) and picture.suffix not in (".svg", ".png"):
-        options.error(f"--histogram {picture} must end in .svg or .png")
+    """``hpclm data``."""
+    return parser().call(run, argv)
+
+
+def run(command: Callable[..., None], **options: Any) -> int:
+    """Run one of the five subcommands."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # documents are in scripts that a terminal may not know
-    args.command(args)
+    command(**options)
     return 0
 
 
-def inspect(args: argparse.Namespace) -> None:
+def inspect(
+    prefix: str,
+    documents: int,
+    histogram: Path | None,
+    as_json: bool,
+    tokenizer: str | None,
+    tokenizer_files: list[str],
+) -> None:
     """Print what is in a dataset."""
+    if tokenizer_files and not tokenizer:
+        raise UsageError("--tokenizer-files goes with --tokenizer")
+    if histogram and histogram.suffix not in (".svg", ".png"):
+        raise UsageError(f"--histogram {histogram} must end in .svg or .png")
     from hpclm.data.indexed import IndexedDataset
-    from hpclm.datasets.inspect import as_text, histogram, report
-    from hpclm.datasets.verify import prefix
+    from hpclm.datasets import inspect, verify
 
-    contents = report(IndexedDataset(prefix(args.prefix)), args.documents, args.tokenizer, args.tokenizer_files)
-    if args.histogram:
-        histogram(contents, args.histogram)
-    say(json.dumps(contents, ensure_ascii=False, indent=1) if args.json else as_text(contents))
+    contents = inspect.report(IndexedDataset(verify.prefix(prefix)), documents, tokenizer, tokenizer_files)
+    if histogram:
+        inspect.histogram(contents, histogram)
+    say(json.dumps(contents, ensure_ascii=False, indent=1) if as_json else inspect.as_text(contents))
 
 
-def verify(args: argparse.Namespace) -> None:
+def verify(prefix: list[str], vocab_size: int | None) -> None:
     """Verify datasets."""
     from hpclm.data.indexed import IndexedDataset
     from hpclm.datasets.verify import described, verify
 
     def verified(name: str) -> str:
         dataset = IndexedDataset(name)
-        return described(dataset, verify(dataset, args.vocab_size))
+        return described(dataset, verify(dataset, vocab_size))
 
-    _for_each(args.prefix, verified)
+    _for_each(prefix, verified)
 
 
-def hash(args: argparse.Namespace) -> None:
+def hash(prefix: list[str], overwrite: bool) -> None:
     """Record the content hashes of datasets."""
     from hpclm.data.indexed import IndexedDataset
     from hpclm.datasets.verify import add_hashes
 
     def add(name: str) -> str:
-        content, added = add_hashes(IndexedDataset(name), args.overwrite)
+        content, added = add_hashes(IndexedDataset(name), overwrite)
         if not added:
             return f"content hash {content.bin}, as recorded"
         return f"content hash {content.bin} recorded in {name}.json; it cannot detect earlier damage"
 
-    _for_each(args.prefix, add)
+    _for_each(prefix, add)
 
 
-def merge(args: argparse.Namespace) -> None:
+def merge(
+    out: str,
+    prefix: list[str],
+    layout: Literal["megatron", "fairseq"] | None,
+    dtype: str | None,
+    overwrite: bool,
+    no_note: bool = False,
+) -> None:
     """Concatenate datasets, or write one in another layout or type."""
     from hpclm.datasets.merge import merge
     from hpclm.datasets.verify import prefixes
 
-    out = args.out.removesuffix(".bin").removesuffix(".idx")
-    merged = merge(out, prefixes(args.prefix), args.layout, args.dtype, not args.no_note, args.overwrite)
+    out = out.removesuffix(".bin").removesuffix(".idx")
+    merged = merge(out, prefixes(prefix), layout, dtype, not no_note, overwrite)
     counts = f"{many(merged.document_count, 'document')}, {many(merged.token_count, 'token')}"
     say(f"{out}: {counts} as {merged.dtype.name}, {merged.layout}")
 
@@ -94,7 +111,10 @@ def _for_each(names: Sequence[str], act: Callable[[str], str]) -> None:
 def parser() -> Parser:
     """The parser of ``hpclm data``."""
     options = Parser(
-        prog="hpclm data", description="Inspect, verify, hash, merge and convert datasets.", allow_abbrev=False
+        prog="hpclm data",
+        intermixed=False,
+        description="Inspect, verify, hash, merge and convert datasets.",
+        allow_abbrev=False,
     )
     commands = options.add_subparsers(required=True, metavar="COMMAND")
 
@@ -105,11 +125,13 @@ def parser() -> Parser:
 
     sub = command("inspect", inspect, "show what is in a dataset: counts, lengths, tokenizer, first documents")
     sub.add_argument("prefix", type=paths.option, metavar="PREFIX", help="path of the dataset, without .bin or .idx")
-    sub.add_argument("--documents", type=_count, default=3, metavar="N", help="show the first N documents; default: 3")
+    sub.add_argument(
+        "--documents", type=whole(0), default=3, metavar="N", help="show the first N documents; default: 3"
+    )
     sub.add_argument(
         "--histogram", type=paths.option_path, metavar="FILE", help="plot the document lengths as .svg or .png"
     )
-    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub.add_json("print JSON")
     decode = "tokenizer to decode text with; default: the one recorded with the dataset"
     sub.add_argument("--tokenizer", type=paths.option, metavar="KIND", help=decode)
     sub.add_argument(
@@ -120,7 +142,7 @@ def parser() -> Parser:
     sub = command("verify", verify, "read datasets completely and report what is wrong, and where")
     sub.add_argument("prefix", type=paths.option, nargs="+", metavar="PREFIX", help=prefixes_help)
     limit = "every token must be below N; default: the recorded vocabulary size"
-    sub.add_argument("--vocab-size", type=_count, metavar="N", help=limit)
+    sub.add_argument("--vocab-size", type=whole(0), metavar="N", help=limit)
 
     sub = command(
         "hash", hash, "record content hashes of datasets, to detect corruption later; or compare recorded ones"
@@ -139,7 +161,6 @@ def parser() -> Parser:
         "prefix", type=paths.option, nargs=1, metavar="IN", help="path of a dataset: Megatron's or fairseq's"
     )
     sub.add_argument("out", type=paths.option, metavar="OUT", help="path of the dataset to write")
-    sub.set_defaults(no_note=False)
     _output_options(sub, required=True)
     return options
 
@@ -150,9 +171,3 @@ def _output_options(sub: Parser, required: bool) -> None:
     dtype = "type of the tokens; default: the narrowest that holds all of them"
     sub.add_argument("--dtype", choices=DTYPES, help=dtype)
     sub.add_argument("--overwrite", action="store_true", help="replace a dataset of that name")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or len(text) > 18:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
-    return int(text)

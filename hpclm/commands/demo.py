@@ -7,9 +7,13 @@ from hpclm.parser import Parser
 
 def main(argv: list[str]) -> int:
     """``hpclm demo``."""
-    words = parser().parse_intermixed_args(argv).settings
-    settings = environment.settings(["demo", *words])  # mistakes are reported before anything is written
-    return demonstrate(settings, words)
+    return parser().call(show, argv)
+
+
+def show(settings: list[str]) -> int:
+    """Run the demonstration."""
+    run = environment.settings(["demo", *settings])  # mistakes are reported before anything is written
+    return demonstrate(run, settings)
 
 
 def parser() -> Parser:
@@ -19,6 +23,5 @@ def parser() -> Parser:
         description=f"Train a small GPT on the source code of Python's standard library, in the folder {FOLDER}/: a few minutes on "
         "two CPU cores. Nothing is downloaded. The same command continues where it was stopped.",
     )
-    example = "settings of the training: budget.steps=100"
-    options.add_settings(example)
+    options.add_settings("settings of the training: budget.steps=100")
     return options

@@ -12,7 +12,12 @@ from hpclm.terminal import say
 
 def main(argv: list[str]) -> int:
     """``hpclm docs``."""
-    text = text_on(parser().parse_args(argv).topics, cli.VERBS)
+    return parser().call(show, argv)
+
+
+def show(topics: list[str]) -> int:
+    """Print the text on ``topics``, in a pager if it is long."""
+    text = text_on(topics, cli.VERBS)
     if sys.stdout.isatty() and text.count("\n") >= shutil.get_terminal_size().lines:
         pydoc.pager(terminal.plain(text))
     else:

@@ -13,25 +13,31 @@ from hpclm.terminal import say
 
 def main(argv: list[str]) -> int:
     """``hpclm doctor``."""
-    args = parser().parse_args(argv)
-    logging.basicConfig(level=logging.ERROR)
+    return parser().call(show, argv)
 
+
+def show(as_json: bool, ranks: bool) -> int:
+    """Print the facts of this process, and what they say is wrong."""
+    logging.basicConfig(level=logging.ERROR)
+    problems: list[str] = []
     try:
-        world, contradictions = bootstrap.detect(alone=False), []
+        world = bootstrap.detect(alone=False)
     except ConfigError as error:
-        world, contradictions = bootstrap.World("single", 0, 1), error.problems
+        world = bootstrap.World("single", 0, 1)
+        problems += error.problems
     local_facts = facts.everything(world, current_job().node)
-    problems = [*contradictions, *verdict.problems(local_facts)]
-    hints = [
-        *verdict.hints(local_facts),
-        *(finding.text for finding in verdict.memory([local_facts] * world.local_size)),
-    ]
-    if args.json:
+    problems += verdict.problems(local_facts)
+    facts_of_node = [local_facts] * world.local_size
+    hints = [*verdict.hints(local_facts), *(finding.text for finding in verdict.memory(facts_of_node))]
+    if as_json:
         say(json.dumps({"ok": not problems, "problems": problems, "hints": hints, "found": local_facts}))
         return bool(problems)
-    lines = [facts.line(local_facts)] if args.ranks or world.rank else facts.lines(local_facts)
-    lines += [*(f"problem: {text}" for text in problems), *(f"hint: {text}" for text in hints)]
-    say("\n".join(lines if problems or hints or world.rank else [*lines, "no problems found"]))
+    lines = [facts.line(local_facts)] if ranks or world.rank else facts.lines(local_facts)
+    lines += [f"problem: {text}" for text in problems]
+    lines += [f"hint: {text}" for text in hints]
+    if not (problems or hints or world.rank):
+        lines.append("no problems found")
+    say("\n".join(lines))
     return bool(problems)
 
 
@@ -43,6 +49,6 @@ def parser() -> Parser:
         "Under srun, mpirun or torchrun, the first process shows everything, and the others print a line each.",
         epilog="exit codes: 0 nothing would stop a run · 1 something would",
     )
-    options.add_argument("--json", action="store_true", help="print everything as JSON, an object for each process")
+    options.add_json("print everything as JSON, an object for each process")
     options.add_argument("--ranks", action="store_true", help="print only a line for each process")
     return options

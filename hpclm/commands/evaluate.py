@@ -1,16 +1,17 @@
 """``hpclm evaluate``: how well a run's model predicts held-out data, a text or a dataset, or does at tasks."""
 
-import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from hpclm import config, paths
+from hpclm.errors import UsageError
 from hpclm.inference import evaluation
 from hpclm.inference.evaluation import TaskRequest
-from hpclm.launch import jobs, submit
+from hpclm.launch import jobs
+from hpclm.launch import submit as submission
 from hpclm.launch.schedulers import current_job
-from hpclm.parser import Parser
+from hpclm.parser import Parser, whole
 from hpclm.rundir import runs
 from hpclm.rundir.rows import finite
 from hpclm.terminal import say
@@ -20,38 +21,67 @@ PATIENCE = 5.0  # seconds a scheduler may take
 
 def main(argv: list[str]) -> int:
     """``hpclm evaluate``."""
-    options = parser()
-    args = options.parse_intermixed_args(argv)  # settings may follow options
-    if problem := next(_misused(args), None):
-        options.error(problem)
-    typed_run, args.run = args.run, runs.located(Path(paths.expanded(args.run)), args.runs)
-    if args.follow:
-        if args.submit:
-            words = [word for word in argv if word not in ("--submit", typed_run)]
-            say(submit.submit_scoring(args.run, args.settings, _tasks(args), words))
-            return 0
-        job = current_job(config.of_run(args.run, args.settings).job.cluster)
-        return evaluation.follow(args.run, args.settings, _tasks(args), jobs.States(PATIENCE), job)
-    if args.tasks is not None:
-        scores = evaluation.on_tasks(args.run, args.settings, _tasks(args))
-        if args.json:
+    return parser().call(evaluate, argv, typed=argv)
+
+
+def evaluate(
+    run: str,
+    runs_folder: Path,
+    settings: list[str],
+    part: str,
+    text: str | None,
+    format: Literal["text", "jsonl"] | None,
+    data: str | None,
+    tasks: str | None,
+    tasks_path: str | None,
+    shots: int | None,
+    batch: int | None,
+    follow: bool,
+    submit: bool,
+    tokens: int | None,
+    samples: int | None,
+    as_json: bool,
+    typed: list[str],
+) -> int:
+    """Print the figures of a checkpoint, or score all checkpoints of a run."""
+    documents = bool(text or data)
+    if documents and samples is not None:
+        raise UsageError("--samples is for --part and --tasks; use --tokens")
+    if not documents and tokens is not None:
+        raise UsageError("--tokens is for --text and --data; use --samples")
+    if format and not text:
+        raise UsageError("--format is for --text")
+    if tasks is None and not (tasks_path is shots is batch is None):
+        raise UsageError("--tasks-path, --shots and --batch are for --tasks")
+    if submit and not follow:
+        raise UsageError("--submit is for --follow")
+    if follow and (tasks is None or as_json):
+        raise UsageError("--follow is for --tasks, without --json")
+    request = None if tasks is None else _tasks(tasks, tasks_path, samples, shots, batch)
+    out = runs.located(Path(paths.expanded(run)), runs_folder)
+    if request and submit:
+        words = [word for word in typed if word not in ("--submit", run)]
+        say(submission.submit_scoring(out, settings, request, words))
+        return 0
+    if request and follow:
+        job = current_job(config.of_run(out, settings).job.cluster)
+        return evaluation.follow(out, settings, request, jobs.States(PATIENCE), job)
+    if request:
+        scores = evaluation.on_tasks(out, settings, request)
+        if as_json:
             print(json.dumps(scores.values()))
         else:
             say("\n".join(scores.lines()))
         return 0
-    if args.text or args.data:
-        figures = evaluation.on_documents(args.run, args.settings, args.text, args.data, args.tokens, args.format)
+    if documents:
+        figures = evaluation.on_documents(out, settings, text, data, tokens, format)
     else:
-        figures = evaluation.on_part(args.run, args.settings, args.part, args.samples)
-    if args.json:
+        figures = evaluation.on_part(out, settings, part, samples)
+    if as_json:
         print(json.dumps(finite(figures)))
     else:
-        say(
-            "  ".join(
-                f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
-                for name, value in figures.items()
-            )
-        )
+        shown = (f"{value:.4f}" if isinstance(value, float) else str(value) for value in figures.values())
+        say("  ".join(f"{name} {value}" for name, value in zip(figures, shown, strict=True)))
     return 0
 
 
@@ -64,9 +94,7 @@ def parser() -> Parser:
     )
     add = options.add_argument
     options.add_run(type=str)  # to be expanded, and named as it was typed
-    options.add_runs_folder()
-    other = "settings that differ from the run's own"
-    options.add_settings(other, default=[])
+    options.add_settings("settings that differ from the run's own", default=[])
     what = options.add_mutually_exclusive_group()
     parts = "valid, test, train, or valid/NAME of data.validation (default: valid)"
     what.add_argument("--part", default="valid", metavar="PART", help=parts)
@@ -81,9 +109,9 @@ def parser() -> Parser:
     )
     tasks = "tasks of lm-evaluation-harness (pip install 'hpclm[lm-eval]')"
     what.add_argument("--tasks", metavar="A,B", help=tasks)
-    add("--tasks-path", type=paths.option, metavar="DIR", help="with --tasks: a folder of task files of your own")
-    add("--shots", type=int, help="with --tasks: examples before each question (default: the task's)")
-    add("--batch", type=int, help="with --tasks: texts per batch (default: 16)")
+    add("--tasks-path", type=paths.option, metavar="DIR", help="with --tasks: a folder with your task files")
+    add("--shots", type=whole(0), help="with --tasks: examples before each question (default: the task's)")
+    add("--batch", type=whole(1), help="with --tasks: texts per batch (default: 16)")
     follow = (
         "with --tasks: score each checkpoint once, as the run publishes it, until the run has ended; scores go to its "
         "scores.jsonl, metrics.jsonl and sinks"
@@ -91,34 +119,17 @@ def parser() -> Parser:
     add("--follow", action="store_true", help=follow)
     submit = "with --follow: as a Slurm job of one process, with the run's own job settings; key=value changes them"
     add("--submit", action="store_true", help=submit)
-    add("--tokens", type=int, help="with --text and --data: stop after about this many tokens")
+    add("--tokens", type=whole(1), help="with --text and --data: stop after about this many tokens")
     samples = "read this many samples (default: one pass over the part), or with --tasks documents of each task (default: all)"
-    add("--samples", type=int, help=samples)
-    add("--json", action="store_true", help="print one JSON object")
+    add("--samples", type=whole(1), help=samples)
+    options.add_json("print one JSON object")
     return options
 
 
-def _misused(args: argparse.Namespace) -> Iterator[str]:
-    """Options that do not go together, or have no such values."""
-    documents, tasks = bool(args.text or args.data), args.tasks is not None
-    for name, minimum in (("samples", 1), ("tokens", 1), ("shots", 0), ("batch", 1)):
-        if (value := getattr(args, name)) is not None and value < minimum:
-            yield f"--{name} must be at least {minimum}"
-    if documents and args.samples is not None:
-        yield "--samples is for --part and --tasks; use --tokens"
-    if not documents and args.tokens is not None:
-        yield "--tokens is for --text and --data; use --samples"
-    if args.format and not args.text:
-        yield "--format is for --text"
-    if not tasks and not (args.tasks_path is args.shots is args.batch is None):
-        yield "--tasks-path, --shots and --batch are for --tasks"
-    if tasks and not all(args.tasks.split(",")):
-        yield "--tasks must be names, separated by commas"
-    if args.submit and not args.follow:
-        yield "--submit is for --follow"
-    if args.follow and (not tasks or args.json):
-        yield "--follow is for --tasks, without --json"
-
-
-def _tasks(args: argparse.Namespace) -> TaskRequest:
-    return TaskRequest(args.tasks.split(","), args.tasks_path, args.samples, args.shots, args.batch or 16)
+def _tasks(
+    tasks: str, tasks_path: str | None, samples: int | None, shots: int | None, batch: int | None
+) -> TaskRequest:
+    names = tasks.split(",")
+    if not all(names):
+        raise UsageError("--tasks must be names, separated by commas")
+    return TaskRequest(names, tasks_path, samples, shots, batch or 16)

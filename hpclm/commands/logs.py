@@ -1,13 +1,15 @@
 """``hpclm logs``: print or follow the log of a run, of any rank, or of its job."""
 
+import argparse
 import re
 import sys
+from pathlib import Path
 
 from hpclm import terminal
 from hpclm.launch import jobs
-from hpclm.parser import Parser
+from hpclm.parser import Parser, whole
+from hpclm.rundir import logs
 from hpclm.rundir import runs as folders
-from hpclm.rundir.logs import find_log, follow, last, matching, over, whole
 
 FOLLOWED = 20  # lines that following begins with
 PATIENCE = 5.0  # seconds squeue may take
@@ -15,23 +17,25 @@ PATIENCE = 5.0  # seconds squeue may take
 
 def main(argv: list[str]) -> int:
     """``hpclm logs``."""
-    options = parser()
-    args = options.parse_args(argv)
-    if min(args.lines or 0, args.rank or 0) < 0:
-        options.error("--lines and --rank must be at least 0")
-    try:
-        re.compile(args.grep or "")
-    except re.error as error:
-        options.error(f"--grep {args.grep!r} is not a regular expression: {error}")
-    state, out = jobs.States(PATIENCE), folders.resolve(args.run, args.runs)
-    path = find_log(out, args.rank, args.job, state, args.follow)
-    if args.follow:
-        lines = follow(path, FOLLOWED if args.lines is None else args.lines, args.grep, over(out, state))
+    return parser().call(show, argv)
+
+
+def show(
+    run: str, runs_folder: Path, follow: bool, rank: int | None, job: bool, grep: str | None, lines: int | None
+) -> int:
+    """Print lines of a log, and those that are added with ``follow``."""
+    state = jobs.States(PATIENCE)
+    out = folders.resolve(run, runs_folder)
+    path = logs.find_log(out, rank, job, state, follow)
+    if follow:
+        chosen = logs.follow(path, FOLLOWED if lines is None else lines, grep, logs.over(out, state))
+    elif lines is None:
+        chosen = logs.matching(logs.whole(path), grep)
     else:
-        lines = matching(whole(path), args.grep) if args.lines is None else iter(last(path, args.lines, args.grep))
-    for line in terminal.lines(lines):
+        chosen = iter(logs.last(path, lines, grep))
+    for line in terminal.lines(chosen):
         sys.stdout.buffer.write(line)
-        if args.follow:
+        if follow:
             sys.stdout.buffer.flush()
     return 0
 
@@ -43,14 +47,20 @@ def parser() -> Parser:
         description="Print the log of a run: rank 0's over all attempts, or the job's if training has not started.",
         epilog="With -f, it follows the run across restarts, until the run is over or you press Ctrl-C.",
     )
+    add = options.add_argument
     options.add_run()
-    options.add_runs_folder()
-    options.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
+    add("-f", "--follow", action="store_true", help="keep printing new lines")
     which = options.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, metavar="N", help="output of rank N (default: 0)")
+    which.add_argument("--rank", type=whole(0), metavar="N", help="output of rank N (default: 0)")
     which.add_argument("--job", action="store_true", help="output of the job script and its processes")
-    options.add_argument("--grep", metavar="REGEX", help="only lines that match")
-    options.add_argument(
-        "--lines", type=int, metavar="N", help=f"only the last N lines (default: all; with -f, {FOLLOWED})"
-    )
+    add("--grep", type=_pattern, metavar="REGEX", help="only lines that match")
+    add("--lines", type=whole(0), metavar="N", help=f"only the last N lines (default: all; with -f, {FOLLOWED})")
     return options
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
+    return text

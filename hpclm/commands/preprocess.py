@@ -1,17 +1,20 @@
 """``hpclm preprocess``: turn text into a dataset. Also takes the options of Megatron's preprocess_data.py and fairseq-preprocess."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from hpclm import log, paths
 from hpclm.config.data import TOKENIZERS
 from hpclm.datasets import next_command, parts
-from hpclm.datasets import options as requests
 from hpclm.datasets.encode import tokenizer_of
 from hpclm.datasets.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
-from hpclm.datasets.options import Request, share_of
+from hpclm.datasets.options import Options, Request, share_of, with_tokenizer_of
+from hpclm.datasets.options import request as build_request
+from hpclm.errors import UsageError
 from hpclm.node import interruption
-from hpclm.parser import Parser
+from hpclm.parser import Parser, whole
 from hpclm.terminal import say
 
 # Megatron's --tokenizer-type: our kind, and the options that name its files
@@ -21,31 +24,46 @@ MEGATRON_TYPES = {
     "BertWordPieceCase": ("wordpiece", ("vocab_file",)),
     "SentencePieceTokenizer": ("sentencepiece", ("tokenizer_model",)),
 }
-FILE_OPTIONS = ("vocab_file", "merge_file", "tokenizer_model")
-FAIRSEQ_ONLY = ("only_source", "trainpref", "validpref", "testpref", "srcdict", "destdir")
 
 
 def main(argv: list[str]) -> int:
-    """``hpclm preprocess``: read the arguments, write the datasets, print the command to run next."""
+    """``hpclm preprocess``."""
     log.setup()
-    wanted = request(argv)
+    asked = request(argv)
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
     with interruption.raising():
-        complete = parts.preprocess(wanted)
+        complete = parts.preprocess(asked)
     if complete:
-        say(f"next: {next_command.after(wanted)}")
+        say(f"next: {next_command.after(asked)}")
     return 0
 
 
 def request(argv: Sequence[str]) -> Request:
-    """What the arguments ask for; exits with 2 if they are contradictory. ConfigError for invalid inputs."""
-    options = parser()
-    args = options.parse_args(argv)
-    fairseq = any(getattr(args, name) for name in FAIRSEQ_ONLY)
-    model = requests.tokenizer_run(args)
-    for mistake in (*_mistakes(args), *_tokenizer(args, fairseq), *(_fairseq_mistakes(args) if fairseq else ())):
-        options.error(mistake)
-    return requests.request(args, fairseq, model)
+    """The datasets to write; exits with 2 if the arguments are wrong, ConfigError for invalid inputs."""
+    return parser().call(_request, argv)
+
+
+def _request(
+    tokenizer_type: str | None,
+    vocab_file: str | None,
+    merge_file: str | None,
+    tokenizer_model: str | None,
+    dataset_impl: str,
+    **given: Any,
+) -> Request:
+    options = Options(**given)
+    model = options.model
+    if model and not options.tokenizer_files:
+        options = with_tokenizer_of(model, options)
+    files = {"vocab_file": vocab_file, "merge_file": merge_file, "tokenizer_model": tokenizer_model}
+    mistakes = [*_mistakes(options), *_tokenizer_mistakes(options, tokenizer_type, files)]
+    if tokenizer_type:
+        kind, names = MEGATRON_TYPES[tokenizer_type]
+        options = replace(options, tokenizer=kind, tokenizer_files=[files[name] or "" for name in names])
+    mistakes += _fairseq_mistakes(options)
+    if mistakes:
+        raise UsageError(mistakes[0])
+    return build_request(options, model)
 
 
 def parser() -> Parser:
@@ -69,7 +87,7 @@ def parser() -> Parser:
     add("--plain-text", choices=["lines", "files"], default="files", help=argparse.SUPPRESS)
     keys = "keys, or columns, of the texts; a dataset is written for each; default: text"
     add("--json-keys", "--json-key", "--columns", "--column", nargs="+", metavar="KEY", help=keys)
-    add("--longest-line", type=int, default=MAX_LINE_MB, metavar="MB", help=LONGEST_LINE)
+    add("--longest-line", type=whole(1), default=MAX_LINE_MB, metavar="MB", help=LONGEST_LINE)
     add("--part", metavar="I/N", help="process part I (from 0) of N of the input; the last to finish joins the parts")
 
     add = options.add_argument_group("conversations").add_argument
@@ -78,7 +96,7 @@ def parser() -> Parser:
     add(
         "--chat-template", type=paths.option, metavar="FILE", help="default: the run's, or the one beside the tokenizer"
     )
-    add("--context", type=int, metavar="TOKENS", help="longest conversation; default: the run's model.context")
+    add("--context", type=whole(1), metavar="TOKENS", help="longest conversation; default: the run's model.context")
     too_long = "longer conversations keep their beginning, or are left out; default: cut"
     add("--too-long", choices=["cut", "drop"], help=too_long)
 
@@ -114,7 +132,7 @@ def parser() -> Parser:
     add("--overwrite", action="store_true", help="replace a dataset of that name")
     add(
         "--workers",
-        type=int,
+        type=whole(1),
         default=1,
         metavar="N",
         help="encoding processes, no more than there are cores, once the text is seen to take long; default: 1",
@@ -139,63 +157,61 @@ def parser() -> Parser:
     return options
 
 
-def _mistakes(args: argparse.Namespace) -> Iterator[str]:
-    for name in ("workers", "longest_line"):
-        if getattr(args, name) < 1:
-            yield f"{_flag(name)} {getattr(args, name)} must be at least 1"
-    if not args.split_sentences and (args.language or args.keep_newlines):
+def _mistakes(options: Options) -> Iterator[str]:
+    if not options.split_sentences and (options.language or options.keep_newlines):
         yield "--language and --keep-newlines go with --split-sentences"
-    if args.part and not share_of(args.part):
-        yield f"--part {args.part} must be I/N, part I of N, with I from 0 to N - 1"
-    if args.chat:
-        given = ("input", "format", "json_keys", "append_eod", "split_sentences", *FAIRSEQ_ONLY)
-        if useless := [_flag(name) for name in given if getattr(args, name)]:
-            yield f"--chat excludes {' and '.join(useless)}"
-        if args.empty == "keep":
-            yield "--chat excludes --empty keep: there are no empty conversations"
-        if not (args.output_prefix and args.tokenizer_files and (args.context or 0) >= 1):
+    if options.part and not share_of(options.part):
+        yield f"--part {options.part} must be I/N, part I of N, with I from 0 to N - 1"
+    if options.chat:
+        excluded = ("input", "format", "json_keys", "append_eod", "split_sentences")
+        given = [name for name in excluded if getattr(options, name)]
+        if given or options.fairseq:
+            yield f"--chat excludes {' and '.join(map(_flag, (*given, *options.fairseq)))}"
+        if options.empty == "keep":
+            yield "--chat excludes --empty keep: conversations are never empty"
+        if not (options.output_prefix and options.tokenizer_files and options.context):
             yield "--chat needs --output-prefix P, --tokenizer RUN (or json with --tokenizer-files), and --context TOKENS without a RUN"
-    elif args.chat_template or args.too_long or args.context:
+    elif options.chat_template or options.too_long or options.context:
         yield "--chat-template, --context and --too-long go with --chat"
-    elif not any(getattr(args, name) for name in FAIRSEQ_ONLY) and not (args.input and args.output_prefix):
+    elif not options.fairseq and not (options.input and options.output_prefix):
         yield "give --input FILE... and --output-prefix P, or fairseq's --only-source --trainpref F --destdir D"
 
 
-def _tokenizer(args: argparse.Namespace, fairseq: bool) -> Iterator[str]:
-    """Translate Megatron's options into --tokenizer and --tokenizer-files; yields what is wrong with them."""
-    if not args.tokenizer_type:
-        if any(getattr(args, name) for name in FILE_OPTIONS):
-            yield f"{', '.join(map(_flag, FILE_OPTIONS))} go with --tokenizer-type; or give --tokenizer-files"
-        if args.tokenizer_files and not args.tokenizer:
+def _tokenizer_mistakes(options: Options, megatron_type: str | None, files: Mapping[str, str | None]) -> Iterator[str]:
+    """Mistakes in hpclm's options for the tokenizer, or in Megatron's: a type and its ``files``."""
+    given = [name for name, file in files.items() if file]
+    if not megatron_type:
+        if given:
+            yield f"{', '.join(map(_flag, files))} go with --tokenizer-type; or give --tokenizer-files"
+        if options.tokenizer_files and not options.tokenizer:
             yield "--tokenizer-files go with --tokenizer KIND"
-        if not (args.tokenizer or fairseq):
+        if not (options.tokenizer or options.fairseq):
             yield f"give --tokenizer KIND and --tokenizer-files FILE...; kinds: {', '.join(sorted(TOKENIZERS))}"
         return
-    if args.tokenizer or args.tokenizer_files:
+    if options.tokenizer or options.tokenizer_files:
         yield "--tokenizer-type excludes --tokenizer and --tokenizer-files"
-    kind, needed = MEGATRON_TYPES[args.tokenizer_type]
-    missing = [_flag(name) for name in needed if not getattr(args, name)]
-    if missing:
-        yield f"--tokenizer-type {args.tokenizer_type} needs {' and '.join(missing)}"
-    useless = [_flag(name) for name in FILE_OPTIONS if getattr(args, name) and name not in needed]
-    if useless:
-        yield f"{' and '.join(useless)} have no effect with --tokenizer-type {args.tokenizer_type}"
-    args.tokenizer, args.tokenizer_files = kind, [getattr(args, name) for name in needed]
+    _, needed = MEGATRON_TYPES[megatron_type]
+    if missing := [name for name in needed if name not in given]:
+        yield f"--tokenizer-type {megatron_type} needs {' and '.join(map(_flag, missing))}"
+    if useless := [name for name in given if name not in needed]:
+        yield f"{' and '.join(map(_flag, useless))} have no effect with --tokenizer-type {megatron_type}"
 
 
-def _fairseq_mistakes(args: argparse.Namespace) -> Iterator[str]:
-    if not args.only_source:
+def _fairseq_mistakes(options: Options) -> Iterator[str]:
+    if not options.fairseq:
+        return
+    if not options.only_source:
         yield "hpclm trains language models on one language: give --only-source"
-    if args.input or args.output_prefix or args.json_keys or args.format:
+    if options.input or options.output_prefix or options.json_keys or options.format:
         yield "--input, --format, --json-keys and --output-prefix exclude fairseq's --trainpref and --destdir"
-    if not (args.trainpref or args.validpref or args.testpref):
+    if not (options.trainpref or options.validpref or options.testpref):
         yield "give --trainpref FILE, --validpref FILE[,FILE...] or --testpref FILE[,FILE...]"
-    if args.srcdict and args.tokenizer:
+    if options.srcdict and options.tokenizer:
         yield "--srcdict has no effect with --tokenizer"
-    if not (args.tokenizer or args.srcdict or args.trainpref):
+    if not (options.tokenizer or options.srcdict or options.trainpref):
         yield "without --trainpref there is no text to count words in; give --srcdict dict.txt"
-    if args.trainpref and "," in args.trainpref:
-        yield f"--trainpref {args.trainpref}: fairseq's options allow one training text; concatenate the files first"
+    if options.trainpref and "," in options.trainpref:
+        yield f"--trainpref {options.trainpref}: fairseq's options allow one training text; concatenate the files first"
 
 
 def _flag(name: str) -> str:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from hpclm import paths
+from hpclm.errors import UsageError
 from hpclm.inference.samples import samples_of_runs
 from hpclm.parser import SEVERAL, Parser
 from hpclm.reporting.page import PAGE, write
@@ -12,17 +13,19 @@ from hpclm.terminal import say
 
 def main(argv: list[str]) -> int:
     """``hpclm report``."""
-    options = parser()
-    args = options.parse_args(argv)
-    if args.output and args.output.suffix != PAGE:
-        options.error(f"--output {args.output} must end with {PAGE}")
-    chosen = folders.choose(args.run, args.runs)
+    return parser().call(report, argv)
+
+
+def report(run: list[str], runs_folder: Path, output: Path | None, samples: str | None, no_png: bool) -> int:
+    """Write the page, and print the names of the files that were written."""
+    if output and output.suffix != PAGE:
+        raise UsageError(f"--output {output} must end with {PAGE}")
+    chosen = folders.choose(run, runs_folder)
     in_run_folder = len(chosen) == 1 and not folders.other_owner(chosen[0])
-    output = args.output or (chosen[0] / "report.html" if in_run_folder else Path("report.html"))
-    images = not args.no_png and (
-        in_run_folder or args.output is not None
-    )  # a folder that is no run's gets the page only
-    for path in write(chosen, output, images, args.samples, samples_of_runs):
+    images = not no_png and (in_run_folder or output is not None)  # a folder that is no run's gets the page only
+    if output is None:
+        output = chosen[0] / "report.html" if in_run_folder else Path("report.html")
+    for path in write(chosen, output, images, samples, samples_of_runs):
         say(str(path))
     return 0
 
@@ -35,7 +38,6 @@ def parser() -> Parser:
         "of several runs, the best first, with the settings in which they differ. It needs no network, and no other file.",
     )
     options.add_run(SEVERAL, nargs="+")
-    options.add_runs_folder()
     options.add_argument(
         "-o",
         "--output",

@@ -12,21 +12,25 @@ from hpclm.trials.verdict import SETTINGS, Verdict, conclusion, lines
 
 def main(argv: list[str]) -> int:
     """``hpclm selftest``."""
-    args = parser().parse_intermixed_args(argv)
+    return parser().call(test, argv)
+
+
+def test(name: str, settings: list[str], kind: str | None, only: list[str], as_json: bool) -> int:
+    """Train the toy in every layout, and print the verdicts."""
     from hpclm.trials.run import selftest  # with PyTorch
 
     shown = list[str]()
     with ProgressBar(None, desc="", unit=" layouts", leave=False) as bar:
 
         def tell(verdict: Verdict) -> None:
-            if not args.json:
+            if not as_json:
                 bar.clear()
                 say("\n".join(lines(verdict, shown)), flush=True)
             shown.append(verdict.cause)
             bar.update()
 
-        result = selftest(args.name, args.kind, args.settings, args.only, tell)
-    if args.json:
+        result = selftest(name, kind, settings, only, tell)
+    if as_json:
         say(json.dumps(asdict(result) | {"agrees": result.agrees}))
     else:
         say(conclusion(result))
@@ -59,5 +63,5 @@ def parser() -> Parser:
         metavar="LAYOUT",
         help="try this layout alone, such as 'tensor 2'; may be repeated",
     )
-    options.add_argument("--json", action="store_true", help="print the result as JSON")
+    options.add_json("print the result as JSON")
     return options

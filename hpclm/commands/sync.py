@@ -1,5 +1,7 @@
 """``hpclm sync``: send a run's sinks the metrics they lack; for runs on nodes without a network."""
 
+from pathlib import Path
+
 from hpclm import failures, files
 from hpclm.config import compose
 from hpclm.errors import ConfigError
@@ -10,14 +12,18 @@ from hpclm.sinks.feed import send_rest
 
 def main(argv: list[str]) -> int:
     """``hpclm sync``."""
-    args = parser().parse_args(argv)
-    out = runs.resolve(args.run, args.runs)
+    return parser().call(send, argv)
+
+
+def send(run: str, runs_folder: Path, sink: list[str]) -> int:
+    """Send the metrics to each sink; a failure of one does not affect the others."""
+    out = runs.resolve(run, runs_folder)
     if other := runs.other_owner(out):  # even root would leave files there that its owner cannot write
         raise ConfigError(f"{files.shown(out)} belongs to {other}, and only {other} can send its metrics")
     compose.flat_of_run(out)  # every sink gets the settings
-    names = args.sink or compose.of_run(out, []).log.sinks
+    names = sink or compose.of_run(out, []).log.sinks
     if not names:
-        raise ConfigError(f"{out} has no log.sinks; name one: hpclm sync {files.typed(args.run)} --sink wandb")
+        raise ConfigError(f"{out} has no log.sinks; name one: hpclm sync {files.typed(run)} --sink wandb")
     per_sink = failures.PerRunErrors(len(names))
     for name in names:
         with per_sink:
@@ -29,8 +35,6 @@ def parser() -> Parser:
     """The parser of ``hpclm sync``."""
     options = Parser(prog="hpclm sync", description="Send the metrics that the sinks of a run (log.sinks) lack.")
     options.add_run()
-    options.add_runs_folder()
-    options.add_argument(
-        "--sink", action="append", metavar="NAME", help="another sink than those of the run; repeatable"
-    )
+    other = "another sink than those of the run; repeatable"
+    options.add_argument("--sink", action="append", default=[], metavar="NAME", help=other)
     return options

@@ -3,10 +3,11 @@
 import shutil
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from hpclm import paths
 from hpclm.launch.jobs import States
-from hpclm.parser import Parser
+from hpclm.parser import Parser, number
 from hpclm.reporting.run_table import TopScreen
 from hpclm.rundir import runs as folders
 from hpclm.terminal import quit_key, say
@@ -17,13 +18,14 @@ CLEAR = "\x1b[H\x1b[2J"
 
 def main(argv: list[str]) -> int:
     """``hpclm top``."""
-    options = parser()
-    args = options.parse_args(argv)
-    if not 0.1 <= args.every <= 86400:
-        options.error(f"--every {args.every} must be between 0.1 and 86400 seconds")
-    watch = TopScreen(args.folder or args.runs, States(PATIENCE).of)
+    return parser().call(show, argv)
+
+
+def show(folder: Path | None, runs_folder: Path, every: float, once: bool) -> int:
+    """Show the runs until a key ends it, or once."""
+    watch = TopScreen(folder or runs_folder, States(PATIENCE).of)
     folders.check_folder(watch.folder)
-    if args.once or not sys.stdout.isatty():
+    if once or not sys.stdout.isatty():
         statuses = watch.look()
         if statuses:
             width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -35,7 +37,7 @@ def main(argv: list[str]) -> int:
         while True:
             sys.stdout.write(CLEAR + "\n".join(watch.screen(*shutil.get_terminal_size())))
             sys.stdout.flush()
-            if pressed(args.every):
+            if pressed(every):
                 break
     say()
     return 0
@@ -51,8 +53,9 @@ def parser() -> Parser:
         "folder", nargs="?", type=paths.option_path, metavar="FOLDER", help="the same as --runs FOLDER"
     )
     options.add_runs_folder()
+    every = number(lambda value: 0.1 <= value <= 86400, "between 0.1 and 86400 seconds")
     options.add_argument(
-        "--every", type=float, default=2.0, metavar="SECONDS", help="seconds between updates (default: 2)"
+        "--every", type=every, default=2.0, metavar="SECONDS", help="time between updates (default: 2)"
     )
     options.add_argument("--once", action="store_true", help="print one table, as plain lines")
     return options

@@ -1,25 +1,24 @@
 """``hpclm train-tokenizer``: train a byte-level BPE (tokenizer.json), or a sentencepiece .model."""
 
+from typing import Any
+
 from hpclm import log, paths
 from hpclm.datasets.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
 from hpclm.datasets.tokenizers.sentencepieces import SENTENCES
-from hpclm.datasets.train_tokenizer import TokenizerRequest, library_of, train
-from hpclm.parser import Parser
+from hpclm.datasets.train_tokenizer import TokenizerRequest, train
+from hpclm.parser import Parser, whole
 from hpclm.terminal import say
 
 
 def main(argv: list[str]) -> int:
-    """``hpclm train-tokenizer``: train and write a tokenizer, and print its compression and the next command."""
+    """``hpclm train-tokenizer``."""
     log.setup()
-    options = parser()
-    args = options.parse_args(argv)
-    for name in ("sentences", "longest_line"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            options.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    wanted = TokenizerRequest(**vars(args))
-    with options.mistakes():
-        library_of(wanted)
-    say("\n".join(train(wanted)))
+    return parser().call(train_tokenizer, argv)
+
+
+def train_tokenizer(**options: Any) -> int:
+    """Train and write a tokenizer, and print its compression and the next command."""
+    say("\n".join(train(TokenizerRequest(**options))))
     return 0
 
 
@@ -35,13 +34,13 @@ def parser() -> Parser:
     add("--input", type=paths.option, nargs="+", required=True, metavar="FILE", help=texts)
     add("--format", choices=["jsonl", "lines", "files"], help=FORMAT)
     add("--json-key", "--column", metavar="KEY", help="key, or column, of the text; default: text")
-    add("--longest-line", type=int, default=MAX_LINE_MB, metavar="MB", help=LONGEST_LINE)
+    add("--longest-line", type=whole(1), default=MAX_LINE_MB, metavar="MB", help=LONGEST_LINE)
     output = "x.json: byte-level BPE, with <|endoftext|>; x.model: sentencepiece"
     add("--output", type=paths.option, required=True, metavar="FILE", help=output)
     add("--kind", choices=["bpe", "unigram"], default="bpe", help="unigram is for x.model only")
     size = "maximum number of entries, including special ones; default for x.json: what fits the text (512 for 300 kB, 1024 for 1 MB, 32768 for 1 GB)"
     add("--vocab-size", type=int, metavar="N", help=size)
     sentences = f"random lines for training sentencepiece, held in memory; default: {SENTENCES:,}"
-    add("--sentences", type=int, metavar="N", help=sentences)
+    add("--sentences", type=whole(1), metavar="N", help=sentences)
     add("--overwrite", action="store_true", help="replace a tokenizer of that name")
     return options

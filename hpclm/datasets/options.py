@@ -1,10 +1,10 @@
-"""What preprocessing is asked for: datasets, their inputs, and how their text becomes tokens."""
+"""The options of hpclm preprocess, and the request that follows from them: datasets, their inputs, and how text becomes tokens."""
 
-import argparse
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from hpclm import config
 from hpclm.data import chat_record, tokenizers
@@ -12,6 +12,7 @@ from hpclm.data.loss_mask import prefix_of
 from hpclm.datasets.chat import READ, Chat, chat_of, with_end
 from hpclm.datasets.encode import Job
 from hpclm.datasets.inputs import MAX_LINE_MB, MB, Input, Share, find, refuse_repeated
+from hpclm.datasets.kinds import Format, PlainFormat
 from hpclm.datasets.run_text import token_text
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
@@ -62,38 +63,80 @@ class Request:
     """The run directory whose tokenizer is used."""
 
 
-def tokenizer_run(args: argparse.Namespace) -> str | None:
-    """The run directory that --tokenizer names, if it does. Without files its tokenizer and context become those of ``args``."""
-    model: str | None = args.tokenizer if args.tokenizer and Path(args.tokenizer).is_dir() else None
-    if model and not args.tokenizer_files:
-        _of_run(model, args)
-    return model
+@dataclass(frozen=True)
+class Options:
+    """The options of hpclm preprocess, with hpclm's names for the tokenizer."""
+
+    input: list[str] | None
+    format: Format | None
+    plain_text: PlainFormat
+    json_keys: Sequence[str] | None
+    longest_line: int
+    """MB."""
+    part: str | None
+    """I/N."""
+    chat: list[str] | None
+    chat_template: str | None
+    context: int | None
+    too_long: Literal["cut", "drop"] | None
+    tokenizer: str | None
+    """A kind of tokenizer, or a run directory."""
+    tokenizer_files: list[str]
+    eod: str | None
+    append_eod: bool
+    empty: Literal["skip", "keep"]
+    on_error: Literal["stop", "skip"]
+    split_sentences: bool
+    language: str | None
+    keep_newlines: bool
+    output_prefix: str | None
+    overwrite: bool
+    workers: int
+    only_source: bool
+    trainpref: str | None
+    validpref: str | None
+    testpref: str | None
+    destdir: str | None
+    srcdict: str | None
+
+    @property
+    def fairseq(self) -> Mapping[str, object]:
+        """The options with fairseq's names that are given."""
+        names = ("only_source", "trainpref", "validpref", "testpref", "srcdict", "destdir")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+    @property
+    def model(self) -> str | None:
+        """The run directory whose tokenizer is used, if --tokenizer names one."""
+        return self.tokenizer if self.tokenizer and Path(self.tokenizer).is_dir() else None
 
 
-def request(args: argparse.Namespace, fairseq: bool, model: str | None) -> Request:
-    """What ``args``, of the parser of hpclm preprocess, ask for; ConfigError for invalid inputs.
-
-    ``fairseq``: whether they are fairseq's; ``model``: as of ``tokenizer_run``.
-    """
-    share = _share(args.part)
-    corpora, dictionary = _fairseq(args, share) if fairseq else ((_corpus(args, share),), None)
-    language = args.language or "en"
+def request(options: Options, model: str | None) -> Request:
+    """The request that follows from ``options``; ConfigError for invalid inputs. ``model``: the run whose tokenizer they name."""
+    share = _share(options.part)
+    if options.fairseq:
+        corpora, dictionary = _fairseq(options, share)
+    else:
+        corpora, dictionary = (_corpus(options, share),), None
+    language = options.language or "en"
     if language not in LANGUAGES and not re.fullmatch("[a-z]{2,3}", language):
         raise ConfigError(f"--language {language!r} is not a language code, such as en or de")
     job = Job(
-        tokenizer="fairseq" if dictionary else args.tokenizer,
-        files=(str(dictionary.path),) if dictionary else tuple(args.tokenizer_files),
-        eod=args.eod,
-        keys=tuple(args.json_keys or ["text"]),
-        append_eod=args.append_eod,
-        empty=args.empty,
-        on_error=args.on_error,
-        language=LANGUAGES.get(language, language) if args.split_sentences else None,
-        keep_newlines=args.keep_newlines,
+        tokenizer="fairseq" if dictionary else options.tokenizer or "",
+        files=(str(dictionary.path),) if dictionary else tuple(options.tokenizer_files),
+        eod=options.eod,
+        keys=tuple(options.json_keys or ["text"]),
+        append_eod=options.append_eod,
+        empty=options.empty,
+        on_error=options.on_error,
+        language=LANGUAGES.get(language, language) if options.split_sentences else None,
+        keep_newlines=options.keep_newlines,
         layout="fairseq" if dictionary else "megatron",
-        chat=_chat(args, model) if args.chat else None,
+        chat=_chat(options, model) if options.chat else None,
     )
-    return Request(corpora, job, share, args.workers, args.overwrite, args.longest_line * MB, dictionary, model)
+    return Request(
+        corpora, job, share, options.workers, options.overwrite, options.longest_line * MB, dictionary, model
+    )
 
 
 def text_request(
@@ -121,69 +164,76 @@ def text_request(
     return Request((corpus,), job, Share(0, 1), workers=1, overwrite=False, longest_line=MAX_LINE_MB * MB)
 
 
-def _of_run(model: str, args: argparse.Namespace) -> None:
-    """Take tokenizer and context of the run ``model``, such as hpclm convert makes it."""
+def with_tokenizer_of(model: str, options: Options) -> Options:
+    """``options`` with the tokenizer and context of the run ``model``, for example one that hpclm convert made."""
     if not Path(model, "config.yaml").exists() and Path(model, "tokenizer.json").exists():
         raise ConfigError(
             f"--tokenizer {model}: import this folder first (hpclm convert {model} RUN), and name the run directory"
         )
     run = config.of_run(Path(model), [])
     try:
-        _, args.tokenizer, args.tokenizer_files, end = tokenizers.build_of_run(run.data)
+        _, tokenizer, files, end = tokenizers.build_of_run(run.data)
     except ConfigError as error:
         raise ConfigError(f"--tokenizer {model}: {error}") from None
-    args.eod = args.eod or end
-    args.context = args.context or (run.model.context if args.chat else None)
+    context = options.context
+    if options.chat and not context:
+        context = run.model.context
+    return replace(options, tokenizer=tokenizer, tokenizer_files=files, eod=options.eod or end, context=context)
 
 
-def _chat(args: argparse.Namespace, model: str | None) -> Chat:
+def _chat(options: Options, model: str | None) -> Chat:
     """How conversations become text; ``model``: the run whose tokenizer is used."""
     tuned = chat_record.of_run(Path(model)) if model else None
-    chat = chat_of(args.tokenizer_files[0], args.chat_template, args.context, args.too_long or "cut", tuned)
+    chat = chat_of(
+        options.tokenizer_files[0], options.chat_template, options.context or 0, options.too_long or "cut", tuned
+    )
 
     def end() -> str | None:
-        tokenizer = tokenizers.build(args.tokenizer, args.tokenizer_files, args.eod)
+        tokenizer = tokenizers.build(options.tokenizer or "", options.tokenizer_files, options.eod)
         return token_text(tokenizer, tokenizer.eod)
 
     return with_end(chat, end)
 
 
-def _corpus(args: argparse.Namespace, share: Share) -> InputCorpus:
+def _corpus(options: Options, share: Share) -> InputCorpus:
     """The inputs, and a dataset for each key; of conversations, their tokens and their loss mask."""
-    keys = args.json_keys or ["text"]
-    inputs = find(args.chat, "jsonl", READ) if args.chat else find(args.input, args.format, keys, args.plain_text)
+    keys = options.json_keys or ["text"]
+    if options.chat:
+        inputs = find(options.chat, "jsonl", READ)
+    else:
+        inputs = find(options.input or [], options.format, keys, options.plain_text)
     option = f"--json-keys {' '.join(keys)}"
     if len(set(keys)) < len(keys):
         raise ConfigError(f"{option} contains a key twice")
     plain = [source.name for source in inputs if source.format != "jsonl"]
-    if args.json_keys and len(plain) == len(inputs):
+    if options.json_keys and len(plain) == len(inputs):
         raise ConfigError(f"{option} has no effect: no input is JSONL")
     if len(keys) > 1 and plain:
         raise ConfigError(f"{option} needs JSONL, but {plain[0]} is plain text: preprocess it separately")
     if share.parts > 1 and any(source.path == "-" for source in inputs):
         raise ConfigError(f"--input - cannot be divided over {share.parts} processes; give files, or start one process")
-    if args.chat:
-        prefix = Path(f"{args.output_prefix}_chat")
+    if options.chat:
+        prefix = Path(f"{options.output_prefix}_chat")
         return InputCorpus(tuple(inputs), (prefix, prefix_of(prefix)))
-    level = "sentence" if args.split_sentences else "document"
-    return InputCorpus(tuple(inputs), tuple(Path(f"{args.output_prefix}_{key}_{level}") for key in keys))
+    level = "sentence" if options.split_sentences else "document"
+    return InputCorpus(tuple(inputs), tuple(Path(f"{options.output_prefix}_{key}_{level}") for key in keys))
 
 
-def _fairseq(args: argparse.Namespace, share: Share) -> tuple[tuple[InputCorpus, ...], Dictionary | None]:
+def _fairseq(options: Options, share: Share) -> tuple[tuple[InputCorpus, ...], Dictionary | None]:
     """The datasets of fairseq's options, and their dictionary, unless another tokenizer is given."""
     if share.parts > 1:
         raise ConfigError(f"fairseq's options run in one process, not {share.parts}; give --workers to use more cores")
-    folder = Path(args.destdir or "data-bin")
+    folder = Path(options.destdir or "data-bin")
     corpora = []
     for split in ("train", "valid", "test"):
-        files = filter(None, (getattr(args, f"{split}pref") or "").split(","))
+        files = filter(None, (getattr(options, f"{split}pref") or "").split(","))
         found = [find([file], None, plain="lines") for file in files]
         refuse_repeated(inputs := [source for sources in found for source in sources])
         if stray := next((source.name for source in inputs if source.format != "lines"), None):
             raise ConfigError(f"{stray} holds JSON lines, but fairseq's options read plain ones; give --input {stray}")
         corpora += [InputCorpus(tuple(sources), (folder / f"{split}{i or ''}",)) for i, sources in enumerate(found)]
-    given = Path(args.srcdict) if args.srcdict else None
-    return tuple(corpora), None if args.tokenizer else Dictionary(folder / "dict.txt", corpora[0], given)
+    given = Path(options.srcdict) if options.srcdict else None
+    return tuple(corpora), None if options.tokenizer else Dictionary(folder / "dict.txt", corpora[0], given)
 
 
 def _share(part: str | None) -> Share:

@@ -14,7 +14,7 @@ from hpclm.datasets.encode import LONG_TOKEN, read_texts
 from hpclm.datasets.inputs import MAX_LINE_MB, MB, chunks, find
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from hpclm.datasets.tokenizers.sentencepieces import SENTENCES, train_sentencepiece
-from hpclm.errors import ConfigError
+from hpclm.errors import ConfigError, UsageError
 from hpclm.files import write_bytes
 from hpclm.folders import writable_folder
 from hpclm.node import interruption
@@ -49,15 +49,15 @@ class TokenizerRequest:
 
 
 def library_of(wanted: TokenizerRequest) -> str:
-    """json or sentencepiece, by the name of the output; ConfigError for options that do not go with it."""
+    """json or sentencepiece, by the name of the output; UsageError for options that do not go with it."""
     output = Path(wanted.output)
     library = {".json": "json", ".model": "sentencepiece"}.get(output.suffix)
     if library is None:
-        raise ConfigError(f"--output {output} must end in .json (byte-level BPE) or .model (sentencepiece)")
+        raise UsageError(f"--output {output} must end in .json (byte-level BPE) or .model (sentencepiece)")
     if library == "json" and wanted.kind != "bpe":
-        raise ConfigError(f"--kind {wanted.kind} needs an --output that ends in .model; a .json is a byte-level bpe")
+        raise UsageError(f"--kind {wanted.kind} needs an --output that ends in .model; a .json is a byte-level bpe")
     if library == "json" and wanted.sentences is not None:
-        raise ConfigError("--sentences has no effect on a byte-level bpe, which is trained on all text")
+        raise UsageError("--sentences has no effect on a byte-level bpe, which is trained on all text")
     return library
 
 

@@ -4,11 +4,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpclm.config.checks import Checked, is_utf8
+from hpclm.config.checks import is_utf8
+from hpclm.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class Limits(Checked):
+class Limits:
     """Where a continuation ends, besides the end of the document."""
 
     tokens: int = 100
@@ -16,19 +17,21 @@ class Limits(Checked):
     stop: tuple[str, ...] = ()
     """Texts that end it; they are not part of it."""
 
-    def problems(self) -> Iterator[str]:
-        """What cannot work."""
+    def __post_init__(self) -> None:
+        ArgumentError.refuse(self._wrong())
+
+    def _wrong(self) -> Iterator[tuple[str, object, str]]:
         if self.tokens < 1:
-            yield f"--tokens {self.tokens} must be at least 1"
-        if not all(self.stop):
-            yield "--stop '' is empty; give the text to stop at"
+            yield "tokens", self.tokens, "must be at least 1"
         for text in self.stop:
+            if not text:
+                yield "stop", text, "is empty; give the text to stop at"
             if not is_utf8(text):
-                yield f"--stop {text!r} is not UTF-8 text"
+                yield "stop", text, "is not UTF-8 text"
 
 
 @dataclass(frozen=True)
-class Sampling(Checked):
+class Sampling:
     """How tokens are chosen."""
 
     temperature: float = 0.8
@@ -42,11 +45,13 @@ class Sampling(Checked):
     first: int = 0
     """Number of the first sequence of a batch: a batch that goes on with a list of prompts counts on."""
 
-    def problems(self) -> Iterator[str]:
-        """What cannot work."""
+    def __post_init__(self) -> None:
+        ArgumentError.refuse(self._wrong())
+
+    def _wrong(self) -> Iterator[tuple[str, object, str]]:
         if not 0 <= self.temperature < math.inf:
-            yield f"--temperature {self.temperature} must be a finite number of at least 0"
+            yield "temperature", self.temperature, "must be a finite number of at least 0"
         if self.top_k is not None and self.top_k < 1:
-            yield f"--top-k {self.top_k} must be at least 1"
+            yield "top_k", self.top_k, "must be at least 1"
         if not 0 < self.top_p <= 1:
-            yield f"--top-p {self.top_p} must be more than 0 and at most 1"
+            yield "top_p", self.top_p, "must be more than 0 and at most 1"

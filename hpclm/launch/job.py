@@ -4,7 +4,6 @@ It loads the settings, starts the ranks through srun, mpirun or torchrun, hands 
 ended, records that, and asks the scheduler for another start where that helps. Its exit code is the cause's, not the launcher's.
 """
 
-import argparse
 import itertools
 import os
 import re
@@ -46,7 +45,7 @@ OF_SUBMISSION = (slurm.CLUSTERS, slurm.TOKEN)
 
 def main(argv: list[str]) -> int:
     """Run the job with the settings ``[FILE] key=value ...``; the exit code of its cause."""
-    words = parser().parse_args(argv).settings
+    words = parser().values(argv)["settings"]
     environment.forget(OF_SUBMISSION)
     settings = settings_of(words)
     job = current_job(settings.job.cluster)
@@ -75,9 +74,8 @@ def parser() -> Parser:
         prog="python -m hpclm.launch.job",
         description="Run a job: the last line of its script. It starts the ranks, waits for them, and has the job started again.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_settings("one settings file or preset, and overrides", "presets", nargs="+", metavar="FILE | key=value")
+    options.add_settings("one settings file or preset, and overrides", files=True, nargs="+")
     return options
 
 

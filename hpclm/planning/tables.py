@@ -48,11 +48,8 @@ def on_its_gpus(settings: Sequence[str], kind: Kind) -> Forecast | ConfigError:
 
 
 def kind_of(name: str, memory: float | None = None, network: float | None = None) -> Kind:
-    """The kind of that name, in any case, with the memory (GiB) and network (GB/s) of one's own; ConfigError."""
+    """The kind of GPU with this name, in any case; ``memory`` (GiB) and ``network`` (GB/s) replace its own. ConfigError if unknown."""
     kind = kind_named(name)
-    for flag, value in (("--memory", memory), ("--network", network)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{flag}={value:g} must be more than 0")
     return replace(kind, memory=memory or kind.memory, network=(network or kind.network / 1e9) * 1e9)
 
 

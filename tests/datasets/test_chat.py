@@ -245,7 +245,7 @@ ARGUMENTS = {
     "--json-keys=text": "--chat excludes --json-keys",
     "--empty=keep": "--chat excludes --empty keep",
     "--input=c.jsonl": "--chat excludes --input",
-    "--context=0": "--chat needs --output-prefix P, --tokenizer RUN",
+    "--context=0": "argument --context: '0' is not a whole number of at least 1",
 }
 
 

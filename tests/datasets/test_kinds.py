@@ -214,8 +214,8 @@ def test_options_of_fairseq_do_not_read_json_as_plain_lines(capsys):
 
 
 def prompts(*words):
-    args = generate.parser().parse_args(["run", *words])
-    return list(texts.prompts(args.prompt, args.prompts, args.format))
+    given = generate.parser().values(["run", *words])
+    return list(texts.prompts(given["prompt"], given["prompts"], given["format"]))
 
 
 def test_prompts_and_evaluated_texts_are_read_by_the_same_rule():

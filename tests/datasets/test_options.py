@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpclm.commands import preprocess as verb
 from hpclm.commands.preprocess import request as parse
 from hpclm.config import DataConfig, RunConfig, dump
 from hpclm.data.indexed import IndexedDataset, sidecar
@@ -71,7 +70,7 @@ BYTES = "--input a.txt --output-prefix x --tokenizer bytes"
 PAIR = "--trainpref a.txt --destdir d"
 WRONG = {
     f"{BYTES} --dataset-impl lazy": "invalid choice",
-    f"{BYTES} --workers 0": "--workers 0 must be at least 1",
+    f"{BYTES} --workers 0": "argument --workers: '0' is not a whole number of at least 1",
     f"{BYTES} --language en": "go with --split-sentences",
     f"{BYTES} --keep-newlines": "go with --split-sentences",
     f"{BYTES} --part 2/2": "--part 2/2 must be I/N",
@@ -201,8 +200,6 @@ def test_a_run_s_tokenizer_is_that_of_its_dataset_where_its_settings_name_none(c
     ],
 )
 def test_megatrons_tokenizers_are_ours_with_their_files_in_order(kind, names, wanted):
-    args = verb.parser().parse_args(
-        ["--tokenizer-type", kind, *(word for name in names[::-1] for word in (name, name[2:]))]
-    )
-    assert [*verb._tokenizer(args, False)] == []
-    assert (args.tokenizer, args.tokenizer_files) == (wanted, [name[2:] for name in names])
+    files = [word for name in names[::-1] for word in (name, name[2:])]
+    job = parse(["--input", "a.txt", "--output-prefix", "x", "--tokenizer-type", kind, *files]).job
+    assert (job.tokenizer, job.files) == (wanted, tuple(name[2:] for name in names))

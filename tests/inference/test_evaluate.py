@@ -147,5 +147,10 @@ def test_the_figures_of_a_part_are_printed_with_four_digits_and_of_as_many_sampl
 
 def test_the_options_of_tasks_are_what_is_asked_of_them():
     words = ["run", "--tasks", "a,b", "--tasks-path", "p", "--samples", "3", "--shots", "2"]
-    assert verb._tasks(verb.parser().parse_args(words)) == TaskRequest(["a", "b"], "p", 3, 2, 16)
-    assert verb._tasks(verb.parser().parse_args([*words, "--batch", "4"])).batch == 4
+
+    def asked(*more):
+        given = verb.parser().values([*words, *more])
+        return verb._tasks(*(given[name] for name in ("tasks", "tasks_path", "samples", "shots", "batch")))
+
+    assert asked() == TaskRequest(["a", "b"], "p", 3, 2, 16)
+    assert asked("--batch", "4").batch == 4

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 from hpclm.errors import MACHINE, ExitCode, unread
 from hpclm.reporting.experts import ExpertHistory, expert_history
 from hpclm.rundir import events, metric_names, metrics_file, summary
-from hpclm.rundir.metrics_file import StepRows
 from hpclm.rundir.state import moment
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ FIGURES = {
     **metrics_file.STEP,
     **dict.fromkeys(("memory", "mfu", "data_seconds", "data_fraction", "validation_perplexity"), float),
 }
+EVALUATION = ("validation_loss", "part", "tasks")
 ENDINGS: Mapping[int, str] = {
     ExitCode.DONE: "finished",
     ExitCode.REQUEUE: "preempted; saved, will be requeued",
@@ -172,7 +173,7 @@ def read(out: Path) -> History:
     """The history of the run in ``out``; HpclmError if the disk fails."""
     recent = tuple(row for row in metrics_file.last(out, FIGURES) if "loss" in row)[-RECENT:]
     names = dict.fromkeys(name for row in recent for name, value in row.items() if metric_names.is_users(name, value))
-    kept, lost = _Rows((*COLUMNS, *list(names)[: metric_names.CURVES])), _Rows()
+    kept, lost = _MetricsReader((*COLUMNS, *list(names)[: metric_names.CURVES])), _MetricsReader()
     _known(lambda: kept.read(out))
     _known(lambda: lost.read(out, lost=True))
     happened, redone = _known(lambda: events.read(out)) or [], lost.steps()
@@ -206,38 +207,37 @@ def by_step(out: Path) -> list[dict[str, Any]]:
     return sorted([*steps.values(), *others], key=lambda row: int(row["step"]))
 
 
-class _Rows:
-    """What is kept of a file of metrics."""
+class _MetricsReader:
+    """Reads a file of metrics: steps as columns, the other rows as they are."""
 
     def __init__(self, names: Sequence[str] = COLUMNS) -> None:
-        """``names``: of the figures of steps that are kept."""
+        """``names``: the figures of steps to keep."""
         self.columns = {name: array("d") for name in names}
         self.others = list[Row]()
         self.memory = 0.0
 
     def read(self, out: Path, lost: bool = False) -> None:
-        """Read the file of the run in ``out``, or that of its lost steps; OSError if that fails."""
-        for block in metrics_file.blocks(out, (*self.columns, "memory"), FIGURES, lost):
-            for part in block.parts:
-                self._add(part)
-
-    def _add(self, part: StepRows | Row) -> None:
-        if isinstance(part, StepRows):
+        """Read metrics.jsonl of the run in ``out``, or with ``lost`` the file of its lost steps; OSError if that fails."""
+        names = (*self.columns, "memory", *EVALUATION)
+        for block in metrics_file.blocks(out, {name: FIGURES.get(name, float) for name in names}, lost):
+            steps = [row for row in block.rows if "loss" in row]
+            if len(steps) < len(block.rows):
+                self.others += [row for row in block.rows if "loss" not in row]
             for name, column in self.columns.items():
-                column.extend(part.column(name))
-            if "memory" in part.names:
-                values = set(part.texts("memory")) - {metrics_file.NULL}
-                self.memory = max([self.memory, *map(float, values)])
-        elif "loss" in part:
-            for name, column in self.columns.items():
-                column.append(float("nan") if part.get(name) is None else part[name])
-            self.memory = max(self.memory, part.get("memory") or 0.0)
-        else:
-            self.others.append(part)
+                column.frombytes(_numbers(steps, name).tobytes())
+            self.memory = float(np.fmax.reduce(_numbers(steps, "memory"), initial=self.memory))
 
     def steps(self) -> StepTable:
-        """The steps."""
+        """The steps read so far."""
         return StepTable({name: np.frombuffer(column) for name, column in self.columns.items()})
+
+
+def _numbers(rows: Sequence[Row], name: str) -> NDArray[np.float64]:
+    """A field of these rows; NaN where it is null or absent."""
+    try:
+        return np.fromiter(map(itemgetter(name), rows), np.float64, len(rows))
+    except (KeyError, TypeError):
+        return np.array([row.get(name) for row in rows], np.float64)
 
 
 @dataclass(frozen=True)

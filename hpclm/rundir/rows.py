@@ -8,10 +8,13 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from hpclm import files
 from hpclm.errors import ConfigError
@@ -20,8 +23,10 @@ log = logging.getLogger(__name__)
 Row = Mapping[str, Any]
 Kind = Callable[[Any], Any]
 """The kind of a field: int (at least 0), float (finite), str, list (of numbers or strings), or a check. Null is always possible."""
+NUMBERS: Mapping[Kind, set[type]] = {int: {int}, float: {int, float}}
+"""The types of numbers in a field of these kinds."""
 TAIL_BYTES = 1 << 16  # bytes at the end of a file that are read
-BLOCK_BYTES = 1 << 20  # bytes that are read at once
+BLOCK_BYTES = 1 << 18  # bytes that are read at once
 
 
 def fits(value: Any, kind: Kind) -> bool:
@@ -39,14 +44,14 @@ def fits(value: Any, kind: Kind) -> bool:
     return bool(kind(value))
 
 
-def sane(row: Any, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> bool:
+def sane(row: Any, fields: Mapping[str, Kind], needs: Collection[str] = ()) -> bool:
     """Whether ``row`` is an object that has all fields it ``needs``, with valid values in its ``fields``."""
     if not isinstance(row, dict) or any(row.get(name) is None for name in needs):
         return False
     return all(fits(row[name], fields[name]) for name in row.keys() & fields.keys())
 
 
-def parsed(line: str | bytes, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> dict[str, Any] | None:
+def parsed(line: str | bytes, fields: Mapping[str, Kind], needs: Collection[str] = ()) -> dict[str, Any] | None:
     """The row in a line of JSON; None if it is not valid."""
     with suppress(ValueError, RecursionError):
         row = json.loads(line)
@@ -54,27 +59,90 @@ def parsed(line: str | bytes, fields: Mapping[str, Kind], needs: Iterable[str] =
     return None
 
 
-def stream(path: Path | str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
-    """The rows of a file, read in blocks. OSError if it cannot be read, ConfigError if a line is damaged."""
-    for offset, line in lines(path):
-        row = parsed(line, fields, needs)
-        if row is None:
-            raise damaged(path, offset)
-        yield row
+@dataclass(frozen=True)
+class Block:
+    """Consecutive lines of a file, and the row in each."""
+
+    offset: int
+    """Where the lines begin in the file."""
+    text: bytes
+    """The lines, each with its newline."""
+    rows: Sequence[dict[str, Any]]
+
+    @property
+    def end(self) -> int:
+        """Where the next line of the file begins."""
+        return self.offset + len(self.text)
+
+    def lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        """Each line with its row."""
+        lines = (line + b"\n" for line in self.text.split(b"\n")[:-1])
+        return zip(lines, self.rows, strict=True)
 
 
-def last(path: Path | str, fields: Mapping[str, Kind], needs: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """The rows at the end of a file, as many as TAIL_BYTES hold; none if it cannot be read. ConfigError if a line is damaged."""
+def row_blocks(
+    path: Path | str, fields: Mapping[str, Kind], needs: Collection[str] = (), begin: int = 0
+) -> Iterator[Block]:
+    """The rows of a file from the offset ``begin`` on, read in blocks. OSError if it cannot be read, ConfigError if a line is damaged."""
+    for offset, text in blocks(path, begin):
+        yield _row_block(path, offset, text, fields, needs)
+
+
+def _row_block(path: Path | str, offset: int, text: bytes, fields: Mapping[str, Kind], needs: Collection[str]) -> Block:
+    rows = _valid_rows(text, fields, needs)
+    if rows is None:
+        rows = []
+        place = offset
+        for line in text.split(b"\n")[:-1]:
+            row = parsed(line, fields, needs)
+            if row is None:
+                raise damaged(path, place)
+            rows.append(row)
+            place += len(line) + 1
+    return Block(offset, text, rows)
+
+
+def _valid_rows(text: bytes, fields: Mapping[str, Kind], needs: Collection[str]) -> list[dict[str, Any]] | None:
+    """The rows if all lines are valid. None: one is not, or only ``parsed`` can tell.
+
+    Files have millions of lines; read as one array and checked field by field, they take a third of the time.
+    """
+    with suppress(orjson.JSONDecodeError):
+        rows: list[Any] = orjson.loads(b"[" + text[:-1].replace(b"\n", b",") + b"]")
+        if len(rows) == text.count(b"\n") and _all_sane(rows, fields, needs):
+            return rows
+    return None
+
+
+def _all_sane(rows: Sequence[Any], fields: Mapping[str, Kind], needs: Collection[str]) -> bool:
+    """``sane`` for all ``rows``, checked field by field."""
+    if {*map(type, rows)} != {dict} or any(None in [row.get(name) for row in rows] for name in needs):
+        return False
+    return all(_all_fit([row[name] for row in rows if name in row], kind) for name, kind in fields.items())
+
+
+def _all_fit(values: Sequence[Any], kind: Kind) -> bool:
+    """``fits`` for all ``values``; among numbers the lowest and the highest decide."""
+    types = {*map(type, values)}
+    if types and types <= NUMBERS.get(kind, set()):
+        return fits(min(values), kind) and fits(max(values), kind)
+    return all(fits(value, kind) for value in values)
+
+
+def stream(path: Path | str, fields: Mapping[str, Kind], needs: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """The rows of a file. Errors: see ``row_blocks``."""
+    for block in row_blocks(path, fields, needs):
+        yield from block.rows
+
+
+def last(path: Path | str, fields: Mapping[str, Kind], needs: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The rows at the end of a file, as many as TAIL_BYTES hold; empty if it cannot be read. ConfigError if a line is damaged."""
     read = list[dict[str, Any]]()
     with suppress(OSError):
         begin = max(0, os.stat(path).st_size - TAIL_BYTES)  # noqa: PTH116 - the path may be text
-        for offset, line in lines(path, begin):
-            if offset == begin > 0:  # its beginning may be before
-                continue
-            row = parsed(line, fields, needs)
-            if row is None:
-                raise damaged(path, offset)
-            read.append(row)
+        for offset, text in blocks(path, begin):
+            cut = text.index(b"\n") + 1 if offset == begin > 0 else 0  # the first line may begin earlier
+            read += _row_block(path, offset + cut, text[cut:], fields, needs).rows
     return read
 
 
@@ -89,13 +157,17 @@ def lines(path: Path | str, begin: int = 0) -> Iterator[tuple[int, bytes]]:
 def blocks(path: Path | str, begin: int = 0) -> Iterator[tuple[int, bytes]]:
     """The complete lines of a file from the offset ``begin`` on, some at a time: their offset and content. OSError if it cannot be read."""
     with files.reader(path) as file, files.naming(path):
-        offset, rest = file.seek(begin), b""
+        offset = file.seek(begin)
+        rest = b""
         size = min(BLOCK_BYTES, os.fstat(file.fileno()).st_size + 1)  # asked for more, Python reserves it
         while block := file.read(size):
-            whole, newline, rest = (rest + block).rpartition(b"\n")
-            if newline:
-                yield offset, whole + newline
-                offset += len(whole) + 1
+            end = block.rfind(b"\n") + 1
+            if end:
+                whole = rest + block[:end]
+                yield offset, whole
+                offset += len(whole)
+                rest = b""
+            rest += block[end:]
 
 
 def damaged(path: Path | str, offset: int) -> ConfigError:

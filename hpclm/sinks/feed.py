@@ -117,11 +117,11 @@ class Feed:
     def _read(self) -> bool:
         """Add the complete new lines of metrics.jsonl to what is pending; whether anything is. OSError if it cannot be read."""
         with suppress(FileNotFoundError):
-            for end, read in metrics_file.added(self.out, self._offset):
+            for block in metrics_file.added(self.out, self._offset):
                 if len(self._pending) >= MAX_PENDING_ROWS:
                     break
-                self._offset = end
-                self._pending += [row for row in read if row["step"] > self.steps.get(kind(row), 0)]
+                self._offset = block.end
+                self._pending += [row for row in block.rows if row["step"] > self.steps.get(kind(row), 0)]
         return bool(self._pending)
 
 

@@ -1,7 +1,6 @@
 """metrics.jsonl as a stream gives what its lines say, whatever they hold."""
 
 import json
-import math
 
 import pytest
 from hypothesis import given
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 
 from hpclm.errors import ConfigError
 from hpclm.rundir import metrics_file, rows
-from hpclm.rundir.metrics_file import StepRows
 
 NUMBERS = st.one_of(
     st.integers(-(10**17), 10**17),
@@ -48,25 +46,15 @@ def plain(path):
     return [valid(line) for line in lines]
 
 
-def streamed(path, names):
-    for block in metrics_file.scan(path, names):
-        for part in block.parts:
-            if isinstance(part, StepRows):
-                yield from part.last(len(part.values))
-            else:
-                yield part
-
-
 @given(LINES, st.booleans())
 def test_a_stream_has_the_rows_that_json_has(tmp_path_factory, lines, torn):
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     path.write_text("".join(line + "\n" for line in lines) + '{"step": 9, "loss": 1.0}' * torn)
-    names = ("step", "samples", "time", "loss", "new", "spiking_since", "lr")
     if None in plain(path):
         with pytest.raises(ConfigError, match=rf"metrics\.jsonl, line {plain(path).index(None) + 1}, is damaged"):
-            list(streamed(path, names))
+            list(metrics_file.stream(path.parent))
     else:
-        assert list(streamed(path, names)) == plain(path)
+        assert list(metrics_file.stream(path.parent)) == plain(path)
 
 
 @given(st.lists(STEPS.map(json.dumps).filter(valid) | st.sampled_from(OTHERS[:2]), max_size=30), st.integers(0, 40))
@@ -85,15 +73,6 @@ def test_the_rows_up_to_a_step_are_kept_and_those_past_it_are_lost(tmp_path_fact
     lost, moved = path.with_name("metrics.lost.jsonl"), [line for line, row in pairs if row["step"] > step]
     assert (lost.read_text() if lost.exists() else "") == "".join(f"{line}\n" for line in moved)
     assert sorted(file.name for file in path.parent.iterdir()) in (["metrics.jsonl"], ["metrics.jsonl", lost.name])
-
-
-def test_what_is_not_a_number_is_none_whatever_its_row(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": null}\n{"step": 2, "loss": 2.0}\n')
-    assert [row["loss"] for row in metrics_file.forget_after(path.parent, 2)] == [None, 2.0]
-    [block] = metrics_file.scan(path, ("step", "loss"))
-    [part] = block.parts
-    assert math.isnan(part.column("loss")[0]) and math.isnan(part.column("absent")[1])
 
 
 def test_later_rows_move_to_a_file_of_their_own_once_whenever_that_is_killed(tmp_path):

@@ -54,7 +54,7 @@ def test_damage_elsewhere_is_an_error_that_names_the_file_and_the_line(line, num
     for read in (
         lambda: [*rows.stream(path, metrics_file.STEP, ["step"])],
         lambda: rows.last(path, metrics_file.STEP, ["step"]),
-        lambda: [*metrics_file.scan(path, ["step"])],
+        lambda: [*metrics_file.blocks(tmp_path)],
         lambda: [*metrics_file.added(tmp_path, 0)],
         lambda: [*metrics_file.forget_after(tmp_path, 1)],
     ):

@@ -124,7 +124,7 @@ def test_a_run_that_is_done_is_not_queued_unless_it_has_more_to_do(submit, tmp_p
     assert f"{tmp_path}/run is done: done at step 5, 80 samples; extend it" in said
     assert sorted((tmp_path / "run").rglob("*")) == before
     submit("--dry-run", *words, "budget.steps=6", check=0)
-    make(tmp_path / "run", [{"steps": 5}], rows[:1], ("stopped", "stopped at step 4 (stop_at)", 0), lock="{}")
+    make(tmp_path / "run", [{"steps": 5}], rows[:1], ("stopped", "stopped at step 4 (stop_at)", 0, True), lock="{}")
     compose.dump(compose.load(words[0], [*words[1:], "stop_at=4"]), tmp_path / "run" / "config.yaml")
     assert "is done: stopped at step 4 (stop_at)" in submit("--dry-run", *words, "stop_at=4", check=64).stderr
     submit("--dry-run", *words, check=0)

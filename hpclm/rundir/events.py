@@ -4,7 +4,7 @@
 |---|---|---|
 | submitted | what submits a job, or launches ranks | cluster, job_id, nodes, tasks_per_node, script, log, command, config |
 | began | rank 0, when an attempt begins | from_step, steps, config, launcher, job_id, restart, host, pid, versions, ... |
-| ended | a rank: state, ending, step; what started the ranks: cause, signal | code |
+| ended | a rank: state, ending, step, over (nothing is left to do); what started the ranks: cause, signal | code |
 | cancelled | hpclm cancel | by |
 | roll back | --from STEP | step to go back to; null if that is withdrawn |
 | rolled back | rank 0, when it has gone back | step |
@@ -35,6 +35,11 @@ def is_job_id(value: Any) -> bool:
     return fits(value, int) or fits(value, str)
 
 
+def is_bool(value: Any) -> bool:
+    """Whether ``value`` is true or false."""
+    return isinstance(value, bool)
+
+
 FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("time", "kind", "host", "machine", "config", "more"), str),
     # submitted
@@ -49,6 +54,7 @@ FIELDS: dict[str, Kind] = {
     # ended, cancelled
     **dict.fromkeys(("state", "ending", "cause", "by", "sink"), str),
     **dict.fromkeys(("step", "code", "signal", "generation"), int),
+    "over": is_bool,
     # preflight, corrupt
     "bad": list,
 }

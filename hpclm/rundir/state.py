@@ -49,8 +49,10 @@ class State:
     @property
     def finished(self) -> str:
         """How it did all that its settings ask for, which may end with stop_at; empty if it did not."""
-        finished = self.name == "done" or (self.name == "stopped" and "(stop_at)" in self.ending)
-        return self.ending or self.name if finished else ""
+        over = self.run.attempts and self.run.attempts[-1].ended.get("over")
+        if self.name == "done" or (self.name == "stopped" and over):
+            return self.ending or self.name
+        return ""
 
     @property
     def diverged(self) -> str:

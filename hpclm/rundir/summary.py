@@ -190,15 +190,18 @@ class RunSummary:
     def _know(self, **facts: Any) -> None:
         self._facts = {**self._facts, **facts}  # replaced, since another thread may be writing them
 
-    def end(self, state: str, ending: str, code: int) -> bool:
-        """The run ends, in one of the states ENDED, with this exit code; ``ending`` says how. False if it had ended before."""
+    def end(self, state: str, ending: str, code: int, over: bool = False) -> bool:
+        """The run ends, in one of the states ENDED, with this exit code; ``ending`` says how. False if it had ended before.
+
+        ``over``: it has done all that its settings ask for.
+        """
         self._adopt_ending()
         if self._facts["state"] in ENDED:
             return False
         started = self._start_seconds(time.time()) if self._facts["state"] == "starting" else {}
         end = {"state": state, "ending": one_line(Redactor()(ending)), "code": code}
         self._know(**end, **started)
-        self._record.attempt(lambda: self._append(end), now=True)
+        self._record.attempt(lambda: self._append({**end, "over": over}), now=True)
         self.write()
         return True
 

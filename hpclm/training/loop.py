@@ -176,7 +176,7 @@ class TrainingLoop:
             self.control.remove("stop")
         code = ExitCode.REQUEUE if requeue else ExitCode.DONE
         summary, ending = self._log_end(progress, code, over, unmeasured)
-        self._record_end(summary, ending, code)
+        self._record_end(summary, ending, code, over)
         if self.run.notifier and self.context.is_main and finished and not code:
             text = messages.ending(self.config, self.run.data.length, progress, "")
             self.run.notifier.send("finished", text)
@@ -208,9 +208,9 @@ class TrainingLoop:
         log.info("%s", text)
         return text.partition(" ")[0], text.partition(";")[0]
 
-    def _record_end(self, summary: str, ending: str, code: int) -> None:
+    def _record_end(self, summary: str, ending: str, code: int, over: bool) -> None:
         if self.run.meter:
-            self.run.meter.end(summary, ending, code)
+            self.run.meter.end(summary, ending, code, over)
         if self.run.sinks:
             self.run.sinks.code = code
 

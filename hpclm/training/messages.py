@@ -137,7 +137,7 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
         why = "(hpclm request RUN stop)" if leaving == "stop" else f"({leaving})"
         return f"stopped at step {progress.step} {why}; {way} resumes it"
     if config.stop_at is not None and config.stop_at <= progress.step != length.steps:
-        return f"stopped at step {progress.step} (stop_at); the same command without stop_at resumes it"
+        return f"stopped at step {progress.step} (stop_at)"
     out = files.typed(Path(config.out))
     generate = f" · hpclm generate {out} --prompt ..." if config.checkpoint.enabled and _reads_text(config) else ""
     return f"done at step {progress.step}, {progress.samples:,} samples; next: hpclm report {out}{generate}"

@@ -187,9 +187,9 @@ class Meter:
                 if self._board:
                     self._board.scalar(f"tasks/{task} {name}", value, row)
 
-    def end(self, state: str, ending: str, code: int) -> None:
-        """Everything is written: have the run's summary say how it ends."""
-        self.summary.end(state, ending, code)
+    def end(self, state: str, ending: str, code: int, over: bool) -> None:
+        """Everything is written: have the run's summary say how it ends. Arguments: see ``RunSummary.end``."""
+        self.summary.end(state, ending, code, over)
 
     def flush(self) -> None:
         """Return once everything is written; an error of the thread that writes is raised here, or at the next step."""

@@ -20,7 +20,7 @@ def detail(out):
     "ended, then",
     [
         (("done", "done at step 5", 0), "hpclm report {0}"),
-        (("stopped", "stopped at step 5 (stop_at)", 0), "hpclm logs {0} · hpclm resume {0} stop_at=null"),
+        (("stopped", "stopped at step 5 (stop_at)", 0, True), "hpclm logs {0} · hpclm resume {0} stop_at=null"),
         (("exited", "SIGTERM: saved at step 5", 85), "hpclm logs {0} · hpclm resume {0}"),
         (("failed", "x is wrong", 1), "hpclm logs {0} · hpclm resume {0}"),
         (("failed", "the loss is not finite", 93), "hpclm logs {0} · it ends with what to change"),

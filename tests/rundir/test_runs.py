@@ -17,7 +17,7 @@ from tests.events import note, submit
 
 
 def make(folder, attempts=(), rows=(), ended=None, summary=True, **files):
-    """A run directory. ``ended``: state, ending and exit code, if the run said so; without ``summary``: it has lost its summary.json."""
+    """A run directory. ``ended``: state, ending, exit code and perhaps whether it is over, if the run said so; without ``summary``: it has lost its summary.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "events.jsonl").touch()
     for each in attempts:

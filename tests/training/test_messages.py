@@ -33,7 +33,7 @@ def run(out, *words):
             "kill_switch",
             "stopped at step 5 (kill_switch); once /k is removed, the same command resumes it",
         ),
-        (["stop_at=5"], 9, "", "stopped at step 5 (stop_at); the same command without stop_at resumes it"),
+        (["stop_at=5"], 9, "", "stopped at step 5 (stop_at)"),
         (["stop_at=5"], 5, "", "done at step 5, 1,040 samples; next: hpclm report OUT"),
         (["stop_at=6"], 9, "exit_interval", "stopped at step 5 (exit_interval); the same command resumes it"),
     ],

@@ -1,12 +1,12 @@
 """``hpclm VERB``: calls the command of that name.
 
-A command is a module with ``main(argv)``, and ``parser()`` for its arguments. ``python -m hpclm VERB`` calls the same function.
+A command is a module with ``parser()``, and ``main(...)``, which takes the values of the arguments by their names.
 """
 
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,8 @@ def _listed() -> str:
 
 def function(verb: str) -> Callable[[list[str]], int]:
     """The function of a command, which takes its arguments and returns the exit code."""
-    main: Callable[[list[str]], int] = _module(verb).main
-    return main
+    module = _module(verb)
+    return partial(module.parser().call, module.main)
 
 
 def parser(verb: str) -> Parser:

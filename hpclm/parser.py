@@ -61,11 +61,11 @@ class Parser(argparse.ArgumentParser):
             options["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(**options)
 
-    def call(self, body: Callable[..., Result], argv: Sequence[str], **more: Any) -> Result:
-        """Call ``body`` with the values of the arguments by their names, and with ``more``; exits with 2 if they are wrong."""
+    def call(self, function: Callable[..., Result], argv: Sequence[str]) -> Result:
+        """Call ``function`` with the values of the arguments by their names; exits with 2 if they are wrong."""
         values = self.values(argv)
         try:
-            return body(**values, **more)
+            return function(**values)
         except UsageError as error:
             self._refuse(str(error))
         except ArgumentError as error:
@@ -79,6 +79,8 @@ class Parser(argparse.ArgumentParser):
         values, unknown = parse(argv)
         if unknown:
             self._refuse(self._unrecognized(unknown))
+        if "typed" in values:
+            values.typed = list(argv)
         return vars(values)
 
     def add_settings(self, help: str, files: bool = False, **options: Any) -> None:
@@ -86,6 +88,12 @@ class Parser(argparse.ArgumentParser):
         metavar = "FILE | key=value" if files else "key=value"
         settings = self.add_argument("settings", **{"nargs": "*", "metavar": metavar} | options, help=help)
         completed(settings, "presets" if files else "settings")
+        if files:
+            self.add_typed()
+
+    def add_typed(self) -> None:
+        """The value ``typed``: all arguments, for messages and for other processes."""
+        self.set_defaults(typed=[])
 
     def add_run(self, help: str = ONE, **options: Any) -> None:
         """The arguments ``run``, for one run or several, and --runs."""

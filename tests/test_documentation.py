@@ -156,7 +156,7 @@ def test_a_run_of_the_documentation_lacks_nothing_and_its_batch_can_be_divided(p
         Path("text.txt").write_text("To be, or not to be\n" * 200)
         words = [re.sub("^tokenizer=.*", "tokenizer=bytes", word) for word in words]
     if words[0] == "submit":
-        run = arguments.compose(submit.request(words[1:]), arguments.Variant())
+        run = arguments.compose(submit.parser().call(submit.request, words[1:]), arguments.Variant())
     else:
         run, _ = command_line.planned(of_first_run(words)[1:])
     assert run.missing() == []

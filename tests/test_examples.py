@@ -181,7 +181,7 @@ RUNS = list(dict.fromkeys(line for page in RUNS for line in runs_of(page)))
 def twin_of(line, processes):
     """A run of the documentation, made small, as ``hpclm submit`` on this machine; and the datasets that it reads."""
     words = shlex.split(re.sub(r"^(hpclm |python -m hpclm.)(train|submit) ", "", line.replace("$data_bin", "bin")))
-    run = arguments.compose(submit.request(words), arguments.Variant())
+    run = arguments.compose(submit.parser().call(submit.request, words), arguments.Variant())
     small = twins.twin(run, processes, weights="runs/base" in line)
     place = ["--cluster", "local", "--nodes", "1", "--gpus", str(processes)]
     if run.job.hostfile:

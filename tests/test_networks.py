@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hpclm.commands.convert import main as convert
+from hpclm import cli
 from hpclm.config import ClusterConfig, ModelConfig
 from hpclm.diagnostics import self_check
 from hpclm.distributed.context import single
@@ -28,6 +28,8 @@ from tests import weights
 from tests.engine.test_native import CPU, settings, train
 from tests.interop import made
 from tests.networks import NETWORKS, drawn, sizes
+
+convert = cli.function("convert")
 
 SEED = int(os.environ.get("TEST_SEED", "1"))
 EVERY = NETWORKS | {f"drawn {SEED + number}": drawn(SEED + number) for number in range(30)}

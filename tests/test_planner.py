@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpclm import failures
-from hpclm.commands import planner
+from hpclm import cli, failures
 from hpclm.model import count
 from hpclm.node import environment
 from hpclm.planning import forecast, suggest, tables
@@ -19,7 +18,7 @@ LLAMA = "configs/llama-7b.yaml"
 
 def output(*arguments, capsys):
     """What the verb prints, from inside this process."""
-    assert failures.run(planner.main, [str(argument) for argument in arguments]) == 0
+    assert failures.run(cli.function("planner"), [str(argument) for argument in arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -160,7 +159,7 @@ def test_what_is_assumed_of_an_optimizer_that_cannot_be_tried_here_is_told(capsy
 
 
 def test_nothing_fits_a_gpu_that_is_too_small(capsys):
-    assert failures.run(planner.main, [LLAMA, "--suggest", "--memory", "2"]) == 1
+    assert failures.run(cli.function("planner"), [LLAMA, "--suggest", "--memory", "2"]) == 1
     assert "nothing fits 1 x H100" in capsys.readouterr().out
     assert "does not fit" in output(LLAMA, "--memory", 2, capsys=capsys)
 
@@ -181,7 +180,7 @@ def test_nothing_fits_a_gpu_that_is_too_small(capsys):
     ),
 )
 def test_what_cannot_be_planned_is_told(words, message, capsys):
-    assert failures.run(planner.main, words) == 64
+    assert failures.run(cli.function("planner"), words) == 64
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -213,7 +212,7 @@ def test_a_head_that_tensor_cores_do_not_like_is_told(capsys):
 
 def test_a_whole_forecast_loads_neither_torch_nor_numpy():
     code = (
-        "import sys; from hpclm import failures; from hpclm.commands import planner; code = failures.run(planner.main); "
+        "import sys; from hpclm import cli, failures; code = failures.run(cli.function('planner')); "
         "print({'torch', 'numpy'} & set(sys.modules)); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code, LLAMA, "--gpus=8"], capture_output=True, text=True, cwd=ROOT)

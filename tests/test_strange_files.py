@@ -12,7 +12,6 @@ import pytest
 from hpclm import cli, config, files, folders
 from hpclm.checkpoint import directory
 from hpclm.checkpoint import manifest as manifests
-from hpclm.commands import logs
 from hpclm.distributed.bootstrap import World
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.launch import process
@@ -208,7 +207,7 @@ def test_a_folder_of_logs_may_hold_any_names(tmp_path):
         (out / "logs").mkdir(exist_ok=True)
         (out / "logs" / name).touch()
     with pytest.raises(ConfigError, match="ranks with a log: 0 to 2"):
-        logs.main([str(out), "--rank", "7"])
+        cli.function("logs")([str(out), "--rank", "7"])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

@@ -2,7 +2,12 @@
 
 import pytest
 
-from hpclm.commands.submit import request
+from hpclm.commands import submit
+
+
+def request(words):
+    return submit.parser().call(submit.request, words)
+
 
 SETTINGS = {
     ("--nodes", "-N"): "job.nodes",

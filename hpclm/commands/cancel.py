@@ -7,12 +7,7 @@ from hpclm.parser import SEVERAL, STOP_OR_CANCEL, Parser
 from hpclm.rundir import runs
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm cancel``."""
-    return parser().call(end, argv)
-
-
-def end(run: list[str], runs_folder: Path, now: bool, wait: float) -> int:
+def main(run: list[str], runs_folder: Path, now: bool, wait: float) -> int:
     """End runs."""
     return cancel.cancel(runs.choose(run, runs_folder), now, wait)
 

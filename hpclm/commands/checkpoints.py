@@ -10,12 +10,7 @@ from hpclm.rundir import runs
 from hpclm.terminal import say
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm checkpoints``."""
-    return parser().call(show, argv)
-
-
-def show(run: str, runs_folder: Path, no_verify: bool, as_json: bool) -> int:
+def main(run: str, runs_folder: Path, no_verify: bool, as_json: bool) -> int:
     """Print a line for each checkpoint, and how to go back to one."""
     folder = runs.resolve(run, runs_folder) / "checkpoints"
     if not folder.is_dir():

@@ -7,12 +7,7 @@ from hpclm.parser import Parser, completed
 from hpclm.terminal import say
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm completion``."""
-    return parser().call(show, argv)
-
-
-def show(shell: str) -> int:
+def main(shell: str) -> int:
     """Print the script for ``shell``."""
     say(script(shell, _all_commands(), topics()), end="")
     return 0

@@ -9,12 +9,7 @@ from hpclm.parser import Parser
 from hpclm.terminal import say
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm config``."""
-    return parser().call(show, argv, typed=argv)
-
-
-def show(
+def main(
     settings: list[str], reference_page: bool, changed: bool, from_megatron: list[str] | None, typed: list[str]
 ) -> int:
     """Print the resolved settings, the reference page, or the settings of another project's run."""

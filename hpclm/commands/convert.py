@@ -24,12 +24,7 @@ evaluate, generate and fine-tuning can start from such a run directory. TARGET m
 appears only when it is complete. Nothing is downloaded, and no code that comes with a file is run."""
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm convert``."""
-    return parser().call(convert, argv)
-
-
-def convert(source: Path, target: Path, settings: list[str], runs_folder: Path, **options: Any) -> int:
+def main(source: Path, target: Path, settings: list[str], runs_folder: Path, **options: Any) -> int:
     """Convert weights, and print what was made of what."""
     say(converted(runs.located(source, runs_folder), target, settings, Options(**options)))
     return 0

@@ -15,12 +15,7 @@ from hpclm.terminal import many, say
 DTYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64", "uint32", "uint64"]
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm data``."""
-    return parser().call(run, argv)
-
-
-def run(command: Callable[..., None], **options: Any) -> int:
+def main(command: Callable[..., None], **options: Any) -> int:
     """Run one of the five subcommands."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # documents are in scripts that a terminal may not know

@@ -5,12 +5,7 @@ from hpclm.node import environment
 from hpclm.parser import Parser
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm demo``."""
-    return parser().call(show, argv)
-
-
-def show(settings: list[str]) -> int:
+def main(settings: list[str]) -> int:
     """Run the demonstration."""
     run = environment.settings(["demo", *settings])  # mistakes are reported before anything is written
     return demonstrate(run, settings)

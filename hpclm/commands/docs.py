@@ -10,12 +10,7 @@ from hpclm.parser import Parser, completed
 from hpclm.terminal import say
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm docs``."""
-    return parser().call(show, argv)
-
-
-def show(topics: list[str]) -> int:
+def main(topics: list[str]) -> int:
     """Print the text on ``topics``, in a pager if it is long."""
     text = text_on(topics, cli.VERBS)
     if sys.stdout.isatty() and text.count("\n") >= shutil.get_terminal_size().lines:

@@ -11,12 +11,7 @@ from hpclm.parser import Parser
 from hpclm.terminal import say
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm doctor``."""
-    return parser().call(show, argv)
-
-
-def show(as_json: bool, ranks: bool) -> int:
+def main(as_json: bool, ranks: bool) -> int:
     """Print the facts of this process, and what they say is wrong."""
     logging.basicConfig(level=logging.ERROR)
     problems: list[str] = []

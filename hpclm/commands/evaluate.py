@@ -19,12 +19,7 @@ from hpclm.terminal import say
 PATIENCE = 5.0  # seconds a scheduler may take
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm evaluate``."""
-    return parser().call(evaluate, argv, typed=argv)
-
-
-def evaluate(
+def main(
     run: str,
     runs_folder: Path,
     settings: list[str],
@@ -123,6 +118,7 @@ def parser() -> Parser:
     samples = "read this many samples (default: one pass over the part), or with --tasks documents of each task (default: all)"
     add("--samples", type=whole(1), help=samples)
     options.add_json("print one JSON object")
+    options.add_typed()
     return options
 
 

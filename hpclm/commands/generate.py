@@ -14,12 +14,7 @@ from hpclm.rundir import runs
 from hpclm.terminal import say
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm generate``."""
-    return parser().call(generate, argv)
-
-
-def generate(
+def main(
     run: Path,
     runs_folder: Path,
     settings: list[str],

@@ -15,12 +15,7 @@ FOLLOWED = 20  # lines that following begins with
 PATIENCE = 5.0  # seconds squeue may take
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm logs``."""
-    return parser().call(show, argv)
-
-
-def show(
+def main(
     run: str, runs_folder: Path, follow: bool, rank: int | None, job: bool, grep: str | None, lines: int | None
 ) -> int:
     """Print lines of a log, and those that are added with ``follow``."""

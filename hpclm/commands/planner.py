@@ -17,12 +17,7 @@ CODES = {ExitCode.FAILED: "no layout fits", ExitCode.INVALID: "wrong settings"}
 EPILOG = f"kinds of GPUs: {', '.join(KINDS)}\n{exit_codes(CODES)}"
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm planner``."""
-    return parser().call(plan, argv, typed=argv)
-
-
-def plan(
+def main(
     settings: list[str],
     job: list[str],
     gpus_kind: str,

@@ -1,7 +1,7 @@
 """``hpclm preprocess``: turn text into a dataset. Also takes the options of Megatron's preprocess_data.py and fairseq-preprocess."""
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +26,10 @@ MEGATRON_TYPES = {
 }
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm preprocess``."""
+def main(**values: Any) -> int:
+    """Write the datasets, and print the command to run next."""
     log.setup()
-    asked = request(argv)
+    asked = request(**values)
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
     with interruption.raising():
         complete = parts.preprocess(asked)
@@ -38,12 +38,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def request(argv: Sequence[str]) -> Request:
-    """The datasets to write; exits with 2 if the arguments are wrong, ConfigError for invalid inputs."""
-    return parser().call(_request, argv)
-
-
-def _request(
+def request(
     tokenizer_type: str | None,
     vocab_file: str | None,
     merge_file: str | None,
@@ -51,6 +46,7 @@ def _request(
     dataset_impl: str,
     **given: Any,
 ) -> Request:
+    """The datasets to write; UsageError for options that do not go together, ConfigError for invalid inputs."""
     options = Options(**given)
     model = options.model
     if model and not options.tokenizer_files:

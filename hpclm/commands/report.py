@@ -11,12 +11,7 @@ from hpclm.rundir import runs as folders
 from hpclm.terminal import say
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm report``."""
-    return parser().call(report, argv)
-
-
-def report(run: list[str], runs_folder: Path, output: Path | None, samples: str | None, no_png: bool) -> int:
+def main(run: list[str], runs_folder: Path, output: Path | None, samples: str | None, no_png: bool) -> int:
     """Write the page, and print the names of the files that were written."""
     if output and output.suffix != PAGE:
         raise UsageError(f"--output {output} must end with {PAGE}")

@@ -17,12 +17,7 @@ PATIENCE = 5.0  # seconds that a scheduler may take to answer
 CODES = {ExitCode.FAILED: "a run does not comply", ExitCode.INVALID: "a run is not training"}
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm request``."""
-    return parser().call(ask, argv)
-
-
-def ask(run: list[str], request: str, wait: float, runs_folder: Path) -> int:
+def main(run: list[str], request: str, wait: float, runs_folder: Path) -> int:
     """Ask the runs, and wait until they have complied."""
     if request not in REQUESTS:
         if run[0] in REQUESTS:

@@ -12,12 +12,7 @@ from hpclm.parser import SEVERAL, Parser
 from hpclm.rundir import runs
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm resume``."""
-    return parser().call(submit_again, argv)
-
-
-def submit_again(run: str, runs_folder: Path, resume_step: str | None, rest: list[str]) -> int:
+def main(run: str, runs_folder: Path, resume_step: str | None, rest: list[str]) -> int:
     """Submit runs again."""
     named, changes = resume.split([run, *rest], runs_folder)
     if resume_step is not None:

@@ -10,12 +10,7 @@ from hpclm.terminal import say
 from hpclm.trials.verdict import SETTINGS, Verdict, conclusion, lines
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm selftest``."""
-    return parser().call(test, argv)
-
-
-def test(name: str, settings: list[str], kind: str | None, only: list[str], as_json: bool) -> int:
+def main(name: str, settings: list[str], kind: str | None, only: list[str], as_json: bool) -> int:
     """Train the toy in every layout, and print the verdicts."""
     from hpclm.trials.run import selftest  # with PyTorch
 

@@ -18,12 +18,7 @@ DEADLINE = 0.75  # seconds after the start of this process by which squeue must 
 MIN_SECONDS = 0.3  # seconds that it always has
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm status``."""
-    return parser().call(show, argv)
-
-
-def show(run: list[str], runs_folder: Path, as_json: bool) -> int:
+def main(run: list[str], runs_folder: Path, as_json: bool) -> int:
     """Print some runs in detail, or a table of all."""
     if not run:
         folders.check_folder(runs_folder)

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from hpclm import paths
@@ -39,17 +38,13 @@ MODES = {
 METAVARS = {"nodes": "N", "gpus": "N", "cpus_per_task": "N", "hostfile": "FILE", "template": "NAME|FILE", "mem": "SIZE"}
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm submit``."""
-    return submit.start(request(argv))
+def main(**values: Any) -> int:
+    """Start what the arguments ask for."""
+    return submit.start(request(**values))
 
 
-def request(argv: Sequence[str]) -> Request:
-    """The request for a job or several; exits with 2 if the arguments are wrong."""
-    return parser().call(_request, argv, typed=argv)
-
-
-def _request(settings: list[str], config: str | None, job: list[str], **options: Any) -> Request:
+def request(settings: list[str], config: str | None, job: list[str], **options: Any) -> Request:
+    """The request for a job or several; UsageError for options that do not go together."""
     files = [paths.literal(config)] if config else []
     asked = Request(settings=[*files, *settings], options=job, **options)
     if asked.ranks and not asked.dry_run:

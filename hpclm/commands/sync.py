@@ -10,12 +10,7 @@ from hpclm.rundir import runs
 from hpclm.sinks.feed import send_rest
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm sync``."""
-    return parser().call(send, argv)
-
-
-def send(run: str, runs_folder: Path, sink: list[str]) -> int:
+def main(run: str, runs_folder: Path, sink: list[str]) -> int:
     """Send the metrics to each sink; a failure of one does not affect the others."""
     out = runs.resolve(run, runs_folder)
     if other := runs.other_owner(out):  # even root would leave files there that its owner cannot write

@@ -16,12 +16,7 @@ PATIENCE = 0.75  # seconds that a scheduler has for an answer, again and again
 CLEAR = "\x1b[H\x1b[2J"
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm top``."""
-    return parser().call(show, argv)
-
-
-def show(folder: Path | None, runs_folder: Path, every: float, once: bool) -> int:
+def main(folder: Path | None, runs_folder: Path, every: float, once: bool) -> int:
     """Show the runs until a key ends it, or once."""
     watch = TopScreen(folder or runs_folder, States(PATIENCE).of)
     folders.check_folder(watch.folder)

@@ -14,14 +14,7 @@ HONOURED = ("job.notify", "job.warn_seconds")
 """Settings of the section job that a training process follows; all others are for what starts it."""
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm train``."""
-    return parser().call(train, argv, typed=argv)
-
-
-def train(
-    settings: list[str], resume_step: int | None, sweep: list[str], parallel: int | None, typed: list[str]
-) -> int:
+def main(settings: list[str], resume_step: int | None, sweep: list[str], parallel: int | None, typed: list[str]) -> int:
     """Train a run, or those of a sweep."""
     if sweep and resume_step is not None:
         raise UsageError("--from is for a single run, without --sweep")

@@ -10,14 +10,9 @@ from hpclm.parser import Parser, whole
 from hpclm.terminal import say
 
 
-def main(argv: list[str]) -> int:
-    """``hpclm train-tokenizer``."""
-    log.setup()
-    return parser().call(train_tokenizer, argv)
-
-
-def train_tokenizer(**options: Any) -> int:
+def main(**options: Any) -> int:
     """Train and write a tokenizer, and print its compression and the next command."""
+    log.setup()
     say("\n".join(train(TokenizerRequest(**options))))
     return 0
 

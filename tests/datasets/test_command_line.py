@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hpclm
-from hpclm.commands import submit, train
+from hpclm import cli
 from hpclm.data import split_by
 from hpclm.data.tokenizers import flat
 from hpclm.datasets import command_line
@@ -121,7 +121,7 @@ def test_what_cannot_train_is_refused_before_anything_is_written(here, words, sa
     Path("full/datasets").touch()
     before = sorted(here.rglob("*"))
     with pytest.raises(ConfigError, match=said):
-        train.main([*TRAIN, *words.split()])
+        cli.function("train")([*TRAIN, *words.split()])
     assert sorted(here.rglob("*")) == before
 
 
@@ -147,7 +147,7 @@ def test_of_several_ranks_none_tokenizes(here, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     first = "2 processes cannot tokenize .* hpclm preprocess --input text.jsonl --output-prefix runs/datasets/text .* hpclm submit"
     with pytest.raises(ConfigError, match=first):
-        train.main([*TRAIN, "data=text.jsonl"])
+        cli.function("train")([*TRAIN, "data=text.jsonl"])
     assert not Path("runs").exists()
     written = command_line.settings([*TRAIN, "data=text.jsonl"])
     assert command_line.settings([*TRAIN, "data=text.jsonl"], [], process.check_before_dataset) == written
@@ -157,14 +157,14 @@ def test_a_dry_run_writes_nothing_and_says_what_becomes_of_the_text(here, monkey
     monkeypatch.setenv("PATH", "/bin")
     before = sorted(here.rglob("*"))
     words = [*TRAIN, "data=text.jsonl", "--cluster", "slurm", "--dry-run"]
-    assert submit.main(words) == 0
+    assert cli.function("submit")(words) == 0
     shown = capsys.readouterr()
     assert "the text of data= is first tokenized into" in shown.err and "#SBATCH" in shown.out
     assert sorted(here.rglob("*")) == before
     with pytest.raises(ConfigError, match=r"model\.heads=2 must be a multiple of parallel\.tensor=3"):
-        submit.main([*words, "--gpus", "3", "parallel.tensor=3"])
+        cli.function("submit")([*words, "--gpus", "3", "parallel.tensor=3"])
     with pytest.raises(ConfigError, match=r"model\.heads=2 must be a multiple of parallel\.tensor=3"):
-        submit.main([*words[:-1], "--gpus", "3", "parallel.tensor=3"])
+        cli.function("submit")([*words[:-1], "--gpus", "3", "parallel.tensor=3"])
     assert sorted(here.rglob("*")) == before
 
 

@@ -200,11 +200,11 @@ def test_ranges_of_documents_are_complete_and_in_order_for_any_lengths(tmp_path)
 
 def test_memory_does_not_grow_with_the_dataset(tmp_path):
     script = (
-        "import resource, sys, numpy as np; from hpclm.datasets.writer import Writer; from hpclm.commands.data import main\n"
+        "import resource, sys, numpy as np; from hpclm.datasets.writer import Writer; from hpclm import cli\n"
         "n, ones = int(sys.argv[1]), np.ones(100_000, 'i8')\n"
         "with Writer('x', 'i4') as writer:\n"
         "    for _ in range(n): writer.extend(ones, ones, ones)\n"
-        "main(['inspect', 'x']), main(['merge', 'y', 'x', 'x'])\n"
+        "cli.main(['data', 'inspect', 'x']), cli.main(['data', 'merge', 'y', 'x', 'x'])\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
     )
     peaks = []

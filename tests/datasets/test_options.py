@@ -9,11 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpclm.commands.preprocess import request as parse
+from hpclm.commands import preprocess as command
 from hpclm.config import DataConfig, RunConfig, dump
 from hpclm.data.indexed import IndexedDataset, sidecar
 from tests.datasets.texts import content, jsonl, preprocess, write
 from tests.shared import ROOT, shared
+
+
+def parse(words):
+    return command.parser().call(command.request, words)
 
 
 @pytest.fixture(autouse=True)
@@ -169,8 +173,8 @@ def test_fairseqs_form_in_several_processes_is_refused(capsys):
 
 def test_help_is_instant_and_a_small_file_takes_no_torch():
     code = (
-        "import sys; from hpclm.commands import preprocess; sys.argv = ['x']\n"
-        "code = preprocess.main(['--input', 'a.txt', '--output-prefix', 'x', '--tokenizer', 'bytes'])\n"
+        "import sys; from hpclm import cli; sys.argv = ['x']\n"
+        "code = cli.function('preprocess')(['--input', 'a.txt', '--output-prefix', 'x', '--tokenizer', 'bytes'])\n"
         "print(code, {'torch', 'zstandard', 'sqlite3', 'sentencex', 'tokenizers', 'sentencepiece'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpclm.commands.convert import main as convert
+from hpclm import cli
 from hpclm.config import ModelConfig, load
 from hpclm.errors import ConfigError
 from hpclm.inference import run_model
@@ -13,6 +13,8 @@ from hpclm.model.experts import routers
 from hpclm.parallel.mesh import Compute
 from tests.interop import made
 from tests.weights import build
+
+convert = cli.function("convert")
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[5, 17, 40], [9], [88, 3, 3, 61, 20, 7], [1, 2]]

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from hpclm import __version__, cli
-from hpclm.commands.convert import main as convert
 from tests.interop import made
+
+convert = cli.function("convert")
 
 
 def words(*parts):

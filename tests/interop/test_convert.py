@@ -8,12 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpclm.commands import convert
+from hpclm import cli
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import shards
 from tests.forks import Ranks, hpclm
 from tests.interop import made
 from tests.runs import PATIENCE, ROOT
+
+convert = cli.function("convert")
 
 LLAMA = [
     "model.positions=rope",
@@ -45,7 +47,7 @@ def test_what_several_processes_trained_is_exported_whole(layout, tiny, tmp_path
 
 def test_from_an_import_one_can_evaluate_and_generate(tmp_path):
     made.run(tmp_path / "run", dict(made.LLAMA, vocab_size=257))
-    convert.main([str(tmp_path / "run"), str(tmp_path / "hf")])
+    convert([str(tmp_path / "run"), str(tmp_path / "hf")])
     done = hpclm("convert", tmp_path / "hf", tmp_path / "back", check=0)
     assert "a run directory of 2 layers x 48" in done.stdout and "\r" not in done.stderr
     assert f"next: hpclm evaluate {tmp_path}/back --data " in done.stdout  # it has no tokenizer to generate with
@@ -72,7 +74,7 @@ def test_mistakes_end_with_the_documented_codes_and_no_traceback(tmp_path):
         ("run", ["modle.layers=1"], "Did you mean"),
     ]:
         with pytest.raises(ConfigError, match=answer):
-            convert.main([str(tmp_path / source), str(tmp_path / "hf"), *words])
+            convert([str(tmp_path / source), str(tmp_path / "hf"), *words])
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
@@ -84,7 +86,7 @@ def test_an_adapter_is_not_left_out_without_a_word(beside, tmp_path):
         ConfigError,
         match=r"holds an adapter \(PEFT's adapter_config.json\), which hpclm does not apply: merge it first",
     ):
-        convert.main([str(tmp_path), str(tmp_path / "run")])
+        convert([str(tmp_path), str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
 
 
@@ -102,8 +104,8 @@ SLOW = (
     "save = shards.save_file\n"
     "def slow(*words, **more):\n    save(*words, **more)\n    print('one', flush=True)\n    time.sleep(60)\n"
     "shards.save_file = slow\n"
-    "from hpclm.commands import convert\n"
-    "sys.exit(convert.main(sys.argv[1:]))\n"
+    "from hpclm import cli\n"
+    "sys.exit(cli.function('convert')(sys.argv[1:]))\n"
 )
 
 
@@ -115,7 +117,7 @@ def test_an_export_that_is_killed_leaves_no_target_and_the_next_one_no_rest(tmp_
         assert process.stdout.readline() == b"one\n"
         process.kill()
     assert not (tmp_path / "hf").exists() and len(list(tmp_path.iterdir())) == 2
-    convert.main(words)
+    convert(words)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "run"]
 
 
@@ -129,7 +131,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shards, "save_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        convert.main([str(tmp_path / "run"), str(tmp_path / "hf")])
+        convert([str(tmp_path / "run"), str(tmp_path / "hf")])
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 

@@ -5,13 +5,15 @@ import os
 import pytest
 import torch
 
-from hpclm.commands.convert import main as convert
+from hpclm import cli
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import families
 from tests.interop import made
 from tests.interop.test_huggingface import trusted  # noqa: F401 - a fixture
 from tests.networks import exportable
+
+convert = cli.function("convert")
 
 SEED = int(os.environ.get("TEST_SEED", "1"))
 OFTEN, ALL = 6, 200

@@ -7,12 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hpclm import cli
-from hpclm.commands.convert import main
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import families
 from tests.interop import made
 from tests.interop.test_huggingface import louder, peer, peer_logits, swept
+
+main = cli.function("convert")
 
 SIZES = dict(hidden_size=48, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, vocab_size=93)
 SIZES |= dict(intermediate_size=80, max_position_embeddings=64)

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from hpclm.commands.convert import main
+from hpclm import cli
 from hpclm.config import ModelConfig
 from hpclm.data import tokenizers
 from hpclm.datasets.run_text import RunText
@@ -17,6 +17,8 @@ from hpclm.interop.gguf import networks, vocabulary
 from hpclm.interop.huggingface.tokenizer import PROBES
 from tests.interop import llamacpp, made
 from tests.interop.test_tokenizer import ODD, TEXTS, TRAINED, by_its_own_trainer
+
+main = cli.function("convert")
 
 gguf = pytest.importorskip("gguf")
 SHAPE = dict(vocab_size=320, vocab_multiple=64, layers=4, hidden=48, heads=6, context=64)

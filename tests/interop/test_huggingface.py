@@ -11,12 +11,13 @@ from safetensors.torch import load_file, save_file
 from hpclm import cli
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.tensors import Tensors
-from hpclm.commands.convert import main
 from hpclm.config import ModelConfig
 from hpclm.errors import ConfigError, NoCheckpointError
 from hpclm.inference import run_settings
 from hpclm.interop.huggingface import families
 from tests.interop import made
+
+main = cli.function("convert")
 
 
 def convert(*words):

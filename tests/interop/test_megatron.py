@@ -17,7 +17,6 @@ import torch
 from hpclm import cli
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.tensors import Tensors
-from hpclm.commands.convert import main
 from hpclm.config import ModelConfig, load
 from hpclm.errors import ConfigError
 from hpclm.interop.megatron import options
@@ -59,7 +58,7 @@ FUSED_NORMS = {"norm1.": "self_attention.linear_qkv.layer_norm_", "norm2.": "mlp
 
 
 def convert(*words):
-    return main([str(word) for word in words])
+    return cli.function("convert")([str(word) for word in words])
 
 
 def cut(name, whole, rank, size, gated):

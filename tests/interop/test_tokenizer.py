@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpclm.commands.convert import main
+from hpclm import cli
 from hpclm.data import tokenizers
 from hpclm.datasets import special_tokens
 from hpclm.datasets.tokenizers.huggingface import train_bpe
@@ -15,6 +15,8 @@ from hpclm.inference import run_settings
 from tests.forks import hpclm
 from tests.interop import made
 from tests.shared import shared
+
+main = cli.function("convert")
 
 WORDS = [
     "so", "it", "goes", "and", "then", "a", "small", "model", "reads", "text,", "12", "345", "éà", "—", "日本",

@@ -27,7 +27,6 @@ from hpclm import cli
 from hpclm import engine as engines
 from hpclm.checkpoint import CheckpointStore, Retention, directory
 from hpclm.checkpoint.tensors import Tensors
-from hpclm.commands.convert import main
 from hpclm.config import ModelConfig, load
 from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Compute, Mesh
@@ -35,6 +34,8 @@ from hpclm.parallel.micro_batch import MicroBatch
 from tests.interop import made, mcore_run
 from tests.interop.test_megatron import ARGS, CORE, FUSED_NORMS, LLAMA, LLAMA_ARGS, SHAPE, Code
 from tests.runs import PATIENCE, ROOT
+
+main = cli.function("convert")
 
 TRAINED = dict(
     bf16=True, global_batch_size=8, micro_batch_size=2, consumed_train_samples=56, train_iters=20, seed=5, lr=1e-3, min_lr=1e-4,

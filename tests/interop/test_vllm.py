@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpclm.commands.convert import main
+from hpclm import cli
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from tests.interop import made
 from tests.interop.test_gguf import COMPUTED, GEMMA, LLAMA, LLAMA3, POST, WINDOWS, YARN
 from tests.interop.test_tokenizer import TEXTS
 from tests.runs import PATIENCE
+
+main = cli.function("convert")
 
 CPU = dict(hidden=128, heads=2, kv_heads=1, ffn=256, head_dim=64)  # vLLM's kernels for CPUs need heads of 32 or more
 NETWORKS = {

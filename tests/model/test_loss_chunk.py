@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpclm.commands import planner
+from hpclm import cli
 from hpclm.model.count import PER_LOGIT, ROOM, loss_chunk
 from hpclm.model.loss import TokenLoss
 
@@ -46,7 +46,7 @@ def test_the_loss_goes_by_the_gpus_memory_and_by_its_part_of_the_vocabulary(monk
 @pytest.mark.parametrize("kind, tokens", [("H100", 8192), ("A100-40GB", 4096)])
 def test_the_planner_counts_the_chunk_that_the_gpu_will_choose(kind, tokens, capsys):
     settings = ["configs/gpt2-124m.yaml", "batch.micro_size=16", "--gpus-kind", kind, "--json"]
-    assert planner.main(settings) == 0
+    assert cli.function("planner")(settings) == 0
     [stage] = json.loads(capsys.readouterr().out)["memory"]
     compiled = 6  # bytes: a logit, its gradient, and that of the chunk before, in bf16
     assert stage["logits"] == pytest.approx(tokens * 50304 * compiled)

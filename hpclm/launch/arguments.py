@@ -72,7 +72,8 @@ def compose(
     else:
         run = command_line.settings(words, request.typed, check)
     run = varied(run, variant)
-    job, bad = run.job, report.bad_nodes(request.exclude_bad)
+    job = run.job
+    bad = report.bad_nodes(request.exclude_bad)
     if bad:
         between = "@" if job.hostfile else ","  # DeepSpeed's syntax, or Slurm's
         job = replace(job, exclude=between.join(dict.fromkeys([*filter(None, [job.exclude]), *bad])))
@@ -138,7 +139,8 @@ def axis(word: str) -> tuple[str, list[str]]:
 
 def _split(text: str) -> Iterator[str]:
     """``text`` split at commas, except inside brackets."""
-    depth, part = 0, ""
+    depth = 0
+    part = ""
     for character in text:
         depth += (character in "[{") - (character in "]}")
         if character == "," and depth <= 0:

@@ -70,7 +70,8 @@ class Target:
 
 def cancel(chosen: Sequence[Path], now: bool, seconds: float) -> int:
     """End runs, without saving if ``now``, and wait until they have exited, at most ``seconds``; the exit code."""
-    per_run, stopped = failures.PerRunErrors(len(chosen)), dict[Path, list[Target]]()
+    per_run = failures.PerRunErrors(len(chosen))
+    stopped = dict[Path, list[Target]]()
     for out in chosen:
         with per_run:
             stopped[out] = stop(out, now)
@@ -143,7 +144,8 @@ def jobs_of(run: Run, now: bool) -> Iterator[Target]:
 
 def processes_of(run: Run) -> Iterator[Target]:
     """The process of a run on this machine; HpclmError if it runs on a host that cannot be reached from here."""
-    here, holder = process_here(run), run.holder
+    here = process_here(run)
+    holder = run.holder
     if here is not None:
         scheduler = named("local")
         for job in scheduler.states([str(here)]).values():

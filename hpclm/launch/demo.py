@@ -29,7 +29,9 @@ def demonstrate(settings: RunConfig, words: Sequence[str]) -> int:
 
 def _prepare() -> int:
     """Make what is not there yet of corpus, tokenizer and dataset; the exit code."""
-    corpus, tokenizer, data = FOLDER / "corpus.jsonl", FOLDER / "tokenizer.json", FOLDER / "data"
+    corpus = FOLDER / "corpus.jsonl"
+    tokenizer = FOLDER / "tokenizer.json"
+    data = FOLDER / "data"
     if not corpus.exists():
         say("\n== 1/6 corpus: the source code of Python's standard library, one document for each file")
         say(write_corpus(corpus), flush=True)

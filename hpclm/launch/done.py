@@ -45,7 +45,8 @@ def diverged(run: RunConfig) -> str:
 
 def before_it(run: RunConfig) -> tuple[State | None, RunConfig | None]:
     """What has become of the run in the directory of ``run``, and its settings, if they can be read; None without a run."""
-    out, before = Path(run.out), None
+    out = Path(run.out)
+    before = None
     if not folders.is_run(out):
         return None, None
     with suppress(ConfigError):

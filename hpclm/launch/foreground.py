@@ -73,7 +73,8 @@ class Foreground:
         with _copied_to(self.log) as streams:
             sys.stdout.flush()
             sys.stderr.flush()
-            this, forked = os.getpid(), os.fork()
+            this = os.getpid()
+            forked = os.fork()
             if not forked:
                 for number, handle in streams.items():
                     os.dup2(handle, number)

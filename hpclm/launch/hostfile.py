@@ -28,7 +28,9 @@ def load(path: str | Path) -> Resources:
 
 def parse(text: str, name: str = "hostfile") -> Resources:
     """``text``: a line "HOST slots=N" for each host; empty lines and lines that begin with # are skipped."""
-    hosts, names, problems = Resources(), set[str](), []
+    hosts = Resources()
+    names = set[str]()
+    problems = []
     for number, line in enumerate(map(str.strip, text.removeprefix("\ufeff").splitlines()), start=1):
         match = LINE.fullmatch(line)
         if match and SLOTS.search(match[3] or ""):

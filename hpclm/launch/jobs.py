@@ -35,7 +35,8 @@ class States:
         jobs = {run.out: jobs_by_scheduler(run) for run in runs}
         ids = {job for each in jobs.values() for mine in each.values() for job in mine}
         if time.monotonic() - self._asked >= ASK or not ids <= self._known:
-            self._asked, self._known = time.monotonic(), ids
+            self._asked = time.monotonic()
+            self._known = ids
             self._ask(jobs.values(), sorted({run.owner for run in runs if jobs[run.out]}))
         return [self._state(run, jobs[run.out]) for run in runs]
 
@@ -48,7 +49,8 @@ class States:
             self._answers = {scheduler: scheduler.states(ids, owners, self.seconds) for scheduler, ids in asked.items()}
             self._silent = ""
         except NoAnswerError as silent:
-            self._answers, self._silent = {}, str(silent)
+            self._answers = {}
+            self._silent = str(silent)
 
     def _state(self, run: Run, jobs: dict[Scheduler, list[str]]) -> State:
         if jobs and self._silent:

@@ -43,7 +43,8 @@ def run(launch: Launch) -> int:
 
 def check(config: RunConfig) -> None:
     """ConfigError if the settings need a GPU, or a network interface, and this machine has none."""
-    engine, env = config.engine, environment.inherited() | config.job.env
+    engine = config.engine
+    env = environment.inherited() | config.job.env
     if config.job.nodes * config.job.gpus > 1:
         network.check_interface(config.cluster.interface, env)
     wrong = list(engine.problems_without_gpu())
@@ -53,7 +54,8 @@ def check(config: RunConfig) -> None:
 
 def process_count(config: RunConfig, available: int) -> int:
     """The number of ranks on a machine with ``available`` GPUs; ConfigError if those are too few."""
-    nodes, per_node = config.job.nodes, config.job.gpus
+    nodes = config.job.nodes
+    per_node = config.job.gpus
     count = nodes * per_node
     if available and count > available:
         raise ConfigError(
@@ -66,7 +68,8 @@ def process_count(config: RunConfig, available: int) -> int:
 
 def placement(config: RunConfig, count: int, available: int, cores: int) -> str:
     """A note on what the ranks run on."""
-    nodes, per_node = config.job.nodes, config.job.gpus
+    nodes = config.job.nodes
+    per_node = config.job.gpus
     many = f"{count} process{'es' * (count != 1)}"
     if available:
         idle = max(0, available - count)

@@ -60,7 +60,9 @@ class MpiPlan:
 
         Ranks follow the order of hosts and slots. The chosen slots of a host are its CUDA_VISIBLE_DEVICES.
         """
-        line, exported, more = [self.mpirun], list[str](), list(more)
+        line = [self.mpirun]
+        exported = list[str]()
+        more = list(more)
         if self.kind == "Open MPI":
             # the placement is explicit; more processes than cores are allowed
             by = "slot" if self.hosts or self.nodes == 1 else f"ppr:{self.processes_per_node}:node"
@@ -76,7 +78,8 @@ class MpiPlan:
             line += ["-bind-to", "none"] if self.kind == "MPICH" else ["-genv", "I_MPI_PIN", "0"]
             line += ["-genvall"]
         if not self.hosts:
-            per_node, total = str(self.processes_per_node), str(self.nodes * self.processes_per_node)
+            per_node = str(self.processes_per_node)
+            total = str(self.nodes * self.processes_per_node)
             counts = ["-ppn", per_node] * (self.kind != "Open MPI") + ["-n", total]
             return [*line, *exported, *counts, *program]
         for number, (host, slots) in enumerate(self.hosts.items()):
@@ -90,7 +93,8 @@ def plan(config: RunConfig) -> MpiPlan:
     """What mpirun starts according to the settings; ConfigError if mpirun is missing, or there are too few hosts."""
     env = {k: v for k, v in environment.inherited().items() if not OF_A_RANK.match(k)} | config.job.env
     mpirun, kind = installed(env)
-    nodes, per_node = config.job.nodes, config.job.gpus
+    nodes = config.job.nodes
+    per_node = config.job.gpus
     if hosts := resources(config):
         listed = [f"{host} ({', '.join(map(str, slots))})" for host, slots in hosts.items()]
         note = f"{kind}: {sum(map(len, hosts.values()))} processes on {', '.join(listed)}"

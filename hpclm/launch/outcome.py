@@ -21,7 +21,9 @@ class Outcome:
 
     def __init__(self, out: Path, start: str, launcher: str, job: OwnJob | None = None):
         """``start``: a name for this start of the ranks. ``launcher``: srun, mpirun or torchrun."""
-        self.out, self.launcher, self.job = out, launcher, job or OwnJob()
+        self.out = out
+        self.launcher = launcher
+        self.job = job or OwnJob()
         self.folder = out.absolute() / "logs" / "errors" / start
         """For the files of the ranks."""
         self._memory_kills = memory_kills()

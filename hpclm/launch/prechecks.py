@@ -38,7 +38,8 @@ def check(
     ``cluster``: what starts the run, or "debug"; ``queued``: it will follow a job in the queue; ``resume_step``: the step of
     the checkpoint to continue from; ``with_data``: also check what depends on the dataset, which has been written.
     """
-    job, debug = run.job, cluster == "debug"  # which starts anew, with synthetic data if the run's are missing
+    job = run.job
+    debug = cluster == "debug"  # which starts anew, with synthetic data if the run's are missing
     same_python = not (job.venv or job.conda or job.container or job.modules)  # or the libraries are not known
     has = {
         "files": True,
@@ -141,14 +142,16 @@ def refuse_without_room(out: Path, script: str) -> None:
     """ConfigError if a job with ``script`` would be warned of its end before it could do a step of the run in ``out``, as far as the
     run's last start shows. Without a time limit of the job, that of its partition counts."""
     options = slurm.options_in(script)
-    time, name = options.get("time") or "", "job.time"
+    time = options.get("time") or ""
+    name = "job.time"
     if not time:
         with suppress(NoAnswerError):
             there = slurm.env_for(slurm.clusters(options))
             partition, time = slurm.default_time(options.get("partition") or "", env=there)
             name = f"job.time is not set, and the default of partition {partition}"
     recorded = summary.read(out)
-    start, step = recorded.get("start_seconds") or 0.0, recorded.get("step_seconds") or 0.0
+    start = recorded.get("start_seconds") or 0.0
+    step = recorded.get("step_seconds") or 0.0
     match = SIGNAL.match(options.get("signal") or "")
     warn = int(match[1]) if match else 0
     limit = _seconds(time)

@@ -40,7 +40,8 @@ def start(
     ``began``: when the attempt began, in seconds since 1970; None: now.
     """
     code.check_snapshot()
-    world, parent = bootstrap.detect(alone=alone), os.getppid()
+    world = bootstrap.detect(alone=alone)
+    parent = os.getppid()
     if world.local_size > 1:  # before NumPy and PyTorch are loaded
         os.environ["OMP_NUM_THREADS"] = str(threads.per_process(world.local_size))
     _refuse_incomplete(settings)

@@ -50,7 +50,8 @@ def split(given: list[str], runs: Path) -> tuple[list[str], list[str]]:
 
 def may_start(status: State, changes: list[str]) -> None:
     """LockedError if the run is waiting or running, ConfigError if it is done or has no config.yaml."""
-    out, where = status.run.out, status.where()
+    out = status.run.out
+    where = status.where()
     if status.live:
         raise LockedError(
             f"{out} is {status.name}{f' ({where})' if where else ''}; wait for it, or end it: hpclm cancel {files.typed(out)}"

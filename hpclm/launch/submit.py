@@ -38,7 +38,8 @@ def start(request: Request) -> int:
     check = partial(_check_before_dataset, request)
     runs = [arguments.compose(request, variant, check) for variant in arguments.variants(request.sweep)]
     command = [*map(secrets.Redactor(), ("hpclm", "submit", *request.typed))]
-    where, resume_step = _where(request, runs[0].job), request.resume_step
+    where = _where(request, runs[0].job)
+    resume_step = request.resume_step
     if len(runs) == 1 and where != "debug" and resume_step is None and _is_toy(request):
         runs = [_own_directory(runs[0])]
     queues = where not in (*STARTED_BY, "debug")
@@ -78,7 +79,8 @@ def from_python(run: RunConfig, resume_step: int | None = None) -> None:
     """Submit ``run`` as a job; ConfigError with every problem, or where there is no queue."""
     where = queue_of(run.job)
     start = prechecks.check(run, where, resume_step=resume_step)
-    run, scheduler = start.settings, named(where)
+    run = start.settings
+    scheduler = named(where)
     scripts = _scripts(scheduler, [run], resume_step, start.without_effect())
     _submit(scheduler, [run], scripts, ["hpclm", "submit", f"{run.out}/config.yaml"], False, resume_step)
 
@@ -127,7 +129,8 @@ def _is_toy(request: Request) -> bool:
 
 def _own_directory(toy: RunConfig) -> RunConfig:
     """``toy``, in runs/debug-2, -3, … if runs/debug has a run that is done, or one of another length."""
-    run, number = toy, 1
+    run = toy
+    number = 1
     while folders.is_run(Path(run.out)):
         status, before = before_it(run)
         if status and not status.finished and (before is None or same_length(run, before)):
@@ -261,7 +264,8 @@ def _submit(
         if new:
             state = f"submitted to cluster {job['slurm_cluster']}" if job["slurm_cluster"] else "submitted"
         limit = f"; time limit {_limit(run.job.time)}" if run.job.time else ""
-        nodes, size = run.job.nodes, run.job.nodes * run.job.gpus
+        nodes = run.job.nodes
+        size = run.job.nodes * run.job.gpus
         ranks = f"{size} process{'es' * (size > 1)} on {nodes} node{'s' * (nodes > 1)}"
         say(f"job {job['job_id']}: {ranks}, {state}{limit}")
         say(f"run directory  {run.out}\nlog            {job['log']}")

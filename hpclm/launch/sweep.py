@@ -94,7 +94,8 @@ def composed(settings: Sequence[str], variant: Variant, typed: Sequence[str]) ->
 
 def checked(runs: Sequence[RunConfig]) -> list[RunConfig]:
     """Runs that train in one process each, as they begin; warns of what changes nothing. ConfigError with every problem."""
-    problems, starts = list[str](), list[RunStart]()
+    problems = list[str]()
+    starts = list[RunStart]()
     for run in runs:
         alone = replace(run, job=replace(run.job, nodes=1, gpus=1, hostfile=None))
         try:
@@ -151,7 +152,10 @@ class Child:
 
     def __init__(self, run: RunConfig, name: str, words: Words, share: Mapping[str, str], output: IO[bytes], row: int):
         """Start ``run``; what it prints goes to ``output``, and its progress is shown in this ``row`` of a terminal."""
-        self.name, self.output, self.row, self.out = name, output, row, Path(run.out)
+        self.name = name
+        self.output = output
+        self.row = row
+        self.out = Path(run.out)
         with send.claimed(run):  # LockedError where another process trains it
             command = python.command("hpclm", *words(self.out / "config.yaml"))
         self.process = subprocess.Popen(
@@ -163,7 +167,8 @@ class Child:
             start_new_session=True,  # Ctrl-C in a terminal reaches the parent only
             preexec_fn=partial(parent.end_with, os.getpid(), signal.SIGTERM),
         )
-        self._bar, self._shown = self._new_bar(None, 0), time.monotonic()
+        self._bar = self._new_bar(None, 0)
+        self._shown = time.monotonic()
 
     def _new_bar(self, total: int | None, step: int) -> "ProgressBar":
         from hpclm.progress import ProgressBar
@@ -208,9 +213,12 @@ def train_all(runs: Sequence[RunConfig], words: Words, shares: Sequence[Mapping[
     Returns those that a signal has stopped, or that were not started because of it, and the exit code: of the runs that have failed,
     which do not affect the others; 1 if their codes differ.
     """
-    per_run, left = failures.PerRunErrors(2), deque(range(1, len(runs) + 1))
-    children, stopped = list[Child](), list[Path]()
-    forward, announced = Forward(lambda: [child.process.pid for child in children], {}, signal.SIGINT), False
+    per_run = failures.PerRunErrors(2)
+    left = deque(range(1, len(runs) + 1))
+    children = list[Child]()
+    stopped = list[Path]()
+    forward = Forward(lambda: [child.process.pid for child in children], {}, signal.SIGINT)
+    announced = False
     with folders.temporary_folder() as folder, preemption.handling(forward):
         try:
             while children or (left and not forward.received):

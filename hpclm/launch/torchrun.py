@@ -82,7 +82,8 @@ class RankFiles(DefaultLogsSpecs):
             raise EndedError((*final, ExitCode.REQUEUE)[0])
         cause = verdict(self.folder)
         for env in envs.values():
-            count, max_restarts = env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]
+            count = env["TORCHELASTIC_RESTART_COUNT"]
+            max_restarts = env["TORCHELASTIC_MAX_RESTARTS"]
             if int(count):
                 why = cause.text.partition("\n")[0] if cause else "a rank ended without a message"
                 env[ends.RESTARTED] = f"restart {count} of {max_restarts}: {why}"
@@ -97,7 +98,8 @@ class Loopback(StaticTCPRendezvous):
     def __init__(self, parameters: RendezvousParameters):
         listener = network.listen(network.candidates(parameters.run_id), "127.0.0.1")
         super().__init__("127.0.0.1", listener.getsockname()[1], 0, 1, parameters.run_id, timeout=60)
-        address, handle = (self.master_addr, self.master_port), listener.detach()
+        address = (self.master_addr, self.master_port)
+        handle = listener.detach()
         self.server = TCPStore(*address, None, True, self.timeout, wait_for_workers=False, master_listen_fd=handle)
 
     def get_backend(self) -> str:
@@ -130,7 +132,8 @@ def main(argv: list[str], job: OwnJob) -> int:
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # srun sends it when the launcher of another node exits
     host, _, port = args.rdzv_endpoint.rpartition(":")
-    node, addresses = slurm.number(os.environ, slurm.NODE_OF_STEP), slurm.addresses()
+    node = slurm.number(os.environ, slurm.NODE_OF_STEP)
+    addresses = slurm.addresses()
     if node and addresses:
         host = network.first_to_answer([host, *addresses], int(port), JOIN) or host
     elif addresses:
@@ -223,7 +226,8 @@ def exit_code(failures: Mapping[int, ProcessFailure], folder: Path, received: Co
 
 
 if __name__ == "__main__":
-    started_by, job = os.getppid(), current_job()
+    started_by = os.getppid()
+    job = current_job()
     code = main(sys.argv[1:], job)
     if os.getppid() != started_by:
         job.end_step(code)

@@ -35,7 +35,8 @@ def sources(modules: Collection[str]) -> Sources:
         if (origin := _own(module)) is None:
             continue
         beside = origin.parents[1 if origin.name == "__init__.py" else 0]
-        names, waiting = {"hpclm"}, {module}
+        names = {"hpclm"}
+        waiting = {module}
         while waiting := waiting - names:
             names |= waiting
             found = [_files(beside, name) for name in sorted(waiting)]
@@ -88,7 +89,8 @@ def keep(out: Path, code: Sources) -> Path:
 
 def check_snapshot() -> None:
     """ConfigError if this process runs another copy of the code than its snapshot."""
-    snapshot, runs = environment.snapshot(), ROOT.resolve()
+    snapshot = environment.snapshot()
+    runs = ROOT.resolve()
     if snapshot and not runs.is_relative_to(snapshot.resolve()):
         raise ConfigError(
             f"job.snapshot=true: this process should run {snapshot}, but runs {runs}; do not change PYTHONPATH in job.setup"

@@ -16,7 +16,9 @@ VERSION = re.compile(r"(?!0000)([0-9]{4}|[1-9][0-9]{4,8})\.yaml")
 def replace(out: Path, text: str) -> tuple[bytes | None, str]:
     """Make ``text`` the config.yaml of the run directory ``out``; the one before it, and where in ``out`` this version
     is kept, empty if it cannot be."""
-    folder, new, kept = out / HISTORY, text.encode(), list[str]()
+    folder = out / HISTORY
+    new = text.encode()
+    kept = list[str]()
     history = SidePath(f"this version of {NAME} is not kept in {folder}")
     with ExitStack() as stack:
 

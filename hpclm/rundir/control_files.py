@@ -84,7 +84,8 @@ def request_all(verb: str, chosen: Sequence[Path], seconds: float, done: str, st
 
     ``seconds``: how long to wait; ``done`` is said of a run that has complied, before its name.
     """
-    per_run, asked = failures.PerRunErrors(len(chosen)), dict[Path, Path]()
+    per_run = failures.PerRunErrors(len(chosen))
+    asked = dict[Path, Path]()
     for out in chosen:
         with per_run:
             asked[out] = request(verb, out, state_of)
@@ -124,7 +125,8 @@ def followed(path: Path, until: float, state_of: StateOf) -> bool:
         status = state_of(out) if released or silent > LATE else None
         if status and path.exists() and not status.live and (status.name != "unknown" or silent > SILENT):
             path.unlink(missing_ok=True)
-            step, saved = status.run.step, status.run.checkpoint[0] if status.run.checkpoint else 0
+            step = status.run.step
+            saved = status.run.checkpoint[0] if status.run.checkpoint else 0
             text = f"{files.shown(out)} has ended meanwhile: {status.how()}; "
             if saved < step:
                 was = f"it was at step {step}, and {f'step {saved}' if saved else 'nothing'} is saved"

@@ -146,7 +146,8 @@ def last_end(happened: Iterable[Row]) -> Row:
     found: Row = {}
     for event in happened:
         if event["kind"] == "began":
-            began, found = event, {}
+            began = event
+            found = {}
         elif event["kind"] == "ended" and not is_later(began, event):
             told = event.get("state") and not found.get("state")
             if not found or told or is_later(event, {**began, **found}):

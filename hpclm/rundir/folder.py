@@ -57,7 +57,8 @@ def check_inside(out: Path) -> None:
     reach = (stat.S_IWGRP if mode & stat.S_IXGRP else 0) | (stat.S_IWOTH if mode & stat.S_IXOTH else 0)
     problems = []
     for name in (*FILES, *FOLDERS):
-        kind, path = stat.S_IFDIR if name in FOLDERS else stat.S_IFREG, out / name
+        kind = stat.S_IFDIR if name in FOLDERS else stat.S_IFREG
+        path = out / name
         try:
             status = path.stat(follow_symlinks=kind == stat.S_IFDIR)
         except (FileNotFoundError, NotADirectoryError):
@@ -67,7 +68,8 @@ def check_inside(out: Path) -> None:
                 raise unread(error, path) from None
             problems.append(f"{path}: {error.strerror}; remove it, {CHOOSE}")
             continue
-        mode, writable = stat.S_IMODE(status.st_mode), OTHERS if name in TRUSTED else reach
+        mode = stat.S_IMODE(status.st_mode)
+        writable = OTHERS if name in TRUSTED else reach
         if stat.S_IFMT(status.st_mode) != kind:
             is_a = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
             problems.append(f"{path} is {is_a} and must be {KINDS[kind]}: a run writes there; move it away, {CHOOSE}")

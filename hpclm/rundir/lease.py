@@ -185,7 +185,8 @@ class Lease:
         """Return when ``holder``, on a machine whose locks may not be visible, has sent no heartbeat for long enough."""
         text = "waiting %.0f s for a heartbeat of %s, which has not released the run directory"
         log.info(text, self.seconds, described(holder))
-        until, first = time.monotonic() + self.seconds, rows.tail(self._beats)
+        until = time.monotonic() + self.seconds
+        first = rows.tail(self._beats)
         while time.monotonic() < until:
             time.sleep(min(1.0, self.seconds / 10))
             if rows.tail(self._beats) != first:

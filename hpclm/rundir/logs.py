@@ -47,7 +47,9 @@ def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]
     Like ``tail -F``: a file that is replaced or truncated is read from its beginning, and a missing one is waited for.
     """
     file: BinaryIO | None = None
-    rest, asked, ending = b"", time.monotonic(), False
+    rest = b""
+    asked = time.monotonic()
+    ending = False
     try:
         with suppress(OSError):
             file = files.reader(path)
@@ -66,12 +68,14 @@ def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]
                     rest = b""
             elif file and _replaced(file, path):
                 file.close()
-                file, rest = None, b""
+                file = None
+                rest = b""
             elif ending:
                 yield from matching([rest] if rest else [], pattern)
                 return
             elif time.monotonic() - asked > ASK:
-                ending, asked = over(), time.monotonic()  # what was written meanwhile is read once more
+                ending = over()
+                asked = time.monotonic()  # what was written meanwhile is read once more
             else:
                 time.sleep(PAUSE)
     finally:
@@ -93,7 +97,8 @@ def _last(file: BinaryIO, count: int, pattern: str | None) -> deque[bytes]:
 def _replaced(file: BinaryIO, path: Path) -> bool:
     """Whether ``path`` is another file now, or shorter than what was read of it."""
     try:
-        now, held = path.stat(), os.fstat(file.fileno())
+        now = path.stat()
+        held = os.fstat(file.fileno())
     except OSError:
         return False  # still the one to read, until another takes its name
     return (now.st_dev, now.st_ino) != (held.st_dev, held.st_ino) or now.st_size < file.tell()
@@ -127,7 +132,8 @@ def _existing(run: Run, rank: int | None, job: bool) -> Path | None:
 
 def _missing(status: State, rank: int | None, job: bool) -> ConfigError:
     """The error for a log that does not exist."""
-    out, submitted = status.run.out, status.run.submissions
+    out = status.run.out
+    submitted = status.run.submissions
     logs = [Path(submission["log"]) for submission in submitted[-1:] if submission.get("log")]
     for log in (*([] if job else [out / (f"logs/rank-{rank:05d}.log" if rank else "log.txt")]), *logs):
         if log.exists() and not files.is_file(log):

@@ -207,7 +207,8 @@ def mend(path: Path) -> None:
         return
     with files.naming(path), os.fdopen(handle, "rb+") as file:
         size = file.seek(0, os.SEEK_END)
-        begin, end = size, 0
+        begin = size
+        end = 0
         while begin and not end:
             last = begin
             begin = max(0, last - TAIL_BYTES)

@@ -100,7 +100,8 @@ class Run:
         """Whether the last submission, if there is one, has started training."""
         if not self.submissions:
             return True
-        last, job = self.submissions[-1], str(self.attempt.get("job_id"))
+        last = self.submissions[-1]
+        job = str(self.attempt.get("job_id"))
         if any(str(submission["job_id"]) == job for submission in self.submissions):
             return job == str(last["job_id"])
         return self._last("began") > self._last("submitted")
@@ -258,7 +259,9 @@ def read(out: Path) -> Run:
     # strings: making a Path takes longer than reading a small file
     holder = lease.holder(out)
     checkpoint, bad = survey_checkpoints(f"{out}/checkpoints")
-    happened, damage, owner = list[Row](), "", 0
+    happened = list[Row]()
+    damage = ""
+    owner = 0
     try:
         happened.extend(events.read(out))
     except ConfigError as error:

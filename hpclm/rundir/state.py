@@ -69,7 +69,8 @@ class State:
     @property
     def left(self) -> float | None:
         """Estimated seconds until the planned end of a running run; None if unknown."""
-        total, seconds = self.run.total, self.run.summary.get("step_seconds")
+        total = self.run.total
+        seconds = self.run.summary.get("step_seconds")
         if self.name != "running" or total is None or seconds is None:
             return None
         left: float = max(0, total - self.run.step) * seconds
@@ -93,7 +94,8 @@ class State:
 
     def warnings(self) -> Iterator[str]:
         """What the user should look at."""
-        run, out = self.run, files.typed(self.run.out)
+        run = self.run
+        out = files.typed(self.run.out)
         usual = run.summary.get("step_seconds") or 0
         if self.name == "running" and self.age is not None and self.age > max(120, 20 * usual):
             yield f"no step for {span(self.age)}, and a step takes {usual:.2f} s: hpclm logs {out}"
@@ -120,17 +122,21 @@ def state_of(run: Run, states: Mapping[str, Job] | None, asked: str = "") -> Sta
     """The state of ``run`` if its scheduler knows ``states``; None: it did not answer, for the reason ``asked``."""
     mine = [states[job] for job in run.jobs if job in states and run.owns(states[job])] if states else []
     job = max(reversed(mine), key=lambda state: (state.live, state.live and not state.waits), default=None)
-    here, unanswered = None if run.over else process_here(run), states is None  # it may take a while to exit
+    here = None if run.over else process_here(run)
+    unanswered = states is None  # it may take a while to exit
     elsewhere = run.holder is not None and not is_here(run.holder)
     if run.attempt.get("job_id") and not unanswered:
         elsewhere = False  # the scheduler knows better than its files
     if run.damage:
-        name, text = "unknown", run.damage
+        name = "unknown"
+        text = run.damage
     elif job and job.live:
         ends = run.over or job.name == "COMPLETING"
-        name, text = "waiting" if job.waits else "completing" if ends else _working(run, job), ""
+        name = "waiting" if job.waits else "completing" if ends else _working(run, job)
+        text = ""
     elif here is not None or (elsewhere and run.beat_age is not None and run.beat_age < SILENT):
-        name, text = _working(run, None), ""
+        name = _working(run, None)
+        text = ""
     else:
         name, text = _over(run, unanswered, elsewhere, job)
     told = BY_SCHEDULER if name == "exited" else (*BY_SCHEDULER, "FAILED", "CANCELLED")
@@ -144,7 +150,8 @@ def state_of(run: Run, states: Mapping[str, Job] | None, asked: str = "") -> Sta
 def _over(run: Run, unanswered: bool, elsewhere: bool, job: Job | None) -> tuple[str, str]:
     """State of a run that does not seem to be running, and how it ended; ``unanswered``: the scheduler did not answer, ``elsewhere``: a
     process that is not visible from here holds the run directory."""
-    end, by = run.end, run.cancelled_by
+    end = run.end
+    by = run.cancelled_by
     text = str(end.get("ending") or end.get("cause") or (f"exit code {end['code']}" if end else ""))
     if not run.trained:
         return _not_trained(run, text, unanswered, job)
@@ -213,7 +220,8 @@ def span(seconds: float) -> str:
 
 def _working(run: Run, job: Job | None) -> str:
     """starting or running: whether the current attempt has completed a step."""
-    began, job_began = moment(str(run.attempt.get("time", ""))), moment(job.start) if job else None
+    began = moment(str(run.attempt.get("time", "")))
+    job_began = moment(job.start) if job else None
     if began is None or (job_began is not None and began < job_began - 2):
         return "starting"
     return "starting" if run.summary.get("state") == "starting" else "running"

@@ -73,7 +73,8 @@ class LossCurve:
 
     def __init__(self) -> None:
         self.points: list[float] = []
-        self._every, self._count = 1, 0
+        self._every = 1
+        self._count = 0
 
     def add(self, loss: float | None) -> None:
         """The next step's loss; None if it was not finite."""
@@ -94,7 +95,8 @@ class RunSummary:
 
     def __init__(self, out: Path, lease: Lease | None = None, generation: int | None = None):
         """``generation``: of the lease, where another process holds it."""
-        self._out, self._lease = out, lease
+        self._out = out
+        self._lease = lease
         self.generation = lease.generation if lease else generation
         self._began: float | None = None
         """When this attempt began, once it has been recorded."""
@@ -109,7 +111,8 @@ class RunSummary:
         self._recent = deque[tuple[float, float]](maxlen=RECENT)
         self._curve = LossCurve()
         self._lock = threading.Lock()
-        self._changed, self._written = True, -INTERVAL
+        self._changed = True
+        self._written = -INTERVAL
         self._file = SidePath(f"{out / NAME} cannot be written")
         self._record = SidePath(f"{out / events.NAME} cannot be written")
 
@@ -164,7 +167,8 @@ class RunSummary:
     def _add(self, row: Row) -> None:
         if "loss" in row:
             self._curve.add(row["loss"])
-            seconds, rate = row.get("step_seconds"), row.get("tokens_per_second")
+            seconds = row.get("step_seconds")
+            rate = row.get("tokens_per_second")
             if seconds and rate:
                 self._recent.append((seconds, seconds * rate))
             self._stepped(row)
@@ -239,7 +243,8 @@ class RunSummary:
         """Write what is known, unless another attempt has taken the run directory over."""
         with self._lock:
             self._adopt_ending()
-            self._changed, self._written = False, time.monotonic()
+            self._changed = False
+            self._written = time.monotonic()
             newest, _ = survey_checkpoints(self._out / "checkpoints")
             facts: dict[str, Any] = {**self._facts, "time": round(time.time(), 3), "checkpoint": newest and newest[0]}
             if recent := list(self._recent):

@@ -158,7 +158,8 @@ class Slurm(Scheduler):
         scancel without a signal would kill them some seconds later, whether they have saved or not.
         """
         slurm.update(job.id, self.env, requeue=0)
-        host, pid = str(attempt.get("host")), int(attempt.get("pid", 0))
+        host = str(attempt.get("host"))
+        pid = int(attempt.get("pid", 0))
         if job.waits:
             slurm.cancel(job.id, self.env)
         elif any(name not in MPI for name in slurm.steps(job.id, seconds, self.env)):

@@ -160,7 +160,8 @@ def node_kinds(job: JobConfig) -> str:
         _, answer, _ = slurm.ask(["scontrol", "show", "node", "--oneliner"], NODES_SECONDS, env)
     except NoAnswerError:
         return ""
-    kinds, chosen = dict[str, None](), set((job.partition or "").split(","))
+    kinds = dict[str, None]()
+    chosen = set((job.partition or "").split(","))
     for line in answer.splitlines():
         node = dict(word.split("=", 1) for word in line.split() if "=" in word)
         if "CPUTot" in node and (not job.partition or chosen & set(node.get("Partitions", "").split(","))):

@@ -83,8 +83,10 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def many(count: int, what: str) -> str:
-    """``1 document``, ``2,000 documents``."""
-    return f"{count:,} {what}{'s' * (count != 1)}"
+    """``1 document``, ``2,000 documents``, ``3 processes``."""
+    if count != 1:
+        what += "es" if what.endswith("s") else "s"
+    return f"{count:,} {what}"
 
 
 def say(text: str = "", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What ``hpclm submit`` is asked for, and the settings that this gives: one run, or one for each combination of a sweep."""
+"""The arguments of ``hpclm submit``, and the settings of its runs: one run, or one for each combination of a sweep."""
 
 import itertools
 import re
@@ -23,26 +23,26 @@ DEFAULT = shipped.folder("configs") / "debug.yaml"
 
 @dataclass(frozen=True)
 class Request:
-    """What ``hpclm submit`` is asked for."""
+    """The arguments of ``hpclm submit``."""
 
     settings: Sequence[str]
     """A settings file or preset, if any, and key=value."""
     options: Sequence[str] = ()
-    """What options say of the job, as job.key=value; it wins over ``settings``."""
+    """The options for the job, as job.key=value; they win over ``settings``."""
     typed: Sequence[str] = ()
     """All arguments, for messages and the record of the run."""
     sweep: Sequence[str] = ()
     """key=a,b,c each."""
     parallel: int | None = None
-    """How many runs of a sweep train on this machine at a time."""
+    """The number of runs of a sweep that train on this machine at the same time."""
     exclude_bad: Sequence[str] = ()
-    """Run directories whose bad nodes are excluded."""
+    """Run directories; nodes that were found bad there are excluded."""
     dry_run: bool = False
     interactive: bool = False
     debug: bool = False
     pdb: bool = False
     ranks: str | None = None
-    """Ranks to be simulated, instead of a script that is shown."""
+    """Ranks to simulate, instead of showing a script."""
     gpus_kind: str = "H100"
     again: bool = False
     resume_step: int | None = None
@@ -62,9 +62,12 @@ def compose(
     variant: Variant,
     check: Callable[[RunConfig, "NamedDataset"], None] = lambda run, dataset: None,
 ) -> RunConfig:
-    """The settings of one run, with absolute paths. The text of data= becomes a dataset first, after ``check``, with --dry-run later."""
+    """The settings of one run, with absolute paths.
+
+    The text of data= is tokenized into a dataset, after ``check``; not with --dry-run.
+    """
     words = [*request.settings, *request.options]
-    if not any(not config.compose.is_override(word) for word in request.settings):
+    if all(config.compose.is_override(word) for word in request.settings):  # without a settings file
         words.insert(0, paths.literal(DEFAULT))
     words += variant.overrides
     if request.dry_run:
@@ -82,11 +85,11 @@ def compose(
 
 def varied(run: RunConfig, variant: Variant) -> RunConfig:
     """``run``, which has the settings of ``variant``, with its name and directory."""
-    return replace(run, name=run.name + variant.suffix, out=run.out + variant.suffix) if variant.suffix else run
+    return replace(run, name=run.name + variant.suffix, out=run.out + variant.suffix)
 
 
 def unwritten(request: Request, runs: Sequence[RunConfig]) -> list[str]:
-    """The datasets, as data.prefix of ``runs``, that --dry-run leaves to be made of the text of data=."""
+    """The datasets (data.prefix of ``runs``) that --dry-run does not write from the text of data=."""
     words = [*request.settings, *(word for variant in variants(request.sweep) for word in variant.overrides)]
     if not (request.dry_run and command_line.names_data(words)):
         return []
@@ -107,24 +110,26 @@ def whole(run: RunConfig) -> RunConfig:
 
 
 def variants(words: Sequence[str]) -> list[Variant]:
-    """The runs for ``words``, each key=a,b,c; one without words. ConfigError if two would have the same name."""
+    """The runs for ``words``, each key=a,b,c; one run without words. ConfigError if two would have the same name."""
     axes = [(key, [(value, value) for value in values]) for key, values in map(axis, words)]
     return combinations(axes, f"--sweep {' '.join(words)}")
 
 
 def combinations(axes: Sequence[tuple[str, Sequence[tuple[str, str]]]], typed: str) -> list[Variant]:
-    """A run for each combination of ``axes``, settings with their values, each as it is set and as it is in the run's name.
+    """A run for each combination of ``axes``: settings with their values, each as it is set and as it is in the run's name.
 
     ``typed``: what the user gave, for messages. ConfigError if two would have the same name.
     """
     keys = [key for key, _ in axes]
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise ConfigError(f"{typed}: {twice} is there twice; put all its values together")
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"{typed}: {key} is there twice; put all its values together")
     chosen = [[(key, *value) for value in values] for key, values in axes]
     every = [_variant(combination) for combination in itertools.product(*chosen)]
     names = [(variant.suffix, *(o for o in variant.overrides if o.startswith(("out=", "name=")))) for variant in every]
-    if same := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{typed}: two runs would be called {''.join(same).lstrip('-')}; change a value")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{typed}: two runs would be called {''.join(name).lstrip('-')}; change a value")
     return every
 
 
@@ -152,7 +157,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _variant(chosen: Sequence[tuple[str, str, str]]) -> Variant:
-    """The run with these values of settings: key, value, and the value as it is in the run's name."""
+    """The run with these settings: key, value, and the value as it is in the run's name."""
     named = [(key.rpartition(".")[2], name) for key, _, name in chosen if key not in ("out", "name")]
     suffix = "".join(f"-{key}-{re.sub(r'[^A-Za-z0-9._+-]+', '_', name)}" for key, name in named)
     return Variant(tuple(f"{key}={value}" for key, value, _ in chosen), suffix)

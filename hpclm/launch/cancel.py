@@ -1,4 +1,4 @@
-"""Have runs save and exit, and keep Slurm from starting them again."""
+"""Make runs save and exit, and keep Slurm from starting them again."""
 
 import getpass
 import sys
@@ -22,12 +22,12 @@ from hpclm.rundir.runs import Run
 from hpclm.rundir.state import process_here
 from hpclm.terminal import say
 
-PATIENCE = 10.0  # seconds squeue may take
-POLL = 0.5  # seconds between checks whether it has exited
+PATIENCE = 10.0  # seconds for squeue to answer
+POLL = 0.5  # seconds between checks
 PROGRESS = 10.0  # seconds between progress lines
-ENDED = 10.0  # seconds that a job may take to end after its run
+ENDED = 10.0  # seconds for a job to end after its run
 SILENT = 120.0  # seconds without a heartbeat after which no process of a run is alive
-COMPLETING = 30.0  # seconds that Slurm may take to end a job whose run has ended
+COMPLETING = 30.0  # seconds for Slurm to end a job after its run has ended
 UNHEARD = 20.0  # seconds after which a run that ignores the signal gets a stop file
 
 
@@ -40,22 +40,22 @@ class Target:
     job: Job
     name: str
     saves: bool
-    """Whether it is a job whose run is to save first."""
+    """Whether its run saves before it exits."""
     asked: float = field(default_factory=time.monotonic)
     cancelled: float | None = None
-    """When the job itself was cancelled, because its run cannot comply."""
+    """When the job itself was cancelled, because its run could not comply."""
 
     def __post_init__(self) -> None:
         self.watch = HolderWatch(self.out)
 
     def ended(self, now: Job | None) -> bool:
-        """Whether it has exited if its scheduler says ``now``, or its run has, whatever Slurm still has to do."""
+        """Whether it has exited; ``now``: its state in the scheduler. Slurm's clean-up after the run is not waited for."""
         completing = now is not None and now.name == "COMPLETING" and self.cancelled is not None
         late = completing and time.monotonic() - (self.cancelled or 0) > COMPLETING
         return now is None or not now.live or late
 
     def insist(self) -> None:
-        """End a job whose run cannot comply: none of its processes is alive, or Slurm's signal did not reach it."""
+        """End a job that cannot comply: its processes are dead, or Slurm's signal did not reach them."""
         if not self.saves or self.cancelled is not None:
             return
         ended, silent = self.watch.silent()
@@ -85,7 +85,7 @@ def cancel(chosen: Sequence[Path], now: bool, seconds: float) -> int:
                     f"Look at it with hpclm status {files.typed(out)}{again}"
                 )
             if targets:
-                (out / "stop").unlink(missing_ok=True)  # or it would end the next attempt
+                (out / "stop").unlink(missing_ok=True)  # it would end the next attempt
                 say(outcome(out))
     return per_run.code
 
@@ -93,7 +93,8 @@ def cancel(chosen: Sequence[Path], now: bool, seconds: float) -> int:
 def stop(out: Path, now: bool) -> list[Target]:
     """Ask all jobs and processes of a run to exit; returns them."""
     folders.check_own(out, "cancelled")
-    if other := folders.other_owner(out):
+    other = folders.other_owner(out)
+    if other:
         say(f"{files.shown(out)} belongs to {other}, and root may cancel it")
     run = folders.read(out)
     targets = [*jobs_of(run, now)] or [*processes_of(run)]
@@ -111,7 +112,7 @@ def stop(out: Path, now: bool) -> list[Target]:
 
 
 def record(out: Path) -> None:
-    """Record who cancels the run. It is cancelled all the same where that cannot be written."""
+    """Record who cancels the run, if that can be written."""
     try:
         events.append(out, "cancelled", by=getpass.getuser())
     except OSError as error:
@@ -119,9 +120,9 @@ def record(out: Path) -> None:
 
 
 def jobs_of(run: Run, now: bool) -> Iterator[Target]:
-    """Jobs of a run that are pending or running; HpclmError if neither the scheduler nor the run's files tell."""
+    """The pending and running jobs of a run; HpclmError if the scheduler does not answer, and no process runs here."""
     jobs = jobs_by_scheduler(run)
-    if not jobs:  # it may have been submitted by a command that was killed
+    if not jobs:  # a command that was killed may have submitted it
         jobs[named("slurm").for_script(send.last_script(run.out))] = []
     if (run.out / "job").is_dir():
         for scheduler, recorded in jobs.items():
@@ -143,7 +144,7 @@ def jobs_of(run: Run, now: bool) -> Iterator[Target]:
 
 
 def processes_of(run: Run) -> Iterator[Target]:
-    """The process of a run on this machine; HpclmError if it runs on a host that cannot be reached from here."""
+    """The process of a run on this machine; HpclmError if it runs on another host."""
     here = process_here(run)
     holder = run.holder
     if here is not None:
@@ -158,7 +159,7 @@ def processes_of(run: Run) -> Iterator[Target]:
 
 
 def wait(left: list[Target], seconds: float) -> list[Target]:
-    """Wait until all have exited, with progress lines; returns those that have not after ``seconds``."""
+    """Wait until all have exited, with progress lines. Returns those that have not exited after ``seconds``."""
     began = reported = time.monotonic()
     while True:
         left = [target for scheduler in {target.scheduler for target in left} for target in running(scheduler, left)]
@@ -173,7 +174,7 @@ def wait(left: list[Target], seconds: float) -> list[Target]:
 
 
 def running(scheduler: Scheduler, targets: list[Target]) -> Iterator[Target]:
-    """Those of ``targets`` that are the scheduler's and have not exited; all if it does not answer."""
+    """The scheduler's ``targets`` that have not exited; all of them if it does not answer."""
     mine = [target for target in targets if target.scheduler is scheduler]
     try:
         states = scheduler.states([target.job.id for target in mine], (), PATIENCE)
@@ -182,13 +183,13 @@ def running(scheduler: Scheduler, targets: list[Target]) -> Iterator[Target]:
     for target in mine:
         job = states.get(target.job.id)
         if not target.ended(job):
-            if job and job.name not in ("SUSPENDED", "STOPPED"):  # whose processes cannot respond
+            if job and job.name not in ("SUSPENDED", "STOPPED"):  # a suspended process cannot respond
                 target.insist()
             yield target
 
 
 def outcome(out: Path) -> str:
-    """The outcome, and how to continue."""
+    """A line on the outcome, and how to continue."""
     run = folders.read(out)
     if not run.attempt:
         return f"{files.shown(out)} has not trained; next: hpclm resume {files.typed(out)}"

@@ -1,4 +1,4 @@
-"""The container of a job: the words that start a command in it. Images have neither srun nor scontrol, so the job's supervisor runs outside."""
+"""The words that start a command in a job's container. Images have neither srun nor scontrol, so the supervisor runs outside."""
 
 import os
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from hpclm.errors import ConfigError
 from hpclm.node import python
 
 HANDED_ON = r"^((SLURM|PMI|PMIX|NCCL|GLOO|UCX|OMP|MKL|CUDA|TORCH|HF|WANDB|HPCLM)_|PYTHON(SAFEPATH|NOUSERSITE)$)"
-"""Variables that docker hands on to a container; it hands on none by itself."""
+"""Variables to pass to a container of docker, which passes none by itself."""
 PYTHON = "python"
 """The interpreter of an image."""
 
 
 def words(config: RunConfig) -> list[str]:
-    """The words before a command that runs in the container of ``config``'s job; none without a container.
+    """The words before a command that runs in the job's container; none without a container.
 
     ConfigError if a folder that it needs cannot be mounted.
     """
@@ -39,7 +39,7 @@ def words(config: RunConfig) -> list[str]:
 def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str]:
     """The environment of ranks in a container, from this process's ``env``.
 
-    They run the image's hpclm. In the folder of the clone that this process runs, they run the clone's code.
+    They run the image's hpclm, or the clone's code if this process runs in a clone's folder.
     """
     clone = shipped.PACKAGE.parent
     folders = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", str(clone))]
@@ -78,6 +78,6 @@ def _docker(config: RunConfig, here: Path, mounts: list[str], gpus: bool) -> lis
         *(["--env=PYTHONPATH"] if _runs_clone() else []),
         *(f"--env={variable}" for variable in config.job.env),
     ]
-    # each task has variables of its own, so a shell lists them there
+    # the variables differ from task to task, so the shell of each task lists them
     start = f"""exec docker run $(compgen -e | grep -E '{HANDED_ON}' | sed s/^/--env=/) "$@\""""
     return ["bash", "-c", start, "docker", *options, str(config.job.container)]

@@ -22,13 +22,16 @@ STOP = 150  # the step after which training is stopped once
 
 
 def demonstrate(settings: RunConfig, words: Sequence[str]) -> int:
-    """Do what is not done yet; the exit code. ``settings``: of the training, from ``words`` on top of the preset demo."""
+    """Do the steps that are not done yet; the exit code.
+
+    ``settings``: of the training run, from ``words`` on top of the preset demo.
+    """
     folders.writable_folder(FOLDER, "folder")
     return _prepare() or _train(settings, words)
 
 
 def _prepare() -> int:
-    """Make what is not there yet of corpus, tokenizer and dataset; the exit code."""
+    """Make the corpus, the tokenizer and the dataset, unless they exist; the exit code."""
     corpus = FOLDER / "corpus.jsonl"
     tokenizer = FOLDER / "tokenizer.json"
     data = FOLDER / "data"
@@ -47,13 +50,13 @@ def _prepare() -> int:
 
 
 def write_corpus(output: Path, library: Path | None = None) -> str:
-    """Write the source code of Python's standard library, one JSONL document for each file; a sentence about their size.
+    """Write the source code of Python's standard library, one JSONL document for each file. Returns a sentence on their size.
 
     ``library``: its folder, by default that of the running Python.
     """
     library = library or Path(sysconfig.get_paths()["stdlib"])
     sources = [path for path in sorted(library.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(library).parts)]
-    random.Random(0).shuffle(sources)  # files of a folder are alike, and the end of the corpus is for validation
+    random.Random(0).shuffle(sources)  # the end of the corpus is for validation, and files of one folder are similar
     documents = []
     for path in sources:
         try:
@@ -71,7 +74,7 @@ def write_corpus(output: Path, library: Path | None = None) -> str:
 
 def _train(settings: RunConfig, words: Sequence[str]) -> int:
     """Train in two parts, show the course of the loss, and generate; the exit code."""
-    first = f"4/6 training, up to step {STOP}, where it is to stop; a run that is further along stays where it is"
+    first = f"4/6 training up to step {STOP}; a run that is further along is left alone"
     code = _step(first, ["train", "demo", f"stop_at={STOP}", *words])
     code = code or _step("5/6 training: the same command continues the run", ["train", "demo", *words])
     if code:

@@ -1,4 +1,4 @@
-"""Whether a start of a run would do anything: it may have done all that its settings ask for, or diverged with them."""
+"""Whether a start of a run would do anything: the run may be done already, or have diverged with the same settings."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +11,7 @@ from hpclm.rundir import runs as folders
 from hpclm.rundir.state import State, state_of
 
 COPIES = ("name", "out", "job", "cluster", "log", "profile", "checkpoint")
-"""Settings that may differ between two attempts which give the same result."""
+"""Settings that do not affect the result of an attempt."""
 
 
 class DoneError(ConfigError):
@@ -19,8 +19,9 @@ class DoneError(ConfigError):
 
 
 def refuse_done(run: RunConfig) -> None:
-    """DoneError if there is nothing left to do for this run."""
-    if ending := nothing_left(run):
+    """DoneError if nothing is left to do for this run."""
+    ending = nothing_left(run)
+    if ending:
         raise DoneError(
             f"{run.out} is done: {ending}; extend it, for example with a larger budget.steps, go back with --from STEP, "
             "or choose another out"
@@ -28,14 +29,15 @@ def refuse_done(run: RunConfig) -> None:
 
 
 def nothing_left(run: RunConfig) -> str:
-    """How the run in the directory of ``run`` has completed; empty if it has not, or if ``run`` is longer or shorter."""
+    """How the run in the directory of ``run`` was completed; empty if it was not, or if ``run`` is longer or shorter."""
     status, before = before_it(run)
-    ending = status.finished if status else ""
-    return ending if before is None or same_length(run, before) else ""
+    if status is None or (before is not None and not same_length(run, before)):
+        return ""
+    return status.finished
 
 
 def diverged(run: RunConfig) -> str:
-    """How the run has diverged, or lacked memory, with these very settings, so that it would again; empty if it has not."""
+    """How the run has diverged, or lacked memory, with the same settings; empty if it has not."""
     status, before = before_it(run)
     if status is None or before is None or not status.diverged:
         return ""
@@ -44,7 +46,7 @@ def diverged(run: RunConfig) -> str:
 
 
 def before_it(run: RunConfig) -> tuple[State | None, RunConfig | None]:
-    """What has become of the run in the directory of ``run``, and its settings, if they can be read; None without a run."""
+    """The state of the run in the directory of ``run``, and its settings, if they can be read; None without a run."""
     out = Path(run.out)
     before = None
     if not folders.is_run(out):
@@ -56,5 +58,7 @@ def before_it(run: RunConfig) -> tuple[State | None, RunConfig | None]:
 
 def same_length(run: RunConfig, before: RunConfig) -> bool:
     """Whether the two runs end at the same step, even if one has trained with larger batches."""
-    sizes, then = ((of.batch.global_size, of.batch.rampup) for of in (run, before))
-    return (run.budget, run.stop_at) == (before.budget, before.stop_at) and (sizes == then or run.stop_at is not None)
+    if (run.budget, run.stop_at) != (before.budget, before.stop_at):
+        return False
+    sizes = (run.batch.global_size, run.batch.rampup)
+    return run.stop_at is not None or sizes == (before.batch.global_size, before.batch.rampup)

@@ -1,4 +1,4 @@
-"""A launch in the foreground: its record, its log, and a process that starts the ranks and ends with this one."""
+"""A launch in the foreground: its record, its log, and a child process that starts the ranks and ends with this one."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from hpclm.rundir import events
 from hpclm.terminal import say
 
 LAUNCHERS = {"local": "torchrun", "mpirun": "mpirun", "srun": "srun"}
-FLUSH = 5.0  # seconds that the last output may take to be copied; a left-over process may still hold the pipe
+FLUSH = 5.0  # seconds for the last output to be copied; a left-over process may still hold the pipe
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Foreground:
     outcome: Outcome
 
     def run(self, command: Sequence[str], env: Mapping[str, str], signals: Mapping[int, int]) -> int:
-        """Run mpirun or srun by ``command`` to its end; the exit code.
+        """Run mpirun or srun (``command``) to its end; the exit code.
 
-        ``signals``: which signal to send it instead of another. A second Ctrl-C, and the death of this process, end it at once.
+        ``signals``: the signal to send it in place of another. A second Ctrl-C, or the death of this process, ends it at once.
         """
         env = {**env, **self.outcome.variables}
 
@@ -66,9 +66,9 @@ class Foreground:
         return self.contained(start)
 
     def contained(self, work: Callable[[], int]) -> int:
-        """The exit code of ``work`` in a child process, which ends with everything it has started if this process is killed.
+        """Run ``work`` in a child process; its exit code. If this process is killed, the child ends everything that it has started.
 
-        It receives the signals of this process. What it prints is also in the log, unless this process has a terminal.
+        The child receives the signals of this process. Its output is also logged, unless this process has a terminal.
         """
         with _copied_to(self.log) as streams:
             sys.stdout.flush()
@@ -88,7 +88,7 @@ class Foreground:
         return code
 
     def _in_child(self, launcher: int, work: Callable[[], int]) -> int:
-        """``work()``, then the cause of its exit code, in the child of process ``launcher``."""
+        """Call ``work`` in the child of process ``launcher``, and report the cause of its exit code."""
         try:
             os.setsid()  # Ctrl-C in a terminal reaches the parent only
             preemption.end_at_once()  # also by Ctrl-C, while PyTorch is imported
@@ -103,7 +103,8 @@ class Foreground:
             say(f"error: {error}", file=sys.stderr)
             return self._ended(error.exit_code, str(error))
         except BaseException as error:
-            if reason := import_errors.explained(error):
+            reason = import_errors.explained(error)
+            if reason:
                 say(f"error: {reason}", file=sys.stderr)
                 return self._ended(ExitCode.INVALID, reason)
             traceback.print_exc()
@@ -117,7 +118,7 @@ class Foreground:
         return code
 
     def _orphaned(self) -> None:
-        """End all ranks: by their launcher, which reaches those of other machines, then by force."""
+        """End all ranks: first through their launcher, which reaches other machines, then by force."""
         processes.terminate_children(2.5)
         processes.kill_children()
         cause = "the launcher was killed; what it had started has ended too"
@@ -158,7 +159,7 @@ def begin(launch: Launch, name: str, shape: tuple[int, int], notes: Sequence[str
 
 @contextmanager
 def _copied_to(log: Path) -> Iterator[dict[int, int]]:
-    """For the standard output and error, pipes to copy them to ``log``, too; none if this process has a terminal."""
+    """Pipes that copy standard output and error to ``log`` as well; none if this process has a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
         yield {}
         return

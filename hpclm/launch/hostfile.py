@@ -1,4 +1,4 @@
-"""The hosts and slots to run on, in DeepSpeed's syntax: a hostfile, and what to include or exclude."""
+"""The hosts and slots to run on, in DeepSpeed's syntax: a hostfile, and parts of it to include or exclude."""
 
 import re
 from pathlib import Path
@@ -50,9 +50,9 @@ def parse(text: str, name: str = "hostfile") -> Resources:
 
 
 def select(hosts: Resources, include: str = "", exclude: str = "") -> Resources:
-    """The part of ``hosts`` that ``include`` names, or all but what ``exclude`` names; all without either.
+    """The part of ``hosts`` that ``include`` names, or all except ``exclude``; all if both are empty.
 
-    ConfigError for both, for a host or slot that is not in the hostfile, and if nothing is left.
+    ConfigError if both are given, for a host or slot that is not in the hostfile, and if nothing is left.
     """
     if include and exclude:
         raise ConfigError(f"include={include} and exclude={exclude} cannot be combined; give one of them")

@@ -1,7 +1,7 @@
 """The supervisor of a job, which the last line of its script runs: ``python -m hpclm.launch.job [FILE] key=value ...``
 
-It loads the settings, starts the ranks through srun, mpirun or torchrun, hands signals on to them, and waits. Then it reads how they
-ended, records that, and asks the scheduler for another start where that helps. Its exit code is the cause's, not the launcher's.
+It loads the settings, starts the ranks through srun, mpirun or torchrun, passes signals on to them, and waits. Then it records how
+they ended, and asks the scheduler for another start if that may help. Its exit code is the cause's, not the launcher's.
 """
 
 import itertools
@@ -34,13 +34,13 @@ from hpclm.terminal import say
 
 MAX_STARTS = 3  # starts in a row that may end before training begins
 PATIENCE = 600.0  # seconds for the scheduler to answer
-EARLY = 90.0  # seconds by which Slurm may send the warning before the time limit too early
+EARLY = 90.0  # seconds by which Slurm's warning before the time limit may come too early
 PAUSE = 10.0  # seconds between two questions
 OF_JOB = re.compile(r"\s*job\s*[.=]")
 HONOURED = re.compile(r"\s*job[.](notify|warn_seconds)\b")
-"""Settings of the section job that a rank follows."""
+"""The settings in the section job that a rank follows."""
 OF_SUBMISSION = (slurm.CLUSTERS, slurm.TOKEN)
-"""Variables of the machine that submits: Slurm's commands in a job ask its own cluster, as any user of the node."""
+"""Variables of the machine that submits. In a job, Slurm's commands ask the job's cluster, as the user of the node."""
 
 
 def main(argv: list[str]) -> int:
@@ -80,13 +80,14 @@ def parser() -> Parser:
 
 
 def settings_of(words: Sequence[str]) -> RunConfig:
-    """The settings of the job, with the nodes and processes that it has; ConfigError if no rank can train with them."""
+    """The job's settings, with the nodes and processes that it got; ConfigError if no rank can train with them."""
     settings, dataset = command_line.planned(words)
     if dataset is not None and not dataset.written:
         raise ConfigError(
             f"a job does not tokenize the text of data=; run {dataset.preprocess}, which prints what to set instead"
         )
-    if missing := settings.missing():
+    missing = settings.missing()
+    if missing:
         raise ConfigError(missing)
     nodes, tasks = allocation(settings)
     settings = replace(settings, job=replace(settings.job, nodes=nodes, gpus=tasks))
@@ -95,7 +96,7 @@ def settings_of(words: Sequence[str]) -> RunConfig:
 
 
 def _run(settings: RunConfig, words: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run the ranks to their end; the exit code of what started them. ``variables``: for their environment."""
+    """Run the ranks to their end; the launcher's exit code. ``variables``: added to their environment."""
     launcher = child.Launcher({})
     with preemption.handling(launcher.forward):
         start = ranks(settings, words)
@@ -104,7 +105,7 @@ def _run(settings: RunConfig, words: Sequence[str], variables: Mapping[str, str]
             _say("a signal came before the processes were started")
             return ExitCode.REQUEUE
         options: dict[str, Any] = {}
-        if start.command[0] != "srun":  # Slurm ends a step whose job's script was killed, after it has saved
+        if start.command[0] != "srun":  # if the script is killed, Slurm ends its steps, and they save first
             options["preexec_fn"] = partial(parent.end_with, os.getpid(), signal.SIGTERM)
         return launcher.run(start.command, {**start.env, **variables}, **options)
 
@@ -118,16 +119,16 @@ def allocation(settings: RunConfig, env: Mapping[str, str] = os.environ) -> tupl
 
 @dataclass(frozen=True)
 class Start:
-    """What starts the ranks of a job."""
+    """The command that starts the ranks of a job."""
 
     command: list[str]
     env: dict[str, str]
     signals: Mapping[int, int]
-    """Which signal to send it instead of another."""
+    """The signal to send to it in place of another."""
 
 
 def ranks(settings: RunConfig, words: Sequence[str]) -> Start:
-    """What starts the ranks of a job. ``words``: the arguments of the supervisor."""
+    """The command that starts the ranks of a job. ``words``: the arguments of the supervisor."""
     job = settings.job
     in_slurm = slurm.JOB in os.environ
     if not in_slurm and job.nodes > 1 and job.template != "mpirun":
@@ -183,12 +184,12 @@ def start_name(job: OwnJob) -> str:
 
 
 def starts_again(code: int) -> bool:
-    """Whether another start may do better than the one that ended with this exit code: it has saved, or something killed it."""
+    """Whether to start again after this exit code: the run has saved, or something killed it."""
     return code == ExitCode.REQUEUE or by_signal(code)
 
 
 def idle_starts(settings: RunConfig, job: OwnJob, code: int, cause: str) -> int:
-    """Record how this start ended; how many in a row have ended before training began, this one included."""
+    """Record how this start ended; returns how many in a row have ended before training began, this one included."""
     out = folders.private_folder(settings.out, "run directory")
     signal = code - 128 if 128 < code < 160 else None
     events.append(out, "ended", code=code, cause=cause, signal=signal, **job.row())

@@ -1,4 +1,4 @@
-"""The state of runs, for all commands: their records and processes are here, and their schedulers are asked."""
+"""The state of runs, for all commands, from their records, their processes on this machine, and their schedulers."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -11,14 +11,14 @@ from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import Run, is_job
 from hpclm.rundir.state import State, state_of
 
-ASK = 60.0  # seconds between questions to a scheduler of one command, since many people watch many runs
+ASK = 60.0  # seconds between a command's questions to a scheduler, since many people watch many runs
 
 
 class States:
     """Gives the state of runs, again and again: schedulers are asked at most every ASK seconds, or when there are new jobs."""
 
     def __init__(self, seconds: float):
-        """``seconds``: that a scheduler has for an answer."""
+        """``seconds``: the time for a scheduler to answer."""
         self.seconds = seconds
         self._silent = ""
         """Why a scheduler did not answer; "" if all did."""
@@ -31,7 +31,7 @@ class States:
         return self.of([folders.read(out)])[0]
 
     def of(self, runs: Sequence[Run]) -> list[State]:
-        """The state of several, by what schedulers said of their jobs less than a minute ago. Each is asked once for all of them."""
+        """The states of several runs. Each scheduler is asked once for all of them, at most once a minute."""
         jobs = {run.out: jobs_by_scheduler(run) for run in runs}
         ids = {job for each in jobs.values() for mine in each.values() for job in mine}
         if time.monotonic() - self._asked >= ASK or not ids <= self._known:
@@ -60,7 +60,7 @@ class States:
 
 
 def jobs_by_scheduler(run: Run) -> dict[Scheduler, list[str]]:
-    """The IDs of a run's jobs, oldest first, by the scheduler that knows them: that of its submission; Slurm, for one by hand."""
+    """The IDs of a run's jobs by their schedulers, oldest first; a job that was not submitted by hpclm is Slurm's."""
     submitted = {str(submission["job_id"]): submission for submission in run.submissions if is_job(submission)}
     jobs = dict[Scheduler, list[str]]()
     for job in run.jobs:

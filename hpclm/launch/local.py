@@ -8,6 +8,7 @@ from hpclm.errors import ConfigError
 from hpclm.launch import foreground
 from hpclm.launch.foreground import Launch
 from hpclm.node import environment, gpus, threads
+from hpclm.terminal import many
 
 IN_SCRIPTS = ("modules", "venv", "conda", "setup", "container", "runtime", "mounts", "snapshot", "template")
 """Settings that only have an effect in a job script."""
@@ -59,8 +60,8 @@ def process_count(config: RunConfig, available: int) -> int:
     count = nodes * per_node
     if available and count > available:
         raise ConfigError(
-            f"job.nodes={nodes} x job.gpus={per_node} = {count} processes, but this machine has {available} "
-            f"GPU{'s' * (available != 1)}; give job.nodes=1 job.gpus={available}, engine.device=cpu to train on the CPU, or "
+            f"job.nodes={nodes} x job.gpus={per_node} = {count} processes, but this machine has "
+            f"{many(available, 'GPU')}; give job.nodes=1 job.gpus={available}, engine.device=cpu to train on the CPU, or "
             f"job.cluster=slurm or a job.hostfile for more machines"
         )
     return count
@@ -70,15 +71,15 @@ def placement(config: RunConfig, count: int, available: int, cores: int) -> str:
     """A note on what the ranks run on."""
     nodes = config.job.nodes
     per_node = config.job.gpus
-    many = f"{count} process{'es' * (count != 1)}"
+    processes = many(count, "process")
     if available:
         idle = max(0, available - count)
         note = f"; {idle} of {available} GPUs stay idle (job.gpus={available} uses all)" if idle else ""
-        return f"{many} on this machine, one GPU each{note}"
+        return f"{processes} on this machine, one GPU each{note}"
     why = "engine.device=cpu" if config.engine.device == "cpu" else "no GPU here"
     return (
-        f"{why}: job.nodes={nodes} x job.gpus={per_node} = {many} of this machine, on its {cores} CPU "
-        f"core{'s' * (cores != 1)}, {max(1, cores // count)} for each"
+        f"{why}: job.nodes={nodes} x job.gpus={per_node} = {processes} of this machine, on its "
+        f"{many(cores, 'CPU core')}, {max(1, cores // count)} for each"
     )
 
 

@@ -16,6 +16,7 @@ from hpclm.launch.foreground import Launch
 from hpclm.launch.hostfile import Resources
 from hpclm.node import environment, gpus, processes, slurm, threads
 from hpclm.node.processes import NoAnswerError
+from hpclm.terminal import many
 
 Flavour = Literal["Open MPI", "MPICH", "Intel MPI"]
 FLAVOURS: dict[str, Flavour] = {
@@ -23,7 +24,7 @@ FLAVOURS: dict[str, Flavour] = {
     r"Intel\(R\) MPI": "Intel MPI",
     "HYDRA": "MPICH",
 }
-"""What mpirun --version prints."""
+"""Patterns for the output of mpirun --version."""
 
 PASSED = re.compile(
     r"(HPCLM|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUDA|NVIDIA|HIP|ROCR|UCX|FI|PYTHON|CONDA|TRITON|HF|XDG)_?\w*"
@@ -38,7 +39,7 @@ OF_A_RANK = re.compile(
 
 @dataclass(frozen=True)
 class MpiPlan:
-    """What mpirun starts."""
+    """The hosts, processes and environment of an mpirun command."""
 
     env: dict[str, str]
     mpirun: str
@@ -52,7 +53,7 @@ class MpiPlan:
 
     @property
     def signals(self) -> dict[int, int]:
-        """Which signal to send mpirun instead of another."""
+        """The signal to send mpirun in place of another."""
         return child.SIGNALS if self.kind == "Open MPI" else {**child.SIGNALS, signal.SIGUSR2: signal.SIGUSR1}
 
     def command(self, program: Sequence[str], more: Iterable[str] = ()) -> list[str]:
@@ -66,36 +67,37 @@ class MpiPlan:
         if self.kind == "Open MPI":
             # the placement is explicit; more processes than cores are allowed
             by = "slot" if self.hosts or self.nodes == 1 else f"ppr:{self.processes_per_node}:node"
-            line += ["--allow-run-as-root"] * (os.geteuid() == 0) + [
-                "--bind-to",
-                "none",
-                "--map-by",
-                f"{by}:OVERSUBSCRIBE",
-            ]
+            if os.geteuid() == 0:
+                line.append("--allow-run-as-root")
+            line += ["--bind-to", "none", "--map-by", f"{by}:OVERSUBSCRIBE"]
             passed = dict.fromkeys(name for name in (*self.env, *more) if PASSED.fullmatch(name) or name in more)
             exported = [word for name in passed for word in ("-x", name)]
         else:
-            line += ["-bind-to", "none"] if self.kind == "MPICH" else ["-genv", "I_MPI_PIN", "0"]
-            line += ["-genvall"]
+            unbound = ["-bind-to", "none"] if self.kind == "MPICH" else ["-genv", "I_MPI_PIN", "0"]
+            line += [*unbound, "-genvall"]
         if not self.hosts:
             per_node = str(self.processes_per_node)
             total = str(self.nodes * self.processes_per_node)
-            counts = ["-ppn", per_node] * (self.kind != "Open MPI") + ["-n", total]
-            return [*line, *exported, *counts, *program]
+            if self.kind != "Open MPI":
+                exported += ["-ppn", per_node]
+            return [*line, *exported, "-n", total, *program]
         for number, (host, slots) in enumerate(self.hosts.items()):
             place = f"{host}:{len(slots)}" if self.kind == "Open MPI" else host
             devices = "CUDA_VISIBLE_DEVICES=" + ",".join(map(str, slots))
-            line += [":"] * bool(number) + exported + ["-host", place, "-n", str(len(slots)), "env", devices, *program]
+            if number:
+                line.append(":")
+            line += [*exported, "-host", place, "-n", str(len(slots)), "env", devices, *program]
         return line
 
 
 def plan(config: RunConfig) -> MpiPlan:
-    """What mpirun starts according to the settings; ConfigError if mpirun is missing, or there are too few hosts."""
+    """The mpirun command for these settings; ConfigError without mpirun, or with too few hosts."""
     env = {k: v for k, v in environment.inherited().items() if not OF_A_RANK.match(k)} | config.job.env
     mpirun, kind = installed(env)
     nodes = config.job.nodes
     per_node = config.job.gpus
-    if hosts := resources(config):
+    hosts = resources(config)
+    if hosts:
         listed = [f"{host} ({', '.join(map(str, slots))})" for host, slots in hosts.items()]
         note = f"{kind}: {sum(map(len, hosts.values()))} processes on {', '.join(listed)}"
         return MpiPlan(env, mpirun, kind, hosts, len(hosts), max(map(len, hosts.values())), note)
@@ -104,7 +106,7 @@ def plan(config: RunConfig) -> MpiPlan:
             raise ConfigError(f"job.nodes={nodes} with mpirun needs job.hostfile, or a Slurm allocation around it")
         count = local.process_count(config, 0 if config.engine.device == "cpu" else gpus.count(env))
         env.setdefault("OMP_NUM_THREADS", str(max(1, threads.usable() // count)))
-    note = f"{kind}: {nodes * per_node} processes, {per_node} on each of {nodes} node{'s' * (nodes != 1)}"
+    note = f"{kind}: {nodes * per_node} processes, {per_node} on each of {many(nodes, 'node')}"
     return MpiPlan(env, mpirun, kind, {}, nodes, per_node, note)
 
 
@@ -140,7 +142,7 @@ def resources(config: RunConfig) -> Resources:
 
 
 def installed(env: Mapping[str, str]) -> tuple[str, Flavour]:
-    """Path of mpirun, and which MPI it belongs to; ConfigError if there is none, or an unknown one."""
+    """The path of mpirun, and its MPI; ConfigError if mpirun is missing, or its MPI unknown."""
     mpirun = shutil.which("mpirun", path=env.get("PATH")) or shutil.which("mpiexec", path=env.get("PATH"))
     if not mpirun:
         raise ConfigError(
@@ -155,7 +157,7 @@ def installed(env: Mapping[str, str]) -> tuple[str, Flavour]:
 
 
 def flavour(version: str, mpirun: str = "mpirun") -> Flavour:
-    """The MPI whose mpirun prints ``version``."""
+    """The MPI of an mpirun that prints ``version``."""
     for pattern, kind in FLAVOURS.items():
         if re.search(pattern, version):
             return kind

@@ -1,4 +1,4 @@
-"""How the ranks of a launch ended: the exit code of the cause, and why, for whatever started them."""
+"""How the ranks of a launch ended: the cause and its exit code, for the process that started them."""
 
 import sys
 import time
@@ -30,11 +30,14 @@ class Outcome:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables by which ranks find the folder."""
+        """The environment variables that tell ranks the folder."""
         return {ends.FOLDER: str(self.folder)}
 
     def settle(self, code: int) -> tuple[int, str]:
-        """The exit code of the cause, and the cause; ``code``: of the launcher. It goes into the run's log where no rank could write it."""
+        """The exit code of the cause, and the cause. The cause is also logged in the run's log, unless a rank has done so.
+
+        ``code``: of the launcher.
+        """
         if not code:
             return code, ""
         found = failure.verdict(self.folder)
@@ -49,9 +52,10 @@ class Outcome:
             killed = memory_kills() - self._memory_kills
             if killed > 0:
                 text += f". The kernel has killed {killed} processes of this job for want of memory"
-            if troubles := self.job.troubles(sorted({info.host for info in found.gone})):
+            troubles = self.job.troubles(sorted({info.host for info in found.gone}))
+            if troubles:
                 text += f". {self.job.scheduler} says: {'; '.join(troubles)}"
-        # of ranks that are gone the launcher knows more than those that lost them: all but that a task failed
+        # the launcher knows more of ranks that are gone than their peers do, unless it only knows that a task failed
         if found.exit_code is not None and not (found.gone and code != ExitCode.FAILED):
             code = found.exit_code
         if text and (self.out / "log.txt").exists() and ends.claim_report(self.folder):

@@ -1,4 +1,4 @@
-"""Checks before a run is queued or started: those of every start (training/start.py), and those of a submission."""
+"""Checks before a run is queued or started: the checks of every start (training/start.py), and those of a submission."""
 
 import math
 import re
@@ -33,14 +33,16 @@ SIGNAL = re.compile(r"(?:[A-Z]+:)?\w+@(\d+)")  # of #SBATCH --signal
 def check(
     run: RunConfig, cluster: str, queued: bool = False, resume_step: int | None = None, with_data: bool = True
 ) -> RunStart:
-    """ConfigError with every problem, before anything is written; else the start, with what was read for it.
+    """Run all checks that are possible here, before anything is written; the start, with what they have read.
 
-    ``cluster``: what starts the run, or "debug"; ``queued``: it will follow a job in the queue; ``resume_step``: the step of
-    the checkpoint to continue from; ``with_data``: also check what depends on the dataset, which has been written.
+    ``cluster``: the way in which the run starts, or "debug". ``queued``: it will follow a job in the queue. ``resume_step``: the step
+    of the checkpoint to continue from. ``with_data``: also check what depends on the dataset. ConfigError names every problem.
     """
     job = run.job
-    debug = cluster == "debug"  # which starts anew, with synthetic data if the run's are missing
-    same_python = not (job.venv or job.conda or job.container or job.modules)  # or the libraries are not known
+    debug = cluster == "debug"  # a debug run starts anew, with synthetic data if files are missing
+    same_python = not (
+        job.venv or job.conda or job.container or job.modules
+    )  # with another Python, its libraries are unknown
     has = {
         "files": True,
         "run": not debug,
@@ -63,7 +65,7 @@ CHECKS = (
     Check("paths", {"other nodes"}, lambda start: missing_paths(start.run)),
     Check("names", {"code"}, lambda start: _check_names(start.run, "python" in start.has)),
 )
-"""Those of a submission alone."""
+"""The checks of a submission."""
 
 
 def _check_names(run: RunConfig, with_sinks: bool) -> None:
@@ -74,7 +76,7 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
         ("engine.name", run.engine.name, ENGINES, "hpclm.engine"),
     ]
     for kind, name, table, module in names:
-        if name not in table:  # hpclm's own are there, and some take seconds to load
+        if name not in table:  # hpclm's own exist, and some take seconds to load
             loaded = lookup(kind, name, table, import_module(module).CHECK)
             if kind == "engine.name":
                 from hpclm.engine import check_supports
@@ -94,7 +96,7 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
 
 
 def _check_optimizer(run: RunConfig) -> None:
-    """ConfigError if the user's optimizer cannot train in this layout. What needs a GPU, the job finds by itself."""
+    """ConfigError if the user's optimizer cannot train in this layout. The job itself finds problems that need a GPU."""
     from hpclm.engine.user_optimizers import check_optimizer
     from hpclm.optim.trial import NeedsGPUError
 
@@ -107,19 +109,19 @@ def _check_optimizer(run: RunConfig) -> None:
 
 
 def missing_paths(run: RunConfig) -> list[str]:
-    """Paths that are missing from the file system of the run directory, which all nodes share."""
+    """Settings of paths that do not exist on the file system of the run directory, which all nodes share."""
     return [f"{text} does not exist" for text, path in _not_here(run.job) if _is_shared(path, Path(run.out))]
 
 
 def warn_of_missing_paths(run: RunConfig) -> None:
-    """Print what is missing here and may exist on compute nodes."""
+    """Warn of paths that do not exist here and may exist on compute nodes."""
     for text, path in _not_here(run.job):
         if not _is_shared(path, Path(run.out)):
             say(f"warning: {text} does not exist here; the job fails if its nodes lack it too", file=sys.stderr)
 
 
 def _not_here(job: JobConfig) -> Iterator[tuple[str, Path]]:
-    """The settings whose paths do not exist here, with the path."""
+    """Settings of paths that do not exist on this machine, with the path."""
     paths = [("job.venv", job.venv and f"{job.venv}/bin/activate")]
     paths += [("job.conda", f"{job.conda}/bin/python")] if job.conda and job.conda.startswith("/") else []
     paths += [("job.mounts", mount.partition(":")[0]) for mount in job.mounts]
@@ -133,14 +135,21 @@ def _not_here(job: JobConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _is_shared(path: Path, out: Path) -> bool:
-    """Whether ``path`` would be on the file system of ``out``; every machine has a root directory of its own."""
-    folder, run_folder = (next(f for f in (p, *p.parents) if f.is_dir()) for p in (path, out))
-    return folder != Path("/") and folder.stat().st_dev == run_folder.stat().st_dev
+    """Whether ``path`` would be on the file system of ``out``. The root directory is not shared between machines."""
+    folder = _existing(path)
+    return folder != Path("/") and folder.stat().st_dev == _existing(out).stat().st_dev
+
+
+def _existing(path: Path) -> Path:
+    """``path``, or the first folder above it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def refuse_without_room(out: Path, script: str) -> None:
-    """ConfigError if a job with ``script`` would be warned of its end before it could do a step of the run in ``out``, as far as the
-    run's last start shows. Without a time limit of the job, that of its partition counts."""
+    """ConfigError if Slurm would warn a job with ``script`` of its end before its first step.
+
+    The times are those of the last start of the run in ``out``. Without a time limit of the job, its partition's counts.
+    """
     options = slurm.options_in(script)
     time = options.get("time") or ""
     name = "job.time"
@@ -167,8 +176,8 @@ def refuse_without_room(out: Path, script: str) -> None:
 
 
 def _seconds(time: str) -> float:
-    """Seconds of a time limit; infinity for one that is missing or unknown."""
+    """The seconds of a time limit; infinity if it is missing or unknown."""
     try:
         return seconds_of(time) if time else math.inf
-    except ValueError:  # of the user's own template
+    except ValueError:  # from the user's template
         return math.inf

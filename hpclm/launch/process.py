@@ -34,10 +34,10 @@ def start(
     quiet: bool = False,
     began: float | None = None,
 ) -> int:
-    """Join the other ranks and train. ``alone``: as a single process, even in a job of several tasks.
+    """Join the other ranks and train; the exit code. With several ranks, the process ends here.
 
-    ``resume_step``: the step of the checkpoint to continue from, instead of the newest. ``quiet``: print warnings only.
-    ``began``: when the attempt began, in seconds since 1970; None: now.
+    ``alone``: train as a single process, even in a job of several tasks. ``resume_step``: the step of the checkpoint to continue
+    from, instead of the newest. ``quiet``: print warnings only. ``began``: when the attempt began, in seconds since 1970; None: now.
     """
     code.check_snapshot()
     world = bootstrap.detect(alone=alone)
@@ -105,7 +105,7 @@ def start(
 
 
 def check_before_dataset(settings: RunConfig, dataset: "NamedDataset") -> None:
-    """ConfigError if the run could not start, or has several ranks, of which none may tokenize the text for all."""
+    """ConfigError if the run could not start, or has several ranks: none of them may tokenize the text for all."""
     _refuse_incomplete(settings)
     world = bootstrap.detect(alone=False)
     settings.plan(world.size)
@@ -118,7 +118,7 @@ def check_before_dataset(settings: RunConfig, dataset: "NamedDataset") -> None:
 
 
 def _refuse_incomplete(settings: RunConfig) -> None:
-    """ConfigError with everything that is missing or wrong, as far as it does not depend on the other ranks and the data."""
+    """ConfigError with everything that is missing or wrong in the settings; ranks and data are checked later."""
     from hpclm.training.start import SETTINGS, RunStart  # imports NumPy
 
     RunStart(settings, has=SETTINGS).check()

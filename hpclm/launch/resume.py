@@ -14,17 +14,20 @@ from hpclm.rundir.runs import Run
 from hpclm.rundir.state import State
 from hpclm.terminal import say
 
-PATIENCE = 5.0  # seconds squeue may take
+PATIENCE = 5.0  # seconds for squeue to answer
 SETTING = re.compile(r"[A-Za-z_][\w.-]*\s*=")
-EXTENDS = ("batch", "budget", "stop_at", "--from")  # changes that let a run that is done continue
+EXTENDS = ("batch", "budget", "stop_at", "--from")
+"""Beginnings of changes by which a run that is done continues."""
 
 
 def resume(
     chosen: Sequence[Run], changes: list[str], check: Callable[[list[str]], None], submit: Callable[[list[str]], int]
 ) -> int:
-    """Submit the runs ``chosen`` again, with ``changes``, by ``submit``, which takes the arguments of hpclm submit; the exit code.
+    """Submit the runs ``chosen`` again, with ``changes``; the exit code.
 
-    ``check``: raises what is wrong with such arguments, before whether a run may start is said."""
+    ``check`` and ``submit`` take the arguments of hpclm submit. ``check`` raises ConfigError for wrong arguments, before it is decided
+    whether a run may start.
+    """
     per_run = failures.PerRunErrors(len(chosen))
     for number, status in enumerate(States(PATIENCE).of(chosen), start=1):
         with per_run:
@@ -33,15 +36,16 @@ def resume(
                 check(words(status.run, changes))
             may_start(status, changes)
             code = submit(words(status.run, changes))
-            if code:  # of a run that trained here, in the foreground
-                if left := len(chosen) - number:
+            if code:  # the run trained here, in the foreground
+                left = len(chosen) - number
+                if left:
                     say(f"{files.shown(status.run.out)} ended with {code}; the {left} after it are not started")
                 return code
     return per_run.code
 
 
 def split(given: list[str], runs: Path) -> tuple[list[str], list[str]]:
-    """The arguments that name runs, and those that change them, which begin with the first option or setting."""
+    """Split arguments into names of runs and changes; changes begin with the first option or setting."""
     for number, word in enumerate(given[1:], start=1):
         if word.startswith("-") or (SETTING.match(word) and not any(map(folders.is_run, (Path(word), runs / word)))):
             return [given[0], *map(paths.expanded, given[1:number])], given[number:]
@@ -66,19 +70,21 @@ def may_start(status: State, changes: list[str]) -> None:
 
 
 def _names_clusters(run: Run, changes: list[str]) -> bool:
-    """Whether the settings of the next job, or the user's variables, say which clusters of Slurm it may go to."""
+    """Whether the next job's settings, or the user's variables, choose its clusters of Slurm."""
     from hpclm.config import compose  # loads OmegaConf
 
     if slurm.clusters() or any(re.match(r"(--sbatch=|job\.options\.)?clusters=", word) for word in changes):
         return True
-    with suppress(ConfigError):  # hpclm submit says what is wrong with the settings
+    with suppress(ConfigError):  # hpclm submit reports wrong settings
         return "clusters" in (compose.flat_of_run(run.out).get("job.options") or {})
     return False
 
 
 def words(run: Run, changes: list[str]) -> list[str]:
-    """The arguments of hpclm submit that submit ``run`` again, on the cluster and with the size of its last job, or of its own
-    processes if it was started by hand: ``changes`` come last, so that they win."""
+    """The arguments of hpclm submit that submit ``run`` again, with the cluster and size of its last job or, without a job, its size.
+
+    ``changes`` come last, so that they win.
+    """
     if run.submissions:
         last = run.submissions[-1]
         choices = {"cluster": last["cluster"], "nodes": last["nodes"], "gpus": last["tasks_per_node"]}

@@ -1,7 +1,7 @@
-"""Submit a run exactly once: if this process is killed at any point, the next one finds out and continues.
+"""Submit a run exactly once, even if this process is killed at any point.
 
-The script is written under a new number before sbatch is called, and the queue shows its path. So a job whose
-submission was not recorded is found by its script, and a script without a job was never submitted.
+The script is written under a new number before sbatch is called, and the queue shows its path. So the next submission finds a job
+that was not recorded by its script. A script without a job was never submitted.
 """
 
 import shutil
@@ -35,10 +35,10 @@ def send(
     again: bool = False,
     resume_step: int | None = None,
 ) -> tuple[Row, bool]:
-    """Submit ``job_script``, which trains ``config`` in its run directory; the job, and whether it is new.
+    """Submit ``job_script``, which trains ``config`` in its run directory. Returns the recorded submission, and whether it is new.
 
-    It is not new if the same submission was interrupted earlier, after it had been accepted. LockedError if a job of
-    the run is in the queue, unless ``again``. ``resume_step``: the step of the checkpoint to continue from.
+    It is not new if an earlier call submitted it and was killed before it had recorded that. LockedError if a job of the run is in
+    the queue, unless ``again``. ``resume_step``: the step of the checkpoint to continue from.
     """
     out = Path(config.out)
     text = job_script.text
@@ -69,7 +69,7 @@ def send(
             try:
                 job_id, _, cluster = scheduler.submit(job_script, script, lock).partition(";")
             except ConfigError:
-                script.unlink()  # there certainly is no job
+                script.unlink()  # no job has been submitted
                 raise
         _submitted(config, job_id, cluster, str(script), command)
         return events.of_kind(events.read(out), "submitted")[-1], True
@@ -77,7 +77,7 @@ def send(
 
 @contextmanager
 def _made(out: Path) -> Iterator[None]:
-    """Make the run directory; what a ConfigError of the block refuses leaves none."""
+    """Make the run directory; remove a new one if the block raises a ConfigError."""
     is_new = not out.exists()
     folder.make(out)
     try:
@@ -90,10 +90,13 @@ def _made(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _prepared(config: RunConfig, resume_step: int | None) -> Iterator[None]:
-    """During the block, the run directory has the settings, and the step to roll back to, of the attempt that is being
-    started; a ConfigError restores what was there before."""
+    """Write the settings of an attempt into the run directory, and the step to go back to, before the block.
+
+    A ConfigError of the block restores the former ones.
+    """
     out = Path(config.out)
-    (replaced, _), asked = config_history.replace(out, dumped(config)), events.rollback(out)
+    replaced, _ = config_history.replace(out, dumped(config))
+    asked = events.rollback(out)
     if resume_step is not None:
         events.append(out, "roll back", step=resume_step)
     try:
@@ -107,9 +110,9 @@ def _prepared(config: RunConfig, resume_step: int | None) -> Iterator[None]:
 
 @contextmanager
 def claimed(config: RunConfig, resume_step: int | None = None) -> Iterator[None]:
-    """Keep other launches and submissions out of the run directory while a launch is recorded in the block, with its settings written.
+    """Write the settings of a launch, and keep other launches and submissions out of the run directory during the block.
 
-    ``resume_step``: as in ``send``. LockedError if a launch or run is using it; nothing has changed then.
+    ``resume_step``: see ``send``. LockedError if a launch or run is using the run directory; then nothing has changed.
     """
     out = Path(config.out)
     folder.make(out)
@@ -120,7 +123,7 @@ def claimed(config: RunConfig, resume_step: int | None = None) -> Iterator[None]
 
 
 def refuse_in_use(out: Path) -> None:
-    """LockedError if a run, or a launch of this machine whose ranks have not begun, is using ``out``."""
+    """LockedError if a run is using ``out``, or a launch on this machine with ranks that have not begun."""
     lease.refuse_if_held(out)
     pid = process_here(runs.read(out))
     if pid is not None:
@@ -129,7 +132,7 @@ def refuse_in_use(out: Path) -> None:
 
 def queued(out: Path, scheduler: Scheduler, seconds: float) -> list[Job]:
     """Pending and running jobs of the run directory ``out``; NoAnswerError if the scheduler does not answer within ``seconds``."""
-    with files.locked(out / LOCK):  # a submission whose caller was killed may not have ended
+    with files.locked(out / LOCK):  # a submission may go on after its caller was killed
         return _queued(out, [scheduler], seconds)
 
 
@@ -138,14 +141,14 @@ def _queued(out: Path, schedulers: Iterable[Scheduler], seconds: float = 60) -> 
 
 
 def last_script(out: Path) -> str:
-    """The text of the last script that was written for the run directory ``out``; empty without one."""
+    """The text of the last script of the run directory ``out``; empty without a script."""
     with suppress(OSError, ValueError):
         return files.read_text(out / "job" / f"script-{max(_scripts(out), default=0)}.sbatch")
     return ""
 
 
 def _that_may_know(scheduler: Scheduler, text: str, before: Iterable[Row]) -> list[Scheduler]:
-    """The scheduler as it is on the clusters of the script ``text``, and as it was for the submissions ``before``."""
+    """The scheduler, on the clusters of the script ``text`` and of the submissions ``before``."""
     if not isinstance(scheduler, Scheduler):  # a class with the same methods
         return [scheduler]
     earlier = [scheduler.on(submission.get("slurm_cluster") or "") for submission in before if is_job(submission)]
@@ -153,13 +156,13 @@ def _that_may_know(scheduler: Scheduler, text: str, before: Iterable[Row]) -> li
 
 
 def _scripts(out: Path) -> list[int]:
-    """The numbers of the scripts that were written."""
+    """The numbers of the scripts."""
     names = [path.stem.removeprefix("script-") for path in (out / "job").glob("script-*.sbatch")]
     return [int(number) for number in names if number.isdecimal()]
 
 
 def _same(out: Path, config: RunConfig, script: Path, text: str) -> bool:
-    """Whether ``script`` and its settings are the present ones."""
+    """Whether ``script`` has this ``text``, and the run directory these settings."""
     try:
         return files.read_text(script) == text and files.read_text(out / "config.yaml") == dumped(config)
     except (OSError, UnicodeDecodeError):
@@ -167,7 +170,6 @@ def _same(out: Path, config: RunConfig, script: Path, text: str) -> bool:
 
 
 def _submitted(config: RunConfig, job_id: str, cluster: str, script: str, command: Sequence[str]) -> None:
-    """Record a submission."""
     begin = resumable.progress(Path(config.out))
     events.append(
         Path(config.out),

@@ -11,7 +11,7 @@ from hpclm.node import environment
 from hpclm.rundir import code
 
 TRAP = "trap '' TERM USR1 USR2"
-"""Signals do not end the set-up. The supervisor, for which they are ignored too until it handles them, hands them on to the ranks."""
+"""Keeps signals from ending the set-up. The supervisor inherits this, until it handles them and passes them on to the ranks."""
 FAILED = '[ $? = 0 ] || { echo "the set-up of the job has failed" >&2; exit 64; }'
 """Ends the job if the last line before it has failed."""
 

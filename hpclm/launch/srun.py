@@ -7,6 +7,7 @@ from hpclm.errors import ConfigError
 from hpclm.launch import child, foreground, local
 from hpclm.launch.foreground import Launch
 from hpclm.node import environment, slurm
+from hpclm.terminal import many
 
 STALE = re.compile(r"SLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK|DISTRIBUTION)")
 """Requests of the allocation, which srun would apply to its step; the step has its own on the command line."""
@@ -30,7 +31,7 @@ def run(launch: Launch) -> int:
         options.append("--overlap")
     env = {name: value for name, value in env.items() if not STALE.fullmatch(name)} | job.env
     env.setdefault(WAIT, "60")
-    per_node = f"{job.gpus} on each of {job.nodes} node{'s' * (job.nodes != 1)}"
+    per_node = f"{job.gpus} on each of {many(job.nodes, 'node')}"
     note = f"srun in allocation {allocation}: {job.nodes * job.gpus} processes, {per_node}"
     notes = [note, *local.unused(job, "interactive")]
     begun = foreground.begin(launch, "srun", (job.nodes, job.gpus), notes)

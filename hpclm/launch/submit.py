@@ -25,7 +25,7 @@ from hpclm.node import gpus, secrets
 from hpclm.rundir import events, folder
 from hpclm.rundir import runs as folders
 from hpclm.rundir.state import span
-from hpclm.terminal import say
+from hpclm.terminal import many, say
 
 if TYPE_CHECKING:
     from hpclm.datasets.text_dataset import NamedDataset
@@ -34,7 +34,7 @@ STARTED_BY = {"local": "hpclm.launch.local", "mpirun": "hpclm.launch.mpi", "inte
 
 
 def start(request: Request) -> int:
-    """Start what ``request`` asks for; the exit code. ConfigError with every problem, before anything is written."""
+    """Start the runs of ``request``; the exit code. ConfigError with every problem, before anything is written."""
     check = partial(_check_before_dataset, request)
     runs = [arguments.compose(request, variant, check) for variant in arguments.variants(request.sweep)]
     command = [*map(secrets.Redactor(), ("hpclm", "submit", *request.typed))]
@@ -76,7 +76,7 @@ def start(request: Request) -> int:
 
 
 def from_python(run: RunConfig, resume_step: int | None = None) -> None:
-    """Submit ``run`` as a job; ConfigError with every problem, or where there is no queue."""
+    """Submit ``run`` as a job; ConfigError with every problem, or without a queue."""
     where = queue_of(run.job)
     start = prechecks.check(run, where, resume_step=resume_step)
     run = start.settings
@@ -86,7 +86,7 @@ def from_python(run: RunConfig, resume_step: int | None = None) -> None:
 
 
 def queue_of(job: JobConfig) -> str:
-    """The scheduler of a job's settings; ConfigError where there is no queue."""
+    """The scheduler of a job's settings; ConfigError without a queue."""
     where = _of_job(job)
     if where not in STARTED_BY:
         return where
@@ -104,7 +104,7 @@ def _check_before_dataset(request: Request, run: RunConfig, dataset: "NamedDatas
 
 
 def _where(request: Request, job: JobConfig) -> str:
-    """How to run: local, mpirun, interactive, debug, or the name of a scheduler."""
+    """The way to run: local, mpirun, interactive, debug, or the name of a scheduler."""
     if request.debug or request.interactive:
         return "debug" if request.debug else "interactive"
     where = _of_job(job)
@@ -112,7 +112,7 @@ def _where(request: Request, job: JobConfig) -> str:
 
 
 def _of_job(job: JobConfig) -> str:
-    """How the settings of a job say to run."""
+    """The way to run that the settings of a job ask for."""
     if job.cluster != "auto":
         return job.cluster
     if job.hostfile:
@@ -128,7 +128,7 @@ def _is_toy(request: Request) -> bool:
 
 
 def _own_directory(toy: RunConfig) -> RunConfig:
-    """``toy``, in runs/debug-2, -3, … if runs/debug has a run that is done, or one of another length."""
+    """``toy``, in runs/debug-2, -3, … if runs/debug has a run that is done, or of another length."""
     run = toy
     number = 1
     while folders.is_run(Path(run.out)):
@@ -141,7 +141,7 @@ def _own_directory(toy: RunConfig) -> RunConfig:
 
 
 def _warn(runs: Sequence[RunConfig], reasons: Sequence[str]) -> None:
-    """Warn of what may go wrong in a job, and of runs that have trained outside of one. ``reasons``: why settings change nothing."""
+    """Warn of risks of a job, and of runs that have trained outside of a job. ``reasons``: why settings have no effect."""
     for warning in dict.fromkeys(reasons):  # runs that start at once say so themselves
         say(f"warning: {warning}", file=sys.stderr)
     prechecks.warn_of_missing_paths(runs[0])
@@ -157,7 +157,7 @@ def _warn(runs: Sequence[RunConfig], reasons: Sequence[str]) -> None:
 def _scripts(
     scheduler: Scheduler, runs: Sequence[RunConfig], resume_step: int | None, reasons: Sequence[str]
 ) -> list[JobScript]:
-    """The job script of each run, after warnings of what may go wrong; DoneError if there is nothing left to do."""
+    """The job script of each run, after warnings; DoneError if nothing is left to do."""
     _warn(runs, reasons)
     scripts = [_script(scheduler, run) for run in runs]
     if len(runs) == 1 and resume_step is None:
@@ -175,12 +175,13 @@ def _script(scheduler: Scheduler, run: RunConfig) -> JobScript:
 
 
 def _show(scheduler: Scheduler, runs: Sequence[RunConfig], scripts: Sequence[JobScript]) -> int:
-    """Print the scripts, and the scheduler's opinion of them."""
+    """Print the scripts, and the scheduler's comments on them."""
     for run, script in zip(runs, scripts, strict=True):
         sys.stdout.write(script.text)
         sys.stdout.flush()
-        if opinion := scheduler.check(script.text):
-            say(opinion, file=sys.stderr)
+        comment = scheduler.check(script.text)
+        if comment:
+            say(comment, file=sys.stderr)
         if run.job.time:
             say(f"time limit: {_limit(run.job.time)}", file=sys.stderr)
     return 0
@@ -189,7 +190,7 @@ def _show(scheduler: Scheduler, runs: Sequence[RunConfig], scripts: Sequence[Job
 def _preview(where: str, run: RunConfig) -> int:
     """Print the command of mpirun."""
     if where != "mpirun":
-        raise ConfigError(f"--dry-run shows the script of a job; with job.cluster={where} there is none")
+        raise ConfigError(f"--dry-run shows the script of a job; job.cluster={where} has none")
     from hpclm.launch import mpi
 
     sys.stdout.write(mpi.preview(Launch(run)))
@@ -197,7 +198,7 @@ def _preview(where: str, run: RunConfig) -> int:
 
 
 def _ranks(runs: Sequence[RunConfig], ranks: str, kind: str) -> int:
-    """Print what some ranks of the run hold and send."""
+    """Print the memory and the messages of some ranks."""
     from hpclm.planning.ranks import parse_ranks, report  # loads torch
 
     run = runs[0]
@@ -266,10 +267,11 @@ def _submit(
         limit = f"; time limit {_limit(run.job.time)}" if run.job.time else ""
         nodes = run.job.nodes
         size = run.job.nodes * run.job.gpus
-        ranks = f"{size} process{'es' * (size > 1)} on {nodes} node{'s' * (nodes > 1)}"
+        ranks = f"{many(size, 'process')} on {many(nodes, 'node')}"
         say(f"job {job['job_id']}: {ranks}, {state}{limit}")
         say(f"run directory  {run.out}\nlog            {job['log']}")
-        if (step := events.rollback(Path(run.out))) is not None:
+        step = events.rollback(Path(run.out))
+        if step is not None:
             say(f"rolls back to  step {step}")
         say(f"follow         hpclm logs -f {out}\ncancel         hpclm cancel {out}\nresume         hpclm resume {out}")
         sys.stdout.flush()
@@ -277,8 +279,9 @@ def _submit(
 
 
 def submit_scoring(out: Path, overrides: list[str], wanted: TaskRequest, words: Sequence[str]) -> str:
-    """Submit a job of one process, with the job settings of the last job of the run ``out``, that scores its checkpoints; a sentence
-    about the job.
+    """Submit a job of one process that scores the checkpoints of the run ``out``, with the settings of its last job.
+
+    Returns a sentence about the job.
 
     ``words``: the arguments of ``hpclm evaluate``, without the run and --submit.
     """

@@ -1,6 +1,6 @@
-"""The runs of a sweep on this machine, each in a separate process: one after another, or several at a time.
+"""Train the runs of a sweep on this machine, each in a separate process: one after another, or several at a time.
 
-The same command continues a sweep: runs that are done are skipped, one that was stopped continues from its last checkpoint.
+The same command continues a sweep: it skips runs that are done, and continues others from their last checkpoints.
 """
 
 import os
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 POLL = 0.2  # seconds between looks at the processes
 UPDATE = 1.0  # seconds between updates of a progress bar
-PATIENCE = 5.0  # seconds that a scheduler may take, of runs that were jobs before
+PATIENCE = 5.0  # seconds for a scheduler to answer about runs that were jobs before
 DEVICES = "CUDA_VISIBLE_DEVICES"
 Words = Callable[[Path], Sequence[str]]
-"""What gives the arguments of hpclm that start the run with a config.yaml."""
+"""Gives the arguments of hpclm that start the run with this config.yaml."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Sweep:
     runs: Sequence[RunConfig]
     """With absolute paths."""
     report: Path
-    """Where the comparison goes."""
+    """The path of the comparison."""
     command: Sequence[str]
-    """What the user typed."""
+    """The words that the user typed."""
 
 
 def of_variants(runs: Sequence[RunConfig], variants: Sequence[Variant], command: Sequence[str]) -> Sweep:
-    """The sweep of ``runs``, which have the settings of ``variants``."""
+    """The sweep of ``runs``, one for each of ``variants``."""
     keys = dict.fromkeys(word.partition("=")[0].rpartition(".")[2] for word in variants[0].overrides)
     common = Path(runs[0].out.removesuffix(variants[0].suffix)).absolute()
     return Sweep(runs, Path(f"{common}-{'-'.join(keys)}-report.html"), command)
@@ -128,8 +128,10 @@ def gpus_here(runs: Sequence[RunConfig]) -> int:
 def shares(
     parallel: int, processes_of_run: int, available: int, env: Mapping[str, str] = os.environ
 ) -> list[dict[str, str]]:
-    """The variables by which each of ``parallel`` runs that train at the same time gets its share of the machine's ``available`` GPUs
-    or, if it has none, of its cores. ConfigError if it has too few GPUs."""
+    """Environment variables that divide the machine's ``available`` GPUs among ``parallel`` runs; without GPUs, its cores.
+
+    ConfigError if there are too few GPUs.
+    """
     if parallel == 1:
         return [{}]
     count = parallel * processes_of_run
@@ -180,7 +182,8 @@ class Child:
         """Update its progress bar, at most once a second."""
         if self._bar.disable or time.monotonic() - self._shown < UPDATE:
             return
-        self._shown, run = time.monotonic(), run_folders.read(self.out)
+        self._shown = time.monotonic()
+        run = run_folders.read(self.out)
         if run.total != self._bar.total:
             self._bar.close()
             self._bar = self._new_bar(run.total, run.step)
@@ -189,7 +192,7 @@ class Child:
         self._bar.update(run.step - self._bar.n)
 
     def ended(self, code: int) -> str:
-        """How it has ended, in a line; ``code``: its exit code."""
+        """A line on how it has ended, with exit code ``code``."""
         self._bar.close()
         status = state(self.out, PATIENCE)
         loss = status.run.summary.get("loss")
@@ -202,16 +205,18 @@ class Child:
 
 
 def run(sweep: Sweep, words: Words, shares: Sequence[Mapping[str, str]]) -> int:
-    """Train what is not done yet, as ``train_all`` does, and show how the runs compare; the exit code."""
+    """Train the runs that are not done yet, and compare all runs; the exit code."""
     unfinished, code = train_all(sweep.runs, words, shares)
-    return code if code == ExitCode.INTERRUPTED else _finish(sweep, unfinished, code)
+    if code == ExitCode.INTERRUPTED:
+        return code
+    return _finish(sweep, unfinished, code)
 
 
 def train_all(runs: Sequence[RunConfig], words: Words, shares: Sequence[Mapping[str, str]]) -> tuple[list[Path], int]:
-    """Train what is not done yet of ``runs``, which have absolute paths, as many at a time as there are ``shares``.
+    """Train the ``runs`` that are not done yet, as many at a time as there are ``shares``. A run that fails does not affect the others.
 
-    Returns those that a signal has stopped, or that were not started because of it, and the exit code: of the runs that have failed,
-    which do not affect the others; 1 if their codes differ.
+    Returns the runs that a signal has stopped or kept from starting, and the exit code of those that have failed; 1 if their codes
+    differ. ``runs`` have absolute paths.
     """
     per_run = failures.PerRunErrors(2)
     left = deque(range(1, len(runs) + 1))
@@ -225,15 +230,16 @@ def train_all(runs: Sequence[RunConfig], words: Words, shares: Sequence[Mapping[
                 free = [row for row in range(len(shares)) if row not in [child.row for child in children]]
                 while left and free and not forward.received:
                     with per_run:
-                        if child := _started(left.popleft(), runs, words, shares, free[0], folder, per_run.codes):
+                        child = _started(left.popleft(), runs, words, shares, free[0], folder, per_run.codes)
+                        if child:
                             del free[0]
                             children.append(child)
-                            for number in list(forward.received):  # before it was among the targets
+                            for number in list(forward.received):  # it came before the run had started
                                 processes.send_signal(child.process.pid, number)
                 if forward.received and children and not announced:
                     announced = True
                     _tell(
-                        f"{signal.Signals(forward.received[0]).name}: what trains saves and exits, no other run starts"
+                        f"{signal.Signals(forward.received[0]).name}: runs that train save and exit, no other run starts"
                     )
                 time.sleep(POLL)
                 for child in [*children]:
@@ -264,14 +270,18 @@ def _started(
     folder: Path,
     codes: set[int],
 ) -> Child | None:
-    """Run ``number`` of ``runs``, started; None if there is nothing to do for it. ``codes`` gets the exit code of one that is not
-    started again."""
+    """Start run ``number`` of ``runs``; None if it has nothing to do.
+
+    The exit code of a run that has diverged, and is not started again, is added to ``codes``.
+    """
     run = runs[number - 1]
     title = f"run {number} of {len(runs)}  {files.shown(_short(Path(run.out)))}"
-    if ending := nothing_left(run):
+    ending = nothing_left(run)
+    if ending:
         _tell(f"{title}: {ending}; skipped")
         return None
-    if ending := diverged(run):
+    ending = diverged(run)
+    if ending:
         codes.add(ExitCode.DIVERGED)
         again = f"hpclm resume {files.typed(_short(Path(run.out)))}"
         _tell(f"{title}: {ending}; not started again with the same settings ({again} does)")
@@ -284,8 +294,10 @@ def _started(
 
 
 def _finish(sweep: Sweep, unfinished: Sequence[Path], code: int) -> int:
-    """Show how the runs compare; the exit code, if they have ended with ``code``. ``unfinished``: those that a signal has stopped, or
-    that were not started because of it."""
+    """Compare the runs, which have ended with ``code``; the exit code.
+
+    ``unfinished``: the runs that a signal has stopped or kept from starting.
+    """
     from hpclm.reporting import comparison, page
 
     statuses = States(PATIENCE).of([run_folders.read(Path(run.out)) for run in sweep.runs])
@@ -309,8 +321,8 @@ def _finish(sweep: Sweep, unfinished: Sequence[Path], code: int) -> int:
 
 
 def _tell(text: str) -> None:
-    """A line on standard error, above the progress bars."""
-    from hpclm.progress import Bar  # loads tqdm, of which hpclm submit has no need
+    """Print a line on standard error, above the progress bars."""
+    from hpclm.progress import Bar  # loads tqdm, which hpclm submit does not need
 
     Bar.write(terminal.line(text), file=sys.stderr)
 

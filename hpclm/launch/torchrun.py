@@ -1,8 +1,8 @@
 """Start the ranks of this machine through torchrun's public API, and end with the exit code of the run.
 
-On one machine, ``run_here`` does so. In a job of several nodes, the template runs this module once on each. What torchrun
-itself does not do: signals are forwarded to the ranks so that they can save, the exit code says why the run ended, and ranks that
-ended on purpose are not restarted. For that each rank leaves its exit code in a file (``ends.note``).
+``run_here`` does so on one machine; in a job of several nodes, the supervisor runs this module on each. In addition to torchrun,
+signals are forwarded to the ranks so that they can save, the exit code says why the run ended, and ranks that ended on purpose are
+not restarted. Each rank leaves its exit code in a file for that (``ends.note``).
 """
 
 from hpclm import folders
@@ -48,7 +48,7 @@ from hpclm.node.ends import End
 from hpclm.node.job import OwnJob
 
 FINAL = [code for code in ExitCode if code.final]
-"""Exit codes of a rank that must not be restarted; neither must one that has saved, which asks for another start of the job."""
+"""Exit codes of ranks that must not be restarted. A rank that has saved must not either: it asks for another start of the job."""
 BY_TORCHRUN = 20  # seconds after the first failure; torchrun kills ranks that are still running after 30
 JOIN = 600.0  # seconds until the first node's launcher must answer, as long as torchrun itself would wait
 LOOPBACK = "hpclm-loopback"
@@ -63,10 +63,10 @@ class EndedError(Exception):
 
 
 class RankFiles(DefaultLogsSpecs):
-    """Told by torchrun's agent each time that it is about to start the ranks of this node."""
+    """Prepares each start of this node's ranks: torchrun's agent calls ``reify`` before it."""
 
     def __init__(self, own: Path, folder: Path):
-        """``own``: for torchrun's own files; ``folder``: where the ranks leave how they ended."""
+        """``own``: the folder for torchrun's files; ``folder``: the one for the ends of ranks."""
         super().__init__(str(own))
         self.folder = folder
         self.received: list[int] = []
@@ -74,7 +74,7 @@ class RankFiles(DefaultLogsSpecs):
         self._ranks: list[int] = []
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files of each local rank of ``envs``; EndedError if the ranks are not to be started."""
+        """The files of each local rank of ``envs``; EndedError if the ranks must not be started."""
         left = ends.read(self.folder)
         before = [left[rank] for rank in self._ranks if rank in left and not left[rank].symptom]
         final = [end.exit_code for end in before if end.exit_code in (*FINAL, ExitCode.REQUEUE)]
@@ -103,11 +103,11 @@ class Loopback(StaticTCPRendezvous):
         self.server = TCPStore(*address, None, True, self.timeout, wait_for_workers=False, master_listen_fd=handle)
 
     def get_backend(self) -> str:
-        """The name it is registered by."""
+        """Its registered name."""
         return LOOPBACK
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """This node, alone."""
+        """A rendezvous of this node alone."""
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
 
 
@@ -145,7 +145,7 @@ def main(argv: list[str], job: OwnJob) -> int:
         args.max_restarts,
         job,
         run_id=args.rdzv_id,
-        rdzv_backend="static",  # all nodes restart together, since a rank that loses another ends too
+        rdzv_backend="static",  # all nodes restart together: a rank that loses another ends too
         rdzv_endpoint=f"{host}:{port}",
         rdzv_configs={"rank": node},
     )
@@ -203,9 +203,9 @@ def first_failures(failures: Mapping[int, ProcessFailure]) -> dict[int, ProcessF
 
 
 def exit_code(failures: Mapping[int, ProcessFailure], folder: Path, received: Collection[int] = ()) -> int:
-    """The exit code of a run whose ranks ended with ``failures``. The ends of those that left no file are put into ``folder``.
+    """The exit code of a run with these ``failures`` of ranks. Ranks that left no file get one in ``folder``.
 
-    ``received``: signals that were forwarded. One that ends a rank came during its start, when there was nothing to save.
+    ``received``: signals that were forwarded. A rank that such a signal killed was still starting, and had nothing to save.
     """
     left = ends.read(folder)
     for number, (rank, failure) in enumerate(failures.items()):
@@ -216,13 +216,15 @@ def exit_code(failures: Mapping[int, ProcessFailure], folder: Path, received: Co
             f"was {processes.killed_by(-failure.exitcode)}" if failure.exitcode < 0 else f"ended with exit code {code}"
         )
         cause = f"rank {rank} on {socket.gethostname()} (pid {failure.pid}) {how}"
-        # later than what ranks say themselves, of which this may be a consequence
+        # it counts as later than the ends that ranks have written, since it may be their consequence
         ends.leave(folder, End(rank, code, cause, time.time() + number))
     found = verdict(folder)
     if found and found.exit_code is not None:
         return found.exit_code
     codes = [failure.exitcode for failure in failures.values()]
-    return ExitCode.REQUEUE if any(-code in received for code in codes) else shell_code(codes[0])
+    if any(-code in received for code in codes):
+        return ExitCode.REQUEUE
+    return shell_code(codes[0])
 
 
 if __name__ == "__main__":

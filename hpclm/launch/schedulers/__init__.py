@@ -1,5 +1,4 @@
-"""Schedulers: what queues jobs, starts them on nodes, preempts them and starts them again. A new one is one file with a subclass of
-Scheduler."""
+"""Schedulers queue jobs, start them on nodes, preempt them and start them again. A new one is one file with a subclass of Scheduler."""
 
 import os
 from abc import ABC, abstractmethod
@@ -24,22 +23,24 @@ class JobScript:
 
     text: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """What the scheduler needs to submit it, besides the text, as JSON can hold it."""
+    """Further data that the scheduler needs to submit it, as JSON can hold them."""
 
 
 class Scheduler(ABC):
-    """What hpclm asks of a scheduler. NoAnswerError: it does not answer, or not within ``seconds``."""
+    """A scheduler, as hpclm uses it. Methods raise NoAnswerError if it does not answer within ``seconds``."""
 
     name = ""
 
     @abstractmethod
     def script(self, run: "RunConfig", path: Path, setup: Sequence[str], command: Sequence[str]) -> JobScript:
-        """The script of a job of ``run`` with the settings at ``path``: the lines of shell ``setup``, then ``command``, which ``exec`` runs;
-        ConfigError if it cannot work."""
+        """The script of a job of ``run``, whose settings are at ``path``; ConfigError if it cannot work.
+
+        It has the lines of shell ``setup`` and ends with ``command``, run by exec.
+        """
 
     @abstractmethod
     def check(self, script: str) -> str:
-        """The scheduler's own opinion of a script, without submitting it; empty without one. ConfigError if it refuses it."""
+        """The scheduler's comment on a script, without submitting it; empty without a comment. ConfigError if it refuses the script."""
 
     @abstractmethod
     def submit(self, script: JobScript, path: Path, lock: int) -> str:
@@ -59,11 +60,11 @@ class Scheduler(ABC):
 
     @abstractmethod
     def queued(self, scripts: Path, seconds: float) -> list[Job]:
-        """The user's pending and running jobs whose scripts are in the folder ``scripts``, oldest first."""
+        """The user's pending and running jobs that have their scripts in the folder ``scripts``, oldest first."""
 
     @abstractmethod
     def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, Job]:
-        """The jobs among ``ids`` that it still knows; ``users``: their owners."""
+        """The jobs with these ``ids`` that it still knows; ``users``: their owners."""
 
     @abstractmethod
     def stop(self, job: Job, attempt: Mapping[str, Any], seconds: float) -> None:
@@ -77,33 +78,39 @@ class Scheduler(ABC):
     def troubles(self, hosts: Sequence[str], seconds: float = 5) -> list[str]:
         """The problems of those nodes that have one."""
 
-    # What the processes of a job ask; without these methods a scheduler works, and its jobs are requeued by their scripts only.
+    # For the processes of a job. A scheduler works without these methods, but its jobs cannot ask for another start.
 
     def own_job(self, env: Mapping[str, str]) -> OwnJob | None:
         """The job of a process with the variables ``env``; None if it is in none of this scheduler. Called once by a process."""
         return None
 
     def requeue(self, job: OwnJob, without: Sequence[str] = ()) -> bool:
-        """Have a running job start again, on other nodes than ``without``; whether it will. Its processes ask, and may be ended by
-        this. False, and nothing asked, if the job no longer runs or may not be started again, or if these nodes cannot be left out."""
+        """Have a running job start again, on other nodes than ``without``; whether it will. This may end the calling process.
+
+        False if the job no longer runs, may not be started again, or cannot leave these nodes out; then nothing is done.
+        """
         return False
 
     def abandoned(self, job: OwnJob) -> str:
-        """Why the scheduler would end a running job for good, although its exit code asks for another start; empty if it would not."""
+        """Why the scheduler would not start a running job again, although its exit code asks for that; empty if it would."""
         return ""
 
     def ending(self, job: OwnJob, warned: float) -> str:
-        """Why the scheduler ends this start of a job; empty if it does not, or does not say. ``warned``: the most seconds by which a
-        warning comes before the time limit."""
+        """Why the scheduler ends this start of a job; empty if it does not, or does not say.
+
+        ``warned``: the most seconds by which a warning comes before the time limit.
+        """
         return ""
 
     def end_step(self, job: OwnJob, code: int) -> None:  # noqa: B027  # most need none
-        """Called by a process of the job that exits with ``code`` and whose parent is dead: end what waits for it."""
+        """End what waits for the calling process of a job, which exits with ``code``; the scheduler's process that started it is dead."""
 
 
 def current_job(cluster: str = "auto", env: Mapping[str, str] = os.environ) -> OwnJob:
-    """The job of this process: of the scheduler that ``cluster`` (job.cluster) names, if that is the user's own, otherwise of the
-    first one that knows these variables. ConfigError if there is no such scheduler."""
+    """The job of this process, by the variables ``env``; a job without an ID outside of one.
+
+    A scheduler of the user's, named by ``cluster`` (job.cluster), is asked first. ConfigError if it cannot be loaded.
+    """
     names = [cluster, *SCHEDULERS] if ":" in cluster else [*SCHEDULERS]
     for name in names:
         scheduler = named(name)
@@ -114,16 +121,16 @@ def current_job(cluster: str = "auto", env: Mapping[str, str] = os.environ) -> O
 
 @cache
 def named(name: str) -> Scheduler:
-    """The scheduler ``name``, or package.module:Name; ConfigError if there is none."""
+    """The scheduler ``name``, or package.module:Name; ConfigError for an unknown one."""
     check = registry.class_check("script", "check", "submit", "queued", "states", "stop", "cancel", "troubles")
     scheduler: Scheduler = registry.lookup("job.cluster", name, SCHEDULERS, check)()
     return scheduler
 
 
 def of_job(name: str, cluster: str, owner: int) -> Scheduler:
-    """The scheduler called ``name``, on ``cluster``, of a job of a run that belongs to the user ``owner``.
+    """The scheduler ``name``, on ``cluster``, for a job of a run of the user ``owner``.
 
-    Code that the run directory of another user names is not loaded: Slurm is asked then.
+    Code that another user's run directory names is not loaded: Slurm is asked then.
     """
     scheduler = named(name if name in SCHEDULERS or owner == os.getuid() else "slurm")
     return scheduler.on(cluster) if isinstance(scheduler, Scheduler) else scheduler

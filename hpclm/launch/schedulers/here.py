@@ -20,37 +20,37 @@ class LocalMachine(Scheduler):
     """Processes of this machine, by their PIDs."""
 
     def script(self, run: "RunConfig", path: Path, setup: Sequence[str], command: Sequence[str]) -> JobScript:
-        """There is none."""
+        """ConfigError: processes of this machine have no script."""
         raise ConfigError("--dry-run shows the script of a job; on this machine there is none")
 
     def check(self, script: str) -> str:
-        """Nothing to check."""
+        """No comment."""
         return ""
 
     def submit(self, script: JobScript, path: Path, lock: int) -> str:
-        """There is no queue."""
+        """ConfigError: this machine has no queue."""
         raise ConfigError("this machine has no queue; train in the foreground")
 
     def queued(self, scripts: Path, seconds: float) -> list[Job]:
-        """There is no queue."""
+        """None: this machine has no queue."""
         return []
 
     def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, Job]:
-        """Those that run."""
+        """The processes that run."""
         running = [pid for pid in ids if processes.started(int(pid)) is not None]
         return {pid: Job(pid, "RUNNING") for pid in running}
 
     def stop(self, job: Job, attempt: Mapping[str, Any], seconds: float) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         processes.send_signal(int(job.id))
 
     def cancel(self, job: str) -> None:
-        """A second Ctrl-C ends a run at once."""
+        """End it at once, as a second Ctrl-C does, or kill it."""
         for number, seconds in ((signal.SIGINT, 0.3), (signal.SIGINT, KILL), (signal.SIGKILL, 1.0)):
             processes.send_signal(int(job), number)
             if processes.wait(int(job), seconds):
                 return
 
     def troubles(self, hosts: Sequence[str], seconds: float = 5) -> list[str]:
-        """None are known."""
+        """None: problems of this machine are unknown."""
         return []

@@ -1,4 +1,4 @@
-"""Slurm: jobs are submitted through submitit, in a process of its own, and everything else is asked by Slurm's commands."""
+"""Slurm. A separate process submits jobs through submitit; everything else is done by Slurm's commands."""
 
 import contextlib
 import io
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 QUEUE = "%i|%T|%r|%o"
 SCRIPT = re.compile(r"/(script-\d+)(\.sbatch|/\.submission_file_\w+\.sh)")
-"""The path of a job's script in the folder of scripts, or of the file that submitit made of it."""
+"""The path of a job's script in the folder of scripts, or of submitit's copy of it."""
 SUBMISSION = 600.0  # seconds that sbatch may take while slurmctld is busy
 MPI = ("orted", "prted", "prterun", "hydra_bstrap_proxy", "hydra_pmi_proxy")
 """Names of the steps that an mpirun starts for its own daemons."""
 SCRIPT_KILLED = "JobLaunchFailure"
-"""The reason of a job whose script was killed; its processes may go on for a while."""
+"""The reason that Slurm shows once a job's script was killed; its processes may go on for a while."""
 USUAL = {"", "None", "Priority", "Resources", "Dependency", "BeginTime", "JobHeldUser", "JobHeldAdmin"}
-"""Reasons for which jobs wait as their owners expect."""
-OF_ITS_OWN_JOB = 5.0  # seconds that each command may take which a process calls for its own job
+"""Reasons for waiting that need no warning."""
+OF_ITS_OWN_JOB = 5.0  # seconds for each command that a process runs for its own job
 ENDED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ (?:DUE TO ([A-Z ]+?) )?\*\*\*")
-"""What slurmstepd writes into a job's log when Slurm ends it."""
+"""The line that slurmstepd writes into a job's log when Slurm ends the job."""
 WITHOUT = """trap '' TERM
 scontrol requeue "$1" || exit
 for _ in 1 2 3; do scontrol update jobid="$1" excnodelist="$2" && exit; sleep 1; done; exit 1"""
@@ -49,7 +49,7 @@ WAYS_OUT = {
     "configuration is not available": "no node has all that was requested: --gpus counts those of each node; ask for fewer, "
     "for fewer cores of each (job.cpus_per_task) or less memory (job.mem)",
 }
-"""What to do about a refusal, by a part of sbatch's message."""
+"""Ways out of a refusal, by a part of sbatch's message."""
 
 
 class Slurm(Scheduler):
@@ -58,12 +58,12 @@ class Slurm(Scheduler):
     name = "slurm"
 
     def __init__(self, clusters: str | None = None) -> None:
-        """``clusters``: those that are asked, "a" or "a,b"; empty: the one that the commands are called on; None: as variables say."""
+        """``clusters``: the clusters to ask, "a" or "a,b"; empty: the one that the commands run on; None: chosen by variables."""
         self._clusters = clusters
 
     @property
     def clusters(self) -> str:
-        """Those that are asked."""
+        """The clusters to ask."""
         return slurm.clusters() if self._clusters is None else self._clusters
 
     @property
@@ -76,11 +76,11 @@ class Slurm(Scheduler):
         return self if cluster == self.clusters else _on(cluster)
 
     def for_script(self, script: str) -> "Slurm":
-        """By the script's --clusters, or by variables."""
+        """Slurm on the clusters that the script's --clusters names, otherwise variables."""
         return self.on(slurm.clusters(slurm.options_in(script)))
 
     def script(self, run: "RunConfig", path: Path, setup: Sequence[str], command: Sequence[str]) -> JobScript:
-        """As submitit writes it."""
+        """The script that submitit writes."""
         from hpclm.launch.schedulers import slurm_script  # with the settings
 
         return slurm_script.render(run, path, setup, command)
@@ -102,7 +102,7 @@ class Slurm(Scheduler):
         return " ".join(message.replace("sbatch: ", "").split())
 
     def submit(self, script: JobScript, path: Path, lock: int) -> str:
-        """Submit by ``main`` in a process of its own, then ask once what the job waits for."""
+        """Submit by ``main`` in a separate process, then warn if the job waits for something unusual."""
         if not shutil.which("sbatch"):
             raise ConfigError("sbatch is not installed here; give --cluster local to train here")
         env = environment.of_a_job(slurm.options_in(script.text))
@@ -125,15 +125,17 @@ class Slurm(Scheduler):
         return f"{job};{cluster}" if cluster else job
 
     def _job_of(self, script: Path, answer: str) -> str:
-        """The ID of the job of ``script``; ``answer``: what submitit took for it, which may be from a line that the cluster adds to
-        sbatch's own: "your last job 12 took 3 hours"."""
+        """The ID of the job of ``script``.
+
+        ``answer`` is the ID that submitit found. It may come from a line that the cluster adds: "your last job 12 took 3 hours".
+        """
         if _submitted(slurm.shown(answer, env=self.env).get("Command", ""), script.parent) != script:
             with contextlib.suppress(NoAnswerError):
                 return next((job.id for job in self.queued(script.parent, 60.0) if job.script == str(script)), answer)
         return answer
 
     def queued(self, scripts: Path, seconds: float) -> list[Job]:
-        """squeue shows the paths of scripts."""
+        """The jobs in squeue, which shows the paths of scripts."""
         command = ["squeue", "--me", "--noheader", "--array", "--format", QUEUE]
         code, answer, error = slurm.ask(command, seconds, self.env)
         if code:
@@ -149,7 +151,7 @@ class Slurm(Scheduler):
         return [job for _, job in sorted(jobs, key=lambda numbered: numbered[0])]
 
     def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, Job]:
-        """From squeue."""
+        """The jobs that squeue shows."""
         return slurm.states(ids, users, seconds, self.env)
 
     def stop(self, job: Job, attempt: Mapping[str, Any], seconds: float) -> None:
@@ -180,7 +182,7 @@ class Slurm(Scheduler):
         return slurm.troubles(hosts, seconds, self.env)
 
     def own_job(self, env: Mapping[str, str]) -> OwnJob | None:
-        """By the variables that Slurm has set."""
+        """The job that Slurm's variables describe."""
         return variables.own_job(env)
 
     def requeue(self, job: OwnJob, without: Sequence[str] = ()) -> bool:
@@ -208,10 +210,11 @@ class Slurm(Scheduler):
         return f"the job's script was killed ({SCRIPT_KILLED})" if killed else ""
 
     def ending(self, job: OwnJob, warned: float) -> str:
-        """By Slurm's own last line in the job's log, or by the time that is left."""
+        """The reason in slurmstepd's last line in the job's log, or the time limit if little time is left."""
         shown = slurm.shown(job.id, OF_ITS_OWN_JOB, self.env)
         _, _, of_this_start = rows.tail(shown.get("StdErr", "")).rpartition(f"start {job.restart + 1} of ")
-        if said := ENDED.search(of_this_start):
+        said = ENDED.search(of_this_start)
+        if said:
             return f"Slurm ends it: {(said[1] or 'cancelled').lower()}"
         with contextlib.suppress(ValueError):  # without a limit
             if time.mktime(time.strptime(shown.get("EndTime", ""), "%Y-%m-%dT%H:%M:%S")) < time.time() + warned:
@@ -223,18 +226,21 @@ class Slurm(Scheduler):
         step = os.environ.get(variables.STEP)
         if step is None or self._this_start(job).get("JobState") != "RUNNING":
             return
-        slurm.requeue(job.id, self.env) if code == ExitCode.REQUEUE else slurm.cancel(f"{job.id}.{step}", self.env)
+        if code == ExitCode.REQUEUE:
+            slurm.requeue(job.id, self.env)
+        else:
+            slurm.cancel(f"{job.id}.{step}", self.env)
 
     def _this_start(self, job: OwnJob) -> dict[str, str]:
-        """What scontrol shows of a job; {} without an answer, or if Slurm has restarted it meanwhile."""
+        """The fields that scontrol shows of a job; {} without an answer, or if Slurm has restarted it meanwhile."""
         shown = slurm.shown(job.id, OF_ITS_OWN_JOB, self.env)
         return shown if _is_this_start(shown, job) else {}
 
 
 def _is_this_start(shown: Mapping[str, str], job: OwnJob) -> bool:
-    """Whether what scontrol shows is of the start that this process belongs to.
+    """Whether scontrol shows the start that this process belongs to.
 
-    A rank that outlives a requeue sees the next start's state, on which it must not act.
+    A rank that outlives a requeue sees the state of the next start, and must not act on it.
     """
     return shown.get("Restarts") == str(job.restart)
 
@@ -246,7 +252,7 @@ def _on(clusters: str) -> Slurm:
 
 
 def _submitted(path: str, scripts: Path) -> Path | None:
-    """The script in the folder ``scripts`` that a job was submitted with, by the ``path`` that Slurm shows; None if it is another's."""
+    """The script in the folder ``scripts`` of a job for which Slurm shows ``path``; None if the path is elsewhere."""
     match = SCRIPT.search(path)
     if not match or match.end() != len(path) or Path(path[: match.start()]).resolve() != scripts.resolve():
         return None
@@ -266,7 +272,7 @@ def refused(message: str) -> HpclmError:
 
 
 def main(script: Path) -> int:
-    """Submit the job whose parameters are in the standard input, and print its ID."""
+    """Submit the job with the parameters in the standard input, and print its ID."""
     from hpclm.launch.schedulers import slurm_script
 
     parameters = json.load(sys.stdin)

@@ -1,6 +1,6 @@
-"""Slurm's commands: every call has a time limit, and its answer may be garbage.
+"""Slurm's commands. Every call has a time limit, and its answer may be garbage.
 
-squeue and scontrol only: sacct needs a database that many clusters lack.
+Only squeue and scontrol are asked: sacct needs a database that many clusters lack.
 """
 
 import os
@@ -21,7 +21,7 @@ UNANSWERED = re.compile(
     "unable to contact|connection|timed out|socket|communication|try again|temporarily|could not make sense",
     re.IGNORECASE,
 )
-"""What commands say if slurmctld did not answer: it may have done what they asked for, or not."""
+"""Errors of commands if slurmctld did not answer; it may have acted all the same."""
 FAULTY = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|REBOOT|POWER", re.IGNORECASE)
 """States of a node that has a problem."""
 
@@ -33,7 +33,7 @@ Options = dict[str, str | None]
 def states(
     ids: Collection[str], users: Collection[int] = (), seconds: float = 10, env: Env = os.environ
 ) -> dict[str, Job]:
-    """Jobs among ``ids`` that Slurm still knows, including those that ended some minutes ago. NoAnswerError if it does not answer.
+    """The jobs with these ``ids`` that Slurm still knows, for some minutes after their end. NoAnswerError if it does not answer.
 
     ``users``: owners of the jobs, so that squeue does not list every job of a large cluster.
     """
@@ -59,23 +59,26 @@ def options_in(script: str) -> Options:
 
 
 def clusters(options: Mapping[str, str | None] = {}, env: Env = os.environ) -> str:
-    """The clusters that sbatch may send a job with these options to, as they were named: "a,b"; empty: the one it is called on."""
+    """The clusters to which sbatch may send a job with these options: "a,b"; empty: the one that it is called on."""
     names = (slurm.JOB, slurm.CLUSTERS_OF_SBATCH, slurm.CLUSTERS)
     allowed = environment.of_a_job(options, {name: env[name] for name in names if name in env})
     return options.get("clusters") or allowed.get(slurm.CLUSTERS_OF_SBATCH) or allowed.get(slurm.CLUSTERS) or ""
 
 
 def env_for(names: str, env: Env = os.environ) -> dict[str, str]:
-    """The environment in which Slurm's commands ask these clusters; empty: the one they are called on."""
-    others = {name: value for name, value in env.items() if name != slurm.CLUSTERS}
-    return others | ({slurm.CLUSTERS: names} if names else {})
+    """The environment for Slurm's commands to ask these clusters; empty: the one that they are called on."""
+    chosen = {name: value for name, value in env.items() if name != slurm.CLUSTERS}
+    if names:
+        chosen[slurm.CLUSTERS] = names
+    return chosen
 
 
 def by_cluster(answer: str) -> Iterator[tuple[str, str]]:
-    """The lines of squeue's answer, each with the name of its cluster: in a heading, where clusters were named, else empty."""
+    """The lines of squeue's answer, each with its cluster from the heading before; empty without headings."""
     cluster = ""
     for line in answer.splitlines():
-        if heading := re.fullmatch(r"CLUSTER: (\S+)\s*", line):
+        heading = re.fullmatch(r"CLUSTER: (\S+)\s*", line)
+        if heading:
             cluster = heading[1]
         elif line.strip():
             yield cluster, line
@@ -99,7 +102,7 @@ def show(job: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str]
 
 
 def shown(job: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str]:
-    """As ``show``; {} without an answer."""
+    """``show``, but {} without an answer."""
     try:
         return show(job, seconds, env)
     except NoAnswerError:
@@ -195,12 +198,12 @@ def retry(words: list[str], env: Env = os.environ, tries: int = 3, seconds: floa
 
 
 def ask(words: list[str], seconds: float, env: Env = os.environ) -> tuple[int, str, str]:
-    """As ``processes.ask``, for a command of Slurm."""
+    """``processes.ask`` for a command of Slurm."""
     return processes.finish(start(words, env), seconds)
 
 
 def start(words: list[str], env: Env = os.environ) -> subprocess.Popen[bytes]:
-    """As ``processes.start``, for a command of Slurm."""
+    """``processes.start`` for a command of Slurm."""
     # SQUEUE_PARTITION, SCANCEL_INTERACTIVE and the like are meant for the user's own commands
     clean = {name: value for name, value in env.items() if not re.match("(SQUEUE|SCANCEL|SCONTROL)_", name)}
     return processes.start(words, {**clean, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})

@@ -24,7 +24,7 @@ from hpclm.node.processes import NoAnswerError
 NODES_SECONDS = 5.0  # for scontrol to show all nodes
 GPUS = re.compile(r"\bgpu(?::[^:,(]+)?:(\d+)", re.IGNORECASE)
 STUB = "#!/bin/sh\necho Submitted batch job 1\n"
-"""In the place of sbatch and srun, to have submitit write a script without submitting it."""
+"""Takes the place of sbatch and srun, so that submitit writes a script without submitting it."""
 
 
 def render(config: RunConfig, path: Path, setup: Sequence[str], command: Sequence[str]) -> JobScript:
@@ -75,7 +75,7 @@ def submit(parameters: Mapping[str, Any], folder: Path) -> str:
 
 
 def _key(option: str) -> str:
-    """The name of an option as submitit has it, whose own parameters would otherwise stand beside it."""
+    """An option's name in submitit, which would otherwise add its own parameter of that name."""
     return option if option == "open-mode" else option.replace("-", "_")
 
 
@@ -123,7 +123,10 @@ def _asks_for_gpus(job: JobConfig) -> bool:
 
 
 def _gpus_in(option: str, value: str) -> int | None:
-    """GPUs of each node in an option of sbatch; None where they are none of Slurm's (gres=none), parts of one, or counted otherwise."""
+    """The GPUs of each node that an option of sbatch asks for.
+
+    None if Slurm does not manage them (gres=none), for parts of a GPU, and if they are counted otherwise.
+    """
     if option == "gpus-per-socket":
         return None
     items = [re.sub(r"^(gres[/:])", "", item.strip()).split(":") for item in value.split(",")]
@@ -153,8 +156,10 @@ def pattern(path: Path) -> str:
 
 
 def node_kinds(job: JobConfig) -> str:
-    """A line with cores, megabytes and generic resources for each kind of node that ``job`` may get, without what a node keeps for the
-    system, which only scontrol says; "" if it does not answer."""
+    """A line with cores, megabytes and generic resources for each kind of node that ``job`` may get; "" if scontrol does not answer.
+
+    Cores and memory that a node keeps for the system are left out; only scontrol shows them.
+    """
     env = slurm.env_for(slurm.clusters(job.options))
     try:
         _, answer, _ = slurm.ask(["scontrol", "show", "node", "--oneliner"], NODES_SECONDS, env)
@@ -193,7 +198,8 @@ def of_nodes(job: JobConfig, kinds: str) -> dict[str, str]:
     """
     nodes = []
     for cores, megabytes, resources in (line.split("|") for line in kinds.splitlines()):
-        if (gpus := sum(map(int, GPUS.findall(resources)))) >= job.gpus:
+        gpus = sum(map(int, GPUS.findall(resources)))
+        if gpus >= job.gpus:
             nodes.append((int(cores), int(megabytes), gpus))
     options = {}
     if nodes and job.cpus_per_task is None:

@@ -197,14 +197,14 @@ class Parser(argparse.ArgumentParser):
 
     def _values(self, word: str) -> list[str]:
         """The values of the option ``word``: after its sign, or up to the next option, setting or settings file."""
-        from hpclm.config import compose
+        from hpclm.config.settings import is_override
 
         _, sign, value = word.partition("=")
         if sign:
             return [value] if value else []
         values: list[str] = []
         for other in self.given[list(self.given).index(word) + 1 :]:
-            if other.startswith("--") or compose.is_override(other):
+            if other.startswith("--") or is_override(other):
                 break
             if values and (other in shipped.presets() or other.endswith(".yaml")):
                 break

@@ -16,8 +16,8 @@ import pytest
 
 from hpclm import cli, config, failures, shipped
 from hpclm.commands import submit
-from hpclm.config.compose import is_override
 from hpclm.config.fields import keys
+from hpclm.config.settings import is_override
 from hpclm.datasets import command_line
 from hpclm.launch import arguments
 from hpclm.parser import Parser

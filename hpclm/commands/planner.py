@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from hpclm.config.compose import is_override
+from hpclm.config.settings import is_override
 from hpclm.datasets import command_line
 from hpclm.errors import ConfigError, ExitCode
 from hpclm.node.gpus import KINDS

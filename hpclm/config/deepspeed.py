@@ -7,7 +7,7 @@ import yaml
 
 from hpclm.config import reading
 from hpclm.config.engine import EngineConfig, EngineSettings
-from hpclm.config.fields import flattened
+from hpclm.config.fields import flattened, nested
 from hpclm.config.model import BLOCKS
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
@@ -170,22 +170,4 @@ def parsed(key: str, text: str) -> Any:
         value = reading.value(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"engine.extra.{key}={text!r} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(value, str):
-        return value
-    try:
-        number = float(value)
-    except ValueError:
-        return value
-    return int(number) if number.is_integer() else number
-
-
-def nested(flat: Flat) -> dict[str, Any]:
-    """Dotted keys -> nested mappings."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, last = path.split(".")
-        section = tree
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
-    return tree
+    return int(value) if isinstance(value, float) and value.is_integer() and "." not in text else value

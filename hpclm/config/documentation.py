@@ -11,7 +11,7 @@ from typing import Any
 from hpclm import files, shipped, terminal
 from hpclm.config import RunConfig, compose, elsewhere, hints, search
 from hpclm.config.fields import as_yaml, docs, keys, required, split_key, type_text
-from hpclm.config.run_file import RENAMED
+from hpclm.config.settings import RENAMED
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
 

@@ -1,25 +1,34 @@
 """The fields of the schema by dotted key: their types, in Python and in words, and their values as YAML."""
 
+import re
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import yaml
 
+from hpclm.config import reading
 from hpclm.config.schema import RunConfig
-from hpclm.config.setting import declared
+from hpclm.config.setting import Declared, declared
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def keys() -> list[str]:
     """Every setting's dotted key, in the order of the schema."""
-    names = []
-    for field in fields(RunConfig):
-        kind: Any = field.type
-        names += [f"{field.name}.{f.name}" for f in fields(kind)] if is_dataclass(kind) else [field.name]
-    return names
+    return [key for key, _ in leaves(RunConfig())]
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting of ``section`` and of the sections inside it by its dotted key, with its value."""
+    for field in fields(section):
+        key, value = f"{prefix}{field.name}", getattr(section, field.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def type_of(key: str) -> Any:
@@ -37,10 +46,16 @@ def type_of(key: str) -> Any:
 
 def path_separator(key: str) -> str | None:
     """What separates paths in one text of a setting that holds paths, empty if one is one path; None for any other setting."""
+    declaration = declaration_of(key)
+    return None if declaration is None else declaration.path
+
+
+def declaration_of(key: str) -> Declared | None:
+    """What the field of a dotted key declares; None for a name in a mapping."""
     section, _, name = key.rpartition(".")
     kind: Any = type_of(section) if section else RunConfig
     named = (field for field in (fields(kind) if is_dataclass(kind) else ()) if field.name == name)
-    return next((declared(field).path for field in named), None)
+    return next((declared(field) for field in named), None)
 
 
 def required(kind: Any) -> Any:
@@ -52,9 +67,9 @@ def required(kind: Any) -> Any:
 
 def split_key(key: str) -> tuple[str, str | None]:
     """The field of a dotted key, and the name inside the field if it is a mapping."""
-    section, _, rest = key.partition(".")
-    field, _, name = rest.partition(".")
-    return (f"{section}.{field}", name) if name else (key, None)
+    dots = [match.start() for match in re.finditer(r"\.", key)]
+    mapping = next((key[:dot] for dot in dots if typing.get_origin(type_of(key[:dot])) is dict), None)
+    return (key, None) if mapping is None else (mapping, key[len(mapping) + 1 :])
 
 
 def type_text(kind: Any) -> str:
@@ -75,7 +90,7 @@ class _OneLine(yaml.SafeDumper):
 
 
 def _text(dumper: _OneLine, text: str) -> yaml.Node:
-    style = '"' if text.splitlines() not in ([], [text]) else None
+    style = '"' if text.splitlines() not in ([], [text]) or reading.plain(reading.scalar(text)) != text else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
 
@@ -101,6 +116,18 @@ def flattened(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
         path = f"{prefix}{key}"
         flat |= flattened(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
     return flat
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys -> nested mappings."""
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split(".")
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return tree
 
 
 def docs(section: type) -> dict[str, str]:

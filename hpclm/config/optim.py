@@ -3,9 +3,9 @@
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from hpclm.config.checks import Checked, at_least, fraction
 from hpclm.config.optimizers import OPTIMIZERS, described, optimizers_with, without_effect
@@ -20,6 +20,14 @@ SCHEDULES = {name: f"hpclm.optim.schedules:{name}" for name in _NAMES.split()}
 
 ENDLESS = ("constant", "fairseq_inverse_sqrt")
 """Schedules without an end, to which min_lr and schedule_length mean nothing."""
+
+
+class Group(TypedDict, total=False):
+    """An entry of optim.groups."""
+
+    match: str
+    lr: Any
+    weight_decay: Any
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class OptimConfig(Checked):
         "Decay matrices (Megatron), matrices except embeddings (OLMo 2), or all (fairseq).",
         warn_without="optim.weight_decay",
     )
-    groups: list[dict[str, Any]] = setting(
+    groups: list[Group] = setting(
         [], "[{match: REGEX, lr: FACTOR, weight_decay: VALUE}] for weights whose names match; later entries win."
     )
     z_loss: float = setting(
@@ -212,7 +220,7 @@ class OptimConfig(Checked):
         )
 
 
-def _unusable(entry: dict[str, Any]) -> Iterator[str]:
+def _unusable(entry: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with an entry of optim.groups."""
     said, pattern = f"optim.groups: {entry}", entry.get("match")
     amounts = {name: value for name, value in entry.items() if name != "match"}

@@ -1,7 +1,9 @@
-"""Read YAML and JSON that people write."""
+"""Read YAML and JSON that people write. A value of YAML stays a node, its text and its place, until its field reads it."""
 
 import json
 import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,91 +15,19 @@ from hpclm.errors import ConfigError, unread
 
 MAX_SETTINGS_BYTES = 4 << 20  # bytes of a settings file
 DIGITS = 400  # of a number; the largest float has 309
-NUMBERS = {
-    "tag:yaml.org,2002:int": re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),
-    "tag:yaml.org,2002:float": re.compile(
-        r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
-    ),
+NUMBER = re.compile(r"[-+]?(0x[\da-f_]+|0b[01_]+|(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?)", re.ASCII | re.IGNORECASE)
+LEADING_ZERO = re.compile(r"[-+]?0[\d_]")
+CONSTANTS: dict[str, Any] = {
+    "true": True,
+    "false": False,
+    ".inf": float("inf"),
+    "-.inf": -float("inf"),
+    ".nan": float("nan"),
 }
-TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value", "tag:yaml.org,2002:merge")
-"""Forms that YAML gives a meaning and settings do not: 2024-11-26, = and << are text."""
-
-
-class _AsTyped:
-    """A number that prints as it was typed: text settings keep 3.10, 0xff and 1_000."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-class TypedInt(_AsTyped, int):
-    """An integer, and how it was typed."""
-
-
-class TypedFloat(_AsTyped, float):
-    """A float, and how it was typed."""
-
-
-class Key(str):
-    """A key of a mapping, as it was typed, and the number of its line."""
-
-    line: int
-
-
-class Loader(yaml.SafeLoader):
-    """YAML without aliases, in which duplicate keys are an error, keys are text, and numbers know how they were typed; 10:00:00 is
-    text (not base 60), and so is 0123 (not base 8)."""
-
-    yaml_implicit_resolvers: dict = {  # noqa: RUF012
-        first: [(tag, NUMBERS.get(tag, pattern)) for tag, pattern in rows if tag not in TEXT]
-        for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """A node; no aliases, which can multiply a small file into a huge one, and no endless numbers."""
-        if self.check_event(yaml.AliasEvent):
-            raise _wrong(self.peek_event(), "aliases (*name) are not supported; repeat the value")
-        node = super().compose_node(parent, index)
-        if isinstance(node, yaml.ScalarNode) and len(node.value) > DIGITS and node.tag in NUMBERS:
-            raise _wrong(node, f"a number has {len(node.value)} digits; at most {DIGITS} are allowed")
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """A mapping with unique scalar keys."""
-        if not isinstance(node, yaml.MappingNode):
-            raise _wrong(node, "it must be a mapping")
-        mapping: dict[Key, Any] = {}
-        lines: dict[str, int] = {}
-        for name, inner in node.value:
-            if not isinstance(name, yaml.ScalarNode):
-                raise _wrong(name, "a key must be a word, not a list or a mapping")
-            if name.value == "<<" and name.style is None:
-                raise _wrong(name, "merge keys (<<) are not supported; repeat the values")
-            key = Key(name.value)
-            key.line = name.start_mark.line + 1
-            if key in lines:
-                raise _wrong(name, f"key {name.value!r} appears twice{in_lines(lines[key], key.line)}")
-            lines[key] = key.line
-            mapping[key] = self.construct_object(inner, deep=True)
-        return mapping
-
-    def construct_typed_int(self, node: yaml.ScalarNode) -> TypedInt:
-        """An integer that knows how it was typed."""
-        number = TypedInt(self.construct_yaml_int(node))
-        number.text = node.value
-        return number
-
-    def construct_typed_float(self, node: yaml.ScalarNode) -> TypedFloat:
-        """A float that knows how it was typed."""
-        number = TypedFloat(self.construct_yaml_float(node))
-        number.text = node.value
-        return number
-
-
-Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_typed_int)
-Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_typed_float)
+"""What an unquoted word means to a field without a declared type, in any case."""
+NULLS = ("", "~", "null", "Null", "NULL")
+COMMAND_LINE = "command line"
+TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
 
 
 @dataclass(frozen=True)
@@ -105,63 +35,168 @@ class Content:
     """The content of a settings file."""
 
     text: str
-    tree: dict
+    root: yaml.MappingNode
+    problems: list[str]
+    """Keys that appear twice, aliases, tags and merge keys, each with its line; ``root`` lacks them."""
     exposed: str | None
     """How another user could have written it; None if only this user and root could."""
 
 
-def in_lines(first: int, second: int) -> str:
+def nodes(text: str, origin: str, line: int = 0) -> tuple[yaml.Node, list[str]]:
+    """The nodes of a YAML text without what settings do not have, and problems for that; yaml.YAMLError if it is not valid.
+
+    ``origin``: the file, or COMMAND_LINE, and ``line``: of the file, from 0, in which the text begins.
+    """
+    loader = yaml.BaseLoader(text)
+    loader.name, loader.line = origin, line
+    problems: list[str] = []
+    try:
+        root = loader.get_single_node()
+        if root is not None:
+            _clean(root, root, {}, problems)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except (ValueError, OverflowError) as error:  # \UFFFFFFFF, %YAML with too many digits
+        raise yaml.YAMLError(f"it has an invalid value: {error}") from None
+    return root or scalar("", origin), problems
+
+
+def scalar(text: str, origin: str | yaml.Mark = COMMAND_LINE, quoted: bool = False) -> yaml.ScalarNode:
+    """A node for a text, which stands in ``origin``."""
+    mark = yaml.Mark(origin, 0, 0, 0, None, 0) if isinstance(origin, str) else origin
+    return yaml.ScalarNode(TAGS[0], text, mark, mark, '"' if quoted else None)
+
+
+def node(value: Any, mark: yaml.Mark) -> yaml.Node:
+    """A node for a value in Python's types."""
+    if isinstance(value, dict):
+        pairs = [(scalar(str(name), mark), node(inner, mark)) for name, inner in value.items()]
+        return yaml.MappingNode(TAGS[2], pairs, mark, mark)
+    if isinstance(value, (list, tuple)):
+        return yaml.SequenceNode(TAGS[1], [node(inner, mark) for inner in value], mark, mark)
+    return scalar("null" if value is None else str(value), mark, isinstance(value, str))
+
+
+def with_texts(node: yaml.Node, change: Callable[[str], str] = str) -> yaml.Node:
+    """``node`` with each text in it, numbers too, changed and in quotes."""
+    if isinstance(node, yaml.SequenceNode):
+        return yaml.SequenceNode(
+            node.tag, [with_texts(entry, change) for entry in node.value], node.start_mark, node.end_mark
+        )
+    if isinstance(node, yaml.MappingNode) or is_null(node):
+        return node
+    return scalar(change(node.value), node.start_mark, quoted=True)
+
+
+def place(node: yaml.Node) -> str:
+    """Where a node stands: a file and its line, or the command line."""
+    return COMMAND_LINE if node.start_mark.name == COMMAND_LINE else f"{node.start_mark.name}:{line(node)}"
+
+
+def line(node: yaml.Node) -> int:
+    """The line of a node in its file."""
+    return int(node.start_mark.line) + 1
+
+
+def in_lines(first: yaml.Node, second: yaml.Node) -> str:
     """Where a key is that appears twice; empty where the line does not tell."""
-    return f", in lines {min(first, second)} and {max(first, second)}" if first != second else ""
+    return f", in lines {line(first)} and {line(second)}" if line(first) != line(second) else ""
+
+
+def _clean(node: yaml.Node, at: yaml.Node, seen: dict[int, bool], problems: list[str]) -> bool:
+    """Take what settings do not have out of ``node``, which stands ``at`` its key; whether anything is left of it.
+
+    ``seen``: the nodes before it, and whether an alias of one is reported already.
+    """
+    if id(node) in seen:
+        if not seen[id(node)]:
+            problems.append(f"aliases (*name) are not supported; repeat the value ({place(at)})")
+        seen[id(node)] = True
+        return False
+    seen[id(node)] = False
+    if node.tag not in TAGS:
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        problems.append(f"tags ({tag}) are not supported; leave it out ({place(node)})")
+    if isinstance(node, yaml.SequenceNode):
+        node.value = [entry for entry in node.value if _clean(entry, at, seen, problems)]
+    elif isinstance(node, yaml.MappingNode):
+        pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            if wrong := _wrong_key(key, pairs):
+                problems.append(f"{wrong} ({place(key)})")
+            elif _clean(value, key, seen, problems):
+                pairs[key.value] = key, value
+        node.value = list(pairs.values())
+    return True
+
+
+def _wrong_key(key: yaml.Node, before: Mapping[str, tuple[yaml.Node, yaml.Node]]) -> str:
+    """What is wrong with a key of a mapping; empty if nothing is."""
+    if not isinstance(key, yaml.ScalarNode):
+        return "a key must be a word, not a list or a mapping"
+    if key.value == "<<" and key.style is None:
+        return "merge keys (<<) are not supported; repeat the values"
+    if key.value in before:
+        return f"key {key.value!r} appears twice{in_lines(before[key.value][0], key)}"
+    return ""
+
+
+def plain(node: yaml.Node) -> Any:
+    """``node`` in Python's types without a declared one: an unquoted scalar is null, true, false or a number if it can be, else text."""
+    if isinstance(node, yaml.MappingNode):
+        return {key.value: plain(value) for key, value in node.value}
+    if isinstance(node, yaml.SequenceNode):
+        return [plain(entry) for entry in node.value]
+    text: str = node.value
+    if is_null(node):
+        return None
+    if not isinstance(node, yaml.ScalarNode) or node.style is not None or LEADING_ZERO.match(text):
+        return text
+    found = number(text)
+    return CONSTANTS.get(text.lower(), text) if found is None else found
+
+
+def is_null(node: yaml.Node) -> bool:
+    """Whether a node is null, ~ or nothing, without quotes."""
+    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in NULLS
+
+
+def number(text: str) -> int | float | None:
+    """The number that ``text`` is, such as 0x10, 1_000 or 1e3; None if it is none."""
+    if len(text) > DIGITS or not NUMBER.fullmatch(text):
+        return None
+    with suppress(ValueError):
+        return int(text, 0)
+    with suppress(ValueError):
+        return float(text)
+    return None  # 1__0
 
 
 def value(text: str) -> Any:
-    """The value of a YAML text, in Python's types; yaml.YAMLError if it is not valid."""
-    return plain(typed(text))
-
-
-def plain(value: Any) -> Any:
-    """``value`` in Python's types, without how numbers were typed."""
-    if isinstance(value, dict):
-        return {str(name): plain(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [plain(inner) for inner in value]
-    return int(value) if isinstance(value, TypedInt) else float(value) if isinstance(value, TypedFloat) else value
-
-
-def number(text: str) -> float | None:
-    """The number that ``text`` is in YAML or in Python, such as 0x10, 1_000 or 1e3; None if it is none."""
-    try:
-        return value(text) if any(form.match(text) for form in NUMBERS.values()) else float(text)
-    except (ValueError, yaml.YAMLError):
-        return None
-
-
-def typed(text: str) -> Any:
-    """The value of a YAML text, whose numbers and keys know how they were typed; yaml.YAMLError if it is not valid."""
-    try:
-        return yaml.load(text, Loader=Loader)
-    except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-        # a scalar that does not match its form or tag: February 31, !!int x
-        raise yaml.YAMLError(f"it has an invalid value: {error}") from None
+    """The value of a YAML text in Python's types; yaml.YAMLError if it is not valid, or has what settings do not have."""
+    root, problems = nodes(text, COMMAND_LINE)
+    if problems:
+        raise yaml.YAMLError("; ".join(problems))
+    return plain(root)
 
 
 def content(path: Path, what: str) -> Content:
-    """The mapping in a YAML file, {} if it is empty; ConfigError, which calls the file ``what``, if there is none."""
+    """The mapping in a YAML file, empty if the file is; ConfigError, which calls the file ``what``, if there is none."""
     try:
         raw, status = files.read(path, MAX_SETTINGS_BYTES)
         text = raw.decode("utf-8")
-        tree = typed(text)
+        root, problems = nodes(text, str(path))
     except OSError as error:
         raise unread(error, f"{what} {path}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         tab = "; indent with spaces, not with a tab" * (r"'\t' that cannot start" in str(error))
         raise ConfigError(f"{what} {path} is not YAML: {' '.join(str(error).split())}{tab}") from None
-    if tree is not None and not isinstance(tree, dict):
-        raise ConfigError(f"{what} {path} must be a mapping of sections, not a {type(tree).__name__}")
-    return Content(text, tree or {}, folders.exposed(path, status))
+    if is_null(root):
+        root = node({}, root.start_mark)
+    if not isinstance(root, yaml.MappingNode):
+        kind = "list" if isinstance(root, yaml.SequenceNode) else "text"
+        raise ConfigError(f"{what} {path} must be a mapping of sections, not a {kind}")
+    return Content(text, root, problems, folders.exposed(path, status))
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -184,7 +219,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise ValueError(f"key {twice!r} appears twice")
     return dict(pairs)
-
-
-def _wrong(at: Any, problem: str) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, at.start_mark)

@@ -1,16 +1,14 @@
 """A run's config.yaml: all settings, resolved, under a first line that names the version of hpclm that wrote it."""
 
 import re
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
 from hpclm import __version__
 from hpclm.config import reading
-from hpclm.config.job import JobConfig
+from hpclm.config.fields import keys, split_key
 from hpclm.config.reading import Content
 from hpclm.config.sbatch import OPTIONS
-from hpclm.config.schema import RunConfig
+from hpclm.config.settings import Setting, of_file
 from hpclm.errors import ConfigError
 
 FIRST = f"# Every setting of a run of hpclm {__version__}, resolved: a site file is not read again for it; ~ and $NAME are expanded in paths.\n"
@@ -18,15 +16,6 @@ COUNT = "# {} settings\n"
 """The second line, which tells a file that has lost some settings from one of a version that had fewer."""
 _FIRST = re.compile(r"# Every setting of a run of hpclm \S+, resolved:")
 _COUNT = re.compile(r"[^\n]*\n# (\d+) settings\n")
-RENAMED = {
-    "job.name": "job.options.job-name",
-    **{
-        f"job.{option.name.replace('-', '_')}": option.key
-        for option in OPTIONS.values()
-        if not (option.instead or option.flag or hasattr(JobConfig, option.name))
-    },
-}
-"""Options of sbatch as if they were settings: job.account for job.options.account."""
 REQUESTS = tuple(option.key for option in OPTIONS.values() if option.harmless)
 """Options of sbatch that run no code, whoever wrote the settings file."""
 NAME = "config.yaml"
@@ -41,11 +30,12 @@ def is_of_run(file: Path) -> bool:
     return file.name == NAME and any((file.parent / name).exists() for name in BESIDE)
 
 
-def read_settings(path: Path, of_run: bool = False) -> tuple[Content, bool]:
-    """The content of a settings file, and whether a run has written it, so that it is complete; ConfigError if it is not YAML.
+def read_settings(path: Path, problems: list[str], of_run: bool = False) -> tuple[list[Setting], Content, bool]:
+    """The settings of a file, its content, and whether a run has written it, so that it is complete; ConfigError if it is not YAML.
 
-    ConfigError for a run's config.yaml (``of_run``, or by the files beside it) that has lost a setting, which would silently be
-    replaced by the default. A setting that did not exist when the file was written has its default.
+    What is wrong with how the file is written is added to ``problems``. ConfigError for a run's config.yaml (``of_run``, or by
+    the files beside it) that has lost a setting, which would silently be replaced by the default. A setting that did not exist
+    when the file was written has its default.
     """
     of_run = of_run or is_of_run(path)
     way_out = (
@@ -56,33 +46,17 @@ def read_settings(path: Path, of_run: bool = False) -> tuple[Content, bool]:
         content = reading.content(path, "settings file")
     except ConfigError as error:
         raise ConfigError(f"{error}; {way_out}" if of_run else error.problems) from None
+    settings = of_file(content, problems)
     written = _FIRST.match(content.text)
-    lacking = _missing(content.tree) if written or of_run else []
+    present = {split_key(setting.key)[0] for setting in settings}
+    lacking = [key for key in keys() if key not in present] if written or of_run else []
     counted = _COUNT.match(content.text)
-    if lacking and not (counted and count(content.tree) >= int(counted[1]) and content.text.endswith("\n")):
+    if lacking and not (counted and len(present) >= int(counted[1]) and content.text.endswith("\n")):
         more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
         raise ConfigError(f"{path} lacks {', '.join(lacking[:5])}{more}; {way_out}")
-    return content, written is not None
-
-
-def count(tree: dict[Any, Any]) -> int:
-    """The number of settings in the sections and at the top level of ``tree``."""
-    return sum(len(value) if isinstance(value, dict) else 1 for value in tree.values())
+    return settings, content, written is not None
 
 
 def is_run(folder: Path) -> bool:
     """Whether ``folder`` is a run directory with its settings."""
     return folder.is_dir() and (folder / NAME).is_file()
-
-
-def _missing(tree: dict[Any, Any]) -> list[str]:
-    """Settings that ``tree`` lacks."""
-    lacking = []
-    for field in fields(RunConfig):
-        if not is_dataclass(field.type):
-            lacking += [field.name] * (field.name not in tree)
-        else:
-            section = tree.get(field.name)
-            names = section if isinstance(section, dict) else {}
-            lacking += [f"{field.name}.{inner.name}" for inner in fields(field.type) if inner.name not in names]
-    return lacking

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpclm.config import RunConfig, compose
+from hpclm.config.settings import is_override
 from hpclm.errors import ConfigError
 from hpclm.node import environment, interruption, preemption
 from hpclm.rundir import folder
@@ -52,8 +53,8 @@ def planned(words: Sequence[str], typed: Sequence[str] = ()) -> "tuple[RunConfig
     folder.check(Path(run.out))
     with environment.preserved():
         dataset = text_dataset.named(data, tokenizer, run)
-    overrides = [word for word in others if compose.is_override(word)]
-    files = [word for word in others if not compose.is_override(word)]
+    overrides = [word for word in others if is_override(word)]
+    files = [word for word in others if not is_override(word)]
     return environment.settings([*files, *dataset.settings(run), *overrides], typed), dataset
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpclm import config, paths, shipped
+from hpclm import paths, shipped
 from hpclm.config import RunConfig
-from hpclm.config.compose import is_override
+from hpclm.config.settings import is_override
 from hpclm.datasets import command_line
 from hpclm.diagnostics import report
 from hpclm.errors import ConfigError
@@ -67,7 +67,7 @@ def compose(
     The text of data= is tokenized into a dataset, after ``check``; not with --dry-run.
     """
     words = [*request.settings, *request.options]
-    if all(config.compose.is_override(word) for word in request.settings):  # without a settings file
+    if all(is_override(word) for word in request.settings):  # without a settings file
         words.insert(0, paths.literal(DEFAULT))
     words += variant.overrides
     if request.dry_run:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from hpclm import config, files, paths
 from hpclm.config import JobConfig, ParallelConfig, RunConfig
 from hpclm.config.job import seconds_of
+from hpclm.config.settings import is_override
 from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.inference.evaluation import TaskRequest
 from hpclm.launch import arguments, container, debug, prechecks, process, send, setup, sweep
@@ -124,7 +125,7 @@ def _is_toy(request: Request) -> bool:
     """Whether the run is the toy model, in a run directory that was not chosen."""
     words = list(request.settings)
     chosen = {"out", "name"} & set(config.compose.named(words))
-    return not chosen and [word for word in words if not config.compose.is_override(word)] in ([], ["debug"])
+    return not chosen and [word for word in words if not is_override(word)] in ([], ["debug"])
 
 
 def _own_directory(toy: RunConfig) -> RunConfig:

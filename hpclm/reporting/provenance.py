@@ -7,8 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hpclm.config import ModelConfig, RunConfig, compose
 from hpclm.config.run_file import HISTORY, NAME
 from hpclm.errors import ConfigError
@@ -49,14 +47,7 @@ def shown(value: object) -> str:
 
 def changed(used: Settings) -> dict[str, Any]:
     """The settings that differ from the defaults."""
-    tree = yaml.safe_load(compose.dumped(RunConfig()))
-    sections = {
-        f"{key}.{name}": value
-        for key, inner in tree.items()
-        if isinstance(inner, dict)
-        for name, value in inner.items()
-    }
-    defaults = tree | sections
+    defaults = compose.written(RunConfig())
     return {key: value for key, value in used.items() if value != defaults.get(key)}
 
 

@@ -126,7 +126,7 @@ def test_a_site_file_describes_the_cluster_and_nothing_else(tmp_path):
         compose.load(None, [], site)
     writable, other, unknown = caught.value.problems
     assert writable == f"site file {site} is writable by everyone, so anyone could run code in your name; chmod o-w"
-    assert other == f"model.layers cannot be set in a site file, only job and cluster ({site})"
+    assert other == f"model.layers cannot be set in a site file, only job and cluster ({site}:2)"
     assert unknown.startswith("unknown setting jb.x")
     site.write_text("job: {partition: long}\n")
     site.chmod(0o664)  # of a group of administrators

@@ -168,7 +168,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "job={time: '2', warn_seconds: 120}": "job.time=2 must be longer than job.warn_seconds=120",
         "job={restarts: 2, cluster: mpirun}": "job.restarts=2: mpirun cannot restart ranks",
         "job.env={HPCLM_X: a}": "job.env.HPCLM_X is set by the shell or the launcher",
-        "job.env={A: true}": "job.env.A must be text; put quotes around it",
+        "job.env={A: [b]}": "job.env.A must be text (command line)",
         "job.env={A:1}": "job.env has no space after the ':' of A, which YAML needs",
         "job.options={qos: ''}": "job.options.qos is empty; give its value",
         "job.options={ntasks: '4'}": "job.options.ntasks: processes are job.nodes x job.gpus",
@@ -304,7 +304,7 @@ def test_a_warm_up_given_as_a_fraction_counts_against_the_tail_of_wsd():
 
 
 def test_all_problems_are_reported_together():
-    found = problems("modle.layers=3", "optim.lr=abc", "model.heads=7", "optim.min_lr=1", "batch.micro_size=3")
+    found = problems("modle.layers=3", "optim.lr=abc", "model.heads=7", "optim.clip=-1", "batch.micro_size=3")
     assert len(found) == 5
 
 

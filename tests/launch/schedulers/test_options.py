@@ -4,7 +4,7 @@ from contextlib import nullcontext
 import pytest
 
 from hpclm import config
-from hpclm.config import run_file
+from hpclm.config import settings
 from hpclm.errors import ConfigError
 from hpclm.launch.schedulers import slurm_script as template
 from hpclm.launch.schedulers.slurm_script import of_nodes, options_of
@@ -94,8 +94,8 @@ def test_a_job_for_gpus_is_refused_where_slurm_would_ignore_that_it_asks_for_som
 
 def test_options_of_sbatch_in_a_site_file_are_written_as_settings_or_the_error_says_how(tmp_path):
     site = tmp_path / "site.yaml"
-    assert len(run_file.RENAMED) > 50
-    for setting, key in run_file.RENAMED.items():
+    assert len(settings.RENAMED) > 50
+    for setting, key in settings.RENAMED.items():
         site.write_text(f"{setting}: 007\n")
         assert config.load("debug", [], site).job.options == {key.removeprefix("job.options."): "007"}
     for name, way_out in {

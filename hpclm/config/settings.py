@@ -1,0 +1,116 @@
+"""The settings that a file or a command line gives: dotted keys, each with its text and its place."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple, get_origin
+
+import yaml
+
+from hpclm.config import reading
+from hpclm.config.fields import as_yaml, required, type_of
+from hpclm.config.job import JobConfig
+from hpclm.config.sbatch import OPTIONS
+from hpclm.config.typed import opened, shown_setting
+
+RENAMED = {
+    "job.name": "job.options.job-name",
+    **{
+        f"job.{option.name.replace('-', '_')}": option.key
+        for option in OPTIONS.values()
+        if not (option.instead or option.flag or hasattr(JobConfig, option.name))
+    },
+}
+"""Options of sbatch as if they were settings: job.account for job.options.account."""
+YAML_TEXT = "engine.extra"
+"""A mapping of dotted keys to YAML, as it is typed."""
+
+
+class Setting(NamedTuple):
+    """A value for a dotted key; in a mapping such as job.env, for one of its names."""
+
+    key: str
+    node: yaml.Node
+    at: yaml.Node
+    """The key in its file."""
+    name: str
+    """The key as it is typed there."""
+
+
+def is_override(word: str) -> bool:
+    """Whether a command-line word is key=value rather than a file name."""
+    return re.match(r"[A-Za-z_][\w.-]*\s*=", word) is not None
+
+
+def of_words(words: Sequence[str], problems: list[str]) -> list[Setting]:
+    """The settings of key=value words; what is wrong with others is added to ``problems``."""
+    settings: list[Setting] = []
+    for word in words:
+        name, sign, text = word.partition("=")
+        at = reading.scalar(name.strip())
+        if not sign:
+            problems.append(f"{word!r} is not key=value")
+            continue
+        try:
+            node, wrong = _of_word(at.value, text)
+        except yaml.YAMLError as error:
+            reason = getattr(error, "problem", None) or str(error)
+            shown = shown_setting(at.value, text)
+            problems.append(
+                f"{shown} is not a YAML value{f': {reason}' * (shown != at.value)} ({reading.COMMAND_LINE})"
+            )
+            continue
+        of_word = _ordered(_flat(at.value, at, node))
+        problems += [*(f"{at.value}: {problem}" for problem in wrong), *_repeated(of_word)]
+        settings += of_word
+    return settings
+
+
+def _of_word(name: str, text: str) -> tuple[yaml.Node, list[str]]:
+    """The value of a word: verbatim for settings of text, YAML for all others."""
+    kind = type_of(RENAMED.get(name, name))
+    if required(kind) is str:
+        return reading.scalar(text, quoted=kind is str), []
+    return reading.nodes(text, reading.COMMAND_LINE)
+
+
+def of_file(content: reading.Content, problems: list[str]) -> list[Setting]:
+    """The settings of a file; what is wrong with how it is written is added to ``problems``."""
+    settings = _ordered(setting for at, node in content.root.value for setting in _flat(at.value, at, node))
+    problems += [*content.problems, *_repeated(settings)]
+    return settings
+
+
+def _flat(name: str, at: yaml.Node, node: yaml.Node) -> Iterator[Setting]:
+    """The settings in a value, each name of a mapping for itself; an empty mapping, which empties a setting, is whole."""
+    key = RENAMED.get(name, name)
+    kind: Any = type_of(key)
+    is_section, is_yaml = kind is None or is_dataclass(kind), key.startswith(f"{YAML_TEXT}.")
+    has_names = is_section or is_yaml or get_origin(required(kind)) is dict
+    if has_names:
+        node = opened(node)
+    if has_names and isinstance(node, yaml.MappingNode) and (node.value or is_dataclass(kind)):
+        for inner, value in node.value:
+            yield from _flat(f"{name}.{inner.value}", inner, value)
+    elif is_yaml:
+        text = node.value if isinstance(node, yaml.ScalarNode) else as_yaml(reading.plain(node))
+        yield Setting(key, reading.scalar(text, node.start_mark, quoted=True), at, name)
+    elif key == name or not reading.is_null(node):
+        yield Setting(key, node, at, name)
+
+
+def _ordered(settings: Iterable[Setting]) -> list[Setting]:
+    """The settings; options of sbatch last, since a mapping that they are in may be emptied first."""
+    return sorted(settings, key=lambda setting: setting.key != setting.name)
+
+
+def _repeated(settings: Iterable[Setting]) -> Iterator[str]:
+    """A problem for every setting that is there twice, such as model.layers beside model: {layers: ...}."""
+    before: dict[str, Setting] = {}
+    for setting in settings:
+        if first := before.get(setting.key):
+            names = dict.fromkeys((first.name, setting.name)) if setting.key != setting.name else ()
+            lines = reading.in_lines(*sorted((first.at, setting.at), key=reading.line))
+            typed = "," * bool(names) + " and".join(f" as {name}" for name in names)
+            yield f"{setting.key} is set twice{typed}{lines}; leave one out ({setting.at.start_mark.name})"
+        before[setting.key] = setting

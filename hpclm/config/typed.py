@@ -1,0 +1,135 @@
+"""The value of a declared type that the text of a setting is, or everything that is wrong with the text."""
+
+import re
+import shlex
+import typing
+from decimal import Decimal
+from typing import Any
+
+import yaml
+
+from hpclm.config.checks import MAX_INTEGER, shown
+from hpclm.config.fields import required, type_text
+from hpclm.config.reading import DIGITS, is_null, nodes, number, place, plain
+from hpclm.errors import ConfigError
+from hpclm.registry import hint
+
+BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+NOT_FINITE = re.compile(r"[-+]?\.?(inf|nan)", re.IGNORECASE)
+SECRET = ("job.env", "job.options")
+"""Settings whose values are not shown in messages, because they may be secrets."""
+
+
+def typed(key: str, node: yaml.Node, kind: Any) -> Any:
+    """``node``, the value of ``key``, as a value of ``kind``; ConfigError with every problem and its place."""
+    inner = required(kind)
+    if inner is Any:
+        return plain(node)
+    if is_null(node):
+        if inner is not kind:
+            return None
+        word = f"; {node.value} without quotes is no text" if node.value and inner is str else ""
+        raise ConfigError(f"{key} must be {type_text(kind)}, not empty{word} ({place(node)})")
+    form = typing.get_origin(inner)
+    if form in (list, tuple):
+        return _elements(key, opened(node), kind)
+    if form is dict or typing.is_typeddict(inner):
+        return _entries(key, opened(node), kind)
+    value = _scalar(node.value.strip(), inner) if isinstance(node, yaml.ScalarNode) else None
+    if inner is str and isinstance(node, yaml.ScalarNode):
+        value = node.value
+    if value is None:
+        raise refused(key, node, kind)
+    if inner is int and abs(value) > MAX_INTEGER:
+        raise refused(key, node, kind, f" of at most {MAX_INTEGER:,}")
+    return value
+
+
+def opened(node: yaml.Node) -> yaml.Node:
+    """The list or mapping that a text has in brackets; any other node unchanged."""
+    if not isinstance(node, yaml.ScalarNode) or not node.value.lstrip().startswith(("[", "{")):
+        return node
+    try:
+        inside, problems = nodes(node.value, node.start_mark.name, node.start_mark.line)
+    except yaml.YAMLError:
+        return node
+    return node if problems else inside
+
+
+def refused(key: str, node: yaml.Node, kind: Any, more: str = "") -> ConfigError:
+    """That a value is not of ``kind``, and how it may be written."""
+    value, inner = plain(node), required(kind)
+    choices = [str(choice) for choice in typing.get_args(inner)] if typing.get_origin(inner) is typing.Literal else []
+    near = hint("cuda" if value == "gpu" else str(value), choices) or _as_meant(key, inner, value)
+    if inner in (int, float) and isinstance(value, str) and len(value) > DIGITS:
+        near = f": it has {len(value)} digits, and at most {DIGITS} are allowed"
+    sentence = f"{shown_setting(key, value)} must be {type_text(kind)}{more}"
+    return ConfigError(f"{sentence}{'.' * near.startswith(' ')}{near} ({place(node)})")
+
+
+def shown_setting(key: str, value: Any) -> str:
+    """A setting and its value for a message; without a value that is for other programs, and so may be a secret."""
+    return key if key.startswith(SECRET) else f"{key}={shown(value)}"
+
+
+def _scalar(text: str, kind: Any) -> Any:
+    """The number, bool or word that ``text`` is; None if it is not of ``kind``."""
+    if typing.get_origin(kind) is typing.Literal:
+        return text if text in typing.get_args(kind) else None
+    if kind is bool:
+        return BOOLS.get(text.lower())
+    if kind is float and NOT_FINITE.fullmatch(text):
+        return float(text.replace(".", ""))
+    value = number(text)
+    if kind is float:
+        return None if value is None or abs(value) > 10**DIGITS else float(value)
+    return int(value) if value is not None and value == value // 1 else None
+
+
+def _elements(key: str, node: yaml.Node, kind: Any) -> Any:
+    """The elements of a list, or of a tuple, whose length is declared."""
+    form, kinds = typing.get_origin(required(kind)), typing.get_args(required(kind))
+    if not isinstance(node, yaml.SequenceNode) or (form is tuple and len(node.value) != len(kinds)):
+        raise refused(key, node, kind)
+    kinds = kinds if form is tuple else kinds * len(node.value)
+    named = [
+        (f"{key}[{index}]", element, inner)
+        for index, (element, inner) in enumerate(zip(node.value, kinds, strict=True))
+    ]
+    return form(_all(named))
+
+
+def _entries(key: str, node: yaml.Node, kind: Any) -> dict[str, Any]:
+    """The entries of a mapping, whose names may have types of their own."""
+    inner = required(kind)
+    if not isinstance(node, yaml.MappingNode):
+        raise refused(key, node, kind)
+    declared = typing.get_type_hints(inner) if typing.is_typeddict(inner) else {}
+    other = Any if typing.is_typeddict(inner) else typing.get_args(inner)[1]
+    pairs = [(name.value, value) for name, value in node.value]
+    values = _all([(f"{key}.{name}", value, declared.get(name, other)) for name, value in pairs])
+    return {name: value for (name, _), value in zip(pairs, values, strict=True)}
+
+
+def _all(named: list[tuple[str, yaml.Node, Any]]) -> list[Any]:
+    """The values of several nodes; ConfigError with the problems of all."""
+    values, problems = [], []
+    for key, node, kind in named:
+        try:
+            values.append(typed(key, node, kind))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+def _as_meant(key: str, kind: Any, value: Any) -> str:
+    """``: `` and how ``value`` is written so that it is of ``kind``, if that is clear; else empty."""
+    if kind == list[str] and isinstance(value, (str, int, float)):
+        return f": {shlex.quote(f'{key}=[{value}]')}"
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([KMBGT])", str(value), re.IGNORECASE)
+    if kind is not int or not match:
+        return ""
+    power = {"K": 3, "M": 6, "B": 9, "G": 9, "T": 12}[match[2].upper()]
+    return f": {round(Decimal(match[1]) * 10**power)}, or {match[1]}e{power}"

@@ -52,7 +52,7 @@ def test_a_log_that_is_a_pipe_is_said_to_be_one(run):
     os.mkfifo(run / "log.txt")
     (run / "logs/job-7.log").unlink()
     refused = hpclm("logs", run, check=64).stderr
-    assert "log.txt is no regular file, such as a pipe or a device" in refused and "no log" not in refused
+    assert "log.txt is a pipe, a device or another special file" in refused and "no log" not in refused
 
 
 def test_head_ends_it_quietly(run):

@@ -1,1 +1,1 @@
-"""What a run leaves on disk, and who may write it."""
+"""The files of a run, and the right to write them."""

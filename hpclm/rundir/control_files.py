@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 NAMES = ("save-now", "stop")
 KILL_SWITCH = "kill_switch"
 INTERVAL = 1.0  # seconds between checks by the run: a shared file system answers slowly
-LATE = 15.0  # seconds without a heartbeat, of which there is one every 5 s, after which a run may have ended
+LATE = 15.0  # seconds without a heartbeat, which is sent every 5 s, after which a run may have ended
 SILENT = 60.0  # seconds without a heartbeat after which a run that cannot be seen from here has ended
 POLL = 0.3  # seconds between checks whether the run has complied
 
@@ -35,7 +35,7 @@ class ControlFiles:
         self._requests: frozenset[str] = frozenset()
 
     def requested(self, name: str, now: bool = False) -> bool:
-        """Whether ``name``, one of NAMES or KILL_SWITCH, is requested, as of a second ago; ``now``: check the folder in any case."""
+        """Whether ``name``, one of NAMES or KILL_SWITCH, is requested. The folder is checked once a second, or ``now``."""
         if now or time.monotonic() - self._checked >= INTERVAL:
             owners = {os.getuid()}
             with suppress(OSError):
@@ -66,8 +66,9 @@ def _counts(path: Path, owners: Collection[int]) -> bool:
 
 
 def request(verb: str, out: Path, state_of: StateOf) -> Path:
-    """Create the file ``verb`` for a run that is training; returns its path. ConfigError, and no file, for any other run."""
-    if other := runs.other_owner(out):
+    """Create the file ``verb`` for a run that is training; returns its path. ConfigError for any other run, without a file."""
+    other = runs.other_owner(out)
+    if other:
         raise ConfigError(f"{files.shown(out)} belongs to {other}: a run follows no requests but its owner's")
     status = state_of(out)
     if status.name not in ("running", "starting"):
@@ -80,9 +81,9 @@ def request(verb: str, out: Path, state_of: StateOf) -> Path:
 
 
 def request_all(verb: str, chosen: Sequence[Path], seconds: float, done: str, state_of: StateOf) -> int:
-    """Make the request ``verb`` of each run in ``chosen``, and wait for all of them; the exit code.
+    """Request ``verb`` of each run in ``chosen``, and wait for all of them, at most ``seconds``; the exit code.
 
-    ``seconds``: how long to wait; ``done`` is said of a run that has complied, before its name.
+    ``done`` is printed before the name of a run that has complied.
     """
     per_run = failures.PerRunErrors(len(chosen))
     asked = dict[Path, Path]()

@@ -1,4 +1,4 @@
-"""events.jsonl: what has happened to a run, a line for each event. Whoever knows something writes it here, once; all else folds the lines.
+"""events.jsonl has a line for each event of a run. Whoever knows of an event writes it here, once; everybody else reads the lines.
 
 | kind | who writes it | facts |
 |---|---|---|
@@ -71,7 +71,7 @@ NEEDED: dict[str, Sequence[str]] = {
 def append(out: Path, kind: str, **facts: Any) -> None:
     """Add an event to the run in ``out``; it is on the disk when this returns. OSError if it cannot be written.
 
-    The largest facts of an event that does not fit into a line of 4 KiB are in a file of their own, which the line names as ``more``.
+    If an event does not fit into a line of 4 KiB, its largest facts are in another file, which the line names as ``more``.
     """
     row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "kind": kind, **facts}
     large = dict[str, Any]()
@@ -188,7 +188,7 @@ def read_or_refuse(out: Path) -> list[dict[str, Any]]:
 
 
 def whole(out: Path, event: Row) -> dict[str, Any]:
-    """An event with the facts that are in a file of their own. OSError if that cannot be read, ConfigError if it is damaged."""
+    """An event with all its facts, also those in another file. OSError if that cannot be read, ConfigError if it is damaged."""
     if not event.get("more"):
         return dict(event)
     path = out / event["more"]

@@ -1,4 +1,4 @@
-"""What metrics say of the load of experts: figures of each layer, EXPERT_FIGURES of metric_names.py."""
+"""The figures on the load of experts in metrics: EXPERT_FIGURES of metric_names.py, for each layer."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""What a run directory has in it: check it without writing to it, create it with access for its owner only, see how far it was saved."""
+"""The content of a run directory: check it without writing, create it with access for its owner only, find the last checkpoint."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ FILES = (
     *("self-check.json", "checkpoints.saved", "summary.json", "chat.json"),
 )
 MARKS = ("config.yaml", events.NAME)
-"""Files of which a run directory has at least one."""
+"""A run directory has at least one of these files."""
 LASTING = (events.NAME, metrics_file.NAME, metrics_file.EXPERTS, "log.txt")
 """Files that grow line by line, and are read after a power cut."""
 MANIFEST = "MANIFEST.json"
@@ -26,7 +26,7 @@ FOLDERS = ("checkpoints", "config-history", "logs", "job", "tensorboard")
 TRUSTED = ("checkpoints", "logs", "job")  # created for their owner only, whatever the umask; may be links to elsewhere
 KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a named pipe"}
 BEFORE_A_RUN = re.compile(r"\..*|.*\.(out|err|log|sh|sbatch|slurm|ya?ml)|lost\+found|save-now|stop")
-"""What may be in the folder of a new run: hidden files, what a job script puts or copies there, requests."""
+"""Names that may exist in the folder of a new run: hidden files, the files of job scripts, requests."""
 CHOOSE = "or choose another out"
 
 
@@ -89,7 +89,9 @@ def _check_unused(out: Path) -> None:
     names = {path.name for path in out.iterdir()} if out.is_dir() and os.access(out, os.R_OK) else set()
     others = [name for name in sorted(names.difference(FILES, FOLDERS)) if not BEFORE_A_RUN.fullmatch(name)]
     if others and names.isdisjoint(MARKS):
-        listed = ", ".join(others[:3]) + ", …" * (len(others) > 3)
+        listed = ", ".join(others[:3])
+        if len(others) > 3:
+            listed += ", …"
         raise ConfigError(f"run directory {out} is not empty, and has no run: it has {listed}; choose another out")
 
 
@@ -126,7 +128,7 @@ def survey_checkpoints(folder: Path | str) -> tuple[tuple[int, float] | None, in
 
 
 def unsaved(out: Path | str) -> str:
-    """Of a run that ends without saving: what it loses."""
+    """The loss, in words, of a run that ends without saving."""
     newest, _ = survey_checkpoints(f"{out}/checkpoints")
     return f"not saved since step {newest[0]}" if newest else "nothing saved"
 

@@ -92,7 +92,7 @@ class Lease:
         self._beats = folder / "lock.beat"
         self.seconds = seconds
         self.generation = 0
-        """Of this holder, from 1."""
+        """This holder's generation, from 1."""
         job = job or OwnJob()
         self._me: Row = {
             "host": socket.gethostname(),
@@ -142,7 +142,7 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether another attempt has taken over, as far as is known."""
+        """Whether another attempt is known to have taken over."""
         return self._lost.is_set()
 
     def check(self) -> None:
@@ -182,7 +182,7 @@ class Lease:
             raise HpclmError(f"{self.path} cannot be opened: {error.strerror}; remove it") from error
 
     def _wait_for_silence(self, holder: Row) -> None:
-        """Return when ``holder``, on a machine whose locks may not be visible, has sent no heartbeat for long enough."""
+        """Return once ``holder``, with locks that may not be visible here, has sent no heartbeat for long enough."""
         text = "waiting %.0f s for a heartbeat of %s, which has not released the run directory"
         log.info(text, self.seconds, described(holder))
         until = time.monotonic() + self.seconds

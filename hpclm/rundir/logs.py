@@ -17,7 +17,7 @@ from hpclm.rundir.runs import Run
 from hpclm.rundir.state import State, StateOf
 
 MAX_LINE_BYTES = 1 << 20  # bytes of a line; a file need not have lines
-MAX_SEARCHED_BYTES = 1 << 28  # bytes at the end of a log in which its last lines are looked for
+MAX_SEARCHED_BYTES = 1 << 28  # bytes at the end of a log that may contain its last lines
 PAUSE = 0.2  # seconds between reads of a log that has not grown
 LOOK = 0.5  # seconds between looks for a log that does not exist yet
 ASK = 2.0  # seconds between checks whether the run is over
@@ -107,7 +107,8 @@ def _replaced(file: BinaryIO, path: Path) -> bool:
 def find_log(out: Path, rank: int | None, job: bool, state_of: StateOf, wait: bool) -> Path:
     """The requested log; if ``wait``, as soon as it exists. ConfigError if it never will."""
     noted = ""
-    while not (path := _existing(runs.read(out), rank, job)):
+    path = _existing(runs.read(out), rank, job)
+    while not path:
         status = state_of(out)
         if not (wait and _goes_on(status)):
             raise _missing(status, rank, job)
@@ -116,12 +117,13 @@ def find_log(out: Path, rank: int | None, job: bool, state_of: StateOf, wait: bo
             _note(text)
         noted = text
         time.sleep(LOOK)
+        path = _existing(runs.read(out), rank, job)
     return path
 
 
 def _existing(run: Run, rank: int | None, job: bool) -> Path | None:
     """The requested log, if it exists; the job's if training has not started and no rank was given."""
-    path = run.out / (f"logs/rank-{rank:05d}.log" if rank else "log.txt")
+    path = run.out / _name(rank)
     if not job and files.is_file(path):
         return path
     of_job = run.job_log() if rank is None else None
@@ -130,26 +132,33 @@ def _existing(run: Run, rank: int | None, job: bool) -> Path | None:
     return of_job
 
 
+def _name(rank: int | None) -> str:
+    """The log of a rank in a run directory; None: of the run."""
+    return f"logs/rank-{rank:05d}.log" if rank else "log.txt"
+
+
 def _missing(status: State, rank: int | None, job: bool) -> ConfigError:
     """The error for a log that does not exist."""
     out = status.run.out
     submitted = status.run.submissions
     logs = [Path(submission["log"]) for submission in submitted[-1:] if submission.get("log")]
-    for log in (*([] if job else [out / (f"logs/rank-{rank:05d}.log" if rank else "log.txt")]), *logs):
+    for log in logs if job else [out / _name(rank), *logs]:
         if log.exists() and not files.is_file(log):
             return ConfigError(
-                f"{files.shown(log)} is no regular file, such as a pipe or a device: it cannot be printed again"
+                f"{files.shown(log)} is a pipe, a device or another special file, which cannot be printed again"
             )
-    what = f"logs/rank-{rank:05d}.log" if rank else "log of a job" if job else "log yet"
+    missing = "log of a job" if job else "log yet"
+    if rank:
+        missing = _name(rank)
     kept = sorted(path.name for path in (out / "logs").glob(f"rank-{'[0-9]' * 5}.log"))
     ranks = f"; ranks with a log: 0 to {int(kept[-1][5:10])}" if rank and kept else ""
     later = f"; the job will print to {logs[0]}" if status.live and logs else ""
     where = f" ({status.where()})" if status.where() else ""
-    return ConfigError(f"{files.shown(out)} has no {what}{ranks}; it is {status.name}{where}{later}")
+    return ConfigError(f"{files.shown(out)} has no {missing}{ranks}; it is {status.name}{where}{later}")
 
 
 def over(out: Path, state_of: StateOf) -> Callable[[], bool]:
-    """A function that returns whether the run is over, as far as can be seen from here, and then prints how it ended."""
+    """A function that returns whether the run seems to be over, and then prints how it ended."""
 
     def is_over() -> bool:
         status = state_of(out)
@@ -163,7 +172,7 @@ def over(out: Path, state_of: StateOf) -> Callable[[], bool]:
 
 
 def _goes_on(status: State) -> bool:
-    """Whether the run may write more, as far as can be seen from here."""
+    """Whether the run may write more."""
     return bool(status.live or status.name == "unknown" or status.asked)
 
 

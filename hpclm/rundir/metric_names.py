@@ -30,9 +30,9 @@ RESERVED = frozenset(
     )
     + ("part", "tasks", "counted_tokens", "empty_micro_batches")
 )
-"""What a row has of hpclm's own, besides names that end in _seconds or begin with qk_."""
+"""hpclm's names in a row, besides those that end in _seconds or begin with qk_."""
 EXPERT_FIGURES = ("expert_load_max", "expert_entropy", "dead_experts")
-"""What is measured of each layer with experts; a slash and the name of the block follow."""
+"""Figures of each layer with experts. In a row, a slash and the name of the block follow."""
 MEASURED = frozenset(("z_loss", "guarded"))
 """Those of hpclm's that only some runs have, and that are reported as the user's are."""
 CURVES = 60
@@ -55,7 +55,7 @@ def is_users(name: str, value: Any) -> bool:
 
 
 def reported(row: Mapping[str, Any]) -> dict[str, float | None]:
-    """The numbers of a row that are reported under names of their own: all but those that every run has."""
+    """The numbers of a row with names that not every run has."""
     if "part" in row or "tasks" in row:
         return {}
     of_some_runs = (name for name in row if name in MEASURED or name.startswith("qk_") or is_of_experts(name))

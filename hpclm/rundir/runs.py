@@ -1,4 +1,4 @@
-"""Run directories: where they are, and what their files tell about a run, read quickly and without loading anything large."""
+"""Find run directories, and read the facts in their files, quickly and without loading anything large."""
 
 import os
 import pwd
@@ -21,20 +21,20 @@ from hpclm.rundir.folder import MARKS, survey_checkpoints
 from hpclm.rundir.rows import Row
 
 RUNS = Path("runs")
-"""Where runs are, unless settings or a verb's --runs say otherwise."""
+"""The folder of runs, unless settings or --runs name another."""
 SLOW: dict[str, rows.Kind] = {"rank": int, "host": str, "times": float}
 DEPTH = 3  # folders below the one that is searched
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run directory tell; no scheduler is asked."""
+    """The facts in the files of a run directory; no scheduler is asked."""
 
     out: Path
     events: Sequence[Row]
-    """What has happened to it, oldest first (``hpclm.rundir.events``)."""
+    """Its events, oldest first (``hpclm.rundir.events``)."""
     damage: str
-    """What is wrong with its record; empty if nothing is."""
+    """The damage to its record, in words; empty without damage."""
     summary: Row
     """The content of summary.json."""
     checkpoint: tuple[int, float] | None
@@ -65,7 +65,7 @@ class Run:
 
     @cached_property
     def latest(self) -> list[Row]:
-        """What has happened since the last submission or, if it has trained since, since the last attempt began."""
+        """Its events since the last submission or, if it has trained since, since the last attempt began."""
         return list(self.events[max(0, self._last("began" if self.trained else "submitted")) :])
 
     @cached_property
@@ -113,9 +113,9 @@ class Run:
     @property
     def total(self) -> int | None:
         """The planned number of steps; None if unknown, or if only time limits the run."""
-        planned = (
-            None if self.trained else self.submissions[-1].get("steps")
-        )  # settings may have changed since it trained
+        planned = None
+        if not self.trained:  # settings may have changed since it trained
+            planned = self.submissions[-1].get("steps")
         return planned or self.summary.get("steps") or self.attempt.get("steps")
 
     @property
@@ -130,7 +130,7 @@ class Run:
         return list(dict.fromkeys(submitted))
 
     def owns(self, job: Job) -> bool:
-        """Whether ``job``, whose ID is one of ``jobs``, is the run's: another cluster, or this one set up anew, repeats IDs."""
+        """Whether ``job``, with an ID that is one of ``jobs``, is the run's. Another cluster, or this one set up anew, repeats IDs."""
         mine = [submission for submission in self.submissions if str(submission["job_id"]) == job.id]
         if not mine:  # by hand
             return self.holder is not None or self.end.get("state") != "done"
@@ -173,7 +173,7 @@ def _find(folder: str, depth: int) -> Iterator[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """ConfigError if there is no such folder of runs, unless it is RUNS, which the first run makes."""
+    """ConfigError unless ``folder`` exists, or is RUNS, which the first run creates."""
     exists = os.path.lexists(folder)
     if not folder.is_dir() and (exists or folder != RUNS):
         wrong = "is not a folder" if exists else "does not exist"
@@ -189,16 +189,20 @@ def resolve(name: str, runs: Path) -> Path:
         if is_run(path):
             return path
     absent = "" if any(map(os.path.lexists, paths)) else ": it does not exist"
-    if model := next(filter(None, map(folders.exported_model, paths)), ""):
-        raise ConfigError(f"{name} is not a run directory: {model}")
+    for path in paths:
+        model = folders.exported_model(path)
+        if model:
+            raise ConfigError(f"{name} is not a run directory: {model}")
     names = [str(path.relative_to(runs)) for path in find(runs)]
-    has = f"; {runs} has {', '.join(names[:20])}{', …' * (len(names) > 20)}." if names else f", and {runs} has none"
+    has = f", and {runs} has none"
+    if names:
+        more = ", …" if len(names) > 20 else ""
+        has = f"; {runs} has {', '.join(names[:20])}{more}."
     raise ConfigError(f"{name} is not a run directory{absent}{has}{hint(name, names)}")
 
 
 def located(run: Path, runs: Path) -> Path:
-    """``run``, or if there is no such folder the one of that name below ``runs``, for verbs that read a run's model; ConfigError if
-    there is neither."""
+    """``run``, or the folder of that name below ``runs``, for commands that read a run's model; ConfigError if neither exists."""
     if run.exists():
         return run
     for folder in (run.parent, runs / run.parent):
@@ -237,7 +241,8 @@ def is_run(path: Path) -> bool:
 
 def check_own(out: Path, act: str) -> None:
     """ConfigError if the run belongs to another user, and this one is not root."""
-    if os.geteuid() and (other := other_owner(out)):
+    other = other_owner(out)
+    if os.geteuid() and other:
         raise ConfigError(f"{files.shown(out)} cannot be {act} by you; it belongs to {other}")
 
 
@@ -255,7 +260,7 @@ def _user(uid: int) -> str:
 
 
 def read(out: Path) -> Run:
-    """Read the run directory ``out``; what a damaged record tells is unknown."""
+    """Read the run directory ``out``; a damaged record is noted as ``damage``."""
     # strings: making a Path takes longer than reading a small file
     holder = lease.holder(out)
     checkpoint, bad = survey_checkpoints(f"{out}/checkpoints")

@@ -1,4 +1,4 @@
-"""The state of a run: from its record, from its scheduler, and from the processes of this host."""
+"""The state of a run, from its record, its scheduler, and the processes of this host."""
 
 import re
 import time
@@ -16,6 +16,7 @@ from hpclm.rundir.lease import is_here
 from hpclm.rundir.rows import Row
 from hpclm.rundir.runs import Run, is_job
 from hpclm.rundir.summary import KILLED
+from hpclm.terminal import many
 
 SILENT = 30.0  # seconds without a heartbeat after which a run that cannot be seen from here does not count as running
 BY_SCHEDULER = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "REVOKED")
@@ -43,12 +44,12 @@ class State:
 
     @property
     def live(self) -> bool:
-        """Whether a job or process of it is pending or running, as far as is known."""
+        """Whether a job or process of it is known to be pending or running."""
         return self.name in ("waiting", "starting", "running", "completing")
 
     @property
     def finished(self) -> str:
-        """How it did all that its settings ask for, which may end with stop_at; empty if it did not."""
+        """How it ended with all done that its settings ask for, stop_at included; empty if it did not."""
         over = self.run.attempts and self.run.attempts[-1].ended.get("over")
         if self.name == "done" or (self.name == "stopped" and over):
             return self.ending or self.name
@@ -56,9 +57,10 @@ class State:
 
     @property
     def diverged(self) -> str:
-        """How it ended if it would end so again with the same settings; empty if it would not."""
-        diverged = not self.live and self.run.end.get("code") == ExitCode.DIVERGED
-        return self.ending or "diverged" if diverged else ""
+        """How it diverged, as it would again with the same settings; empty if it did not."""
+        if self.live or self.run.end.get("code") != ExitCode.DIVERGED:
+            return ""
+        return self.ending or "diverged"
 
     @property
     def age(self) -> float | None:
@@ -93,7 +95,7 @@ class State:
         return ""
 
     def warnings(self) -> Iterator[str]:
-        """What the user should look at."""
+        """Sentences on problems that the user should look at."""
         run = self.run
         out = files.typed(self.run.out)
         usual = run.summary.get("step_seconds") or 0
@@ -111,92 +113,136 @@ class State:
         for sink, cause in events.unsent(run.events).items():
             yield f"{sink} lacks rows of metrics.jsonl ({cause}): hpclm sync {out}"
         if run.bad:
-            yield f"{run.bad} bad checkpoint{'s' * (run.bad > 1)} set aside in {files.shown(run.out)}/checkpoints"
+            yield f"{many(run.bad, 'bad checkpoint')} set aside in {files.shown(run.out)}/checkpoints"
 
 
 StateOf = Callable[[Path], State]
-"""Gives the state of the run in a directory, by its scheduler, too."""
+"""Gives the state of the run in a directory, for which its scheduler is asked, too."""
 
 
 def state_of(run: Run, states: Mapping[str, Job] | None, asked: str = "") -> State:
-    """The state of ``run`` if its scheduler knows ``states``; None: it did not answer, for the reason ``asked``."""
-    mine = [states[job] for job in run.jobs if job in states and run.owns(states[job])] if states else []
-    job = max(reversed(mine), key=lambda state: (state.live, state.live and not state.waits), default=None)
-    here = None if run.over else process_here(run)
-    unanswered = states is None  # it may take a while to exit
+    """The state of ``run`` if its scheduler shows the jobs ``states``; None: it did not answer, for the reason ``asked``."""
+    job = _last_job(run, states or {})
+    process = None if run.over else process_here(run)  # a run that is over may take a while to exit
+    # the scheduler knows better than the files whether a job still holds the run directory
     elsewhere = run.holder is not None and not is_here(run.holder)
-    if run.attempt.get("job_id") and not unanswered:
-        elsewhere = False  # the scheduler knows better than its files
+    if run.attempt.get("job_id") and states is not None:
+        elsewhere = False
+    beats = elsewhere and run.beat_age is not None and run.beat_age < SILENT
+    ending = ""
     if run.damage:
         name = "unknown"
-        text = run.damage
+        ending = run.damage
     elif job and job.live:
-        ends = run.over or job.name == "COMPLETING"
-        name = "waiting" if job.waits else "completing" if ends else _working(run, job)
-        text = ""
-    elif here is not None or (elsewhere and run.beat_age is not None and run.beat_age < SILENT):
+        name = _live(run, job)
+    elif process is not None or beats:
         name = _working(run, None)
-        text = ""
     else:
-        name, text = _over(run, unanswered, elsewhere, job)
-    told = BY_SCHEDULER if name == "exited" else (*BY_SCHEDULER, "FAILED", "CANCELLED")
-    if job and name in ("exited", "failed", "ended") and job.name in told:
-        because = f" ({job.reason})" if job.reason not in ("", "None", "NonZeroExitCode") else ""
-        text = f"{text}; job {job.id} {job.name}{because}"
-    needless = run.over and name == "done"  # whatever the scheduler would have answered
-    return State(run, name, job, "" if needless else asked, here, text, time.time())
+        unseen = states is None or elsewhere
+        name, ending = _over(run, unseen) if run.trained else _not_trained(run, states is None, job)
+        if job and _explains(job, name):
+            ending += f"; job {job.id} {job.name}"
+            if job.reason not in ("", "None", "NonZeroExitCode"):
+                ending += f" ({job.reason})"
+    if run.over and name == "done":  # whatever the scheduler would have answered
+        asked = ""
+    return State(run, name, job, asked, process, ending, time.time())
 
 
-def _over(run: Run, unanswered: bool, elsewhere: bool, job: Job | None) -> tuple[str, str]:
-    """State of a run that does not seem to be running, and how it ended; ``unanswered``: the scheduler did not answer, ``elsewhere``: a
-    process that is not visible from here holds the run directory."""
+def _last_job(run: Run, states: Mapping[str, Job]) -> Job | None:
+    """The run's job that is running, otherwise pending, otherwise the last one."""
+    mine = [states[job] for job in run.jobs if job in states and run.owns(states[job])]
+    return max(reversed(mine), key=lambda job: (job.live, job.live and not job.waits), default=None)
+
+
+def _live(run: Run, job: Job) -> str:
+    """The state of a run with a pending or running job."""
+    if job.waits:
+        return "waiting"
+    if run.over or job.name == "COMPLETING":
+        return "completing"
+    return _working(run, job)
+
+
+def _working(run: Run, job: Job | None) -> str:
+    """starting or running: whether the current attempt has completed a step."""
+    began = moment(str(run.attempt.get("time", "")))
+    if began is None or run.summary.get("state") == "starting":
+        return "starting"
+    job_began = moment(job.start) if job else None
+    if job_began is not None and began < job_began - 2:  # the attempt is of an earlier start
+        return "starting"
+    return "running"
+
+
+def _explains(job: Job, name: str) -> bool:
+    """Whether the end of the job says more than the run's own record, which makes it ``name``."""
+    if name == "exited":
+        return job.name in BY_SCHEDULER
+    return name in ("failed", "ended") and job.name in (*BY_SCHEDULER, "FAILED", "CANCELLED")
+
+
+def _recorded(run: Run) -> str:
+    """How the last start ended, in the words of its record; empty without a record."""
     end = run.end
+    if not end:
+        return ""
+    return str(end.get("ending") or end.get("cause") or f"exit code {end['code']}")
+
+
+def _over(run: Run, unseen: bool) -> tuple[str, str]:
+    """The state of a run that has trained and does not seem to be running, and how it ended.
+
+    ``unseen``: it may be running where it cannot be seen from here.
+    """
+    text = _recorded(run)
     by = run.cancelled_by
-    text = str(end.get("ending") or end.get("cause") or (f"exit code {end['code']}" if end else ""))
-    if not run.trained:
-        return _not_trained(run, text, unanswered, job)
-    if end.get("state"):
-        return end["state"], f"{text}; cancelled by {by}" if by else text
-    if not end and not by and (unanswered or elsewhere):
-        return "unknown", ""
-    if not run.attempt and not end:
-        return "new", ""
+    if run.end.get("state"):
+        return run.end["state"], f"{text}; cancelled by {by}" if by else text
     if by:
         return "cancelled", f"cancelled by {by}; {text or KILLED}"
+    if not run.end and unseen:
+        return "unknown", ""
+    if not run.end and not run.attempt:
+        return "new", ""
     return "ended", text or KILLED
 
 
-def _not_trained(run: Run, text: str, unanswered: bool, job: Job | None) -> tuple[str, str]:
-    """State of a run whose last submission is over and has not trained; ``text``: how that ended, as its processes have recorded it."""
-    what = "job" if is_job(run.submissions[-1]) else "start"
+def _not_trained(run: Run, unanswered: bool, job: Job | None) -> tuple[str, str]:
+    """The state of a run with a last submission that is over and has not trained, and how it ended."""
+    start = "job" if is_job(run.submissions[-1]) else "start"
     if run.cancelled_by or (job and job.name == "CANCELLED"):
         by = f" by {run.cancelled_by}" if run.cancelled_by else ""
         before = run.attempts[-1].ended if run.attempts else {}
         if before.get("state"):
-            return before["state"], f"{before.get('ending')}; its last {what} was cancelled{by} before training started"
-        return "cancelled", f"its {what} was cancelled{by} before training started"
+            return before[
+                "state"
+            ], f"{before.get('ending')}; its last {start} was cancelled{by} before training started"
+        return "cancelled", f"its {start} was cancelled{by} before training started"
     if run.end:
-        return "exited" if run.end["code"] == ExitCode.REQUEUE else "failed", text
+        return "exited" if run.end["code"] == ExitCode.REQUEUE else "failed", _recorded(run)
     if unanswered:
         return "unknown", ""
     if job:
         return "failed", "ended before training started"
-    return "ended", f"its {what} ended before training started; nothing says how"
+    return "ended", f"its {start} ended before training started; nothing says how"
 
 
 def process_here(run: Run) -> int | None:
     """PID on this host of the run's launcher, otherwise of the run itself; None without one."""
     recorded = list[tuple[Row, int]]()
-    for launch in [submission for submission in run.submissions if not is_job(submission)][-1:]:
-        if str(launch["job_id"]).isdecimal():
-            recorded.append((launch, int(launch["job_id"])))
+    if run.submissions and not is_job(run.submissions[-1]) and str(run.submissions[-1]["job_id"]).isdecimal():
+        recorded.append((run.submissions[-1], int(run.submissions[-1]["job_id"])))
     if run.attempt.get("pid"):
         recorded.append((run.attempt, run.attempt["pid"]))
-    running = (pid for event, pid in recorded if is_here(event) and processes.is_ours(pid, event["time"]))
-    if (pid := next(running, None)) or not run.holder or not is_here(run.holder):
-        return pid
-    holding: int = run.holder["pid"]
-    return holding if processes.has_open(holding, (run.out / "lock").resolve()) else None
+    for event, pid in recorded:
+        if is_here(event) and processes.is_ours(pid, event["time"]):
+            return pid
+    if run.holder and is_here(run.holder):
+        pid = run.holder["pid"]
+        if processes.has_open(pid, (run.out / "lock").resolve()):
+            return pid
+    return None
 
 
 def job_words(job: Job) -> str:
@@ -216,15 +262,6 @@ def span(seconds: float) -> str:
     if hours < 1:
         return f"{minutes} min"
     return f"{hours} h {minutes % 60:02} min" if days < 2 else f"{days} d {hours % 24} h"
-
-
-def _working(run: Run, job: Job | None) -> str:
-    """starting or running: whether the current attempt has completed a step."""
-    began = moment(str(run.attempt.get("time", "")))
-    job_began = moment(job.start) if job else None
-    if began is None or (job_began is not None and began < job_began - 2):
-        return "starting"
-    return "starting" if run.summary.get("state") == "starting" else "running"
 
 
 def moment(text: str) -> float | None:

@@ -40,7 +40,7 @@ NEEDED = ("state", "ending", "step")
 
 
 def read(out: Path | str) -> Row:
-    """The summary of the run in ``out``; empty if there is none, or it is damaged."""
+    """The summary of the run in ``out``; empty if it is missing or damaged."""
     with suppress(OSError, ValueError, RecursionError):
         content = json.loads(files.read_text(f"{out}/{NAME}"))
         return content if rows.sane(content, FIELDS, NEEDED) else {}
@@ -48,8 +48,10 @@ def read(out: Path | str) -> Row:
 
 
 def failed_without_main(out: Path) -> Callable[[str], None]:
-    """For a rank other than 0: a function that records the error with which the run ends, if rank 0 could not, and if no later
-    attempt has taken the run directory over."""
+    """A function for other ranks than 0. It records the error that ends the run, if rank 0 could not.
+
+    It records nothing if a later attempt has taken the run directory over.
+    """
     holder = lease.holder(out)
 
     def failed(text: str) -> None:
@@ -187,7 +189,7 @@ class RunSummary:
             self._know(validation_loss=row["validation_loss"], validation_step=row["step"])
 
     def note_experts(self, text: str) -> None:
-        """What is wrong with the load of experts; empty if nothing is."""
+        """A problem with the load of experts; empty if it is solved."""
         self._know(experts=text)
         self._changed = True
 
@@ -216,13 +218,16 @@ class RunSummary:
             folder.sync(self._out)
 
     def _start_seconds(self, now: float | None, step: float | None = 0.0) -> Row:
-        """What this attempt's start has taken if it is over ``now``, but for ``step`` seconds; a start without a step took at least that."""
+        """The seconds that this attempt's start took, if it is over ``now``, without the ``step`` seconds of its first step."""
         began = self._began
         return {"start_seconds": round(max(0.0, now - began - (step or 0.0)), 1)} if now and began else {}
 
     def _adopt_ending(self) -> None:
         """Keep what another rank has recorded of this attempt's end, when this one did not respond."""
-        if self._facts["state"] not in ENDED and (recorded := _recorded(self._out, self.generation)):
+        if self._facts["state"] in ENDED:
+            return
+        recorded = _recorded(self._out, self.generation)
+        if recorded:
             self._know(**{name: recorded.get(name) for name in ("state", "ending", "code")})
 
     def failed(self, text: str, code: int = ExitCode.FAILED) -> None:
@@ -247,7 +252,8 @@ class RunSummary:
             self._written = time.monotonic()
             newest, _ = survey_checkpoints(self._out / "checkpoints")
             facts: dict[str, Any] = {**self._facts, "time": round(time.time(), 3), "checkpoint": newest and newest[0]}
-            if recent := list(self._recent):
+            recent = list(self._recent)
+            if recent:
                 seconds, tokens = map(sum, zip(*recent, strict=True))
                 facts |= {"step_seconds": seconds / len(recent), "tokens_per_second": tokens / seconds}
             if recent or self._curve.points:

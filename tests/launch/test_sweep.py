@@ -63,7 +63,7 @@ MISTAKES = {
     "train --sweep seed=1,2 --from 4": (2, "--from is for a single run"),
     "submit --cluster local --sweep model.heads=4,5": (64, "model.heads=5"),
     "submit --cluster local --sweep data.source=synthetic,indexed": (64, "data.prefix is not set"),
-    "submit --cluster local --sweep seed=1,2 --dry-run": (64, "with job.cluster=local there is none"),
+    "submit --cluster local --sweep seed=1,2 --dry-run": (64, "job.cluster=local has none"),
     "submit --parallel 2": (64, "--parallel is for --sweep"),
     "submit --cluster slurm --sweep seed=1,2 --parallel 2": (64, "--parallel is for a sweep with --cluster local, not"),
     "submit --sweep seed=1,2 --debug": (64, "--debug is for one run, without --sweep"),

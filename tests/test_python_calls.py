@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import hpclm
-from hpclm.api import several, values
-from hpclm.api.checked import checked
-from hpclm.api.functions import composed
+from hpclm.api import several
+from hpclm.api.checked import PATH, TEXTS, UnfitError, checked, fitted, plain
 from hpclm.api.live import Snapshot
 from hpclm.api.options import Options
 from hpclm.api.run import Report
@@ -36,8 +35,8 @@ def here(tmp_path, monkeypatch):
 def test_keywords_are_the_settings_of_their_names():
     made = hpclm.settings("debug", steps=9, lr=0.5, seed=0, out="runs/y", device="cpu")
     assert (made.budget.steps, made.optim.lr, made.seed, made.out, made.engine.device) == (9, 0.5, 0, "runs/y", "cpu")
-    [*_, job] = Options(nodes=2, gpus=3, time="1:00", partition="p").changes()
-    assert job == {"job.nodes": 2, "job.gpus": 3, "job.time": "1:00", "job.partition": "p"}
+    job = Options(nodes=2, gpus=3, time="10:00", partition="p").compose("debug", ()).job
+    assert (job.nodes, job.gpus, job.time, job.partition) == (2, 3, "10:00", "p")
 
 
 @pytest.mark.parametrize("name, wrong", [("nodes", 0), ("gpus", 0), ("time", "soon")])
@@ -64,7 +63,7 @@ def test_problems_are_in_the_order_of_the_arguments():
         (lambda: hpclm.open("x", zzz=1), "open has no argument 'zzz'."),
         (lambda: hpclm.settings(), "settings: missing a required argument: 'base'"),
         (lambda: hpclm.settings("debug", {"a b": 1}), "unknown setting 'a b'"),
-        (lambda: composed("debug", (), None, "bytes", Options()), "tokenizer='bytes' has no effect without data="),
+        (lambda: Options(tokenizer="bytes").run("debug", ()), "tokenizer='bytes' has no effect without data="),
         (lambda: hpclm.sweep("debug", {"seed": [1]}, parallel=0), "parallel=0 must be at least 1"),
         (lambda: hpclm.compare([]), "runs is empty; give at least one run"),
     ],
@@ -77,7 +76,7 @@ def test_a_call_that_means_nothing_says_why(call, said):
 
 def test_changes_win_over_what_a_text_needs_and_that_over_keywords(here):
     changes = ({"model.vocab_size": 300, "optim.lr": 0.25},)
-    made = composed("small", changes, "text.jsonl", "bytes", Options(lr=0.5, seed=4, out="runs/a"))
+    made = Options(data="text.jsonl", tokenizer="bytes", lr=0.5, seed=4, out="runs/a").run("small", changes)
     assert (made.model.vocab_size, made.optim.lr, made.seed) == (300, 0.25, 4)
     assert made.data.prefix.startswith("runs/datasets/text-")
 
@@ -85,9 +84,9 @@ def test_changes_win_over_what_a_text_needs_and_that_over_keywords(here):
 def test_before_text_becomes_a_dataset_a_run_directory_that_is_a_file_or_other_data_are_refused(here):
     Path("taken").write_text("")
     with pytest.raises(hpclm.ConfigError, match="run directory taken is a file; choose another out"):
-        composed("small", (), "text.jsonl", None, Options(out="taken"))
+        Options(data="text.jsonl", out="taken").run("small", ())
     with pytest.raises(hpclm.ConfigError, match=r"data\.prefix"):
-        composed("small", ({"data.prefix": "x"},), "text.jsonl", None, Options(out="new"))
+        Options(data="text.jsonl", out="new").run("small", [{"data.prefix": "x"}])
     assert sorted(path.name for path in here.iterdir()) == ["taken", "text.jsonl"]
 
 
@@ -118,13 +117,13 @@ def test_a_choice_is_one_of_the_words():
         (OSError(errno.EPIPE, "Gone"), OSError, "[Errno 32] Gone"),
         (Interrupted("x: saved"), Interrupted, "x: saved"),
         (KeyboardInterrupt(), Interrupted, "function was interrupted"),
-        (hpclm.ConfigError("--from STEP (command line)"), hpclm.ConfigError, "resume_step=STEP"),
+        (hpclm.ConfigError("two\nlines"), hpclm.ConfigError, r"two\nlines"),
         (hpclm.HpclmError("x"), hpclm.HpclmError, "x"),
         (ZeroDivisionError("x"), ZeroDivisionError, "x"),
     ],
     ids=repr,
 )
-def test_errors_of_a_function_are_those_of_hpclm_with_the_words_of_python(error, kind, said):
+def test_errors_of_a_function_are_those_of_hpclm_in_one_line(error, kind, said):
     with pytest.raises(kind) as caught:
         failing(error)()
     assert type(caught.value) in (kind, BrokenPipeError) and str(caught.value) == said
@@ -188,7 +187,7 @@ def test_what_a_run_evaluates_and_generates_is_refused_in_the_words_of_python(tm
         (dict(text="x", data="y"), "give one of text= and data=, with tokens= instead of samples="),
         (dict(text="x", samples=3), "give one of text= and data=, with tokens= instead of samples="),
         (dict(text="x"), "text='x' does not exist; text= takes the path of a text or .jsonl file"),
-        (dict(samples=0), "samples=0 must be more than 0"),
+        (dict(samples=0), "samples=0 must be at least 1"),
     ):
         with pytest.raises(hpclm.ConfigError) as caught:
             run.evaluate(**more)
@@ -227,14 +226,16 @@ def test_the_module_of_own_code_is_looked_for_where_it_is_here():
 
 
 def test_numbers_are_whole_up_to_64_bits_and_neither_true_nor_of_two_dimensions():
-    assert values.whole(MAX_INTEGER) == -values.whole(-MAX_INTEGER) == MAX_INTEGER and values.whole(3.0) == 3
-    assert values.setting(np.eye(2)) == [[1.0, 0.0], [0.0, 1.0]] and values.elements(np.arange(2)) == [0, 1]
-    for convert, wrong in (
-        (values.whole, MAX_INTEGER + 1),
-        (values.whole, True),
-        (values.number, True),
-        (values.elements, np.eye(2)),
-        (values.path, "a\0b"),
+    assert fitted(MAX_INTEGER, int) == -fitted(-MAX_INTEGER, int) == MAX_INTEGER and fitted(3.0, int) == 3
+    assert plain(np.eye(2)) == [[1.0, 0.0], [0.0, 1.0]] and plain(np.arange(2)) == [0, 1]
+    for kind, wrong in (
+        (int, MAX_INTEGER + 1),
+        (int, True),
+        (int, 2.5),
+        (float, True),
+        (str, Path("x")),
+        (TEXTS, np.eye(2)),
+        (PATH, "a\0b"),
     ):
-        with pytest.raises(values.UnfitError):
-            convert(wrong)
+        with pytest.raises(UnfitError):
+            fitted(wrong, kind)

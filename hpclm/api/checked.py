@@ -1,80 +1,143 @@
-"""Arguments of a wrong type are refused by name, in one line; so is the answer to an interrupt."""
+"""Arguments of hpclm's functions: values of other libraries become Python's own, and each of a wrong type is refused in one line."""
 
+import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import suppress
+from decimal import Decimal
 from functools import wraps
 from inspect import Parameter, signature
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from hpclm import terminal
-from hpclm.api import values
 from hpclm.config import elsewhere, fields, hints
-from hpclm.config.checks import shown
-from hpclm.errors import MACHINE, REFUSED, ConfigError, HpclmError, Interrupted
+from hpclm.config.checks import MAX_INTEGER, shown
+from hpclm.errors import MACHINE, REFUSED, ArgumentError, ConfigError, HpclmError, Interrupted
 from hpclm.node import import_errors
 from hpclm.registry import hint
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-KINDS: dict[Any, tuple[Callable[[Any], Any], str]] = {
-    int: (values.whole, "a whole number"),
-    float: (values.number, "a number"),
-    bool: (values.boolean, "True or False"),
-    str: (values.text, "text"),
-    os.PathLike[str]: (values.path, "a path"),
-    Sequence[str]: (values.texts, "a list of texts"),
-    type(None): (values.nothing, "None"),
+BYTES = (bytes, bytearray, memoryview)
+PATH = os.PathLike[str]
+TEXTS = Sequence[str]
+WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    PATH: "a path",
+    TEXTS: "a list of texts",
+    type(None): "None",
 }
-"""What turns a value into one of a type, and the type in words."""
-WORDS = {
-    " (command line)": "",
-    "--from STEP": "resume_step=STEP",
-    "with --column": "by hpclm preprocess --column",
-    "with --json-keys": "by hpclm preprocess --json-keys",
-}
-"""Words of the command line in messages, and what they are in Python."""
+"""The types that are checked, in words."""
+
+
+class UnfitError(Exception):
+    """A value is not of the type that an argument or a setting takes."""
+
+
+def plain(value: Any) -> Any:
+    """``value`` as None, text, bool, number, list or dict; UnfitError if it is nothing like these.
+
+    It may be an enum of text, a path, a number of any library, or an array, tensor or Series.
+    """
+    if callable(getattr(value, "tolist", None)) and not isinstance(value, BYTES):
+        try:
+            value = value.tolist()
+        except Exception:  # a tensor without data, or whatever a library's object raises
+            raise UnfitError(type(value).__name__) from None
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Integral):
+        return operator.index(value)
+    if isinstance(value, (Real, Decimal)):
+        with suppress(ValueError, OverflowError):
+            return float(value)
+    if isinstance(value, Mapping):
+        return {plain(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (Sequence, KeysView, ValuesView)) and not isinstance(value, BYTES):
+        return [plain(element) for element in value]
+    raise UnfitError(type(value).__name__)
+
+
+def fitted(value: Any, *kinds: Any) -> Any:
+    """``value`` as the first of ``kinds``, which WORDS has, or a Literal, that it can be; UnfitError if it can be none."""
+    if isinstance(value, os.PathLike) and PATH not in kinds:
+        raise UnfitError(type(value).__name__)
+    try:
+        value = plain(value)
+    except Exception:  # a mapping that contains itself, or whatever a library's object raises
+        raise UnfitError(type(value).__name__) from None
+    for kind in (kind for kind in kinds if kind is not str or PATH not in kinds):
+        with suppress(UnfitError):
+            return _as_kind(value, kind)
+    raise UnfitError(type(value).__name__)
+
+
+def _as_kind(value: Any, kind: Any) -> Any:
+    """A plain value as ``kind``; UnfitError."""
+    if kind is float and type(value) is int and abs(value) < 1e300:
+        return float(value)
+    if kind is int and type(value) is float and value.is_integer():
+        value = int(value)
+    if kind is int and type(value) is int and abs(value) > MAX_INTEGER:
+        raise UnfitError
+    if kind == PATH and type(value) is str and "\0" not in value:
+        with suppress(UnicodeEncodeError):
+            os.fsencode(value)
+            return value
+    if kind == TEXTS and type(value) is list and all(type(element) is str for element in value):
+        return value
+    if get_origin(kind) is Literal and value in get_args(kind):
+        return value
+    if kind in (int, float, bool, str, type(None)) and type(value) is kind:
+        return value
+    raise UnfitError
 
 
 def checked(function: Function) -> Function:
-    """``function`` for users: ConfigError for arguments whose type is not the annotated one, messages in the words of Python, and an
-    interrupt in one line."""
-    kinds, expected = dict(_kinds(function)), signature(function)
+    """``function`` for users: ConfigError for arguments whose type is not the annotated one, and an interrupt in one line."""
+    kinds = dict(_kinds(function))
+    expected = signature(function)
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if unknown := [word for word in kwargs if word not in expected.parameters]:
-            raise ConfigError([_unknown(word, name, function) for word in unknown])
+            raise ConfigError([_unknown(word, name, expected.parameters) for word in unknown])
         try:
             bound = expected.bind(*args, **kwargs)
         except TypeError as error:
             raise ConfigError(f"{name}: {error}") from None
         problems = []
-        for argument in bound.arguments.keys() & kinds.keys():
+        for argument in (argument for argument in kinds if argument in bound.arguments):
+            value = bound.arguments[argument]
             try:
-                bound.arguments[argument] = _fitted(bound.arguments[argument], kinds[argument])
-            except values.UnfitError:
-                wanted = " or ".join(map(_described, kinds[argument]))
-                problems.append(f"{argument}={shown(bound.arguments[argument])} must be {wanted}")
+                bound.arguments[argument] = fitted(value, *kinds[argument])
+            except UnfitError:
+                problems.append(f"{argument}={shown(value)} must be {' or '.join(map(_described, kinds[argument]))}")
         if problems:
-            raise ConfigError(sorted(problems, key=lambda problem: [*kinds].index(problem.partition("=")[0])))
+            raise ConfigError(problems)
         try:
             return function(*bound.args, **bound.kwargs)
         except ConfigError as error:
-            raise ConfigError(map(_in_python, error.problems)) from None
+            texts = (terminal.line(problem.removesuffix(" (command line)")) for problem in error.problems)
+            raise ConfigError(texts) from None
         except OSError as error:
             if error.errno not in (*MACHINE, *REFUSED):
                 raise
             kind = HpclmError if error.errno in MACHINE else ConfigError
-            raise kind(
-                f"{terminal.line(shown(error.filename))}: {error.strerror}; check what it is, and its permissions"
-            ) from error
-        except Interrupted:
+            path = terminal.line(shown(error.filename))
+            raise kind(f"{path}: {error.strerror}; check what it is, and its permissions") from error
+        except (HpclmError, Interrupted):
             raise
         except KeyboardInterrupt:
             raise Interrupted(f"{name} was interrupted") from None
-        except HpclmError:
-            raise
         except Exception as error:
             if reason := import_errors.explained(error):
                 raise ConfigError(reason) from None
@@ -83,9 +146,10 @@ def checked(function: Function) -> Function:
     return cast(Function, call)
 
 
-def _unknown(argument: str, name: str, function: Callable[..., Any]) -> str:
-    parameters = signature(function).parameters
-    problem, near = f"{name} has no argument {argument!r}", hint(argument, parameters)
+def _unknown(argument: str, name: str, parameters: Mapping[str, Parameter]) -> str:
+    """The answer to an argument that a function does not have."""
+    problem = f"{name} has no argument {argument!r}"
+    near = hint(argument, parameters)
     if near or "changes" not in parameters:
         return f"{problem}.{near}"
     found = [*elsewhere.answers(argument)]
@@ -95,42 +159,23 @@ def _unknown(argument: str, name: str, function: Callable[..., Any]) -> str:
     return f"{problem}; settings are given as {{{', '.join(f'{key!r}: ...' for key in keys)}}}"
 
 
-def _in_python(problem: str) -> str:
-    for words, meant in WORDS.items():
-        problem = problem.replace(words, meant)
-    return terminal.line(problem)
-
-
 def positive(**numbers: float | None) -> None:
-    """ConfigError for numbers that are not more than 0."""
-    if problems := [
-        f"{name}={value} must be more than 0" for name, value in numbers.items() if value is not None and not value > 0
-    ]:
-        raise ConfigError(problems)
+    """ArgumentError for numbers that are not more than 0."""
+    wrong = {name: value for name, value in numbers.items() if value is not None and not value > 0}
+    rules = {int: "must be at least 1", float: "must be more than 0"}
+    ArgumentError.refuse((name, value, rules[type(value)]) for name, value in wrong.items())
 
 
 def _kinds(function: Callable[..., Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The types that each parameter may have, where all of them are simple ones."""
+    """The types that each parameter may have, if all of them can be checked."""
     for name, parameter in signature(function).parameters.items():
         hint = parameter.annotation
-        kinds = (hint,) if get_origin(hint) in (Literal, Sequence, os.PathLike) else get_args(hint) or (hint,)
-        if parameter.kind is not Parameter.VAR_POSITIONAL and all(
-            kind in KINDS or get_origin(kind) is Literal for kind in kinds
-        ):
+        simple = hint in WORDS or get_origin(hint) is Literal
+        kinds = (hint,) if simple else get_args(hint)
+        if kinds and parameter.kind is not Parameter.VAR_POSITIONAL and all(map(_described, kinds)):
             yield name, kinds
 
 
-def _fitted(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """``value`` as the first of ``kinds`` that it can be; UnfitError if it can be none."""
-    simple = [KINDS[kind][0] for kind in kinds if kind in KINDS and not (kind is str and os.PathLike[str] in kinds)]
-    for convert in simple:
-        with suppress(values.UnfitError):
-            return convert(value)
-    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    if choices and (chosen := values.text(value)) in choices:
-        return chosen
-    raise values.UnfitError
-
-
 def _described(kind: Any) -> str:
-    return f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else KINDS[kind][1]
+    """A type in words; empty if it cannot be checked."""
+    return f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else WORDS.get(kind, "")

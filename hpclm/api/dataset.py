@@ -1,4 +1,4 @@
-"""What ``data=`` is in Python: the prefix of a dataset, a text, or a ``datasets.Dataset``, which becomes a text first."""
+"""The argument ``data=``: the prefix of a dataset, a text, or a ``datasets.Dataset``, which becomes a text first."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpclm import folders
-from hpclm.api import values
+from hpclm.api.checked import PATH, UnfitError, fitted
 from hpclm.config import RunConfig, compose
 from hpclm.config.checks import shown
 from hpclm.errors import ConfigError
@@ -34,7 +34,7 @@ ROWS = 1000
 def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfig) -> list[str]:
     """The settings with which ``run`` trains on ``data``; text becomes a dataset first, unless it is one already.
 
-    ``tokenizer``: as of ``text_dataset.named``. ConfigError for what cannot be read.
+    ``tokenizer``: see ``text_dataset.named``. ConfigError for data that cannot be read.
     """
     from hpclm.datasets import text_dataset
 
@@ -42,8 +42,8 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
     if not isinstance(data, (str, os.PathLike)):
         return _of_rows(data, tokenizer, run)
     try:
-        name = values.path(data)
-    except values.UnfitError:
+        name = fitted(data, PATH)
+    except UnfitError:
         raise ConfigError(f"data={shown(data)} cannot be the name of a file") from None
     dataset = text_dataset.named(name, tokenizer, run)
     dataset.write()
@@ -68,17 +68,13 @@ def _of_rows(data: TextDataset, tokenizer: str | None, run: RunConfig) -> list[s
 
     with folders.temporary_folder() as folder:
         path = folder / "rows.jsonl"
-        try:
-            dataset = text_dataset.of_text(path, _write_rows(data, path), tokenizer, run)
-            dataset.write()
-        except ConfigError as error:
-            rows = (problem.replace(f"{path}:", "data, row ") for problem in error.problems)
-            raise ConfigError(problem.replace(str(path), "data") for problem in rows) from None
+        dataset = text_dataset.of_text(path, _write_rows(data, path), tokenizer, run, rows_of="data")
+        dataset.write()
         return dataset.settings(run)
 
 
 def _write_rows(data: TextDataset, path: Path) -> str:
-    """Write the texts of a dataset as JSON lines; a short hash of them."""
+    """Write the texts of a dataset as JSON lines, and return a short hash of them."""
     digest = hashlib.sha256()
     if isinstance(data.column_names, dict):
         raise ConfigError(f"data has the splits {', '.join(data.column_names)}; choose one, such as data['train']")

@@ -4,16 +4,13 @@ import os
 from pathlib import Path
 
 from hpclm import paths
-from hpclm.api import dataset as datasets
-from hpclm.api import live, options
+from hpclm.api import live
 from hpclm.api.checked import checked
 from hpclm.api.dataset import Data
 from hpclm.api.options import Base, Change, Options
 from hpclm.api.run import Run
 from hpclm.config import RunConfig
-from hpclm.errors import ConfigError
-from hpclm.node import environment
-from hpclm.rundir import folder, runs
+from hpclm.rundir import runs
 
 
 @checked
@@ -57,7 +54,8 @@ def train(
         ConfigError: everything that is wrong with the settings; other errors are HpclmError.
         KeyboardInterrupt: after a signal; the run has saved, and `hpclm.open` opens it.
     """
-    run = composed(base, changes, data, tokenizer, Options(steps, lr, seed, out, device))
+    options = Options(steps, lr, seed, out, device, data=data, tokenizer=tokenizer)
+    run = options.run(base, changes)
     live.train(run, resume_step)
     return Run(run.out)
 
@@ -103,9 +101,9 @@ def submit(
     from hpclm.launch.arguments import whole
     from hpclm.launch.submit import from_python, queue_of
 
-    wanted = Options(steps, lr, seed, out, device, nodes, gpus, time, partition)
-    queue_of(options.compose(base, [*wanted.changes(), *changes]).job)  # before a dataset is written
-    run = whole(composed(base, changes, data, tokenizer, wanted))
+    options = Options(steps, lr, seed, out, device, nodes, gpus, time, partition, data, tokenizer)
+    queue_of(options.compose(base, changes).job)  # before a dataset is written
+    run = whole(options.run(base, changes))
     from_python(run, resume_step)
     return Run(run.out)
 
@@ -128,7 +126,7 @@ def settings(
     Raises:
         ConfigError: everything that is wrong with them.
     """
-    return options.compose(base, [*Options(steps, lr, seed, out, device).changes(), *changes])
+    return Options(steps, lr, seed, out, device).compose(base, changes)
 
 
 @checked
@@ -141,23 +139,3 @@ def open(run: str | os.PathLike[str]) -> Run:  # as gzip.open and others
         ConfigError: it is not a run directory; names those that are.
     """
     return Run(runs.resolve(paths.expanded(os.fspath(run)), Path("runs")))
-
-
-def composed(
-    base: Base,
-    changes: tuple[Change, ...],
-    data: Data | None,
-    tokenizer: str | os.PathLike[str] | None,
-    wanted: Options,
-) -> RunConfig:
-    """The settings of a run, for which text has become a dataset. Changes win over keywords, and these over ``base``."""
-    run = options.compose(base, [*wanted.changes(), *changes])
-    if data is None:
-        if tokenizer is not None:
-            raise ConfigError(f"tokenizer={os.fspath(tokenizer)!r} has no effect without data=")
-        return run
-    folder.check(Path(run.out))  # before a dataset is written
-    datasets.refuse_second(data, options.words(changes))
-    with environment.preserved():
-        dataset = datasets.settings(data, tokenizer, run)
-    return options.compose(base, [*wanted.changes(), *dataset, *changes])

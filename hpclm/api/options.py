@@ -1,4 +1,4 @@
-"""The arguments of hpclm's functions as settings of a run."""
+"""The keywords and changes that hpclm's functions take, as settings of a run."""
 
 import math
 import os
@@ -6,15 +6,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from hpclm import config
-from hpclm.api import values
+from hpclm.api import dataset
+from hpclm.api.checked import PATH, UnfitError, fitted, plain
+from hpclm.api.dataset import Data
 from hpclm.config import RunConfig
 from hpclm.config.checks import shown
-from hpclm.config.fields import as_yaml, required, type_of, type_text
+from hpclm.config.fields import as_word, required, type_of, type_text
 from hpclm.errors import ConfigError
 from hpclm.node import environment
+from hpclm.rundir import folder
 
 Base = RunConfig | str | os.PathLike[str]
 """Settings, or the name of a preset, a settings file or a run directory."""
@@ -25,7 +29,7 @@ KEY = re.compile(r"[A-Za-z_][\w.-]*")
 
 @dataclass(frozen=True)
 class Options:
-    """Settings that have a keyword; None: as the base says."""
+    """The keywords of hpclm.settings, train, submit and sweep that say what to train; None: what the base says."""
 
     steps: int | None = None
     lr: float | None = None
@@ -36,39 +40,66 @@ class Options:
     gpus: int | None = None
     time: str | None = None
     partition: str | None = None
+    data: Data | None = None
+    tokenizer: str | os.PathLike[str] | None = None
+    settings: ClassVar[Mapping[str, str]] = {
+        "lr": "optim.lr",
+        "seed": "seed",
+        "out": "out",
+        "device": "engine.device",
+        "nodes": "job.nodes",
+        "gpus": "job.gpus",
+        "time": "job.time",
+        "partition": "job.partition",
+    }
 
     def changes(self) -> Iterator[Change]:
-        """These options, keyed by their setting names. ``steps`` replaces the base's budget."""
+        """The keywords as settings. ``steps`` replaces the base's budget."""
         if self.steps is not None:
             yield {"budget": {"steps": self.steps, **dict.fromkeys(("samples", "tokens", "epochs", "hours"))}}
-        names = {"lr": "optim.lr", "seed": "seed", "out": "out", "device": "engine.device"}
-        names |= {name: f"job.{name}" for name in ("nodes", "gpus", "time", "partition")}
-        yield {key: value for name, key in names.items() if (value := getattr(self, name)) is not None}
+        for name, key in self.settings.items():
+            if (value := getattr(self, name)) is not None:
+                yield {key: value}
 
+    def compose(self, base: Base, changes: Iterable[Change], of_data: Iterable[str] = ()) -> RunConfig:
+        """The settings ``base`` with these keywords, then ``of_data``, then ``changes``; ConfigError with every problem."""
+        overrides = words([*self.changes(), *of_data, *changes])
+        if isinstance(base, RunConfig):
+            return config.changed(base, overrides)
+        if not isinstance(base, (str, os.PathLike)):
+            raise ConfigError(
+                "the first argument must be a preset, a settings file, a run or settings, and changes come after it, as in "
+                f'hpclm.train("debug", {{"model.layers": 6}}); it is {type(base).__name__}'
+            )
+        try:
+            path = fitted(base, PATH)
+        except UnfitError:
+            raise ConfigError(f"the first argument, {shown(base)}, cannot be the name of a file") from None
+        return environment.settings([path, *overrides])
 
-def compose(base: Base, changes: Iterable[Change]) -> RunConfig:
-    """The settings ``base`` with changes on top, in their order; or ConfigError with every problem."""
-    if isinstance(base, RunConfig):
-        return config.changed(base, words(changes))
-    if not isinstance(base, (str, os.PathLike)):
-        raise ConfigError(
-            "the first argument must be a preset, a settings file, a run or settings, and changes come after it, as in "
-            f'hpclm.train("debug", {{"model.layers": 6}}); it is {type(base).__name__}'
-        )
-    try:
-        return environment.settings([values.path(base), *words(changes)])
-    except values.UnfitError:
-        raise ConfigError(f"the first argument, {shown(base)}, cannot be the name of a file") from None
+    def run(self, base: Base, changes: Iterable[Change]) -> RunConfig:
+        """The settings as ``compose`` makes them, with the data; a text becomes a dataset first."""
+        run = self.compose(base, changes)
+        if self.data is None:
+            if self.tokenizer is not None:
+                raise ConfigError(f"tokenizer={os.fspath(self.tokenizer)!r} has no effect without data=")
+            return run
+        folder.check(Path(run.out))  # before a dataset is written
+        dataset.refuse_second(self.data, words(changes))
+        with environment.preserved():
+            of_data = dataset.settings(self.data, self.tokenizer, run)
+        return self.compose(base, changes, of_data)
 
 
 def words(changes: Iterable[Change]) -> list[str]:
-    """Changes as words of a command line."""
+    """Changes as key=value words."""
     typed: list[str] = []
     for change in changes:
         if isinstance(change, str):
-            typed.append(values.text(change))
+            typed.append(str.__str__(change))
         elif isinstance(change, Mapping):
-            typed += _read(change)
+            with readable("a change"):
+                typed += [f"{key}={word(key, value)}" for key, value in leaves(change)]
         else:
             raise ConfigError(
                 f'a change must be a mapping such as {{"optim.lr": 1e-3}}, or "optim.lr=1e-3", not {type(change).__name__}'
@@ -76,9 +107,42 @@ def words(changes: Iterable[Change]) -> list[str]:
     return typed
 
 
-def _read(change: Mapping[Any, Any]) -> list[str]:
-    with readable("a change"):
-        return list(_assignments(change))
+def leaves(change: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of a nested mapping, and their values."""
+    for name, value in change.items():
+        key = f"{section}{plain(name)}"
+        if not KEY.fullmatch(key):
+            raise ConfigError(f"unknown setting {shown(key)}")
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def word(key: str, value: Any) -> str:
+    """The value of a setting as a key=value word has it."""
+    try:
+        value_of_setting = plain(value)
+    except UnfitError as error:
+        raise ConfigError(f"{key}: settings are text, numbers, lists and mappings, not {error}") from None
+    kind = type_of(key)
+    if kind == list[str] and isinstance(value_of_setting, list):
+        is_wrong = not all(map(_is_text, value_of_setting))
+    elif value_of_setting is None:
+        is_wrong = kind is str
+    else:
+        is_wrong = required(kind) is str and not _is_text(value_of_setting)
+    if is_wrong:
+        raise ConfigError(f"{key} must be {type_text(kind)}, not {shown(value)}")
+    is_text = required(kind) is str and value_of_setting is not None
+    return str(value_of_setting) if is_text else as_word(value_of_setting)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value may stand for text, as numbers do; not True, and not nan, with which pandas marks missing values."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, (str, int)) and not isinstance(value, bool)
 
 
 @contextmanager
@@ -93,35 +157,3 @@ def readable(what: str) -> Iterator[None]:
     except Exception as error:  # an omegaconf mapping lacks a value, a tensor its data, a number is too long for text
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"{what} cannot be read: {type(error).__name__}: {reason}") from None
-
-
-def _assignments(change: Mapping[Any, Any], section: str = "") -> Iterator[str]:
-    """The settings of a mapping as words of a command line."""
-    for key, value in change.items():
-        name = f"{section}{values.scalar(key)}"
-        if not KEY.fullmatch(name):
-            raise ConfigError(f"unknown setting {shown(name)}")
-        if isinstance(value, Mapping) and value:
-            yield from _assignments(value, f"{name}.")
-        else:
-            yield f"{name}={_text(name, value)}"
-
-
-def _text(key: str, value: Any) -> str:
-    try:
-        plain = values.setting(value)
-    except values.UnfitError as error:
-        raise ConfigError(f"{key}: settings are text, numbers, lists and mappings, not {error}") from None
-    kind = type_of(key)
-    listed = kind == list[str] and isinstance(plain, list)
-    inner = plain if listed else [plain] if required(kind) is str else []
-    if any(not _is_text(part) and (part is not None or listed or kind is str) for part in inner):
-        raise ConfigError(f"{key} must be {type_text(kind)}, not {shown(value)}")
-    return str(plain) if (required(kind) is str and plain is not None) or isinstance(plain, str) else as_yaml(plain)
-
-
-def _is_text(value: Any) -> bool:
-    """Whether a value may stand for text; True or nan, which pandas has where there is none, hardly does."""
-    return (isinstance(value, (str, int)) and not isinstance(value, bool)) or (
-        isinstance(value, float) and math.isfinite(value)
-    )

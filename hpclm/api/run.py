@@ -2,16 +2,16 @@
 
 import html
 import os
-import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hpclm import config, extras, files, paths
-from hpclm.api import live, options, values
-from hpclm.api.checked import checked, positive
-from hpclm.api.options import Change, Options
+from hpclm.api import live
+from hpclm.api.checked import TEXTS, UnfitError, checked, fitted, positive
+from hpclm.api.options import Change, Options, words
 from hpclm.config import RunConfig
 from hpclm.config.checks import is_utf8, shown
 from hpclm.errors import ConfigError, unread
@@ -42,6 +42,19 @@ class Report(os.PathLike[str]):
     """A report page, which notebooks show inline."""
 
     path: Path
+
+    @classmethod
+    def written(cls, runs: list[Path], output: str | os.PathLike[str], images: bool, samples: str | None) -> "Report":
+        """Write the page of ``runs`` to ``output``; see hpclm.report."""
+        from hpclm.reporting.page import Sampler, write
+
+        sampler: Sampler | None = None
+        with live.computing() if samples else nullcontext():
+            if samples is not None:
+                from hpclm.inference.samples import samples_of_runs
+
+                sampler = samples_of_runs
+            return cls(write(runs, Path(paths.expanded(os.fspath(output))), images, samples, sampler)[0])
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -152,8 +165,8 @@ class Run(os.PathLike[str]):
         from hpclm.inference.generation_settings import Limits, Sampling
 
         try:
-            prompts = [values.text(prompt)] if isinstance(prompt, str) else values.texts(prompt)
-        except values.UnfitError:
+            prompts = [fitted(prompt, str)] if isinstance(prompt, str) else fitted(prompt, TEXTS)
+        except UnfitError:
             raise ConfigError(f"the prompt must be text, or a list of texts, not {type(prompt).__name__}") from None
         if problem := next((shown(text) for text in prompts if not is_utf8(text)), None):
             raise ConfigError(f"the prompt {problem} holds half a character (a lone surrogate)")
@@ -164,7 +177,7 @@ class Run(os.PathLike[str]):
         from hpclm.inference.completion import Completer
 
         with live.computing():
-            completer = Completer(self.path, options.words(changes))
+            completer = Completer(self.path, words(changes))
             texts = [completion.text for completion in completer.complete_all(prompts, batch, limits, sampling)]
         if isinstance(prompt, str):
             return texts[0]
@@ -198,14 +211,14 @@ class Run(os.PathLike[str]):
             if tokens is not None:
                 raise ConfigError("tokens= is for text= and data=; use samples=")
             with live.computing():
-                return on_part(self.path, options.words(changes), part, samples)
+                return on_part(self.path, words(changes), part, samples)
         if samples is not None or (text is not None and data is not None):
             raise ConfigError("give one of text= and data=, with tokens= instead of samples=")
         file, prefix = (None if path is None else paths.expanded(os.fspath(path)) for path in (text, data))
         if file is not None and not files.is_file(Path(file)):
             raise ConfigError(f"text={file!r} does not exist; text= takes the path of a text or .jsonl file")
         with live.computing():
-            return on_documents(self.path, options.words(changes), file, prefix, tokens)
+            return on_documents(self.path, words(changes), file, prefix, tokens)
 
     @checked
     def report(
@@ -218,16 +231,8 @@ class Run(os.PathLike[str]):
             images: also write the charts as images beside it.
             samples: a text that the models of some checkpoints continue.
         """
-        from hpclm.reporting.page import Sampler, write
-
-        path = self.path / "report.html" if output is None else Path(paths.expanded(os.fspath(output)))
-        with live.computing() if samples else warnings.catch_warnings():
-            sampler: Sampler | None = None
-            if samples is not None:
-                from hpclm.inference.samples import samples_of_runs
-
-                sampler = samples_of_runs
-            return Report(write([self.path], path, images, samples, sampler)[0])
+        page = self.path / "report.html" if output is None else output
+        return Report.written([self.path], page, images, samples)
 
     @checked
     def convert(
@@ -253,7 +258,7 @@ class Run(os.PathLike[str]):
         positive(shard_gb=shard_gb)
         folder = Path(paths.expanded(os.fspath(target)))
         with live.computing():
-            exported(self.path, folder, options.words(changes), dtype, shard_gb, allow_nan)
+            exported(self.path, folder, words(changes), dtype, shard_gb, allow_nan)
         return folder
 
     @checked
@@ -265,7 +270,7 @@ class Run(os.PathLike[str]):
             steps: the last step, instead of the run's budget.
             resume_step: the step of the checkpoint to continue from, instead of the newest.
         """
-        live.train(options.compose(self, [*Options(steps=steps).changes(), *changes]), resume_step)
+        live.train(Options(steps=steps).compose(self, changes), resume_step)
         return self
 
     @checked

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from hpclm.api import options
 from hpclm.api.checked import checked
-from hpclm.api.options import Change
+from hpclm.api.options import Change, words
 from hpclm.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node import processes, python
 from hpclm.trials.verdict import Result, Verdict
@@ -35,12 +34,15 @@ def selftest(name: str, *changes: Change, kind: str | None = None, only: Sequenc
     Raises:
         ConfigError: there is no such code, or it does not work in one process.
     """
-    words = [name, *options.words(changes), *(["--kind", kind] if kind else [])]
-    words += [word for layout in only for word in ("--only", layout)]
+    arguments = [name, *words(changes), "--json"]
+    if kind:
+        arguments += ["--kind", kind]
+    for layout in only:
+        arguments += ["--only", layout]
     env = python.safe_env()
     folders = [str(folder) for folder in _folders(name)]
     env["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [env.get("PYTHONPATH", "")])])
-    code, output, errors = processes.ask(python.command("hpclm", "selftest", *words, "--json"), LONGEST, env)
+    code, output, errors = processes.ask(python.command("hpclm", "selftest", *arguments), LONGEST, env)
     if not output.strip():
         problems = [line.removeprefix("error: ") for line in errors.strip().splitlines()]
         raise ConfigError(problems) if code == ExitCode.INVALID else HpclmError("\n".join(problems))

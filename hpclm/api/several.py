@@ -3,21 +3,19 @@
 import math
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpclm import extras, files, paths, terminal
-from hpclm.api import live, options, values
-from hpclm.api.checked import checked
+from hpclm.api import live
+from hpclm.api.checked import PATH, UnfitError, checked, fitted, plain, positive
 from hpclm.api.dataset import Data
-from hpclm.api.functions import composed
-from hpclm.api.options import Base, Change, Options
+from hpclm.api.options import Base, Change, Options, leaves, readable, word
 from hpclm.api.run import PATIENCE, Report, Run
 from hpclm.config import RunConfig
 from hpclm.config.checks import shown
-from hpclm.config.fields import as_yaml
+from hpclm.config.fields import as_word
 from hpclm.errors import ConfigError, HpclmError, Interrupted
 from hpclm.launch.jobs import States
 from hpclm.rundir import runs as run_folders
@@ -70,20 +68,16 @@ def sweep(
     from hpclm.launch import arguments
     from hpclm.launch import sweep as launcher
 
-    if parallel is not None and parallel < 1:
-        raise ConfigError(f"parallel={parallel} must be at least 1")
+    positive(parallel=parallel)
     live.check_main_thread("hpclm.sweep")
     launcher.check_alone()
     axes = _axes(values)
     variants = arguments.combinations(axes, f"the sweep over {', '.join(key for key, _ in axes)}")
-    keywords = Options(steps, lr, seed, out, device)
+    options = Options(steps, lr, seed, out, device, data=data, tokenizer=tokenizer)
     for variant in variants:  # before a dataset is written
-        options.compose(base, [*keywords.changes(), *changes, *variant.overrides])
-    composed_runs = [
-        arguments.varied(composed(base, (*changes, *variant.overrides), data, tokenizer, keywords), variant)
-        for variant in variants
-    ]
-    runs = launcher.checked(composed_runs)
+        options.compose(base, [*changes, *variant.overrides])
+    composed = [options.run(base, [*changes, *variant.overrides]) for variant in variants]
+    runs = launcher.checked([arguments.varied(run, variant) for run, variant in zip(composed, variants, strict=True)])
     if parallel is not None:
         _train_in_processes(runs, parallel)
     else:
@@ -130,20 +124,10 @@ def report(
         images: also write the charts as images beside it.
         samples: a text that their models continue.
     """
-    from hpclm.reporting.page import Sampler, write
-
     chosen = _paths(runs)
-    if output is not None:
-        path = Path(paths.expanded(os.fspath(output)))
-    else:
-        path = chosen[0] / "report.html" if len(chosen) == 1 else Path("report.html")
-    with live.computing() if samples else warnings.catch_warnings():
-        sampler: Sampler | None = None
-        if samples is not None:
-            from hpclm.inference.samples import samples_of_runs
-
-            sampler = samples_of_runs
-        return Report(write(chosen, path, images, samples, sampler)[0])
+    if output is None:
+        output = chosen[0] / "report.html" if len(chosen) == 1 else "report.html"
+    return Report.written(chosen, output, images, samples)
 
 
 def _axes(swept: Mapping[str, Any] | str) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -157,48 +141,32 @@ def _axes(swept: Mapping[str, Any] | str) -> list[tuple[str, list[tuple[str, str
         raise ConfigError(
             f'the second argument must be a mapping such as {{"optim.lr": [1e-3, 3e-3]}}, not {shown(swept)}'
         )
-    with options.readable("the mapping of values"):
-        return [*_flat_axes(swept, "")]
+    with readable("the mapping of values"):
+        return [_axis(key, listed) for key, listed in leaves(swept)]
 
 
-def _flat_axes(swept: Mapping[Any, Any], section: str) -> Iterable[tuple[str, list[tuple[str, str]]]]:
-    for key, listed in swept.items():
-        name = f"{section}{values.scalar(key)}"
-        if not options.KEY.fullmatch(name):
-            raise ConfigError(f"unknown setting {shown(name)}")
-        if isinstance(listed, Mapping):
-            yield from _flat_axes(listed, f"{name}.")
-            continue
-        try:
-            elements = list(listed) if isinstance(listed, range) else values.elements(listed)
-        except values.UnfitError:
-            raise ConfigError(
-                f"{name} must have a list of values, not {shown(listed)}; a setting of all runs comes after the mapping"
-            ) from None
-        if not elements:
-            raise ConfigError(f"{name} has no values")
-        yield name, [(_value(name, element), _in_name(element)) for element in elements]
-
-
-def _value(key: str, value: Any) -> str:
-    """One value of a swept setting, as a command line has it."""
-    if isinstance(value, Mapping):  # of a whole section
-        try:
-            return as_yaml(values.setting(value))
-        except (values.UnfitError, RecursionError):
-            raise ConfigError(f"{key}: {shown(value)} has values that are no settings") from None
-    [word] = options.words([{key: value}])
-    return word.partition("=")[2]
+def _axis(key: str, listed: Any) -> tuple[str, list[tuple[str, str]]]:
+    """A setting of a sweep with its values, each as text and as it is in a run's name."""
+    try:
+        elements = list(listed) if isinstance(listed, range) else plain(listed)
+    except UnfitError:
+        elements = None
+    if not isinstance(elements, list):
+        raise ConfigError(
+            f"{key} must have a list of values, not {shown(listed)}; a setting of all runs comes after the mapping"
+        )
+    if not elements:
+        raise ConfigError(f"{key} has no values")
+    return key, [(word(key, element), _in_name(element)) for element in elements]
 
 
 def _in_name(value: Any) -> str:
-    """A value as it is in the name of its run."""
-    plain = values.setting(value)
-    if isinstance(plain, Mapping):
-        return "-".join(f"{key}-{_in_name(inner)}" for key, inner in plain.items())
-    if isinstance(plain, float) and math.isfinite(plain):
-        return f"{plain:.6g}"
-    return plain if isinstance(plain, str) else as_yaml(plain)
+    """A plain value as it is in the name of its run."""
+    if isinstance(value, Mapping):
+        return "-".join(f"{key}-{_in_name(inner)}" for key, inner in value.items())
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:.6g}"
+    return as_word(value)
 
 
 def _train_here(runs: list[RunConfig]) -> None:
@@ -237,8 +205,8 @@ def _paths(runs: Runs) -> list[Path]:
     single = isinstance(runs, (str, os.PathLike)) or getattr(runs, "ndim", None) == 0
     try:
         given: Iterable[Any] = [runs] if single else list(runs)  # type: ignore[arg-type]
-        names = [values.path(run) for run in given]
-    except (TypeError, values.UnfitError):
+        names = [fitted(run, PATH) for run in given]
+    except (TypeError, UnfitError):
         wrong = shown(runs)
         raise ConfigError(f"runs={wrong} must be runs, their directories or names, or patterns of these") from None
     if not names:

@@ -61,9 +61,9 @@ def candidate(out: Path, step: int | None = None) -> Candidate | None:
     if not (out / "checkpoints").is_dir():
         place = f"{out} is no run yet" if step is not None else f"{out} has saved nothing"
         raise ConfigError(
-            f"{place}, so it has no checkpoint of step {required}: without --from it starts from the beginning"
+            f"{place}, so it has no checkpoint of step {required}; without a step to go back to, it starts from the beginning"
         )
-    asked = ", to which --from asked to go back (give another --from STEP)" if step is None else ""
+    asked = ", to which the run was asked to go back (ask for another step)" if step is None else ""
     raise ConfigError(
         f"{folder} has no complete checkpoint of step {required}{asked}; it has {listed(saved)}{reasons}: hpclm checkpoints "
         f"{shlex.quote(str(out))} shows them"
@@ -100,7 +100,7 @@ def roll_back(out: Path) -> int | None:
     saved = {int(path.name[5:]): path for path in directory.steps(folder)}
     if step not in saved:
         raise ConfigError(
-            f"--from asked to resume from step {step}, but {folder} has {listed([*saved.values()])}; ask for another step with --from"
+            f"the run was asked to go back to step {step}, but {folder} has {listed([*saved.values()])}; ask for another step"
         )
     for number in sorted(saved, reverse=True):
         if number > step:
@@ -111,5 +111,5 @@ def roll_back(out: Path) -> int | None:
         metrics_file.move_after(out, step)
     events.append(out, "rolled back", step=step)
     newer = ", ".join(f"step {number}" for number in sorted(saved) if number > step) or "nothing, it is the newest"
-    log.warning("rolling back to step %d as requested by --from; set aside: %s", step, newer)
+    log.warning("rolling back to step %d as requested; set aside: %s", step, newer)
     return step

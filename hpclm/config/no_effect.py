@@ -228,6 +228,6 @@ def check_finished(run: RunConfig, step: int, end: int | None) -> None:
     if changes:
         named = ", ".join(f"{key}={value}" for key, value in changes.items())
         raise ConfigError(
-            f"{run.out} is at step {step} and its budget ends at step {end}, so {named} would have no effect; raise the budget, go back "
-            "with --from STEP, or start another run with another out="
+            f"{run.out} is at step {step} and its budget ends at step {end}, so {named} would have no effect; raise the budget, "
+            "go back to an earlier step (--from STEP, or resume_step=STEP in Python), or start another run with another out="
         )

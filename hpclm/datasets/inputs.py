@@ -58,11 +58,13 @@ class Input:
     """Modification time in ns."""
     columns: tuple[str, ...] = ()
     """Those that are read of a table, which has at least one of them; none: all."""
+    rows_of: str = ""
+    """The value in Python whose rows are the lines of this file; empty for a user's file."""
 
     @property
     def name(self) -> str:
         """Its name in messages."""
-        return "standard input" if self.path == "-" else self.path
+        return self.rows_of or ("standard input" if self.path == "-" else self.path)
 
     @property
     def unsplittable(self) -> bool:
@@ -97,7 +99,8 @@ class InputChunk:
         """FILE:LINE of line number ``line`` (from 0) of the chunk; FILE if the input is a single document."""
         if self.source.format == "files":
             return self.source.name
-        return f"{self.source.name}:{self.first + line + lines_before(self.source.path, self.begin)}"
+        number = self.first + line + lines_before(self.source.path, self.begin)
+        return f"{self.source.name}{', row ' if self.source.rows_of else ':'}{number}"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def read_line(line: bytes, format: Format, keys: tuple[str, ...], begin: int = 0
         return []
     for key in keys:
         if key not in record:
-            message = f" has no key {key!r}; it has {sorted(record)}; select one with --json-keys"
+            message = f" has no key {key!r}; it has {sorted(record)}; select one by hpclm preprocess --json-keys"
             raise UnreadableLineError("no key", message)
     return [text_of(record[key], repr(key)) for key in keys]
 

@@ -145,9 +145,11 @@ def text_request(
     tokenizer: str,
     files: Sequence[str] = (),
     eod: str | None = None,
+    rows_of: str = "",
 ) -> Request:
     """The text at ``path`` as the dataset ``name``, in this process, with the end of each document marked."""
-    corpus = InputCorpus(tuple(find([str(path)], None, ["text"], "files")), (Path(f"{name}_text_document"),))
+    inputs = [replace(source, rows_of=rows_of) for source in find([str(path)], None, ["text"], "files")]
+    corpus = InputCorpus(tuple(inputs), (Path(f"{name}_text_document"),))
     job = Job(
         tokenizer=tokenizer,
         files=tuple(files),

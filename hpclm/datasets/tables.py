@@ -32,7 +32,7 @@ def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[by
         selected = [column for column in columns or names if column in names]
         if not selected:
             wanted = " or ".join(map(repr, columns))
-            raise ConfigError(f"{path} has no column {wanted}; it has {names}; --column selects one of --input")
+            raise ConfigError(f"{path} has no column {wanted}; it has {names}; select one by hpclm preprocess --column")
         for batch in batches(selected):
             for first in range(0, batch.num_rows, ROWS):
                 yield b"".join(_line(row) + b"\n" for row in _rows(batch.slice(first, ROWS), path))

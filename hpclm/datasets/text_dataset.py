@@ -123,10 +123,11 @@ def named(data: str, tokenizer: str | None, run: RunConfig) -> NamedDataset:
     return of_text(path, None, tokenizer, run)
 
 
-def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConfig) -> NamedDataset:
+def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConfig, rows_of: str = "") -> NamedDataset:
     """The dataset that the text at ``path`` becomes for ``run``, as ``hpclm preprocess --append-eod`` tokenizes it.
 
-    ``content``: a hash of the text; None: the file has changed when its size or time has. ``tokenizer``: as of ``named``.
+    ``content``: a hash of the text; None: the file has changed when its size or time has. ``tokenizer``: see ``named``.
+    ``rows_of``: see ``Input``.
     """
     name = re.sub(r"\W+", "-", path.name.partition(".")[0]).strip("-") or "text"
     kind = TOKENIZER if tokenizer is None else paths.expanded(tokenizer)
@@ -142,7 +143,7 @@ def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConf
         )
     tokenizer_of.cache_clear()  # its files may have changed since an earlier call
 
-    request = options.text_request(path, name, kind, files, end)
+    request = options.text_request(path, name, kind, files, end, rows_of)
     [corpus] = request.corpora
     facts = build.job_fingerprint(corpus, request) | ({"inputs": content} if content else {})
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]

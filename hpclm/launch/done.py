@@ -23,7 +23,7 @@ def refuse_done(run: RunConfig) -> None:
     ending = nothing_left(run)
     if ending:
         raise DoneError(
-            f"{run.out} is done: {ending}; extend it, for example with a larger budget.steps, go back with --from STEP, "
+            f"{run.out} is done: {ending}; extend it, for example with a larger budget.steps, go back to an earlier step (--from STEP, or resume_step=STEP in Python), "
             "or choose another out"
         )
 

@@ -83,7 +83,7 @@ def test_it_can_be_done_again_and_again(out):
     [
         (
             lambda out: events.append(out, "roll back", step=3),
-            "has no complete checkpoint of step 3, to which --from asked to go back .* steps 1, 2, 4, 6",
+            "has no complete checkpoint of step 3, to which the run was asked to go back .* steps 1, 2, 4, 6",
         ),
         (lambda out: note(out, "roll back", step="2"), r"events\.jsonl, line 1, is damaged"),
     ],
@@ -103,7 +103,8 @@ def test_a_step_that_is_not_there_or_not_complete_is_refused_with_those_that_are
     ):
         resumable.candidate(out, 5)
     with pytest.raises(
-        ConfigError, match="none is no run yet, so it has no checkpoint of step 5: without --from it starts"
+        ConfigError,
+        match="none is no run yet, so it has no checkpoint of step 5; without a step to go back to, it starts",
     ):
         resumable.candidate(out.with_name("none"), 5)
     assert [resumable.listed(found) for found in ([], directory.steps(out / "checkpoints")[2:3])] == ["none", "step 4"]

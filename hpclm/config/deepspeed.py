@@ -169,5 +169,5 @@ def parsed(key: str, text: str) -> Any:
     try:
         value = reading.value(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"engine.extra.{key}={text!r} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"engine.extra.{key}={text!r} is not YAML: {reading.reason(error)}") from None
     return int(value) if isinstance(value, float) and value.is_integer() and "." not in text else value

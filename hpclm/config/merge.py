@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_origin
 
 from omegaconf import Container, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConfBaseException
 
 from hpclm import paths
 from hpclm.config import hints
@@ -28,8 +28,8 @@ VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 def merge(settings: Sequence[Setting], problems: list[str], base: RunConfig | None = None) -> RunConfig:
     """``base``, or the defaults, with all ``settings`` in their order; ConfigError with ``problems`` and everything else that is wrong."""
     values = dict(leaves(base or RunConfig()))
-    if base is None:  # whose out refers to its name
-        settings = [Setting("out", scalar(RunConfig.out, quoted=True), scalar("out"), "out"), *settings]
+    default_out = Setting("out", scalar(RunConfig.out, quoted=True), scalar("out"), "out")
+    settings = settings if base else [default_out, *settings]
     refused: set[str] = set()
     references: dict[str, Setting] = {}
     for setting in settings:
@@ -47,11 +47,12 @@ def merge(settings: Sequence[Setting], problems: list[str], base: RunConfig | No
             continue
         values[field] = value if name is None else {**values[field], name: value}
     tree = _tree(values, {key: plain(setting.node) for key, setting in references.items()})
-    for key, setting in references.items():
+    for key in sorted(references, key=lambda key: references[key].at is default_out.at):
         try:
-            values[key] = _value(_resolved(setting, tree))
+            values[key] = _value(_resolved(references[key], tree))
         except ConfigError as error:
-            problems += error.problems
+            follows = bool(problems) and references[key].at is default_out.at
+            problems += [] if follows else error.problems
             refused.add(key)
     wrong: list[str] = []
     run = _built(RunConfig, values, "", wrong)
@@ -172,7 +173,7 @@ def _with_reference(setting: Setting) -> Setting:
 def _resolved(setting: Setting, tree: Any) -> Setting:
     """The setting with the values of others in place of their names; ConfigError if there is no such setting."""
     with _resolving(setting):
-        value = OmegaConf.select(tree, setting.key)
+        value = OmegaConf.select(tree, setting.key, throw_on_missing=True)
         found = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
     return setting._replace(node=node(found, setting.node.start_mark))
 
@@ -184,6 +185,8 @@ def _resolving(setting: Setting) -> Iterator[None]:
         yield
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
+        if isinstance(error, GrammarParseError):
+            reason = "${...} is not complete; write \\${ for these characters"
         if isinstance(error, InterpolationKeyError):
             reason += ": ${...} inserts another setting, such as ${name}; environment variables are expanded in paths and in job.setup"
         raise ConfigError(

@@ -180,6 +180,14 @@ def value(text: str) -> Any:
     return plain(root)
 
 
+def reason(error: ValueError | yaml.YAMLError) -> str:
+    """Why a text is not YAML."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return " ".join(str(error).split())
+    tab = "; indent with spaces, not with a tab" * (r"'\t' that cannot start" in str(error.problem))
+    return ", ".join(filter(None, [error.context, error.problem])) + tab
+
+
 def content(path: Path, what: str) -> Content:
     """The mapping in a YAML file, empty if the file is; ConfigError, which calls the file ``what``, if there is none."""
     try:
@@ -189,8 +197,9 @@ def content(path: Path, what: str) -> Content:
     except OSError as error:
         raise unread(error, f"{what} {path}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        tab = "; indent with spaces, not with a tab" * (r"'\t' that cannot start" in str(error))
-        raise ConfigError(f"{what} {path} is not YAML: {' '.join(str(error).split())}{tab}") from None
+        mark = getattr(error, "problem_mark", None)
+        line_of_file = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{what} {path}{line_of_file} is not YAML: {reason(error)}") from None
     if is_null(root):
         root = node({}, root.start_mark)
     if not isinstance(root, yaml.MappingNode):

@@ -54,11 +54,9 @@ def of_words(words: Sequence[str], problems: list[str]) -> list[Setting]:
         try:
             node, wrong = _of_word(at.value, text)
         except yaml.YAMLError as error:
-            reason = getattr(error, "problem", None) or str(error)
             shown = shown_setting(at.value, text)
-            problems.append(
-                f"{shown} is not a YAML value{f': {reason}' * (shown != at.value)} ({reading.COMMAND_LINE})"
-            )
+            reason = f": {reading.reason(error)}" if shown != at.value else ""  # which may quote a secret
+            problems.append(f"{shown} is not a YAML value{reason} ({reading.COMMAND_LINE})")
             continue
         of_word = _ordered(_flat(at.value, at, node))
         problems += [*(f"{at.value}: {problem}" for problem in wrong), *_repeated(of_word)]

@@ -28,7 +28,7 @@ def typed(key: str, node: yaml.Node, kind: Any) -> Any:
     if is_null(node):
         if inner is not kind:
             return None
-        word = f"; {node.value} without quotes is no text" if node.value and inner is str else ""
+        word = f"; if you mean the word {node.value}, put quotes around it" if node.value and inner is str else ""
         raise ConfigError(f"{key} must be {type_text(kind)}, not empty{word} ({place(node)})")
     form = typing.get_origin(inner)
     if form in (list, tuple):

@@ -58,6 +58,107 @@ def test_a_settings_file_that_cannot_be_is_refused_with_its_path(text, tmp_path,
     assert f"{tmp_path}/odd.yaml" in said and "Traceback" not in said and "\x1b" not in said and len(said) < 4000
 
 
+MEANT = {
+    "seed: 007": {"seed": 7},
+    "seed: 010": {"seed": 10},
+    "seed: 0x10": {"seed": 16},
+    "seed: 1e3": {"seed": 1000},
+    "seed: '5'  # five": {"seed": 5},
+    "\ufeffseed: 5\r\n": {"seed": 5},
+    "? seed\n: 5": {"seed": 5},
+    "budget: {tokens: 100e3}": {"budget.tokens": 100_000},
+    "name: yes": {"name": "yes", "out": "runs/yes"},
+    "name: ???\nout: x": {"name": "???", "out": "x"},
+    "job: {time: 12:30}": {"job.time": "12:30"},
+    "job: {time: null, mem: ~, partition: }": {},
+    "budget: {steps: Null}": {},
+    "model: {bias: OFF}": {"model.bias": False},
+    "model: {bias: 0}": {"model.bias": False},
+    "model: '{layers: 3}'": {"model.layers": 3},
+    "job: {modules: '[a, 1.10, on]'}": {"job.modules": ["a", "1.10", "on"]},
+    "job.env.A: on\njob: {env: '{B: 007}'}": {"job.env": {"A": "on", "B": "007"}},
+    "job: {setup: ['${', 'echo ${x}'], env: {A: '${'}}": {"job.setup": ["${", "echo ${x}"], "job.env": {"A": "${"}},
+    "seed: ${batch.global_size}": {"seed": 32},
+    "data: {train: [a, b], valid: '${data.train}'}": {"data.train": ["a", "b"], "data.valid": ["a", "b"]},
+    "optim: {groups: [{match: 1.10, lr: 1e-1}]}": {"optim.groups": [{"match": "1.10", "lr": 0.1}]},
+    "optim: {name: 'a.b:C', arguments: {a: 1e-8, b: 007, c: yes, d: null, e: 'null', f: '1e-8', g: [1_0, .inf], h: true}}": {
+        "optim.name": "a.b:C",
+        "optim.arguments": {
+            **{
+                "a": 1e-8,
+                "b": "007",
+                "c": "yes",
+                "d": None,
+                "e": "null",
+                "f": "1e-8",
+                "g": [10, float("inf")],
+                "h": True,
+            }
+        },
+    },
+    "": {},
+    "---\n# nothing\n": {},
+}
+
+
+@pytest.mark.parametrize("text, values", MEANT.items(), ids=MEANT)
+def test_a_value_is_what_its_field_reads_in_its_text(text, values, tmp_path):
+    (tmp_path / "odd.yaml").write_text(text)
+    run = config.load(tmp_path / "odd.yaml")
+    assert {key: mine for key, (mine, _) in run.diff().items()} == {"out": "runs/run"} | values
+    config.dump(run, tmp_path / "odd.yaml")
+    assert config.load(tmp_path / "odd.yaml") == config.changed(run, []) == run
+
+
+REFUSED = {
+    "seed: 12:30\noptim: {lr: x}\nseed: 1": [
+        "key 'seed' appears twice, in lines 1 and 3 (FILE:3)",
+        "seed='12:30' must be a whole number (FILE:1)",
+        "optim.lr='x' must be a number (FILE:2)",
+    ],
+    "batch:\n  rampup:\n  - 1.5\n  - ~\n  - 3": [
+        "batch.rampup[0]=1.5 must be a whole number (FILE:3)",
+        "batch.rampup[1] must be a whole number, not empty (FILE:4)",
+    ],
+    "budget: {steps: 'null'}": ["budget.steps='null' must be a whole number or null (FILE:1)"],
+    "model: {bias: y}": ["model.bias='y' must be true or false (FILE:1)"],
+    "model: {layers: 1__0}": ["model.layers='1__0' must be a whole number (FILE:1)"],
+    "optim: {lr: inf}": ["optim.lr=inf must be at least 0 and finite"],
+    "seed: !!int 5": ["tags (!!int) are not supported; leave it out (FILE:1)"],
+    "name: ~": ["name must be text, not empty; if you mean the word ~, put quotes around it (FILE:1)"],
+    "job: {options: {A:1}}": [
+        "job.options has no space after the ':' of A, which YAML needs (value not shown) (FILE:1)"
+    ],
+    "name: ${": ["name='${': ${...} is not complete; write \\${ for these characters (FILE:1)"],
+    "model:\n\tlayers: 3": [
+        "settings file FILE:2 is not YAML: while scanning for the next token, found character '\\t' that cannot start any token; "
+        "indent with spaces, not with a tab"
+    ],
+    "seed: 1\n---\nseed: 2": [
+        "settings file FILE:2 is not YAML: expected a single document in the stream, but found another document"
+    ],
+}
+
+
+@pytest.mark.parametrize("text, problems", REFUSED.items(), ids=REFUSED)
+def test_every_problem_of_a_file_is_reported_with_its_line(text, problems, tmp_path):
+    (tmp_path / "odd.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        config.load(tmp_path / "odd.yaml")
+    assert [problem.replace(str(tmp_path / "odd.yaml"), "FILE") for problem in error.value.problems] == problems
+
+
+def test_every_reference_that_stands_for_nothing_is_reported(tmp_path):
+    (tmp_path / "odd.yaml").write_text("seed: ${nope}\nbudget: {steps: '${gone}'}\nname: a-${nada}\n")
+    with pytest.raises(ConfigError) as error:
+        config.load(tmp_path / "odd.yaml")
+    assert [problem.partition(":")[0] for problem in error.value.problems] == [
+        "seed='${nope}'",
+        "budget.steps='${gone}'",
+        "name='a-${nada}'",
+    ]
+
+
 @pytest.mark.parametrize(
     "word",
     [f"budget.steps={NUMBER}", f"optim.lr={NUMBER}", "seed=!!int x", "batch.rampup=[[" + "[" * 5000, f"seed=0x{NUMBER}"]

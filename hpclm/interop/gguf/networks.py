@@ -4,7 +4,6 @@ Sources: llama.cpp, src/models/*.cpp and src/llama-arch.cpp; the specification o
 llama-cpp-python 0.3.36.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpclm.config import ModelConfig
+from hpclm.config import ModelConfig, rope
 from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import families
 from hpclm.interop.huggingface.glm_phi import interleaved
@@ -138,7 +137,7 @@ def rope_type(config: ModelConfig) -> str | None:
 
 
 def _scaling(config: ModelConfig) -> Keys:
-    given = {key: json.loads(value) for key, value in config.rope_scaling.items() if key != "rope_type"}
+    given = rope.parsed(config.rope_scaling)
     if rope_type(config) not in ("linear", "yarn"):
         return {}
     scaling = {"type": rope_type(config), "factor": float(given["factor"])}

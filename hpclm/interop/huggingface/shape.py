@@ -8,7 +8,7 @@ from typing import Any
 
 from hpclm.config import ModelConfig
 from hpclm.config.model import MAX_LAYERS
-from hpclm.config.rope import KINDS
+from hpclm.config.rope import KINDS, parsed
 from hpclm.errors import ConfigError
 
 Json = Mapping[str, Any]
@@ -106,7 +106,7 @@ def described_rope(config: ModelConfig) -> dict[str, Any]:
 
 def scaling(config: ModelConfig) -> dict[str, Any]:
     """rope_scaling, with numbers."""
-    return {k: v if k == "rope_type" else json.loads(v.lower()) for k, v in config.rope_scaling.items()}
+    return parsed(config.rope_scaling)
 
 
 def layers(

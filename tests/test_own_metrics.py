@@ -10,7 +10,8 @@ from hpclm import cli
 from hpclm.engine.native import NativeEngine
 from hpclm.model.gpt import Block
 from hpclm.model.reports import report
-from hpclm.reporting import curves, history
+from hpclm.reporting import history
+from hpclm.reporting.charts import charts
 from tests.optim.users import Lion
 from tests.runs import lines
 
@@ -74,10 +75,10 @@ def test_whatever_own_code_reports_is_shown_everywhere_under_its_name(runs, caps
         assert [event.value for event in events.Scalars(name)] == pytest.approx(values, rel=1e-6)
     read = history.read(one)
     assert {*read.steps.reported} == {*NAMES}
-    charts = {chart.key: chart for chart in curves.charts({"one": read})}
-    assert {"gate", "rows<b>", "balance", "engine.norm", "momentum"} < charts.keys()
-    assert [curve.name for curve in charts["gate"].curves] == ["block0", "block1"]
-    assert charts["balance"].bottom < min(row["balance"] for row in rows) <= charts["balance"].top < 0
+    drawn = {chart.key: chart for chart in charts({"one": read})}
+    assert {"gate", "rows<b>", "balance", "engine.norm", "momentum"} < drawn.keys()
+    assert [curve.name for curve in drawn["gate"].curves] == ["block0", "block1"]
+    assert drawn["balance"].bottom < min(row["balance"] for row in rows) <= drawn["balance"].top < 0
     assert cli.main(["report", str(one), "--no-png"]) == 0
     page = (one / "report.html").read_text()
     assert (
@@ -91,10 +92,8 @@ def test_whatever_own_code_reports_is_shown_everywhere_under_its_name(runs, caps
     assert all(f"<button>{name.replace('<b>', '&lt;b&gt;')}</button>" in both for name in NAMES)
     assert all(f"<h3>{name.replace('<b>', '&lt;b&gt;')}</h3>" in both for name in NAMES)
     assert len([*one.parent.glob("both-reported-*.png")]) == len(NAMES)
-    means = history.read(two).reported
-    assert means["momentum"] == pytest.approx(
-        sum(row["momentum"] for row in history.read(two).recent) / len(history.read(two).recent)
-    )
+    read = history.read(two)
+    assert read.mean("momentum") == pytest.approx(sum(row["momentum"] for row in read.recent) / len(read.recent))
 
 
 def test_a_run_without_own_metrics_has_no_section_of_them(tiny, tmp_path):

@@ -15,7 +15,7 @@ from hpclm.config import RunConfig
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.launch import process
 from hpclm.node import environment, threads
-from hpclm.reporting import figures, history
+from hpclm.reporting import history, images
 from hpclm.rundir import summary
 from hpclm.rundir.state import span
 
@@ -45,7 +45,7 @@ class Snapshot:
             if total and total > row["step"]:
                 self._line += f", {span((total - row['step']) * (row.get('step_seconds') or 0))} left"
             if extras.missing("a live plot", "matplotlib") is None:
-                self._png = figures.loss_png(read, self._line)
+                self._png = images.loss_png(read, self._line)
 
     def __repr__(self) -> str:
         return self._line

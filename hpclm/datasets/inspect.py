@@ -131,16 +131,15 @@ def bins(lengths: Counter[int]) -> list[tuple[int, int, int]]:
 
 def histogram(contents: dict[str, Any], path: Path) -> None:
     """Write the document lengths of a report as a picture; ConfigError if the format is unknown or it cannot be written."""
-    from hpclm.reporting import figures
+    from hpclm.reporting import images
 
     counts = f"{many(contents['documents'], 'document')}, {many(contents['tokens'], 'token')}"
     title = f"{Path(contents['prefix']).name}: {counts}"
     bins = contents["histogram"]
     names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in bins]
-    picture = figures.histogram(names, [count for *_, count in bins], title)
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--histogram {path} must end in .svg or .png")
-    content = figures.png(picture) if path.suffix == ".png" else figures.svg(picture)
+    content = images.encoded(images.histogram(names, [count for *_, count in bins], title), path.suffix[1:])
     try:
         write_bytes(path, content)
     except OSError as error:

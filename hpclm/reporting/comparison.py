@@ -1,13 +1,15 @@
-"""Several runs compared: a row for each, the best first, with the settings in which they differ."""
+"""Several runs compared: a row for each, the best first, with the settings that differ."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpclm import terminal
-from hpclm.reporting import curves, history, provenance
+from hpclm.reporting import history, provenance
 from hpclm.reporting.history import History
 from hpclm.reporting.provenance import Settings
+from hpclm.reporting.standings import Runs, Standing, ranked
 from hpclm.rundir.state import State
 
 FIGURES = {
@@ -17,12 +19,41 @@ FIGURES = {
     "tokens_per_second": ("TOKENS/S", ",.0f"),
 }
 """Columns of the table, with their headings and formats."""
-REPORTED = 6
-"""Own metrics that a comparison shows, at most."""
+REPORTED = 6  # most own metrics of a table
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of several runs."""
+
+    standing: Standing
+    history: History
+    settings: Mapping[str, Any]
+    """The settings that differ between the runs; None where this run has no value."""
+    reported: Mapping[str, float | None]
+    """The mean over the last steps of each metric that any run reports."""
+
+    @property
+    def name(self) -> str:
+        """A name that no other run has."""
+        return self.standing.name
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Its results, under the names that ``rows`` and FIGURES have."""
+        steps = self.history.steps["step"]
+        return {
+            "steps": int(steps[-1]) if len(steps) else 0,
+            "training_loss": self.standing.training,
+            "validation_loss": self.standing.best,
+            "validation_step": self.standing.best_step,
+            "tokens_per_second": self.history.mean("tokens_per_second"),
+            "diverged": self.standing.diverged,
+        }
 
 
 def names(chosen: Sequence[Path]) -> list[str]:
-    """A name for each run: its folder's, with those above it where that is not enough to tell them apart."""
+    """A name for each run: its folder's, preceded by as many parents as it takes to tell the runs apart."""
     paths = [path.resolve() for path in chosen]
     for depth in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         short = ["/".join(path.parts[-depth:]) for path in paths]
@@ -32,58 +63,61 @@ def names(chosen: Sequence[Path]) -> list[str]:
 
 
 def differing(settings: Mapping[str, Settings]) -> dict[str, dict[str, Any]]:
-    """Setting -> run -> value, of the settings in which runs differ and which may change a result."""
+    """Setting -> run -> value, for settings that differ between runs and may change a result."""
     rows = provenance.differing(settings)
     return {key: row for key, row in rows.items() if not provenance.IDLE.fullmatch(key)}
 
 
-def tokens_per_second(run: History) -> float | None:
-    """The mean of a run's last steps; None if it has trained none."""
-    rates = [row["tokens_per_second"] for row in run.recent if row.get("tokens_per_second")]
-    return sum(rates) / len(rates) if rates else None
+def entries(runs: Runs, settings: Mapping[str, Settings]) -> list[Entry]:
+    """The runs, the best first."""
+    unlike = differing(settings)
+    reported = dict.fromkeys(name for run in runs.values() for name in run.steps.reported)
+    compared = []
+    for standing in ranked(runs):
+        run = runs[standing.name]
+        own = {key: values.get(standing.name) for key, values in unlike.items()}
+        compared.append(Entry(standing, run, own, {name: run.mean(name) for name in reported}))
+    return compared
 
 
 def rows(statuses: Sequence[State]) -> list[dict[str, Any]]:
-    """A row for each run, the best first as in its report; losses in nats per token, None for what was not measured.
+    """A row for each run, the best first; losses in nats per token, None for what was not measured.
 
-    The settings in which the runs differ have their own names as keys: ``optim.lr``; so has what the user's code reports, of which it is
-    the mean over the last steps.
+    The settings that differ have their names as keys, such as ``optim.lr``, and so have metrics that the user's code reports.
     """
-    by_name = dict(zip(names([status.run.out for status in statuses]), statuses, strict=True))
-    histories = {name: history.read(status.run.out) for name, status in by_name.items()}
-    unlike = differing({name: provenance.settings(status.run.out) for name, status in by_name.items()})
-    reported = dict.fromkeys(name for run in histories.values() for name in run.steps.reported)
     compared = []
-    for standing in curves.ranked(histories):
-        status, steps = by_name[standing.name], histories[standing.name].steps["step"]
-        row = {
-            "run": standing.name,
-            "status": status.name,
-            **{key: values.get(standing.name) for key, values in unlike.items()},
-            "steps": int(steps[-1]) if len(steps) else 0,
-            "loss": status.run.summary.get("loss"),
-            "training_loss": standing.training,
-            "validation_loss": standing.best,
-            "validation_step": standing.best_step,
-            "tokens_per_second": tokens_per_second(histories[standing.name]),
-            "diverged": standing.diverged,
-            "path": str(status.run.out),
-        }
-        means = histories[standing.name].reported
-        compared.append(row | {name: means.get(name) for name in reported if name not in row})
+    for entry, status in _with_status(statuses):
+        row = {"run": entry.name, "status": status.name, **entry.settings, **entry.figures}
+        row |= {"loss": status.run.summary.get("loss"), "path": str(status.run.out)}
+        compared.append(row | {name: value for name, value in entry.reported.items() if name not in row})
     return compared
 
 
 def table(statuses: Sequence[State]) -> Iterator[str]:
-    """``rows`` as lines of text, with a header."""
-    compared = rows(statuses)
-    keys = list(compared[0]) if compared else ["run", "status", "steps", "path"]
-    settings, reported = keys[2 : keys.index("steps")], keys[keys.index("path") + 1 :]
-    columns = FIGURES | {name: (name, ".4g") for name in reported[:REPORTED]}
-    shown = [key for key in columns if any(row[key] is not None for row in compared)]
-    lines = [["RUN", "STATE", *settings, *(columns[key][0] for key in shown)]]
-    for row in compared:
-        state = row["status"] if row["diverged"] is None else f"diverged at step {row['diverged']}"
-        figures = ("-" if row[key] is None else format(row[key], columns[key][1]) for key in shown)
-        lines.append([row["run"], state, *(provenance.shown(row[key]) for key in settings), *figures])
+    """The comparison as lines of text, with a header."""
+    compared = _with_status(statuses)
+    first = compared[0][0] if compared else None
+    settings = list(first.settings) if first else []
+    own = {name: (name, ".4g") for name in list(first.reported)[:REPORTED]} if first else {}
+    columns = {key: column for key, column in {**FIGURES, **own}.items() if _has(compared, key)}
+    lines = [["RUN", "STATE", *settings, *(heading for heading, _ in columns.values())]]
+    for entry, status in compared:
+        diverged = entry.standing.diverged
+        state = status.name if diverged is None else f"diverged at step {diverged}"
+        values = {**entry.reported, **entry.figures}
+        figures = ("-" if values[key] is None else format(values[key], form) for key, (_, form) in columns.items())
+        lines.append([entry.name, state, *map(provenance.shown, entry.settings.values()), *figures])
     yield from terminal.columns([[terminal.line(cell) for cell in line] for line in lines])
+
+
+def _with_status(statuses: Sequence[State]) -> list[tuple[Entry, State]]:
+    """The runs with their states, the best first."""
+    by_name = dict(zip(names([status.run.out for status in statuses]), statuses, strict=True))
+    runs = {name: history.read(status.run.out) for name, status in by_name.items()}
+    settings = {name: provenance.settings(status.run.out) for name, status in by_name.items()}
+    return [(entry, by_name[entry.name]) for entry in entries(runs, settings)]
+
+
+def _has(compared: Sequence[tuple[Entry, State]], key: str) -> bool:
+    """Whether a run has this figure."""
+    return any({**entry.reported, **entry.figures}[key] is not None for entry, _ in compared)

@@ -1,4 +1,4 @@
-"""The load of experts over the steps of a run: its figures as curves, and how each layer's tokens were shared out as heat maps.
+"""The load of a run's experts: figures of each layer over the steps, and a heat map of each layer's tokens.
 
 N lines of experts.jsonl, L layers with experts, E experts in each.
 """
@@ -14,21 +14,43 @@ from hpclm.rundir.metric_names import EXPERT_FIGURES
 from hpclm.rundir.rows import Row
 
 Array = NDArray[np.float64]
-COLUMNS = 120
-"""Of a heat map, at most."""
-CELLS = 400_000
-"""Of all heat maps of a run, about, for which there may be fewer columns: a page must stay small."""
+COLUMNS = 120  # most columns of a heat map
+CELLS = 400_000  # the columns become fewer if a run would have about this many cells: a page must stay small
 MIN_COLUMNS = 20
-RANGE = 8.0
-"""Times the mean at which the scale of colours ends, and below the mean at which it begins."""
+RANGE = 8.0  # the scale of colours goes from a RANGEth of the mean to RANGE times the mean
+LOWEST = 100 / RANGE
+HIGHEST = 100 * RANGE  # both in percent of the mean
 LOADS = ("#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b")
-"""Colours of loads of experts, from a RANGEth of the mean to RANGE times the mean."""
-NO_TOKEN = "#d0009c"
-"""Colour of an expert without a token."""
-NOTHING = 1e-6
-"""Times the mean that rounding may leave of no tokens."""
+"""The colours of the scale."""
+NO_TOKEN = "#d0009c"  # the colour of an expert without a token
+LEGEND = {
+    NO_TOKEN: "no token",
+    LOADS[0]: f"1/{RANGE:.0f} of the mean or less",
+    LOADS[len(LOADS) // 2]: "the mean",
+    LOADS[-1]: f"{RANGE:.0f} times the mean or more",
+}
+ROUNDING = 1e-6  # a load below this many times the mean is none
 OVER_LAYERS: dict[str, Callable[..., Array]] = dict(zip(EXPERT_FIGURES, (np.max, np.min, np.sum), strict=True))
-"""What stands for all layers, by the name of a figure."""
+"""For each figure, the value that represents all layers."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeatMap:
+    """The load of each expert of a layer over the steps."""
+
+    title: str
+    place: str
+    """The name of an element of a page."""
+    first: float
+    last: float
+    """The ends of the steps."""
+    percent: NDArray[np.uint32]
+    """[E, columns]: percentages of the mean; 0 only without any token."""
+
+    @property
+    def experts(self) -> int:
+        """The number of experts."""
+        return len(self.percent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,20 +58,25 @@ class ExpertHistory:
     """The load of a run's experts."""
 
     blocks: tuple[str, ...]
-    """Names of the layers with experts."""
+    """The names of the layers with experts."""
     steps: Array
     """[N]: the last step of each line."""
     figures: dict[str, Array]
     """[N, L], by the names EXPERT_FIGURES."""
     edges: Array
-    """[columns + 1]: steps between which the columns of heat maps lie."""
+    """[columns + 1]: the steps at the edges of a heat map's columns."""
     load: Array
     """[columns, L, E]: tokens of an expert, divided by those of the mean expert of its layer."""
 
-    def percent(self, layer: int) -> NDArray[np.uint32]:
-        """[E, columns]: the load as percentages; 0 only where there was no token."""
-        # up, so that no token of an expert is rounded to none
-        return np.ceil(100 * self.load[:, layer].T).astype(np.uint32)
+    @property
+    def heat_maps(self) -> list[HeatMap]:
+        """A heat map for each layer."""
+        percent = np.ceil(100 * self.load).astype(np.uint32)  # up, so that one token is not rounded to none
+        first, last = float(self.edges[0]), float(self.edges[-1])
+        return [
+            HeatMap(block, f"expert-load-{layer}", first, last, percent[:, layer].T)
+            for layer, block in enumerate(self.blocks)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +94,13 @@ def expert_history(rows: Iterable[Row]) -> ExpertHistory | None:
     figures: list[Array] = []
     steps: list[float] = []
     parts: list[_Part] = []
-    columns, width = 0, 0.0
+    columns = 0
+    width = 0.0
     for row in rows:
         tokens = np.array([*row["tokens"].values()], float)
         if not blocks:
-            blocks, columns = tuple(row["tokens"]), max(MIN_COLUMNS, min(COLUMNS, CELLS // tokens.size))
+            blocks = tuple(row["tokens"])
+            columns = max(MIN_COLUMNS, min(COLUMNS, CELLS // tokens.size))
         if tuple(row["tokens"]) != blocks or (parts and tokens.shape != parts[0].tokens.shape):
             continue
         begin = parts[-1].end if parts else max(0.0, row["step"] - row["steps"])
@@ -79,29 +108,28 @@ def expert_history(rows: Iterable[Row]) -> ExpertHistory | None:
             continue
         steps.append(row["step"])
         figures.append(layer_figures(tokens))
-        parts = _added(parts, [_Part(begin, row["step"], tokens)], width)
-        if len(parts) > 4 * columns:  # not all of a long run are kept
+        _add(parts, _Part(begin, row["step"], tokens), width)
+        if len(parts) > 4 * columns:  # a long run has wider parts
             width = (row["step"] - parts[0].begin) / columns
-            parts = _added([], parts, width)
+            narrow = parts
+            parts = []
+            for part in narrow:
+                _add(parts, part, width)
     if not parts:
         return None
-    of_figures = dict(zip(EXPERT_FIGURES, np.stack(figures, axis=1), strict=True))
-    return ExpertHistory(blocks, np.array(steps, float), of_figures, *_columns(parts, columns))
+    by_name = dict(zip(EXPERT_FIGURES, np.stack(figures, axis=1), strict=True))
+    return ExpertHistory(blocks, np.array(steps, float), by_name, *_columns(parts, columns))
 
 
-def _added(parts: list[_Part], more: list[_Part], width: float) -> list[_Part]:
-    """``parts``, and ``more``, put together where that makes parts of at most ``width`` steps."""
-    for part in more:
-        last = parts[-1] if parts else part
-        if parts and part.end - last.begin <= width:
-            parts[-1] = _Part(last.begin, part.end, last.tokens + part.tokens)
-        else:
-            parts.append(part)
-    return parts
+def _add(parts: list[_Part], part: _Part, width: float) -> None:
+    """Add ``part``, or merge it with the last part if both have at most ``width`` steps."""
+    if parts and part.end - parts[-1].begin <= width:
+        part = _Part(parts[-1].begin, part.end, parts.pop().tokens + part.tokens)
+    parts.append(part)
 
 
 def _columns(parts: list[_Part], most: int) -> tuple[Array, Array]:
-    """Columns of equally many steps: their edges, and the load in each, [columns, L, E]; a part that lies in several is shared out."""
+    """Columns with equal numbers of steps: their edges, and the load in each, [columns, L, E]. Parts across an edge are divided."""
     ends = np.array([parts[0].begin, *(part.end for part in parts)])
     sums = np.cumsum([np.zeros_like(parts[0].tokens), *(part.tokens for part in parts)], axis=0)
     edges = np.linspace(ends[0], ends[-1], min(most, len(parts)) + 1)
@@ -109,5 +137,5 @@ def _columns(parts: list[_Part], most: int) -> tuple[Array, Array]:
     share = ((edges - ends[after - 1]) / (ends[after] - ends[after - 1]))[:, None, None]
     counts = np.diff(sums[after - 1] + share * (sums[after] - sums[after - 1]), axis=0)
     load = counts / counts.mean(2, keepdims=True)
-    load[load < NOTHING] = 0
+    load[load < ROUNDING] = 0
     return edges, load

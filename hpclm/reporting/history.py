@@ -158,11 +158,10 @@ class History:
         kept = float(np.nansum(self.steps["step_seconds"]))
         return min(1.0, kept / self.wall) if self.wall > 0 else None
 
-    @property
-    def reported(self) -> dict[str, float]:
-        """Means over the last steps of what the user's code reports."""
-        values = {name: [row[name] for row in self.recent if row.get(name) is not None] for name in self.steps.reported}
-        return {name: sum(numbers) / len(numbers) for name, numbers in values.items() if numbers}
+    def mean(self, name: str) -> float | None:
+        """The mean of a figure over the last RECENT steps; None if none of them has it."""
+        values = [row[name] for row in self.recent if row.get(name) is not None]
+        return sum(values) / len(values) if values else None
 
     def seconds(self, kind: str) -> float:
         """Time of all attempts in the phases of this kind."""

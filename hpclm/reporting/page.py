@@ -2,38 +2,40 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hpclm import files
 from hpclm.errors import ConfigError, unwritten
-from hpclm.reporting import comparison, curves, figures, history, plots, provenance, timeline
-from hpclm.reporting.curves import Chart, Standing
-from hpclm.reporting.experts import LOADS, NO_TOKEN, RANGE, ExpertHistory
+from hpclm.reporting import comparison, history, images, plots, provenance, timeline
+from hpclm.reporting.charts import Chart, charts, colours
+from hpclm.reporting.comparison import Entry
+from hpclm.reporting.experts import LEGEND, HeatMap
 from hpclm.reporting.history import RECENT, History
 from hpclm.reporting.html import SORT, definitions, document, folded, text
 from hpclm.reporting.provenance import Settings
+from hpclm.reporting.standings import Standing
 from hpclm.rundir.state import span
 
 PAGE = ".html"
-"""How the name of a page ends."""
+"""The end of a page's name."""
 SPREAD = "Each point is the mean of {} steps; the band reaches from their lowest to their highest value."
 DIVERGED = "✕: the run diverged, and is off the chart from there; charts show the healthy range."
 CLIPPED = "Values above {:.3g} are off the chart."
-OPEN_LAYERS = 8
-"""Heat maps that are open; more of them are folded."""
-BESIDE = 8
-"""Settings that are shown below a run's name on a narrow screen, at most."""
+OPEN_LAYERS = 8  # more heat maps are folded
+SETTING = ' class="setting"'  # of a table's cell
+BESIDE = 8  # most settings below a run's name on a narrow screen
 Samples = Mapping[str, Mapping[int, str]]
-"""Run -> step of a checkpoint -> what its model wrote."""
+"""Run -> step of a checkpoint -> the text that its model wrote."""
 Sampler = Callable[[Mapping[str, Path], str], Samples]
-"""What gives the samples of runs, by name, that continue a text."""
+"""Has the models of runs, by name, continue a text."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a report is about."""
+    """The subject of a report."""
 
     runs: Mapping[str, History]
     settings: Mapping[str, Settings]
@@ -43,112 +45,106 @@ class Content:
 
 def page(content: Content) -> str:
     """The page, which needs no other file."""
-    runs, several = content.runs, len(content.runs) > 1
-    standings = curves.ranked(runs)
-    ordered = curves.ordered(runs)
-    charts = curves.charts(ordered)
-    named = {chart.key: _colours([*ordered] if several else [curve.name for curve in chart.curves]) for chart in charts}
-    scripts = (plots.scripts() if charts else []) + ([SORT] if several else [])
-    drawn = [plots.drawn(chart, named[chart.key]) for chart in charts]
-    title = f"{len(runs)} runs compared" if several else standings[0].name
+    entries = comparison.entries(content.runs, content.settings)
+    best = entries[0]
+    several = len(entries) > 1
+    drawn = list(charts(content.runs))
+    heat_maps: Sequence[HeatMap] = [] if several or best.history.experts is None else best.history.experts.heat_maps
+    title = f"{len(entries)} runs compared" if several else best.name
     body = [f"<h1>{text(title)}</h1>"]
     if several:
-        differing = provenance.differing(content.settings)
-        columns = {key: row for key, row in differing.items() if not provenance.IDLE.fullmatch(key)}
-        body += [_verdict(standings, differing), _ranking(standings, ordered, columns), _samples(content, ordered)]
-        body += _curves(charts, named)
-        body += ["<h2>Attempts</h2>", timeline.legend([*ordered.values()])]
-        body += (f"<h3>{text(name)}</h3>{timeline.bars(history)}" for name, history in ordered.items())
-        body.append(folded("Provenance", _origins(ordered, content.settings)))
+        body += [_verdict([entry.standing for entry in entries], provenance.differing(content.settings))]
+        body += [_ranking(entries), _samples(content, entries), *_curves(drawn, heat_maps), "<h2>Attempts</h2>"]
+        body.append(timeline.legend(content.runs.values()))
+        body += (f"<h3>{text(entry.name)}</h3>{timeline.bars(entry.history)}" for entry in entries)
     else:
-        [(name, history)] = runs.items()
-        body += [f"<p>{text(timeline.state(history))}</p>"]
-        if standings[0].diverged is not None:
-            body.append(f'<p class="warn">The run diverged at step {standings[0].diverged}.</p>')
-        load = history.experts
-        drawn += [plots.drawn_heat_map(load, layer) for layer in range(len(load.blocks))] if load else []
-        body += [*_curves(charts, named, _load(load) if load else ""), _samples(content, ordered)]
-        body += ["<h2>Numbers</h2>", _numbers(history, standings[0])]
-        said = timeline.summary(history)
-        body += ["<h2>Attempts</h2>", f"<p>{text(said)}</p>" if said else "", timeline.legend([history])]
-        body += [timeline.bars(history), timeline.numbers(history)]
-        body.append(folded("Provenance", _origin(history, content.settings[name])))
+        body.append(f"<p>{text(timeline.state(best.history))}</p>")
+        if best.standing.diverged is not None:
+            body.append(f'<p class="warn">The run diverged at step {best.standing.diverged}.</p>')
+        body += [*_curves(drawn, heat_maps), _samples(content, entries)]
+        body += ["<h2>Numbers</h2>", _numbers(best.history, best.standing), "<h2>Attempts</h2>"]
+        if best.history.attempts:
+            body.append(f"<p>{text(timeline.summary(best.history))}</p>")
+        body += [timeline.legend([best.history]), timeline.bars(best.history), timeline.numbers(best.history)]
+    body.append(folded("Provenance", _origins(entries, content.settings)))
     now = time.strftime("%Y-%m-%d %H:%M %Z")
     body.append(f"<footer><p>Made by hpclm report, {now}. All times are in this time zone.</p></footer>")
-    return document(title, body, drawn, scripts)
+    scripts = plots.scripts() if drawn else []
+    if several:
+        scripts.append(SORT)
+    data = [*map(plots.embedded, drawn), *map(plots.embedded, heat_maps)]
+    return document(title, body, data, scripts)
 
 
-def _colours(names: list[str]) -> dict[str, str]:
-    return dict(zip(names, curves.COLOURS, strict=False))
-
-
-def _verdict(standings: list[Standing], differing: Mapping[str, object]) -> str:
+def _verdict(standings: Sequence[Standing], differing: Mapping[str, object]) -> str:
     """The comparison in a sentence or two."""
-    best, lost = standings[0], [standing for standing in standings if standing.diverged is not None]
-    loss, kind = (best.training, "training") if best.best is None else (best.best, "validation")
+    best = standings[0]
+    loss = best.training if best.best is None else best.best
+    kind = "training" if best.best is None else "validation"
     said = []
     if loss is not None and best.diverged is None:
         said.append(f"<b>{text(best.name)}</b> has the lowest {kind} loss, {loss:.4f} nats per token.")
+    lost = [standing for standing in standings if standing.diverged is not None]
     if lost:
         names = ", ".join(f"<b>{text(standing.name)}</b> at step {standing.diverged}" for standing in lost)
         said.append(f'<span class="warn">{len(lost)} of {len(standings)} diverged</span>: {names}.')
-    if unlike := [key for key in differing if key in provenance.UNCOMPARABLE]:
+    unlike = [key for key in differing if key in provenance.UNCOMPARABLE]
+    if unlike:
         said.append(f"They differ in {text(', '.join(unlike))}, so their losses may not measure the same.")
     return f"<p>{' '.join(said)}</p>"
 
 
-def _ranking(
-    standings: list[Standing], runs: Mapping[str, History], differing: Mapping[str, Mapping[str, object]]
-) -> str:
-    """The runs as rows, the best first, with the settings ``differing`` beside their names; clicking a column heading sorts.
+def _ranking(entries: Sequence[Entry]) -> str:
+    """The runs as rows, the best first, with the settings that differ; clicking a column heading sorts.
 
     On a phone, the settings have no columns but are below the name, so that they are seen without scrolling."""
-    colours = _colours([*runs])
-    names = list(dict.fromkeys(name for history in runs.values() for name in history.steps.reported))
-    names = names[: comparison.REPORTED]
-    heads = ["run", *differing, "validation loss", "training loss", *names, "state", "steps", "tokens/s"]
-    lines = []
-    for standing in standings:
-        history = runs[standing.name]
-        best = "" if standing.best is None else f"{standing.best:.4f}"
-        at = f' <span class="soft">step {standing.best_step}</span>' if best else ""
-        swatch = f'<i style="background:{colours.get(standing.name, plots.INK)}"></i>'
-        rate = _mean(history, "tokens_per_second")
-        reported = (history.reported.get(name) for name in names)
-        training = "" if standing.training is None else f"{standing.training:.4f}"
-        last = int(history.steps["step"][-1]) if len(history.steps) else 0
-        values = {key: provenance.shown(row.get(standing.name)) for key, row in differing.items()}
-        cells = [
-            (standing.name, f"{swatch}{text(standing.name)}{_beside(values)}"),
-            *((value, text(value)) for value in values.values()),
-            (best, best + at),
-            (training, training),
-            *(("", "") if value is None else (f"{value:.17g}", f"{value:.4g}") for value in reported),
-            ("", _state(history, standing)),
-            (str(last), f"{last:,}"),
-            (f"{rate:.0f}", f"{rate:,.0f}"),
+    swatches = colours(entry.name for entry in entries)
+    rows = []
+    for entry in entries:
+        swatch = _swatch(swatches.get(entry.name), "")
+        cells = [("", entry.name, swatch + text(entry.name) + _beside(entry.settings))]
+        cells += [
+            (SETTING, provenance.shown(value), text(provenance.shown(value))) for value in entry.settings.values()
         ]
-        kinds = [' class="setting"' * (0 < number <= len(values)) for number in range(len(cells))]
-        row = (
-            f'<td{kind} data-value="{text(key)}">{cell}</td>' for kind, (key, cell) in zip(kinds, cells, strict=True)
-        )
-        lines.append(f"<tr>{''.join(row)}</tr>")
-    kinds = [' class="setting"' * (heading in differing) for heading in heads]
-    head = "".join(
-        f"<th{kind}><button>{text(heading)}</button></th>" for kind, heading in zip(kinds, heads, strict=True)
-    )
-    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
+        cells += _results(entry)
+        rows.append("".join(f'<td{kind} data-value="{text(key)}">{cell}</td>' for kind, key, cell in cells))
+    own = [*entries[0].reported][: comparison.REPORTED]
+    heads = [("", "run"), *((SETTING, key) for key in entries[0].settings)]
+    heads += [("", head) for head in ("validation loss", "training loss", *own, "state", "steps", "tokens/s")]
+    head = "".join(f"<th{kind}><button>{text(title)}</button></th>" for kind, title in heads)
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody>"
+    means = ", as own metrics are" if own else ""
     note = (
         "The best run is first: by validation loss where it was measured, else by training loss, "
-        f"the mean of the last {RECENT} steps{', as own metrics are' if names else ''}. Click a column heading to sort."
+        f"the mean of the last {RECENT} steps{means}. Click a column heading to sort."
     )
     return f'<div class="scroll"><table class="ranking">{body}</table></div><p class="soft">{note}</p>'
 
 
-def _beside(values: Mapping[str, str]) -> str:
+def _results(entry: Entry) -> Iterator[tuple[str, str, str]]:
+    """The cells of a run after its settings: attribute, the value to sort by, HTML."""
+    figures = entry.figures
+    at = f' <span class="soft">step {figures["validation_step"]}</span>'
+    for value, beside in ((figures["validation_loss"], at), (figures["training_loss"], "")):
+        yield ("", "", "") if value is None else ("", f"{value:.4f}", f"{value:.4f}{beside}")
+    for value in [*entry.reported.values()][: comparison.REPORTED]:
+        yield ("", "", "") if value is None else ("", f"{value:.17g}", f"{value:.4g}")
+    yield "", "", _state(entry.history, entry.standing)
+    yield "", str(figures["steps"]), f"{figures['steps']:,}"
+    rate = figures["tokens_per_second"] or 0.0
+    yield "", f"{rate:.0f}", f"{rate:,.0f}"
+
+
+def _swatch(colour: str | None, title: str, style: str = "") -> str:
+    """A colour, and its meaning beside it."""
+    return f'<i style="background:{colour or plots.INK}{style}"></i>{text(title)}'
+
+
+def _beside(settings: Mapping[str, Any]) -> str:
     """The settings of a run below its name, for a narrow screen."""
-    shown = [f"<span>{text(key)}={text(value)}</span>" for key, value in [*values.items()][:BESIDE]]
-    shown += [f"<span>and {len(values) - BESIDE} more</span>"] * (len(values) > BESIDE)
+    shown = [f"<span>{text(key)}={text(provenance.shown(value))}</span>" for key, value in settings.items()]
+    if len(shown) > BESIDE:
+        shown[BESIDE:] = [f"<span>and {len(shown) - BESIDE} more</span>"]
     return f'<span class="beside soft">{"".join(shown)}</span>' if shown else ""
 
 
@@ -158,127 +154,110 @@ def _state(history: History, standing: Standing) -> str:
     said = history.state or ended or "running, as far as its files say"
     if standing.diverged is not None:
         said = f"diverged at step {standing.diverged}"
-    warn = ' class="warn"' * (standing.diverged is not None or said == "failed")
+    warn = ' class="warn"' if standing.diverged is not None or said == "failed" else ""
     return f'<span{warn} title="{text(ended)}">{text(said)}</span>'
 
 
-def _curves(charts: list[Chart], named: Mapping[str, Mapping[str, str]], load: str = "") -> Iterator[str]:
-    """The charts; ``load``: the heat maps of experts."""
-    if not charts:
+def _curves(drawn: Sequence[Chart], heat_maps: Sequence[HeatMap]) -> Iterator[str]:
+    """The places of the charts, in sections."""
+    if not drawn:
         return
-    group = max(chart.group for chart in charts)
-    said = ["Point at a chart, or tap it, to read its values."] + [SPREAD.format(group)] * (group > 1)
-    said += [DIVERGED] * any(curve.left for chart in charts for curve in chart.curves)
-    sections = {"Curves": "", "Experts": "", "Own metrics": ""}
-    for chart in charts:
-        sections[chart.section] += _figure(chart, named[chart.key])
-    yield f'<h2>Curves</h2><p class="soft">{" ".join(said)}</p><div class="figures">{sections.pop("Curves")}</div>'
-    for heading, content in sections.items():
-        if content:
-            yield f'<h2>{heading}</h2><div class="figures">{content}</div>{load if heading == "Experts" else ""}'
+    group = max(chart.group for chart in drawn)
+    said = ["Point at a chart, or tap it, to read its values."]
+    if group > 1:
+        said.append(SPREAD.format(group))
+    if any(curve.left for chart in drawn for curve in chart.curves):
+        said.append(DIVERGED)
+    yield f'<h2>Curves</h2><p class="soft">{" ".join(said)}</p>'
+    for heading in ("Curves", "Experts", "Own metrics"):
+        places = [_figure(chart) for chart in drawn if chart.section == heading]
+        if places and heading != "Curves":
+            yield f"<h2>{heading}</h2>"
+        yield f'<div class="figures">{"".join(places)}</div>' if places else ""
+        if heading == "Experts" and heat_maps:
+            yield _load(heat_maps)
 
 
-def _load(load: ExpertHistory) -> str:
-    """The places of heat maps, and what their colours mean; folded if there are many."""
-    marks = {NO_TOKEN: "no token", LOADS[0]: f"1/{RANGE:.0f} of the mean or less"}
-    marks |= {LOADS[len(LOADS) // 2]: "the mean", LOADS[-1]: f"{RANGE:.0f} times the mean or more"}
-    swatches = "".join(
-        f'<span><i style="background:{colour};outline:1px solid var(--line)"></i>{text(said)}</span>'
-        for colour, said in marks.items()
+def _figure(chart: Chart) -> str:
+    """The place of a chart, with its title, legend and caption."""
+    swatches = "".join(f"<span>{_swatch(colour, name)}</span>" for name, colour in chart.legend.items())
+    caption = CLIPPED.format(chart.top) if chart.clipped else ""
+    return (
+        f'<figure><h3>{text(chart.title)}</h3><div class="legend">{swatches}</div>'
+        f'<div class="plot" id="{chart.place}"></div><figcaption>{caption}</figcaption></figure>'
     )
+
+
+def _load(heat_maps: Sequence[HeatMap]) -> str:
+    """The places of heat maps, and the meaning of their colours; folded if there are many."""
+    outline = ";outline:1px solid var(--line)"
+    swatches = "".join(f"<span>{_swatch(colour, said, outline)}</span>" for colour, said in LEGEND.items())
     places = "".join(
-        f'<figure><h3>{text(block)}</h3><div class="plot" id="{plots.heat_map_place(layer)}"></div></figure>'
-        for layer, block in enumerate(load.blocks)
+        f'<figure><h3>{text(heat_map.title)}</h3><div class="plot" id="{heat_map.place}"></div></figure>'
+        for heat_map in heat_maps
     )
     content = f'<div class="legend">{swatches}</div><div class="figures">{places}</div>'
     title = "Load of every expert"
-    return folded(title, content) if len(load.blocks) > OPEN_LAYERS else f"<h2>{title}</h2>{content}"
+    return folded(title, content) if len(heat_maps) > OPEN_LAYERS else f"<h2>{title}</h2>{content}"
 
 
-def _figure(chart: Chart, colours: Mapping[str, str]) -> str:
-    """The place of a chart, with its title, names and caption."""
-    names = [curve.name for curve in chart.curves if curve.name in colours]
-    swatches = "".join(f'<span><i style="background:{colours[name]}"></i>{text(name)}</span>' for name in names)
-    others = len(chart.curves) - len(names)
-    swatches += f'<span><i style="background:{plots.INK}"></i>{others} more</span>' if others else ""
-    clipped = any((curve.mean[: curve.kept] > chart.top).any() for curve in chart.curves)
-    said = CLIPPED.format(chart.top) if clipped else ""
-    return (
-        f'<figure><h3>{text(chart.title)}</h3><div class="legend">{swatches if len(chart.curves) > 1 else ""}</div>'
-        f'<div class="plot" id="{chart.place}"></div><figcaption>{said}</figcaption></figure>'
-    )
-
-
-def _samples(content: Content, order: Iterable[str]) -> str:
-    """What the models write, side by side."""
+def _samples(content: Content, entries: Sequence[Entry]) -> str:
+    """The texts that the models wrote, side by side."""
     if not content.samples:
         return ""
     cards = []
-    for name in order:
-        for step, sample in content.samples.get(name, {}).items():
-            about = f"{name}, step {step:,}" if len(content.runs) > 1 else f"step {step:,}"
+    for entry in entries:
+        for step, sample in content.samples.get(entry.name, {}).items():
+            about = f"{entry.name}, step {step:,}" if len(entries) > 1 else f"step {step:,}"
             cards.append(f'<div class="card"><span class="soft">{text(about)}</span>{_sample(sample)}</div>')
     said = f'<p class="soft">Continuing <code>{text(content.prompt)}</code></p>' if content.prompt else ""
     return f'<h2>Samples</h2>{said}<div class="grid">{"".join(cards)}</div>'
 
 
 def _sample(sample: str) -> str:
-    """What a model wrote, or in words that it is nothing to be seen."""
+    """The text that a model wrote, or a remark if nothing can be seen."""
     if sample.strip():
         return f"<pre>{text(sample)}</pre>"
     return f'<p class="soft">{"wrote only white space" if sample else "ended at once"}</p>'
 
 
-def _origin(history: History, settings: Settings) -> str:
-    facts = {title: text(fact) for title, fact in provenance.facts(history, settings).items()}
-    return definitions({**facts, **_changed(settings)})
-
-
-def _origins(runs: Mapping[str, History], settings: Mapping[str, Settings]) -> str:
-    """What the runs have in common, and what is of each."""
-    facts = {name: provenance.facts(history, settings[name]) for name, history in runs.items()}
+def _origins(entries: Sequence[Entry], settings: Mapping[str, Settings]) -> str:
+    """Facts that all runs have in common, then those of each."""
+    facts = {entry.name: provenance.facts(entry.history, settings[entry.name]) for entry in entries}
     titles = dict.fromkeys(title for run_facts in facts.values() for title in run_facts)
     rows = {title: {name: text(run_facts.get(title, "–")) for name, run_facts in facts.items()} for title in titles}
-    alike = {title: next(iter(row.values())) for title, row in rows.items() if len(set(row.values())) == 1}
-    differing, first_settings = provenance.differing(settings), next(filter(None, settings.values()), {})
-    common = {key: value for key, value in first_settings.items() if key not in differing}
-    unlike = (f"<h3>{text(title)}</h3>{definitions(row)}" for title, row in rows.items() if title not in alike)
-    return definitions({**alike, **_changed(common)}) + "".join(unlike)
-
-
-def _changed(settings: Settings) -> dict[str, str]:
-    changed = {key: value for key, value in provenance.changed(settings).items() if not key.startswith("data.")}
-    words = " ".join(f"<code>{text(f'{key}={provenance.shown(value)}')}</code>" for key, value in changed.items())
-    return {"settings that differ from the defaults": words} if words else {}
-
-
-def _mean(history: History, name: str) -> float:
-    values = [row[name] for row in history.recent if row.get(name)]
-    return sum(values) / len(values) if values else 0.0
+    common = {title: next(iter(row.values())) for title, row in rows.items() if len(set(row.values())) == 1}
+    unlike = (f"<h3>{text(title)}</h3>{definitions(row)}" for title, row in rows.items() if title not in common)
+    differing = provenance.differing(settings)
+    used = next(filter(None, settings.values()), {})
+    changed = provenance.changed({key: value for key, value in used.items() if key not in differing})
+    words = [f"{key}={provenance.shown(value)}" for key, value in changed.items() if not key.startswith("data.")]
+    if words:
+        common["settings that differ from the defaults"] = " ".join(f"<code>{text(word)}</code>" for word in words)
+    return definitions(common) + "".join(unlike)
 
 
 def _numbers(history: History, standing: Standing) -> str:
-    """The figures of a run; those that are unknown are left out."""
+    """The figures of a run; unknown ones are left out."""
     last = history.recent[-1] if history.recent else {}
-    speed, mfu, waiting = (_mean(history, name) for name in ("tokens_per_second", "mfu", "data_fraction"))
-    cards = {
-        "last step": str(last.get("step", "")),
-        f"training loss, mean of the last {standing.over} steps": ""
-        if standing.training is None
-        else f"{standing.training:.4f}",
-        f"best validation loss, step {standing.best_step}": "" if standing.best is None else f"{standing.best:.4f}",
-        "tokens/s": f"{speed:,.0f}" if speed else "",
-        "MFU": f"{mfu:.1%}" if mfu else "",
-        "peak memory of rank 0": f"{history.memory / (1 << 30):.2f} GiB" if history.memory else "",
-        "of step time waiting for data": f"{waiting:.1%}" if waiting else "",
-        "goodput": f"{history.goodput:.1%}" if history.goodput is not None else "",
-        "time": span(history.wall) if history.wall else "",
-        "waiting in the queue": timeline.seconds(history.seconds("queued")),
-        "starting": timeline.seconds(history.seconds("starting")),
-        "steps redone": str(sum(attempt.lost for attempt in history.attempts)),
+    cards: dict[str, tuple[Any, str]] = {
+        "last step": (last.get("step"), ""),
+        f"training loss, mean of the last {standing.over} steps": (standing.training, ".4f"),
+        f"best validation loss, step {standing.best_step}": (standing.best, ".4f"),
+        "tokens/s": (history.mean("tokens_per_second"), ",.0f"),
+        "MFU": (history.mean("mfu"), ".1%"),
+        "peak memory of rank 0": (f"{history.memory / (1 << 30):.2f} GiB" if history.memory else None, ""),
+        "of step time waiting for data": (history.mean("data_fraction"), ".1%"),
+        "goodput": (history.goodput, ".1%"),
+        "time": (span(history.wall) if history.wall else None, ""),
+        "waiting in the queue": (timeline.seconds(history.seconds("queued")), ""),
+        "starting": (timeline.seconds(history.seconds("starting")), ""),
+        "steps redone": (sum(attempt.lost for attempt in history.attempts), ""),
     }
     shown = (
-        f"<div><b>{text(value)}</b><span class=soft>{text(name)}</span></div>" for name, value in cards.items() if value
+        f"<div><b>{text(format(value, form))}</b><span class=soft>{text(name)}</span></div>"
+        for name, (value, form) in cards.items()
+        if value not in (None, "")
     )
     return f'<div class="numbers">{"".join(shown)}</div>'
 
@@ -286,27 +265,29 @@ def _numbers(history: History, standing: Standing) -> str:
 def write(
     chosen: Sequence[Path],
     output: Path,
-    images: bool,
+    with_images: bool,
     prompt: str | None = None,
     sampler: Sampler | None = None,
 ) -> list[Path]:
     """Write the report of the runs ``chosen``; the files it consists of.
 
-    ``prompt``: a text that their models continue, by ``sampler``, which takes the runs and the prompt.
+    ``prompt``: a text that their models continue, by ``sampler``.
     """
     if output.suffix != PAGE:
         raise ConfigError(f"output {output} must end with {PAGE}")
     if not output.parent.is_dir():
         raise ConfigError(f"output {output}: there is no folder {output.parent}")
     named = dict(zip(comparison.names(chosen), chosen, strict=True))
-    samples: Samples = sampler(named, prompt) if sampler and prompt is not None else {}
+    samples: Samples = {}
+    if sampler and prompt is not None:
+        samples = sampler(named, prompt)
     runs = {name: history.read(out) for name, out in named.items()}
     settings = {name: provenance.settings(out) for name, out in named.items()}
     written = {output: page(Content(runs, settings, prompt or "", samples)).encode(errors="replace")}
-    if images:
-        for name, figure in figures.figures(runs).items():
+    if with_images:
+        for name, figure in images.images(runs).items():
             label = re.sub("[ /_]", "-", name)
-            written[output.with_name(f"{output.stem}-{label}.png")] = figures.png(figure)
+            written[output.with_name(f"{output.stem}-{label}.png")] = images.encoded(figure)
     for path, data in written.items():
         try:
             files.write_bytes(path, data)

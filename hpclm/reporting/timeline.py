@@ -1,13 +1,15 @@
-"""The attempts of a run: what happened in a sentence, a bar for each, and their numbers."""
+"""The attempts of a run: a summary, a bar for each, and a table of their numbers."""
 
 import time
+from collections.abc import Collection
 
 from hpclm.reporting.history import KINDS, Attempt, History
 from hpclm.reporting.html import table, text
 from hpclm.rundir.state import moment, span
 from hpclm.terminal import many
 
-COLOURS = {"queued": "#b8bec6", "starting": "#8e6bbf", "training": "#2a9d5c", "lost": "#d64545"}
+COLOURS = dict(zip(KINDS, ("#b8bec6", "#8e6bbf", "#2a9d5c", "#d64545"), strict=True))
+UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 HEADS = ("attempt", "steps", "redone", "began", "where", "queued", "starting", "training")
 CAPTION = "A bar for each attempt, from when it was queued to its last sign of life. In a gap, none was running or known to be queued."
 LOST = " Lost: steps after the last checkpoint, which the next attempt redid."
@@ -18,13 +20,13 @@ def state(history: History) -> str:
     if not history.attempts:
         return "The run has not started yet."
     last = history.attempts[-1]
-    of = f" of {last.row['steps']:,}" if last.row.get("steps") else ""
+    planned = f" of {last.row['steps']:,}" if last.row.get("steps") else ""
     ended = last.ended or f"not ended, as far as its files say; the last sign of life was at {_moment(last.end)}"
-    return f"{last.last:,}{of} steps in {span(history.wall)}: {ended}."
+    return f"{last.last:,}{planned} steps in {span(history.wall)}: {ended}."
 
 
 def summary(history: History) -> str:
-    """What happened to a run in its attempts, for a reader who does not know it."""
+    """How the attempts of a run went, for a reader who does not know it."""
     if not history.attempts:
         return ""
     said = [f"The run had {many(len(history.attempts), 'attempt')}."]
@@ -39,30 +41,49 @@ def summary(history: History) -> str:
     return " ".join(said)
 
 
+def label(attempt: Attempt) -> str:
+    """The steps of an attempt, and how it ended."""
+    return f"steps {attempt.first} to {attempt.last}: {attempt.ended or 'still running, or no message yet'}"
+
+
+def kinds(histories: Collection[History]) -> dict[str, str]:
+    """The kinds of phases that take a visible part of the time, with their colours."""
+    used = {kind for history in histories for kind in KINDS if history.seconds(kind) > history.wall / 1000}
+    return {kind: colour for kind, colour in COLOURS.items() if kind in used}
+
+
+def unit(seconds: float) -> tuple[str, int]:
+    """The unit of an axis of this length, and its seconds: the largest with more than three."""
+    fitting = (entry for entry in UNITS.items() if seconds > 3 * entry[1])
+    return next(fitting, ("seconds", 1))
+
+
 def bars(history: History) -> str:
-    """A bar for each attempt, below its steps and what ended it."""
+    """A bar for each attempt, below its label."""
     wall = max(history.wall, 1e-9)
     parts = []
     for attempt in history.attempts:
         pieces = []
         for phase in attempt.phases:
-            left, width = (100 * seconds / wall for seconds in (phase.begin - history.attempts[0].begin, phase.seconds))
-            style = f"left:{left:.2f}%;width:{width:.2f}%;background:{COLOURS[phase.kind]}"
+            left = 100 * (phase.begin - history.attempts[0].begin) / wall
+            style = f"left:{left:.2f}%;width:{100 * phase.seconds / wall:.2f}%;background:{COLOURS[phase.kind]}"
             pieces.append(f'<i class="{phase.kind}" style="{style}" title="{phase.kind} {span(phase.seconds)}"></i>')
-        ended = text(attempt.ended or "still running, or no message yet")
         parts.append(
-            f'<div class="attempt"><p><b>{attempt.number}</b> steps {attempt.first} to {attempt.last}: {ended}</p>'
+            f'<div class="attempt"><p><b>{attempt.number}</b> {text(label(attempt))}</p>'
             f'<div class="bar">{"".join(pieces)}</div></div>'
         )
     ends = f'<p class="ends soft"><span>0</span><span>{span(history.wall)} since the run was first queued or started</span></p>'
     return "".join([*parts, ends]) if parts else "<p>None.</p>"
 
 
-def legend(histories: list[History]) -> str:
-    """The colours of the phases that occur."""
-    used = [kind for kind in KINDS if any(history.seconds(kind) > history.wall / 1000 for history in histories)]
-    swatches = (f'<span><i class="{kind}" style="background:{COLOURS[kind]}"></i>{kind}</span>' for kind in used)
-    return f'<div class="legend">{"".join(swatches)}</div><p class="soft">{CAPTION}{LOST * ("lost" in used)}</p>'
+def legend(histories: Collection[History]) -> str:
+    """The colours of the phases, and what the bars mean."""
+    used = kinds(histories)
+    swatches = (
+        f'<span><i class="{kind}" style="background:{colour}"></i>{kind}</span>' for kind, colour in used.items()
+    )
+    caption = CAPTION + LOST if "lost" in used else CAPTION
+    return f'<div class="legend">{"".join(swatches)}</div><p class="soft">{caption}</p>'
 
 
 def numbers(history: History) -> str:
@@ -79,12 +100,15 @@ def _row(attempt: Attempt) -> list[str]:
     row = attempt.row
     job = f"job {row['job_id']}, " if row.get("job_id") else ""
     hosts = row.get("hosts") or [row.get("host", "")]
+    shown = ", ".join(map(str, hosts[:3]))
+    if len(hosts) > 3:
+        shown += f" and {len(hosts) - 3} more"
     return [
         str(attempt.number),
         f"{attempt.first} → {attempt.last}",
         str(attempt.lost) if attempt.lost else "",
         _moment(moment(row["time"]) or 0.0),
-        f"{job}{', '.join(map(str, hosts[:3]))}{f' and {len(hosts) - 3} more' * (len(hosts) > 3)}",
+        job + shown,
         *(seconds(attempt.seconds(kind)) for kind in ("queued", "starting", "training")),
     ]
 

@@ -7,7 +7,8 @@ import pytest
 
 from hpclm import cli
 from hpclm.errors import ConfigError
-from hpclm.reporting import curves, figures, history, plots
+from hpclm.reporting import history, images
+from hpclm.reporting.charts import charts
 from hpclm.reporting.experts import COLUMNS, EXPERT_FIGURES, MIN_COLUMNS, expert_history
 from tests.reporting import made
 
@@ -87,9 +88,9 @@ def test_lines_of_another_model_or_out_of_order_are_left_out():
 
 def test_no_token_differs_from_any():
     load = expert_history(rows([[[0, 1, 9_999, 90_000]]]))
-    zero, one, mean, most = load.percent(0)[:, 0].tolist()
+    zero, one, mean, most = load.heat_maps[0].percent[:, 0].tolist()
     assert zero == 0 and one == 1 and mean == 40 and most == 360
-    assert expert_history(rows([[[1, *[0] * 99]]])).percent(0).max() == 100 * 100
+    assert expert_history(rows([[[1, *[0] * 99]]])).heat_maps[0].percent.max() == 100 * 100
 
 
 def test_the_page_has_a_heat_map_of_each_layer_and_curves_of_all(tmp_path):
@@ -97,11 +98,11 @@ def test_the_page_has_a_heat_map_of_each_layer_and_curves_of_all(tmp_path):
     assert cli.main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
     assert "<h2>Experts</h2>" in page and "<h2>Load of every expert</h2>" in page and "Own metrics" not in page
-    charts = {chart["target_id"]: json.dumps(chart) for chart in map(json.loads, parts(page))}
-    assert [*charts][-5:] == [*EXPERT_FIGURES, "expert-load-0", "expert-load-1"]
-    assert '"HoverTool"' in charts["expert-load-1"] and "% of the mean" in charts["expert-load-1"]
+    drawn_charts = {chart["target_id"]: json.dumps(chart) for chart in map(json.loads, parts(page))}
+    assert [*drawn_charts][-5:] == [*EXPERT_FIGURES, "expert-load-0", "expert-load-1"]
+    assert '"HoverTool"' in drawn_charts["expert-load-1"] and "% of the mean" in drawn_charts["expert-load-1"]
     assert (run / "report-expert-load.png").stat().st_size > 10_000 and (run / "report-dead-experts.png").exists()
-    lines = {chart.key: chart for chart in curves.charts({"run": history.read(run)})}
+    lines = {chart.key: chart for chart in charts({"run": history.read(run)})}
     assert [curve.name for curve in lines["expert_load_max"].curves] == ["block0", "block1"]
     assert lines["expert_load_max"].curves[0].mean.tolist() == [2.0] * 6
 
@@ -115,17 +116,17 @@ def test_many_heat_maps_are_folded(tmp_path):
     assert cli.main(["report", "--no-png", str(run)]) == 0
     page = (run / "report.html").read_text()
     assert "<details><summary><h2>Load of every expert</h2></summary>" in page
-    assert all(f'id="{plots.heat_map_place(layer)}"' in page for layer in range(9))
+    assert all(f'id="expert-load-{layer}"' in page for layer in range(9))
 
 
 def test_runs_are_compared_by_their_worst_layer(tmp_path):
     one = drawn(tmp_path, "one", np.tile([[0, 2, 1, 1], [0, 0, 4, 4]], (6, 1, 1)))
     made.trained(tmp_path / "plain", [5 - step / 100 for step in range(60)])
     runs = {"one": history.read(one), "plain": history.read(tmp_path / "plain")}
-    charts = {chart.key: chart for chart in curves.charts(runs)}
-    values = {key: [curve.mean.tolist() for curve in charts[key].curves] for key in EXPERT_FIGURES}
+    by_key = {chart.key: chart for chart in charts(runs)}
+    values = {key: [curve.mean.tolist() for curve in by_key[key].curves] for key in EXPERT_FIGURES}
     assert values == {"expert_load_max": [[2.0] * 6], "expert_entropy": [[0.5] * 6], "dead_experts": [[3.0] * 6]}
-    assert {"expert load one", "dead_experts"} < figures.figures(runs).keys()
+    assert {"expert load one", "dead_experts"} < images.images(runs).keys()
     assert cli.main(["report", "--no-png", str(one), str(tmp_path / "plain"), "-o", str(tmp_path / "both.html")]) == 0
     assert "<h2>Experts</h2>" in (tmp_path / "both.html").read_text()
 

@@ -3,8 +3,8 @@
 import re
 
 from hpclm.reporting import page
-from hpclm.reporting.curves import Standing
 from hpclm.reporting.history import read
+from hpclm.reporting.standings import Standing
 from tests.reporting import made
 
 

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hpclm import cli, config
-from hpclm.reporting import curves, figures, history, plots, provenance
+from hpclm.reporting import charts, history, image_style, images, plots, provenance
 from hpclm.reporting.page import Content
 from hpclm.reporting.page import page as page_of
 from hpclm.rundir import config_history
@@ -203,8 +203,14 @@ def test_a_log_scale_has_marks_in_every_decade(bottom, top, ticks):
 def test_images_have_the_colours_of_the_page(tmp_path):
     losses = {"a": 3.0, "b": 2.0, "c": 1.0}
     runs = {name: history.read(made.trained(tmp_path / name, [5.0, last])) for name, last in losses.items()}
-    lines = figures.figures(runs)["training_loss"].axes[0].lines
-    assert [line.get_label() for line in lines if line.get_color() == curves.COLOURS[0]] == ["c"]  # the best is first
+    lines = images.images(runs)["training_loss"].axes[0].lines
+    assert [line.get_label() for line in lines if line.get_color() == charts.COLOURS[0]] == ["c"]  # the best is first
+
+
+@pytest.mark.parametrize("losses, drawn", [([3.0, None], True), ([None, None], False)])
+def test_a_notebook_has_the_losses_if_one_is_finite(losses, drawn, tmp_path):
+    content = images.loss_png(history.read(made.trained(tmp_path / "one", losses)), "$x$")
+    assert (content or b"").startswith(b"\x89PNG") == drawn
 
 
 def test_a_stranger_finds_what_ended_each_attempt(written):
@@ -221,7 +227,7 @@ def test_a_stranger_finds_what_ended_each_attempt(written):
 
 
 def test_the_bars_of_the_image_are_as_long_as_the_run_in_the_unit_of_their_axis(tmp_path):
-    [axes] = figures.figures({"one": history.read(made.preempted(tmp_path / "one"))})["attempts"].axes
+    [axes] = images.images({"one": history.read(made.preempted(tmp_path / "one"))})["attempts"].axes
     ends = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches]
     assert axes.get_xlabel().startswith("minutes ") and min(ends)[0] == 0
     assert max(end for _, end in ends) == pytest.approx(471 / 60)
@@ -288,13 +294,13 @@ def test_several_runs_are_compared_by_the_settings_in_which_they_differ(written)
 def test_chinese_names_are_written_in_a_chinese_font_or_a_warning_says_that_there_is_none(
     fonts, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(figures, "CHINESE", fonts)
+    monkeypatch.setattr(image_style, "CHINESE", fonts)
     runs = {name: history.read(made.trained(tmp_path / name, [3.0, 2.0])) for name in ("医疗", "b")}
-    figure = figures.figures(runs)["training_loss"]
+    figure = images.images(runs)["training_loss"]
     [name, _] = sorted(figure.axes[0].get_legend().get_texts(), key=lambda text: text.get_text().isascii())
     assert name.get_fontfamily() == ["sans-serif", *fonts]
     assert ("no Chinese font" in caplog.text) == (not fonts)
-    assert figures.png(figure).startswith(b"\x89PNG")
+    assert images.encoded(figure).startswith(b"\x89PNG")
 
 
 def test_the_images_lie_beside_the_page(written):

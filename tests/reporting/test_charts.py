@@ -5,13 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from hpclm.reporting import curves, history
+from hpclm.reporting import charts as described
+from hpclm.reporting import history, standings
 from tests.reporting import made
 
 
 def charts(folder, **losses):
     runs = {name: history.read(made.trained(folder / name, *each)) for name, each in losses.items()}
-    return {chart.key: chart for chart in curves.charts(runs)}
+    return {chart.key: chart for chart in described.charts(runs)}
 
 
 def falling(steps, seed=0):
@@ -24,14 +25,24 @@ def test_a_point_is_the_mean_of_its_group_and_the_band_its_extremes(tmp_path):
     losses[500] = None
     chart = charts(tmp_path, one=(losses,))["loss"]
     [curve] = chart.curves
-    assert chart.group == math.ceil(1000 / curves.POINTS) and len(curve.steps) <= curves.POINTS
+    assert chart.group == math.ceil(1000 / described.POINTS) and len(curve.steps) <= described.POINTS
     for at, begin in enumerate(range(0, 1000, chart.group)):
         group = [loss for loss in losses[begin : begin + chart.group] if loss is not None]
         assert curve.mean[at] == pytest.approx(sum(group) / len(group))
         assert (curve.low[at], curve.high[at]) == (min(group), max(group))
         assert begin + 1 <= curve.steps[at] <= begin + chart.group
-    settled = curve.high[int(curves.STEEP * len(curve.steps)) :]  # the steep start need not be on the chart
+    settled = curve.high[int(described.STEEP * len(curve.steps)) :]  # the steep start need not be on the chart
     assert chart.bottom < min(curve.low) and max(settled) < chart.top < curve.high[0]
+
+
+def test_the_spike_of_one_step_is_seen_and_named_though_its_mean_is_on_the_chart(tmp_path):
+    losses = [3.0] * 10_000
+    assert not charts(tmp_path, calm=(losses,))["loss"].clipped
+    losses[5000] = 20.0
+    chart = charts(tmp_path, spike=(losses,))["loss"]
+    [curve] = chart.curves
+    assert curve.mean.max() < chart.top < max(curve.band[2]) == 20.0 and chart.clipped
+    assert [said for said in chart.said(curve) if "20" in said] == ["3.202 (3 to 20)"]
 
 
 def test_of_few_steps_each_is_a_point(tmp_path):
@@ -58,18 +69,6 @@ def test_a_diverged_run_is_marked_and_rescales_nothing(wild, at, tmp_path):
     assert line.max() <= compared["training_loss"].top * (2 if at else 1) and not np.isnan(line).any()
 
 
-def test_a_spike_that_the_run_recovers_from_is_no_divergence(tmp_path):
-    losses = falling(100)
-    losses[50:60] = [50.0] * 10
-    losses[98:] = [None] * 2  # two steps are too few to tell
-    found = history.read(made.trained(tmp_path / "one", losses))
-    assert curves.diverged(found, curves.ceiling({"one": found})) is None
-    losses[90:] = [None] * 10
-    (tmp_path / "b").mkdir()
-    found = history.read(made.trained(tmp_path / "b" / "one", losses))
-    assert curves.diverged(found, curves.ceiling({"one": found})) == 91
-
-
 def test_a_divergence_within_the_last_point_is_marked(tmp_path):
     [curve] = charts(tmp_path, one=([*falling(1000), *[None] * 5],))["loss"].curves
     assert curve.left == (curve.steps[-1], pytest.approx(curve.mean[-2]))
@@ -77,7 +76,7 @@ def test_a_divergence_within_the_last_point_is_marked(tmp_path):
 
 def test_runs_of_different_length_share_their_steps(tmp_path):
     chart = charts(tmp_path, short=(falling(50),), long=(falling(1000),))["training_loss"]
-    short, long = chart.curves
+    short, long = sorted(chart.curves, key=lambda curve: len(curve.steps))
     assert set(short.steps) <= set(long.steps) and chart.first == 1 and chart.last == 1000
 
 
@@ -87,21 +86,14 @@ def test_evaluations_of_several_parts_are_their_mean(tmp_path):
     with (out / "metrics.jsonl").open("a") as file:
         file.write(made.lines(rows))
     found = history.read(out)
-    assert curves.validation(found) == {2: 2.5}
-    [loss] = [chart for chart in curves.charts({"one": found}) if chart.key == "loss"]
+    assert standings.validation(found) == {2: 2.5}
+    [loss] = [chart for chart in described.charts({"one": found}) if chart.key == "loss"]
     assert [curve.name for curve in loss.curves] == ["training", "validation a", "validation b"]
 
 
 def test_steps_out_of_order_are_averaged_in_their_order():
     grid = np.arange(1.0, 7.0)
     pairs = np.array([3.0, 1.0, 2.0, 6.0]), np.array([30.0, 10.0, 20.0, np.nan])
-    steps, mean, low, high = curves._averaged(pairs, grid, 2)
+    steps, mean, low, high = described._averaged(pairs, grid, 2)
     assert steps.tolist() == [2.0, 4.0, 6.0] and mean[:2].tolist() == [15.0, 30.0] and np.isnan(mean[2])
     assert (low[:2].tolist(), high[:2].tolist()) == ([10.0, 30.0], [20.0, 30.0])
-
-
-def test_runs_that_diverged_come_last_and_those_without_a_validation_loss_after_those_with_one():
-    measured, other = curves.Standing("a", 2.5, 7, 2.0, 50, None), curves.Standing("b", 2.25, 7, 3.0, 50, None)
-    trained, lost = curves.Standing("c", None, None, 1.0, 50, None), curves.Standing("d", 1.0, 7, None, 50, 30)
-    ranked = sorted([lost, trained, measured, other], key=lambda standing: standing.key)
-    assert [standing.name for standing in ranked] == ["b", "a", "c", "d"]

@@ -1,0 +1,56 @@
+"""How images look: colours and fonts, also for Chinese text."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+log = logging.getLogger(__name__)
+INK = "#808890"  # text and axes: legible on white and on black
+STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text, in the reader's font
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.15,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK
+    ),
+}
+CHINESE = (
+    *("Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "PingFang SC"),
+    *("Microsoft YaHei", "SimHei", "Noto Sans CJK JP", "Droid Sans Fallback"),
+)
+"""Fonts with Chinese characters, which matplotlib's own font lacks."""
+
+
+@contextmanager
+def styled(text: str) -> Iterator[None]:
+    """Draw in this style during the block, with a font for the Chinese characters in ``text``; a warning if matplotlib knows none."""
+    import matplotlib
+
+    style = STYLE
+    if any(char >= "\u2e80" for char in text):
+        style = STYLE | {"font.family": ["sans-serif", *_chinese_fonts()]}
+    with matplotlib.rc_context(style):
+        yield
+
+
+def _chinese_fonts() -> list[str]:
+    import matplotlib
+    from matplotlib.font_manager import fontManager
+
+    fonts = [font for font in CHINESE if font in fontManager.get_font_names()][:1]
+    if not fonts:
+        log.warning(
+            "images show Chinese characters as boxes: matplotlib knows no Chinese font; install one, such as Debian's "
+            "fonts-noto-cjk, and delete %s",
+            matplotlib.get_cachedir(),
+        )
+    return fonts

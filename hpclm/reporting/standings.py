@@ -1,0 +1,89 @@
+"""How far runs got: which diverged, and which is the best."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median_low
+
+import numpy as np
+
+from hpclm.errors import ExitCode
+from hpclm.reporting.history import History
+
+TAIL = 5  # a run diverged if at least this many of its last steps have no healthy loss
+Runs = Mapping[str, History]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The result of a run."""
+
+    name: str
+    best: float | None
+    """The lowest validation loss, in nats per token."""
+    best_step: int | None
+    training: float | None
+    """The mean training loss of the last ``over`` steps, in nats per token; None if the run diverged."""
+    over: int
+    diverged: int | None
+    """The first step of the unhealthy end."""
+
+    @property
+    def key(self) -> tuple[bool, bool, float]:
+        """Sorts by validation loss, then by training loss; diverged runs come last."""
+        loss = self.training if self.best is None else self.best
+        return self.diverged is not None, self.best is None, math.inf if loss is None else loss
+
+
+def ranked(runs: Runs) -> list[Standing]:
+    """All runs, the best first."""
+    limit = healthy_limit(runs)
+    return sorted((_standing(name, history, limit) for name, history in runs.items()), key=lambda entry: entry.key)
+
+
+def healthy_limit(runs: Runs) -> float:
+    """The highest healthy loss: a little more than most runs began with, or than most of their steps have."""
+    losses = [history.steps["loss"] for history in runs.values()]
+    finite = [values[np.isfinite(values)] for values in losses if np.isfinite(values).any()]
+    if not finite:
+        return math.inf
+    began = median_low([float(values[:3].max()) for values in finite])
+    usual = median_low([_median(values) for values in finite])
+    return 1.1 * max(began, usual)
+
+
+def diverged(history: History, limit: float) -> int | None:
+    """The step after which no loss was finite and at most ``limit``; None if the run did not end like that."""
+    healthy = np.flatnonzero(history.steps["loss"] <= limit)
+    tail = len(history.steps)
+    if len(healthy):
+        tail -= int(healthy[-1]) + 1
+    stopped = bool(history.attempts) and history.attempts[-1].code == ExitCode.DIVERGED
+    return int(history.steps["step"][-tail]) if tail >= (1 if stopped else TAIL) else None
+
+
+def validation(history: History) -> dict[int, float | None]:
+    """The validation loss by step, averaged over its parts; None where one was not finite."""
+    by_step: dict[int, list[float | None]] = {}
+    for row in history.evaluations:
+        by_step.setdefault(row["step"], []).append(row["validation_loss"])
+    means: dict[int, float | None] = {}
+    for step, losses in by_step.items():
+        finite = [loss for loss in losses if loss is not None]
+        means[step] = sum(finite) / len(finite) if len(finite) == len(losses) else None
+    return means
+
+
+def _standing(name: str, history: History, limit: float) -> Standing:
+    since = diverged(history, limit)
+    measured = [(loss, step) for step, loss in validation(history).items() if loss is not None]
+    best, step = min(measured, default=(None, None))
+    losses = [row["loss"] for row in history.recent if row.get("loss") is not None]
+    training = sum(losses) / len(losses) if losses and since is None else None
+    return Standing(name, best, step, training, len(losses), since)
+
+
+def _median(values: np.ndarray) -> float:
+    """The lower median, without sorting: there may be millions of values."""
+    middle = (len(values) - 1) // 2
+    return float(np.partition(values, middle)[middle])

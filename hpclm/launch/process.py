@@ -41,28 +41,15 @@ def start(
     """
     code.check_snapshot()
     world = bootstrap.detect(alone=alone)
+    if began is not None:
+        world = replace(world, began=began)
     parent = os.getppid()
     if world.local_size > 1:  # before NumPy and PyTorch are loaded
         os.environ["OMP_NUM_THREADS"] = str(threads.per_process(world.local_size))
     _refuse_incomplete(settings)
     job = current_job(settings.job.cluster)
-    world = world if began is None else replace(world, began=began)
     log.setup(world.rank, redact=secrets.Redactor(), quiet=quiet)
-    try:
-        settings.plan(world.size)  # before PyTorch is loaded, which takes seconds
-    except ConfigError as error:
-        if world.rank:
-            raise SystemExit(error.exit_code) from None
-        raise
-    try:
-        network.check_interface(settings.cluster.interface)
-    except ConfigError as error:  # of this machine
-        if world.size == 1:
-            logging.getLogger(__name__).warning("%s; one process needs none", error)
-        elif world.local_rank:
-            raise SystemExit(error.exit_code) from None
-        else:
-            raise
+    _check_without_ranks(settings, world)
     if not world.local_rank:
         folders.sweep_temporary()
     from hpclm.training.start import RunStart
@@ -78,21 +65,8 @@ def start(
         if world.launcher == bootstrap.SRUN and os.getppid() != parent:
             job.end_step(ended)
         return ended
-    alone = False
-
-    def work(_: list[str]) -> int:
-        nonlocal alone
-        try:
-            return train(checked, world, job)
-        except BaseException as error:
-            alone = getattr(error, "reported", False)
-            raise
-
-    try:
-        ended = failures.run(work, [])
-    except SystemExit as end:  # reported by another rank
-        ended = end.code if isinstance(end.code, int) else ExitCode.FAILED
-    if world.launcher in bootstrap.OF_MPI and not alone:
+    ended, failed_alone = _train_with_others(checked, world, job)
+    if world.launcher in bootstrap.OF_MPI and not failed_alone:
         return ended  # MPI is finalised at exit, where all ranks wait for each other
     if world.rank == 0 and world.launcher == bootstrap.SRUN and os.getppid() != parent:
         job.end_step(ended)
@@ -102,6 +76,47 @@ def start(
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(ended)
+
+
+def _check_without_ranks(settings: RunConfig, world: World) -> None:
+    """Refuse settings that cannot work with ``world``, before PyTorch is loaded, which takes seconds.
+
+    ConfigError on rank 0, or on the first rank of a machine; SystemExit on the others.
+    """
+    try:
+        settings.plan(world.size)
+    except ConfigError as error:
+        if world.rank:
+            raise SystemExit(error.exit_code) from None
+        raise
+    try:
+        network.check_interface(settings.cluster.interface)
+    except ConfigError as error:  # this machine lacks it
+        if world.size == 1:
+            logging.getLogger(__name__).warning("%s; one process needs none", error)
+        elif world.local_rank:
+            raise SystemExit(error.exit_code) from None
+        else:
+            raise
+
+
+def _train_with_others(start: "RunStart", world: World, job: OwnJob) -> tuple[int, bool]:
+    """Train as one of several ranks. Returns the exit code, and whether this rank alone has failed; its error was reported."""
+    failed_alone = False
+
+    def work(_: list[str]) -> int:
+        nonlocal failed_alone
+        try:
+            return train(start, world, job)
+        except BaseException as error:
+            failed_alone = getattr(error, "reported", False)
+            raise
+
+    try:
+        ended = failures.run(work, [])
+    except SystemExit as end:  # reported by another rank
+        ended = end.code if isinstance(end.code, int) else ExitCode.FAILED
+    return ended, failed_alone
 
 
 def check_before_dataset(settings: RunConfig, dataset: "NamedDataset") -> None:

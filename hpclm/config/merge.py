@@ -79,8 +79,8 @@ def literal(value: Any) -> Any:
 
 def _checked(setting: Setting) -> Setting:
     """The setting, with environment variables in paths; ConfigError if it does not exist, or not with such a value."""
-    kind, value = type_of(setting.key), plain(setting.node)
-    if wrong := _wrong(setting, kind, value):
+    wrong = _wrong(setting, type_of(setting.key), plain(setting.node))
+    if wrong:
         raise ConfigError(f"{wrong} ({place(setting.at)})")
     if path_separator(setting.key) is None:
         return setting
@@ -97,7 +97,7 @@ def _checked(setting: Setting) -> Setting:
 
 
 def _wrong(setting: Setting, kind: Any, value: Any) -> str:
-    """Why a setting cannot have any such value; empty if it can."""
+    """The problem with a setting of any type; empty without one."""
     key = setting.name
     if kind is None:
         return _unknown(key)
@@ -171,7 +171,7 @@ def _with_reference(setting: Setting) -> Setting:
 
 
 def _resolved(setting: Setting, tree: Any) -> Setting:
-    """The setting with the values of others in place of their names; ConfigError if there is no such setting."""
+    """The setting with the values of others in place of their names; ConfigError for an unknown name."""
     with _resolving(setting):
         value = OmegaConf.select(tree, setting.key, throw_on_missing=True)
         found = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value

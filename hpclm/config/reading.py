@@ -24,7 +24,7 @@ CONSTANTS: dict[str, Any] = {
     "-.inf": -float("inf"),
     ".nan": float("nan"),
 }
-"""What an unquoted word means to a field without a declared type, in any case."""
+"""Unquoted words, in upper or lower case, as fields without a declared type read them."""
 NULLS = ("", "~", "null", "Null", "NULL")
 COMMAND_LINE = "command line"
 TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
@@ -43,12 +43,14 @@ class Content:
 
 
 def nodes(text: str, origin: str, line: int = 0) -> tuple[yaml.Node, list[str]]:
-    """The nodes of a YAML text without what settings do not have, and problems for that; yaml.YAMLError if it is not valid.
+    """The nodes of a YAML text, and problems for keys that appear twice, aliases, tags and merge keys, which are taken out.
 
-    ``origin``: the file, or COMMAND_LINE, and ``line``: of the file, from 0, in which the text begins.
+    yaml.YAMLError if the text is not valid. ``origin``: the file, or COMMAND_LINE; ``line``: the line of the file, counted from 0,
+    in which the text begins.
     """
     loader = yaml.BaseLoader(text)
-    loader.name, loader.line = origin, line
+    loader.name = origin
+    loader.line = line
     problems: list[str] = []
     try:
         root = loader.get_single_node()
@@ -62,7 +64,7 @@ def nodes(text: str, origin: str, line: int = 0) -> tuple[yaml.Node, list[str]]:
 
 
 def scalar(text: str, origin: str | yaml.Mark = COMMAND_LINE, quoted: bool = False) -> yaml.ScalarNode:
-    """A node for a text, which stands in ``origin``."""
+    """A node for a text of ``origin``."""
     mark = yaml.Mark(origin, 0, 0, 0, None, 0) if isinstance(origin, str) else origin
     return yaml.ScalarNode(TAGS[0], text, mark, mark, '"' if quoted else None)
 
@@ -104,7 +106,7 @@ def in_lines(first: yaml.Node, second: yaml.Node) -> str:
 
 
 def _clean(node: yaml.Node, at: yaml.Node, seen: dict[int, bool], problems: list[str]) -> bool:
-    """Take what settings do not have out of ``node``, which stands ``at`` its key; whether anything is left of it.
+    """Take what settings do not have out of ``node``, the value of the key ``at``; False if nothing is left.
 
     ``seen``: the nodes before it, and whether an alias of one is reported already.
     """
@@ -131,7 +133,7 @@ def _clean(node: yaml.Node, at: yaml.Node, seen: dict[int, bool], problems: list
 
 
 def _wrong_key(key: yaml.Node, before: Mapping[str, tuple[yaml.Node, yaml.Node]]) -> str:
-    """What is wrong with a key of a mapping; empty if nothing is."""
+    """The problem with a key of a mapping; empty without one."""
     if not isinstance(key, yaml.ScalarNode):
         return "a key must be a word, not a list or a mapping"
     if key.value == "<<" and key.style is None:
@@ -184,12 +186,14 @@ def reason(error: ValueError | yaml.YAMLError) -> str:
     """Why a text is not YAML."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())
-    tab = "; indent with spaces, not with a tab" * (r"'\t' that cannot start" in str(error.problem))
-    return ", ".join(filter(None, [error.context, error.problem])) + tab
+    text = ", ".join(filter(None, [error.context, error.problem]))
+    if r"'\t' that cannot start" in text:
+        text += "; indent with spaces, not with a tab"
+    return text
 
 
 def content(path: Path, what: str) -> Content:
-    """The mapping in a YAML file, empty if the file is; ConfigError, which calls the file ``what``, if there is none."""
+    """The mapping in a YAML file, empty if the file is; ConfigError, which calls the file ``what``, for any other content."""
     try:
         raw, status = files.read(path, MAX_SETTINGS_BYTES)
         text = raw.decode("utf-8")
@@ -209,7 +213,7 @@ def content(path: Path, what: str) -> Content:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ConfigError if there is none."""
+    """The object in a JSON file; ConfigError for any other content."""
     path = files.readable(path, "file")
     try:
         tree = json.loads(files.read_text(path), object_pairs_hook=_unique)

@@ -33,7 +33,7 @@ def is_of_run(file: Path) -> bool:
 def read_settings(path: Path, problems: list[str], of_run: bool = False) -> tuple[list[Setting], Content, bool]:
     """The settings of a file, its content, and whether a run has written it, so that it is complete; ConfigError if it is not YAML.
 
-    What is wrong with how the file is written is added to ``problems``. ConfigError for a run's config.yaml (``of_run``, or by
+    Keys that appear twice and the like are added to ``problems``. ConfigError for a run's config.yaml (``of_run``, or by
     the files beside it) that has lost a setting, which would silently be replaced by the default. A setting that did not exist
     when the file was written has its default.
     """

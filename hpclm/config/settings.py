@@ -83,7 +83,8 @@ def _flat(name: str, at: yaml.Node, node: yaml.Node) -> Iterator[Setting]:
     """The settings in a value, each name of a mapping for itself; an empty mapping, which empties a setting, is whole."""
     key = RENAMED.get(name, name)
     kind: Any = type_of(key)
-    is_section, is_yaml = kind is None or is_dataclass(kind), key.startswith(f"{YAML_TEXT}.")
+    is_section = kind is None or is_dataclass(kind)
+    is_yaml = key.startswith(f"{YAML_TEXT}.")
     has_names = is_section or is_yaml or get_origin(required(kind)) is dict
     if has_names:
         node = opened(node)
@@ -107,8 +108,9 @@ def _repeated(settings: Iterable[Setting]) -> Iterator[str]:
     before: dict[str, Setting] = {}
     for setting in settings:
         if first := before.get(setting.key):
-            names = dict.fromkeys((first.name, setting.name)) if setting.key != setting.name else ()
+            names = ""
+            if setting.key != setting.name:
+                names = "," + " and".join(f" as {name}" for name in dict.fromkeys((first.name, setting.name)))
             lines = reading.in_lines(*sorted((first.at, setting.at), key=reading.line))
-            typed = "," * bool(names) + " and".join(f" as {name}" for name in names)
-            yield f"{setting.key} is set twice{typed}{lines}; leave one out ({setting.at.start_mark.name})"
+            yield f"{setting.key} is set twice{names}{lines}; leave one out ({setting.at.start_mark.name})"
         before[setting.key] = setting

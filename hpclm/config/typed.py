@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 import typing
 from decimal import Decimal
 from typing import Any
@@ -17,7 +18,7 @@ from hpclm.registry import hint
 BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 NOT_FINITE = re.compile(r"[-+]?\.?(inf|nan)", re.IGNORECASE)
 SECRET = ("job.env", "job.options")
-"""Settings whose values are not shown in messages, because they may be secrets."""
+"""Messages do not show the values of these settings, which may be secrets."""
 
 
 def typed(key: str, node: yaml.Node, kind: Any) -> Any:
@@ -35,9 +36,9 @@ def typed(key: str, node: yaml.Node, kind: Any) -> Any:
         return _elements(key, opened(node), kind)
     if form is dict or typing.is_typeddict(inner):
         return _entries(key, opened(node), kind)
-    value = _scalar(node.value.strip(), inner) if isinstance(node, yaml.ScalarNode) else None
-    if inner is str and isinstance(node, yaml.ScalarNode):
-        value = node.value
+    if not isinstance(node, yaml.ScalarNode):
+        raise refused(key, node, kind)
+    value = node.value if inner is str else _scalar(node.value.strip(), inner)
     if value is None:
         raise refused(key, node, kind)
     if inner is int and abs(value) > MAX_INTEGER:
@@ -58,17 +59,21 @@ def opened(node: yaml.Node) -> yaml.Node:
 
 def refused(key: str, node: yaml.Node, kind: Any, more: str = "") -> ConfigError:
     """That a value is not of ``kind``, and how it may be written."""
-    value, inner = plain(node), required(kind)
-    choices = [str(choice) for choice in typing.get_args(inner)] if typing.get_origin(inner) is typing.Literal else []
-    near = hint("cuda" if value == "gpu" else str(value), choices) or _as_meant(key, inner, value)
-    if inner in (int, float) and isinstance(value, str) and len(value) > DIGITS:
-        near = f": it has {len(value)} digits, and at most {DIGITS} are allowed"
+    value = plain(node)
+    inner = required(kind)
     sentence = f"{shown_setting(key, value)} must be {type_text(kind)}{more}"
-    return ConfigError(f"{sentence}{'.' * near.startswith(' ')}{near} ({place(node)})")
+    if typing.get_origin(inner) is typing.Literal:
+        near = hint("cuda" if value == "gpu" else str(value), list(typing.get_args(inner)))
+        sentence += f".{near}" if near else ""
+    elif inner in (int, float) and isinstance(value, str) and len(value) > DIGITS:
+        sentence += f": it has {len(value)} digits, and at most {DIGITS} are allowed"
+    else:
+        sentence += _as_meant(key, inner, value)
+    return ConfigError(f"{sentence} ({place(node)})")
 
 
 def shown_setting(key: str, value: Any) -> str:
-    """A setting and its value for a message; without a value that is for other programs, and so may be a secret."""
+    """A setting and its value for a message; the name alone if the value may be a secret."""
     return key if key.startswith(SECRET) else f"{key}={shown(value)}"
 
 
@@ -81,14 +86,17 @@ def _scalar(text: str, kind: Any) -> Any:
     if kind is float and NOT_FINITE.fullmatch(text):
         return float(text.replace(".", ""))
     value = number(text)
+    if value is None:
+        return None
     if kind is float:
-        return None if value is None or abs(value) > 10**DIGITS else float(value)
-    return int(value) if value is not None and value == value // 1 else None
+        return float(value) if abs(value) <= sys.float_info.max else None
+    return int(value) if value == value // 1 else None
 
 
 def _elements(key: str, node: yaml.Node, kind: Any) -> Any:
-    """The elements of a list, or of a tuple, whose length is declared."""
-    form, kinds = typing.get_origin(required(kind)), typing.get_args(required(kind))
+    """The elements of a list, or of a tuple of declared length."""
+    form = typing.get_origin(required(kind))
+    kinds = typing.get_args(required(kind))
     if not isinstance(node, yaml.SequenceNode) or (form is tuple and len(node.value) != len(kinds)):
         raise refused(key, node, kind)
     kinds = kinds if form is tuple else kinds * len(node.value)
@@ -100,12 +108,16 @@ def _elements(key: str, node: yaml.Node, kind: Any) -> Any:
 
 
 def _entries(key: str, node: yaml.Node, kind: Any) -> dict[str, Any]:
-    """The entries of a mapping, whose names may have types of their own."""
+    """The entries of a mapping; each name of a TypedDict has its own type."""
     inner = required(kind)
     if not isinstance(node, yaml.MappingNode):
         raise refused(key, node, kind)
-    declared = typing.get_type_hints(inner) if typing.is_typeddict(inner) else {}
-    other = Any if typing.is_typeddict(inner) else typing.get_args(inner)[1]
+    declared: dict[str, Any] = {}
+    other: Any = Any
+    if typing.is_typeddict(inner):
+        declared = typing.get_type_hints(inner)
+    else:
+        other = typing.get_args(inner)[1]
     pairs = [(name.value, value) for name, value in node.value]
     values = _all([(f"{key}.{name}", value, declared.get(name, other)) for name, value in pairs])
     return {name: value for (name, _), value in zip(pairs, values, strict=True)}

@@ -83,7 +83,7 @@ def test_a_run_that_shrinks_and_grows_reads_the_same_samples_at_every_step(tiny,
         "engine.name=fsdp2 engine.zero_stage=1": "it supports stages 2, 3",
         "engine.name=fairscale engine.recompute=full parallel.tensor=2": "does not support engine.recompute=full with parallel.tensor",
         "engine.zero_stage=2": "engine 'native' does not support engine.zero_stage=2; it supports stages 0, 1",
-        "engine.defer_reduction=true": "engine.defer_reduction=True has no effect with engine 'native'; it applies to fsdp2",
+        "engine.defer_reduction=true": "engine 'native' does not support engine.defer_reduction=true; engines that do: fsdp2",
         "engine.name=pipelining parallel.pipeline=2 parallel.schedule=interleaved": "needs parallel.chunks",
         "engine.name=pipelining parallel.pipeline=2 batch.global_size=1": "it needs at least 2",
         "engine.name=pipelining parallel.pipeline=2 parallel.schedule=interleaved parallel.chunks=2 batch.global_size=6 "
@@ -129,7 +129,7 @@ def test_a_block_and_an_engine_of_ones_own_are_divided_like_ours(tiny, tmp_path)
     for alone, divided in zip(whole, tensor, strict=True):
         assert divided == pytest.approx(alone, abs=1e-5)
     done = hpclm("train", *tiny("refused", *own, "engine.bucket_mb=3"), check=64, cwd=tmp_path)
-    assert "engine.bucket_mb=3.0 has no effect with engine 'mine:Own'" in done.stderr
+    assert "engine 'mine:Own' does not support engine.bucket_mb=3.0" in done.stderr
     assert not (tmp_path / "refused").exists()
 
 

@@ -49,7 +49,7 @@ REFUSED = {
     "an engine that is nowhere": (["engine.name=nowhere:Engine"], "'nowhere:Engine' cannot be loaded"),
     "an engine that cannot do it": (
         ["engine.name=own_engine:Engine", "engine.bucket_mb=4"],
-        "engine.bucket_mb=4.0 has no eff",
+        "does not support engine.bucket_mb=4.0; e",
     ),
     "a source that is nowhere": (["data.source=nowhere:f"], "data.source 'nowhere:f' cannot be loaded"),
     "no step in the budget": (["budget.samples=7"], "less than the first step's 8"),

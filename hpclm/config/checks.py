@@ -1,56 +1,26 @@
-"""The base class of all settings sections, and common checks."""
+"""Values of settings in messages, and the text in them."""
 
-import math
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
-
-from hpclm.errors import ConfigError
 
 MAX_INTEGER = 2**63 - 1  # integers beyond 64 bits are refused
 MAX_SHOWN_CHARACTERS = 200  # characters of a value in a message
 
 
-class Checked:
-    """A settings class whose constructor raises ConfigError for invalid values."""
-
-    def __post_init__(self) -> None:
-        problems_here = list(self.problems())
-        if problems_here:
-            raise ConfigError(problems_here)
-
-    def __dir__(self) -> list[str]:
-        """What completion shows: the settings."""
-        return list(getattr(self, "__dataclass_fields__", ()))
-
-    def problems(self) -> Iterator[str]:
-        """Everything that is wrong, one sentence each, with what to do."""
-        yield from ()
-
-    def _changed(self, name: str) -> bool:
-        """Whether a setting with a plain default differs from it."""
-        return bool(getattr(self, name) != getattr(type(self), name))
+class RefusedError(Exception):
+    """A setting is read whose value is refused."""
 
 
-def at_least(low: float, section: str, **values: float | None) -> Iterator[str]:
-    """A problem for every value that is below ``low`` or not finite; ``section`` is empty for settings of the top level."""
-    for name, value in values.items():
-        if value is not None and not (value >= low and math.isfinite(value)):
-            dotted = f"{section}.{name}".lstrip(".")
-            yield f"{dotted}={value} must be at least {low:g}" + (not math.isfinite(value)) * " and finite"
+def value_at(section: Any, key: str) -> Any:
+    """The value of a dotted key, which lies in ``section``."""
+    name = getattr(section, "key", "")
+    return attrgetter(key.removeprefix(f"{name}."))(section)
 
 
-def at_most(high: int, section: str, **values: int | None) -> Iterator[str]:
-    """A problem for every value that is above ``high``."""
-    for name, value in values.items():
-        if value is not None and value > high:
-            yield f"{section}.{name}={value} must be at most {high}"
-
-
-def fraction(section: str, **values: float) -> Iterator[str]:
-    """A problem for every value outside [0, 1)."""
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            yield f"{section}.{name}={value} must be at least 0 and less than 1"
+def named(section: Any, key: str) -> str:
+    """A setting of ``section`` with its value, as it is typed."""
+    return f"{key}={typed(value_at(section, key))}"
 
 
 def keyed_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -1,15 +1,13 @@
 """The settings of the data: where samples come from, and how they are cut and ordered."""
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from hpclm.config.checks import Checked, at_least
 from hpclm.config.reading import number
+from hpclm.config.section import Rule, Section, problems_of
 from hpclm.config.setting import setting
 from hpclm.errors import ConfigError
-from hpclm.registry import problem
 
 SOURCES = {"indexed": "hpclm.data.corpus:corpus", "synthetic": "hpclm.data.synthetic:synthetic"}
 TOKENIZERS = {
@@ -22,27 +20,24 @@ TOKENIZERS = {
     "wordpiece": "hpclm.datasets.tokenizers.huggingface:WordPiece",
     "wordpiece_lower": "hpclm.datasets.tokenizers.huggingface:WordPieceLower",
 }
-OF_FILES = frozenset(
-    [
-        "prefix",
-        "blend",
-        "split",
-        "split_by",
-        "train",
-        "valid",
-        "test",
-        "validation",
-        "order",
-        "break_mode",
-        "keep_partial",
-    ]
-    + ["short_part", "loss_mask", "index_cache", "tokenizer", "eod"]
-)
-"""Fields that only apply to datasets on disk."""
+
+
+def _readable(name: str) -> Rule:
+    """That a list of datasets can be read as one."""
+    return Rule(lambda data: getattr(data, name) and problems_of(mixture, getattr(data, name), f"data.{name}"))
+
+
+def _is_split(text: str) -> bool:
+    """Whether ``text`` has up to three proportions."""
+    try:
+        numbers = [float(part) for part in text.replace("/", ",").split(",")]
+    except ValueError:
+        return False
+    return len(numbers) <= 3 and min(numbers) >= 0 and 0 < sum(numbers) < math.inf
 
 
 @dataclass(frozen=True)
-class DataConfig(Checked):
+class DataConfig(Section, key="data"):
     """Training, validation and test data."""
 
     source: str = setting(
@@ -52,63 +47,63 @@ class DataConfig(Checked):
         None,
         "Path of the dataset without .bin or .idx.",
         path=True,
-        only_with=("data.source!=synthetic", "not data.train: only data.prefix and data.blend are split"),
+        only_with=("data.source=indexed|own", "not data.train: only data.prefix and data.blend are split"),
     )
     blend: list[str] = setting(
         [],
         "Datasets: weights and paths, [0.3, a, 0.7, b], or paths only, each read completely.",
         path=True,
-        only_with=("data.source!=synthetic", "not data.train: only data.prefix and data.blend are split"),
+        only_with=("data.source=indexed|own", "not data.train: only data.prefix and data.blend are split"),
     )
     split: str = setting(
         "969,30,1",
         "Proportions of the documents, or tokens, of data.prefix or data.blend for training, validation and test.",
-        only_with=("data.source!=synthetic", "not data.train: only data.prefix and data.blend are split"),
+        only_with=("data.source=indexed|own", "not data.train: only data.prefix and data.blend are split"),
     )
     split_by: Literal["documents", "tokens"] | None = setting(
         None,
         "Divide each dataset between documents, or inside them: its first tokens train; null: tokens where "
         "documents would leave less than one sample for training or validation, decided when a run begins.",
-        only_with=("data.source!=synthetic", "not data.train: only data.prefix and data.blend are split"),
+        only_with=("data.source=indexed|own", "not data.train: only data.prefix and data.blend are split"),
     )
     train: list[str] = setting(
-        [], "Training datasets, as in data.blend but not split.", path=True, only_with="data.source!=synthetic"
+        [], "Training datasets, as in data.blend but not split.", path=True, only_with="data.source=indexed|own"
     )
     valid: list[str] = setting(
         [],
         "Validation datasets, with data.train.",
         path=True,
-        only_with=("data.source!=synthetic", "data.train: data.split divides the others"),
+        only_with=("data.source=indexed|own", "data.train: data.split divides the others"),
     )
     test: list[str] = setting(
         [],
         "Test datasets, with data.train.",
         path=True,
-        only_with=("data.source!=synthetic", "data.train: data.split divides the others"),
+        only_with=("data.source=indexed|own", "data.train: data.split divides the others"),
     )
     validation: list[str] = setting(
         [],
         "More validation datasets, evaluated separately: [law=/data/law, code=/data/code]. A repeated name adds "
         "to its set.",
         path="=",
-        only_with="data.source!=synthetic",
+        only_with="data.source=indexed|own",
     )
     order: Literal["mcore", "bigscience", "dse", "packed"] = setting(
         "mcore",
         "Sample order of Megatron-core, BigScience or Megatron-LM v1.1.5 (dse); packed: whole documents, as many "
         "as fit.",
-        only_with=("data.source!=synthetic", "not data.break_mode"),
+        only_with=("data.source=indexed|own", "not data.break_mode"),
     )
     break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = setting(
         None,
         "fairseq's --sample-break-mode: padded blocks of lines; null: Megatron's samples.",
-        only_with="data.source!=synthetic",
+        only_with="data.source=indexed|own",
     )
     keep_partial: bool = setting(
         False,
         "Keep the rest of validation and test data as one padded, masked sample.",
         only_with=(
-            "data.source!=synthetic",
+            "data.source=indexed|own",
             "not data.break_mode",
             "data.order!=packed: it pads samples and masks the loss between documents",
         ),
@@ -117,7 +112,7 @@ class DataConfig(Checked):
         "refuse",
         "Refuse or, as Megatron does, repeat a part with fewer tokens than one sample.",
         only_with=(
-            "data.source!=synthetic",
+            "data.source=indexed|own",
             "not data.break_mode",
             "data.order!=packed: it pads samples and masks the loss between documents",
         ),
@@ -125,13 +120,13 @@ class DataConfig(Checked):
     loss_mask: Literal["auto", "require", "ignore"] = setting(
         "auto",
         "Use the dataset PREFIX_loss, which marks the tokens that count in the loss; auto: if there is one.",
-        only_with="data.source!=synthetic",
+        only_with="data.source=indexed|own",
     )
     index_cache: str | None = setting(
         None,
         "Folder for indices of the sample order; null: PREFIX.index beside each large dataset.",
         path=True,
-        only_with=("data.source!=synthetic", "not data.break_mode"),
+        only_with=("data.source=indexed|own", "not data.break_mode"),
     )
     workers: int = setting(1, "Threads that prefetch samples; 0: none.", at_least=0, unit="threads")
     tokenizer: str | None = setting(
@@ -139,19 +134,19 @@ class DataConfig(Checked):
         "bytes, fairseq, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, or "
         "package.module:Name; null: the dataset's.",
         names=TOKENIZERS,
-        only_with="data.source!=synthetic",
+        only_with="data.source=indexed|own",
     )
     tokenizer_files: list[str] = setting(
         [],
         "vocab.json and merges.txt (gpt2), tokenizer.json (json), .model (sentencepiece), vocab.json "
         "(whitespace), vocab.txt (wordpiece), dict.txt and optionally .model (fairseq).",
         path=True,
-        only_with="data.tokenizer: it says what kind of files they are",
+        only_with="data.tokenizer: set the kind of tokenizer",
     )
     eod: str | None = setting(
         None,
         "End-of-document token; null: the tokenizer's default.",
-        only_with=("data.source!=synthetic", "data.tokenizer: a dataset's own tokenizer is used with its own token"),
+        only_with=("data.source=indexed|own", "data.tokenizer: a dataset's own tokenizer is used with its own token"),
     )
     eod_mask_loss: bool = setting(
         False,
@@ -161,54 +156,36 @@ class DataConfig(Checked):
     reset_position_ids: bool = setting(False, "Restart positions at each document.")
     reset_attention_mask: bool = setting(False, "Attend only within a document.")
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda data: data.break_mode and data.split_by == "tokens",
+            "data.split_by=tokens divides inside lines, which {data.break_mode} reads whole; set data.split_by=documents",
+        ),
+        Rule(
+            lambda data: data.order == "packed" and data.source not in ("indexed", "synthetic"),
+            "data.order=packed packs datasets on disk; {data.source} orders its own samples",
+        ),
+        Rule(
+            lambda data: data.loss_mask == "require" and data.order != "packed" and data.source != "synthetic",
+            "data.loss_mask=require needs data.order=packed",
+        ),
+        Rule(
+            lambda data: not _is_split(data.split),
+            "{data.split} must be up to three non-negative numbers, such as 969,30,1",
+        ),
+        Rule(
+            lambda data: data.prefix and data.blend and not data.train,
+            "{data.prefix} and {data.blend} cannot be combined; put the path into data.blend",
+        ),
+        *(_readable(name) for name in ("blend", "train", "valid", "test")),
+        Rule(lambda data: problems_of(named, data.validation, "data.validation")),
+    )
+
     @property
     def all_tokens_count(self) -> bool:
         """Whether training samples are never padded and no token of them is masked in the loss."""
         padded = self.order == "packed" or self.break_mode or self.source not in SOURCES
         return not (padded or self.eod_mask_loss)
-
-    def problems(self) -> Iterator[str]:
-        """Invalid data settings."""
-        wrong = problem("data.source", self.source, SOURCES)
-        if wrong:
-            yield wrong
-        if self.source == "synthetic":
-            yield from self._unused(OF_FILES, "data.source=synthetic")
-        else:
-            yield from self._listing()
-        if self.break_mode and self.split_by == "tokens":
-            yield f"data.split_by=tokens divides inside lines, which data.break_mode={self.break_mode} reads whole; set data.split_by=documents"
-        if self.break_mode:
-            yield from self._unused(
-                ("order", "keep_partial", "short_part", "index_cache"), f"data.break_mode={self.break_mode}"
-            )
-        elif self.order == "packed":
-            yield from self._unused(
-                ("keep_partial", "short_part", "eod_mask_loss"),
-                "data.order=packed, which pads samples and masks the loss between documents",
-            )
-        if self.order == "packed" and self.source not in ("indexed", "synthetic"):
-            yield f"data.order=packed packs datasets on disk; data.source={self.source} orders its own samples"
-        if self.loss_mask == "require" and self.order != "packed" and self.source != "synthetic":
-            yield "data.loss_mask=require needs data.order=packed"
-        yield from at_least(0, "data", workers=self.workers)
-        if self.tokenizer is not None:
-            wrong = problem("data.tokenizer", self.tokenizer, TOKENIZERS)
-            if wrong:
-                yield wrong
-        if self.tokenizer_files and self.tokenizer is None:
-            yield "data.tokenizer_files is set but data.tokenizer is not; set the kind of tokenizer"
-        if self.tokenizer is None and self.source != "synthetic" and self.eod:
-            yield (
-                f"data.eod={self.eod} is set but data.tokenizer is not; a dataset's own tokenizer is used with its own token"
-            )
-        parts = self.split.replace("/", ",").split(",")
-        try:
-            numbers = [float(part) for part in parts]
-        except ValueError:
-            numbers = []
-        if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0 or min(numbers) < 0 or not math.isfinite(sum(numbers)):
-            yield f"data.split={self.split!r} must be up to three non-negative numbers, such as 969,30,1"
 
     def prefixes(self) -> list[str]:
         """The prefixes of all datasets."""
@@ -216,35 +193,6 @@ class DataConfig(Checked):
         mixtures += named(self.validation, "data.validation").values()
         paths = [prefix for entry in mixtures for prefix in entry.prefixes]
         return [self.prefix, *paths] if self.prefix else paths
-
-    def _listing(self) -> Iterator[str]:
-        if self.train:
-            yield from self._unused(("prefix", "blend", "split", "split_by"), "data.train")
-        else:
-            yield from self._unused(
-                ("valid", "test"), "data.prefix or data.blend, which data.split divides; set data.train"
-            )
-        if self.prefix and self.blend:
-            yield f"data.prefix={self.prefix} and data.blend={self.blend} cannot be combined; put the path into data.blend"
-        for name in ("blend", "train", "valid", "test"):
-            if getattr(self, name):
-                try:
-                    mixture(getattr(self, name), f"data.{name}")
-                except ConfigError as error:
-                    yield from error.problems
-        try:
-            named(self.validation, "data.validation")
-        except ConfigError as error:
-            yield from error.problems
-
-    def _unused(self, names: Iterable[str], why: str) -> Iterator[str]:
-        """A problem for every field of ``names`` that is set, because it has no effect with ``why``."""
-        for entry in fields(self):
-            factory: Any = entry.default_factory
-            default = entry.default if factory is MISSING else factory()
-            value = getattr(self, entry.name)
-            if entry.name in names and value != default:
-                yield f"data.{entry.name}={value} has no effect with {why}"
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,17 @@
 """DeepSpeed's JSON, derived from a run's settings, for DeepSpeed 0.19.8 or later. Keys are dotted paths, as in engine.extra."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from hpclm.config import reading
-from hpclm.config.engine import EngineConfig, EngineSettings
+from hpclm.config.engine import EngineConfig
 from hpclm.config.fields import flattened, nested
 from hpclm.config.model import BLOCKS
+from hpclm.config.schema import EngineSettings, RunConfig
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
-
-if TYPE_CHECKING:
-    from hpclm.config.schema import RunConfig
 
 Flat = dict[str, Any]
 
@@ -109,7 +107,7 @@ def extra(engine: EngineConfig) -> Flat:
     return flattened({key: parsed(key, text) for key, text in engine.extra.items()})
 
 
-def unsuitable(config: "RunConfig") -> Iterator[str]:
+def unsuitable(config: RunConfig) -> Iterator[str]:
     """Problems that can be found before the number of processes and the device are known."""
     stage = stage_of(config.engine)
     if config.optim.name == "apex_adam" and stage == 3:

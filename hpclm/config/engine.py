@@ -2,25 +2,20 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from hpclm import extras
-from hpclm.config.checks import Checked, at_least
-from hpclm.config.model import ModelConfig
-from hpclm.config.optim import OptimConfig, ScalerConfig
-from hpclm.config.optimizers import OPTIMIZERS
-from hpclm.config.plan import Plan
+from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
-from hpclm.config.supports import OPTIONAL, SUPPORTS, Supports
+from hpclm.config.supports import SUPPORTS, Supports
 from hpclm.errors import ConfigError
-from hpclm.registry import problem
 
 ENGINES = {name: supports.path for name, supports in SUPPORTS.items()}
 
 
 @dataclass(frozen=True)
-class ParallelConfig(Checked):
+class ParallelConfig(Section, key="parallel"):
     """How the model is split over processes; the rest is data parallelism."""
 
     tensor: int = setting(1, "Tensor-parallel size, with sequence parallelism; best within a node.", at_least=1)
@@ -58,22 +53,12 @@ class ParallelConfig(Checked):
         only_with=("parallel.pipeline>1", "parallel.schedule=interleaved|zero_bubble"),
     )
 
-    def problems(self) -> Iterator[str]:
-        """Invalid parallel settings."""
-        yield from at_least(1, "parallel", tensor=self.tensor, context=self.context)
-        yield from at_least(1, "parallel", pipeline=self.pipeline, chunks=self.chunks, expert=self.expert)
-        if self.shard is not None and self.shard < 2:
-            yield f"parallel.shard={self.shard} must be at least 2; to shard nothing, set parallel.shard=null engine.name=native engine.zero_stage=0"
-        if self.tensor == 1 and not self.split_experts:
-            yield "parallel.split_experts=false has no effect with parallel.tensor=1"
-        if self.pipeline == 1:
-            for name in ("partition", "schedule", "chunks"):
-                if self._changed(name):
-                    yield f"parallel.{name}={getattr(self, name)} has no effect with parallel.pipeline=1"
-        elif self.chunks > 1 and self.schedule not in ("interleaved", "zero_bubble"):
-            yield f"parallel.chunks={self.chunks} has no effect with parallel.schedule={self.schedule}"
-        elif self.chunks == 1 and self.schedule == "interleaved":
-            yield "parallel.schedule=interleaved needs parallel.chunks of 2 or more; with 1 it is 1f1b"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda parallel: parallel.pipeline > 1 and parallel.chunks == 1 and parallel.schedule == "interleaved",
+            "parallel.schedule=interleaved needs parallel.chunks of 2 or more; with 1 it is 1f1b",
+        ),
+    )
 
     def shard_size(self, data: int) -> int:
         """Number of the ``data`` data-parallel ranks that share out weights or optimizer state; ConfigError if they cannot be divided."""
@@ -96,13 +81,18 @@ class ParallelConfig(Checked):
         return self.model * self.context
 
     @property
+    def stages(self) -> int:
+        """Stages of the pipeline over all processes."""
+        return self.pipeline * self.chunks
+
+    @property
     def smallest(self) -> int:
         """The fewest processes that can train: those of one replica, or of as many as share out the experts."""
         return self.model * math.lcm(self.context, self.expert)
 
 
 @dataclass(frozen=True)
-class EngineConfig(Checked):
+class EngineConfig(Section, key="engine"):
     """What runs training steps, and how it computes."""
 
     name: str = setting(
@@ -177,21 +167,6 @@ class EngineConfig(Checked):
         unit="tokens",
     )
 
-    def problems(self) -> Iterator[str]:
-        """Invalid engine settings."""
-        wrong = problem("engine.name", self.name, ENGINES)
-        if wrong:
-            yield wrong
-        yield from at_least(1, "engine", recompute_every=self.recompute_every, loss_chunk=self.loss_chunk)
-        if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
-            yield f"engine.zero_stage={self.zero_stage} must be 0, 1, 2 or 3"
-        if self.bucket_mb is not None and not (self.bucket_mb > 0 and math.isfinite(self.bucket_mb)):
-            yield f"engine.bucket_mb={self.bucket_mb} must be more than 0 and finite"
-        if self.offload_folder and self.offload == "none":
-            yield f"engine.offload_folder={self.offload_folder} has no effect with engine.offload=none"
-        if self.recompute_every > 1 and self.recompute != "full":
-            yield f"engine.recompute_every={self.recompute_every} has no effect with engine.recompute={self.recompute}"
-
     def problems_without_gpu(self) -> Iterator[str]:
         """Settings that need a GPU."""
         if self.device == "cuda":
@@ -220,11 +195,6 @@ class EngineConfig(Checked):
             problems.append(extras.too_old(what, "PyTorch", release, installed, way_out))
         return problems
 
-    def chosen(self) -> dict[str, object]:
-        """The settings that differ from their defaults; not to compile is what any engine can do."""
-        mine = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "compile" or self.compile}
-        return {name: value for name, value in mine.items() if value != getattr(EngineConfig(), name)}
-
 
 def torch_too_old(name: str, installed: str) -> str:
     """The message that an engine needs a newer PyTorch than the installed one, and which engines do not."""
@@ -235,97 +205,3 @@ def torch_too_old(name: str, installed: str) -> str:
     ]
     way_out = f"install a newer one, or use {' or '.join(others)}"
     return extras.too_old(f"engine.name={name}", "PyTorch", SUPPORTS[name].torch or "", installed, way_out)
-
-
-def optimizers(can: Supports, optim: OptimConfig) -> list[str]:
-    """Values of optim.name, with its other settings, with which an engine with the capabilities ``can`` runs."""
-    return [
-        name
-        for name, kind in OPTIMIZERS.items()
-        if (can.matrices or not kind.matrices)
-        and (can.any_state or kind.elementwise(optim))
-        and (can.offload or not kind.offloaded)
-    ]
-
-
-def unsupported(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConfig, can: Supports) -> Iterator[str]:
-    """The settings that an engine with the capabilities ``can`` does not support, one sentence each."""
-    name, pipeline, chosen = engine.name, parallel.pipeline, engine.chosen()
-    allowed = can.pipeline_stages if pipeline > 1 else can.zero_stages
-    if pipeline > 1 and not allowed:
-        able = ", ".join(sorted(other for other, supports in SUPPORTS.items() if supports.pipeline_stages))
-        yield f"engine {name!r} does not support parallel.pipeline={pipeline}; engines that do: {able}"
-        return
-    if pipeline == 1 and not can.alone:
-        yield f"engine {name!r} needs parallel.pipeline of 2 or more; set it, or engine.name=native"
-        return
-    stage = engine.zero_stage
-    if stage is not None and stage not in allowed:
-        with_pipeline = f" with parallel.pipeline={pipeline}" if pipeline > 1 else ""
-        yield (
-            f"engine {name!r} does not support engine.zero_stage={stage}{with_pipeline}; "
-            f"it supports stage{'s' * (len(allowed) > 1)} {', '.join(map(str, sorted(allowed)))}"
-        )
-        return
-    stage = allowed[0] if stage is None else stage
-    if parallel.shard is not None and (pipeline > 1 or stage not in can.hybrid):
-        ways = [
-            f"engine.name={other} engine.zero_stage={at}"
-            for other, supports in SUPPORTS.items()
-            for at in supports.hybrid
-        ]
-        with_pipeline = f" and parallel.pipeline={pipeline}" if pipeline > 1 else ""
-        yield (
-            f"engine {name!r} at engine.zero_stage={stage}{with_pipeline} does not support parallel.shard={parallel.shard}; set "
-            f"parallel.shard=null, or one of these without a pipeline: {', '.join(ways)}"
-        )
-    if pipeline > 1 and parallel.schedule not in can.schedules:
-        yield f"engine {name!r} does not support parallel.schedule={parallel.schedule}; it supports {', '.join(can.schedules)}"
-    if engine.offload != "none" and (engine.offload, stage) not in can.offload:
-        ways = [f"{what} at zero_stage={at}" for what, at in can.offload]
-        way_out = f"it supports {', '.join(ways)}" if ways else "engines that do: deepspeed"
-        yield f"engine {name!r} does not support engine.offload={engine.offload} at engine.zero_stage={stage}; {way_out}"
-    if parallel.context > 1 and not can.context:
-        able = ", ".join(other for other, supports in SUPPORTS.items() if supports.context)
-        yield f"engine {name!r} does not support parallel.context={parallel.context}; engines that do: {able}"
-    if parallel.expert > 1 and not can.splits_by_replica:
-        able = ", ".join(other for other, supports in SUPPORTS.items() if supports.splits_by_replica)
-        yield f"engine {name!r} does not support parallel.expert={parallel.expert}; engines that do: {able}"
-    for option in OPTIONAL:
-        if option in chosen and option not in can.options:
-            able = ", ".join(other for other, supports in SUPPORTS.items() if option in supports.options)
-            yield f"engine.{option}={chosen[option]} has no effect with engine {name!r}; it applies to {able}"
-    # what one of the user's own needs is not known before it is imported (hpclm.engine.user_optimizers)
-    if optim.name in OPTIMIZERS and optim.name not in (names := optimizers(can, optim)):
-        yield f"engine {name!r} does not support optim.name={optim.name}; it supports {', '.join(names)}"
-    if optim.guard != "none" and not can.guards:
-        able = ", ".join(other for other, supports in SUPPORTS.items() if supports.guards)
-        yield f"engine {name!r} does not support optim.guard={optim.guard}, since its updates are the library's; engines that do: {able}"
-    if optim.qk_clip is not None and not can.clips_qk:
-        able = ", ".join(other for other, supports in SUPPORTS.items() if supports.clips_qk)
-        yield f"engine {name!r} does not support optim.qk_clip={optim.qk_clip:g}; engines that do: {able}"
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What an engine is made from, besides what it computes with; RunConfig.for_engine() makes it."""
-
-    model: ModelConfig
-    plan: Plan
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    scaler: ScalerConfig = field(default_factory=ScalerConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    seed: int = 1234
-    loss_norm: str = "token"
-    """As batch.loss_norm."""
-    all_tokens_count: bool = False
-    """Whether the training data masks no token in the loss, so that the host knows how many count."""
-    timers: bool = False
-    """As log.timers."""
-    file_mb: float = 16.0
-    """As checkpoint.file_mb."""
-    saves: bool = True
-    """As checkpoint.enabled."""
-    in_place: bool = True
-    """Whether backward passes may add to the fp32 gradients in place, where the engine and the device can."""

@@ -1,12 +1,10 @@
-"""Which products engine.fp8 computes in FP8, and which settings rule it out.
+"""Which products engine.fp8 computes in FP8, and which settings rule it out."""
 
-``model`` is a ModelConfig, ``engine`` an EngineConfig, ``parallel`` a ParallelConfig, whose files do not import this one.
-"""
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpclm.config.model import BLOCKS
+from hpclm.config.section import Rule
 
 MULTIPLE = 16
 """Sides of matrices in FP8 are multiples of this: PyTorch's scaled_mm requires it."""
@@ -17,17 +15,14 @@ def blocks(model: Any) -> range:
     return range(1, model.layers - 1)
 
 
-def problems(model: Any, engine: Any, parallel: Any) -> Iterator[str]:
-    """Why FP8 cannot be used with these settings."""
-    if engine.fp8 is None:
-        return
-    setting, tensor = f"engine.fp8={engine.fp8}", parallel.tensor
-    if engine.precision not in ("auto", "bf16"):
-        yield f"{setting} needs engine.precision=bf16, not {engine.precision}"
-    if model.block not in BLOCKS:
-        yield f"{setting} does not support model.block={model.block}; it applies to {', '.join(BLOCKS)}"
-    if not blocks(model):
-        yield f"{setting} has no effect with model.layers={model.layers}: the first and the last block stay in bf16"
+def _with_fp8(broken: Callable[[Any], Any], sentence: str | Callable[[Any], str] | None = None) -> Rule:
+    """A rule for runs in FP8."""
+    return Rule(lambda run: broken(run) if run.engine.fp8 is not None else (), sentence)
+
+
+def _odd_widths(run: Any) -> Iterator[str]:
+    """Widths of matrices that are not multiples of MULTIPLE."""
+    model, tensor = run.model, run.parallel.tensor
     split = {"the projection to queries, keys and values": (model.heads + 2 * model.groups) * model.head_width}
     split["attention's output"] = model.attention_width
     if model.dense_layers:
@@ -38,4 +33,21 @@ def problems(model: Any, engine: Any, parallel: Any) -> Iterator[str]:
     widths = {"model.hidden": model.hidden} | {f"{name}{on_each}": size / tensor for name, size in split.items()}
     for name, width in widths.items():
         if width % MULTIPLE:
-            yield f"{setting} needs widths that are multiples of {MULTIPLE}, and {name} is {width:g} wide"
+            yield f"engine.fp8={run.engine.fp8} needs widths that are multiples of {MULTIPLE}, and {name} is {width:g} wide"
+
+
+RULES = (
+    _with_fp8(
+        lambda run: run.engine.precision not in ("auto", "bf16"),
+        lambda run: f"engine.fp8={run.engine.fp8} needs engine.precision=bf16, not {run.engine.precision}",
+    ),
+    _with_fp8(
+        lambda run: run.model.block not in BLOCKS,
+        f"{{engine.fp8}} does not support {{model.block}}; it applies to {', '.join(BLOCKS)}",
+    ),
+    _with_fp8(
+        lambda run: not blocks(run.model),
+        "{engine.fp8} has no effect with {model.layers}: the first and the last block stay in bf16",
+    ),
+    _with_fp8(_odd_widths),
+)

@@ -4,12 +4,11 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from hpclm.config.checks import Checked, at_least
 from hpclm.config.sbatch import OPTIONAL_VALUE, OPTIONS
+from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
-from hpclm.registry import problem
 
 CLUSTERS = dict.fromkeys(("auto", "slurm", "local", "mpirun"), "")
 LONGEST_TIMEOUT = 1_000_000  # minutes, two years: PyTorch counts in nanoseconds
@@ -22,7 +21,7 @@ SHAPES = {
     ),
     "mem": (re.compile(r"\d+[KMGT]?B?", re.IGNORECASE), "a number and K, M, G or T, such as 64G"),
 }
-WITHOUT_SPACES = ("partition", "exclude", "nodelist")
+WITHOUT_SPACES = ("partition", "exclude", "nodelist", "modules")
 NOTIFY = re.compile(r"https?://[!-.0-~][!-~]*|\$[A-Za-z_]\w*")
 MAIL = """Slurm sends it: 'job.options={mail-type: "END,FAIL", mail-user: you@example.org}'"""
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -33,8 +32,27 @@ RESERVED = re.compile(
 )
 
 
+def _shaped(name: str, shape: re.Pattern[str], meaning: str) -> Rule:
+    """That a text has the form that sbatch takes."""
+    return Rule(
+        lambda job: getattr(job, name) is not None and not shape.fullmatch(getattr(job, name)),
+        lambda job: f"job.{name}={getattr(job, name)!r} must be {meaning}",
+    )
+
+
+def _one_line(name: str, blank: bool) -> Rule:
+    """That a text, or each of a list, is one line; ``blank``: it may have spaces."""
+
+    def wrong(job: Any) -> list[str]:
+        value = getattr(job, name)
+        lines = value if isinstance(value, list) else [value]
+        return [problem for line in lines for problem in _line(f"job.{name}", line, blank)]
+
+    return Rule(wrong)
+
+
 @dataclass(frozen=True)
-class JobConfig(Checked):
+class JobConfig(Section, key="job"):
     """What `hpclm submit` requests. A site file (hpclm docs launch) describes a cluster for all runs."""
 
     cluster: str = setting(
@@ -84,13 +102,13 @@ class JobConfig(Checked):
         None,
         "Virtual environment to activate; null: that of hpclm submit.",
         path=True,
-        only_with="not job.container: it has its own Python",
+        only_with="not job.container: the image has its own Python",
     )
     conda: str | None = setting(
         None,
         "conda environment to activate, by name or path.",
         path=True,
-        only_with="not job.container: it has its own Python",
+        only_with="not job.container: the image has its own Python",
     )
     setup: list[str] = setting([], "Shell commands of the job script, run verbatim before the processes start.")
     notify: list[str] = setting(
@@ -124,56 +142,34 @@ class JobConfig(Checked):
         warn_without="job.cluster=auto|mpirun",
     )
 
-    def problems(self) -> Iterator[str]:
-        """Invalid job settings."""
-        yield from at_least(1, "job", nodes=self.nodes, gpus=self.gpus, cpus_per_task=self.cpus_per_task)
-        yield from at_least(0, "job", warn_seconds=self.warn_seconds, restarts=self.restarts)
-        if wrong := problem("job.cluster", self.cluster, CLUSTERS):
-            yield wrong
-        if self.restarts and self.cluster == "mpirun":
-            yield f"job.restarts={self.restarts}: mpirun cannot restart ranks; use job.cluster=local or Slurm"
-        for name, (shape, meaning) in SHAPES.items():
-            value = getattr(self, name)
-            if value is not None and not shape.fullmatch(value):
-                yield f"job.{name}={value!r} must be {meaning}"
-        for name in (*WITHOUT_SPACES, "venv", "conda", "container", "hostfile"):
-            yield from _line(f"job.{name}", getattr(self, name), blank=name not in WITHOUT_SPACES)
-        for name in ("modules", "mounts"):
-            for value in getattr(self, name):
-                yield from _line(f"job.{name}", value, blank=name == "mounts")
-        for value in self.setup:
-            if not _is_text(value.replace("\n", " ").replace("\t", " ")):
-                yield f"job.setup contains {value!r}; it must be text without control characters"
-        for option, value in self.options.items():
-            yield from _option(option, value)
-        for variable, value in self.env.items():
-            yield from _variable(variable, value)
-        for number, target in enumerate(self.notify):  # whose text is not shown, because a webhook is a password
-            if not NOTIFY.fullmatch(target):
-                yield (
-                    f"job.notify.{number} is not a target; it must be a webhook, or $NAME of an environment variable that holds one"
-                    + (f"; for mail, {MAIL}" if target.startswith("mailto:") else "")
-                )
-        yield from self._together()
-
-    def _together(self) -> Iterator[str]:
-        if self.time and SHAPES["time"][0].fullmatch(self.time) and seconds_of(self.time) <= self.warn_seconds:
-            yield (
-                f"job.time={self.time} must be longer than job.warn_seconds={self.warn_seconds}: otherwise the warning would come at "
-                "the start"
-            )
-        if self.venv and self.conda:
-            yield f"job.venv={self.venv} and job.conda={self.conda} cannot be combined"
-        if self.container:
-            for name in ("venv", "conda"):
-                if getattr(self, name):
-                    yield f"job.{name}={getattr(self, name)} has no effect with job.container, which has its own Python"
-            if self.snapshot:
-                yield "job.snapshot=true has no effect with job.container: the image holds the code; leave it out"
-            if self.template != "srun":
-                yield f"job.container needs job.template=srun, not {self.template}"
-        elif self.mounts:
-            yield "job.mounts has no effect without job.container"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda job: job.restarts and job.cluster == "mpirun",
+            "{job.restarts}: mpirun cannot restart ranks; use job.cluster=local or Slurm",
+        ),
+        *(_shaped(name, *row) for name, row in SHAPES.items()),
+        *(_one_line(name, blank=False) for name in WITHOUT_SPACES),
+        *(_one_line(name, blank=True) for name in ("venv", "conda", "container", "hostfile", "mounts")),
+        Rule(
+            lambda job: [
+                f"job.setup contains {text!r}; it must be text without control characters"
+                for text in job.setup
+                if not _is_text(text.replace("\n", " ").replace("\t", " "))
+            ]
+        ),
+        Rule(lambda job: [problem for name, value in job.options.items() for problem in _option(name, value)]),
+        Rule(lambda job: [problem for name, value in job.env.items() for problem in _variable(name, value)]),
+        Rule(lambda job: [problem for number, target in enumerate(job.notify) for problem in _target(number, target)]),
+        Rule(
+            lambda job: job.time and SHAPES["time"][0].fullmatch(job.time) and seconds_of(job.time) <= job.warn_seconds,
+            "{job.time} must be longer than {job.warn_seconds}: otherwise the warning would come at the start",
+        ),
+        Rule(lambda job: job.venv and job.conda, "{job.venv} and {job.conda} cannot be combined"),
+        Rule(
+            lambda job: job.container and job.template != "srun",
+            lambda job: f"job.container needs job.template=srun, not {job.template}",
+        ),
+    )
 
 
 def seconds_of(time: str) -> float:
@@ -214,6 +210,13 @@ def _option(name: str, value: str) -> Iterator[str]:
         yield f"job.options.{name} is empty; give its value, or leave it out"
 
 
+def _target(number: int, target: str) -> Iterator[str]:
+    """What is wrong with an entry of job.notify; its text is not shown, because a webhook is a password."""
+    if not NOTIFY.fullmatch(target):
+        mail = f"; for mail, {MAIL}" if target.startswith("mailto:") else ""
+        yield f"job.notify.{number} is not a target; it must be a webhook, or $NAME of an environment variable that holds one{mail}"
+
+
 def _variable(name: str, value: str) -> Iterator[str]:
     if not ENV_NAME.fullmatch(name):
         yield f"job.env contains {name!r}; names of variables are letters, digits and _, and do not begin with a digit"
@@ -224,7 +227,7 @@ def _variable(name: str, value: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class ClusterConfig(Checked):
+class ClusterConfig(Section, key="cluster"):
     """Start-up, timeouts and checks of the processes."""
 
     start_seconds: int = setting(
@@ -263,10 +266,3 @@ class ClusterConfig(Checked):
         at_least=0,
         unit="steps",
     )
-
-    def problems(self) -> Iterator[str]:
-        """Invalid cluster settings."""
-        yield from at_least(1, "cluster", start_seconds=self.start_seconds)
-        yield from at_least(0, "cluster", hang_minutes=self.hang_minutes, verify_every=self.verify_every)
-        if not 0 < self.timeout_minutes <= LONGEST_TIMEOUT:
-            yield f"cluster.timeout_minutes={self.timeout_minutes} must be more than 0 and at most {LONGEST_TIMEOUT:,}"

@@ -3,7 +3,7 @@
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any, get_origin
@@ -18,6 +18,7 @@ from hpclm.config.fields import declaration_of, keys, leaves, nested, path_separ
 from hpclm.config.optim import Group
 from hpclm.config.reading import is_null, node, place, plain, scalar, with_texts
 from hpclm.config.schema import RunConfig
+from hpclm.config.section import build
 from hpclm.config.settings import Setting
 from hpclm.config.typed import shown_setting, typed
 from hpclm.errors import ConfigError
@@ -54,10 +55,8 @@ def merge(settings: Sequence[Setting], problems: list[str], base: RunConfig | No
             follows = bool(problems) and references[key].at is default_out.at
             problems += [] if follows else error.problems
             refused.add(key)
-    wrong: list[str] = []
-    run = _built(RunConfig, values, "", wrong)
-    # without problems that only follow from a setting that is refused
-    problems += [problem for problem in wrong if not any(key in problem for key in refused)]
+    run, wrong = build(RunConfig, values, {split_key(key)[0] for key in refused})
+    problems += wrong
     if problems:
         raise ConfigError(problems)
     return run
@@ -192,16 +191,3 @@ def _resolving(setting: Setting) -> Iterator[None]:
         raise ConfigError(
             f"{shown_setting(setting.name, plain(setting.node))}: {reason} ({place(setting.at)})"
         ) from None
-
-
-def _built(kind: Any, values: Mapping[str, Any], prefix: str, problems: list[str]) -> Any:
-    """The section of ``values``, or its default if it has problems, which are added to ``problems``."""
-    parts: dict[str, Any] = {}
-    for field in fields(kind):
-        key = f"{prefix}{field.name}"
-        parts[field.name] = _built(field.type, values, f"{key}.", problems) if is_dataclass(field.type) else values[key]
-    try:
-        return kind(**parts)
-    except ConfigError as error:
-        problems += error.problems
-        return kind()

@@ -1,15 +1,13 @@
 """Settings of the network."""
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from hpclm.config import experts, rope
-from hpclm.config.checks import Checked, at_least, at_most, fraction
+from hpclm.config import rope
 from hpclm.config.experts import MAX_EXPERTS
+from hpclm.config.experts import RULES as OF_EXPERTS
+from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
-from hpclm.registry import problem
 
 BLOCKS = {"gpt": "hpclm.model.gpt:Block"}
 LAYER_KINDS = ("full", "window", "nope", "window_nope")
@@ -18,7 +16,7 @@ MAX_LAYERS, MAX_WIDTH, MAX_TOKENS = 10_000, 1 << 24, 1 << 31
 
 
 @dataclass(frozen=True)
-class ModelConfig(Checked):
+class ModelConfig(Section, key="model"):
     """The network; defaults: GPT-2's 124M."""
 
     vocab_size: int = setting(50257, "Vocabulary of the tokenizer, without padding.", at_least=1, at_most=MAX_TOKENS)
@@ -160,7 +158,7 @@ class ModelConfig(Checked):
         "Balance: how far each step moves the choice bias, up for experts with fewer tokens of the step than the "
         "mean, down for others.",
         at_least=0,
-        only_with=("model.experts", "model.router_choice_bias"),
+        only_with=("model.experts", "model.router_choice_bias: it moves that bias"),
     )
     balance_sequence: float = setting(
         0.0, "Balance: coefficient of a loss over each sequence (DeepSeek-V3).", at_least=0, only_with="model.experts"
@@ -195,73 +193,57 @@ class ModelConfig(Checked):
         "auto", "Attention kernel on GPUs; math: plain matrix products; auto: the fastest for GPU and shape."
     )
 
-    def problems(self) -> Iterator[str]:
-        """Invalid model settings."""
-        positive = dict(layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn)
-        positive |= dict(vocab_size=self.vocab_size, vocab_multiple=self.vocab_multiple, context=self.context)
-        wrong = list(at_least(1, "model", **positive))
-        wrong += at_most(MAX_LAYERS, "model", layers=self.layers)
-        wrong += at_most(MAX_WIDTH, "model", hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn)
-        wrong += at_most(MAX_TOKENS, "model", vocab_size=self.vocab_size, vocab_multiple=self.vocab_multiple)
-        wrong += at_most(MAX_TOKENS, "model", context=self.context)
-        yield from wrong
-        yield from at_least(0, "model", init_std=self.init_std, norm_eps=self.norm_eps)
-        yield from fraction("model", dropout=self.dropout, attention_dropout=self.attention_dropout)
-        if wrong:
-            return
-        if self.head_dim is None and self.hidden % self.heads:
-            yield f"model.hidden={self.hidden} must be a multiple of model.heads={self.heads}, or set model.head_dim"
-        elif self.positions == "rope" and (self.rotated % 2 or not 0 < self.rotated <= self.head_width):
-            yield (
-                f"model.positions=rope rotates an even number of features; model.rope_fraction={self.rope_fraction:g} of a head "
-                f"of {self.head_width} is {self.rotated}"
-            )
-        if self.heads % self.groups:
-            yield f"model.heads={self.heads} must be a multiple of model.kv_heads={self.kv_heads}"
-        if self.positions == "sinusoidal" and self.hidden % 2:
-            yield f"model.positions=sinusoidal needs an even model.hidden, not {self.hidden}"
-        if self.rope_base != 10000.0 and self.positions != "rope":
-            yield f"model.rope_base={self.rope_base} has no effect with model.positions={self.positions}"
-        elif not 1 < self.rope_base < math.inf:
-            yield f"model.rope_base={self.rope_base} must be more than 1 and finite"
-        yield from self._wrong_layers()
-        if self.rope_scaling:
-            yield from rope.problems(self.rope_scaling, self.rotated)
-        given = ("score_scale", "score_cap", "logit_cap", "embed_multiplier", "residual_multiplier", "logit_multiplier")
-        for name in given:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                yield f"model.{name}={value} must be more than 0 and finite"
-        if self.qk_norm_span == "projection" and not (self.qk_norm and self.norm == "rmsnorm"):
-            yield "model.qk_norm_span=projection needs model.qk_norm=true and model.norm=rmsnorm"
-        if self.needs_scores and self.attention in ("cudnn", "flash"):
-            yield f"model.attention={self.attention} does not support model.{self.needs_scores[0]}; leave model.attention=auto"
-        if self.attention_dropout and (self.score_cap or self.attention_sinks):
-            yield "model.attention_dropout is not supported with model.score_cap or model.attention_sinks"
-        yield from experts.problems(self)
-        wrong_block = problem("model.block", self.block, BLOCKS)
-        if wrong_block:
-            yield wrong_block
-
-    def _wrong_layers(self) -> Iterator[str]:
-        """Problems of the layers' kinds."""
-        unknown = [kind for kind in self.pattern if kind not in LAYER_KINDS]
-        if unknown or not self.pattern:
-            yield f"model.pattern={self.pattern} must be a list of {', '.join(LAYER_KINDS)}"
-        windows, turns = any("window" in kind for kind in self.pattern), self.positions == "rope"
-        if windows and self.window is None:
-            yield f"model.pattern={self.pattern} needs model.window, the tokens that its layers with a window attend to"
-        if self.window is not None and not windows and not unknown:
-            yield f"model.window={self.window} has no effect: no layer of model.pattern={self.pattern} is of kind window"
-        yield from at_least(1, "model", window=self.window)
-        if self.window is None and (self.window_rope_base is not None or not self.window_rope_scaled):
-            yield "model.window_rope_base and model.window_rope_scaled have no effect without model.window"
-        if any("nope" in kind for kind in self.pattern) and not turns:
-            yield f"model.pattern={self.pattern}: layers without positions need model.positions=rope in the others"
-        if not turns and (self.rope_scaling or self.rope_fraction != 1.0 or self.window_rope_base is not None):
-            yield f"model.rope_scaling, rope_fraction and window_rope_base have no effect with model.positions={self.positions}"
-        if self.window_rope_base is not None and not 1 < self.window_rope_base < math.inf:
-            yield f"model.window_rope_base={self.window_rope_base} must be more than 1 and finite"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda model: model.splits_unevenly,
+            "{model.hidden} must be a multiple of {model.heads}, or set model.head_dim",
+        ),
+        Rule(
+            lambda model: model.positions == "rope" and not model.splits_unevenly and not model.rotates_pairs,
+            lambda model: (
+                f"model.positions=rope rotates an even number of features; model.rope_fraction={model.rope_fraction:g} of a head "
+                f"of {model.head_width} is {model.rotated}"
+            ),
+        ),
+        Rule(lambda model: model.heads % model.groups, "{model.heads} must be a multiple of {model.kv_heads}"),
+        Rule(
+            lambda model: model.positions == "sinusoidal" and model.hidden % 2,
+            lambda model: f"model.positions=sinusoidal needs an even model.hidden, not {model.hidden}",
+        ),
+        Rule(
+            lambda model: not model.pattern or {*model.pattern} - {*LAYER_KINDS},
+            f"{{model.pattern}} must be a list of {', '.join(LAYER_KINDS)}",
+        ),
+        Rule(
+            lambda model: model.has_windows and model.window is None,
+            "{model.pattern} needs model.window, the tokens that its layers with a window attend to",
+        ),
+        Rule(
+            lambda model: model.window is not None and not model.has_windows and {*model.pattern} <= {*LAYER_KINDS},
+            "{model.window} has no effect: no layer of {model.pattern} is of kind window",
+        ),
+        Rule(
+            lambda model: model.positions != "rope" and any("nope" in kind for kind in model.pattern),
+            "{model.pattern}: layers without positions need model.positions=rope in the others",
+        ),
+        Rule(lambda model: rope.problems(model.rope_scaling, model.rotated)),
+        Rule(
+            lambda model: model.qk_norm_span == "projection" and not (model.qk_norm and model.norm == "rmsnorm"),
+            "model.qk_norm_span=projection needs model.qk_norm=true and model.norm=rmsnorm",
+        ),
+        Rule(
+            lambda model: model.needs_scores and model.attention in ("cudnn", "flash"),
+            lambda model: (
+                f"model.attention={model.attention} does not support {' and '.join(f'model.{name}' for name in model.needs_scores)}; "
+                "leave model.attention=auto"
+            ),
+        ),
+        Rule(
+            lambda model: model.attention_dropout and (model.score_cap or model.attention_sinks),
+            "{model.attention_dropout} is not supported with model.score_cap or model.attention_sinks",
+        ),
+        *OF_EXPERTS,
+    )
 
     def kind(self, layer: int) -> str:
         """Kind of attention of a block, of LAYER_KINDS."""
@@ -285,31 +267,6 @@ class ModelConfig(Checked):
         """Tokens that a block of this kind attends to; None: all before it."""
         return self.window if "window" in kind else None
 
-    def unsplit(self, tensor: int, context: int = 1) -> Iterator[str]:
-        """Sizes that cannot be divided over ``tensor`` processes, and what cannot be divided over ``context`` of them."""
-        if context > 1:
-            if self.context % (2 * context * tensor):
-                yield (
-                    f"model.context={self.context} must be a multiple of 2 x parallel.context={context} x "
-                    f"parallel.tensor={tensor} = {2 * context * tensor}: each process holds two pieces of every sequence"
-                )
-            if self.attention_dropout:
-                yield f"model.attention_dropout={self.attention_dropout} is not supported with parallel.context={context}"
-            if self.block not in BLOCKS:
-                yield f"model.block={self.block} is not supported with parallel.context={context}"
-        sizes = {"model.heads": self.heads}
-        sizes |= {"the MLP's inner width (model.ffn)": self.ffn_width} if self.dense_layers else {}
-        sizes |= {"the shared experts' inner width (model.shared_ffn)": self.shared_ffn} if self.experts else {}
-        sizes |= {"model.context": self.context, "the padded vocabulary (model.vocab_multiple)": self.padded_vocab}
-        for name, size in sizes.items():
-            if size % tensor:
-                yield f"{name}={size} must be a multiple of parallel.tensor={tensor}"
-        if self.groups % tensor and not self.heads % tensor:
-            yield (
-                f"model.kv_heads={self.groups} must be a multiple of parallel.tensor={tensor}: each process needs whole "
-                f"key/value heads; lower parallel.tensor to a divisor of {self.groups}"
-            )
-
     @property
     def needs_scores(self) -> list[str]:
         """The settings that change scores or their softmax, which the kernels of cuDNN and FlashAttention cannot do."""
@@ -329,6 +286,21 @@ class ModelConfig(Checked):
     def attention_width(self) -> int:
         """Width of all query heads together."""
         return self.heads * self.head_width
+
+    @property
+    def splits_unevenly(self) -> bool:
+        """Whether the hidden size cannot be divided over the heads."""
+        return self.head_dim is None and self.hidden % self.heads != 0
+
+    @property
+    def rotates_pairs(self) -> bool:
+        """Whether rotary positions turn an even number of features, at most all of a head."""
+        return self.rotated % 2 == 0 and 0 < self.rotated <= self.head_width
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a layer of the pattern has a window."""
+        return any("window" in kind for kind in self.pattern)
 
     @property
     def rotated(self) -> int:

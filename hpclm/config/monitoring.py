@@ -1,12 +1,11 @@
 """Settings of what is measured and recorded while a run trains: evaluation, logging, profiling."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hpclm import extras
-from hpclm.config.checks import Checked, at_least
+from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
-from hpclm.registry import problem
 
 MAX_PROFILED_STEPS = 100
 SINKS = {
@@ -18,7 +17,7 @@ SINKS = {
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(Checked):
+class EvaluateConfig(Section, key="evaluate"):
     """Loss on held-out data while training."""
 
     every: int = setting(
@@ -26,14 +25,9 @@ class EvaluateConfig(Checked):
     )
     batches: int = setting(10, "Global batches per evaluation, always the same.", at_least=1, unit="batches")
 
-    def problems(self) -> Iterator[str]:
-        """Invalid evaluation settings."""
-        yield from at_least(0, "evaluate", every=self.every)
-        yield from at_least(1, "evaluate", batches=self.batches)
-
 
 @dataclass(frozen=True)
-class LogConfig(Checked):
+class LogConfig(Section, key="log"):
     """Logging while training."""
 
     every: int = setting(10, "Steps between log lines; metrics.jsonl has every step.", at_least=1, unit="steps")
@@ -46,14 +40,18 @@ class LogConfig(Checked):
     )
     timers: bool = setting(False, "Time forward pass, backward pass and update.")
 
-    def problems(self) -> Iterator[str]:
-        """Invalid log settings."""
-        yield from at_least(1, "log", every=self.every)
-        yield from (text for name in self.sinks if (text := problem("sink", name, SINKS)))
-        twice = sorted({name for name in self.sinks if self.sinks.count(name) > 1})
-        yield from (f"log.sinks has {name!r} twice; leave one out" for name in twice)
-        if not self.project.strip() or not self.project.isprintable():
-            yield f"log.project={self.project!r} must be one line of text that is not empty"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda log: [
+                f"log.sinks has {name!r} twice; leave one out"
+                for name in sorted({name for name in log.sinks if log.sinks.count(name) > 1})
+            ]
+        ),
+        Rule(
+            lambda log: not log.project.strip() or not log.project.isprintable(),
+            "{log.project} must be one line of text that is not empty",
+        ),
+    )
 
     def missing_libraries(self) -> list[str]:
         """Libraries that the sinks need and that are not installed here."""
@@ -62,19 +60,20 @@ class LogConfig(Checked):
 
 
 @dataclass(frozen=True)
-class ProfileConfig(Checked):
+class ProfileConfig(Section, key="profile"):
     """Where the time of a step goes, by torch.profiler."""
 
     steps: tuple[int, int] | None = setting(
         None,
         "[first, last]: rank 0 records these steps, as profile/rank-00000.json (for Perfetto) and a table of the "
         "ten most expensive operations.",
+        at_least=1,
+        unit="steps",
     )
 
-    def problems(self) -> Iterator[str]:
-        """What cannot work in the profile settings."""
-        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1] < self.steps[0] + MAX_PROFILED_STEPS:
-            yield (
-                f"profile.steps={list(self.steps)} must be [first, last], from step 1, in order, and at most {MAX_PROFILED_STEPS} "
-                "steps: a trace is held in memory"
-            )
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda profile: profile.steps and not 0 <= profile.steps[1] - profile.steps[0] < MAX_PROFILED_STEPS,
+            f"{{profile.steps}} must be [first, last], in order, and at most {MAX_PROFILED_STEPS} steps: a trace is held in memory",
+        ),
+    )

@@ -1,16 +1,15 @@
 """Settings of the optimizer and of fp16's loss scale."""
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypedDict
 
-from hpclm.config.checks import Checked, at_least, fraction
-from hpclm.config.optimizers import OPTIMIZERS, described, optimizers_with, without_effect
+from hpclm.config.checks import typed
+from hpclm.config.optimizers import OPTIMIZERS, READ_BY_SOME, described, optimizers_with
+from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
-from hpclm.registry import problem
 
 _NAMES = (
     "constant linear cosine inverse_sqrt wsd megatron1_linear megatron1_cosine megatron1_exponential "
@@ -31,7 +30,7 @@ class Group(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class OptimConfig(Checked):
+class OptimConfig(Section, key="optim"):
     """Optimizer and learning-rate schedule."""
 
     name: str = setting("adamw", described(), names=OPTIMIZERS)
@@ -132,73 +131,65 @@ class OptimConfig(Checked):
         unit="nats",
     )
 
-    def problems(self) -> Iterator[str]:
-        """Invalid optimizer settings."""
-        wrong = problem("optim.name", self.name, OPTIMIZERS)
-        if wrong:
-            yield wrong
-        elif self.arguments and self.name in OPTIMIZERS:
-            yield (
-                f"optim.arguments={self.arguments} is for an optimizer of your own, optim.name=package.module:Name; those of "
-                f"optim.name={self.name} are settings, such as optim.{next(iter(self.arguments))}"
-            )
-        amounts = ("lr", "min_lr", "eps", "weight_decay", "clip", "z_loss", "spike", "warmup", "warmup_start")
-        yield from at_least(0, "optim", **{name: getattr(self, name) for name in amounts})
-        counts = ("schedule_length", "period", "wsd_decay", "nonfinite_limit", "newton_schulz_steps")
-        yield from at_least(1, "optim", **{name: getattr(self, name) for name in counts})
-        if not (self.power > 0 and math.isfinite(self.power)):
-            yield f"optim.power={self.power} must be more than 0 and finite"
-        if not all(0 <= beta < 1 for beta in self.betas):
-            yield f"optim.betas={list(self.betas)} must each be at least 0 and less than 1"
-        for entry in self.groups:
-            yield from _unusable(entry)
-        yield from fraction("optim", momentum=self.momentum)
-        if self.qk_clip is not None and not 0 < self.qk_clip < math.inf:
-            yield f"optim.qk_clip={self.qk_clip} must be more than 0 and finite"
-        for name, able in (
-            () if problem("optim.name", self.name, OPTIMIZERS) else without_effect(self.name, self._changed)
-        ):
-            if self.name not in OPTIMIZERS:
-                yield (
-                    f"optim.{name}={getattr(self, name)} is not read by optim.name={self.name}, which is of your own; it takes such in "
-                    f"'optim.arguments={{{name}: {getattr(self, name)}}}', if it has such a parameter"
-                )
-                continue
-            yield f"optim.{name}={getattr(self, name)} has no effect with optim.name={self.name}; it applies to {', '.join(able)}"
-        wrong = problem("optim.schedule", self.schedule, SCHEDULES)
-        if wrong:
-            yield wrong
-        if not self.lr and self.schedule in SCHEDULES:
-            yield "optim.lr=0 changes no weight, so nothing would be learned; set it to more than 0"
-        if self.min_lr > self.lr and self.schedule not in ENDLESS:
-            yield f"optim.min_lr={self.min_lr} must not be more than optim.lr={self.lr}"
-        if self.warmup_fraction is not None:
-            yield from fraction("optim", warmup_fraction=self.warmup_fraction)
-            if self.warmup:
-                yield f"optim.warmup={self.warmup} and optim.warmup_fraction={self.warmup_fraction} cannot be combined"
-        warmed = self.warmup or self.warmup_fraction
-        if self.schedule in ("inverse_sqrt", "fairseq_inverse_sqrt") and not warmed:
-            yield f"optim.schedule={self.schedule} needs a warm-up; set optim.warmup"
-        if self.warmup_start is not None and self.warmup_start > self.lr:
-            yield f"optim.warmup_start={self.warmup_start} must not be more than optim.lr={self.lr}"
-        if self.schedule_length is not None and self.warmup >= self.schedule_length:
-            yield f"optim.warmup={self.warmup:g} must be less than optim.schedule_length={self.schedule_length}"
-        if self.schedule_length is not None and self.period is not None:
-            yield f"optim.schedule_length={self.schedule_length} has no effect with optim.period={self.period}"
-        too_long = self.outlasting(None)
-        if too_long:
-            yield too_long
-        if self.warmup_start is not None and not warmed:
-            yield f"optim.warmup_start={self.warmup_start} has no effect without optim.warmup"
-        owners = {
-            "fairseq_polynomial": ("power",),
-            "fairseq_cosine": ("period", "restarts"),
-            "wsd": ("wsd_decay", "wsd_style"),
-        }
-        for schedule, names in owners.items():
-            for name in names:
-                if self._changed(name) and self.schedule != schedule and self.schedule in SCHEDULES:
-                    yield f"optim.{name}={getattr(self, name)} has no effect with optim.schedule={self.schedule}; it applies to {schedule}"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda optim: optim.arguments and optim.name in OPTIMIZERS,
+            lambda optim: (
+                f"optim.arguments={optim.arguments} is for an optimizer of your own, optim.name=package.module:Name; those of "
+                f"optim.name={optim.name} are settings, such as optim.{next(iter(optim.arguments))}"
+            ),
+        ),
+        Rule(lambda optim: [problem for entry in optim.groups for problem in _unusable(entry)]),
+        Rule(
+            lambda optim: optim.name not in OPTIMIZERS,
+            lambda optim: [
+                f"optim.{name}={typed(getattr(optim, name))} is not read by optim.name={optim.name}, which is of your own; it takes such in "
+                f"'optim.arguments={{{name}: {typed(getattr(optim, name))}}}', if it has such a parameter"
+                for name in READ_BY_SOME
+                if optim.changed(name)
+            ],
+        ),
+        Rule(
+            lambda optim: not optim.lr and optim.schedule in SCHEDULES,
+            "optim.lr=0 changes no weight, so nothing would be learned; set it to more than 0",
+        ),
+        Rule(
+            lambda optim: optim.min_lr > optim.lr and optim.schedule not in ENDLESS,
+            "{optim.min_lr} must not be more than {optim.lr}",
+        ),
+        Rule(
+            lambda optim: optim.warmup_fraction is not None and optim.warmup,
+            "{optim.warmup} and {optim.warmup_fraction} cannot be combined",
+        ),
+        Rule(
+            lambda optim: optim.schedule in ("inverse_sqrt", "fairseq_inverse_sqrt") and not optim.warms_up,
+            "{optim.schedule} needs a warm-up; set optim.warmup",
+        ),
+        Rule(
+            lambda optim: optim.warmup_start is not None and optim.warmup_start > optim.lr,
+            "{optim.warmup_start} must not be more than {optim.lr}",
+        ),
+        Rule(
+            lambda optim: optim.warmup_start is not None and not optim.warms_up,
+            "{optim.warmup_start} has no effect without optim.warmup",
+        ),
+        Rule(
+            lambda optim: optim.schedule_length is not None and optim.warmup >= optim.schedule_length,
+            lambda optim: (
+                f"optim.warmup={optim.warmup:g} must be less than optim.schedule_length={optim.schedule_length}"
+            ),
+        ),
+        Rule(
+            lambda optim: optim.schedule_length is not None and optim.period is not None,
+            "{optim.schedule_length} has no effect with {optim.period}",
+        ),
+        Rule(lambda optim: filter(None, [optim.outlasting(None)])),
+    )
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the learning rate rises at first."""
+        return bool(self.warmup or self.warmup_fraction)
 
     def outlasting(self, budget: int | None) -> str | None:
         """A problem if warm-up and final decay of wsd overlap, so that the learning rate would jump.
@@ -241,7 +232,7 @@ def _unusable(entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class ScalerConfig(Checked):
+class ScalerConfig(Section, key="scaler"):
     """Loss scale for fp16: doubles after a quiet window, halves on overflow."""
 
     initial: float = setting(65536.0, "First loss scale.", more_than=0, only_with="engine.precision=fp16")
@@ -264,15 +255,6 @@ class ScalerConfig(Checked):
         only_with="engine.precision=fp16",
     )
 
-    def reset(self) -> str:
-        """The words of a command line that return what was changed to the defaults."""
-        changed = (entry for entry in fields(self) if getattr(self, entry.name) != entry.default)
-        return " ".join(f"scaler.{entry.name}={json.dumps(entry.default)}" for entry in changed)
-
-    def problems(self) -> Iterator[str]:
-        """Invalid loss-scale settings."""
-        yield from at_least(1, "scaler", window=self.window, hysteresis=self.hysteresis)
-        if self.initial == math.inf:
-            yield f"scaler.initial={self.initial} must be finite"
-        elif not 0 < self.minimum <= self.initial:
-            yield f"scaler.initial={self.initial} must be at least scaler.minimum={self.minimum}, which must be more than 0"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(lambda scaler: scaler.minimum > scaler.initial, "{scaler.initial} must be at least {scaler.minimum}"),
+    )

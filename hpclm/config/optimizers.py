@@ -4,7 +4,7 @@ A matrix is [A, B].
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -164,6 +164,8 @@ OPTIMIZERS = {
 }
 
 
+READ_BY_SOME = tuple(dict.fromkeys(name for kind in OPTIMIZERS.values() for name in kind.settings))
+"""Settings under ``optim`` that not every optimizer reads."""
 OF_USERS = OptimizerKind("", "of your own", MOMENTS, family="")
 """What is assumed of an optimizer of the user's own before it is imported: the state of AdamW."""
 
@@ -187,10 +189,3 @@ def described() -> str:
     """The optimizers, for the documentation of optim.name."""
     shipped = "; ".join(f"{name}: {kind.summary}" for name, kind in OPTIMIZERS.items())
     return f"{shipped}; or package.module:Name (hpclm docs your-own-code)."
-
-
-def without_effect(name: str, changed: Callable[[str], bool]) -> Iterator[tuple[str, list[str]]]:
-    """The settings that were ``changed`` but that the optimizer called ``name`` does not read, and the optimizers that do."""
-    for setting in dict.fromkeys(name for kind in OPTIMIZERS.values() for name in kind.settings):
-        if changed(setting) and name not in (able := readers(setting)):
-            yield setting, able

@@ -42,6 +42,8 @@ def _value(name: str, text: str) -> Any:
 
 def problems(scaling: Mapping[str, str], rotated: int) -> Iterator[str]:
     """What is wrong with model.rope_scaling; ``rotated`` is the width that is rotated."""
+    if not scaling:
+        return
     kind = scaling.get("rope_type", "")
     if kind not in KINDS:
         yield f"model.rope_scaling.rope_type={kind or 'null'} must be one of {', '.join(KINDS)}.{hint(kind, KINDS)}"

@@ -1,28 +1,24 @@
-"""All settings of a run: types, defaults and documentation.
+"""All settings of a run.
 
-The string under a field is its documentation, for ``hpclm config`` and docs/settings.md. ``problems`` of a section yields what is
-wrong inside it; RunConfig adds contradictions between sections.
+A section declares its settings (setting.py) and the rules between them (section.py); rules.py has those between sections.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Literal
 
-from hpclm.config import experts, fp8
-from hpclm.config.checks import Checked, at_least, keyed_texts, texts
+from hpclm.config import rules
+from hpclm.config.checks import keyed_texts, texts, value_at
 from hpclm.config.data import DataConfig
-from hpclm.config.engine import EngineConfig, EngineSettings, ParallelConfig, unsupported
+from hpclm.config.engine import EngineConfig, ParallelConfig
 from hpclm.config.job import ClusterConfig, JobConfig
-from hpclm.config.model import BLOCKS, ModelConfig
+from hpclm.config.model import ModelConfig
 from hpclm.config.monitoring import EvaluateConfig, LogConfig, ProfileConfig
-from hpclm.config.optim import ENDLESS, SCHEDULES, OptimConfig, ScalerConfig
-from hpclm.config.optimizers import row
-from hpclm.config.plan import Plan, Rampup
+from hpclm.config.optim import OptimConfig, ScalerConfig
+from hpclm.config.plan import Plan
+from hpclm.config.section import Rule, Section, all_fields, broken
 from hpclm.config.setting import setting
-from hpclm.config.supports import SUPPORTS
 from hpclm.errors import ConfigError
-from hpclm.registry import load
 
 MAX_BUDGET = 10**9  # epochs, or hours
 BESIDE_TRAINING = ("log", "job")
@@ -31,7 +27,7 @@ OWN_CODE = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
-class BatchConfig(Checked):
+class BatchConfig(Section, key="batch"):
     """Batch sizes."""
 
     global_size: int = setting(32, "Samples per optimizer step.", at_least=1, unit="samples")
@@ -51,27 +47,23 @@ class BatchConfig(Checked):
         "As in Megatron, a micro-batch without a token that counts has a mean of 0; a warning says so.",
     )
 
-    def problems(self) -> Iterator[str]:
-        """Invalid batch sizes."""
-        yield from at_least(1, "batch", global_size=self.global_size)
-        yield from at_least(0, "batch", micro_size=self.micro_size)
-        if self.rampup is None:
-            return
-        start, increment, samples = self.rampup
-        if start < 1 or increment < 1 or samples < 1 or start > self.global_size:
-            yield (
-                f"batch.rampup={list(self.rampup)} must be [start, increment, samples], all at least 1, "
-                f"with start at most batch.global_size={self.global_size}"
-            )
-        elif (self.global_size - start) % increment:
-            yield (
-                f"batch.rampup={list(self.rampup)} does not reach batch.global_size: batch.global_size={self.global_size} - start={start} "
-                f"= {self.global_size - start} must be a multiple of increment={increment}"
-            )
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda batch: batch.rampup and batch.rampup[0] > batch.global_size,
+            "{batch.rampup} must be [start, increment, samples], with start at most {batch.global_size}",
+        ),
+        Rule(
+            lambda batch: batch.rampup and (batch.global_size - batch.rampup[0]) % batch.rampup[1],
+            lambda batch: (
+                f"batch.rampup={list(batch.rampup)} does not reach batch.global_size: batch.global_size={batch.global_size} - "
+                f"start={batch.rampup[0]} = {batch.global_size - batch.rampup[0]} must be a multiple of increment={batch.rampup[1]}"
+            ),
+        ),
+    )
 
 
 @dataclass(frozen=True)
-class BudgetConfig(Checked):
+class BudgetConfig(Section, key="budget"):
     """How long to train: until the first limit. A length on the command line replaces those of the file or run. Samples read with other batch sizes before a resume count."""
 
     steps: int | None = setting(None, "Optimizer steps.", at_least=1, unit="steps")
@@ -91,17 +83,14 @@ class BudgetConfig(Checked):
         unit="hours",
     )
 
-    def problems(self) -> Iterator[str]:
-        """Invalid budgets."""
-        given = dict(steps=self.steps, samples=self.samples, tokens=self.tokens)
-        yield from at_least(1, "budget", **given)
-        for name, value in (("epochs", self.epochs), ("hours", self.hours)):
-            if value is not None and not 0 < value <= MAX_BUDGET:
-                yield f"budget.{name}={value} must be a finite number of more than 0, at most {MAX_BUDGET:,}"
+    @property
+    def given(self) -> list[str]:
+        """The units in which there is a limit."""
+        return [entry.name for entry in fields(self) if getattr(self, entry.name) is not None]
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(Checked):
+class CheckpointConfig(Section, key="checkpoint"):
     """Saving and resuming."""
 
     enabled: bool = setting(True, "false: save nothing, for benchmarks.")
@@ -177,25 +166,45 @@ class CheckpointConfig(Checked):
         unit="seconds",
     )
 
-    def problems(self) -> Iterator[str]:
-        """Invalid checkpoint settings."""
-        yield from at_least(0, "checkpoint", every=self.every, keep_every=self.keep_every, keep_best=self.keep_best)
-        yield from at_least(2, "checkpoint", keep_last=self.keep_last)
-        yield from at_least(0, "checkpoint", keep_epochs=self.keep_epochs, file_mb=self.file_mb)
-        if self.keep_epochs and self.epochs is None:
-            yield f"checkpoint.keep_epochs={self.keep_epochs} has no effect without checkpoint.epochs, which saves at the ends of epochs"
-        if not self.enabled and self.resume == "require":
-            yield "checkpoint.enabled=false saves nothing, so there is nothing for checkpoint.resume=require to resume from"
-        given = dict(minutes=self.minutes, grace_seconds=self.grace_seconds, epochs=self.epochs)
-        for name, value in given.items():
-            if value is not None and not value > 0:
-                yield f"checkpoint.{name}={value} must be more than 0"
-        if self.init_from is not None and self.resume == "require":
-            yield "checkpoint.init_from starts a new run, which checkpoint.resume=require forbids; leave one of them out"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda checkpoint: not checkpoint.enabled and checkpoint.resume == "require",
+            "checkpoint.enabled=false saves nothing, so there is nothing for checkpoint.resume=require to resume from",
+        ),
+        Rule(
+            lambda checkpoint: checkpoint.init_from is not None and checkpoint.resume == "require",
+            "checkpoint.init_from starts a new run, which checkpoint.resume=require forbids; leave one of them out",
+        ),
+    )
 
 
 @dataclass(frozen=True)
-class RunConfig(Checked):
+class EngineSettings:
+    """What an engine is made from, besides what it computes with; RunConfig.for_engine() makes it."""
+
+    model: ModelConfig
+    plan: Plan
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    scaler: ScalerConfig = field(default_factory=ScalerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    seed: int = 1234
+    loss_norm: str = "token"
+    """As batch.loss_norm."""
+    all_tokens_count: bool = False
+    """Whether the training data masks no token in the loss, so that the host knows how many count."""
+    timers: bool = False
+    """As log.timers."""
+    file_mb: float = 16.0
+    """As checkpoint.file_mb."""
+    saves: bool = True
+    """As checkpoint.enabled."""
+    in_place: bool = True
+    """Whether backward passes may add to the fp32 gradients in place, where the engine and the device can."""
+
+
+@dataclass(frozen=True)
+class RunConfig(Section):
     """All settings of a run."""
 
     name: str = setting("run", "Run name; last component of the default output directory.")
@@ -229,6 +238,22 @@ class RunConfig(Checked):
     job: JobConfig = JobConfig()
     cluster: ClusterConfig = ClusterConfig()
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda run: not run.name or not run.name.isprintable(), "{name} must be one line of text that is not empty"
+        ),
+        Rule(lambda run: not run.out.strip(), "out is empty; give the run directory"),
+        Rule(
+            lambda run: run.out.strip() and (not run.out.isprintable() or run.out.strip("/") == ""),
+            "{out} must be a folder of the run's own, on one line",
+        ),
+        Rule(
+            lambda run: run.kill_switch is not None and not run.kill_switch.strip(),
+            "kill_switch is empty; give a path, or null",
+        ),
+        *rules.BETWEEN_SECTIONS,
+    )
+
     def __dir__(self) -> list[str]:
         """What completion shows: the settings and ``diff``."""
         return [*super().__dir__(), "diff"]
@@ -244,85 +269,17 @@ class RunConfig(Checked):
         """The settings that differ from ``other``, or from the defaults, as {"optim.lr": (mine, other's)}."""
         if not isinstance(other, (RunConfig, type(None))):
             raise ConfigError("diff() compares settings with settings: run.settings.diff(other.settings)")
-        theirs = dict(_leaves(other or RunConfig()))
-        return {key: (mine, theirs[key]) for key, mine in _leaves(self) if mine != theirs[key]}
-
-    def problems(self) -> Iterator[str]:
-        """What is wrong at the top level and between sections."""
-        if not self.name or not self.name.isprintable():
-            yield f"name={self.name!r} must be one line of text that is not empty"
-        if not self.out.strip():
-            yield "out is empty; give the run directory"
-        elif not self.out.isprintable() or self.out.strip("/") == "":
-            yield f"out={self.out!r} must be a folder of the run's own, on one line"
-        if not 0 <= self.seed < 2**32:
-            yield f"seed={self.seed} must be at least 0 and less than 2^32, because the sample order's generator requires it"
-        yield from at_least(1, "", stop_at=self.stop_at, exit_interval=self.exit_interval)
-        if self.kill_switch is not None and not self.kill_switch.strip():
-            yield "kill_switch is empty; give a path, or null"
-        if self.exit_minutes is not None and not self.exit_minutes > 0:
-            yield f"exit_minutes={self.exit_minutes} must be more than 0"
-        if self.engine.precision != "fp16" and (reset := self.scaler.reset()):
-            idle = f"scaler.* has no effect with engine.precision={self.engine.precision}; it applies to fp16"
-            yield f"{idle}. To return to its defaults: {reset}"
-        masked = self.data.eod_mask_loss or self.data.break_mode or self.data.order == "packed"
-        if self.batch.loss_norm == "microbatch" and not masked:
-            yield "batch.loss_norm=microbatch has no effect without data.eod_mask_loss=true"
-        open_ended = self.budget.hours is not None and self.budget == BudgetConfig(hours=self.budget.hours)
-        unbounded = open_ended and self.optim.schedule_length is None
-        if unbounded and self.optim.schedule in SCHEDULES and self.optim.schedule not in ENDLESS:
-            yield (
-                f"budget.hours alone does not say how long optim.schedule={self.optim.schedule} is; "
-                f"set optim.schedule_length in {self.optim.unit}, or optim.schedule=constant"
-            )
-        if unbounded and self.optim.warmup_fraction:
-            yield "optim.warmup_fraction needs a length; set optim.schedule_length, or optim.warmup"
-        yield from self.model.unsplit(self.parallel.tensor, self.parallel.context)
-        yield from experts.unsplit(self.model, self.parallel)
-        yield from fp8.problems(self.model, self.engine, self.parallel)
-        if self.engine.name in SUPPORTS:
-            can = SUPPORTS[self.engine.name]
-            yield from unsupported(self.engine, self.parallel, self.optim, can)
-            if can.more:
-                yield from load(can.more)(self)
-        if self.optim.qk_clip is not None and self.model.qk_norm:
-            yield "optim.qk_clip has no effect with model.qk_norm=true, which bounds the scores already; set one of them"
-        if self.optim.qk_clip is not None and self.model.block not in BLOCKS:
-            yield f"optim.qk_clip cannot measure the scores of model.block={self.model.block}; it applies to {', '.join(BLOCKS)}"
-        if row(self.optim.name).offloaded and self.engine.offload == "none":
-            yield f"optim.name={self.optim.name} needs engine.offload=optimizer or parameters"
-        if self.parallel.schedule == "zero_bubble" and self.engine.recompute != "none":
-            yield (
-                f"parallel.schedule=zero_bubble splits the backward pass in two, which engine.recompute={self.engine.recompute} does not support; "
-                f"set engine.recompute=none, or another schedule"
-            )
-        stages = self.parallel.pipeline * self.parallel.chunks
-        if self.parallel.pipeline > 1 and stages > self.model.layers:
-            yield (
-                f"parallel.pipeline={self.parallel.pipeline} x parallel.chunks={self.parallel.chunks} = {stages} stages, but "
-                f"model.layers={self.model.layers}; each stage needs a block"
-            )
-        try:
-            self.plan(self.parallel.smallest)
-        except ConfigError as error:
-            yield from error.problems
+        theirs = other or RunConfig()
+        keys = [key for key, _ in all_fields(RunConfig)]
+        return {
+            key: (value_at(self, key), value_at(theirs, key))
+            for key in keys
+            if value_at(self, key) != value_at(theirs, key)
+        }
 
     def missing(self) -> list[str]:
-        """Settings that are required for a run, but not for inspecting settings."""
-        missing = []
-        if self.data.source == "indexed" and not (self.data.prefix or self.data.blend or self.data.train):
-            missing.append(
-                "data.prefix is not set; give data=, a text or the prefix of a dataset, or data.blend or data.train, "
-                "or data.source=synthetic"
-            )
-        if self.budget == BudgetConfig():
-            missing.append("no budget: set budget.steps, budget.samples, budget.tokens, budget.epochs or budget.hours")
-        if self.checkpoint.keep_best and self.checkpoint.enabled and not self.evaluate.every:
-            missing.append(
-                f"checkpoint.keep_best={self.checkpoint.keep_best} keeps the lowest validation losses, but evaluate.every=0 measures "
-                "none; set evaluate.every to a divisor of checkpoint.every, or checkpoint.keep_best=0"
-            )
-        return missing
+        """What is wrong with the settings of a run that trains, but not with settings that are only inspected."""
+        return list(broken(self, rules.OF_TRAINING))
 
     def missing_libraries(self) -> list[str]:
         """Optional libraries that these settings need and that are not installed here."""
@@ -359,42 +316,8 @@ class RunConfig(Checked):
         )
 
     def plan(self, processes: int = 1) -> Plan:
-        """How the batches are divided over ``processes``; ConfigError if the numbers do not fit.
-
-        Until batch.micro_size=auto is resolved, it counts as 1.
-        """
-        parallel = self.parallel
-        if processes % parallel.replica:
-            context = f" x parallel.context={parallel.context}" * (parallel.context > 1)
-            raise ConfigError(
-                f"{processes} process{'es' * (processes != 1)} cannot be divided by parallel.tensor={parallel.tensor} x "
-                f"parallel.pipeline={parallel.pipeline}{context} = {parallel.replica}; start {parallel.replica} or a multiple of "
-                f"it, such as hpclm submit --gpus {parallel.replica}"
-            )
-        rampup = Rampup(*self.batch.rampup) if self.batch.rampup else None
-        plan = Plan.divide(processes // parallel.replica, self.batch.global_size, self.batch.micro_size or 1, rampup)
-        parallel.shard_size(processes // parallel.model)
-        if (processes // parallel.model) % parallel.expert:
-            raise ConfigError(
-                f"parallel.expert={parallel.expert} does not divide the {processes // parallel.model} data-parallel ranks of {processes} "
-                f"process{'es' * (processes != 1)}; set it to a divisor"
-            )
-        can = SUPPORTS.get(self.engine.name)
-        for count in plan.accumulations() if can and can.counts and parallel.pipeline > 1 else ():
-            needs = can.counts(count, parallel.pipeline, parallel.schedule) if can and can.counts else None
-            if needs:
-                raise ConfigError(
-                    f"parallel.schedule={parallel.schedule} cannot run {count} micro-batches a step on parallel.pipeline="
-                    f"{parallel.pipeline}; it needs {needs}: change batch.global_size, batch.micro_size or batch.rampup"
-                )
-        return plan
-
-
-def _leaves(run: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Every setting by its dotted key."""
-    for outer in fields(run):
-        value = getattr(run, outer.name)
-        if is_dataclass(value):
-            yield from ((f"{outer.name}.{inner.name}", getattr(value, inner.name)) for inner in fields(value))
-        else:
-            yield outer.name, value
+        """How the batches are divided over ``processes``; ConfigError if the numbers do not fit."""
+        division = rules.Division(self, processes)
+        if problems := list(broken(division, rules.OF_PROCESSES)):
+            raise ConfigError(problems)
+        return division.divide()

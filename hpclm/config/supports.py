@@ -1,8 +1,29 @@
-"""What each engine supports, as data: checked before a job is queued, without importing any engine."""
+"""What each engine supports, and what settings ask of an engine: checked before a job is queued, without importing any engine."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+
+from hpclm.config.checks import RefusedError, named
+from hpclm.config.optimizers import OPTIMIZERS
+from hpclm.registry import load
+
+
+class Asking(Protocol):
+    """Settings that ask for something: those of a run, or of its engine."""
+
+    @property
+    def engine(self) -> Any:
+        """The section of the engine."""
+
+    @property
+    def parallel(self) -> Any:
+        """The section of parallelism."""
+
+    @property
+    def optim(self) -> Any:
+        """The section of the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +60,42 @@ class Supports:
     """Whether it supports blocks of which data-parallel ranks hold different weights (Placement.data_ranks)."""
     clips_qk: bool = False
     """Whether it supports optim.qk_clip."""
+    recompute_with_tensor: bool = True
+    """Whether it supports engine.recompute=full with parallel.tensor."""
     counts: Callable[[int, int, str], str | None] | None = None
     """(micro-batches per step, parallel.pipeline, parallel.schedule) -> what the schedule requires, if it cannot run them."""
     more: str | None = None
-    """module:name of a function that yields further problems of a RunConfig."""
+    """module:name of a function that yields further problems of a RunConfig with this engine."""
     torch: str | None = None
     """The oldest PyTorch release that has what it uses, if newer than the oldest that hpclm supports."""
     torch_to_compile: Mapping[int | None, str] = field(default_factory=dict)
     """engine.zero_stage -> the oldest PyTorch release that compiles it correctly, where that is a newer one."""
     unavailable: str | None = None
     """module:name of a function that says why it cannot run with the PyTorch that is installed, or returns None."""
+
+    def stages(self, pipeline: int) -> tuple[int, ...]:
+        """Values of engine.zero_stage with this parallel.pipeline; the first is the default."""
+        return self.pipeline_stages if pipeline > 1 else self.zero_stages
+
+    def divides(self, run: Any) -> bool:
+        """Whether it has the pipeline that a run asks for, if any."""
+        return bool(self.stages(run.parallel.pipeline))
+
+    def stage(self, run: Any) -> int:
+        """The ZeRO stage in use: as set, or the default."""
+        if run.engine.zero_stage is not None:
+            return int(run.engine.zero_stage)
+        return next(iter(self.stages(run.parallel.pipeline)), 0)
+
+    def optimizers(self, optim: Any) -> list[str]:
+        """Values of optim.name, with its other settings, with which it runs."""
+        return [
+            name
+            for name, kind in OPTIMIZERS.items()
+            if (self.matrices or not kind.matrices)
+            and (self.any_state or kind.elementwise(optim))
+            and (self.offload or not kind.offloaded)
+        ]
 
 
 OPTIONAL = (
@@ -66,12 +113,6 @@ def needed(micro_batches: int, pipeline: int, schedule: str) -> str | None:
     if schedule in ("interleaved", "zero_bubble") and micro_batches % rounds:
         return f"a multiple of its {rounds} rounds of about {pipeline}"
     return None
-
-
-def unsuitable_for_fairscale(config: Any) -> Iterator[str]:
-    """FairScale frees a block's weights as soon as they have gradients; with tensor parallelism biases have them too early."""
-    if config.engine.recompute == "full" and config.parallel.tensor > 1:
-        yield "engine 'fairscale' does not support engine.recompute=full with parallel.tensor; use selective, or engine.name=fsdp2"
 
 
 SUPPORTS = {
@@ -102,7 +143,7 @@ SUPPORTS = {
         "hpclm.engine.fairscale:build",
         zero_stages=(3, 2),
         options=("bucket_mb", "gradients", "fp8", "offload_activations"),
-        more="hpclm.config.supports:unsuitable_for_fairscale",
+        recompute_with_tensor=False,  # weights are freed once they have gradients, which biases then have too early
     ),
     "fsdp2": Supports(
         "hpclm.engine.fsdp2:build",
@@ -130,3 +171,166 @@ SUPPORTS = {
         context=True,
     ),
 }
+
+
+class Feature(NamedTuple):
+    """Something that settings may ask of an engine. The functions get what the engine supports, and the run."""
+
+    asked: Callable[[Any], Any]
+    """Whether a run asks for it."""
+    has: Callable[[Supports, Any], Any]
+    """Whether an engine has it for this run."""
+    text: str | Callable[[Supports, Any], str]
+    """What is asked for: the key of a setting, or a text."""
+    instead: Callable[[Supports, Any], str] = lambda can, run: ""
+    """What the engine has in its place, in words; empty for nothing."""
+    reason: str = ""
+
+    def lacks(self, can: Supports, run: Any) -> bool:
+        """Whether the run asks for it in vain; False if it depends on a setting that is refused."""
+        try:
+            return bool(self.asked(run) and not self.has(can, run))
+        except RefusedError:
+            return False
+
+    def ways(self, can: Supports, run: Any) -> str:
+        """The end of a sentence about what the engine has in its place."""
+        instead = self.instead(can, run)
+        return f"; it supports {instead}" if instead else ""
+
+    def name(self, can: Supports, run: Any) -> str:
+        """What the run asks for, as it is typed."""
+        return named(run, self.text) if isinstance(self.text, str) else self.text(can, run)
+
+
+def _of_pipeline(text: str, run: Any) -> str:
+    return f"{text} with {named(run, 'parallel.pipeline')}" if run.parallel.pipeline > 1 else text
+
+
+def _option(name: str) -> Feature:
+    """A setting of engine.* that only some engines support; False asks for nothing."""
+    return Feature(
+        lambda run: run.engine.changed(name) and getattr(run.engine, name) is not False,
+        lambda can, run: name in can.options,
+        f"engine.{name}",
+    )
+
+
+FEATURES = (
+    Feature(lambda run: run.parallel.pipeline > 1, lambda can, run: can.pipeline_stages, "parallel.pipeline"),
+    Feature(
+        lambda run: run.parallel.pipeline == 1,
+        lambda can, run: can.alone,
+        "parallel.pipeline",
+        lambda can, run: "2 or more",
+    ),
+    Feature(
+        lambda run: run.engine.zero_stage is not None,
+        lambda can, run: run.engine.zero_stage in can.stages(run.parallel.pipeline) or not can.divides(run),
+        lambda can, run: _of_pipeline(named(run, "engine.zero_stage"), run),
+        lambda can, run: _stages(can.stages(run.parallel.pipeline)),
+    ),
+    Feature(
+        lambda run: run.parallel.shard is not None,
+        lambda can, run: run.parallel.pipeline == 1 and can.stage(run) in can.hybrid,
+        lambda can, run: _of_pipeline(f"{named(run, 'parallel.shard')} at engine.zero_stage={can.stage(run)}", run),
+        lambda can, run: f"it at {_stages(can.hybrid)} without a pipeline" if can.hybrid else "",
+    ),
+    Feature(
+        lambda run: run.parallel.pipeline > 1,
+        lambda can, run: run.parallel.schedule in can.schedules or not can.divides(run),
+        "parallel.schedule",
+        lambda can, run: ", ".join(can.schedules),
+    ),
+    Feature(
+        lambda run: run.engine.offload != "none",
+        lambda can, run: (run.engine.offload, can.stage(run)) in can.offload,
+        lambda can, run: f"{named(run, 'engine.offload')} at engine.zero_stage={can.stage(run)}",
+        lambda can, run: ", ".join(f"{what} at zero_stage={stage}" for what, stage in can.offload),
+    ),
+    Feature(lambda run: run.parallel.context > 1, lambda can, run: can.context, "parallel.context"),
+    Feature(lambda run: run.parallel.expert > 1, lambda can, run: can.splits_by_replica, "parallel.expert"),
+    Feature(
+        lambda run: run.engine.recompute == "full" and run.parallel.tensor > 1,
+        lambda can, run: can.recompute_with_tensor,
+        lambda can, run: f"engine.recompute=full with {named(run, 'parallel.tensor')}",
+        lambda can, run: "selective",
+    ),
+    *map(_option, OPTIONAL),
+    # what one of the user's own needs is not known before it is imported (hpclm.engine.user_optimizers)
+    Feature(
+        lambda run: run.optim.name in OPTIMIZERS,
+        lambda can, run: run.optim.name in can.optimizers(run.optim),
+        "optim.name",
+        lambda can, run: ", ".join(can.optimizers(run.optim)),
+    ),
+    Feature(
+        lambda run: run.optim.guard != "none",
+        lambda can, run: can.guards,
+        "optim.guard",
+        reason=", since its updates are the library's",
+    ),
+    Feature(lambda run: run.optim.qk_clip is not None, lambda can, run: can.clips_qk, "optim.qk_clip"),
+)
+"""Everything that only some engines support."""
+
+
+def unsupported(run: Asking, can: Supports) -> list[str]:
+    """Everything that a run asks of its engine in vain, and the engines that have all of it, or what each of the others lacks."""
+    lacking = [feature for feature in FEATURES if feature.lacks(can, run)]
+    if not lacking:
+        return _more(can, run)
+    able = list(_able(run))
+    problems = []
+    for feature in lacking:
+        problem = f"engine {run.engine.name!r} does not support {feature.name(can, run)}{feature.reason}{feature.ways(can, run)}"
+        problems.append(f"{problem}; engines that do: {', '.join(able)}" if able else problem)
+    if not able:
+        others = (_lacking(name, other, run) for name, other in SUPPORTS.items() if name != run.engine.name)
+        problems.append(f"no engine supports all that these settings ask for: {'; '.join(others)}")
+    return problems + _more(can, run)
+
+
+def _able(run: Any) -> Iterator[str]:
+    """The engines that have everything that a run asks for, with their ZeRO stage if it is not their default."""
+    for name, can in SUPPORTS.items():
+        stages = can.stages(run.parallel.pipeline) if run.engine.zero_stage is None else (run.engine.zero_stage,)
+        for stage in stages:
+            other = _at_stage(run, stage)
+            if not any(feature.lacks(can, other) for feature in FEATURES) and not _more(can, other):
+                yield name if stage in stages[:1] else f"{name} with engine.zero_stage={stage}"
+                break
+
+
+def _at_stage(run: Any, stage: int) -> Any:
+    """The run with another engine.zero_stage, unchecked."""
+    other = copy(run)
+    vars(other)["engine"] = copy(run.engine)
+    vars(other.engine)["zero_stage"] = stage
+    return other
+
+
+def with_feature(has: Callable[[Supports], Any]) -> str:
+    """The names of the engines that have something."""
+    return ", ".join(name for name, can in SUPPORTS.items() if has(can))
+
+
+def _stages(stages: Sequence[int]) -> str:
+    several = "s" if len(stages) > 1 else ""
+    return f"stage{several} {', '.join(map(str, sorted(stages)))}" if stages else ""
+
+
+def _lacking(name: str, can: Supports, run: Any) -> str:
+    """What another engine lacks for a run."""
+    features = [feature for feature in FEATURES if feature.lacks(can, run)]
+    if not features:
+        return f"{name}: {' and '.join(_more(can, run))}"
+    return f"{name} lacks {', '.join(feature.name(can, run) for feature in features)}"
+
+
+def _more(can: Supports, run: Any) -> list[str]:
+    """The problems of an engine that are not in the table."""
+    try:
+        return list(load(can.more)(run)) if can.more and hasattr(run, "for_engine") else []
+    except RefusedError:
+        return []

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpclm import engine as engines
-from hpclm.config import EngineConfig, EngineSettings, ModelConfig, OptimConfig, ParallelConfig, experts
+from hpclm.config import EngineConfig, EngineSettings, ModelConfig, OptimConfig, ParallelConfig
 from hpclm.config.experts import MLP_KINDS
 from hpclm.config.optimizers import OPTIMIZERS, row
 from hpclm.config.plan import Plan
+from hpclm.config.rules import SPLIT
+from hpclm.config.section import broken
 from hpclm.diagnostics.samples import EPS, Sample, Samples, of_matrices, of_update, of_weights, sample, sample_of
 from hpclm.engine.base import BaseEngine, optimizer_for
 from hpclm.engine.sharded_parameter import ShardedParameter
@@ -288,7 +291,7 @@ def _half_the_experts(model: ModelConfig, parallel: ParallelConfig) -> ModelConf
         fewer = replace(model, experts=model.experts // 2)
     except ConfigError:  # the router would choose more experts than there are
         return None
-    return None if [*experts.unsplit(fewer, parallel)] else fewer
+    return None if [*broken(SimpleNamespace(model=fewer, parallel=parallel), SPLIT)] else fewer
 
 
 def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False) -> Measured:

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hpclm.config import EngineConfig, EngineSettings, OptimConfig, ParallelConfig
-from hpclm.config.engine import ENGINES, unsupported
+from hpclm.config import EngineSettings, OptimConfig
+from hpclm.config.engine import ENGINES
 from hpclm.config.model import BLOCKS
-from hpclm.config.supports import OPTIONAL, SUPPORTS, Supports
+from hpclm.config.supports import OPTIONAL, SUPPORTS, Asking, Supports, unsupported
 from hpclm.engine.user_optimizers import check_optimizer
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
@@ -196,7 +196,7 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
             f"engine.compile=true needs {missing}, which was not found; set engine.compile=false, "
             f"or install it (Debian: apt-get install g++ python3-dev)"
         )
-    check_supports(config.engine, config.parallel, config.optim, maker)
+    check_supports(config, maker)
     check_optimizer(
         config, getattr(maker, "supports", SUPPORTS.get(config.engine.name)), getattr(maker, "sharded", False)
     )
@@ -228,15 +228,16 @@ def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:
         )
 
 
-def check_supports(engine: EngineConfig, parallel: ParallelConfig, optim: OptimConfig, maker: Maker) -> None:
+def check_supports(config: Asking, maker: Maker) -> None:
     """ConfigError if a user-defined engine does not declare, in ``supports``, that it supports the settings.
 
     One that declares nothing trains with data and tensor parallelism alone; which options of engine.* it reads is not known.
     """
-    if engine.name in ENGINES:
+    name = config.engine.name
+    if name in ENGINES:
         return
-    declared: Supports = getattr(maker, "supports", None) or Supports(engine.name, options=OPTIONAL)
-    if problems := list(unsupported(engine, parallel, optim, declared)):
+    declared: Supports = getattr(maker, "supports", None) or Supports(name, options=OPTIONAL)
+    if problems := unsupported(config, declared):
         raise ConfigError([*problems, DECLARE] if not hasattr(maker, "supports") else problems)
 
 

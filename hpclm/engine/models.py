@@ -7,7 +7,7 @@ from torch import nn
 
 from hpclm.config import EngineSettings, fp8
 from hpclm.config.model import BLOCKS
-from hpclm.config.supports import SUPPORTS
+from hpclm.config.supports import SUPPORTS, with_feature
 from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.experts import ExpertAxes
@@ -64,7 +64,7 @@ def stack_of(
             (f"{name}.{weight_name}" for weight_name, placement in placements(layer) if placement.data_ranks > 1), None
         )
         if split and not (supports and supports.splits_by_replica):
-            able = ", ".join(other for other, can in SUPPORTS.items() if can.splits_by_replica)
+            able = with_feature(lambda can: can.splits_by_replica)
             raise ConfigError(
                 f"engine {engine.name!r} does not support weights that data-parallel ranks split, such as {split} of "
                 f"model.block={config.model.block}; set engine.name to one of {able}"

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from hpclm.config import EngineSettings, ModelConfig, OptimConfig
 from hpclm.config.optimizers import OPTIMIZERS, Shape
-from hpclm.config.supports import SUPPORTS, Supports
+from hpclm.config.supports import Supports, with_feature
 from hpclm.errors import ConfigError
 from hpclm.optim import user_optimizer
 from hpclm.optim.trial import RANDOM
@@ -43,11 +43,11 @@ def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | N
     """What of the layout does not go with the optimizer."""
     optim, engine, parallel, kind = config.optim, config.engine, config.parallel, loaded.kind
     if can and not can.matrices and kind.matrices:
-        able = ", ".join(name for name, supports in SUPPORTS.items() if supports.matrices)
+        able = with_feature(lambda supports: supports.matrices)
         yield f"engine {engine.name!r} does not support optim.name={optim.name}, which declares `matrices`; engines that do: {able}"
         return
     if can and not can.any_state and not kind.elementwise(optim):
-        able = ", ".join(name for name, supports in SUPPORTS.items() if supports.any_state)
+        able = with_feature(lambda supports: supports.any_state)
         yield (
             f"engine {engine.name!r} does not support optim.name={optim.name}, which keeps more than tensors of the weights' shapes; "
             f"engines that do: {able}"
@@ -96,8 +96,7 @@ def _splits(config: EngineSettings, can: Supports | None, sharded: bool) -> Iter
         yield f"parallel.tensor={parallel.tensor}"
     if parallel.expert > 1:
         yield f"parallel.expert={parallel.expert}"
-    stages = (can.pipeline_stages if parallel.pipeline > 1 else can.zero_stages) if can else (0,)
-    stage = engine.zero_stage if engine.zero_stage is not None else (stages or (0,))[0]
+    stage = can.stage(config) if can else engine.zero_stage or 0
     replicas = config.plan.data * parallel.context
     # DeepSpeed flattens weights of a single replica too
     if (stage > 0 or sharded) and (replicas > 1 or engine.name == "deepspeed"):

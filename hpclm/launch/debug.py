@@ -8,15 +8,16 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 
 from hpclm import config as settings
 from hpclm import folders, paths
 from hpclm.config import DataConfig, RunConfig
-from hpclm.config.data import OF_FILES
 from hpclm.config.fields import as_word
+from hpclm.config.section import default_of
+from hpclm.config.setting import declared
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.launch.schedulers import current_job
 from hpclm.rundir import metrics_file
@@ -105,9 +106,9 @@ def overrides(config: RunConfig) -> list[str]:
         values["optim.schedule_length"] = max(BUDGET, *longest)
     if _is_missing(config.data):
         for field in fields(DataConfig):
-            if field.name in OF_FILES | {"tokenizer_files", "break_mode"}:
-                default = field.default if field.default_factory is MISSING else field.default_factory()
-                values[f"data.{field.name}"] = default
+            needs = {condition.key for condition in declared(field).only_with}
+            if needs & {"data.source", "data.tokenizer"}:
+                values[f"data.{field.name}"] = default_of(field)
         values["data.source"] = "synthetic"
     return [f"{key}={as_word(value)}" for key, value in values.items() if value != attrgetter(key)(config)]
 

@@ -81,7 +81,7 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
             if kind == "engine.name":
                 from hpclm.engine import check_supports
 
-                check_supports(run.engine, run.parallel, run.optim, loaded)
+                check_supports(run, loaded)
     if run.model.block not in BLOCKS and run.model.hidden <= WIDEST_BUILT:
         import torch
 

@@ -5,9 +5,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
+from types import SimpleNamespace
 from typing import Any
 
 from hpclm.config import RunConfig
+from hpclm.config.rules import SPLIT
+from hpclm.config.section import broken
 from hpclm.config.supports import SUPPORTS
 from hpclm.errors import ConfigError
 from hpclm.node.gpus import Kind
@@ -65,7 +68,7 @@ def variants(run: RunConfig) -> Iterator[RunConfig]:
     gpus = run.job.nodes * run.job.gpus
     batch = replace(run.batch, micro_size=1)
     for tensor in _divisors(run.job.gpus):
-        if next(run.model.unsplit(tensor, run.parallel.context), None):
+        if not _divides(run, tensor):
             continue
         for pipeline in _divisors(gpus // tensor):
             if batch.global_size * run.parallel.context % (gpus // tensor // pipeline):
@@ -86,6 +89,12 @@ def _experts(run: RunConfig, tensor: int, data: int) -> Iterator[dict[str, Any]]
         return
     for expert, split in product(_divisors(gcd(data, run.model.experts)), (True, False) if tensor > 1 else (True,)):
         yield dict(expert=expert, split_experts=split)
+
+
+def _divides(run: RunConfig, tensor: int) -> bool:
+    """Whether the model can be divided over ``tensor`` processes; experts are divided otherwise if they cannot be."""
+    parallel = SimpleNamespace(tensor=tensor, context=run.parallel.context, expert=1, split_experts=False)
+    return not list(broken(SimpleNamespace(model=run.model, parallel=parallel), SPLIT))
 
 
 def _engines(run: RunConfig, tensor: int, pipeline: int) -> Iterator[tuple[dict, dict]]:

@@ -162,7 +162,7 @@ def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     compiling.check_types(hardware.NAMES[dtype], context)
     messages.device(device, dtype, hardware.set_matmul(device))
     if context.is_main:
-        messages.without_effect(no_effect.by_device(config, device.type == "cuda", dtype == torch.float32))
+        messages.without_effect(no_effect.by_facts(config, gpu=device.type == "cuda", fp32=dtype == torch.float32))
     context.watchdog.enter("start-up")
     backend = "nccl" if device.type == "cuda" else None  # gloo's part in the group of all serves the CPUs
     options = GroupOptions(timedelta(minutes=config.cluster.timeout_minutes), backend, device)

@@ -133,17 +133,17 @@ class RunStart:
         """The settings that are known to change nothing, a sentence for each."""
         run, source, begin = self.run, self.source, self.begin
         reasons = list(no_effect.by_settings(run))
+        known: dict[str, Any] = {}
         with suppress(ConfigError):  # of a number of processes that is not the job's, as with --debug
-            reasons += no_effect.by_processes(run, run.plan(self.processes))
+            known["plan"] = run.plan(self.processes)
         per_epoch = source.per_epoch("train") if source else 0
         length = run_length(run, per_epoch or None, begin.step, begin.samples)
         if short := inside_warmup(run, length):
             reasons.insert(0, short)
         if source:
-            reasons += [*no_effect.by_length(run, length), *no_effect.by_epochs(run, length, per_epoch)]
+            known |= dict(length=length, per_epoch=per_epoch, held_out=source.held_out)
             reasons += sources.without_effect(source)
-            reasons += no_effect.by_held_out(run, source.held_out)
-        return reasons
+        return [*reasons, *no_effect.by_facts(run, **known)]
 
 
 class Check(NamedTuple):

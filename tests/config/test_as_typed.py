@@ -135,8 +135,8 @@ def test_text_settings_in_python_are_text():
 def test_values_of_engine_extra_keep_their_form():
     with pytest.raises(ConfigError) as error:
         config.load(None, ["engine.extra={zero_optimization: {a: 5e8, b: 1_0, c: 1.50, d: [1.50, on]}}"])
-    assert "'5e8'" in str(error.value) and "'1_0'" in str(error.value) and "'1.50'" in str(error.value)
-    assert "\"[1.5, 'on']\"" in str(error.value)
+    for form in ("zero_optimization.a: 5e8", "zero_optimization.b: 1_0", "zero_optimization.c: 1.50", "[1.5, 'on']"):
+        assert form in str(error.value)
 
 
 NUMBERS = {"8": 8, "1e1": 10, "1_0": 10, "0x10": 16, "'8'": 8, "8.0": 8, "+8": 8, "1.6e+1": 16, "'1_0'": 10}

@@ -443,9 +443,9 @@ IDLE = {
     "unscaled windows without scaling": ([*WINDOW, "model.window_rope_scaled=false"], "model.window_rope_scaled=false has no effect"),
     "a base of windows without positions": (
         [*ROPE, "model.pattern=[full, window_nope]", "model.window=4", "model.window_rope_base=50"],
-        "model.window_rope_base=50 has no effect: no layer of kind window",
+        "model.window_rope_base=50.0 has no effect: no layer of kind window",
     ),
-    "positions that no layer has": ([*ROPE, "model.pattern=[nope]"], "model.rope_base and what else turns positions have no effect"),
+    "positions that no layer has": ([*ROPE, "model.pattern=[nope]"], "model.rope_base and the other settings of rotary positions have no effect"),
     "biases that are all set": (
         ["model={norm: rmsnorm, bias: false, qkv_bias: true, out_bias: true, mlp_bias: true}"], "model.bias=false has no effect",
     ),
@@ -522,9 +522,9 @@ TOGETHER = {
 def test_a_setting_that_the_number_of_processes_switches_off_is_named(processes, rows):
     for words, says in rows.items():
         run = made(*words)
-        assert [reason for reason in no_effect.by_processes(run, run.plan(processes)) if says in reason], words
+        assert [reason for reason in no_effect.by_facts(run, plan=run.plan(processes)) if says in reason], words
     for words in (["engine.zero_stage=0"], [], ["engine.name=deepspeed", "engine.zero_stage=2"]):
-        assert not list(no_effect.by_processes(made(*words), made(*words).plan(processes)))
+        assert not list(no_effect.by_facts(made(*words), plan=made(*words).plan(processes)))
 
 
 @pytest.mark.parametrize("word, says", {
@@ -535,7 +535,7 @@ def test_a_setting_that_the_number_of_processes_switches_off_is_named(processes,
 }.items())  # fmt: skip
 def test_a_setting_of_steps_after_the_end_is_named(word, says):
     run = made(word)
-    [reason] = no_effect.by_length(run, run_length(run, 1000))
+    [reason] = no_effect.by_facts(run, length=run_length(run, 1000))
     assert says in reason
 
 
@@ -546,21 +546,21 @@ def test_a_setting_of_steps_after_the_end_is_named(word, says):
     (["engine.gradients=compute", "model.logits_fp32=true"], True, False, None),
 ])  # fmt: skip
 def test_a_setting_that_the_chosen_device_switches_off_is_named(words, gpu, fp32, says):
-    said = list(no_effect.by_device(made("engine={device: auto, precision: auto}", *words), gpu, fp32))
+    said = list(no_effect.by_facts(made("engine={device: auto, precision: auto}", *words), gpu=gpu, fp32=fp32))
     assert len(said) == (says is not None) and all(says in reason for reason in said)
 
 
 def test_saves_at_the_ends_of_epochs_that_do_not_come_are_named():
     run = made("checkpoint.epochs=2", "checkpoint.keep_epochs=1")
     length = run_length(run, None)
-    [reason] = no_effect.by_epochs(run, length, 600)
+    [reason] = no_effect.by_facts(run, length=length, per_epoch=600)
     assert "checkpoint.epochs=2.0, checkpoint.keep_epochs=1 have no effect: the run ends after 1.33 epochs" in reason
-    assert not list(no_effect.by_epochs(run, length, 400))
+    assert not list(no_effect.by_facts(run, length=length, per_epoch=400))
 
 
 def test_an_update_guard_that_never_judges_is_named():
     run = made("optim.guard=skip_step", "budget.steps=20")
-    [reason] = no_effect.by_length(run, run_length(run, 1000))
+    [reason] = no_effect.by_facts(run, length=run_length(run, 1000))
     assert "optim.guard=skip_step has no effect: it judges from about 64 steps on" in reason
 
 
@@ -600,7 +600,7 @@ def test_a_shipped_settings_file_has_no_setting_without_effect(path):
     fits = [smallest * replicas for replicas in (16, 2, 1) if plans_on(run, smallest * replicas)]
     plan = run.plan(fits[0])
     length = run_length(run, 100_000)
-    said = [*no_effect.by_settings(run), *no_effect.by_processes(run, plan), *no_effect.by_length(run, length)]
+    said = [*no_effect.by_settings(run), *no_effect.by_facts(run, plan=plan, length=length)]
     assert not said
 
 

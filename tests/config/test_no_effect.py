@@ -61,14 +61,14 @@ def test_a_run_without_settings_to_compare_with_is_not_refused(tmp_path):
     ],
 )
 def test_what_comes_with_the_last_step_has_an_effect_and_what_comes_after_it_has_none(words, steps, said):
-    found = list(no_effect.by_length(run(*words), Length(steps, None)))
+    found = list(no_effect.by_facts(run(*words), length=Length(steps, None)))
     assert len(found) == len(said) and all(text.startswith(begin) for text, begin in zip(found, said, strict=True))
 
 
 def test_an_epoch_that_ends_with_the_run_is_one():
     each = run("checkpoint.epochs=2")
-    assert not list(no_effect.by_epochs(each, Length(20, 160), 80))
-    assert list(no_effect.by_epochs(each, Length(20, 160), 81)) == [
+    assert not list(no_effect.by_facts(each, length=Length(20, 160), per_epoch=80))
+    assert list(no_effect.by_facts(each, length=Length(20, 160), per_epoch=81)) == [
         "checkpoint.epochs=2.0 has no effect: the run ends after 1.98 epochs"
     ]
 
@@ -84,7 +84,7 @@ def test_an_epoch_that_ends_with_the_run_is_one():
     ],
 )
 def test_what_processes_do_share_out_has_an_effect(words, processes):
-    assert not list(no_effect.by_processes(run(*words), run(*words).plan(processes)))
+    assert not list(no_effect.by_facts(run(*words), plan=run(*words).plan(processes)))
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,6 @@ def test_what_processes_do_share_out_has_an_effect(words, processes):
 )
 def test_what_has_an_effect_is_not_named(words):
     assert not list(no_effect.by_settings(run(*words)))
-
-
-def test_several_settings_have_no_effect_and_one_has():
-    assert no_effect.idle(["a"]) == "a has no effect" and no_effect.idle(["a", "b"]) == "a, b have no effect"
 
 
 def test_a_link_to_the_training_data_is_no_held_out_data(tmp_path):

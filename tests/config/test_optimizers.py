@@ -1,7 +1,7 @@
 """What the table of optimizers says of their state and of what their updates cost."""
 
 from hpclm.config import OptimConfig
-from hpclm.config.optimizers import OPTIMIZERS, MatrixCost, newton_schulz, readers, row, without_effect
+from hpclm.config.optimizers import OPTIMIZERS, MatrixCost, newton_schulz, optimizers_with, readers, row
 
 
 def test_newton_schulz_costs_three_products_of_each_step():
@@ -33,7 +33,7 @@ def test_state_and_settings_are_those_of_each_optimizer():
     assert muon.bytes_per_parameter(OptimConfig(), ("block0.mlp.experts.up", (4, 2, 2))) == 4
     assert muon.bytes_per_parameter(OptimConfig(), ("block0.mlp.experts.up_bias", (4, 2))) == 8
     assert readers("momentum") == ["muon"] and readers("eps") == [*OPTIMIZERS] and readers("lr") == []
-    assert [*without_effect("adamw", lambda name: name in ("eps", "nesterov"))] == [("nesterov", ["muon"])]
+    assert optimizers_with("nesterov") == "optim.name=muon|own"
     assert {kind.reference for kind in OPTIMIZERS.values()} == {None, "adamw"} and row("my:O").family == ""
     assert [name for name, kind in OPTIMIZERS.items() if kind.offloaded] == ["cpu_adam"]
     assert [name for name, kind in OPTIMIZERS.items() if kind.elementwise(OptimConfig())] == [

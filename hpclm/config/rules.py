@@ -1,0 +1,215 @@
+"""Rules between sections of settings. They get anything that has the sections which they read, such as a RunConfig."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from hpclm.config import fp8
+from hpclm.config.checks import RefusedError
+from hpclm.config.model import BLOCKS
+from hpclm.config.optim import ENDLESS, SCHEDULES
+from hpclm.config.optimizers import row
+from hpclm.config.plan import Plan, Rampup
+from hpclm.config.section import Rule, problems_of
+from hpclm.config.supports import SUPPORTS, unsupported
+
+PIECES = 2
+"""Pieces of every sequence that a context-parallel process holds."""
+
+
+def _masked(run: Any) -> bool:
+    """Whether the data may mask tokens in the loss."""
+    return bool(run.data.eod_mask_loss or run.data.break_mode or run.data.order == "packed")
+
+
+def _unbounded(run: Any) -> bool:
+    """Whether only the clock ends the run, so that its schedule has no length."""
+    return run.budget.given == ["hours"] and run.optim.schedule_length is None
+
+
+def _context_multiple(run: Any) -> int:
+    return int(PIECES * run.parallel.context * run.parallel.tensor)
+
+
+def _undivided(run: Any) -> Iterator[str]:
+    """Sizes of the model that are not a multiple of parallel.tensor."""
+    model, tensor = run.model, run.parallel.tensor
+    sizes = {"model.heads": model.heads}
+    if model.dense_layers:
+        sizes["the MLP's inner width (model.ffn)"] = model.ffn_width
+    if model.experts and model.shared_ffn:
+        sizes["the shared experts' inner width (model.shared_ffn)"] = model.shared_ffn
+    for name, size in sizes.items():
+        if size % tensor:
+            yield f"{name}={size} must be a multiple of parallel.tensor={tensor}"
+
+
+SPLIT = (
+    Rule(
+        lambda run: run.parallel.context > 1 and run.model.context % _context_multiple(run),
+        lambda run: (
+            f"model.context={run.model.context} must be a multiple of {PIECES} x parallel.context={run.parallel.context} x "
+            f"parallel.tensor={run.parallel.tensor} = {_context_multiple(run)}: each process holds two pieces of every sequence"
+        ),
+    ),
+    Rule(
+        lambda run: run.parallel.context > 1 and run.model.attention_dropout,
+        "{model.attention_dropout} is not supported with {parallel.context}",
+    ),
+    Rule(
+        lambda run: run.parallel.context > 1 and run.model.block not in BLOCKS,
+        "{model.block} is not supported with {parallel.context}",
+    ),
+    Rule(_undivided),
+    Rule(
+        lambda run: run.model.groups % run.parallel.tensor and not run.model.heads % run.parallel.tensor,
+        lambda run: (
+            f"model.kv_heads={run.model.groups} must be a multiple of parallel.tensor={run.parallel.tensor}: each process needs whole "
+            f"key/value heads; lower parallel.tensor to a divisor of {run.model.groups}"
+        ),
+    ),
+    Rule(
+        lambda run: run.model.experts and run.model.experts % run.parallel.expert,
+        "{model.experts} must be a multiple of {parallel.expert}",
+    ),
+    Rule(
+        lambda run: run.model.experts and run.parallel.split_experts and run.model.expert_width % run.parallel.tensor,
+        lambda run: (
+            f"the experts' inner width (model.expert_ffn)={run.model.expert_width} must be a multiple of "
+            f"parallel.tensor={run.parallel.tensor}; or set parallel.split_experts=false"
+        ),
+    ),
+)
+"""How a model can be divided over processes: rules between the sections model and parallel."""
+
+BETWEEN_SECTIONS = (
+    Rule(
+        lambda run: run.batch.loss_norm == "microbatch" and not _masked(run),
+        "batch.loss_norm=microbatch has no effect without data.eod_mask_loss=true",
+    ),
+    Rule(
+        lambda run: _unbounded(run) and run.optim.schedule in SCHEDULES and run.optim.schedule not in ENDLESS,
+        lambda run: (
+            f"budget.hours alone does not say how long optim.schedule={run.optim.schedule} is; "
+            f"set optim.schedule_length in {run.optim.unit}, or optim.schedule=constant"
+        ),
+    ),
+    Rule(
+        lambda run: _unbounded(run) and run.optim.warmup_fraction,
+        "optim.warmup_fraction needs a length; set optim.schedule_length, or optim.warmup",
+    ),
+    *SPLIT,
+    *fp8.RULES,
+    Rule(
+        lambda run: unsupported(run, SUPPORTS[run.engine.name]) if run.engine.name in SUPPORTS else (),
+    ),
+    Rule(
+        lambda run: run.optim.qk_clip is not None and run.model.block not in BLOCKS,
+        lambda run: (
+            f"optim.qk_clip cannot measure the scores of model.block={run.model.block}; it applies to {', '.join(BLOCKS)}"
+        ),
+    ),
+    Rule(
+        lambda run: row(run.optim.name).offloaded and run.engine.offload == "none",
+        "{optim.name} needs engine.offload=optimizer or parameters",
+    ),
+    Rule(
+        lambda run: run.parallel.schedule == "zero_bubble" and run.engine.recompute != "none",
+        "parallel.schedule=zero_bubble splits the backward pass in two, which {engine.recompute} does not support; "
+        "set engine.recompute=none, or another schedule",
+    ),
+    Rule(
+        lambda run: run.parallel.pipeline > 1 and run.parallel.stages > run.model.layers,
+        lambda run: (
+            f"parallel.pipeline={run.parallel.pipeline} x parallel.chunks={run.parallel.chunks} = {run.parallel.stages} stages, but "
+            f"model.layers={run.model.layers}; each stage needs a block"
+        ),
+    ),
+    Rule(lambda run: problems_of(run.plan, run.parallel.smallest)),
+)
+"""Rules that need no number of processes, so that every command that reads settings applies them."""
+
+
+class Division:
+    """A run on a number of processes. Reading what does not exist, because a rule is broken, raises RefusedError."""
+
+    def __init__(self, run: Any, processes: int):
+        self.run, self.processes = run, processes
+
+    @property
+    def replicas(self) -> int:
+        """Groups of processes that read different samples."""
+        if self.processes % self.run.parallel.replica:
+            raise RefusedError
+        return int(self.processes // self.run.parallel.replica)
+
+    @property
+    def data_ranks(self) -> int:
+        """Data-parallel ranks, context-parallel ones included."""
+        return self.replicas * int(self.run.parallel.context)
+
+    def divide(self) -> Plan:
+        """How batches are divided; ConfigError if the numbers do not fit. Until batch.micro_size=auto is resolved, it counts as 1."""
+        batch = self.run.batch
+        rampup = Rampup(*batch.rampup) if batch.rampup else None
+        return Plan.divide(self.replicas, batch.global_size, batch.micro_size or 1, rampup)
+
+    @property
+    def several(self) -> str:
+        """The number of processes in words."""
+        return f"{self.processes} process{'es' if self.processes != 1 else ''}"
+
+
+def _undivided_processes(division: Division) -> str:
+    parallel = division.run.parallel
+    context = f" x parallel.context={parallel.context}" if parallel.context > 1 else ""
+    return (
+        f"{division.several} cannot be divided by parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline}{context} = "
+        f"{parallel.replica}; start {parallel.replica} or a multiple of it, such as hpclm submit --gpus {parallel.replica}"
+    )
+
+
+def _uncountable(division: Division) -> Iterator[str]:
+    """Numbers of micro-batches that a pipeline's schedule cannot run."""
+    run, can = division.run, SUPPORTS.get(division.run.engine.name)
+    if not (can and can.counts and run.parallel.pipeline > 1) or problems_of(division.divide):
+        return
+    for count in division.divide().accumulations():
+        if needs := can.counts(count, run.parallel.pipeline, run.parallel.schedule):
+            yield (
+                f"parallel.schedule={run.parallel.schedule} cannot run {count} micro-batches a step on parallel.pipeline="
+                f"{run.parallel.pipeline}; it needs {needs}: change batch.global_size, batch.micro_size or batch.rampup"
+            )
+            return
+
+
+OF_PROCESSES = (
+    Rule(lambda division: division.processes % division.run.parallel.replica, _undivided_processes),
+    Rule(lambda division: problems_of(division.divide)),
+    Rule(lambda division: problems_of(division.run.parallel.shard_size, division.data_ranks)),
+    Rule(
+        lambda division: division.data_ranks % division.run.parallel.expert,
+        lambda division: (
+            f"parallel.expert={division.run.parallel.expert} does not divide the {division.data_ranks} data-parallel ranks of "
+            f"{division.several}; set it to a divisor"
+        ),
+    ),
+    Rule(_uncountable),
+)
+"""Rules that need the number of processes."""
+
+OF_TRAINING = (
+    Rule(
+        lambda run: run.data.source == "indexed" and not (run.data.prefix or run.data.blend or run.data.train),
+        "data.prefix is not set; give data=, a text or the prefix of a dataset, or data.blend or data.train, or data.source=synthetic",
+    ),
+    Rule(
+        lambda run: not run.budget.given,
+        "no budget: set budget.steps, budget.samples, budget.tokens, budget.epochs or budget.hours",
+    ),
+    Rule(
+        lambda run: run.checkpoint.keep_best and run.checkpoint.enabled and not run.evaluate.every,
+        "{checkpoint.keep_best} keeps the lowest validation losses, but evaluate.every=0 measures none; set evaluate.every to a divisor "
+        "of checkpoint.every, or checkpoint.keep_best=0",
+    ),
+)
+"""Rules for runs that train, which settings that are only inspected may break."""

@@ -32,7 +32,7 @@ FINGERPRINT_BLOCKS = 64
 ABANDONED = 24 * 3600  # seconds after which unfinished files of other machines are removed
 MAX_READ_BYTES = 1 << 26  # default limit, in bytes, for reading a file
 NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
-"""What file systems that cannot fsync folders answer."""
+"""Errors of file systems that cannot fsync folders."""
 LOCK_SECONDS = 10.0
 NO_ANSWER = "the file system does not answer; choose a folder on one with flock (on NFS, start the lock service)"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -106,7 +106,7 @@ def read(path: str | Path, max_bytes: int = MAX_READ_BYTES) -> tuple[bytes, os.s
         content = file.read(status.st_size + 1)  # asked for more, Python reserves it
         if len(content) != status.st_size:
             content += file.read(max_bytes + 1 - len(content))
-    if len(content) > max_bytes:  # it has grown, or is one of /proc, whose size is not known
+    if len(content) > max_bytes:  # it has grown, or is in /proc, where sizes are unknown
         raise too_large(path, max_bytes)
     return content, status
 
@@ -217,7 +217,7 @@ def aside(path: Path) -> Path:
 
 
 def sweep(path: Path) -> None:
-    """Remove temporary files of ``path`` whose processes have ended."""
+    """Remove temporary files of ``path`` that ended processes have left."""
     temporary_name = re.compile(rf"\.tmp-{re.escape(here())}-(\d+)-[0-9a-f]+.*")
     for old in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):
         owner = temporary_name.fullmatch(old.name.removeprefix(path.name))
@@ -232,7 +232,8 @@ def sweep(path: Path) -> None:
 
 def fingerprint(content: mmap.mmap | bytes) -> str:
     """blake2b of evenly spaced blocks of a file, including both ends; of all of a short file."""
-    digest, size = hashlib.blake2b(digest_size=16), len(content)
+    digest = hashlib.blake2b(digest_size=16)
+    size = len(content)
     whole = size <= HASHED * FINGERPRINT_BLOCKS
     for k in range(FINGERPRINT_BLOCKS):
         begin = k * HASHED if whole else (size - HASHED) * k // (FINGERPRINT_BLOCKS - 1)
@@ -258,12 +259,12 @@ def here() -> str:
 
 
 def network_of(machine: str) -> str:
-    """BOOT-NET of a machine as ``here`` names it: where that is equal, processes share the loopback interface."""
+    """BOOT-NET of a machine's name by ``here``. Processes with the same one share the loopback interface."""
     return machine.rpartition("-")[0]
 
 
 def kernel_of(machine: str) -> str:
-    """BOOT of a machine as ``here`` names it: where that is equal, processes see one another's locks."""
+    """BOOT of a machine's name by ``here``. Processes with the same one see each other's locks."""
     return machine.partition("-")[0]
 
 

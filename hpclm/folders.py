@@ -41,7 +41,7 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def exported_model(path: Path) -> str:
-    """What to do with ``path`` where a run directory is needed, if it holds a model for other programs; else empty."""
+    """Advice for ``path``, given as a run directory, if it holds a model for other programs; else empty."""
     if path.suffix == ".gguf":
         return f"it is a model for llama.cpp, which hpclm writes and does not read; llama-cli -m {typed(path)} runs it"
     if (path / "config.json").is_file() and not (path / "config.yaml").exists():
@@ -63,12 +63,13 @@ def check_private(path: str | Path, what: str) -> None:
         status = Path(path).stat()
     except OSError:  # reported when it is created
         return
-    if problem := _exposed(f"{what} {path}", status, OTHERS, trusted=(os.geteuid(),)):
+    problem = _exposed(f"{what} {path}", status, OTHERS, trusted=(os.geteuid(),))
+    if problem:
         raise ConfigError(f"{problem}: others could change files of the run there; choose another out")
 
 
 def is_private_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder of this user, no link, in which nobody else can write."""
+    """Whether ``path`` is a folder of this user, not a link, that nobody else can write to."""
     try:
         status = path.lstat()
     except OSError:

@@ -35,7 +35,8 @@ class LogFile(logging.Handler):
 
     def __init__(self, path: Path):
         super().__init__()
-        self._file, self._writing = AppendedFile(path), SidePath(f"{path} cannot be written")
+        self._file = AppendedFile(path)
+        self._writing = SidePath(f"{path} cannot be written")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append the record."""
@@ -74,8 +75,11 @@ def setup(rank: int = 0, level: int = logging.INFO, redact: Callable[[str], str]
 @contextmanager
 def restored() -> Iterator[None]:
     """After the block, logging is as it was before ``setup`` in it."""
-    root, show, raises = logging.getLogger(), warnings.showwarning, logging.raiseExceptions
-    handlers, level = list(root.handlers), root.level
+    root = logging.getLogger()
+    show = warnings.showwarning
+    raises = logging.raiseExceptions
+    handlers = list(root.handlers)
+    level = root.level
     for handler in handlers:
         root.removeHandler(handler)  # setup would close it
     try:

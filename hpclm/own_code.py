@@ -1,4 +1,4 @@
-"""Find code of the user's own, package.module:Name, without importing it: it may import PyTorch, which takes seconds."""
+"""Find the user's code, package.module:Name, without importing it: it may import PyTorch, which takes seconds."""
 
 import ast
 import importlib.util
@@ -10,12 +10,14 @@ from hpclm import files
 from hpclm.registry import OWN, hint, in_standard_library, not_loaded, standard
 
 DYNAMIC = frozenset({"*", "__getattr__", "__path__", "exec", "globals", "modules", "setattr", "vars"})
-"""Names by which a module may have others than those in its source."""
+"""A module with one of these names may have more names than its source shows."""
 
 
 def missing(setting: str, name: str) -> str | None:
-    """Why ``name``, the value of ``setting``, cannot be loaded: there is no such module, or it has nothing of this name. None for
-    what is not certain before it is imported."""
+    """Why ``name``, the value of ``setting``, cannot be loaded: the module or the name does not exist.
+
+    None if only an import would show it.
+    """
     if not OWN.fullmatch(name):
         return None
     module, _, attribute = name.partition(":")
@@ -32,7 +34,8 @@ def missing(setting: str, name: str) -> str | None:
         spec = _spec(part, path)
         if spec is None:
             return not_loaded(setting, name, f"No module named {part!r}")
-        names, origin = _names(spec), spec.origin
+        names = _names(spec)
+        origin = spec.origin
         if names is None or names & DYNAMIC:
             return None
         path = list(spec.submodule_search_locations or [])
@@ -42,10 +45,14 @@ def missing(setting: str, name: str) -> str | None:
 
 
 def _spec(module: str, path: list[str] | None) -> ModuleSpec | None:
-    """What would be imported as ``module``: with ``path`` from these folders, which are of the package that it is in."""
+    """The spec of ``module``; ``path``: the folders of its package, None for a top-level module."""
     if path is None:
         return importlib.util.find_spec(module)
-    return next((spec for finder in sys.meta_path if (spec := finder.find_spec(module, path))), None)
+    for finder in sys.meta_path:
+        spec = finder.find_spec(module, path)
+        if spec:
+            return spec
+    return None
 
 
 def _names(spec: ModuleSpec) -> set[str] | None:

@@ -50,7 +50,7 @@ def _variable(text: str, match: re.Match[str], of_setting: bool) -> str:
     """The value of the variable that ``match`` names in ``text``; ``of_setting``: other settings may be in braces too."""
     inside = _IN_BRACES.fullmatch(match["inside"]) if match["name"] is None else None
     if match["name"] is None and inside is None:
-        raise ConfigError(f"{text}: {match[0].lstrip(chr(92))} is no variable; write $NAME or ${{NAME}}")
+        raise ConfigError(f"{text}: {match[0].lstrip(chr(92))} is not a variable; write $NAME or ${{NAME}}")
     name, default = (match["name"], None) if inside is None else inside.groups()
     if setting := os.environ.get(name):
         return setting
@@ -76,7 +76,7 @@ def with_home(text: str) -> str:
     whole = os.path.expanduser(text)  # noqa: PTH111 - which keeps how the path is written
     if whole.startswith("~"):
         name = text.partition("/")[0]
-        raise ConfigError(f"{text}: there is no home folder {name}; write ./{text} for a folder of that name")
+        raise ConfigError(f"{text}: no home folder {name}; write ./{text} for a folder of that name")
     return whole
 
 

@@ -25,7 +25,7 @@ def problem(kind: str, name: str, table: Mapping[str, Any]) -> str | None:
 
 
 def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
-    """The object called ``name``; ConfigError if there is none, or if ``check`` rejects it.
+    """The object called ``name``; ConfigError if it does not exist, or ``check`` rejects it.
 
     Names in ``table`` are not checked. The object is not called.
     """

@@ -1,4 +1,4 @@
-"""What a clone has beside the package and a wheel inside it: presets (configs/), job templates and site files (slurm/), pages (docs/)."""
+"""Folders that are beside the package in a clone, and inside it in a wheel: presets (configs/), slurm/ and pages (docs/)."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What training can do without, such as TensorBoard's files: it may fail at any time, which costs a warning and never the run."""
+"""Work that training can do without, such as writing TensorBoard's files. A failure costs a warning, never the run."""
 
 import logging
 import os
@@ -10,7 +10,8 @@ from pathlib import Path
 from hpclm import files
 
 log = logging.getLogger(__name__)
-FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0  # seconds until the next try after a failure; doubled each time
+FIRST_PAUSE_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 60.0  # seconds until the next try after a failure; doubled each time
 KEPT = 1 << 26  # bytes that a file which cannot be written keeps in memory
 
 
@@ -20,7 +21,9 @@ class SidePath:
     def __init__(self, failure: str):
         """``failure``: how a warning begins, such as "log.txt cannot be written"."""
         self._failure = failure
-        self._failing, self._pause, self._next = False, 0.0, 0.0
+        self._failing = False
+        self._pause = 0.0
+        self._next = 0.0
 
     def attempt(self, act: Callable[[], object], now: bool = False) -> bool:
         """Whether ``act()`` ended without an error; it is not called while the pause after a failure lasts, unless ``now``."""
@@ -35,7 +38,9 @@ class SidePath:
                 self._failing = True  # before it is logged: the log may be what fails
                 log.warning("%s: %s; training continues", self._failure, cause(error, self._failure))
             return False
-        self._failing, self._pause, self._next = False, 0.0, 0.0
+        self._failing = False
+        self._pause = 0.0
+        self._next = 0.0
         return True
 
 
@@ -54,7 +59,8 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path, mode: int = 0o644):
-        self.path, self._mode = path, mode
+        self.path = path
+        self._mode = mode
         self._handle: int | None = None
         self._pending = b""
 
@@ -81,7 +87,8 @@ class AppendedFile:
             self._close()
 
     def _close(self) -> None:
-        handle, self._handle = self._handle, None
+        handle = self._handle
+        self._handle = None
         if handle is not None:
             with suppress(OSError):
                 os.close(handle)

@@ -46,7 +46,7 @@ def width(text: str) -> int:
     """The columns that ``text`` takes: wide characters, such as Chinese ones, take two."""
     if text.isascii():
         return len(text)
-    import wcwidth  # which would be a fifth of a verb's start
+    import wcwidth  # loading it would take a fifth of a command's start
 
     return wcwidth.width(text)
 
@@ -63,7 +63,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def shortened(text: str, max_width: int) -> str:
-    """``text`` on at most so many columns, cut with an ellipsis."""
+    """``text`` on at most ``max_width`` columns, cut with an ellipsis."""
     if width(text) <= max_width:
         return text
     import wcwidth
@@ -105,7 +105,8 @@ def _escaped(match: re.Match[str]) -> str:
 
 def sparkline(values: Sequence[float]) -> str:
     """A bar for each value, from the lowest to the highest."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
+    low = min(values, default=0.0)
+    high = max(values, default=0.0)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((value - low) * scale)] for value in values)
 

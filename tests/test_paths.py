@@ -48,10 +48,10 @@ def test_a_folder_that_is_called_like_a_home_folder_stays_what_it_is():
             "the environment variable HPCLM_NONE is not set here; export it, or write \\$HPCLM_NONE for a folder",
         ),
         ("$HPCLM_EMPTY", "the environment variable HPCLM_EMPTY is empty here; "),
-        ("${a b}", "${a b} is no variable; write $NAME or ${NAME}"),
+        ("${a b}", "${a b} is not a variable; write $NAME or ${NAME}"),
         ("file:///a/b", "this is a URL, but only files of this machine are read and written; write /a/b"),
         ("s3://a/b", "mount the storage, or copy what is there, and give the path"),
-        ("~no_such_user/x", "there is no home folder ~no_such_user; write ./~no_such_user/x for a folder of that name"),
+        ("~no_such_user/x", "no home folder ~no_such_user; write ./~no_such_user/x for a folder of that name"),
     ],
 )
 def test_what_cannot_be_expanded_is_refused_with_what_to_write(typed, said):

@@ -131,7 +131,8 @@ def bins(lengths: Counter[int]) -> list[tuple[int, int, int]]:
 
 def histogram(contents: dict[str, Any], path: Path) -> None:
     """Write the document lengths of a report as a picture; ConfigError if the format is unknown or it cannot be written."""
-    from hpclm.reporting import images
+    from hpclm.reporting.image_style import encoded
+    from hpclm.reporting.images import histogram as drawn
 
     counts = f"{many(contents['documents'], 'document')}, {many(contents['tokens'], 'token')}"
     title = f"{Path(contents['prefix']).name}: {counts}"
@@ -139,7 +140,7 @@ def histogram(contents: dict[str, Any], path: Path) -> None:
     names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in bins]
     if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"--histogram {path} must end in .svg or .png")
-    content = images.encoded(images.histogram(names, [count for *_, count in bins], title), path.suffix[1:])
+    content = encoded(drawn(names, [count for *_, count in bins], title), path.suffix[1:])
     try:
         write_bytes(path, content)
     except OSError as error:

@@ -144,6 +144,16 @@ class Chart:
         return self.key == "grad_norm"
 
     @property
+    def log_ticks(self) -> list[float]:
+        """Marks of a logarithmic axis: 1, 2 and 5 of each decade; only 1 for more than three decades."""
+        if not self.log:
+            return []
+        marks = (1, 2, 5) if self.top < 1000 * self.bottom else (1,)
+        decades = range(math.floor(math.log10(self.bottom)), math.floor(math.log10(self.top)) + 1)
+        ticks = [mark * 10.0**decade for decade in decades for mark in marks]
+        return [tick for tick in ticks if self.bottom <= tick <= self.top]
+
+    @property
     def thousands(self) -> bool:
         """Whether values are written as whole numbers with commas."""
         return self.key == "tokens_per_second"

@@ -1,9 +1,17 @@
-"""How images look: colours and fonts, also for Chinese text."""
+"""How images look, with fonts also for Chinese text, and how they are written."""
 
+import io
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from hpclm import extras
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
 INK = "#808890"  # text and axes: legible on white and on black
@@ -31,15 +39,36 @@ CHINESE = (
 
 
 @contextmanager
-def styled(text: str) -> Iterator[None]:
-    """Draw in this style during the block, with a font for the Chinese characters in ``text``; a warning if matplotlib knows none."""
-    import matplotlib
+def styled(drawn: str, text: str = "") -> Iterator[None]:
+    """Draw in this style during the block, with a font for the Chinese characters in ``text``; a warning if matplotlib knows none.
+
+    ConfigError that names ``drawn`` if matplotlib is not installed."""
+    with extras.needed_for(drawn):
+        import matplotlib
 
     style = STYLE
     if any(char >= "\u2e80" for char in text):
         style = STYLE | {"font.family": ["sans-serif", *_chinese_fonts()]}
     with matplotlib.rc_context(style):
         yield
+
+
+def new_figure(width: float, height: float) -> tuple["Figure", "Axes"]:
+    """An empty figure of this size in inches."""
+    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a display
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def encoded(figure: "Figure", kind: str = "png", dpi: int = 200) -> bytes:
+    """The figure on white, as PNG or, with text in the reader's font, as SVG."""
+    content = io.BytesIO()
+    metadata = {"Date": None, "Creator": None} if kind == "svg" else None
+    with warnings.catch_warnings(), styled("an image"):
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from")  # ``styled`` has warned
+        figure.savefig(content, format=kind, dpi=dpi, facecolor="white", metadata=metadata)
+    return content.getvalue()
 
 
 def _chinese_fonts() -> list[str]:

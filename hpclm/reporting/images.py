@@ -1,22 +1,18 @@
 """The charts of a report as images, for slides, papers and notebooks. Only this file and image_style.py import matplotlib."""
 
-import io
 import math
 import textwrap
-import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hpclm import extras
 from hpclm.reporting import timeline
 from hpclm.reporting.charts import COLOURS, Chart, charts
 from hpclm.reporting.experts import HIGHEST, LOADS, LOWEST, NO_TOKEN, ExpertHistory
 from hpclm.reporting.history import History
-from hpclm.reporting.image_style import INK, styled
+from hpclm.reporting.image_style import INK, encoded, new_figure, styled
 from hpclm.reporting.standings import Runs
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDE = (7.2, 3.8)  # inches of an image that spans the page
@@ -25,7 +21,7 @@ WIDE = (7.2, 3.8)  # inches of an image that spans the page
 def images(runs: Runs) -> dict[str, "Figure"]:
     """All images that have numbers, by name."""
     several = len(runs) > 1
-    with extras.needed_for("images"), styled("".join(runs) if several else ""):
+    with styled("images", "".join(runs) if several else ""):
         drawn = {chart.place: curves(chart, chart.title) for chart in charts(runs)}
         for name, history in runs.items():
             suffix = f" {name}" if several else ""
@@ -38,7 +34,7 @@ def images(runs: Runs) -> dict[str, "Figure"]:
 
 def curves(chart: Chart, title: str) -> "Figure":
     """The curves of a chart."""
-    figure, axes = _figure(*WIDE) if chart.wide else _figure(5.2, 2.7)
+    figure, axes = new_figure(*WIDE) if chart.wide else new_figure(5.2, 2.7)
     for curve in chart.layers:
         colour = curve.colour or INK
         if curve.band:
@@ -59,36 +55,19 @@ def curves(chart: Chart, title: str) -> "Figure":
 
 def loss_png(history: History, title: str) -> bytes | None:
     """The losses of a run for a notebook; None if none was finite."""
-    with styled(""):
+    with styled("a live plot"):
         chart = next(charts({"": history}), None)
         return encoded(curves(chart, title), dpi=100) if chart and chart.key == "loss" else None
 
 
 def histogram(names: Sequence[str], counts: Sequence[int], title: str) -> "Figure":
     """Document lengths: a bar for each bin, with its name below it."""
-    with extras.needed_for("--histogram"), styled(title):
-        figure, axes = _figure(*WIDE)
+    with styled("--histogram", title):
+        figure, axes = new_figure(*WIDE)
         axes.bar(range(len(counts)), counts, color=COLOURS[0])
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
         axes.set(xlabel="tokens in a document", ylabel="documents", title=title)
     return figure
-
-
-def encoded(figure: "Figure", kind: str = "png", dpi: int = 200) -> bytes:
-    """The figure on white, as PNG or, with text in the reader's font, as SVG."""
-    content = io.BytesIO()
-    metadata = {"Date": None, "Creator": None} if kind == "svg" else None
-    with warnings.catch_warnings(), styled(""):
-        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from")  # ``styled`` has warned
-        figure.savefig(content, format=kind, dpi=dpi, facecolor="white", metadata=metadata)
-    return content.getvalue()
-
-
-def _figure(width: float, height: float) -> tuple["Figure", "Axes"]:
-    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a display
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.add_subplot()
 
 
 def _heat_maps(load: ExpertHistory) -> "Figure":
@@ -120,19 +99,19 @@ def _timeline(history: History) -> "Figure":
     from matplotlib.patches import Patch
 
     attempts = history.attempts
-    origin = attempts[0].begin
     unit, size = timeline.unit(history.wall)
-    figure, axes = _figure(WIDE[0], 1.1 + 0.55 * min(len(attempts), 40))
+    figure, axes = new_figure(WIDE[0], 1.1 + 0.55 * min(len(attempts), 40))
     for attempt in attempts:
         for phase in attempt.phases:
-            left = (phase.begin - origin) / size
+            left = (phase.begin - attempts[0].begin) / size
             hatch = "///" if phase.kind == "lost" else None
-            style: Any = {"height": 0.5, "color": timeline.COLOURS[phase.kind], "hatch": hatch}
-            axes.barh(attempt.number, phase.seconds / size, left=left, **style)
-        early = attempt.begin - origin < history.wall / 2
-        at = ((attempt.begin if early else attempt.end) - origin) / size
-        style = {"ha": "left" if early else "right", "va": "bottom", "fontsize": 8, "parse_math": False}
-        axes.text(at, attempt.number - 0.29, textwrap.shorten(timeline.label(attempt), 90, placeholder="…"), **style)
+            colour = timeline.COLOURS[phase.kind]
+            axes.barh(attempt.number, phase.seconds / size, left=left, height=0.5, color=colour, hatch=hatch)
+        early = attempt.begin - attempts[0].begin < history.wall / 2
+        at = ((attempt.begin if early else attempt.end) - attempts[0].begin) / size
+        side = "left" if early else "right"
+        label = textwrap.shorten(timeline.label(attempt), 90, placeholder="…")
+        axes.text(at, attempt.number - 0.29, label, fontsize=8, ha=side, va="bottom", parse_math=False)
     patches = [Patch(color=colour, label=kind) for kind, colour in timeline.kinds([history]).items()]
     axes.legend(handles=patches, ncols=max(1, len(patches)), fontsize=9, loc="lower left", bbox_to_anchor=(0, 1))
     axes.set(xlabel=f"{unit} since the run was first queued or started", ylabel="attempt")

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpclm import files
 from hpclm.errors import ConfigError, unwritten
-from hpclm.reporting import comparison, history, images, plots, provenance, timeline
+from hpclm.reporting import comparison, history, image_style, images, plots, provenance, timeline
 from hpclm.reporting.charts import Chart, charts, colours
 from hpclm.reporting.comparison import Entry
 from hpclm.reporting.experts import LEGEND, HeatMap
@@ -287,7 +287,7 @@ def write(
     if with_images:
         for name, figure in images.images(runs).items():
             label = re.sub("[ /_]", "-", name)
-            written[output.with_name(f"{output.stem}-{label}.png")] = images.encoded(figure)
+            written[output.with_name(f"{output.stem}-{label}.png")] = image_style.encoded(figure)
     for path, data in written.items():
         try:
             files.write_bytes(path, data)

@@ -45,9 +45,8 @@ def _curves(chart: Chart) -> "figure":
 
     plot = _axes(chart.first, chart.last, chart.bottom, chart.top, chart.unit, chart.log)
     plot.yaxis.formatter = NumeralTickFormatter(format="0,0") if chart.thousands else PrintfTickFormatter(format="%.4g")
-    ticks = log_ticks(chart.bottom, chart.top) if chart.log else []
-    if len(ticks) > 2:
-        plot.yaxis.ticker = ticks  # bokeh spaces its own evenly below two decades: all of them at the top
+    if len(chart.log_ticks) > 2:
+        plot.yaxis.ticker = chart.log_ticks  # bokeh spaces its own evenly below two decades: all of them at the top
     for curve in chart.layers:
         style: Any = {"color": curve.colour or INK, "alpha": 1.0 if curve.colour else 0.4}
         if curve.band:
@@ -117,11 +116,3 @@ def _axes(first: float, last: float, bottom: float, top: float, unit: str, log: 
             axis.update(**{f"{kind}_text_{name}": value for name, value in font.items()})
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
     return plot
-
-
-def log_ticks(bottom: float, top: float) -> list[float]:
-    """1, 2 and 5 of each decade; only 1 for more than three decades."""
-    marks = (1, 2, 5) if top < 1000 * bottom else (1,)
-    decades = range(math.floor(math.log10(bottom)), math.floor(math.log10(top)) + 1)
-    ticks = [mark * 10.0**decade for decade in decades for mark in marks]
-    return [tick for tick in ticks if bottom <= tick <= top]

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Collection
 
-from hpclm.reporting.history import KINDS, Attempt, History
+from hpclm.reporting.attempts import KINDS, Attempt
+from hpclm.reporting.history import History
 from hpclm.reporting.html import table, text
 from hpclm.rundir.state import moment, span
 from hpclm.terminal import many

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hpclm import cli, config
-from hpclm.reporting import charts, history, image_style, images, plots, provenance
+from hpclm.reporting import charts, history, image_style, images, provenance
 from hpclm.reporting.page import Content
 from hpclm.reporting.page import page as page_of
 from hpclm.rundir import config_history
@@ -197,7 +197,8 @@ def test_charts_hold_the_numbers_of_the_run_for_the_pointer(written):
     [(0.4, 34.4, [0.5, 1, 2, 5, 10, 20]), (0.02, 90, [0.1, 1, 10]), (1.1, 1.9, []), (1, 10, [1, 2, 5, 10])],
 )
 def test_a_log_scale_has_marks_in_every_decade(bottom, top, ticks):
-    assert plots.log_ticks(bottom, top) == pytest.approx(ticks)
+    chart = charts.Chart("grad_norm", (), 0.0, 1.0, bottom, top, 1)
+    assert chart.log_ticks == pytest.approx(ticks)
 
 
 def test_images_have_the_colours_of_the_page(tmp_path):
@@ -300,7 +301,7 @@ def test_chinese_names_are_written_in_a_chinese_font_or_a_warning_says_that_ther
     [name, _] = sorted(figure.axes[0].get_legend().get_texts(), key=lambda text: text.get_text().isascii())
     assert name.get_fontfamily() == ["sans-serif", *fonts]
     assert ("no Chinese font" in caplog.text) == (not fonts)
-    assert images.encoded(figure).startswith(b"\x89PNG")
+    assert image_style.encoded(figure).startswith(b"\x89PNG")
 
 
 def test_the_images_lie_beside_the_page(written):

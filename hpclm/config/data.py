@@ -71,13 +71,13 @@ class DataConfig(Section, key="data"):
     )
     valid: list[str] = setting(
         [],
-        "Validation datasets, with data.train.",
+        "Validation datasets.",
         path=True,
         only_with=("data.source=indexed|own", "data.train: data.split divides the others"),
     )
     test: list[str] = setting(
         [],
-        "Test datasets, with data.train.",
+        "Test datasets.",
         path=True,
         only_with=("data.source=indexed|own", "data.train: data.split divides the others"),
     )

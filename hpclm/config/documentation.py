@@ -4,13 +4,15 @@ import inspect
 import textwrap
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 from hpclm import files, shipped, terminal
 from hpclm.config import RunConfig, compose, elsewhere, hints, search
-from hpclm.config.fields import as_yaml, docs, keys, required, split_key, type_text
+from hpclm.config.fields import as_yaml, keys, kind_text, required, split_key
+from hpclm.config.section import Section, all_fields, all_sections, default_of, dotted
+from hpclm.config.setting import declared
 from hpclm.config.settings import RENAMED
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
@@ -31,81 +33,45 @@ is refused; `./~` and `\\$NAME` are folders of that name. `job.setup` and `job.e
 
 def explained(config: RunConfig, changed_only: bool = False) -> str:
     """``config`` as YAML, with the documentation of each field as a comment."""
-    lines: list[str] = []
-    typed = compose.tree(config)
-    for field, section, text in _sections(config):
-        if not is_dataclass(section):
-            if not changed_only or section != _default(field):
-                lines += _entry(field, typed[field.name], text, "")
-            continue
-        explanations = docs(type(section))
-        inside = [
-            line
-            for inner in fields(section)
-            if not changed_only or getattr(section, inner.name) != _default(inner)
-            for line in _entry(inner, typed[field.name][inner.name], explanations[inner.name], "  ")
-        ]
-        if inside:
-            lines += ["", f"# {text}", f"{field.name}:", *inside]
-    return "\n".join(lines).lstrip("\n") + "\n"
+    return "\n".join(_commented(config, compose.tree(config), "", changed_only)).lstrip("\n") + "\n"
+
+
+def _commented(section: Section, written: Mapping[str, Any], indent: str, changed_only: bool) -> Iterator[str]:
+    """The lines of a section and of those inside it."""
+    for entry in fields(section):  # type: ignore[arg-type]
+        value = getattr(section, entry.name)
+        if isinstance(value, Section):
+            inside = list(_commented(value, written[entry.name], f"{indent}  ", changed_only))
+            head = ["", f"{indent}# {inspect.getdoc(type(value))}", f"{indent}{entry.name}:"]
+            yield from [*head, *inside] if inside else []
+        elif not changed_only or value != default_of(entry):
+            yield from textwrap.wrap(
+                declared(entry).text, 108, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+            )
+            yield f"{indent}{entry.name}: {as_yaml(written[entry.name])}"
 
 
 def reference() -> str:
     """The page of all settings, in Markdown."""
-    parts = [REFERENCE_HEAD, "## Top level\n", _list(RunConfig)]
-    for field in fields(RunConfig):
-        if is_dataclass(field.type):
-            kind = typing.cast(type, field.type)
-            parts += [f"\n## {field.name}\n\n{inspect.getdoc(kind)}\n", _list(kind, f"{field.name}.")]
+    parts = [REFERENCE_HEAD, "## Top level\n", *_list(RunConfig)]
+    for key, kind in all_sections(RunConfig):
+        parts += [f"\n## {key}\n\n{inspect.getdoc(kind)}\n", *_list(kind)]
     return "\n".join(parts) + "\n"
 
 
-def _sections(config: RunConfig) -> Iterator[tuple[Field, Any, str]]:
-    for field in fields(config):
-        value = getattr(config, field.name)
-        text = (inspect.getdoc(type(value)) or "") if is_dataclass(value) else docs(RunConfig)[field.name]
-        yield field, value, text
-
-
-def _entry(field: Field, value: Any, text: str, indent: str) -> list[str]:
-    comment = textwrap.wrap(text, 108, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-    return [*comment, f"{indent}{field.name}: {as_yaml(value)}"]
-
-
-def _default(field: Field) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def settings(section: type, prefix: str = "") -> Iterator[tuple[str, Field, str]]:
-    """Key, field and explanation of each setting of a section."""
-    texts = docs(section)
-    for field in fields(section):
-        if not is_dataclass(field.type):
-            yield f"{prefix}{field.name}", field, texts[field.name]
-
-
-def all_settings() -> Iterator[tuple[str, Field, str]]:
-    """Name, field and text of every setting, of the top level and of all sections."""
-    yield from settings(RunConfig)
-    for field in fields(RunConfig):
-        if is_dataclass(field.type):
-            yield from settings(typing.cast(type, field.type), f"{field.name}.")
-
-
-def default(field: Field) -> str:
+def default(entry: Field) -> str:
     """A setting's default, as in a settings file."""
-    return as_yaml(_default(field))
+    return as_yaml(default_of(entry))
 
 
-def _list(section: type, prefix: str = "") -> str:
-    return "\n".join(f"- {_choices(key, field)}: {text}" for key, field, text in settings(section, prefix))
-
-
-def _choices(key: str, field: Field) -> str:
-    """The setting with its default, and the other values of a Literal."""
-    first, kind = default(field), required(field.type)
-    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-    return ", ".join([f"`{key}={first}`", *(f"`{choice}`" for choice in choices if choice != first)])
+def _list(kind: type[Section]) -> Iterator[str]:
+    """A line for each setting of a section: its default, the other values of a Literal, and its documentation."""
+    for key, entry in all_fields(kind, kind.key):
+        if key == dotted(kind.key, entry.name):
+            first, inner = default(entry), required(entry.type)
+            choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
+            values = [f"`{key}={first}`", *(f"`{choice}`" for choice in choices if choice != first)]
+            yield f"- {', '.join(values)}: {declared(entry).text}"
 
 
 def topics() -> list[str]:
@@ -126,7 +92,7 @@ def text_on(topics: Sequence[str], verbs: Collection[str]) -> str:
     pages = _pages()
     if not topics:
         titles = [(name, files.read_text(path).partition("\n")[0].lstrip("# ")) for name, path in pages.items()]
-        sections = ", ".join(field.name for field in fields(RunConfig) if is_dataclass(field.type))
+        sections = ", ".join(key for key, _ in all_sections(RunConfig))
         more = f"hpclm docs SECTION. explains the settings of a section, hpclm docs optim.lr one. Sections: {sections}."
         return "\n".join([*terminal.columns(titles), "", textwrap.fill(more, WIDTH), ""])
     words = [word for topic in topics for word in topic.split()] or [""]
@@ -151,7 +117,10 @@ def text_on(topics: Sequence[str], verbs: Collection[str]) -> str:
 def _of_settings(words: Sequence[str]) -> list[str]:
     """Lines about the settings that have all ``words`` in their names."""
     patterns = search.patterns(words)
-    rows = [(key, text) for key, _, text in all_settings() if all(pattern.search(key) for pattern in patterns)]
+    matching = (
+        (key, entry) for key, entry in all_fields(RunConfig) if all(pattern.search(key) for pattern in patterns)
+    )
+    rows = [(key, declared(entry).text) for key, entry in matching]
     if not rows:
         return []
     more = [f"    and {len(rows) - SETTINGS} more"] if len(rows) > SETTINGS else []
@@ -177,7 +146,7 @@ def _of_pages(words: Sequence[str], pages: Mapping[str, Path]) -> list[str]:
 def _explained(key: str) -> Iterator[str]:
     """The setting ``key``, or those of the section ``key``, with or without its dot."""
     section = f"{key.removesuffix('.')}."
-    for name, field, text in all_settings():
+    for name, entry in all_fields(RunConfig):
         if name == split_key(key)[0] or name.startswith(section):
-            indented = textwrap.indent(textwrap.fill(text, WIDTH - 4, break_on_hyphens=False), "    ")
-            yield f"{name}\n    {type_text(field.type)}; default: {default(field)}\n{indented}"
+            text = textwrap.fill(declared(entry).text, WIDTH - 4, break_on_hyphens=False)
+            yield f"{name}\n    {kind_text(entry)}; default: {default(entry)}\n{textwrap.indent(text, '    ')}"

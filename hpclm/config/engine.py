@@ -23,15 +23,14 @@ class ParallelConfig(Section, key="parallel"):
     pipeline: int = setting(1, "Pipeline stages.", at_least=1)
     expert: int = setting(
         1,
-        "Consecutive data-parallel ranks, context-parallel ones among them, that share out the experts "
-        "(model.experts).",
+        "Number of consecutive data-parallel ranks (context-parallel ones included) to divide the experts among.",
         at_least=1,
         only_with="model.experts",
     )
     split_experts: bool = setting(
         True,
-        "Split each expert over parallel.tensor; false: each process of it has whole experts, for the tokens of "
-        "its part of the sequence.",
+        "Split each expert over parallel.tensor; false: every tensor-parallel rank keeps whole experts and "
+        "processes its own slice of the sequence.",
         only_with=("parallel.tensor>1", "model.experts"),
     )
     shard: int | None = setting(
@@ -48,7 +47,7 @@ class ParallelConfig(Section, key="parallel"):
     )
     chunks: int = setting(
         1,
-        "Stages per process, with schedule=interleaved or zero_bubble.",
+        "Stages per process.",
         at_least=1,
         only_with=("parallel.pipeline>1", "parallel.schedule=interleaved|zero_bubble"),
     )
@@ -112,7 +111,7 @@ class EngineConfig(Section, key="engine"):
         "none", "Keep optimizer state, or weights too, in CPU memory or offload_folder."
     )
     offload_folder: str | None = setting(
-        None, "Folder on an NVMe disk of each node.", path=True, only_with="engine.offload!=none"
+        None, "Folder on an NVMe disk of each node.", path=True, only_with="engine.offload"
     )
     bucket_mb: float | None = setting(
         None,
@@ -138,8 +137,9 @@ class EngineConfig(Section, key="engine"):
     )
     fp8: Literal["tensorwise", "rowwise"] | None = setting(
         None,
-        "Products of the blocks' linear layers in FP8, with one scale a tensor or one a row; null: in "
-        "engine.precision, which must be bf16. Gradients of weights, the first and the last block stay in bf16.",
+        "Compute the blocks' linear layers in FP8, with one scale per tensor or per row; null: in "
+        "engine.precision. Needs engine.precision=bf16. Weight gradients, the first and the last block stay in "
+        "bf16.",
     )
     deterministic: bool = setting(
         False,
@@ -154,7 +154,7 @@ class EngineConfig(Section, key="engine"):
     )
     recompute_every: int = setting(
         1,
-        "With recompute=full, blocks recomputed together.",
+        "Blocks that are recomputed together.",
         at_least=1,
         unit="blocks",
         only_with="engine.recompute=full",

@@ -4,7 +4,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 import yaml
@@ -85,6 +85,14 @@ def type_text(kind: Any) -> str:
     return text + (" or null" if inner is not kind else "")
 
 
+def kind_text(entry: Field) -> str:
+    """The type of a field in plain words, with its unit."""
+    inner, unit = required(entry.type), declared(entry).unit
+    if not unit or inner not in (int, float):
+        return type_text(entry.type)
+    return f"{type_text(inner)} of {unit}{' or null' if inner is not entry.type else ''}"
+
+
 class _OneLine(yaml.SafeDumper):
     """YAML without line breaks inside text."""
 
@@ -132,4 +140,4 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 def docs(section: type) -> dict[str, str]:
     """Field name -> its documentation."""
-    return {field.name: declared(field).doc for field in fields(section) if not is_dataclass(field.type)}
+    return {field.name: declared(field).text for field in fields(section) if not is_dataclass(field.type)}

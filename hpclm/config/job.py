@@ -257,8 +257,8 @@ class ClusterConfig(Section, key="cluster"):
     )
     self_check: bool | None = setting(
         None,
-        "Self-check before a run: compare two steps of two blocks with plain ones in fp32, and replace what is "
-        "wrong by a slower way. null: on GPUs.",
+        "Self-check before a run: compare two steps of two blocks with a plain implementation in fp32, and use a "
+        "slower one where they differ. null: on GPUs.",
     )
     verify_every: int = setting(
         500,

@@ -28,7 +28,7 @@ class ModelConfig(Section, key="model"):
     heads: int = setting(12, "Attention heads.", at_least=1, at_most=MAX_WIDTH)
     head_dim: int | None = setting(None, "Head size; null: hidden / heads.", at_least=1, at_most=MAX_WIDTH)
     kv_heads: int | None = setting(
-        None, "Key/value heads (grouped-query attention); null: as heads.", at_least=1, at_most=MAX_WIDTH
+        None, "Key/value heads (grouped-query attention); null: same as heads.", at_least=1, at_most=MAX_WIDTH
     )
     ffn: int | None = setting(
         None,
@@ -50,7 +50,7 @@ class ModelConfig(Section, key="model"):
     )
     rope_scaling: dict[str, str] = setting(
         {},
-        "As rope_parameters in transformers: rope_type (linear, dynamic, yarn, llama3, longrope), factor, ...",
+        "Keys of rope_parameters in transformers: rope_type (linear, dynamic, yarn, llama3, longrope), factor, ...",
         only_with="model.positions=rope",
     )
     pattern: list[str] = setting(
@@ -84,9 +84,9 @@ class ModelConfig(Section, key="model"):
         "swiglu_clamped is gpt-oss's.",
     )
     bias: bool = setting(True, "Biases of linear layers and LayerNorm.")
-    qkv_bias: bool | None = setting(None, "Biases of queries, keys and values; null: as bias.")
-    out_bias: bool | None = setting(None, "Bias of attention's output; null: as bias.")
-    mlp_bias: bool | None = setting(None, "Biases of the MLP; null: as bias.")
+    qkv_bias: bool | None = setting(None, "Biases of queries, keys and values; null: same as bias.")
+    out_bias: bool | None = setting(None, "Bias of attention's output; null: same as bias.")
+    mlp_bias: bool | None = setting(None, "Biases of the MLP; null: same as bias.")
     tied: bool = setting(True, "Tie output projection and token embedding.")
     embed_norm: bool = setting(False, "Norm after the embedding (BLOOM).")
     embed_scale: bool = setting(False, "Multiply token embeddings by sqrt(hidden) (fairseq).")
@@ -104,7 +104,7 @@ class ModelConfig(Section, key="model"):
     logits_fp32: bool = setting(False, "Compute logits in fp32.", warn_without="engine.precision!=fp32")
     experts: int = setting(
         0,
-        "Experts of a layer, each an MLP (mixture of experts); 0: none, all MLPs are dense.",
+        "Experts per layer, each an MLP (mixture of experts); 0: all MLPs are dense.",
         at_least=0,
         at_most=MAX_EXPERTS,
     )
@@ -112,25 +112,25 @@ class ModelConfig(Section, key="model"):
         2, "Experts that compute each token (top-k).", at_least=1, only_with="model.experts"
     )
     expert_ffn: int | None = setting(
-        None, "Inner size of an expert; null: as ffn.", at_least=1, only_with="model.experts"
+        None, "Inner size of an expert; null: same as ffn.", at_least=1, only_with="model.experts"
     )
     shared_ffn: int = setting(
         0,
-        "Inner size of the shared experts together, which compute every token; 0: there are none.",
+        "Total inner size of the shared experts, which compute every token; 0: no shared experts.",
         at_least=0,
         only_with="model.experts",
     )
     mlp_pattern: list[str] = setting(
         ["experts"],
-        "MLPs of the layers, repeated: experts or dense; a list with an entry for each layer says it of each.",
+        "MLPs of the layers, repeated: experts or dense; or a list with one entry per layer.",
         only_with="model.experts",
     )
     router_score: Literal["softmax", "sigmoid"] = setting(
-        "softmax", "What makes a token's scores of its products with the router's weights.", only_with="model.experts"
+        "softmax", "How router logits become scores.", only_with="model.experts"
     )
     router_normalize: bool = setting(
         True,
-        "Divide the scores of a token's chosen experts by their sum; must be false with experts_per_token=1.",
+        "Divide the scores of a token's experts by their sum; must be false with experts_per_token=1.",
         only_with="model.experts",
     )
     router_scale: float = setting(
@@ -138,25 +138,24 @@ class ModelConfig(Section, key="model"):
     )
     router_groups: int = setting(
         1,
-        "Groups of experts, of which a token first chooses router_top_groups, by the sum of a group's two best "
-        "scores (DeepSeek-V3).",
+        "Groups of experts; a token first chooses router_top_groups by the sum of a group's two best scores "
+        "(DeepSeek-V3).",
         at_least=1,
         only_with="model.experts",
     )
     router_top_groups: int = setting(
-        1, "Groups that a token chooses experts from.", at_least=1, only_with="model.experts"
+        1, "Groups from which a token chooses experts.", at_least=1, only_with="model.experts"
     )
-    router_bias: bool = setting(False, "Bias of the router's products (gpt-oss).", only_with="model.experts")
+    router_bias: bool = setting(False, "Bias of the router's logits (gpt-oss).", only_with="model.experts")
     router_choice_bias: bool = setting(
         False,
-        "A bias on the scores when experts are chosen, not on what they are multiplied by (DeepSeek-V3); no "
-        "gradient moves it.",
+        "Add a bias, which no gradient moves, to the scores when experts are chosen, not when they are weighted "
+        "(DeepSeek-V3).",
         only_with="model.experts",
     )
     balance_bias: float = setting(
         0.0,
-        "Balance: how far each step moves the choice bias, up for experts with fewer tokens of the step than the "
-        "mean, down for others.",
+        "Balance: how far a step moves the choice bias, up for experts with fewer tokens than the mean, down for others.",
         at_least=0,
         only_with=("model.experts", "model.router_choice_bias: it moves that bias"),
     )
@@ -165,7 +164,7 @@ class ModelConfig(Section, key="model"):
     )
     balance_step: float = setting(
         0.0,
-        "Balance: coefficient of a loss by the step before's counts of tokens, over the global batch.",
+        "Balance: coefficient of a loss from the token counts of the previous step, over the global batch.",
         at_least=0,
         only_with="model.experts",
     )

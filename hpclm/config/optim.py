@@ -34,7 +34,7 @@ class OptimConfig(Section, key="optim"):
     """Optimizer and learning-rate schedule."""
 
     name: str = setting("adamw", described(), names=OPTIMIZERS)
-    arguments: dict[str, Any] = setting({}, "What an optimizer of your own is made with besides: {betas: [0.9, 0.99]}.")
+    arguments: dict[str, Any] = setting({}, "Arguments of an optimizer of your own: {betas: [0.9, 0.99]}.")
     lr: float = setting(6e-4, "Peak learning rate.", at_least=0)
     min_lr: float = setting(6e-5, "Learning rate at the end of the schedule.", at_least=0)
     betas: tuple[float, float] = setting((0.9, 0.95), "Adam's betas.", at_least=0, less_than=1)

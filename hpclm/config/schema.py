@@ -35,16 +35,19 @@ class BatchConfig(Section, key="batch"):
         4,
         "Samples per forward and backward pass; auto: the fastest that fits, by the planner, at the first start; "
         "later ones keep it where it divides the batch.",
-        at_least=0,
+        at_least=1,
+        auto=0,
         unit="samples",
     )
     rampup: tuple[int, int, int] | None = setting(
-        None, "[start, increment, samples]: grow the batch from start to global_size over so many samples.", at_least=1
+        None,
+        "[start, increment, samples]: grow the batch from start to global_size over this many samples.",
+        at_least=1,
     )
     loss_norm: Literal["token", "microbatch"] = setting(
         "token",
         "Mean over all tokens of the step, or over micro-batch means; they differ only where tokens are masked. "
-        "As in Megatron, a micro-batch without a token that counts has a mean of 0; a warning says so.",
+        "As in Megatron, a micro-batch with no unmasked token has a mean of 0; a warning says so.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -125,8 +128,8 @@ class CheckpointConfig(Section, key="checkpoint"):
     )
     keep_last: int = setting(
         3,
-        "Keep so many healthy regular checkpoints (at least 2), the newest two regular ones in any case, and the "
-        "last one saved on exit until the next regular one.",
+        "How many healthy periodic checkpoints to keep; the two newest are always kept, and the last one saved on "
+        "exit until the next periodic one.",
         at_least=2,
         warn_without="checkpoint.enabled: nothing is saved",
     )

@@ -74,6 +74,14 @@ def all_fields(kind: Any, key: str = "") -> Iterator[tuple[str, Field]]:
             yield name, entry
 
 
+def all_sections(kind: Any, key: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """The dotted key and the class of every section inside a section."""
+    for entry in fields(kind):
+        if is_dataclass(entry.type):
+            yield dotted(key, entry.name), entry.type  # type: ignore[misc]
+            yield from all_sections(entry.type, dotted(key, entry.name))
+
+
 def build(kind: type[S], values: Mapping[str, Any], refused: Collection[str]) -> tuple[S, list[str]]:
     """The settings with these values, and defaults for the rest, and everything wrong with them; unusable if anything is.
 

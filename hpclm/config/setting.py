@@ -77,8 +77,11 @@ class Condition:
 
     def __str__(self) -> str:
         if self.sign == "not":
-            return f"not {self.key}"
-        return f"{self.key}{self.sign}{' or '.join(self.values)}"
+            return f"without {self.key}"
+        if self.sign == "!=":
+            return f"without {self.key}={self.values[0]}"
+        names = " or ".join("your own" if name == OWN_CODE else name for name in self.values)
+        return f"with {self.key}{self.sign}{names}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,8 @@ class Declared:
     more_than: float | None = None
     at_most: float | None = None
     less_than: float | None = None
+    auto: Any = None
+    """The value that stands for "auto", besides those in the range; None if the setting cannot be auto."""
     infinite: bool = False
     """Whether inf is allowed; NaN never is."""
     unit: str = ""
@@ -111,10 +116,19 @@ class Declared:
     """The way out for values outside the range."""
 
     @property
+    def text(self) -> str:
+        """The documentation, with the range and the conditions."""
+        conditions = " and ".join(map(str, self.only_with + self.warn_without))
+        limits = f" {self.limits[:1].upper()}{self.limits[1:]}." if self.limits else ""
+        return f"{self.doc}{limits}{f' Only {conditions}.' if conditions else ''}"
+
+    @property
     def limits(self) -> str:
         """The range in words, such as "at least 1"; empty without one."""
         if self.at_least is not None and self.at_most is not None:
             return f"from {_number(self.at_least)} to {_number(self.at_most)}"
+        if self.auto is not None:
+            return f"at least {_number(self.at_least or 0)}, or auto"
         bounds = {
             "at least": self.at_least,
             "more than": self.more_than,
@@ -136,7 +150,7 @@ class Declared:
         return f"must {wanted}; {self.advice}" if self.advice else f"must {wanted}"
 
     def _allows(self, number: float) -> bool:
-        if isinstance(number, bool):
+        if isinstance(number, bool) or (self.auto is not None and number == self.auto):
             return True
         return (
             (self.at_least is None or number >= self.at_least)

@@ -391,7 +391,7 @@ def test_every_setting_is_explained_and_the_reference_page_is_current():
 
 def test_config_prints_settings_that_load_as_the_same_run(tmp_path):
     printed = hpclm("config", DEBUG, "seed=5", check=0).stdout
-    assert "# Transformer blocks.\n  layers: 2" in printed
+    assert "# Transformer blocks. From 1 to 10000.\n  layers: 2" in printed
     (tmp_path / "again.yaml").write_text(printed)
     assert config.load(tmp_path / "again.yaml") == config.load(DEBUG, ["seed=5"])
 

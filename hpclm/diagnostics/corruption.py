@@ -68,11 +68,11 @@ class CorruptionFinding:
     certain: bool = True
     """Whether each of ``ranks`` is at fault; otherwise one of them is."""
     advice: str = ""
-    """What to change where a program is at fault."""
+    """A change to make if a program is at fault."""
     group: Group | None = None
-    """Of the state that differs."""
+    """The group that should hold the same state."""
     weights: tuple[str, ...] = ()
-    """Names of the weights that differ, or whose optimizer state does."""
+    """Names of the weights that differ, or that have differing optimizer state."""
 
     def described(self, names: Sequence[str]) -> str:
         """Who is at fault, by the ``names`` of all ranks, and what is wrong, with the weights that differ."""
@@ -90,7 +90,10 @@ class Verifier:
 
     def __init__(self, engine: BaseEngine, mesh: Mesh, context: DistributedContext, share: float = MAX_TIME_FRACTION):
         """``share``: as MAX_TIME_FRACTION."""
-        self.engine, self.mesh, self.context, self.share = engine, mesh, context, share
+        self.engine = engine
+        self.mesh = mesh
+        self.context = context
+        self.share = share
         self.exact = engine.device.type == "cpu" or engine.config.engine.deterministic
         """Whether kernels give the same bits each time."""
         self.recomputes = "alone" in inspect.signature(engine.evaluate).parameters
@@ -100,7 +103,7 @@ class Verifier:
                 type(engine).__name__,
             )
         self.period = 1
-        """One of so many steps is watched: checksums are taken after its update and before the next one."""
+        """One step in ``period`` is watched: checksums are taken after its update and before the next one."""
         self._weights = () if engine.config.engine.offload_folder else engine.weights
         if not self._weights:
             log.info("cluster.verify_every: state in engine.offload_folder is not checked for corruption")
@@ -109,7 +112,7 @@ class Verifier:
             if group := self._group(weight):
                 self._shared.setdefault(group, []).append(weight)
         self._routers: dict[str, list[Tensor]] = {}
-        """What balances experts, by router; every process has that of all."""
+        """The biases that balance experts, by router; every process has all of them."""
         if routers := engine.router_state:
             rows = routers.rows.items()
             self._routers = {f"{name}.mlp.router": [routers.bias[row], routers.load[row]] for name, row in rows}
@@ -120,9 +123,10 @@ class Verifier:
         self._changed = torch.zeros((), dtype=torch.bool, device=engine.device)
         self._pieces: list[list[Tensor]] = []
         self._entries = 0
-        """Of the optimizer's state when the pieces were made."""
+        """The number of entries in the optimizer's state when the pieces were made."""
         self._before: Tensor | None = None
-        self._steps, self._mark = 0, (0, 0.0)
+        self._steps = 0
+        self._mark = (0, 0.0)
         engine.optimizer.register_step_pre_hook(lambda *_: self._close())
         self._open()
 
@@ -138,7 +142,7 @@ class Verifier:
             self._open(anew=self._steps <= 2)
 
     def check(self, recompute: bool = True) -> list[CorruptionFinding]:
-        """What is wrong, the same on every rank; a collective. ``recompute``: compute a micro-batch twice, too."""
+        """The problems, the same on every rank; a collective. ``recompute``: also compute a micro-batch twice."""
         batches = [self._batch] * 2 if recompute and self._batch and self.recomputes else []
         losses = [(self.engine.evaluate([batch], alone=True) or 0.0).hex() for batch in batches]
         self._close()
@@ -160,7 +164,7 @@ class Verifier:
         ]
 
     def _differing(self, group: Group) -> tuple[str, ...]:
-        """The weights of a group whose values or optimizer state are not the same on all its ranks; a collective."""
+        """The weights with values or optimizer state that differ between the ranks of a group; a collective."""
         digests = {weight.name: self._digest(self._shared_tensors([weight])) for weight in self._shared.get(group, ())}
         if group == self._all_ranks:
             digests |= {name: self._digest(tensors) for name, tensors in self._routers.items()}
@@ -169,7 +173,8 @@ class Verifier:
 
     def _group(self, weight: ShardedParameter) -> Group | None:
         """The ranks that hold the same values of a weight as this one; None: no others."""
-        tp, replicas = self.mesh.tp, weight.replicas
+        tp = self.mesh.tp
+        replicas = weight.replicas
         everywhere = tp.size > 1 and weight.placement.dim is None
         if replicas.size == 1 and not everywhere:
             return None
@@ -177,11 +182,11 @@ class Verifier:
         return first - tp.rank * everywhere, replicas.size, everywhere  # tensor-parallel ranks are consecutive
 
     def _shared_tensors(self, weights: Iterable[ShardedParameter]) -> Iterator[Tensor]:
-        """What other ranks hold too of these weights."""
+        """The parts of these weights that other ranks hold, too."""
         return local_tensors(self.engine.state, weights, shared=True)
 
     def _state_of(self, group: Group, weights: Iterable[ShardedParameter]) -> Iterator[Tensor]:
-        """All that the ranks of a group hold, of which these are the weights."""
+        """All tensors that the ranks of a group hold in common, with these ``weights``."""
         yield from self._shared_tensors(weights)
         if group == self._all_ranks:
             yield from chain(*self._routers.values())
@@ -195,8 +200,7 @@ class Verifier:
         return checksums(divided, self.engine.device)
 
     def _open(self, anew: bool = True) -> None:
-        """Take checksums, which ``_close`` compares. ``anew``: find all tensors again; they stay where they are, but the optimizer
-        makes some in its first update."""
+        """Take checksums, which ``_close`` compares. ``anew``: find all tensors again, since the first update makes some."""
         self._close()  # if the last step was skipped without an update
         if anew or len(self.engine.optimizer.state) != self._entries:
             self._entries = len(self.engine.optimizer.state)
@@ -226,14 +230,15 @@ class Verifier:
         wait()
         steps, began = self._mark
         self._mark = self._steps, time.perf_counter()
-        cost, step = 2 * (self._mark[1] - now), (now - began) / (self._steps - steps)
+        cost = 2 * (self._mark[1] - now)
+        step = (now - began) / (self._steps - steps)
         self.period = max(1, math.ceil(cost / (self.share * step)))
         if steps == 1 and self.period > 1:
             log.debug("checksums are taken around the update of 1 in %d steps", self.period)
 
 
 def verifier(engine: Engine, mesh: Mesh, context: DistributedContext, every: int) -> Verifier | None:
-    """The verifier of a run with cluster.verify_every=``every``; None if there is none."""
+    """The verifier of a run with cluster.verify_every=``every``; None if nothing can be verified."""
     if not every:
         return None
     if not isinstance(engine, BaseEngine):
@@ -243,7 +248,7 @@ def verifier(engine: Engine, mesh: Mesh, context: DistributedContext, every: int
 
 
 def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[CorruptionFinding]:
-    """What is wrong, from each rank's answer. ``exact``: whether kernels give the same bits each time."""
+    """The problems in the ranks' answers. ``exact``: whether kernels give the same bits each time."""
     problems = [
         CorruptionFinding((rank,), "its weights or optimizer state changed between two updates", advice=BETWEEN_UPDATES)
         for rank, answer in enumerate(answers)
@@ -261,7 +266,7 @@ def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Corrupti
 
 
 def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[CorruptionFinding]:
-    """Ranks whose state is not that of the majority, or all that hold it where there is none."""
+    """Ranks with another state than the majority; without a majority, all ranks that hold the state."""
     groups: dict[Group, dict[int, str]] = {}
     for rank, answer in enumerate(answers):
         for first, count, everywhere, digest in answer["shared"]:
@@ -283,14 +288,15 @@ def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[CorruptionFindin
 
 
 def _differ(exact: bool, first: str, second: str) -> bool:
-    a, b = float.fromhex(first), float.fromhex(second)
+    a = float.fromhex(first)
+    b = float.fromhex(second)
     return first != second if exact else abs(a - b) > TOLERANCE * abs(a)
 
 
 def blame_program(
     problems: Sequence[CorruptionFinding], step: int, saved: int, own_code: Sequence[str], context: DistributedContext
 ) -> NoReturn:
-    """DivergedError on every rank: code of the user's own takes part, whose fault the ``problems`` may be, so no node is excluded.
+    """DivergedError on every rank. The user's code takes part and may have caused the ``problems``, so no node is excluded.
 
     ``own_code``: the settings that name it. ``saved``: the step of the newest checkpoint; 0 without one.
     """
@@ -327,7 +333,8 @@ def end_run(
         if 2 * len(faulty) > max(2, len(all_nodes)):  # then it is rather a fault of the software
             faulty = set()
         bad = {name for name, _ in faulty}
-        names, run = ", ".join(sorted(bad)), files.typed(out)
+        names = ", ".join(sorted(bad))
+        run = files.typed(out)
         devices = [f"{info}, {device}" for info, (_, device, _) in zip(context.ranks, places, strict=True)]
         texts = [("" if finding.certain else "one of ") + finding.described(devices) for finding in problems]
         text = f"silent corruption detected after step {step}: {'; '.join(texts)}"

@@ -112,12 +112,13 @@ def of_torch() -> Facts:
 
 
 def pytorch() -> Facts:
-    """What PyTorch reports (``torch.utils.collect_env``), and whether its GPUs compute; loads PyTorch."""
+    """PyTorch's report (``torch.utils.collect_env``), and whether its GPUs compute; loads PyTorch."""
     import torch
     from torch.utils import collect_env
 
     reported = {name: str(value) for name, value in collect_env.get_env_info()._asdict().items() if name != "cpu_info"}
-    names, broken = [], []
+    names = []
+    broken = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         names.append(torch.cuda.get_device_name(index))
         try:
@@ -133,9 +134,10 @@ def pytorch() -> Facts:
 
 
 def everything(world: World, node: str, env: Mapping[str, str] = os.environ) -> Facts:
-    """What ``hpclm doctor`` shows of this process, which its launcher calls ``world``, on the node that its scheduler calls ``node``.
+    """The facts that ``hpclm doctor`` shows of this process.
 
-    PyTorch is asked in a process of its own, so that one that crashes or hangs is an answer too: {"error": reason}.
+    ``world``: its place among the ranks. ``node``: its node, by the scheduler's name. PyTorch is asked in another process: if that
+    crashes or hangs, the answer is {"error": reason}.
     """
     redact = secrets.Redactor(env)
     return {
@@ -174,7 +176,8 @@ def _too_old() -> Iterator[str]:
             needed = re.fullmatch(r"([\w-]+) ?>=([\d.]+)", requirement)
             if needed is None:
                 continue
-            name, release = needed[1], needed[2]
+            name = needed[1]
+            release = needed[2]
             installed = extras.older(name, release)
             if installed:
                 yield extras.too_old("hpclm", name, release, installed, f"pip install -U {name}")
@@ -205,7 +208,8 @@ def lines(facts: Facts) -> list[str]:
 
 def line(facts: Facts) -> str:
     """One process in a line."""
-    gpus, visible = facts.get("gpus"), facts["visible"]
+    gpus = facts.get("gpus")
+    visible = facts["visible"]
     device = f"{gpus} x {facts['device_name']}" if gpus else "CPU"
     device += f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     rank = f"rank {facts['rank']}/{facts['size']}  {facts['host']}  local {facts['local_rank']}/{facts['local_size']}"

@@ -17,13 +17,13 @@ TYPES = (torch.bfloat16, torch.float32)
 
 
 def wrong_sums(compute: Compute) -> Iterator[str]:
-    """The process groups in which known numbers do not arrive as they should."""
+    """The process groups that do not sum known numbers correctly."""
     mesh = compute.mesh
     axes = {name: getattr(mesh, name) for name in ("world", "pp", "dp", "ep", "shard", "replicate", "tp", "model")}
     numbers = (torch.arange(SENT) % 251 + 1).to(compute.device)
 
     def of(rank: int) -> Tensor:
-        """What a rank sends: whole numbers, whose sums fp32 holds exactly."""
+        """The numbers that a rank sends: whole ones, since fp32 holds their sums exactly."""
         return (numbers * (rank % 8 + 1)).float()
 
     done: set[tuple[int, ...]] = set()
@@ -45,8 +45,10 @@ def wrong_sums(compute: Compute) -> Iterator[str]:
 
 
 def lost_matrices(exchange: MatrixExchange) -> str:
-    """The first matrix whose values do not arrive on the process that works on it, or do not come back from there, on this process;
-    empty if all do. A collective."""
+    """The first matrix that is not exchanged correctly with the process that works on it, as this process sees it.
+
+    Empty if all are. A collective.
+    """
     wrong = list[str]()
 
     def work(number: int, matrix: Tensor) -> Tensor:
@@ -68,7 +70,7 @@ def lost_matrices(exchange: MatrixExchange) -> str:
 
 
 def _numbers(number: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """[rows, columns] whole numbers for a matrix, which tell where they are."""
+    """[rows, columns] whole numbers for a matrix, which show their places."""
     return (7 * number + 31 * rows[:, None] + 3 * columns) % WHOLE
 
 

@@ -52,18 +52,18 @@ KERNELS = ("fused", "foreach")
 
 @dataclass(frozen=True)
 class Measured:
-    """What two steps gave, as far as this process has it."""
+    """The results of two steps that this process holds."""
 
     first: Samples
-    """Of the first step: loss, gradient norm, the initial weights, and the gradients that the update applied."""
+    """The first step: loss, gradient norm, the initial weights, and the gradients that the update applied."""
     second: Samples
-    """Of the second step: loss and gradient norm."""
+    """The second step: loss and gradient norm."""
     outcomes: Samples
-    """What the updates made of the weights and the optimizer's state; of plain steps, nothing."""
+    """The weights and optimizer state after the updates; empty for plain steps."""
     weights: Sequence[ShardedParameter] = ()
     """With copies of their values before the first update; of plain steps, none."""
     gradients: Sequence[Mapping[str, Tensor]] = ()
-    """Of each update, by the names of the weights: flattened, as the optimizer applied them, so scaled and clipped."""
+    """The gradients of each update, by the names of the weights: flattened, scaled and clipped, as the optimizer applied them."""
     routed: int = 0
     """Tokens that all experts got together in the first step."""
 
@@ -84,11 +84,14 @@ class MiniatureRun:
         cls, settings: EngineSettings, compute: Compute, memory: float, restarts: tuple[bool, bool]
     ) -> "MiniatureRun":
         """The miniature of a run with these settings, on devices with ``memory`` bytes."""
-        mesh, parallel, optim = compute.mesh, settings.parallel, settings.optim
+        mesh = compute.mesh
+        parallel = settings.parallel
+        optim = settings.optim
         # how much its updates may differ is not known; a trial has compared them (hpclm.optim.trial)
         if optim.name not in OPTIMIZERS:
             optim = replace(optim, name=OptimConfig.name, arguments={})
-        model, numbers = settings.model, range(settings.model.layers)
+        model = settings.model
+        numbers = range(settings.model.layers)
         kinds = list(dict.fromkeys((model.kind(layer), model.has_experts(layer)) for layer in numbers))
         layers = max(BLOCKS, parallel.pipeline * parallel.chunks, len(kinds))
         if settings.engine.fp8:  # not in the first and the last block
@@ -100,7 +103,8 @@ class MiniatureRun:
         model = replace(model, init_std=max(model.init_std, model.hidden**-0.5))
         micro_batches = 2 * parallel.pipeline
         room = MEMORY_FRACTION[compute.device.type] * memory
-        size, length = settings.plan.micro_size, model.context
+        size = settings.plan.micro_size
+        length = model.context
         while size > 1 and (size * length * micro_batches > MAX_TOKENS or _bytes(settings, model, size, length) > room):
             size //= 2
         divisible = 4 * parallel.tensor * parallel.context
@@ -141,7 +145,7 @@ class MiniatureRun:
         return self._optim(exact=True) == self.settings.optim
 
     def as_run(self, settings: EngineSettings) -> tuple[BaseEngine, list[MicroBatch]]:
-        """The run's engine, in one of the ways to compute that ``settings`` of the run stand for, and this replica's micro-batches."""
+        """The run's engine with these ``settings``, and this replica's micro-batches."""
         model = replace(self.settings.model, attention=settings.model.attention, kernels=settings.model.kernels)
         mesh = self.compute.mesh
         engine = self._engine(self.compute, engine=settings.engine, in_place=settings.in_place, model=model)
@@ -150,7 +154,8 @@ class MiniatureRun:
     def plainly(self, exact: bool) -> Measured:
         """The run's steps, eager, with plain attention, and all replicas' samples on each of them; ``exact``: in fp32, else in the
         types of the run."""
-        parallel, engine = self.settings.parallel, self.settings.engine
+        parallel = self.settings.parallel
+        engine = self.settings.engine
         name = "pipelining" if parallel.pipeline > 1 else "native"
         rows = self.rows.transpose(0, 1).flatten(0, 1)  # in the order in which micro-batches are counted, for dropout
         compute = replace(self.compute.alone, dtype=torch.float32 if exact else self.compute.dtype)
@@ -194,7 +199,7 @@ class MiniatureRun:
         return replace(exactly, name=name, **{setting: getattr(OptimConfig, setting) for setting in unread})
 
     def _engine(self, compute: Compute, **changes: Any) -> BaseEngine:
-        """An engine whose dropout, in whatever way it computes, draws what the compiled blocks of a GPU draw; ``changes``: of settings."""
+        """An engine with the dropout of a GPU's compiled blocks, however it computes. ``changes``: to the settings."""
         engine = engines.build(replace(self.settings, **changes), compute)
         assert isinstance(engine, BaseEngine)
         for stack in engine.model.stacks if isinstance(engine.model, Stages) else [engine.model]:
@@ -203,7 +208,8 @@ class MiniatureRun:
 
     def _batch(self, rows: Tensor) -> MicroBatch:
         """[B, T + 1] ids as a micro-batch, copied to the device as training's are."""
-        length, device = rows.shape[1] - 1, self.compute.device
+        length = rows.shape[1] - 1
+        device = self.compute.device
         index = torch.arange(length).expand(len(rows), length)
         quarter = max(1, length // 4)
 
@@ -217,11 +223,11 @@ class MiniatureRun:
         return MicroBatch(ids[:, :-1], ids[:, 1:], None, moved(index % quarter) if of_positions else None, documents)
 
     def replayed(self, run: Measured, exact: bool, plain: bool, rounded: bool = False) -> Samples:
-        """What the updates of ``run`` make of weights and state if the optimizer makes them again; a collective.
+        """The weights and state after the optimizer has repeated the updates of ``run``; a collective.
 
-        ``exact``: in fp32, else in the types of the run. ``plain``: in plain PyTorch, of whole tensor-parallel slices; else as in the
-        run, of the parts that each process holds. ``rounded``: of gradients with other rounding errors, which shows what an optimizer
-        makes of these.
+        ``exact``: in fp32, else in the types of the run. ``plain``: by plain PyTorch on whole tensor-parallel slices, else as in the
+        run on the parts that each process holds. ``rounded``: with other rounding errors in the gradients, which shows how the
+        optimizer magnifies them.
         """
         draw = torch.Generator(self.compute.device).manual_seed(0)
 
@@ -241,7 +247,8 @@ class MiniatureRun:
         for group in optimizer.param_groups:
             group["lr"] = LR * group.get("factor", 1.0)
             group.update({kernel: False for kernel in KERNELS if plain and kernel in group})
-        one, outcomes = torch.ones((), device=weights[0].parameter.device), dict[str, Sample]()
+        one = torch.ones((), device=weights[0].parameter.device)
+        outcomes = dict[str, Sample]()
         for number, gradients in enumerate(run.gradients, 1):
             before = of_weights(state, weights, mesh)
             for held, weight in zip(run.weights, weights, strict=True):
@@ -258,9 +265,12 @@ class MiniatureRun:
         return outcomes
 
     def _whole(self, weight: ShardedParameter, values: Tensor) -> Tensor:
-        """The tensor-parallel slice, of which this process holds ``values``, in a new tensor; a collective over those that hold the rest.
-        Of experts, those that this process has a part of."""
-        mesh, parts = self.compute.mesh, weight.placement.data_ranks
+        """The whole tensor-parallel slice of a weight, in a new tensor; a collective over the processes that hold its parts.
+
+        This process holds ``values``. Of experts, only those that this process has a part of are included.
+        """
+        mesh = self.compute.mesh
+        parts = weight.placement.data_ranks
         shape = weight.placement.local(mesh.tp)
         values = values.detach().to(self.compute.device).flatten()
         if weight.replicas.size * parts == mesh.dp.size:
@@ -278,13 +288,14 @@ def plain_attention() -> AbstractContextManager[None]:
 
 def _bytes(settings: EngineSettings, model: ModelConfig, size: int, length: int) -> float:
     """Bytes, about, of the plain way with micro-batches of ``size`` x ``length``: state, scores and other activations in fp32."""
-    layers, stages = model.layers, settings.parallel.pipeline
+    layers = model.layers
+    stages = settings.parallel.pipeline
     activations = size * layers * (12 * model.heads * length**2 + 100 * length * model.hidden) / stages
     return (16 * count.parameters(model) + activations) / settings.parallel.tensor
 
 
 def _half_the_experts(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig | None:
-    """The model with half as many experts; None if it cannot have so few."""
+    """The model with half as many experts; None if that is impossible."""
     if model.experts % 2 or model.experts < 4:
         return None
     try:
@@ -295,12 +306,17 @@ def _half_the_experts(model: ModelConfig, parallel: ParallelConfig) -> ModelConf
 
 
 def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False) -> Measured:
-    """Two steps of a fresh engine; ``plain``: those that others are compared with, whose updates are not made again."""
-    state, mesh, weights = engine.state, engine.mesh, engine.weights
+    """Train a fresh engine for two steps. ``plain``: the steps are the reference, and their updates are not repeated."""
+    state = engine.state
+    mesh = engine.mesh
+    weights = engine.weights
     before = of_weights(state, weights, mesh)
     initial = {f"initial {name}": values for name, values in before.items()}
-    kept, outcomes = [] if plain else [*_copies(engine)], dict[str, Sample]()
-    scalars, gradients, routed = list[dict[str, Sample]](), list[dict[str, Any]](), 0
+    kept = [] if plain else [*_copies(engine)]
+    outcomes = dict[str, Sample]()
+    scalars = list[dict[str, Sample]]()
+    gradients = list[dict[str, Any]]()
+    routed = 0
 
     def record(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         scale = getattr(optimizer, "grad_scale", 1.0)  # as torch.amp has it; a library scales gradients itself
@@ -336,6 +352,7 @@ def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False)
 def _copies(engine: BaseEngine) -> Iterator[ShardedParameter]:
     """The weights as this process holds them, with copies of their values, without padding."""
     for weight in engine.weights:
-        held, values = engine.state.local_part(weight), engine.state.values(weight)
+        held = engine.state.local_part(weight)
+        values = engine.state.values(weight)
         values = values if held.values is None else values.flatten()[: held.count]
         yield replace(held, parameter=nn.Parameter(values.clone()), values=None)

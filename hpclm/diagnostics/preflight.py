@@ -127,8 +127,10 @@ def measure_links(
         ) from error
     if len(nodes) == 1:
         return []
-    names, leaders = list(nodes), [ranks[0] for ranks in nodes.values()]
-    speed, reason = 0.0, ""
+    names = list(nodes)
+    leaders = [ranks[0] for ranks in nodes.values()]
+    speed = 0.0
+    reason = ""
     if context.rank in leaders:
         here = leaders.index(context.rank)
         after = (here + 1) % len(leaders)

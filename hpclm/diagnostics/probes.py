@@ -1,5 +1,8 @@
-"""What the preflight check tries out: the run directory, which every node must see and be able to write to, and the network,
-by an all-reduce over all processes and by messages from each node to the next."""
+"""The tests of the preflight check.
+
+Every node must see the run directory and be able to write to it. The network is tested by an all-reduce over all processes, and by
+messages from each node to the next.
+"""
 
 import secrets
 import shutil
@@ -36,8 +39,10 @@ def unmark(out: Path, token: str) -> None:
 
 
 def probe_disk(out: Path, token: str) -> dict[str, object]:
-    """What this node finds in the run directory, where rank 0 has written ``token``: free bytes, and whether it is the same
-    directory; or why it cannot be written."""
+    """The free bytes in the run directory as this node sees it, and whether it is the one where rank 0 has written ``token``.
+
+    An error if it cannot be written.
+    """
     marked = marker(out, token)
     probe_file = marked.with_name(f"{marked.name}-{secrets.token_hex(4)}")
 

@@ -1,7 +1,7 @@
-"""Samples of tensors, by which two ways to compute the same are compared, and whether these differ by more than the type of the numbers costs.
+"""Samples of tensors, to compare two ways to compute the same: whether they differ by more than the type of the numbers costs.
 
-What the type costs shows the plain way in that type, against the plain way in fp32. A gradient, say, may be off by three times as
-much, and by a rounding; so may what an update makes of a gradient, compared with what it makes of the same gradient in fp32.
+The cost of a type is the difference between plain computations in that type and in fp32. A gradient may be off by three times that
+cost, and by a rounding. The same holds for an update, compared with the update by the same gradient in fp32.
 """
 
 import math
@@ -57,8 +57,9 @@ def sample(values: Tensor | float, size: int | None = None, begin: int = 0) -> S
 
 
 def sample_of(held: ShardedParameter, values: Tensor, mesh: Mesh) -> Sample:
-    """A sample of the tensor-parallel slice of a weight, or of what has its shape, of which this process holds ``values``."""
-    size, parts = math.prod(held.placement.local(mesh.tp)), held.placement.data_ranks
+    """A sample of the tensor-parallel slice of a weight, or of a tensor of its shape. This process holds ``values`` of it."""
+    size = math.prod(held.placement.local(mesh.tp))
+    parts = held.placement.data_ranks
     begin = held.begin + held.data_rank % parts * size  # a part of experts is some of the first dimension
     return sample(values.flatten()[: held.count], size * parts, begin)
 
@@ -71,11 +72,12 @@ def of_weights(state: TrainingState, weights: Sequence[ShardedParameter], mesh: 
 def of_update(
     number: int, before: Samples, state: TrainingState, weights: Sequence[ShardedParameter], mesh: Mesh
 ) -> dict[str, Sample]:
-    """What came of update ``number``: the change of each weight since ``before``, and what the optimizer keeps."""
+    """The result of update ``number``: the change of each weight since ``before``, and the optimizer's state."""
     after = f"after update {number}"
     results = {f"updates {after}": sample(state.steps())}
     for weight in weights:
-        held, name = state.local_part(weight), weight.name
+        held = state.local_part(weight)
+        name = weight.name
         first, values, _ = sample_of(held, state.values(weight), mesh)
         rounding = ROUNDINGS * float(values.norm())
         results[f"change of {name} by update {number}"] = Sample(first, values - before[name].values, rounding)
@@ -91,7 +93,7 @@ def of_update(
 
 
 def of_matrices(number: int, state: TrainingState, weights: Sequence[ShardedParameter]) -> dict[str, Sample]:
-    """What the optimizer keeps after update ``number`` of the whole matrices that this process works on."""
+    """The optimizer's state for the whole matrices that this process works on, after update ``number``."""
     return {
         f"{key} of {weight.name} after update {number}": sample(state.values(weight, key))
         for weight in weights
@@ -101,7 +103,7 @@ def of_matrices(number: int, state: TrainingState, weights: Sequence[ShardedPara
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What two ways to compute may differ by, besides three times what the type costs."""
+    """The allowed difference between two ways to compute, besides three times the cost of the type."""
 
     floor: float
     """The relative difference that is always allowed."""
@@ -112,12 +114,13 @@ class Tolerance:
 
 
 OF_UPDATES = Tolerance(UPDATE_FLOOR, alike=False)
-"""Of updates of the same gradients: a cost is that of the same operations on the same numbers, so that nothing in it is chance."""
+"""For updates by the same gradients. The operations and numbers are the same, so the cost has no random part."""
 
 
 def of_steps(settings: EngineSettings, compute: Compute) -> Tolerance:
-    """Of steps: a rounding to the type, for each sum over replicas where gradients are sent in it."""
-    engine, floor = settings.engine, max(torch.finfo(compute.dtype).eps, FLOOR)
+    """The tolerance of steps: a rounding to the type, for each sum over replicas if gradients are sent in it."""
+    engine = settings.engine
+    floor = max(torch.finfo(compute.dtype).eps, FLOOR)
     library = engine.gradients == "auto" and engine.name in ("deepspeed", "fairscale")
     in_type = engine.gradients == "compute" or library
     routing = ROUTING_FLOOR if settings.model.experts else 0.0
@@ -127,8 +130,10 @@ def of_steps(settings: EngineSettings, compute: Compute) -> Tolerance:
 def differing(
     run: Samples, in_type: Samples, exact: Samples, tolerance: Tolerance, context: DistributedContext
 ) -> tuple[str, str]:
-    """What of ``run`` differs from ``exact`` by more than its type costs ``in_type``, empty if nothing does; and what came closest to
-    it. Of the sums of all ranks, and of each rank alone; the same on every rank."""
+    """The part of ``run`` that differs from ``exact`` by more than its type costs ``in_type``, or empty; and the part that came closest.
+
+    Sums over all ranks are judged, and each rank alone; the answer is the same on every rank.
+    """
     everyone = context.gather([_squares(run, in_type, exact), sorted(exact)])
 
     def judge() -> tuple[str, str]:
@@ -152,8 +157,10 @@ def differing(
 
 
 def _squares(run: Samples, in_type: Samples, exact: Samples) -> dict[str, list[float]]:
-    """What this process has a part of -> squares of the difference from what is exact, of what the type costs, of the values, and of the
-    rounding that any way may have; how many values."""
+    """For each tensor that this process has a part of, sums of squares, and the number of values.
+
+    Squares of: the difference from the exact values, the cost of the type, the values, the rounding that any computation may have.
+    """
     squares: dict[str, list[float]] = {}
     for what, (first, values, rounding) in run.items():
         if what in exact:
@@ -165,7 +172,7 @@ def _squares(run: Samples, in_type: Samples, exact: Samples) -> dict[str, list[f
 
 
 def judged(total: Mapping[str, Sequence[float]], tolerance: Tolerance) -> tuple[str, str]:
-    """What is off by more than it may be, and what comes closest to that, of the sums of ``_squares`` over ranks."""
+    """The part that exceeds its tolerance, or empty, and the part that comes closest; from sums of ``_squares`` over ranks."""
     kinds: dict[str, list[Sequence[float]]] = {}
     for what, five in total.items():
         kinds.setdefault(what.partition(" ")[0], []).append(five)

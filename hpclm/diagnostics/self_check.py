@@ -1,11 +1,11 @@
-"""The self-check at the start of a run (cluster.self_check): the machine shows that it computes what it should.
+"""The self-check at the start of a run (cluster.self_check) shows that the machine computes correctly.
 
-Known numbers are summed, gathered and scattered over every process group. Then a miniature of the run trains as the run will (its
-engine, compiled, its attention kernel, its type, asynchronous) and plainly (eager, plain attention, fp32, one replica): what both give
-may differ by what the type itself costs, which the plain way in that type shows. Where the steps must have the same bits each time,
-they are done twice; and a snapshot taken while the device computes must be the state at rest.
+Known numbers are summed, gathered and scattered over every process group. Then a miniature of the run trains twice: as the run will
+(its engine, compiled, its attention kernel, its type, asynchronous) and plainly (eager, plain attention, fp32, one replica). The
+results may differ by the cost of the type, which plain training in that type shows. Steps that must give the same bits are repeated.
+A snapshot that is taken while the device computes must equal the state at rest.
 
-What fails is replaced by the plain way, which is slower and right.
+A part that fails is replaced by the plain one, which is slower and right.
 """
 
 import gc
@@ -65,7 +65,8 @@ def check_computation(config: RunConfig, context: DistributedContext, compute: C
     """Check that this run computes what it should, on every rank; HpclmError, the same on every rank, where even the plain way does
     not, or messages arrive changed."""
     settings = compiling.shared_by_all(config.for_engine(context.size), compute.device, context)
-    background, on_gpu = config.checkpoint.background, compute.device.type == "cuda"
+    background = config.checkpoint.background
+    on_gpu = compute.device.type == "cuda"
     unchecked = SelfCheckResult(settings, background)
     if not (on_gpu if config.cluster.self_check is None else config.cluster.self_check):
         return unchecked
@@ -125,7 +126,8 @@ def _on_all_ranks(text: str) -> HpclmError:
 
 def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str, EngineSettings]]:
     """As the settings say, and what replaces it, from the fastest to the plainest."""
-    eager, model = replace(settings.engine, compile=False), settings.model
+    eager = replace(settings.engine, compile=False)
+    model = settings.model
     yield AS_SET, settings
     flash = None
     if device.type == "cuda" and model.attention in ("auto", "cudnn", "flex") and not model.needs_scores:
@@ -146,7 +148,8 @@ def _compared(
     miniature: MiniatureRun, settings: EngineSettings, background: bool, context: DistributedContext
 ) -> dict[str, Any]:
     """The first way that computes what it should, and what is wrong with those before it; HpclmError if none does."""
-    device, problems = miniature.compute.device, list[str]()
+    device = miniature.compute.device
+    problems = list[str]()
     context.watchdog.enter("self-check")
     plain = miniature.plainly(exact=True)
     in_type = plain if miniature.exact else miniature.plainly(exact=False)
@@ -158,7 +161,8 @@ def _compared(
         engine, batches = miniature.as_run(tried)
         run = measured(engine, batches)
         failed = compiling.failed_on_some(engine.compilations, context)
-        uncompiled, wrong = bool(failed), "".join(f"torch.compile failed on {why}" for why in list(failed.values())[:1])
+        uncompiled = bool(failed)
+        wrong = "".join(f"torch.compile failed on {why}" for why in list(failed.values())[:1])
         if not wrong and engine.exchange:
             wrong = next(filter(None, context.all_gather(lost_matrices(engine.exchange))), "")
         if not wrong and engine.router_state:
@@ -202,9 +206,9 @@ def _compared(
 def _comparisons(
     miniature: MiniatureRun, run: Measured, in_type: Measured, plain: Measured, of_step: Tolerance
 ) -> Iterator[tuple[Samples, Samples, Samples, Tolerance]]:
-    """All that is compared: what the run gave, what shows the cost of its type, what is exact, and by how much more they may differ.
+    """The comparisons: samples of the run, samples that show the cost of its type, exact samples, and the tolerance.
 
-    What the run's optimizer makes of its gradients is compared with what plain PyTorch makes of them.
+    The updates by the run's optimizer are compared with those of plain PyTorch by the same gradients.
     """
     yield run.first, in_type.first, plain.first, of_step
     exact = miniature.replayed(run, exact=True, plain=True)
@@ -270,7 +274,7 @@ def _cache(miniature: MiniatureRun, settings: EngineSettings, background: bool) 
 
 
 def _read(kept: Path) -> dict[str, Any] | None:
-    """What is remembered; None if nothing is."""
+    """The result that was kept; None without one."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         report: dict[str, Any] = json.loads(files.read_text(kept))
         good = report["way"] == AS_SET and report["problems"] == [] and report["background"] in (True, False)

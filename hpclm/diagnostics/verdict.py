@@ -17,7 +17,8 @@ from hpclm.terminal import ranges
 AGREE = ("hpclm", "python", "torch", "cuda", "nccl", *DECISIVE, "driver", "device_name")
 SHM = 32 << 20  # bytes of /dev/shm for each process: NCCL and MPI keep their buffers there
 OTHERS = 0.1  # of a GPU's memory
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
+GIB = 1 << 30
 FAR = 5.0  # times slower than the others is a fault
 
 
@@ -67,8 +68,10 @@ def grouped(values: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def problems(facts: Facts) -> Iterator[str]:
-    """What would stop a run of one process."""
-    gpus, local, launcher = facts.get("gpus", 0), facts["local_size"], facts["launcher"]
+    """Problems that would stop a run of one process."""
+    gpus = facts.get("gpus", 0)
+    local = facts["local_size"]
+    launcher = facts["launcher"]
     failures = facts.get("import_failures", ())
     yield from failures
     if facts["torch"] is None and not failures:
@@ -83,7 +86,7 @@ def problems(facts: Facts) -> Iterator[str]:
 
 
 def hints(facts: Facts) -> Iterator[str]:
-    """What will not stop a run of one process, but may surprise its user."""
+    """Facts that will not stop a run of one process, but may surprise its user."""
     if facts["torch"] and not facts.get("import_failures"):
         outside = [f"{name} ({path})" for name, path in facts.get("outside", {}).items()]
         if outside:
@@ -131,7 +134,8 @@ def devices(ranks: Sequence[Facts]) -> list[NodeFinding]:
     findings = []
     for uuid, sharing in users.items():
         first = ranks[sharing[0]]
-        used, size = first.get("device_used", 0), first.get("device_total", 0)
+        used = first.get("device_used", 0)
+        size = first.get("device_total", 0)
         if len(sharing) > 1:
             text = (
                 f"ranks {listing(sharing)} on {first['node']} all use {first['device']} ({uuid}), with CUDA_VISIBLE_DEVICES="
@@ -151,7 +155,8 @@ def memory(ranks: Sequence[Facts]) -> list[NodeFinding]:
     """Nodes with little shared memory."""
     findings = []
     for node, members in nodes_of(ranks).items():
-        shm, needed = ranks[members[0]]["shm"], SHM * len(members)
+        shm = ranks[members[0]]["shm"]
+        needed = SHM * len(members)
         if shm and shm["free"] < needed:
             text = (
                 f"/dev/shm of {node} has {shm['free'] // MIB} of {shm['total'] // MIB} MiB free, and {len(members)} processes may "
@@ -206,7 +211,7 @@ def disks(out: str, probed: Mapping[str, Mapping[str, Any]], room: int) -> list[
 
 
 def links(measured: Sequence[Link]) -> list[NodeFinding]:
-    """Links that fail or are slow; a node whose links are all far slower than the median node's fastest one is bad.
+    """Links that fail or are slow. A node is bad if all its links are far slower than the median node's fastest link.
 
     With two nodes there is nothing to compare with, so neither is bad.
     """

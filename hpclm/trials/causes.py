@@ -1,4 +1,4 @@
-"""What usually causes a difference between layouts, and what to do."""
+"""Usual causes of a difference between layouts, and remedies."""
 
 from collections.abc import Sequence
 
@@ -57,7 +57,8 @@ REPORT = "it is reported with a value per token on some ranks only, or computed 
 
 def cause(kind: str, trial: Trial, differences: Sequence[Difference]) -> str:
     """The usual cause of what differs in a trial of an object of this kind."""
-    stage, hints = differences[0].stage, {difference.hint for difference in differences}
+    stage = differences[0].stage
+    hints = {difference.hint for difference in differences}
     place = "tensor" if trial.splits else "batches" if trial.other_batches else "other"
     if kind == "engine" and "parallel.pipeline=2" in trial.settings:
         return GRADIENT["stages"]

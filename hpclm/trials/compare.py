@@ -1,4 +1,4 @@
-"""What differs between a trial and its reference, in the order in which it comes to be: initial weights, loss, gradients, updates, later steps.
+"""Differences between a trial and its reference, stage by stage: initial weights, loss, gradients, updates, later steps.
 
 A pure function of what their processes have recorded.
 """
@@ -26,7 +26,7 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs, at one stage of training."""
+    """A difference at one stage of training."""
 
     stage: str
     """initial, forward, training, gradient, update, later, report or samples."""
@@ -34,7 +34,7 @@ class Difference:
     """In words: which weight, and by how much."""
     weight: str = ""
     hint: str = ""
-    """What else is known: partial (a gradient is a part of the sum), counted (it is counted on each rank), ranks (ranks differ)."""
+    """A hint at the cause: partial (a gradient is a part of the sum), counted (it is counted on each rank), ranks (ranks differ)."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Tensors:
     whole: Values
     """Put together from all processes."""
     held: Mapping[str, Sequence[Array]]
-    """What each process holds of them, NaN elsewhere."""
+    """The parts that each process holds, NaN elsewhere."""
 
     @classmethod
     def of(cls, pieces: Iterable[Sequence[Piece]]) -> "Tensors":
-        """Of the pieces of each process."""
+        """Join the pieces of all processes."""
         whole: dict[str, Array] = {}
         held: dict[str, list[Array]] = {}
         for of_rank in pieces:
@@ -75,7 +75,7 @@ class Tensors:
 
 
 def differences(reference: Sequence[Record], trial: Sequence[Record], exact: bool, random: bool) -> list[Difference]:
-    """What differs in ``trial``: all that does at the first stage that differs.
+    """All differences of ``trial`` at the first stage that differs.
 
     ``exact``: every bit must agree. ``random``: training draws other random numbers there, so that only evaluation is compared.
     """
@@ -117,7 +117,8 @@ def _names(right: Tensors, given: Tensors) -> Iterator[Difference]:
 
 
 def _evaluated(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
-    right, given = reference[0].evaluated, trial[0].evaluated
+    right = reference[0].evaluated
+    given = trial[0].evaluated
     if not right or not given:
         return
     wrong = _relative(given[""], right[""]) > LOSS
@@ -139,7 +140,8 @@ def _evaluated(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator
 
 
 def _first(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
-    right, given = reference[0].steps[0], trial[0].steps[0]
+    right = reference[0].steps[0]
+    given = trial[0].steps[0]
     yield from _figures(1, right, given, {"grad_norm"}, LOSS, "training")
 
 
@@ -182,7 +184,7 @@ def _updates(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[D
 
 
 def _changed(stage: str, when: str, before: Values, right: Tensors, given: Tensors) -> Iterator[Difference]:
-    """The weights whose changes since ``before`` differ."""
+    """The weights that have changed differently since ``before``."""
     wrong = []
     for name in (name for name in right.whole if name in given.whole):
         change = right.whole[name] - before.get(name, np.zeros_like(right.whole[name]))
@@ -199,7 +201,8 @@ def _changed(stage: str, when: str, before: Values, right: Tensors, given: Tenso
 
 
 def _later(reference: Sequence[Record], trial: Sequence[Record], exact: bool) -> Iterator[Difference]:
-    first, tolerance = trial[0].first, 0.0 if exact else 10 * LOSS
+    first = trial[0].first
+    tolerance = 0.0 if exact else 10 * LOSS
     right = Tensors.of(record.final for record in reference)
     given = Tensors.of(record.final for record in trial)
     before = Tensors.of(record.initial for record in reference).whole

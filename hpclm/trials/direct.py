@@ -1,4 +1,4 @@
-"""What can be tried without training: a schedule's values, a source's samples, a tokenizer's texts, a sink's rows."""
+"""Tests without training: of a schedule's values, a source's samples, a tokenizer's texts, a sink's rows."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ def digests(source: Source, context: int) -> list[str]:
 
 
 def schedule(function: Callable[..., float], optim: OptimConfig) -> Iterator[str]:
-    """What is wrong with a schedule."""
+    """Problems of a schedule."""
     positions = [float(position) for position in range(int(LENGTH) + 1)]
     first = [function(position, LENGTH, optim) for position in positions]
     again = [function(position, LENGTH, optim) for position in reversed(positions)][::-1]
@@ -51,9 +51,10 @@ def schedule(function: Callable[..., float], optim: OptimConfig) -> Iterator[str
 
 
 def tokenizer(kind: str, files: list[str]) -> Iterator[str]:
-    """What is wrong with the tokenizer ``kind``."""
+    """Problems of the tokenizer ``kind``."""
     try:
-        mine, other = tokenizers.build(kind, files), tokenizers.build(kind, files)
+        mine = tokenizers.build(kind, files)
+        other = tokenizers.build(kind, files)
     except HpclmError as error:
         yield str(error)
         return
@@ -76,7 +77,7 @@ def tokenizer(kind: str, files: list[str]) -> Iterator[str]:
 
 
 def sink(name: str, folder: Path) -> Iterator[str]:
-    """What is wrong with the sink ``name``: it gets rows, is closed, and continues in another attempt."""
+    """Problems of the sink ``name``, which gets rows, is closed, and continues in another attempt."""
     make = sinks.lookup(name)
     about = sinks.RunInfo("selftest", folder.name, "selftest", folder, {"optim.lr": 1e-3})
     first = make(about)

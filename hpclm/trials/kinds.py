@@ -1,4 +1,4 @@
-"""What an object of the user's own is: a block, an optimizer, a data source, and so on; by what it inherits and what it is called with."""
+"""The kind of a user's object (a block, an optimizer, a data source, ...), by its base classes and its parameters."""
 
 import inspect
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ PARAMETERS = {
     ("position", "length", "optim"): "schedule",
     ("weights", "optim"): "optimizer",
 }
-"""What functions of a kind are called with, by position."""
+"""The positional arguments of functions of each kind."""
 METHODS = {
     ("train_step", "evaluate", "tensors", "scalars", "load"): "engine",
     ("encode", "encode_batch", "decode"): "tokenizer",
     ("send", "close"): "sink",
 }
-"""What classes of a kind have."""
+"""The methods of classes of each kind."""
 
 
 def load(name: str) -> Any:
-    """The object ``name``, module:attribute; ConfigError if there is none."""
+    """The object ``name``, module:attribute; ConfigError if it does not exist."""
     if not OWN.fullmatch(name):
         raise ConfigError(f"{name!r} is not module:attribute, such as mine:Block for the class Block of mine.py")
     return lookup("code", name, {}, lambda _: None)
 
 
 def kind_of(name: str, loaded: Any) -> str:
-    """What ``loaded``, the object ``name``, is; ConfigError if it can be several kinds of thing, or none."""
+    """The kind of ``loaded``, the object ``name``; ConfigError if several kinds are possible, or none."""
     if inspect.isclass(loaded):
         if issubclass(loaded, torch.optim.Optimizer):
             return "optimizer"

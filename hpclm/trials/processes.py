@@ -26,7 +26,8 @@ def run(count: int, work: Callable[[int], int], output: Path, limit: float = LIM
     sys.stdout.flush()
     sys.stderr.flush()
     running = {_forked(rank, work, output): rank for rank in range(count)}
-    codes, until = [0] * count, time.monotonic() + limit
+    codes = [0] * count
+    until = time.monotonic() + limit
     try:
         while running:
             for pid in list(running):

@@ -30,7 +30,7 @@ class Failure:
 
     text: str
     refused: bool
-    """Whether hpclm refuses what was to be done, by a message of its own."""
+    """Whether hpclm has refused to train, with a message."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Start:
     """Whether to record the samples of the training data."""
 
     def file(self, rank: int) -> Path:
-        """What the process ``rank`` leaves."""
+        """The file with the result of the process ``rank``."""
         return self.out.with_name(f"{self.out.name}-{rank}-{self.secret[:8]}.pickle")
 
 

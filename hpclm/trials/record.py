@@ -1,4 +1,4 @@
-"""What one process of a trial records of its training: losses, weights and gradients.
+"""The record of one process of a trial: losses, weights and gradients.
 
 Values are NumPy arrays: they travel between processes in a file.
 """
@@ -30,22 +30,22 @@ class Piece(NamedTuple):
     name: str
     values: NDArray[Any]
     shape: tuple[int, ...]
-    """Of the whole weight."""
+    """The shape of the whole weight."""
     start: tuple[int, ...]
 
 
 @dataclass
 class Record:
-    """What one process has seen."""
+    """The record of one process."""
 
     first: int = 0
     """The step at which it began."""
     steps: list[dict[str, float]] = field(default_factory=list)
     """Loss, gradient norm, learning rate and all that is reported, of each step."""
     initial: list[Piece] = field(default_factory=list)
-    """The weights before the first update; of a run that resumes, none, as of the next three."""
+    """The weights before the first update. For a run that resumes, this and the next three are empty."""
     gradients: list[Piece] = field(default_factory=list)
-    """Of the first update."""
+    """The gradients of the first update."""
     updated: list[Piece] = field(default_factory=list)
     """The weights after the first update."""
     evaluated: dict[str, float] = field(default_factory=dict)
@@ -59,18 +59,22 @@ class Record:
 
 
 class ObservedEngine:
-    """An engine whose steps are recorded; at the beginning of step number ``kill_at`` the process is killed."""
+    """Records the steps of an engine. The process is killed at the beginning of step ``kill_at``."""
 
     def __init__(self, engine: Engine, record: Record, kill_at: int | None):
-        self.inner, self.record, self.kill_at = engine, record, kill_at
+        self.inner = engine
+        self.record = record
+        self.kill_at = kill_at
 
     def train_step(
         self, batches: Sequence[MicroBatch], lr: float, step: int, check_interrupt: Callable[[int], None] = keep_going
     ) -> StepResult:
-        """As of Engine."""
+        """See Engine."""
         if step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        inner, record, first = self.inner, self.record, not step
+        inner = self.inner
+        record = self.record
+        first = not step
         hooks = _watched(inner, record) if first and isinstance(inner, BaseEngine) else []
         result = inner.train_step(batches, lr, step, check_interrupt)
         for hook in hooks:
@@ -82,19 +86,19 @@ class ObservedEngine:
         return result
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float | None:
-        """As of Engine."""
+        """See Engine."""
         return self.inner.evaluate(batches)
 
     def tensors(self) -> Iterator[Shard]:
-        """As of StateSource."""
+        """See StateSource."""
         return self.inner.tensors()
 
     def scalars(self) -> dict[str, Any]:
-        """As of StateSource."""
+        """See StateSource."""
         return self.inner.scalars()
 
     def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:
-        """As of Engine."""
+        """See Engine."""
         self.inner.load(saved, scalars)
 
 
@@ -167,7 +171,9 @@ def blocks_of(engine: BaseEngine) -> Iterator[tuple[str, nn.Module]]:
 
 def evaluated(loop: TrainingLoop, engine: BaseEngine) -> dict[str, float]:
     """The loss in evaluation, as the weights are, and with each weight of the first block changed a little; a collective."""
-    batches, size, names = loop.run.data.train, loop.config.batch.global_size, set[str]()
+    batches = loop.run.data.train
+    size = loop.config.batch.global_size
+    names = set[str]()
     mine = {weight.name: weight for weight in engine.weights if weight.name.startswith("block0.")}
     for others in loop.context.all_gather(sorted(mine)):
         names |= {*others}

@@ -1,4 +1,4 @@
-"""Try an object of the user's own in every layout, and say where a toy that trains with it learns something else than in one process."""
+"""Try a user's object in every layout, and compare what a toy model learns with it there and in one process."""
 
 import pickle
 import secrets
@@ -19,7 +19,7 @@ from hpclm.trials.verdict import UNCOMPARED, Result, Verdict
 SHOWN = 4  # weights that are named
 LAST = 1500  # characters of what a process that failed without a message has printed
 MISPLACED = "its placement says"
-"""In the error for a mistake in a block, by which no layout is unsupported."""
+"""A part of the error for a mistake in a block; the layout itself is supported."""
 ENGINES = ("native", "pipelining", "fsdp2")
 
 
@@ -28,7 +28,8 @@ class TrialFailed(Exception):
 
     def __init__(self, text: str, refused: bool = False):
         super().__init__(text)
-        self.text, self.refused = text, refused
+        self.text = text
+        self.refused = refused
 
 
 def selftest(
@@ -38,10 +39,10 @@ def selftest(
     only: Sequence[str] = (),
     tell: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Result:
-    """Try the object ``name``, module:attribute. ``given``: settings, as key=value, on top of the toy's; ``only``: names of layouts; all
-    without any. ``tell`` gets each verdict at once.
+    """Try the object ``name``, module:attribute.
 
-    ConfigError if there is no such object, if it is of no kind that is known, or if it does not work in one process.
+    ``given``: settings, as key=value, on top of the toy's. ``only``: names of layouts; empty: all. ``tell`` gets each verdict at once.
+    ConfigError if the object does not exist, is of an unknown kind, or does not work in one process.
     """
     loaded = kinds.load(name)
     kind = kind or kinds.kind_of(name, loaded)
@@ -56,7 +57,7 @@ def selftest(
 
 
 def _direct(name: str, kind: str, given: Sequence[str], folder: Path) -> Iterator[Verdict]:
-    """Of what takes no part in training."""
+    """The verdict on code that takes no part in training."""
     settings = config.load(None, [*toy.TOY, *given])
 
     def check() -> list[str]:
@@ -76,7 +77,7 @@ def _checked(layout: str, check: Callable[[], list[str]]) -> Verdict:
 
 
 def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], folder: Path) -> Iterator[Verdict]:
-    """Of a toy that trains in each layout."""
+    """The verdicts on a toy that trains in each layout."""
     reference, others = toy.trials(kind, name)
     if unknown := [layout for layout in only if layout not in {trial.name for trial in others}]:
         raise ConfigError(
@@ -108,7 +109,7 @@ def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], fo
 
 
 def _notes(right: Sequence[Record]) -> Iterator[str]:
-    """What is worth knowing of the reference."""
+    """Notes on the reference."""
     if right[0].draws:
         yield "it draws random numbers in training: with tensor 2 and other micro-batches these are others, so that only evaluation is compared"
 
@@ -136,7 +137,7 @@ def _samples(right: Sequence[Record], records: Sequence[Record]) -> Iterator[Dif
 
 
 def _records(name: str, kind: str, trial: Trial, given: Sequence[str], folder: Path) -> list[Record]:
-    """What the processes of a trial have recorded; TrialFailed if they have not."""
+    """The records of a trial's processes; TrialFailed if some left none."""
     words = toy.settings_of(kind, name, trial, tuple(given))
     out = folder / trial.name.replace(" ", "-")
     try:
@@ -153,7 +154,7 @@ def _records(name: str, kind: str, trial: Trial, given: Sequence[str], folder: P
 
 
 def _start(start: rank.Start, killed: bool = False) -> list[Record]:
-    """Start the processes, and read what they leave. ``killed``: they are to be killed, and leave nothing."""
+    """Start the processes, and read their records. ``killed``: they are killed, and leave none."""
     output = start.out.with_suffix(".log")
     codes = processes.run(start.processes, lambda number: rank.train(start, number), output)
     left = [_left(start.file(number)) for number in range(start.processes)]
@@ -177,7 +178,7 @@ def _start(start: rank.Start, killed: bool = False) -> list[Record]:
 
 
 def _left(path: Path) -> Record | rank.Failure | None:
-    """What a process has left in its file."""
+    """The content of a process's file."""
     if not files.is_file(path):
         return None
     left: Record | rank.Failure = pickle.loads(files.read_bytes(path))

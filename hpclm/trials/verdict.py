@@ -1,4 +1,4 @@
-"""Outcomes of a test of the user's own code, layout by layout, as text. Needs no PyTorch."""
+"""The outcomes of a test of the user's code, layout by layout, as text. Needs no PyTorch."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ INDENT = " " * 26
 UNCOMPARED = (
     "in evaluation only: it draws random numbers in training, other ones there, so no gradient could be compared"
 )
-"""Of a layout in which training is random in its own way, as with dropout."""
+"""Said of a layout that draws other random numbers, for dropout for example."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Verdict:
     layout: str
     outcome: Outcome
     details: tuple[str, ...] = ()
-    """What differs, or why it was refused or failed."""
+    """The differences, or why it was refused or failed."""
     cause: str = ""
     """The usual cause of what differs."""
 
@@ -41,7 +41,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of all layouts."""
+    """The verdicts on all layouts."""
 
     name: str
     kind: str
@@ -53,7 +53,8 @@ class Result:
         return all(verdict.good for verdict in self.verdicts)
 
     def __repr__(self) -> str:
-        shown, text = list[str](), list[str]()
+        shown = list[str]()
+        text = list[str]()
         for verdict in self.verdicts:
             text += lines(verdict, shown)
             shown.append(verdict.cause)

@@ -61,11 +61,11 @@ CASES = {
     # a checkpoint
     "train small data.source=synthetic out=runs/none --from 5": (
         64,
-        "runs/none is no run yet, so it has no checkpoint of step 5",
+        "runs/none is not a run yet, so it has no checkpoint of step 5",
     ),
     "submit small data.source=synthetic out=runs/none --from 5": (
         64,
-        "runs/none is no run yet, so it has no checkpoint of step 5",
+        "runs/none is not a run yet, so it has no checkpoint of step 5",
     ),
     "resume none --from 5": (64, "none is not a run directory: it does not exist"),
     "checkpoints runs/new": (64, "runs/new/checkpoints"),

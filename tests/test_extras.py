@@ -104,7 +104,7 @@ def test_text_that_needs_an_optional_library_is_refused_with_the_extra(tmp_path,
     with pytest.raises(ConfigError, match=r"text.jsonl.zst needs zstandard, .*'hpclm\[text\]'"):
         inputs.find([f"{text}.zst"], None)
     with pytest.raises(ConfigError, match=r"--split-sentences needs sentencex, .*'hpclm\[text\]'"):
-        build.check(Job("bytes", (), language="en"))
+        build.check_job(Job("bytes", (), language="en"))
     model = tmp_path / "t.model"
     assert cli.main(["train-tokenizer", "--input", str(text), "--output", str(model), "--vocab-size", "300"]) == 64
     assert "a sentencepiece tokenizer needs sentencepiece, which is not installed" in capsys.readouterr().err

@@ -104,7 +104,7 @@ def test_texts_of_any_length_are_scored_as_each_alone(name):
 @pytest.mark.parametrize("name", networks())
 def test_the_planner_counts_every_weight(name):
     run = settings(EVERY[name], engine=dict(precision="bf16"))
-    plan = forecast.of(run, KINDS["H100"])
+    plan = forecast.predict(run, KINDS["H100"])
     assert count.parameters(plan.model) == sizes(run.model)
     assert plan.room == "fits" and plan.tokens_per_second and 0 < plan.mfu < 1
 

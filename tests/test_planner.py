@@ -86,7 +86,7 @@ def test_over_a_slow_network_weights_are_best_sharded_within_a_node():
         one for one in ranked if one.options == ("parallel.shard=8", "batch.micro_size=2", "engine.zero_stage=3")
     )
     assert best.forecast.volume.replicate == pytest.approx(4 * count.parameters(run.model) / 8)
-    everywhere = forecast.of(replace(best.run, parallel=run.parallel), best.forecast.kind)
+    everywhere = forecast.predict(replace(best.run, parallel=run.parallel), best.forecast.kind)
     assert best.forecast.step.total < 0.5 * everywhere.step.total and everywhere.volume.replicate == 0
 
 
@@ -125,8 +125,8 @@ def test_the_network_and_the_memory_of_ones_own_are_those_that_are_reckoned_with
     words = ["debug", "-N", 2, "--gpus", 2, "batch={global_size: 32, micro_size: 8}", "--json"]
     run = environment.settings(["debug", "job.nodes=2", "job.gpus=2", "batch={global_size: 32, micro_size: 8}"])
     found = json.loads(output(*words, "--network", 0.5, "--memory", 3, capsys=capsys))
-    wanted = forecast.of(run, tables.kind_of("H100", 3, 0.5))
-    assert found["step"]["total"] == wanted.step.total > forecast.of(run, tables.kind_of("H100")).step.total
+    wanted = forecast.predict(run, tables.kind_of("H100", 3, 0.5))
+    assert found["step"]["total"] == wanted.step.total > forecast.predict(run, tables.kind_of("H100")).step.total
     assert found["available"] == 3 * 2**30
 
 
@@ -153,7 +153,7 @@ def test_the_idle_part_of_a_pipeline_is_told(capsys):
 def test_what_is_assumed_of_an_optimizer_that_cannot_be_tried_here_is_told(capsys):
     text = output("debug", "optim.name=no_such_module:X", capsys=capsys)
     assert (
-        "optim.name=no_such_module:X is taken to keep two tensors of each weight's shape, as AdamW does, since it cannot be"
+        "optim.name=no_such_module:X is assumed to keep two tensors of each weight's shape, like AdamW, because it cannot be"
         in text
     )
 

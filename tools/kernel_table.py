@@ -138,7 +138,7 @@ def measure(words: list[str], layers: int, steps: int) -> dict[str, Any]:
         "moved": moved,
         "ideal": ideal,
         "peak": peak,
-        "planner": forecast.of(run, KINDS["H200"]).memory[0].tensors,
+        "planner": forecast.predict(run, KINDS["H200"]).memory[0].tensors,
         "compiled": run.engine.compile is not False,
     }
     return figures | ({} if log is None else {"launches": launches(log), "waits": waits(log)})

@@ -34,7 +34,7 @@ ROWS = 1000
 def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfig) -> list[str]:
     """The settings with which ``run`` trains on ``data``; text becomes a dataset first, unless it is one already.
 
-    ``tokenizer``: see ``text_dataset.named``. ConfigError for data that cannot be read.
+    ``tokenizer``: see ``text_dataset.named_dataset``. ConfigError for data that cannot be read.
     """
     from hpclm.datasets import text_dataset
 
@@ -45,7 +45,7 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
         name = fitted(data, PATH)
     except UnfitError:
         raise ConfigError(f"data={shown(data)} cannot be the name of a file") from None
-    dataset = text_dataset.named(name, tokenizer, run)
+    dataset = text_dataset.named_dataset(name, tokenizer, run)
     dataset.write()
     return dataset.settings(run)
 

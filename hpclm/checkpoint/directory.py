@@ -1,8 +1,8 @@
 """The checkpoint directory of a run: list, publish, remove and set aside checkpoints.
 
-step-00001000 is a checkpoint, complete when it got its name. The others are never read: .tmp-* is being written, .old-* is
-being replaced by another checkpoint of its step, .trash-* is being removed, .bad-* did not match its manifest, and
-.rolled-back-* is newer than the checkpoint to which the run was rolled back.
+step-00001000 is a checkpoint, complete when it got its name. The others are never read: .tmp-* is being written, .old-* is being
+replaced by another checkpoint of its step, .trash-* is being removed, .bad-* did not match its manifest, and .rolled-back-* is newer
+than the checkpoint to which the run was rolled back.
 """
 
 import logging
@@ -83,9 +83,9 @@ def verified(folder: Path) -> Manifest:
 
 
 def newest(folder: Path, look: Callable[[Path], Manifest] = verified) -> tuple[Path, Manifest]:
-    """The newest good checkpoint; changes nothing on disk. NoCheckpointError if there is none.
+    """The newest good checkpoint; changes nothing on disk. NoCheckpointError without one.
 
-    ``look`` returns the manifest of a checkpoint, or raises BadCheckpoint.
+    ``look``: returns the manifest of a checkpoint, or raises BadCheckpoint.
     """
     for step in reversed(steps(folder)):
         try:
@@ -98,7 +98,7 @@ def newest(folder: Path, look: Callable[[Path], Manifest] = verified) -> tuple[P
 
 
 def locate(path: Path, look: Callable[[Path], Manifest] = verified) -> tuple[Path, Manifest]:
-    """The checkpoint ``path``, or the newest good one of the run ``path``; NoCheckpointError if there is none."""
+    """The checkpoint ``path``, or the newest good one of the run ``path``; NoCheckpointError without one."""
     if not (path / manifests.NAME).exists():
         return newest(path / "checkpoints", look)
     try:
@@ -108,7 +108,7 @@ def locate(path: Path, look: Callable[[Path], Manifest] = verified) -> tuple[Pat
 
 
 def unreadable(folder: Path, error: object) -> HpclmError:
-    """The error for files that exist but cannot be read, or that have gone with their folder."""
+    """The error for files that exist but cannot be read, or that were removed with their folder."""
     if not folder.exists():
         return HpclmError(
             f"checkpoint {folder} was removed while it was read: its run has newer ones; repeat the command"
@@ -117,7 +117,7 @@ def unreadable(folder: Path, error: object) -> HpclmError:
 
 
 def none_left(folder: Path, reasons: Sequence[str]) -> str:
-    """That a run cannot start from scratch where it has saved before."""
+    """The message for a run that has saved before and cannot start from scratch."""
     return f"no good checkpoint in {folder} ({'; '.join(reasons)}); restore one, or start over with another out="
 
 
@@ -154,11 +154,11 @@ def discard(folders: Iterable[Path]) -> None:
 
 
 def publish(staging_dir: Path, final: Path) -> None:
-    """Durably rename a staging directory to its final name. An existing checkpoint of that name is moved away meanwhile,
-    and moved back if this fails.
+    """Durably rename a staging directory to its final name. An existing checkpoint of that name is moved away first, and moved back on
+    failure.
 
-    ``restore`` repairs a crash between the two renames. If a later attempt has taken over and swept the staging directory,
-    nothing of that attempt is lost.
+    ``restore`` repairs a crash between the two renames. If a later attempt has taken over and swept the staging directory, nothing of
+    that attempt is lost.
     """
     old = final.with_name(f".old-{final.name}")
     with suppress(FileNotFoundError):
@@ -168,7 +168,7 @@ def publish(staging_dir: Path, final: Path) -> None:
         try:
             # a rename is durable only once its directory is
             files.sync(final.parent)
-        except OSError:  # it might not survive a power failure, so it does not count now either
+        except OSError:  # the new name might not survive a power failure, so it must not count now either
             final.rename(staging_dir)
             raise
     except OSError:
@@ -211,17 +211,18 @@ def put_away(folder: Path, kind: str, reason: str) -> str:
 
 def _renamed(folder: Path, name: str) -> Path:
     """``folder`` under its new name, with a number if that is taken."""
-    away, number = folder.with_name(name), 1
+    away = folder.with_name(name)
+    number = 1
     while os.path.lexists(away):
-        away, number = folder.with_name(f"{name}-{number}"), number + 1
+        away = folder.with_name(f"{name}-{number}")
+        number += 1
     return folder.rename(away)
 
 
 def _remove(doomed: Sequence[Path]) -> None:
     """Remove as much as possible of directories that were renamed; the next sweep tries again.
 
-    Their new names are made durable first: otherwise a power cut could bring one back under its old name, without
-    some of its files.
+    Their new names are made durable first: otherwise a power cut could bring one back under its old name, without some of its files.
     """
     try:
         for folder in doomed[:1]:

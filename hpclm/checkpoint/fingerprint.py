@@ -1,4 +1,4 @@
-"""The fingerprint of a run: what must not change when it is resumed from a checkpoint."""
+"""The fingerprint of a run: facts that must not change when it is resumed from a checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,9 +13,9 @@ from hpclm.errors import ConfigError
 FREE = {"dropout", "attention_dropout", "init_std", "kernels", "attention", *COEFFICIENTS}
 """Model settings that may change when a run is resumed."""
 DEFAULTS = vars(ModelConfig())
-"""What a model setting was in a checkpoint from before it existed: a new setting's default changes nothing."""
+"""Values of model settings in a checkpoint from before they existed: the default of a new setting changes nothing."""
 WHY = {"batch.micro_size": ", and model.balance_micro_batch, a loss over each micro-batch, depends on it"}
-"""Why a setting must not change, where that is not plain, by its name."""
+"""Reasons why a setting must not change, by its name, if not obvious."""
 OF_DATASETS = {
     "layout": "another layout",
     "dtype": "another type of tokens",
@@ -25,7 +25,7 @@ OF_DATASETS = {
     **dict.fromkeys(("span", "tokens"), "another part in use (data.split, data.split_by)"),
     "loss_mask": "another loss mask (data.loss_mask)",
 }
-"""What a dataset has if a key of its fingerprint differs."""
+"""The difference between datasets if a key of their fingerprints differs."""
 
 
 def fingerprint(
@@ -35,11 +35,11 @@ def fingerprint(
     optimizer: str = "adamw",
     micro_size: int | str | None = None,
 ) -> dict[str, Any]:
-    """What must not change when a run is resumed: the network, the seed, the data and their order, what the optimizer keeps, and with
+    """Facts that must not change when a run is resumed: the network, the seed, the data and their order, the optimizer's state, and with
     model.balance_micro_batch the micro-batches.
 
-    ``data``: the fingerprint of its source; None if that is unknown. ``optimizer``: optim.name. ``micro_size``: samples of a
-    micro-batch, or auto, if another number is to be chosen; None if it is unknown.
+    ``data``: the fingerprint of its source; None if unknown. ``optimizer``: optim.name. ``micro_size``: samples of a micro-batch, or
+    auto if another number may be chosen; None if unknown.
     """
     shape = {key: value for key, value in vars(model).items() if key not in FREE}
     identity = {"model": shape, "seed": seed, "optim": {"name": row(optimizer).family or optimizer}}
@@ -49,7 +49,7 @@ def fingerprint(
 
 
 def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """ConfigError that lists what differs between the run that saved a checkpoint and the one that would resume from it."""
+    """ConfigError that lists the differences between the run that saved a checkpoint and the one that would resume from it."""
     wrong = [*tokenizer_clash(saved, now.get("data", {}).get("tokenizer")), *differences(saved, now)]
     if wrong:
         head = f"{folder} was saved with another model, optimizer, data or seed, which must not change when a run is resumed"
@@ -57,7 +57,7 @@ def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, 
 
 
 def tokenizer_clash(saved: Mapping[str, Any], tokenizer: Mapping[str, Any] | None) -> list[str]:
-    """How the tokenizer in a checkpoint's fingerprint and another differ, naming both; empty if one is unknown."""
+    """The difference between the tokenizer in a checkpoint's fingerprint and another, naming both; empty if one is unknown."""
     saved_tokenizer = saved.get("data", {}).get("tokenizer")
     clash = mismatch(saved_tokenizer, dict(tokenizer)) if saved_tokenizer and tokenizer else None
     return [f"the checkpoint's tokenizer is different: {clash}"] if clash else []
@@ -69,9 +69,10 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         then = {name: DEFAULTS[name] for name in now.get("model", {}) if name in DEFAULTS}
         optim = {"optim": {"name": "adamw"}} if "optim" in now else {}
         saved = {**optim, **saved, "model": {**then, **saved["model"]}}
-    if not ("batch" in saved and "batch" in now):  # the loss may have begun, or ended, since
+    if not ("batch" in saved and "batch" in now):  # the loss may have been switched on or off since
         saved, now = ({key: value for key, value in given.items() if key != "batch"} for given in (saved, now))
-    before, after = _leaves(saved), _leaves(now)
+    before = _leaves(saved)
+    after = _leaves(now)
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     return [
         *(
@@ -84,7 +85,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _datasets(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[str]:
-    """What differs between the training datasets, one sentence each."""
+    """The differences between the training datasets, one sentence each."""
     if len(before) != len(after):
         yield f"data.prefix, data.train or data.blend: there were {len(before)} training datasets and are now {len(after)}"
         return

@@ -1,8 +1,8 @@
 """Write safetensors files with a hash for every block, and read them block by block, verifying each.
 
-The format is that of the safetensors library: the length of the header (8 bytes, little endian), the header (JSON: name ->
-dtype, shape, data_offsets), then the values. It is implemented here because the library cannot hash while it writes, and
-reads through a memory map, which kills the process if the disk fails.
+The format is that of the safetensors library: the length of the header (8 bytes, little endian), the header (JSON: name -> dtype, shape,
+data_offsets), then the values. It is implemented here because the library cannot hash while it writes, and reads through a memory map,
+which kills the process if the disk fails.
 """
 
 import json
@@ -41,10 +41,12 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 def header(tensors: Named) -> bytes:
-    """What a file with named tensors begins with."""
-    entries, end = {}, 0
+    """The header of a file with named tensors, including its length."""
+    entries = {}
+    end = 0
     for name, tensor in tensors:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin = end
+        end += tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that values are aligned
@@ -56,7 +58,8 @@ def write(path: Path, tensors: Named) -> FileInfo:
     text = header(tensors)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        digests, size = [_put(handle, memoryview(text))], len(text)
+        digests = [_put(handle, memoryview(text))]
+        size = len(text)
         for _, tensor in tensors:
             content = memory(tensor.detach().cpu().contiguous())
             size += len(content)
@@ -83,12 +86,13 @@ def _put(handle: int, block: memoryview) -> str:
 
 
 def _entries(name: str, text: bytes, room: int) -> dict[str, dict[str, Any]]:
-    """The entries of a header; BadCheckpoint if they do not describe contiguous tensors of ``room`` bytes in all."""
+    """The entries of a header; BadCheckpoint unless they describe contiguous tensors of ``room`` bytes in total."""
     try:
         entries: dict[str, dict[str, Any]] = json.loads(text)
         end = 0
         for entry in entries.values():
-            begin, end = end, end + prod(entry["shape"]) * TYPES[entry["dtype"]].itemsize
+            begin = end
+            end += prod(entry["shape"]) * TYPES[entry["dtype"]].itemsize
             if entry["data_offsets"] != [begin, end]:
                 raise ValueError(f"offsets {entry['data_offsets']} instead of {[begin, end]}")
     except (RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -107,7 +111,7 @@ def _finite(block: memoryview, dtype: torch.dtype) -> bool:
 
 
 def verify(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
-    """Read files (``names``; None: all) and verify their sizes and hashes; BadCheckpoint names the first mismatch, OSError is a
+    """Read files (``names``; None: all) and verify their sizes and hashes. BadCheckpoint names the first mismatch; OSError means a
     failing disk. Returns the names of tensors with values that are not finite."""
     check_sizes(folder, manifest, names)
     not_finite: list[str] = []
@@ -123,7 +127,9 @@ class File:
 
     def __init__(self, folder: Path, name: str, info: FileInfo):
         """``name``: see the manifest."""
-        self.path, self._name, self._digests = folder / name, name, info.xxh3
+        self.path = folder / name
+        self._name = name
+        self._digests = info.xxh3
         self._handle: int | None = None
         try:
             length = self._read(0, 8)
@@ -148,8 +154,9 @@ class File:
             self._handle = None
 
     def check(self) -> list[str]:
-        """Read and verify the whole file; the names of tensors with values that are not finite."""
-        scratch, not_finite = memoryview(bytearray(HASH_BLOCK_BYTES)), []
+        """Read and verify the whole file; returns the names of tensors with values that are not finite."""
+        scratch = memoryview(bytearray(HASH_BLOCK_BYTES))
+        not_finite = []
         for name, entry in self._entries.items():
             blocks = (self._block(name, begin, scratch) for begin in range(0, self._size(name), HASH_BLOCK_BYTES))
             if not all([_finite(block, TYPES[entry["dtype"]]) for block in blocks]):  # reads every block
@@ -159,14 +166,17 @@ class File:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor; BadCheckpoint if the file has no tensor of that name."""
         if name not in self._entries:
-            raise BadCheckpoint(f"{self._name} has no tensor {name}, which the manifest says it has")
+            raise BadCheckpoint(f"{self._name} has no tensor {name}, although the manifest lists it")
         return tuple(self._entries[name]["shape"])
 
     def values(self, name: str, low: Sequence[int], high: Sequence[int]) -> Tensor:
         """Values from ``low`` up to but excluding ``high``. Reads the blocks that contain their rows (of the first dimension)."""
-        shape, dtype = self.shape(name), TYPES[self._entries[name]["dtype"]]
+        shape = self.shape(name)
+        dtype = TYPES[self._entries[name]["dtype"]]
         if not shape:
-            low, high, shape = (0,), (1,), (1,)
+            low = (0,)
+            high = (1,)
+            shape = (1,)
         row = prod(shape[1:]) * dtype.itemsize
         rows = torch.empty((high[0] - low[0], *shape[1:]), dtype=dtype)
         self._read_tensor(name, low[0] * row, memory(rows))
@@ -183,11 +193,13 @@ class File:
                 self._block(name, first, target[first - begin :])
                 continue
             scratch = scratch or memoryview(bytearray(HASH_BLOCK_BYTES))
-            block, low, high = self._block(name, first, scratch), max(first, begin), min(last, end)
+            block = self._block(name, first, scratch)
+            low = max(first, begin)
+            high = min(last, end)
             target[low - begin : high - begin] = block[low - first : high - first]
 
     def _block(self, name: str, begin: int, target: memoryview) -> memoryview:
-        """Read the block of a tensor that starts at ``begin`` into the first bytes of ``target``, and return those."""
+        """Read the block of a tensor that starts at ``begin`` into the first bytes of ``target``; returns those bytes."""
         target = target[: min(HASH_BLOCK_BYTES, self._size(name) - begin)]
         self._read_into(self._begin + int(self._entries[name]["data_offsets"][0]) + begin, target)
         self._verify(target, self._first[name] + begin // HASH_BLOCK_BYTES)
@@ -220,4 +232,5 @@ class File:
                 raise
             if not count:
                 raise self._differs()
-            begin, target = begin + count, target[count:]
+            begin += count
+            target = target[count:]

@@ -30,14 +30,14 @@ class SavedWeights:
         return {name: shape for name, shape in self.saved.shapes().items() if name.startswith("model.")}
 
     def block(self, name: str, start: Sequence[int], size: Sequence[int]) -> "Tensor":
-        """A block of one of them."""
+        """A block of the weight ``name``."""
         return self.saved.block(name, start, size)
 
 
 def begin_from(path: Path, engine: "Engine", context: DistributedContext, fingerprint: dict[str, Any]) -> str:
     """Load the weights from a checkpoint, or from the newest good one of a run directory; returns its path.
 
-    ConfigError if there is none, or if model or tokenizer differ; NoCheckpointError if none is good.
+    ConfigError without a checkpoint, or if model or tokenizer differ; NoCheckpointError if none is good.
     """
 
     def located() -> tuple[str, dict[str, Any]]:
@@ -56,15 +56,15 @@ def begin_from(path: Path, engine: "Engine", context: DistributedContext, finger
 def check_init_from(path: str | None, checkpoints: Path, fingerprint: Mapping[str, Any]) -> None:
     """ConfigError or NoCheckpointError if a run cannot start from ``path``, its checkpoint.init_from.
 
-    Reads names, sizes and manifests only. ``checkpoints``: the run's checkpoints, from which it resumes where there are any;
-    ``fingerprint``: of the run, without its data if they are unknown.
+    Reads names, sizes and manifests only. ``checkpoints``: the run's checkpoints, from which it resumes if there are any.
+    ``fingerprint``: of the run, without its data if unknown.
     """
     if path is not None and not (checkpoints.is_dir() and directory.steps(checkpoints)):
         _check_model(*_located(Path(path), hashes=False), fingerprint)
 
 
 def _located(path: Path, hashes: bool) -> tuple[Path, Manifest]:
-    """The checkpoint that ``path`` refers to, and its manifest; its sizes are verified, or all its ``hashes``."""
+    """The checkpoint that ``path`` refers to, and its manifest; verifies its sizes, or all its ``hashes``."""
     if not (path / manifest.NAME).exists() and not directory.steps(path / "checkpoints"):
         raise ConfigError(f"checkpoint.init_from={path} is neither a run directory with checkpoints nor a checkpoint")
     return directory.locate(path, directory.verified if hashes else directory.checked)

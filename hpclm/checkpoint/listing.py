@@ -19,7 +19,9 @@ USABLE = ("good", "complete")
 
 def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
     """One row for each checkpoint in ``folder``, and for each one that was set aside."""
-    steps, read, problems = directory.steps(folder), dict[Path, Manifest](), dict[Path, Exception]()
+    steps = directory.steps(folder)
+    read = dict[Path, Manifest]()
+    problems = dict[Path, Exception]()
     for step in steps:
         try:
             read[step] = manifests.read(step)
@@ -32,7 +34,8 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
             if step in problems:
                 raise problems[step]
             manifest = read[step]
-            origin, number = manifest.made, manifest.progress["step"]
+            origin = manifest.made
+            number = manifest.progress["step"]
             row |= {"step": number, "bytes": manifest.size, "files": len(manifest.files)}
             row |= {
                 "validation_loss": manifest.validation,
@@ -67,7 +70,7 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
 
 
 def check_usable(folder: Path, listed: Sequence[Mapping[str, Any]]) -> None:
-    """NoCheckpointError if none of the checkpoints ``listed`` can be loaded; HpclmError if that is only because they cannot be read."""
+    """NoCheckpointError if no checkpoint ``listed`` can be loaded; HpclmError if that is only because they cannot be read."""
     if any(row["state"] in USABLE for row in listed):
         return
     if unreadable := [row["reason"] for row in listed if row["state"] == "unreadable"]:
@@ -87,17 +90,16 @@ def to_go_back(folder: Path, listed: Sequence[Mapping[str, Any]]) -> str:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """A row as text."""
     row = {name: terminal.line(value) if isinstance(value, str) else value for name, value in row.items()}
     if "bytes" not in row:
         return f"{row['name']:<28}{row['state']:<11}{row['reason']}"
     loss = f"validation loss {row['validation_loss']:.4f}" if row["validation_loss"] is not None else ""
-    what = f"{row['bytes'] / 1e6:,.1f} MB in {row['files']} file{'s' * (row['files'] != 1)}"
-    who = (
-        f"{row['engine']} on {row['processes']} process{'es' * (row['processes'] != 1)}"
-        if row["engine"]
-        else "imported"
-    )
+    what = f"{row['bytes'] / 1e6:,.1f} MB in {terminal.many(row['files'], 'file')}"
+    who = "imported"
+    if row["engine"]:
+        processes = "1 process" if row["processes"] == 1 else f"{row['processes']} processes"
+        who = f"{row['engine']} on {processes}"
     left = f"saved on {row['why']}" if row["why"] else ""
     parts = [what, f"{row['time']}", who, loss, left, row["health"], row["reason"]]
     return f"{row['name']:<28}{row['state']:<11}{'  '.join(part for part in parts if part)}"

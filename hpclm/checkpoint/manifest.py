@@ -1,4 +1,4 @@
-"""MANIFEST.json: what a checkpoint consists of, with the size and hashes of every file. Needs no PyTorch."""
+"""MANIFEST.json: the contents of a checkpoint, with the size and hashes of every file. Needs no PyTorch."""
 
 import errno
 import gc
@@ -23,7 +23,7 @@ from hpclm.rundir import rows
 NAME = "MANIFEST.json"
 SCHEMA = 4
 MAX_MANIFEST_BYTES = 1 << 30  # bytes of a manifest
-USUAL = 1 << 24  # bytes beyond which it is looked at before it is read
+USUAL = 1 << 24  # bytes; a larger file is examined before it is read
 TAIL = 1 << 10
 END = re.compile(rb'"blake2b": *"[0-9a-f]{128}"\s*\}\s*$')
 NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}  # other errors are the disk's
@@ -32,7 +32,7 @@ PLAIN = re.compile(r"[\w-][\w.-]*")  # a file name in the checkpoint's own folde
 
 
 class BadCheckpoint(Exception):
-    """A checkpoint that is not what was saved; the message is the reason."""
+    """A checkpoint that differs from what was saved; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +73,18 @@ class Manifest:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What makes this manifest up, for other processes (JSON): ``Manifest(**fields)`` is equal to it."""
+        """The fields of this manifest for other processes (JSON): ``Manifest(**fields)`` is equal to it."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
     @property
     def why(self) -> str | None:
-        """What made the run exit, if it was saved for that reason: a signal, stop; None for a regular save."""
+        """The reason for the run's exit, if it was saved for that: a signal, stop; None for a regular save."""
         why: str | None = self.made.get("why")
         return why
 
     @property
     def health(self) -> Health:
-        """Health of the run when this was saved."""
+        """Health of the run at the time of the save."""
         return Health.of(self.progress.get("health"))
 
     @cached_property
@@ -100,8 +100,8 @@ class Manifest:
 
 @contextmanager
 def many_objects() -> Iterator[None]:
-    """A block that makes a million objects without garbage among them, as a manifest of 512 ranks has: Python's garbage collector,
-    which would look through all of them again and again, takes most of the time otherwise."""
+    """Disable the garbage collector in a block that creates a million objects without garbage among them, like a manifest of 512 ranks.
+    It would scan all of them again and again, which takes most of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -159,9 +159,9 @@ def _parsed(text: str, folder: Path) -> Manifest:
 
 
 def _check(manifest: Manifest, folder: Path) -> None:
-    """BadCheckpoint unless all files are in ``folder``, every tensor's parts make it up, and the folder has the step's name.
+    """BadCheckpoint unless all files are in ``folder``, the parts of every tensor form a whole, and the folder has the step's name.
 
-    The hash shows only that the manifest has not changed since it was written, by whomever.
+    The hash only proves that the manifest has not changed since it was written, by anyone.
     """
     infos = manifest.infos
     if not infos or not all(map(PLAIN.fullmatch, infos)):
@@ -170,14 +170,15 @@ def _check(manifest: Manifest, folder: Path) -> None:
         if any(part["file"] not in infos for part in entry["parts"]):
             raise BadCheckpoint(f"{NAME} refers to files that it does not list")
         sizes = [part["size"] for part in entry["parts"]]
-        count, whole = sum(map(prod, sizes)), prod(entry["shape"])
+        count = sum(map(prod, sizes))
+        whole = prod(entry["shape"])
         if count != whole:
             raise BadCheckpoint(f"{NAME} lists {count} of the {whole} values of {name}")
         starts = [tuple(part["start"]) for part in entry["parts"] if prod(part["size"])]
         if len(set(starts)) != len(starts):  # then others are missing
             raise BadCheckpoint(f"{NAME} lists values of {name} more than once")
     if not isinstance(manifest.scalars, dict):
-        raise BadCheckpoint(f"{NAME} has no object of scalars")
+        raise BadCheckpoint(f"{NAME} has no scalars object")
     for name, kind in PROGRESS.items():
         value = manifest.progress.get(name)
         if not rows.fits(value, kind) or (value is None and name != "planned"):
@@ -209,7 +210,7 @@ def check_sizes(folder: Path, manifest: Manifest, names: Collection[str] | None 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has trained: its only training state outside the engine."""
+    """Progress of a run's training: the only training state outside the engine."""
 
     step: int = 0
     samples: int = 0  # consumed

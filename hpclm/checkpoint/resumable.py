@@ -1,8 +1,8 @@
-"""What a run resumes from. Before anything is written or queued, it is checked that it can, from manifests only. A roll-back sets
-newer checkpoints aside; nothing is deleted.
+"""The checkpoint that a run resumes from. Resumability is checked from manifests alone, before anything is written or queued. A
+roll-back sets newer checkpoints aside; nothing is deleted.
 
-A checkpoint becomes checkpoints/.rolled-back-step-00000040, and its lines of metrics.jsonl move to
-metrics.rolled-back-1.jsonl. Every operation is idempotent, so the next attempt completes a rollback that was interrupted.
+A checkpoint becomes checkpoints/.rolled-back-step-00000040, and its lines of metrics.jsonl move to metrics.rolled-back-1.jsonl. Every
+operation is idempotent, so the next attempt completes an interrupted rollback.
 """
 
 import logging
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def check_resumable(candidate: Candidate | None, policy: str, fingerprint: Mapping[str, Any]) -> None:
-    """ConfigError if a run with this ``fingerprint`` cannot resume from ``candidate``; without its data they are not compared.
+    """ConfigError if a run with this ``fingerprint`` cannot resume from ``candidate``; data missing in the fingerprint are not compared.
 
     ``policy``: checkpoint.resume.
     """
@@ -41,8 +41,8 @@ def check_resumable(candidate: Candidate | None, policy: str, fingerprint: Mappi
 
 
 def candidate(out: Path, step: int | None = None) -> Candidate | None:
-    """The checkpoint that the next attempt in ``out`` resumes from: that of ``step`` or of a pending rollback, else the newest
-    complete one (by file sizes); None if there is none.
+    """The checkpoint that the next attempt in ``out`` resumes from: that of ``step`` or of a pending rollback, otherwise the newest
+    complete one (by file sizes); None without one.
 
     ConfigError if that step is missing or incomplete; HpclmError if the disk cannot be read.
     """
@@ -59,11 +59,11 @@ def candidate(out: Path, step: int | None = None) -> Candidate | None:
     if required is None:
         return None
     if not (out / "checkpoints").is_dir():
-        place = f"{out} is no run yet" if step is not None else f"{out} has saved nothing"
+        place = f"{out} is not a run yet" if step is not None else f"{out} has saved nothing"
         raise ConfigError(
             f"{place}, so it has no checkpoint of step {required}; without a step to go back to, it starts from the beginning"
         )
-    asked = ", to which the run was asked to go back (ask for another step)" if step is None else ""
+    asked = ", to which the run was asked to go back (choose another step)" if step is None else ""
     raise ConfigError(
         f"{folder} has no complete checkpoint of step {required}{asked}; it has {listed(saved)}{reasons}: hpclm checkpoints "
         f"{shlex.quote(str(out))} shows them"
@@ -71,13 +71,13 @@ def candidate(out: Path, step: int | None = None) -> Candidate | None:
 
 
 def progress(out: Path, step: int | None = None) -> Progress:
-    """How far the run is where the next attempt in ``out`` begins; see ``candidate``."""
+    """The run's progress where the next attempt in ``out`` begins; see ``candidate``."""
     checkpoint = candidate(out, step)
     return Progress.of(checkpoint[1].progress) if checkpoint else Progress()
 
 
 def check_fresh_start(folder: Path, policy: str) -> None:
-    """NoCheckpointError if there must be a checkpoint in ``folder``, and there is none at all, not even a bad one."""
+    """NoCheckpointError if ``policy`` requires a checkpoint in ``folder``, and there is not even a bad one."""
     if any(re.match(r"(\.old-)?step-", name) for name in directory.names(folder)):
         return
     if policy == "require" or directory.has_history(folder):
@@ -87,11 +87,13 @@ def check_fresh_start(folder: Path, policy: str) -> None:
 def listed(saved: list[Path]) -> str:
     """A list of checkpoints by step, for messages."""
     numbers = [str(int(path.name[5:])) for path in saved]
-    return f"step{'s' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else "none"
+    if not numbers:
+        return "none"
+    return f"{'step' if len(numbers) == 1 else 'steps'} {', '.join(numbers)}"
 
 
 def roll_back(out: Path) -> int | None:
-    """Carry out a pending rollback in the run directory ``out``, whose lease this process holds; the step, or None."""
+    """Carry out a pending rollback in the run directory ``out``, whose lease this process holds; returns the step, or None."""
     step = events.rollback(out)
     if step is None:
         return None
@@ -100,7 +102,7 @@ def roll_back(out: Path) -> int | None:
     saved = {int(path.name[5:]): path for path in directory.steps(folder)}
     if step not in saved:
         raise ConfigError(
-            f"the run was asked to go back to step {step}, but {folder} has {listed([*saved.values()])}; ask for another step"
+            f"the run was asked to go back to step {step}, but {folder} has {listed([*saved.values()])}; choose another step"
         )
     for number in sorted(saved, reverse=True):
         if number > step:

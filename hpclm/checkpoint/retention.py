@@ -20,7 +20,8 @@ class Retention:
     """Which checkpoints of a run are kept; the others are removed once a newer one is published."""
 
     last: int = 3
-    """Newest regular checkpoints. One that was saved because the run had to exit is kept in addition until the next regular one."""
+    """Number of newest regular checkpoints to keep. One saved because the run had to exit is kept in addition until the next regular
+    one."""
     every: int = 0
     """Also keep every step that is a multiple of this; 0: none."""
     best: int = 0
@@ -31,9 +32,9 @@ class Retention:
     """Samples per epoch."""
 
     def prunable(self, complete: Sequence[tuple[Path, Manifest]]) -> list[Path]:
-        """The ones among the ``complete`` checkpoints (oldest first) that can be removed.
+        """The ``complete`` checkpoints (oldest first) that can be removed.
 
-        Of the regular ones, the newest ``last`` healthy ones are kept, and the newest MIN_COMPLETE in any case.
+        Of the regular ones, the newest ``last`` healthy ones are kept, and always the newest MIN_COMPLETE.
         """
         good = healthy([manifest for _, manifest in complete])
         regular = [folder for folder, manifest in complete if manifest.why is None]
@@ -41,7 +42,7 @@ class Retention:
             *[folder for folder in regular if good[int(folder.name[5:])]][-max(self.last, MIN_COMPLETE) :],
             *regular[-MIN_COMPLETE:],
         }
-        kept |= {folder for folder, _ in complete[-1:]}  # of those saved on exit only the newest is kept
+        kept |= {folder for folder, _ in complete[-1:]}  # of those saved on exit, only the newest is kept
         kept |= {folder for folder, _ in complete[-MIN_COMPLETE:] if len(kept) < MIN_COMPLETE}
         if self.every:
             kept |= {folder for folder, manifest in complete if manifest.progress["step"] % self.every == 0}
@@ -61,14 +62,15 @@ class Retention:
 def healthy(manifests: Sequence[Manifest]) -> dict[int, bool]:
     """Step -> whether the run was healthy there, according to all of its checkpoints (oldest first).
 
-    Unhealthy are those saved during a loss spike or while steps were skipped, and those whose next step began a spike: the
-    loss of a step is that of the weights before it.
+    Unhealthy ones were saved during a loss spike or while steps were skipped. So is one whose next step began a spike: the loss of a
+    step is that of the weights before it.
     """
     good: dict[int, bool] = {}
     begins = None
-    """First step of the earliest spike that a later checkpoint records."""
+    """First step of the earliest spike recorded by a later checkpoint."""
     for manifest in reversed(manifests):
-        step, health = int(manifest.progress["step"]), manifest.health
+        step = int(manifest.progress["step"])
+        health = manifest.health
         spiking = health.spiking_since
         good[step] = health.good and (begins is None or step + 1 < begins)
         begins = spiking if begins is None or (spiking is not None and spiking < begins) else begins
@@ -82,7 +84,7 @@ class CompleteCheckpoints:
         self._known: dict[Path, tuple[int, Manifest]] = {}
 
     def among(self, folders: Iterable[Path]) -> list[tuple[Path, Manifest]]:
-        """The ones of which all files exist and have the right size, with their manifests (without the tensors).
+        """The complete checkpoints, whose files all have the right size, with their manifests (without the tensors).
 
         A bad one is set aside. One that cannot be read now, or that another version of hpclm wrote, is left alone.
         """

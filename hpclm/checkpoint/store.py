@@ -37,7 +37,7 @@ class PendingSave:
     staging_dir: Path
     final: Path
     written: "Future[dict[str, Any]]"
-    """Description of the files of this process, when they are on disk; or the error."""
+    """Description of this process's files once they are on disk, or the error."""
     began: float
     why: str | None
 
@@ -57,12 +57,17 @@ class CheckpointStore:
         lease: Lease | None = None,
         attempt: dict[str, Any] | None = None,
     ):
-        """``fingerprint``: what must not change when the run is resumed; ``attempt``: information on the attempt that saves.
+        """``fingerprint``: facts that must not change when the run is resumed; ``attempt``: information on the attempt that saves.
         ``lease`` (on rank 0) is checked before a checkpoint gets its final name."""
-        self.folder, self.retention, self.fingerprint = folder, retention, fingerprint
-        self.context, self.lease, self.attempt = context or single(), lease, attempt or {}
+        self.folder = folder
+        self.retention = retention
+        self.fingerprint = fingerprint
+        self.context = context or single()
+        self.lease = lease
+        self.attempt = attempt or {}
         self.pending: PendingSave | None = None
-        self._snapshot, self._complete = Snapshot(), CompleteCheckpoints()
+        self._snapshot = Snapshot()
+        self._complete = CompleteCheckpoints()
 
     def save(self, state: StateSource, progress: Progress, validation: float | None = None) -> Path:
         """Save ``state``; it is on disk when this returns. HpclmError on every rank if that fails."""
@@ -77,10 +82,10 @@ class CheckpointStore:
         background: bool = True,
         why: str | None = None,
     ) -> None:
-        """Start to save ``state``: in the background if ``background``, else it is written when this returns.
+        """Start to save ``state``: in the background if ``background``, otherwise it is written when this returns.
 
-        ``why``: what makes the run exit, if that is the reason; None for a regular save. Only one save can be pending:
-        commit() the previous one first. HpclmError on every rank if there is not enough space.
+        ``why``: the reason for the run's exit, if it saves for that; None for a regular save. Only one save can be pending: commit() the
+        previous one first. HpclmError on every rank if there is not enough space.
         """
         assert self.pending is None
         final = self.folder / f"step-{progress.step:08d}"
@@ -112,11 +117,12 @@ class CheckpointStore:
     def commit(self, before_publishing: Callable[[], None] = lambda: None) -> Path:
         """Wait until every rank has written, and publish the checkpoint; HpclmError on every rank if that fails.
 
-        ``before_publishing`` is called on rank 0 just before the checkpoint gets its final name; an OSError from it does not
-        fail the save.
+        ``before_publishing``: called on rank 0 just before the checkpoint gets its final name; an OSError from it does not fail the
+        save.
         """
         assert self.pending is not None
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        self.pending = None
         with many_objects():
             written = self.context.gather(pending.written.result(), unlimited=True)
             self.context.run_on_main(lambda: self._publish(pending, written, before_publishing))
@@ -125,9 +131,9 @@ class CheckpointStore:
     def resume(self, engine: Engine, policy: str) -> Progress:
         """Load the newest good checkpoint into ``engine``, or start from scratch if ``policy`` allows it.
 
-        Everything that is loaded is verified against its hashes. A bad checkpoint is set aside with the reason, and the one
-        before it is loaded instead. NoCheckpointError if the run has saved before and no good checkpoint is left;
-        ConfigError if the checkpoint's fingerprint does not match.
+        Everything that is loaded is verified against its hashes. A bad checkpoint is set aside with the reason, and the previous one is
+        loaded instead. NoCheckpointError if the run has saved before and no good checkpoint is left; ConfigError if the checkpoint's
+        fingerprint does not match.
         """
         lost: list[str] = []
         for name in reversed(self.context.run_on_main(lambda: self._candidates(policy))):
@@ -141,13 +147,14 @@ class CheckpointStore:
         return Progress()
 
     def _load(self, folder: Path, engine: Engine) -> tuple[Progress | None, str | None]:
-        """Load a checkpoint into ``engine``; its progress, or what is wrong with it: then it is set aside, and the engine's state
-        is unusable. All ranks get the same answer."""
+        """Load a checkpoint into ``engine``. Returns its progress, or its fault; then it is set aside, and the engine's state is
+        unusable. All ranks get the same answer."""
         with many_objects():
             fields, reason = self.context.run_on_main(lambda: self._inspect(folder))
         if reason is not None:
             return None, reason
-        manifest, wrong = Manifest(**fields), dict[str, str]()
+        manifest = Manifest(**fields)
+        wrong = dict[str, str]()
         with Tensors(folder, manifest, wrong) as saved:
             try:
                 engine.load(saved, manifest.scalars)
@@ -158,7 +165,7 @@ class CheckpointStore:
         return (Progress.of(manifest.progress), None) if reason is None else (None, reason)
 
     def _inspect(self, folder: Path) -> tuple[dict[str, Any], str | None]:
-        """The fields of a checkpoint's manifest, or what is wrong with it; a bad checkpoint is set aside."""
+        """The fields of a checkpoint's manifest, or its fault; a bad checkpoint is set aside."""
         try:
             manifest = directory.checked(folder)
         except BadCheckpoint as reason:
@@ -169,7 +176,7 @@ class CheckpointStore:
         return manifest.fields, None
 
     def _agreed(self, folder: Path, every: Sequence[dict[str, str]]) -> str | None:
-        """What is wrong with a checkpoint according to any rank; it is then set aside."""
+        """The fault of a checkpoint according to any rank; it is then set aside."""
         for wrong in every:
             if "failed" in wrong:
                 raise directory.unreadable(folder, wrong["failed"])
@@ -186,7 +193,8 @@ class CheckpointStore:
             folders.make_folder(self.folder, 0o700)
             directory.sweep(self.folder, self.generation)
             # other processes write too, and headers, manifest and block rounding are not counted
-            free, needed = shutil.disk_usage(self.folder).free, 1.2 * size
+            free = shutil.disk_usage(self.folder).free
+            needed = 1.2 * size
             if free < needed:
                 raise HpclmError(
                     f"{self.folder} has {free / 1e6:,.1f} MB free, but a checkpoint needs {needed / 1e6:,.1f} MB, a margin of "
@@ -211,7 +219,7 @@ class CheckpointStore:
             self._describe(pending, written).write(pending.staging_dir)
             files.sync(pending.staging_dir)
             try:
-                # a checkpoint must never be newer than the logs and metrics on the disk, which a resume continues
+                # a checkpoint must never be newer than the logs and metrics on disk, which a resume continues
                 before_publishing()
             except OSError as error:
                 log.warning(

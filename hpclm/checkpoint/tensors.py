@@ -21,11 +21,13 @@ class Tensors:
     """Reads and verifies blocks of a checkpoint's tensors; files stay open inside the context."""
 
     def __init__(self, folder: Path, manifest: Manifest, wrong: dict[str, str] | None = None):
-        """``wrong``: if given, a failure is recorded here, under "bad" (corrupt) or "failed" (disk error), instead of raised,
-        and all further blocks are 0. So every process finishes the load, and all can agree on the outcome."""
-        self.folder, self.manifest, self.wrong = folder, manifest, wrong
+        """``wrong``: if given, a failure is recorded here, under "bad" (corrupt) or "failed" (disk error), instead of raised, and all
+        further blocks are 0. So every process finishes the load, and all can agree on the outcome."""
+        self.folder = folder
+        self.manifest = manifest
+        self.wrong = wrong
         self._files: dict[str, File] = {}
-        """Least recently used first; of those that are open the most recent ``AT_ONCE``."""
+        """Least recently used first; only the most recent ``AT_ONCE`` stay open."""
 
     def __enter__(self) -> "Tensors":
         return self
@@ -62,7 +64,7 @@ class Tensors:
         parts = [(part, self._overlap(name, part, start, size)) for part in self.manifest.tensors[name]["parts"]]
         parts = [(part, overlap) for part, overlap in parts if all(low < high for low, high in overlap)]
         count = sum(prod(high - low for low, high in overlap) for _, overlap in parts)
-        if count != prod(size):  # checked before memory is allocated for what a manifest claims
+        if count != prod(size):  # checked before memory is allocated for a manifest's claim
             raise BadCheckpoint(f"its files contain {count} of the {prod(size)} requested values of {name}")
         block = None
         for part, overlap in parts:
@@ -77,7 +79,7 @@ class Tensors:
         return torch.empty(tuple(size)) if block is None else block
 
     def _overlap(self, name: str, part: Mapping[str, Any], start: Sequence[int], size: Sequence[int]) -> list[Span]:
-        """The overlap of a part with a block, along each dimension; empty spans if there is none."""
+        """The overlap of a part with a block, along each dimension; empty spans without overlap."""
         corners = zip(part["start"], part["size"], start, size, strict=True)
         return [(max(a, b), min(a + n, b + m)) for a, n, b, m in corners]
 

@@ -41,7 +41,7 @@ def main(
     run, _ = command_line.planned(settings, typed)
     if not suggest_layouts:
         run = tables.with_micro_size(run, kind)
-        expected = forecast.of(run, kind)
+        expected = forecast.predict(run, kind)
         _show(tables.facts(expected) if as_json else None, tables.report(run, expected, gpus_kind))
         return 0
     best = suggest.ranked(run, kind)

@@ -1,7 +1,7 @@
 """Samples to micro-batches, prefetched: the samples of a step depend only on the number of samples consumed before it.
 
-B sequences in a micro-batch, T tokens in a sequence, R data-parallel replicas. Of every R consecutive micro-batches
-each replica gets one, as with Megatron's sequential sampler.
+B sequences in a micro-batch, T tokens in a sequence, R data-parallel replicas. Of every R consecutive micro-batches each replica gets
+one, as with Megatron's sequential sampler.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,20 +36,25 @@ class Batches:
         eod: int | None,
         compute: Compute,
     ):
-        """``eod``: the end-of-document token. ``compute`` gives the device and the replica of the micro-batches."""
+        """``eod``: the end-of-document token. ``compute``: device and replica of the micro-batches."""
         lacking = list(needs_eod(data, eod))
         if lacking:
             raise ConfigError(lacking)
         self.samples: Any = samples
-        self.plan, self.data, self.device = plan, data, compute.device
-        self.replica, self.cp = compute.mesh.replica, compute.mesh.cp
-        self.width, self.vocab_size, self.eod = model.context + 1, model.vocab_size, eod
+        self.plan = plan
+        self.data = data
+        self.device = compute.device
+        self.replica = compute.mesh.replica
+        self.cp = compute.mesh.cp
+        self.width = model.context + 1
+        self.vocab_size = model.vocab_size
+        self.eod = eod
         if np.dtype(samples.dtype).kind not in "iu":
             raise ConfigError(f"data.source={data.source} has rows of {samples.dtype}, not of integers")
         fits = model.vocab_size <= np.iinfo(samples.dtype).max
         self.dtype = np.dtype(samples.dtype if fits else np.int64)
         self.unset = int(np.iinfo(self.dtype).max)
-        """Value of each place in a row before it is read; not a token."""
+        """Initial value of each entry of a row; not a token."""
         self._ahead = Prefetch(
             lambda consumed: list(self._read(consumed, plan.batch_size(consumed))),
             lambda consumed: consumed + plan.batch_size(consumed),
@@ -58,13 +63,13 @@ class Batches:
         )
 
     def step(self, consumed: int) -> list[MicroBatch]:
-        """The micro-batches of the step that begins when ``consumed`` samples have been read."""
+        """The micro-batches of the step that begins after ``consumed`` samples."""
         return [self._place(loaded) for loaded in self._ahead(consumed)]
 
     def take(self, start: int, count: int) -> Iterator[MicroBatch]:
         """Samples ``start`` to ``start + count``, one micro-batch at a time; past the end the samples repeat.
 
-        All are of one shape: where samples are lacking, the last one is repeated and masked.
+        All have the same shape: missing samples are filled with the last one, masked.
         """
         return map(self._place, self._read(start, count))
 
@@ -74,11 +79,13 @@ class Batches:
 
     def _read(self, start: int, count: int) -> "Iterator[_Loaded]":
         """This replica's micro-batches of those samples."""
-        size, stride, end = self.plan.micro_size, self.plan.micro_size * self.plan.data, start + count
+        size = self.plan.micro_size
+        stride = self.plan.micro_size * self.plan.data
+        end = start + count
         for begin in range(start + self.replica * size, end + self.replica * size, stride):
             loaded = self._load([min(index, end - 1) for index in range(begin, begin + size)])
             if begin + size > end:
-                # a replica that ran fewer passes, or compiled for another shape, would keep the others waiting
+                # a replica that ran fewer passes, or compiled for another shape, would make the others wait
                 counted = torch.arange(begin, begin + size) < end
                 labels = loaded.rows[:, 1:]
                 mask = torch.ones_like(labels, dtype=torch.bool) if loaded.loss_mask is None else loaded.loss_mask
@@ -87,7 +94,8 @@ class Batches:
 
     def _load(self, indices: Sequence[int]) -> "_Loaded":
         rows = np.full((len(indices), self.width), self.unset, self.dtype)
-        read, length = self.samples.read, len(self.samples)
+        read = self.samples.read
+        length = len(self.samples)
         for row, index in zip(rows, indices, strict=True):
             read(index % length, row)
         padded = self._check(rows, indices)
@@ -102,10 +110,12 @@ class Batches:
             mask = inside if mask is None else mask & inside
         number = None
         if self.data.order == "packed":
-            number, counted = np.empty_like(wide), np.empty(wide.shape, np.bool_)
+            number = np.empty_like(wide)
+            counted = np.empty(wide.shape, np.bool_)
             for index, *marks in zip(indices, number, counted, strict=True):
                 self.samples.read_documents(index % length, *marks)
-            number, mask = number[:, :-1], counted[:, 1:]
+            number = number[:, :-1]
+            mask = counted[:, 1:]
         if self.data.reset_attention_mask or self.data.reset_position_ids:
             if number is None:
                 ends = tokens == self.eod  # an end-of-document token belongs to the document that it ends
@@ -119,7 +129,8 @@ class Batches:
 
     def _check(self, rows: NDArray[np.integer], indices: Sequence[int]) -> bool:
         """Whether some samples are padded; ConfigError if a token is outside the model's vocabulary."""
-        low, high = int(rows.min()), int(rows.max())
+        low = int(rows.min())
+        high = int(rows.max())
         padded = low == PADDING
         if padded:
             low = int(rows.min(where=rows != PADDING, initial=0))
@@ -145,7 +156,7 @@ class Batches:
 
 
 class _Loaded(NamedTuple):
-    """A micro-batch on the CPU: rows [B, T + 1] hold tokens and labels; the rest as in MicroBatch."""
+    """A micro-batch on the CPU: rows [B, T + 1] hold tokens and labels; for the rest see MicroBatch."""
 
     rows: Tensor
     loss_mask: Tensor | None
@@ -161,7 +172,7 @@ def _restarted(documents: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class Prefetch(Generic[T]):
-    """Calls ``make(key)`` ahead of time for the keys that will be requested next.
+    """Calls ``make(key)`` ahead of time for the next keys.
 
     ``following`` returns the key after a key. Values depend only on their key, so neither the number of threads nor the order of
     requests changes results; threads=0 computes values on request.
@@ -174,8 +185,10 @@ class Prefetch(Generic[T]):
         threads: int,
         begin: Callable[[], None] | None = None,
     ):
-        """``begin``: what each thread calls first."""
-        self._make, self._following, self._threads = make, following, threads
+        """``begin``: called first in each thread."""
+        self._make = make
+        self._following = following
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "prefetch", begin) if threads else None
         self._coming: dict[int, Future[T]] = {}
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from hpclm.errors import ConfigError
 
 log = logging.getLogger(__name__)
-MAX_DATASETS = 2**15 - 1  # datasets; their indices are int16
+MAX_DATASETS = 2**15 - 1  # their indices are int16
 NUMBERS_PER_BLOCK = 1 << 20  # numbers held at a time
-SECONDS = 1e-6  # a sample takes, whatever the number of datasets
-SAMPLES_WORTH_A_LINE = 5_000_000  # samples: from here it is worth a line
+SECONDS = 1e-6  # time per sample, whatever the number of datasets
+SAMPLES_WORTH_A_LINE = 5_000_000  # samples from which a blend deserves a log line
 SURPLUS = 1.005  # the other projects request half a percent more than needed from each dataset
 
 
@@ -32,7 +32,7 @@ class BlendIndex:
 
 
 def shares(weights: Sequence[float], requested: int, policy: str) -> tuple[list[int], int]:
-    """Samples to request from each dataset for ``requested`` in all, and the resulting size of the blend."""
+    """Samples to request from each dataset for ``requested`` in total, and the resulting size of the blend."""
     whole = sum(weights)
     parts = [weight / whole for weight in weights]
     if policy in ("mcore", "packed"):
@@ -48,7 +48,7 @@ def weighted(weights: Sequence[float], total: int) -> BlendIndex:
 
 
 def exhaustive(sizes: Sequence[int]) -> BlendIndex:
-    """A blend in which every sample of every dataset occurs once; sizes: samples of each."""
+    """A blend in which every sample of every dataset occurs once. ``sizes``: samples of each."""
     total = sum(sizes)
     return _blended(np.array(sizes) / total, np.array(sizes), total)
 
@@ -62,7 +62,7 @@ def counts(blend_index: BlendIndex, datasets: int) -> list[int]:
 
 
 def _blended(weights: NDArray[np.float64], limits: NDArray[np.int64], total: int) -> BlendIndex:
-    """``limits`` [K]: samples that each dataset has."""
+    """``limits`` [K]: samples available in each dataset."""
     if len(weights) > MAX_DATASETS:
         raise ConfigError(
             f"a blend of {len(weights)} datasets is too large: at most {MAX_DATASETS}; merge some of them"
@@ -70,10 +70,12 @@ def _blended(weights: NDArray[np.float64], limits: NDArray[np.int64], total: int
     if total > SAMPLES_WORTH_A_LINE:
         log.info("blending %s samples takes about %.0f s, once", f"{total:,}", total * SECONDS)
     blend_index = BlendIndex(np.empty(total, np.int16), np.empty(total, np.int64))
-    counts, left = np.where(limits > 0, 0.0, np.inf), limits.tolist()  # inf: no sample is left
+    counts = np.where(limits > 0, 0.0, np.inf)  # inf: no sample is left
+    left = limits.tolist()
     rows = max(1, NUMBERS_PER_BLOCK // len(weights))
     for first in range(0, total, rows):
-        which, index = [], []
+        which = []
+        index = []
         due = np.maximum(np.arange(first, min(first + rows, total), dtype=np.float64), 1.0)
         for wanted in np.multiply.outer(due, weights):
             chosen = int((wanted - counts).argmax())

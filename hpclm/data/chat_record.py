@@ -1,6 +1,7 @@
-"""What conversations were rendered with: recorded beside their dataset, kept by a run that is tuned on it, carried by its exports.
+"""The chat settings with which conversations were rendered: recorded beside their dataset, kept by a run tuned on it, carried by its
+exports.
 
-PREFIX.json has it under "chat", a run directory in chat.json. Neither exists where nothing was tuned.
+Stored in PREFIX.json under "chat", and in a run directory in chat.json. Neither exists without tuning.
 """
 
 import json
@@ -20,14 +21,14 @@ log = logging.getLogger(__name__)
 KEY = "chat"  # in PREFIX.json
 FILE = "chat.json"  # in a run directory
 MARK = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
-"""What only transformers reads in a template: around what the assistant writes."""
+"""Marks around the assistant's text in a template, which only transformers reads."""
 PLAIN_MARK = re.compile(r"(?m)(?:^[ \t]+)?\{%\s*(?:end)?generation\s*%\}\n?")  # with the white space that Jinja removes
 SHOWN = 40  # characters of a template in a message
 
 
 @dataclass(frozen=True)
 class ChatRecord:
-    """What the conversations of a dataset were rendered with."""
+    """The chat settings with which the conversations of a dataset were rendered."""
 
     template: str
     tokens: Mapping[str, str]
@@ -56,7 +57,7 @@ def without_marks(template: str) -> str:
 
 
 def of_json(tree: Any, path: Path, way_out: str) -> ChatRecord:
-    """The record in ``tree``, of the file ``path``; ConfigError, which ends with ``way_out``, if it is none."""
+    """The record in ``tree``, from the file ``path``; ConfigError, which ends with ``way_out``, if it is invalid."""
     match tree:
         case {"template": str(template), "tokens": dict(tokens), "ends": dict(ends)}:
             valid = all(isinstance(text, str) for text in (*tokens, *tokens.values(), *ends))
@@ -68,13 +69,13 @@ def of_json(tree: Any, path: Path, way_out: str) -> ChatRecord:
 
 
 def of_dataset(prefix: str | Path) -> ChatRecord | None:
-    """What the conversations of a dataset were rendered with; None if it has none."""
+    """The chat settings of a dataset of conversations; None for other datasets."""
     note = sidecar(prefix).get(KEY)
     return None if note is None else of_json(note, files(prefix)[2], "restore that file, or preprocess again")
 
 
 def of_run(run: Path) -> ChatRecord | None:
-    """What the run in the directory ``run`` was tuned with; None if it was not."""
+    """The chat settings with which the run in the directory ``run`` was tuned, or None."""
     path = run / FILE
     if not path.is_file():
         return None
@@ -84,16 +85,13 @@ def of_run(run: Path) -> ChatRecord | None:
 
 
 def owner(path: Path) -> Path:
-    """The run directory of ``path``, a run directory or one of its checkpoints."""
-    return (
-        path
-        if (path / "config.yaml").is_file() or not (path / "MANIFEST.json").is_file()
-        else path.absolute().parents[1]
-    )
+    """The run directory of ``path``, which is a run directory or one of its checkpoints."""
+    is_checkpoint = (path / "MANIFEST.json").is_file() and not (path / "config.yaml").is_file()
+    return path.absolute().parents[1] if is_checkpoint else path
 
 
 def keep(run: Path, record: ChatRecord | None) -> None:
-    """Make ``record`` what the run in the directory ``run`` was tuned with; None: nothing."""
+    """Store ``record`` as the chat settings of the run in the directory ``run``; None: remove them."""
     path = run / FILE
     try:
         if record is None:
@@ -105,7 +103,7 @@ def keep(run: Path, record: ChatRecord | None) -> None:
 
 
 def shared(prefixes: Sequence[str]) -> ChatRecord | None:
-    """What the conversations of all these datasets were rendered with; None if none has a record. ConfigError if they differ."""
+    """The chat settings that all these datasets share; None if none has a record. ConfigError if they differ."""
     records = {prefix: record for prefix in prefixes if (record := of_dataset(prefix)) is not None}
     if not records:
         return None
@@ -114,7 +112,7 @@ def shared(prefixes: Sequence[str]) -> ChatRecord | None:
         if difference := _difference(record, other):
             raise ConfigError(
                 f"datasets {first} and {prefix} were made with different chat templates, but a run is tuned with one: {difference}; "
-                "preprocess one of them again with the template of the other (hpclm preprocess --chat-template FILE), or leave it out"
+                "preprocess one of them again with the template of the other (hpclm preprocess --chat-template FILE), or omit it"
             )
     ends = {text: id for entry in records.values() for text, id in entry.ends.items()}
     tokens = {name: text for entry in records.values() for name, text in entry.tokens.items()}
@@ -122,7 +120,7 @@ def shared(prefixes: Sequence[str]) -> ChatRecord | None:
 
 
 def _difference(one: ChatRecord, other: ChatRecord) -> str | None:
-    """How two templates write different text; None if they write the same."""
+    """The difference between the texts that two templates write; None if there is no difference."""
     if difference := _text_difference(*(_normal(entry.template) for entry in (one, other))):
         return difference
     for name in sorted(one.named.keys() | other.named.keys()):
@@ -132,7 +130,7 @@ def _difference(one: ChatRecord, other: ChatRecord) -> str | None:
 
 
 def _normal(template: str) -> str:
-    """A template without what does not change its text: marks, and the kind of line ends."""
+    """A template without parts that do not change its text: marks, and the kind of line ends."""
     lines = template.replace("\r\n", "\n").replace("\r", "\n")
     return PLAIN_MARK.sub("", lines).removesuffix("\n")
 

@@ -1,8 +1,8 @@
 """Content hashes of a dataset: computed while it is written, stored in PREFIX.json, verified when it is read.
 
-A file is hashed in blocks of 1 MiB, each with 64-bit xxh3; the hash of the file is 128-bit xxh3 of the block hashes (8 bytes
-each, big-endian). So corruption can be located, and blocks can be verified separately. PREFIX.json stores the file hash of the
-index, and file and block hashes of the tokens.
+A file is hashed in blocks of 1 MiB, each with 64-bit xxh3; the hash of the file is 128-bit xxh3 of the block hashes (8 bytes each,
+big-endian). So corruption can be located, and blocks can be verified separately. PREFIX.json stores the file hash of the index, and file
+and block hashes of the tokens.
 """
 
 import random
@@ -31,7 +31,7 @@ class DatasetContent:
     blocks: str
     """Hashes of the blocks of the tokens, concatenated."""
     added: str | None = None
-    """When they were added to a dataset that had been written without: what was damaged before is not detected."""
+    """Date of the hashing, if the dataset was written without hashes; earlier damage goes undetected."""
 
     def note(self) -> dict[str, Any]:
         """The entry in PREFIX.json."""
@@ -44,7 +44,7 @@ class DatasetContent:
 
 
 def noted(prefix: str | Path) -> DatasetContent | None:
-    """The hashes in PREFIX.json; None if there are none, ConfigError if they are invalid."""
+    """The hashes in PREFIX.json; None without any, ConfigError if they are invalid."""
     entry = sidecar(prefix).get(KEY)
     if entry is None:
         return None
@@ -60,12 +60,12 @@ def noted(prefix: str | Path) -> DatasetContent | None:
 
 
 def hash_of_blocks(blocks: str) -> str:
-    """The hash of a file: of its concatenated block hashes."""
+    """The hash of a file, from its concatenated block hashes."""
     return xxhash.xxh3_128_hexdigest(bytes.fromhex(blocks))
 
 
 def check_some(dataset: IndexedDataset, content: DatasetContent, count: int, rng: random.Random) -> int:
-    """Verify ``count`` random blocks of the tokens, or all if there are fewer; how many. ConfigError if one does not match."""
+    """Verify ``count`` random blocks of the tokens, or all if there are fewer. Returns their number; ConfigError if one does not match."""
     total = len(content.blocks) // DIGEST
     tokens = HASH_BLOCK_BYTES // dataset.dtype.itemsize
     if total != -(-dataset.token_count // tokens):
@@ -100,7 +100,7 @@ def index_damaged(dataset: IndexedDataset) -> ConfigError:
 
 
 def damaged(dataset: IndexedDataset, wrong: Sequence[int], checked: int) -> ConfigError:
-    """The error for tokens of which the blocks ``wrong``, out of ``checked``, do not match."""
+    """The error for tokens whose blocks ``wrong``, out of ``checked``, do not match."""
     if not wrong:
         return ConfigError(
             f"{dataset.bin_path} does not have the length that was hashed: it was replaced, or belongs to another dataset"

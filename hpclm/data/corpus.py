@@ -22,9 +22,9 @@ from hpclm.files import typed
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
 SAMPLED = 64  # blocks, over all datasets, that are verified when a run starts
-FIRST = 1 << 20  # tokens of a dataset without PREFIX.json that are checked against the vocabulary at start
-ENDS = 64  # documents of a dataset that are looked at for an end-of-document token
-WASTEFUL = 2  # times the tokenizer's entries: more of the vocabulary is never used than padding explains
+FIRST = 1 << 20  # tokens checked against the vocabulary at start, in a dataset without PREFIX.json
+ENDS = 64  # documents examined for an end-of-document token
+WASTEFUL = 2  # times the tokenizer's entries: a larger vocabulary is not explained by padding
 NAMED = "valid/"  # prefix of the names of further validation sets
 
 
@@ -32,13 +32,14 @@ class Corpus:
     """The source for ``data.source=indexed``."""
 
     def __init__(self, settings: DataConfig, context: int, seed: int, vocab_size: int, facts: SharedFacts):
-        self.settings, self.context = settings, context
+        self.settings = settings
+        self.context = context
         self._datasets: dict[str, IndexedDataset] = {}
         mixtures = dict(listed(settings))
         for entry in mixtures.values():
             for prefix in entry.prefixes:
                 if prefix not in self._datasets:
-                    self._datasets[prefix] = opened(prefix, facts)
+                    self._datasets[prefix] = open_dataset(prefix, facts)
         masks = {prefix: loss_mask.opened(dataset, settings) for prefix, dataset in self._datasets.items()}
         self._masks = {prefix: mask for prefix, mask in masks.items() if mask is not None}
         tokenizer = facts.find("tokenizer", lambda: shared_tokenizer(settings, list(self._datasets), vocab_size))
@@ -66,13 +67,16 @@ class Corpus:
         self.fingerprint: dict[str, Any] = facts.find("fingerprint", lambda: self._fingerprint(tokenizer))
 
     def check_content(self) -> list[str]:
-        """Verify random blocks of the datasets against the hashes in their notes; returns what was found, one sentence each.
+        """Verify random blocks of the datasets against the hashes in their notes. Returns the findings, one sentence each.
 
         ConfigError if one differs.
         """
         datasets = self._datasets | {str(mask.prefix): mask for mask in self._masks.values()}
-        blocks, draw = max(1, SAMPLED // len(datasets)), random.Random()
-        looked, total, unknown = 0, 0, []
+        blocks = max(1, SAMPLED // len(datasets))
+        draw = random.Random()
+        looked = 0
+        total = 0
+        unknown = []
         for prefix, dataset in datasets.items():
             content = noted(prefix)
             if content is None:
@@ -82,12 +86,11 @@ class Corpus:
             total += len(content.blocks) // DIGEST
         said = []
         if looked:
-            said.append(
-                f"data: {looked:,} of {total:,} blocks of 1 MiB, chosen at random, are intact; "
-                "hpclm data verify reads all"
-            )
+            said.append(f"data: verified {looked:,} of {total:,} random 1 MiB blocks; hpclm data verify reads all")
         if unknown:
-            names = ", ".join(unknown[:3]) + f" and {len(unknown) - 3} more" * (len(unknown) > 3)
+            names = ", ".join(unknown[:3])
+            if len(unknown) > 3:
+                names += f" and {len(unknown) - 3} more"
             command = f"hpclm data hash {' '.join(map(typed, unknown))}"
             said.append(
                 f"data: lengths and index of {names} are valid; their tokens cannot be verified without hashes; to add them: {command}"
@@ -95,8 +98,9 @@ class Corpus:
         return said
 
     def without_effect(self) -> list[str]:
-        """The settings that change nothing with these datasets, and data that teach nothing, a sentence for each reason."""
-        said, settings = [], self.settings
+        """Settings without effect on these datasets, and data that teach nothing, a sentence for each."""
+        said = []
+        settings = self.settings
         names = [f"data.{name}=true" for name in NEED_EOD if getattr(settings, name)]
         if names and self.eod is not None and settings.order != "packed":
             lacking = [prefix for prefix, dataset in self._datasets.items() if not holds(dataset, self.eod)]
@@ -110,7 +114,7 @@ class Corpus:
         for name, split in self.splits.items():
             said += [
                 f"{part.masked_out:,} of {len(part.span):,} sequences of the {name} split of {part.dataset.prefix} have no token that "
-                "counts in the loss: they are read, and teach nothing; preprocess again without them"
+                "counts in the loss: they are read but teach nothing; preprocess again without them"
                 for part in split.slices
                 if part.masked_out
             ]
@@ -121,11 +125,11 @@ class Corpus:
         return self.splits[split].per_epoch if split in self.splits else 0
 
     def check(self, split: str, requested: int | None) -> None:
-        """ConfigError if ``samples`` cannot provide that many; reads and builds nothing large."""
+        """ConfigError if ``samples`` cannot provide ``requested`` samples; reads and builds nothing large."""
         self._known(split).check(requested, self.settings, self.context)
 
     def samples(self, split: str, requested: int | None) -> Samples:
-        """At least ``mixtures`` samples of the split, or one epoch; ConfigError if it is shorter than one."""
+        """At least ``requested`` samples of the split, or one epoch; ConfigError if the split is shorter than one sample."""
         return self._known(split).samples(requested, self.settings, self.context)
 
     def _known(self, split: str) -> Split:
@@ -166,7 +170,7 @@ class Corpus:
 
 
 def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:
-    """The splits that the settings define, and their datasets."""
+    """The splits that the settings define, with their datasets."""
     if settings.train:
         for name in SPLITS:
             if getattr(settings, name):
@@ -180,8 +184,8 @@ def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:
         yield NAMED + name, entry
 
 
-def opened(prefix: str, facts: SharedFacts) -> IndexedDataset:
-    """The dataset; ConfigError if there is none, or if it is empty."""
+def open_dataset(prefix: str, facts: SharedFacts) -> IndexedDataset:
+    """The dataset ``prefix``; ConfigError if it does not exist or is empty."""
     if not prefix:
         raise ConfigError("data.prefix is not set; give the path of a dataset")
     dataset = IndexedDataset(prefix, facts)
@@ -191,9 +195,10 @@ def opened(prefix: str, facts: SharedFacts) -> IndexedDataset:
 
 
 def check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
-    """ConfigError if one of the first tokens is outside the vocabulary; others are checked when they are read."""
+    """ConfigError if one of the first tokens is outside the vocabulary; the others are checked when they are read."""
     first = dataset.flat[0:FIRST]
-    low, high = int(first.min()), int(first.max())
+    low = int(first.min())
+    high = int(first.max())
     if low < 0 or high >= vocab_size:
         raise ConfigError(
             f"dataset {dataset.prefix} holds token {high if low >= 0 else low}, outside model.vocab_size={vocab_size}; set "
@@ -202,7 +207,7 @@ def check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
 
 
 def holds(dataset: IndexedDataset, token: int) -> bool:
-    """Whether ``token`` ends one of ENDS documents all over the dataset, or is among its first tokens."""
+    """Whether ``token`` ends one of ENDS documents spread over the dataset, or is among its first tokens."""
 
     def search() -> bool:
         last = dataset.document_count - 1
@@ -221,15 +226,14 @@ def corpus(data: DataConfig, context: int, seed: int, vocab_size: int, facts: Sh
 
 
 def shared_chat(prefixes: list[str]) -> dict[str, Any]:
-    """What the conversations of all datasets were rendered with (JSON); {} if there are none.
-    ConfigError if they differ."""
+    """The chat settings shared by all datasets, as JSON; {} without conversations. ConfigError if they differ."""
     record = chat_record.shared(prefixes)
     return record.note() if record else {}
 
 
 def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int) -> dict[str, Any]:
-    """Fingerprint of the tokenizer of settings and datasets; {} if unknown. ConfigError if they differ, or if the model's
-    vocabulary is smaller."""
+    """Fingerprint of the tokenizer of settings and datasets; {} if unknown. ConfigError if they differ, or if the model's vocabulary is
+    smaller."""
     fingerprints: list[tuple[str, dict[str, Any]]] = []
     if settings.tokenizer is not None:
         tokenizer = tokenizers.build(settings.tokenizer, settings.tokenizer_files, settings.eod)
@@ -241,11 +245,9 @@ def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int)
     for place, fingerprint in fingerprints[1:]:
         differs = tokenizers.mismatch(fingerprint, fingerprints[0][1])
         if differs:
-            way_out = (
-                "leave data.tokenizer out to use the dataset's own"
-                if settings.tokenizer
-                else "make the datasets with one tokenizer"
-            )
+            way_out = "make the datasets with one tokenizer"
+            if settings.tokenizer:
+                way_out = "omit data.tokenizer to use the dataset's own"
             raise ConfigError(f"{place} and {fingerprints[0][0]} do not have the same tokenizer: {differs}; {way_out}")
     if not fingerprints:
         return {}

@@ -46,7 +46,7 @@ class IndexFile:
     documents: NDArray[np.int64] | None = None
     """[d] bounds of the documents in sequences; None: each sequence is a document."""
     modes: NDArray[np.int8] | None = None
-    """[n] of multimodal datasets."""
+    """[n] modes of multimodal datasets."""
 
 
 def mapped(path: Path) -> tuple[mmap.mmap | bytes, int]:
@@ -79,7 +79,8 @@ def read_index(path: Path, content: mmap.mmap | bytes) -> IndexFile:
     _need(path, head, FAIRSEQ_HEADER.size)
     _, version, code, n = FAIRSEQ_HEADER.unpack_from(head)
     dtype = _dtype(path, version, code)
-    length, fairseq = len(content), FAIRSEQ_HEADER.size + 12 * n
+    length = len(content)
+    fairseq = FAIRSEQ_HEADER.size + 12 * n
     if length == fairseq:
         sizes = np.frombuffer(content, "<i4", n, FAIRSEQ_HEADER.size)
         return IndexFile("fairseq", dtype, sizes, np.frombuffer(content, "<i8", n, FAIRSEQ_HEADER.size + 4 * n))

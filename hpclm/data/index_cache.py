@@ -1,8 +1,8 @@
 """A cache of sample indices on disk: built once, memory-mapped by all processes, and never stale.
 
-An entry is a folder named by the hash of its key: each array as .npy, and about.json with the key in full and the
-files' sizes and fingerprints. It is written under a temporary name and renamed. If several processes build the same entry, on one machine or
-several, the first to finish wins and the others use its result. Anything in the folder may be deleted.
+An entry is a folder named by the hash of its key: each array as .npy, and about.json with the full key and the files' sizes and
+fingerprints. It is written under a temporary name and renamed. If several processes build the same entry, on one machine or several, the
+first to finish wins and the others use its result. Anything in the folder may be deleted.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hpclm.data.scan import SharedFacts
 from hpclm.files import aside, fingerprint, locked, read_text, reader, sweep, sync
 
-FORMAT = 1  # of an entry, and of the way indices are built
+FORMAT = 1  # version of entries, and of the way to build indices
 Arrays = dict[str, NDArray[Any]]
 
 log = logging.getLogger(__name__)
@@ -30,12 +30,13 @@ log = logging.getLogger(__name__)
 def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays], facts: SharedFacts | None = None) -> Arrays:
     """The arrays that ``build`` creates for ``key`` (JSON: everything they depend on), from the cache in ``folder`` if possible.
 
-    If the folder cannot be written, a warning is logged and the arrays are kept in memory. What another process of the node
-    has verified, according to ``facts``, is only mapped.
+    If the folder cannot be written, a warning is logged and the arrays stay in memory. Entries that another process of the node has
+    verified, according to ``facts``, are only mapped.
     """
     about = {"format": FORMAT, **key}
     entry = folder / hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
-    name, verified = f"index {entry}", facts.values if facts else {}
+    name = f"index {entry}"
+    verified = facts.values if facts else {}
     if name in verified:
         with suppress(OSError, ValueError, EOFError):  # removed since
             return _mapped(entry, verified[name])
@@ -63,7 +64,7 @@ def _load(entry: Path, about: dict[str, Any]) -> Arrays | None:
     try:
         written = json.loads(read_text(entry / "about.json"))
         if written.pop("files") != _fingerprints(entry) or written != about:
-            raise ValueError("it is not what about.json says")
+            raise ValueError("it does not match about.json")
         return _mapped(entry, sorted(path.stem for path in entry.glob("*.npy")))
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -77,7 +78,7 @@ def _mapped(entry: Path, names: Iterable[str]) -> Arrays:
 
 
 def _save(arrays: Arrays, entry: Path, about: dict[str, Any]) -> None:
-    """Write an entry, unless another machine, where locks do not reach, is first."""
+    """Write an entry, unless another machine, which locks do not reach, was first."""
     written = aside(entry)
     written.mkdir()
     try:

@@ -32,7 +32,7 @@ def files(prefix: str | Path) -> tuple[Path, Path, Path]:
 
 
 def sidecar(prefix: str | Path) -> dict[str, Any]:
-    """The content of PREFIX.json, such as "tokenizer" and "content"; {} if there is no such file, ConfigError if it is invalid."""
+    """The content of PREFIX.json, such as "tokenizer" and "content"; {} without the file, ConfigError if it is invalid."""
     path = files(prefix)[2]
     try:
         note = json.loads(read_text(path))
@@ -50,7 +50,8 @@ def sidecar(prefix: str | Path) -> dict[str, Any]:
 def _is_note(note: Any) -> bool:
     if not isinstance(note, dict):
         return False
-    tokenizer, paths = note.get("tokenizer"), note.get("tokenizer_files", [])
+    tokenizer = note.get("tokenizer")
+    paths = note.get("tokenizer_files", [])
     if tokenizer is None:  # made by another project, and hashed by hpclm
         return isinstance(note.get("content"), dict)
     return (
@@ -65,19 +66,19 @@ def _is_note(note: Any) -> bool:
 
 
 class IndexedDataset:
-    """A dataset on disk, memory-mapped; ConfigError says what is wrong with its files.
+    """A dataset on disk, memory-mapped; ConfigError tells what is wrong with its files.
 
     layout: "megatron" or "fairseq". dtype: type of the tokens. changed_ns: modification time of the index.
     flat [tokens]: all tokens, a view of the file.
     sizes [n] int32: tokens in each sequence. pointers [n] int64: offset of each in ``.bin``, in bytes.
     modes [n] int8: of Megatron's multimodal datasets; None in others.
 
-    Opening checks the header, the exact lengths of both files, and the first and last sequence and document; with at most
-    ``SCANNED`` sequences, everything, as ``check`` always does.
+    Opening checks the header, the exact lengths of both files, and the first and last sequence and document; with at most ``SCANNED``
+    sequences, everything that ``check`` checks.
     """
 
     def __init__(self, prefix: str | Path, facts: SharedFacts | None = None):
-        """``facts``: of its files, by this process or another of the node; what they hold is not read again."""
+        """``facts``: facts about the files, found by this process or another of the node, and not read again."""
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path, _ = files(prefix)
         missing = [str(path) for path in (self.bin_path, self.idx_path) if not path.exists()]
@@ -90,8 +91,10 @@ class IndexedDataset:
         self.facts = facts or SharedFacts()
         self._name = f"{prefix}: {len(tokens)} bytes of {changed_ns}, {len(index)} of {self.changed_ns}"
         self._index = read_index(self.idx_path, self._maps[0])
-        self.layout, self.dtype = self._index.layout, self._index.dtype
-        self.sizes, self.pointers = self._index.sizes, self._index.starts
+        self.layout = self._index.layout
+        self.dtype = self._index.dtype
+        self.sizes = self._index.sizes
+        self.pointers = self._index.starts
         self.modes = self._index.modes
         self._bytes = len(self._maps[1])
         check_ends(self._index, self.idx_path, self.bin_path, self._bytes)
@@ -124,7 +127,7 @@ class IndexedDataset:
         return np.arange(begin, end + 1) if documents is None else documents[begin : end + 1]
 
     def place(self, i: int) -> int:
-        """Start of sequence ``i`` in ``flat``; for i = n the end of the last."""
+        """Start of sequence ``i`` in ``flat``; for i = n, the end of the last."""
         if i == len(self):
             return self.token_count
         return int(self._index.starts[i]) // self.dtype.itemsize
@@ -143,11 +146,12 @@ class IndexedDataset:
 
     def tokens(self, i: int) -> NDArray:
         """Sequence ``i``, [sizes[i]], a view of the file; ConfigError if the index is wrong."""
-        begin, size = self.place(i), int(self.sizes[i])
+        begin = self.place(i)
+        size = int(self.sizes[i])
         if not (0 <= begin <= begin + size <= self.token_count):
             raise ConfigError(
                 f"{self.idx_path}: sequence {i} is tokens {begin} to {begin + size} of {self.token_count}; "
-                f"the index is corrupt: hpclm data verify {self.prefix} says where"
+                f"the index is corrupt: hpclm data verify {self.prefix} shows where"
             )
         return self.flat[begin : begin + size]
 
@@ -161,7 +165,7 @@ class IndexedDataset:
         return memoryview(self._maps[0])
 
     def check(self, progress: Callable[[int], object] = lambda entries: None) -> None:
-        """Check every entry of the index, n + documents; ConfigError for the first that is wrong."""
+        """Check every entry of the index, n + documents; ConfigError for the first wrong one."""
 
         def done(entries: int) -> None:
             self.release()
@@ -174,11 +178,11 @@ class IndexedDataset:
         self.once("index", self.check)
 
     def find(self, fact: str, read: Callable[[], T]) -> T:
-        """A fact (JSON) about the content of the files: what ``read`` returns, unless the facts have it."""
+        """A fact (JSON) about the content of the files: the result of ``read``, unless it is known."""
         return self.facts.find(f"{self._name}: {fact}", read)
 
     def once(self, fact: str, check: Callable[[], object]) -> None:
-        """``check`` the content of the files, unless the facts say that it has passed."""
+        """``check`` the content of the files, unless it is known to have passed."""
         self.facts.once(f"{self._name}: {fact}", check)
 
     def release(self) -> None:
@@ -191,7 +195,7 @@ class IndexedDataset:
     def fingerprint(self) -> dict[str, Any]:
         """Identifies the content of the dataset, without reading all of it (JSON).
 
-        Lengths, layout, and hashes of the files: of all of a file up to 16 MB, of 64 blocks of a larger one.
+        Lengths, layout, and hashes of the files: all of a file up to 16 MB, 64 blocks of a larger one.
         """
         return {
             "bin_bytes": self._bytes,

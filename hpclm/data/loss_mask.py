@@ -1,6 +1,6 @@
 """The loss mask of a dataset, PREFIX_loss: a dataset of the same sequences, with 1 for each token that counts in the loss, else 0.
 
-PREFIX.json names the hash of the mask's tokens under "loss_mask", so that a mask of another dataset is refused.
+PREFIX.json stores the hash of the mask's tokens under "loss_mask", so that another dataset's mask is refused.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from hpclm.errors import ConfigError
 
 KEY = "loss_mask"  # in PREFIX.json
 DTYPE = np.dtype(np.uint8)
-SEQUENCES = 1 << 12  # that are looked at together
+SEQUENCES = 1 << 12  # sequences examined together
 WITHOUT = "set data.loss_mask=ignore if all tokens count"
 
 
@@ -29,8 +29,9 @@ def exists(dataset: IndexedDataset) -> bool:
 
 
 def opened(dataset: IndexedDataset, settings: DataConfig) -> IndexedDataset | None:
-    """The loss mask of ``dataset``; None if it has none, or is to be read without. ConfigError if the two do not match."""
-    prefix, noted_hash = prefix_of(dataset.prefix), dataset.find(KEY, lambda: sidecar(dataset.prefix).get(KEY))
+    """The loss mask of ``dataset``; None without one, or if the settings ignore it. ConfigError if the two do not match."""
+    prefix = prefix_of(dataset.prefix)
+    noted_hash = dataset.find(KEY, lambda: sidecar(dataset.prefix).get(KEY))
     there = exists(dataset)
     if settings.loss_mask == "ignore" or not (there or noted_hash or settings.loss_mask == "require"):
         return None
@@ -50,7 +51,7 @@ def opened(dataset: IndexedDataset, settings: DataConfig) -> IndexedDataset | No
 
 
 def without_counted(mask: IndexedDataset, span: range) -> int:
-    """Number of sequences of ``span`` in which no token counts as a label; the first token of a sequence is none."""
+    """Number of sequences of ``span`` in which no token counts as a label; the first token of a sequence is not a label."""
 
     def count() -> int:
         counted = 0

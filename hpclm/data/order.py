@@ -1,12 +1,12 @@
-"""The order of a dataset's samples: which documents a split has, how they are shuffled, where each sample starts.
+"""The order of a dataset's samples: the documents of a split, their shuffling, and the start of each sample.
 
-S tokens in a sample (model.context), n sequences in the dataset, N samples requested, E epochs. Sample i is S + 1 tokens of
-the concatenated shuffled documents, so neighbours share one. Source: NVIDIA/Megatron-LM
-megatron/core/datasets/gpt_dataset.py, bigscience-workshop/Megatron-DeepSpeed megatron/data/gpt_dataset.py, and
-Megatron-LM v1.1.5; what their C++ helper does one document at a time is done here in blocks of documents.
+S tokens in a sample (model.context), n sequences in the dataset, N samples requested, E epochs. Sample i is S + 1 tokens of the
+concatenated shuffled documents, so neighbours share one. Source: NVIDIA/Megatron-LM megatron/core/datasets/gpt_dataset.py,
+bigscience-workshop/Megatron-DeepSpeed megatron/data/gpt_dataset.py, and Megatron-LM v1.1.5; their C++ helper works one document at a
+time, this file in blocks of documents.
 
-fairseq's samples are ``blocks`` of at most S tokens instead, divided according to ``data.break_mode``. Source:
-facebookresearch/fairseq fairseq/data/token_block_dataset.py and token_block_utils_fast.pyx.
+fairseq's samples are ``blocks`` of at most S tokens instead, divided according to ``data.break_mode``. Source: facebookresearch/fairseq
+fairseq/data/token_block_dataset.py and token_block_utils_fast.pyx.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Order:
     requested: int | None = None
     """N; None: one epoch."""
     keep_partial: bool = False
-    """Use the remaining tokens after the last whole sample as a shorter sample."""
+    """Whether the tokens after the last whole sample form a shorter sample."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +41,8 @@ class SampleIndex:
     """The order of the samples.
 
     documents [E x sequences]: sequence ids in the order of concatenation, E times over.
-    samples [M + 1, 2]: where sample i starts, as a place in documents and an offset in tokens; the last row ends the last.
-    shuffle [M]: which sample comes i-th.
+    samples [M + 1, 2]: start of sample i, as an index in documents and an offset in tokens; the last row ends the last sample.
+    shuffle [M]: the number of the sample that comes i-th.
     """
 
     documents: NDArray[np.int32 | np.int64]
@@ -57,7 +57,7 @@ def split_parts(split: str) -> list[float]:
 
 
 def split_bounds(split: str, sequences: int, policy: str = "mcore") -> list[tuple[int, int]]:
-    """First and last + 1 sequence of the training, validation and test split of ``sequences``; or of as many tokens."""
+    """First and last + 1 sequence of the training, validation and test split of ``sequences``; likewise for tokens."""
     given = split_parts(split)
     parts = (np.array(given) / sum(given)).tolist()
     bounds = [0.0]
@@ -79,12 +79,12 @@ def samples_in(tokens: int, context: int, keep_partial: bool = False) -> int:
 
 
 def passes(tokens: int, order: Order) -> int:
-    """E: number of epochs over a split of ``tokens`` tokens that the wanted samples need."""
+    """E: number of epochs over a split of ``tokens`` tokens needed for the requested samples."""
     return 1 if order.requested is None else max(1, -(-(order.requested * order.context + 1) // tokens))
 
 
 def index_bytes(sequences: int, tokens: int, order: Order) -> int:
-    """Bytes of the index of a split with so many sequences and tokens."""
+    """Bytes of the index of a split with ``sequences`` sequences and ``tokens`` tokens."""
     epochs = passes(tokens, order)
     samples = samples_in(epochs * tokens, order.context, order.keep_partial)
     width = 8 if epochs * sequences > 2**31 - 1 else 4
@@ -92,13 +92,14 @@ def index_bytes(sequences: int, tokens: int, order: Order) -> int:
 
 
 def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> SampleIndex:
-    """The order of at least ``order.wanted`` samples of the sequences ``span``, which hold enough tokens for one.
+    """The order of at least ``order.requested`` samples of the sequences ``span``, which hold enough tokens for one.
 
     A split shorter than one sample is repeated, as in Megatron; with ``requested`` None it has no sample.
 
-    sizes [n]: tokens of every sequence of the dataset.
+    ``sizes`` [n]: tokens of every sequence of the dataset.
     """
-    context, requested = order.context, order.requested
+    context = order.context
+    requested = order.requested
     per_epoch = int(sizes[span.start : span.stop].sum(dtype=np.int64))
     epochs = passes(per_epoch, order)
     total = samples_in(epochs * per_epoch, context, order.keep_partial)
@@ -131,8 +132,8 @@ def _shuffle(rng: np.random.RandomState, values: NDArray, lengths: list[int]) ->
 def _starts(sizes: NDArray[np.int32], documents: NDArray[np.integer], total: int, context: int) -> NDArray:
     """Start of each sample, and end of the last: [total + 1, 2], index in documents and offset.
 
-    A document that covers tokens e' to e contains the starts number ceil(e' / S) to ceil(e / S) - 1, so one pass over the
-    documents finds all of them.
+    A document that covers tokens e' to e contains the starts number ceil(e' / S) to ceil(e / S) - 1, so one pass over the documents
+    finds all of them.
     """
     rows = np.empty((total + 1, 2), documents.dtype)
     end = done = 0
@@ -148,7 +149,8 @@ def _starts(sizes: NDArray[np.int32], documents: NDArray[np.integer], total: int
         stop = done + len(place)
         rows[done:stop, 0] = place + first
         rows[done:stop, 1] = np.arange(done, stop, dtype=np.int64) * context - (ends - lengths)[place]
-        done, end = stop, int(ends[-1])
+        done = stop
+        end = int(ends[-1])
     if done <= total:  # the last sample ends with the documents
         last = len(documents) - 1
         while sizes[documents[last]] == 0:
@@ -159,17 +161,17 @@ def _starts(sizes: NDArray[np.int32], documents: NDArray[np.integer], total: int
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Blocks of the concatenated lines: tokens bounds[i, 0] to bounds[i, 1], [M, 2]; fresh [M]: starts with a line."""
+    """Blocks of the concatenated lines: tokens bounds[i, 0] to bounds[i, 1], [M, 2]; fresh [M]: whether it starts with a line."""
 
     bounds: NDArray[np.int64]
     fresh: NDArray[np.bool_]
 
 
 def blocks(sizes: NDArray[np.int32], longest: int, mode: str) -> Blocks:
-    """The blocks of lines of these sizes, in their order.
+    """The blocks of lines of these sizes, in order.
 
-    none: every ``longest`` tokens; eos: each line; complete: as many whole lines as fit, at least one;
-    complete_doc: the same within documents, which lines of one token end and which blocks of one token are left out of.
+    none: every ``longest`` tokens; eos: each line; complete: as many whole lines as fit, at least one; complete_doc: the same within
+    documents. Lines of one token end a document, and blocks of one token are omitted.
     """
     ends = np.cumsum(sizes, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
@@ -186,19 +188,22 @@ def blocks(sizes: NDArray[np.int32], longest: int, mode: str) -> Blocks:
 
 
 def _whole_lines(sizes: NDArray[np.int32], longest: int, by_document: bool) -> NDArray[np.int64]:
-    """The bounds of blocks of whole lines, none of which is empty.
+    """The bounds of non-empty blocks of whole lines.
 
-    Where a block that starts with a line ends is known for all lines at once; only the steps from block to block are a loop.
+    The end of a block that starts with a given line is computed for all lines at once; only the steps from block to block are a loop.
     """
-    ends, following = np.cumsum(sizes, dtype=np.int64), np.arange(1, len(sizes) + 1)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    following = np.arange(1, len(sizes) + 1)
     after = np.maximum(np.searchsorted(ends, ends - sizes + longest, "right"), following)  # the next block's first line
     if by_document:
         alone = sizes == SEPARATOR
         stops = np.append(np.flatnonzero(alone), len(sizes))
         after = np.where(alone, following, np.minimum(after, stops[np.searchsorted(stops, following)]))
-    firsts, line = [np.empty(0, np.int64)], 0
+    firsts = [np.empty(0, np.int64)]
+    line = 0
     for begin in range(0, len(sizes), DOCUMENTS_PER_BLOCK):
-        jumps, reached = after[begin : begin + DOCUMENTS_PER_BLOCK].tolist(), []
+        jumps = after[begin : begin + DOCUMENTS_PER_BLOCK].tolist()
+        reached = []
         while line < begin + len(jumps):
             reached.append(line)
             line = jumps[line - begin]

@@ -1,8 +1,8 @@
 """Best-fit packing (data.order=packed): whole documents in samples of S + 1 tokens, with hardly any padding.
 
-A longer document is cut into pieces of S + 1 tokens and a rest; each begins with the last token of the one before, so every token
-but a document's first is predicted exactly once. By decreasing length, each piece goes into the fullest sample that has room.
-Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830).
+A longer document is cut into pieces of S + 1 tokens and a rest. Each piece begins with the last token of the previous one, so every
+token but a document's first is predicted exactly once. By decreasing length, each piece goes into the fullest sample with room. Source:
+Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830).
 """
 
 from bisect import bisect_left, insort
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SHORTEST = 2  # tokens of a piece: the first one predicts the second
+SHORTEST = 2  # minimum tokens of a piece: the first one predicts the second
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """What is in each of M samples: pieces bounds[i] to bounds[i + 1] - 1 of P."""
+    """The contents of M samples: sample i has the pieces bounds[i] to bounds[i + 1] - 1 of P."""
 
     starts: NDArray[np.int64]
-    """[P] first token of each piece, as its place in the dataset."""
+    """[P] index in the dataset of the first token of each piece."""
     sizes: NDArray[np.int32]
     """[P] tokens in each piece."""
     bounds: NDArray[np.int64]
@@ -27,9 +27,9 @@ class Packing:
 
 
 def pack(sizes: NDArray[np.int32], first: int, context: int, seed: int) -> Packing:
-    """Pack consecutive documents of ``sizes`` [n] tokens, of which the first begins at token ``first``, for S = ``context``.
+    """Pack consecutive documents of ``sizes`` [n] tokens, the first beginning at token ``first``, for S = ``context``.
 
-    The seed draws which of several documents of one length goes where, and the order of the pieces in a sample.
+    The seed determines the placement among documents of equal length, and the order of the pieces in a sample.
     """
     room = context + 1
     ends = first + np.cumsum(sizes, dtype=np.int64)
@@ -52,14 +52,14 @@ def pack(sizes: NDArray[np.int32], first: int, context: int, seed: int) -> Packi
 
 
 def _best_fit(counts: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """The sample of each piece, by decreasing length; counts [room + 1]: pieces of each length.
+    """The sample of each piece, by decreasing length. ``counts`` [room + 1]: pieces of each length.
 
-    Equal pieces are placed together, and equal samples are filled together. Each such turn at least halves what is left in a sample,
-    so there are O(room log room), however many pieces there are.
+    Equal pieces are placed together, and equal samples are filled together. Each such round at least halves the room in a sample, so
+    there are O(room log room) rounds, however many pieces there are.
     """
     samples = np.empty(int(counts.sum()), np.int64)
     done = opened = 0
-    groups: list[tuple[int, int, int]] = []  # sorted: what is left in each sample, the first sample, their number
+    groups: list[tuple[int, int, int]] = []  # sorted: room left in each sample, the first sample, their number
     for size in np.flatnonzero(counts)[::-1].tolist():
         pieces = int(counts[size])
         while pieces:

@@ -1,7 +1,8 @@
-"""Samples read from datasets on disk. A row is [S + 1] tokens: the inputs, and the label of the last one; PADDING at the end of shorter samples.
+"""Samples read from datasets on disk. A row is [S + 1] tokens: the inputs, and the label of the last one; PADDING at the end of shorter
+samples.
 
-A sample costs a few lookups and one copy per document it spans. Both use memoryviews, the fastest way in Python to index numbers
-and to copy a few hundred tokens of one type.
+A sample costs a few lookups and one copy per document it spans. Both use memoryviews, Python's fastest way to index numbers and to copy
+a few hundred tokens of one type.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ WIDE = np.dtype(np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Where sequences are in a dataset; only those of ``span`` are read."""
+    """Positions of sequences in a dataset; only those of ``span`` are read."""
 
     sizes: NDArray[np.int32]
     """[n] tokens in each."""
@@ -46,7 +47,8 @@ class PackedSamples:
         sequences = sequences or Sequences(dataset.sizes, dataset.pointers, range(len(dataset)))
         self.dataset = dataset
         self.dtype = WIDE if keep_partial else dataset.flat.dtype
-        self._same, self._flat = dataset.flat.dtype, _view(dataset.flat)
+        self._same = dataset.flat.dtype
+        self._flat = _view(dataset.flat)
         columns = (index.shuffle, index.samples.reshape(-1), index.documents, sequences.sizes, sequences.pointers)
         self._columns = tuple(map(_view, columns))
         self._width = dataset.dtype.itemsize
@@ -63,9 +65,13 @@ class PackedSamples:
             target = memoryview(target)
         else:
             source = self.dataset.flat  # numpy converts the type
-        at, width = 2 * shuffle[index], self._width
-        place, offset = starts[at], starts[at + 1]
-        filled, needed, last = 0, len(row), len(documents)
+        at = 2 * shuffle[index]
+        width = self._width
+        place = starts[at]
+        offset = starts[at + 1]
+        filled = 0
+        needed = len(row)
+        last = len(documents)
         try:
             while place < last:
                 sequence = documents[place]
@@ -93,8 +99,11 @@ class BlockSamples:
 
     def __init__(self, flat: NDArray, blocks: Blocks, order: NDArray[np.integer], eos: int):
         """``flat``: the tokens that the blocks index; ``eos``: the input before a block that starts with a line."""
-        self.flat, self.eos = flat, eos
-        self._bounds, self._fresh, self._order = _view(blocks.bounds.reshape(-1)), _view(blocks.fresh), _view(order)
+        self.flat = flat
+        self.eos = eos
+        self._bounds = _view(blocks.bounds.reshape(-1))
+        self._fresh = _view(blocks.fresh)
+        self._order = _view(order)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -102,7 +111,8 @@ class BlockSamples:
     def read(self, index: int, row: NDArray[np.integer]) -> None:
         """Fill ``row`` [S + 1] with sample ``index``."""
         block = self._order[index]
-        begin, end = self._bounds[2 * block], self._bounds[2 * block + 1]
+        begin = self._bounds[2 * block]
+        end = self._bounds[2 * block + 1]
         row[0] = self.eos if self._fresh[block] else self.flat[begin - 1]
         row[1 : 1 + end - begin] = self.flat[begin:end]
         row[1 + end - begin :] = PADDING
@@ -115,7 +125,8 @@ class DocumentSamples:
 
     def __init__(self, flat: NDArray, mask: NDArray | None, packing: Packing, order: NDArray[np.integer]):
         """``flat``: all tokens of the dataset; ``mask``: 1 for each that counts in the loss, None: all of them."""
-        self.flat, self.mask = flat, mask
+        self.flat = flat
+        self.mask = mask
         self._starts, self._sizes, self._bounds = (
             _view(array) for array in (packing.starts, packing.sizes, packing.bounds)
         )
@@ -135,7 +146,7 @@ class DocumentSamples:
     def read_documents(self, index: int, documents: NDArray[np.integer], counted: NDArray[np.bool_]) -> None:
         """The document of each token of sample ``index``, and whether it counts in the loss as a label, [S + 1] each.
 
-        The first token of a document does not; padding is a document, and does not.
+        The first token of a document does not count; padding is a document of its own, and does not count.
         """
         number = filled = 0
         counted[:] = False
@@ -157,11 +168,13 @@ class BlendedSamples:
     """Samples of several datasets, interleaved."""
 
     def __init__(self, parts: Sequence[Any], blend_index: BlendIndex):
-        """``parts``: Samples; all of them, or none, DocumentSamples."""
+        """``parts``: Samples; either all or none are DocumentSamples."""
         types = {part.dtype for part in parts}
         self.dtype = types.pop() if len(types) == 1 else WIDE
-        self._parts, self._reads = parts, [part.read for part in parts]
-        self._which, self._index = _view(blend_index.which), _view(blend_index.index)
+        self._parts = parts
+        self._reads = [part.read for part in parts]
+        self._which = _view(blend_index.which)
+        self._index = _view(blend_index.index)
 
     def __len__(self) -> int:
         return len(self._which)
@@ -171,7 +184,7 @@ class BlendedSamples:
         self._reads[self._which[index]](self._index[index], row)
 
     def read_documents(self, index: int, documents: NDArray[np.integer], counted: NDArray[np.bool_]) -> None:
-        """As of DocumentSamples, if the parts are such."""
+        """See DocumentSamples, if the parts are such."""
         self._parts[self._which[index]].read_documents(self._index[index], documents, counted)
 
 

@@ -1,5 +1,5 @@
-"""Check that an index matches its ``.bin``: only at both ends, which is cheap, or completely, in constant memory. What
-one process of a node has found is known to the others."""
+"""Checks that an index matches its ``.bin``: only at both ends, which is cheap, or completely, in constant memory. Processes of a node
+share their findings."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,16 +11,18 @@ from numpy.typing import NDArray
 from hpclm.data.formats import IndexFile
 from hpclm.errors import ConfigError
 
-ITEMS_PER_CHECK = 1 << 18  # sequences or document bounds that are checked at a time
+ITEMS_PER_CHECK = 1 << 18  # sequences or document bounds checked at a time
 T = TypeVar("T")
 
 
 def check_ends(index: IndexFile, idx: Path, bin: Path, size: int) -> None:
     """ConfigError unless the first and last sequence and document bound match ``size``, the bytes of ``.bin``."""
-    n, width = len(index.sizes), index.dtype.itemsize
+    n = len(index.sizes)
+    width = index.dtype.itemsize
     end = 0
     if n:
-        start, tokens = int(index.starts[-1]), int(index.sizes[-1])
+        start = int(index.starts[-1])
+        tokens = int(index.sizes[-1])
         if tokens < 0:
             raise _negative(idx, n - 1, tokens)
         if index.starts[0] != 0:
@@ -41,12 +43,14 @@ def check_ends(index: IndexFile, idx: Path, bin: Path, size: int) -> None:
 
 
 def check_all(index: IndexFile, idx: Path, size: int, progress: Callable[[int], object] = lambda entries: None) -> None:
-    """ConfigError for the first sequence or document bound that does not follow the previous one; after ``check_ends``.
+    """ConfigError for the first sequence or document bound that does not follow the previous one; call after ``check_ends``.
 
-    ``progress`` is called with numbers of checked sequences and bounds.
+    ``progress``: called with numbers of checked sequences and bounds.
     """
-    n, width = len(index.sizes), index.dtype.itemsize
-    end, last = 0, size
+    n = len(index.sizes)
+    width = index.dtype.itemsize
+    end = 0
+    last = size
     for start in range(0, n, ITEMS_PER_CHECK):
         sizes = index.sizes[start : start + ITEMS_PER_CHECK].astype(np.int64)
         if sizes.min() < 0:
@@ -98,22 +102,22 @@ def _misplaced(idx: Path, sequence: int, expected: int, actual: int) -> ConfigEr
 class SharedFacts:
     """Facts by name, which one process collects while it opens the data, and others start with.
 
-    The names of files carry their lengths and dates, so that a process that sees other files finds nothing and reads them.
+    Names of files include their lengths and dates, so that a process that sees other files finds no facts and reads the files.
     """
 
     def __init__(self, values: Mapping[str, Any] | None = None):
-        """``values``: of another process (JSON)."""
+        """``values``: from another process (JSON)."""
         self.values: dict[str, Any] = dict(values or {})
 
     def find(self, name: str, read: Callable[[], T]) -> T:
-        """The fact ``name``; if it is not known, what ``read`` returns (JSON)."""
+        """The fact ``name``; if it is unknown, the result of ``read`` (JSON)."""
         if name not in self.values:
             self.values[name] = read()
         fact: T = self.values[name]
         return fact
 
     def once(self, name: str, check: Callable[[], object]) -> None:
-        """``check``, unless it is known to have passed."""
+        """Run ``check``, unless it is known to have passed."""
         if name not in self.values:
             check()
             self.values[name] = True

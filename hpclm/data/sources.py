@@ -39,15 +39,15 @@ class Samples(Protocol):
 class Source(Protocol):
     """The data of a run; ``split`` is "train", "valid", "test", or the name of a further validation set.
 
-    It may have ``check_content() -> list[str]``, which verifies some of the data when a run starts, and describes what; and
-    ``without_effect() -> list[str]``, which names settings that change nothing with these data, and says why; and ``chat``, a
-    ChatRecord of what its conversations were rendered with, or None.
+    Optional members: ``check_content() -> list[str]`` verifies some of the data when a run starts, and describes the result.
+    ``without_effect() -> list[str]`` names settings without effect on these data, with reasons. ``chat`` is a ChatRecord of its
+    conversations, or None.
     """
 
     eod: int | None
     """End-of-document token; None if unknown."""
     fingerprint: dict[str, Any]
-    """JSON: what must not change when a run is resumed; "tokenizer": its fingerprint, or None."""
+    """JSON that must not change when a run is resumed; "tokenizer": its fingerprint, or None."""
     held_out: Sequence[str]
     """Splits that a run evaluates."""
 
@@ -61,9 +61,9 @@ class Source(Protocol):
 
 
 def build(data: DataConfig, model: ModelConfig, seed: int, facts: SharedFacts | None = None) -> Source:
-    """The configured source; ConfigError if there is none, or if a user-defined one is not valid.
+    """The configured source; ConfigError if it does not exist, or if a user-defined one is invalid.
 
-    ``facts``: for a source that takes them; it adds what it reads, and does not read again what they hold.
+    ``facts``: for a source that accepts them; it adds its findings, and does not read known facts again.
     """
     make = lookup("data.source", data.source, SOURCES, CHECK)
     more = {"facts": facts} if facts and "facts" in signature(make).parameters else {}
@@ -72,26 +72,26 @@ def build(data: DataConfig, model: ModelConfig, seed: int, facts: SharedFacts | 
     if lacks:
         raise ConfigError(
             f"data.source {data.source} gives {type(source).__name__}, which lacks {', '.join(lacks)}; "
-            "hpclm/data/sources.py says what a source needs"
+            "hpclm/data/sources.py lists the requirements"
         )
     return source
 
 
 def check_content(source: Source) -> list[str]:
-    """Verify some of the data, if the source supports that; returns what was found. ConfigError if data are corrupt."""
+    """Verify some of the data, if the source supports that. Returns the findings; ConfigError if data are corrupt."""
     look = getattr(source, "check_content", list)
     findings: list[str] = look()
     return findings
 
 
 def without_effect(source: Source) -> list[str]:
-    """The settings that change nothing with these data, a sentence for each reason; reads a small part of them."""
+    """The settings without effect on these data, a sentence for each reason; reads a small part of the data."""
     reasons: list[str] = getattr(source, "without_effect", list)()
     return reasons
 
 
 def chat(source: Source) -> ChatRecord | None:
-    """What the conversations of the data were rendered with; None if there are none, or that is not recorded."""
+    """The chat settings of the data; None without conversations, or if unrecorded."""
     record: ChatRecord | None = getattr(source, "chat", None)
     return record
 
@@ -105,14 +105,14 @@ def samples_per_epoch(source: Source) -> int:
 
 
 def without_evaluation(source: Source, part: str, error: ConfigError) -> ConfigError:
-    """``error`` of a validation split, with a hint if the split is too short."""
+    """The ``error`` of a validation split, with a hint if the split is too short."""
     if source.per_epoch(part):
         return error
     return ConfigError(f"{error}; or evaluate.every=0, to train without evaluations")
 
 
 def needs_eod(data: DataConfig, eod: int | None) -> Iterator[str]:
-    """Data settings that need the end-of-document token, if it is unknown; packed samples say where documents end."""
+    """Data settings that need the end-of-document token, if it is unknown; packed samples record where documents end."""
     for name in NEED_EOD:
         if getattr(data, name) and eod is None and data.order != "packed":
             yield (
@@ -122,6 +122,6 @@ def needs_eod(data: DataConfig, eod: int | None) -> Iterator[str]:
 
 
 def check_part(source: Source, part: str, requested: int | None) -> None:
-    """ConfigError if a split has no samples, or its files cannot be used; reads no samples, if the source can do so."""
+    """ConfigError if a split has no samples, or its files cannot be used; reads no samples, if the source supports that."""
     check: Any = getattr(source, "check", source.samples)
     check(part, requested)

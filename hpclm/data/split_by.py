@@ -1,4 +1,4 @@
-"""Whether datasets are divided between their documents or inside them (data.split_by), decided when a run begins."""
+"""Decides when a run begins whether datasets are divided between documents or inside them (data.split_by)."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Literal
 from hpclm.config import RunConfig, compose, run_file
 from hpclm.config.data import Mixture, mixture
 from hpclm.data import loss_mask
-from hpclm.data.corpus import SPLITS, opened
+from hpclm.data.corpus import SPLITS, open_dataset
 from hpclm.data.order import samples_in, split_bounds, split_parts
 from hpclm.data.scan import SharedFacts
 from hpclm.errors import ConfigError
@@ -18,7 +18,7 @@ SplitBy = Literal["documents", "tokens"]
 
 
 def resolved(run: RunConfig) -> RunConfig:
-    """``run`` with data.split_by, where data.split divides its data; a run that has begun keeps its own.
+    """``run`` with data.split_by, if data.split divides its data; a run that has begun keeps its value.
 
     ConfigError if the data cannot be opened.
     """
@@ -29,7 +29,7 @@ def resolved(run: RunConfig) -> RunConfig:
 
 
 def _begun(out: Path) -> SplitBy | None:
-    """How the last attempt of the run in ``out`` divided its data; None if there was none, or its settings cannot be read."""
+    """The division of the data in the last attempt of the run in ``out``; None without one, or if its settings cannot be read."""
     attempts = events.attempts(events.read_or_refuse(out))
     used = str(attempts[-1].began.get("config") or run_file.NAME) if attempts else ""
     with suppress(ConfigError):
@@ -39,7 +39,7 @@ def _begun(out: Path) -> SplitBy | None:
 
 
 def _chosen(run: RunConfig) -> SplitBy:
-    """documents, unless these leave less than one sample for training or an evaluation, and can be divided."""
+    """documents, unless these leave less than one sample for training or an evaluation and can be divided."""
     data = run.data
     whole = mixture(data.blend, "data.blend") if data.blend else Mixture((data.prefix or "",), None)
     used = ("train", "valid") if run.evaluate.every else ("train",)
@@ -48,7 +48,7 @@ def _chosen(run: RunConfig) -> SplitBy:
         return "documents"
     short = False
     for prefix in whole.prefixes:
-        dataset = opened(prefix, SharedFacts())
+        dataset = open_dataset(prefix, SharedFacts())
         if loss_mask.opened(dataset, data) is not None:
             return "documents"
         bounds = dict(zip(SPLITS, split_bounds(data.split, len(dataset), data.order), strict=True))

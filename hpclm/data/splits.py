@@ -19,13 +19,13 @@ from hpclm.data.sources import Samples
 from hpclm.errors import ConfigError
 
 WORTH_KEEPING = 1 << 20  # entries of an index; smaller ones are built in less time than files take
-MANY_PASSES = 100  # over one split; up to this number an index may have any size
+MANY_PASSES = 100  # over one split; up to this number, an index may have any size
 LARGE_INDEX = 256 << 20  # bytes of the index of a split that is read more often
 
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """How samples are cut from a dataset and ordered."""
+    """How to cut and order samples of a dataset."""
 
     context: int
     seed: int
@@ -35,7 +35,7 @@ class SampleSettings:
     eos: int
     """Token before each line; for break_mode."""
     repeat: bool = False
-    """Repeat a split that is shorter than one sample; otherwise it has no samples."""
+    """Whether to repeat a split that is shorter than one sample; otherwise it has no samples."""
 
     @property
     def packed(self) -> bool:
@@ -45,7 +45,7 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class DatasetSlice:
-    """The sequences ``span`` of a dataset; with ``inside``, those of its tokens that are in there."""
+    """The sequences ``span`` of a dataset; with ``inside``, only their tokens in that range."""
 
     dataset: IndexedDataset
     span: range
@@ -54,7 +54,7 @@ class DatasetSlice:
     mask: IndexedDataset | None = None
     """1 for each token that counts in the loss, in sequences like the dataset's; None: all tokens count."""
     inside: range | None = None
-    """Tokens of the dataset, which may begin and end within a sequence (data.split_by=tokens); None: all of ``span``."""
+    """Range of tokens of the dataset, which may begin and end within a sequence (data.split_by=tokens); None: all of ``span``."""
 
     @classmethod
     def of_tokens(
@@ -70,7 +70,8 @@ class DatasetSlice:
         """Number of tokens."""
         if self.inside is not None:
             return len(self.inside)
-        begin, end = self.span.start, self.span.stop
+        begin = self.span.start
+        end = self.span.stop
         count = f"tokens of sequences {begin} to {end}"
         return self.dataset.find(count, lambda: int(self.dataset.sizes[begin:end].sum(dtype=np.int64)))
 
@@ -94,17 +95,20 @@ class DatasetSlice:
         return samples_in(self.tokens, self.sampling.context, self.keep_partial)
 
     def check(self, requested: int | None, split: str) -> None:
-        """ConfigError if ``requested`` samples are so many epochs that their index would not fit in memory, or have nothing to learn."""
+        """ConfigError if the index of ``requested`` samples would not fit in memory, or if there is nothing to learn."""
         if self.span and self.masked_out == len(self.span):
             raise ConfigError(
-                f"the {split} split of {self.dataset.prefix} has no token to learn: its loss mask leaves out every token of its "
+                f"the {split} split of {self.dataset.prefix} has no token to learn: its loss mask excludes every token of its "
                 f"{len(self.span)} sequences; preprocess again, set another data.split, or {loss_mask.WITHOUT}"
             )
         if self.sampling.break_mode or self.sampling.packed:
-            often, size, per_pass = -(-(requested or 1) // self.per_epoch), 8 * (requested or 0), 8 * self.per_epoch
+            often = -(-(requested or 1) // self.per_epoch)
+            size = 8 * (requested or 0)
+            per_pass = 8 * self.per_epoch
         else:
             order = self._order(requested)
-            often, size = passes(self.tokens, order), index_bytes(len(self.span), self.tokens, order)
+            often = passes(self.tokens, order)
+            size = index_bytes(len(self.span), self.tokens, order)
             per_pass = size // often
         if often <= MANY_PASSES or size <= LARGE_INDEX:
             return
@@ -135,7 +139,8 @@ class DatasetSlice:
             return DocumentSamples(
                 self.dataset.flat, None if self.mask is None else self.mask.flat, self._packing, shuffle
             )
-        wanted, sequences = self._order(requested), self._sequences
+        wanted = self._order(requested)
+        sequences = self._sequences
 
         def build() -> index_cache.Arrays:
             self.dataset.check_once()  # completely; opening a large dataset only checks its ends
@@ -146,7 +151,7 @@ class DatasetSlice:
         return PackedSamples(self.dataset, SampleIndex(**index), self.keep_partial, sequences)
 
     def _kept(self, entries: int, key: dict[str, Any], build: Callable[[], index_cache.Arrays]) -> index_cache.Arrays:
-        """What ``build`` makes for ``key`` from this slice, in the cache if it has so many ``entries`` that this is worth it."""
+        """The arrays that ``build`` creates for ``key`` from this slice, cached if there are enough ``entries``."""
         if not (entries > WORTH_KEEPING or self.sampling.cache):
             return build()
         key = {"dataset": self.dataset.fingerprint, "changed_ns": self.dataset.changed_ns, **key}
@@ -154,7 +159,7 @@ class DatasetSlice:
         return index_cache.kept(self.folder, key, build, self.dataset.facts)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must not change when a run is resumed (JSON)."""
+        """Facts that must not change when a run is resumed (JSON)."""
         content = noted(self.dataset.prefix)
         return self.dataset.fingerprint | {
             **self._place,
@@ -164,16 +169,17 @@ class DatasetSlice:
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Which part of the dataset it is (JSON)."""
+        """The slice's part of the dataset (JSON)."""
         inside = {} if self.inside is None else {"tokens": [self.inside.start, self.inside.stop]}
         return {"span": [self.span.start, self.span.stop], **inside}
 
     @cached_property
     def _sequences(self) -> Sequences:
-        """Where its sequences are in the dataset; with ``inside`` the first and the last one shortened to it, in a copy."""
+        """Positions of the sequences in the dataset; with ``inside``, the first and the last one are shortened to it, in a copy."""
         if self.inside is None:
             return Sequences(self.dataset.sizes, self.dataset.pointers, self.span)
-        begin, end = self.inside.start, self.inside.stop
+        begin = self.inside.start
+        end = self.inside.stop
         sizes = self.dataset.sizes[self.span.start : self.span.stop].copy()
         pointers = self.dataset.pointers[self.span.start : self.span.stop].copy()
         if len(sizes):
@@ -184,7 +190,7 @@ class DatasetSlice:
 
     @property
     def folder(self) -> Path:
-        """Where its index files are cached."""
+        """The folder of its cached index files."""
         return Path(self.sampling.cache) if self.sampling.cache else Path(f"{self.dataset.prefix}.index")
 
     @cached_property
@@ -203,7 +209,8 @@ class DatasetSlice:
 
     @cached_property
     def _packing(self) -> Packing:
-        context, seed = self.sampling.context, self.sampling.seed
+        context = self.sampling.context
+        seed = self.sampling.seed
         sequences = self._sequences
         sizes = sequences.sizes[sequences.span.start : sequences.span.stop]
         first = self.dataset.place(self.span.start) if self.inside is None else self.inside.start
@@ -282,14 +289,15 @@ class Split:
         """The blend order computed by ``take``, which depends only on ``key`` and ``total``."""
         if total <= WORTH_KEEPING:
             return take()
-        first, key = self.slices[0], {**key, "total": total}
+        first = self.slices[0]
+        key = {**key, "total": total}
         return blend.BlendIndex(**index_cache.kept(first.folder, key, lambda: vars(take()), first.dataset.facts))
 
     def _too_small(self, part: DatasetSlice, settings: DataConfig, context: int) -> str:
         can_divide = (
             not (settings.train or settings.break_mode or part.mask) and part.inside is None and "/" not in self.name
         )
-        other = "another data.split" + " or data.split_by=tokens" * can_divide
+        other = "another data.split or data.split_by=tokens" if can_divide else "another data.split"
         part_of = f"{len(part.span)} of {len(part.dataset)} sequences"
         if part.inside is not None:
             part_of = f"of {part.dataset.token_count}, which data.split_by=tokens divides"
@@ -299,7 +307,7 @@ class Split:
                 f"({part_of}); set {other}, or give more data"
             )
         if settings.short_part == "repeat":
-            ways = f"set {other}, or give more data: there is nothing that data.short_part=repeat could repeat"
+            ways = f"set {other}, or give more data: data.short_part=repeat has nothing to repeat"
         elif not part.tokens:
             ways = f"set {other}, or give more data"
         else:

@@ -18,7 +18,10 @@ class SyntheticSamples:
     dtype = np.dtype(np.int64)
 
     def __init__(self, length: int, context: int, seed: tuple[int, int], eod: int):
-        self.length, self.context, self.seed, self.eod = length, context, seed, eod
+        self.length = length
+        self.context = context
+        self.seed = seed
+        self.eod = eod
 
     def __len__(self) -> int:
         return self.length
@@ -39,7 +42,10 @@ class SyntheticSource:
     """The synthetic language; training, validation and test have different seeds."""
 
     def __init__(self, context: int, seed: int, vocab_size: int):
-        self.context, self.seed, self.vocab_size, self.eod = context, seed, vocab_size, vocab_size - 1
+        self.context = context
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
         self.fingerprint: dict[str, Any] = {"source": "synthetic"}
         self.held_out = ["valid"]
 
@@ -56,7 +62,7 @@ class SyntheticSource:
 
 
 def synthetic(data: DataConfig, context: int, seed: int, vocab_size: int) -> SyntheticSource:
-    """The source that ``data.source=synthetic`` names."""
+    """The source for ``data.source=synthetic``."""
     if vocab_size < 16:
         raise ConfigError(f"data.source=synthetic needs model.vocab_size of at least 16, not {vocab_size}")
     return SyntheticSource(context, seed, vocab_size)

@@ -1,7 +1,7 @@
 """Tokenizers: their interface, options and fingerprints, and building the one that a run or a dataset names.
 
-The kinds are in ``hpclm.datasets.tokenizers``. Nothing is downloaded, no code is loaded with a vocabulary, and libraries are
-imported only when they are used.
+The kinds are in ``hpclm.datasets.tokenizers``. Nothing is downloaded, no code is loaded with a vocabulary, and libraries are imported
+only when they are used.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from hpclm.registry import class_check, lookup
 
 END = "<|endoftext|>"
 PROBE = "The quick brown fox jumps over the lazy dog; so it goes, and then it comes back again. " * 4
-"""A text on which a tokenizer that draws at random hardly draws twice alike."""
+"""A text long enough that a tokenizer that samples hardly encodes it twice in the same way."""
 CHECK = class_check("encode", "encode_batch", "decode", made_with=["files"])
 REQUIRED = ("size", "eod", "fingerprint", "encode", "encode_batch", "decode")
 """Attributes of a user-defined tokenizer; ``ends_itself`` is optional."""
@@ -33,26 +33,26 @@ Batch = tuple[NDArray[np.integer], NDArray[np.int64]]
 class Tokenizer(Protocol):
     """Text to ids and back.
 
-    Your own class is named package.module:Name. It is constructed with its list of files, and with the text of the
-    end-of-document token as a second argument if data.eod is set.
+    A user-defined class is named package.module:Name. It is constructed with its list of files, and with the text of the end-of-document
+    token as a second argument if data.eod is set.
     """
 
     size: int
     """Size of the vocabulary; every id is smaller."""
     eod: int | None
-    """Id of the end-of-document token; None if the vocabulary has none."""
+    """Id of the end-of-document token; None without one."""
     ends_itself: bool
     """Whether every encoded text already ends with ``eod``."""
     fingerprint: dict[str, Any]
-    """JSON: "kind", "files" {name: blake2b of the content}, "size", "eod", and "options" {name: value} that are not the
-    defaults; the function ``fingerprint`` of this package makes one."""
+    """JSON: "kind", "files" {name: blake2b of the content}, "size", "eod", and "options" {name: value} that differ from the defaults;
+    the function ``fingerprint`` of this module creates one."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without an end-of-document token unless ``ends_itself``."""
         ...
 
     def encode_batch(self, texts: list[str]) -> Batch:
-        """``encode`` of each text; ``flat`` converts lists to this."""
+        """``encode`` of each text; ``flat`` converts lists to this form."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -67,7 +67,7 @@ def flat(lists: Sequence[Sequence[int]]) -> Batch:
 
 
 def fingerprint(kind: str, files: list[str], size: int, eod: int | None, end: str | None = None) -> dict[str, Any]:
-    """The ``fingerprint`` of a tokenizer; ``end``: the text of its end-of-document token, if that was chosen (data.eod)."""
+    """The ``fingerprint`` of a tokenizer. ``end``: the text of its end-of-document token, if chosen by data.eod."""
     hashes: dict[str, str] = {}
     for file in files:
         name = Path(file).name
@@ -118,26 +118,28 @@ def build(kind: str, files: list[str], eod: str | None = None) -> Tokenizer:
         raise ConfigError(f"tokenizer {kind} cannot be built from a list of files: {error}") from error
     missing = [name for name in REQUIRED if not hasattr(tokenizer, name)]
     if missing:
-        raise ConfigError(f"tokenizer {kind} lacks {', '.join(missing)}; hpclm/data/tokenizers.py says what it needs")
+        raise ConfigError(
+            f"tokenizer {kind} lacks {', '.join(missing)}; hpclm/data/tokenizers.py lists the requirements"
+        )
     if draws_at_random(tokenizer):
         raise ConfigError(
-            f"tokenizer {kind} gives other ids each time it encodes a text, so that no dataset or score could be made twice; "
+            f"tokenizer {kind} gives other ids each time it encodes a text, so datasets and scores would not be reproducible; "
             "let encode() return the same ids for the same text"
         )
     return tokenizer
 
 
 def draws_at_random(tokenizer: Tokenizer) -> bool:
-    """Whether it gives a text other ids each time; False if it cannot encode English."""
+    """Whether the tokenizer gives a text other ids each time; False if it cannot encode English."""
     try:
         first, second = (tokenizer.encode(PROBE) for _ in range(2))
-    except Exception:  # whatever a tokenizer for another kind of text raises
+    except Exception:  # a tokenizer for another kind of text may raise anything
         return False
     return not np.array_equal(first, second)
 
 
 def end(tokenizer: Tokenizer) -> int:
-    """The id of the end-of-document token; ConfigError if there is none."""
+    """The id of the end-of-document token; ConfigError without one."""
     if tokenizer.eod is None:
         raise ConfigError(
             f"the {describe(tokenizer.fingerprint)} has no end-of-document token; set data.eod "
@@ -152,7 +154,7 @@ def of_run(data: DataConfig) -> Tokenizer:
 
 
 def build_of_run(data: DataConfig) -> tuple[Tokenizer, str, list[str], str | None]:
-    """The tokenizer of a run, and what ``build`` was given."""
+    """The tokenizer of a run, and the arguments of ``build``."""
     kind, paths, eod, prefix, note = _named(data)
     tokenizer = build(kind, paths, eod)
     differences = mismatch(note, tokenizer.fingerprint) if prefix else None
@@ -165,7 +167,7 @@ def build_of_run(data: DataConfig) -> tuple[Tokenizer, str, list[str], str | Non
 
 
 def files_of_run(data: DataConfig) -> list[str]:
-    """The files of a run's tokenizer, by its settings or by the note beside a dataset."""
+    """The files of a run's tokenizer, from its settings or the note beside a dataset."""
     if data.tokenizer is not None:
         return data.tokenizer_files
     notes = (sidecar(prefix) for prefix in data.prefixes())
@@ -173,14 +175,14 @@ def files_of_run(data: DataConfig) -> list[str]:
 
 
 def check_of_run(data: DataConfig) -> None:
-    """ConfigError, as of ``of_run``, if a run names no tokenizer, or files of it are missing; quick if all is well."""
+    """ConfigError, as in ``of_run``, if a run names no tokenizer, or files of it are missing; quick if all is well."""
     kind, paths, eod, *_ = _named(data)
     if not all(Path(path).exists() for path in paths):
         build(kind, paths, eod)
 
 
 def _named(data: DataConfig) -> tuple[str, list[str], str | None, str, dict[str, Any]]:
-    """What ``build`` is given for a run; and the dataset that says it, with the fingerprint there, if the settings do not."""
+    """The arguments of ``build`` for a run; and, if the settings do not give them, the dataset that does, with its fingerprint."""
     if data.tokenizer is not None:
         return data.tokenizer, data.tokenizer_files, data.eod, "", {}
     notes = ((prefix, sidecar(prefix)) for prefix in data.prefixes())
@@ -193,7 +195,8 @@ def _named(data: DataConfig) -> tuple[str, list[str], str | None, str, dict[str,
         raise ConfigError(
             "neither the run nor its dataset names a tokenizer; set data.tokenizer and data.tokenizer_files"
         )
-    kind, paths = note["tokenizer"]["kind"], note.get("tokenizer_files")
+    kind = note["tokenizer"]["kind"]
+    paths = note.get("tokenizer_files")
     if kind not in TOKENIZERS:  # a dataset must not decide which code is run
         raise ConfigError(
             f"{prefix}.json names the user-defined tokenizer {kind!r}; if you trust it, set data.tokenizer={kind} and "
@@ -205,7 +208,7 @@ def _named(data: DataConfig) -> tuple[str, list[str], str | None, str, dict[str,
 
 
 def _recorded_end(fingerprint: dict[str, Any]) -> str | None:
-    """The text of the end-of-document token that a fingerprint records, if that was chosen."""
+    """The text of the end-of-document token that a fingerprint records, if it was chosen."""
     options = fingerprint.get("options", {})
     if not isinstance(options, dict) or options.keys() - {"eod"} or not isinstance(options.get("eod", ""), str):
         raise ConfigError(

@@ -33,31 +33,33 @@ from hpclm.files import read_text, readable, write_text
 from hpclm.terminal import many, say
 
 log = logging.getLogger(__name__)
-SHOWN = 5  # unreadable lines that are described in the log
+SHOWN = 5  # unreadable lines described in the log
 WHOLE = Share(0, 1)
 EVERY = 60  # seconds between log lines
-SHORT_DOCUMENT = 32  # tokens on average, of which a warning is given below
-FEW_DOCUMENTS = 10  # that say little about a corpus
-DATED = re.compile(r"\bstrftime_now\s*\(")  # as templates of transformers ask for the date
+SHORT_DOCUMENT = 32  # tokens on average; shorter documents cause a warning
+FEW_DOCUMENTS = 10  # fewer documents say little about a corpus
+DATED = re.compile(r"\bstrftime_now\s*\(")  # how templates of transformers ask for the date
 
 
 class Output(Writer):
-    """The dataset of one key, and what was left out of it. ``replaces``: as of Writer."""
+    """The dataset of one key, with counts of omitted text. ``replaces``: see Writer."""
 
     def __init__(self, prefix: Path, job: Job, column: int = 0, replaces: bool = True):
         super().__init__(prefix, job.dtype(column), job.layout, replaces)
-        self.prefix, self._job = prefix, job
+        self.prefix = prefix
+        self._job = job
         self.skipped = self.cut = self.dropped = 0  # empty documents, long conversations
         self.inner = 0  # end-of-document tokens in the text itself
         self.text_bytes = 0  # of text that became tokens
-        self.endless = 0  # conversations of which no end of a turn is learned
-        self.ends: set[str] = set()  # tokens that are learned as the end of an answer
+        self.endless = 0  # conversations in which no end of a turn is learned
+        self.ends: set[str] = set()  # tokens learned as the end of an answer
         self.spanning = 0  # conversations in which a token spans a prompt and its answer
         self.bad: Counter[str] = Counter()  # unreadable lines, by reason
 
     def add(self, column: Column) -> None:
         """Append a column's documents."""
-        self.skipped += column.empty if self._job.empty == "skip" else 0
+        if self._job.empty == "skip":
+            self.skipped += column.empty
         self.inner += column.inner
         self.text_bytes += column.text_bytes
         self.cut += column.cut
@@ -72,7 +74,8 @@ class Output(Writer):
 
     def _add_piece(self, column: Column) -> None:
         """Append a piece of a document."""
-        tokens, job = column.tokens, self._job
+        tokens = column.tokens
+        job = self._job
         if column.closes and not self.open_tokens + tokens.size:
             self.skipped += job.empty == "skip"
             if job.empty == "keep":
@@ -86,23 +89,25 @@ class Output(Writer):
         """ConfigError if the inputs ``names`` had no tokens."""
         if not self.tokens:
             omitted = self._omissions()
-            raise ConfigError(f"no documents in {names}{f' ({omitted})' if omitted else ''}; no dataset was written")
+            why = f" ({omitted})" if omitted else ""
+            raise ConfigError(f"no documents in {names}{why}; no dataset was written")
 
     def complete(self, more: dict[str, Any]) -> None:
-        """Complete the files, with ``more`` in PREFIX.json; all that can fail is done here (see ``Writer.finish``)."""
+        """Complete the files, with ``more`` in PREFIX.json. Everything that can fail happens here (see ``Writer.finish``)."""
         self.note = {
             "tokenizer": tokenizer_of(self._job).fingerprint,
             "tokenizer_files": [str(Path(file).absolute()) for file in self._job.files],
             "documents": self.documents,
             "tokens": self.tokens,
             "skipped": self.skipped,
-            **({"cut": self.cut, "dropped": self.dropped} if self._job.chat else {}),
-            **({"inner": self.inner} if self.inner else {}),
-            **({"endless": self.endless} if self.endless else {}),
-            **({"spanning": self.spanning} if self.spanning else {}),
-            **({"bad": dict(sorted(self.bad.items()))} if self.bad else {}),
-            **more,
         }
+        if self._job.chat:
+            self.note |= {"cut": self.cut, "dropped": self.dropped}
+        counts = {"inner": self.inner, "endless": self.endless, "spanning": self.spanning}
+        self.note |= {name: count for name, count in counts.items() if count}
+        if self.bad:
+            self.note["bad"] = dict(sorted(self.bad.items()))
+        self.note |= more
         self.finish()
 
     def describe(self, end: str = "") -> None:
@@ -111,58 +116,58 @@ class Output(Writer):
         say(f"{self.prefix}.bin, .idx, .json: {'; '.join(filter(None, (counts, self._omissions())))}{end}")
 
     def warn(self, formats: Set[Format]) -> None:
-        """Warn of text that ends documents, of very short documents and very long tokens, and of conversations that teach what generation
-        never asks for, or not to stop. ``formats``: those of the inputs."""
+        """Warn of text that contains the end-of-document token, and of very short documents or long tokens. Also warn of conversations
+        that teach text generation never asks for, or that do not teach when to stop. ``formats``: those of the inputs."""
         for problem in filter(None, (self._short_documents(formats), self._long_tokens())):
             log.warning("%s: %s", self.prefix, problem)
         if self.inner:
             log.warning(
-                "%s: the text itself contains the end-of-document token %s: there training sees the end of a document, and "
-                "data.reset_attention_mask divides it. Remove its text from the input, or name another token with --eod",
+                "%s: the text itself contains the end-of-document token %s; training sees the end of a document there, and "
+                "data.reset_attention_mask splits the document. Remove the token from the input, or name another one with --eod",
                 self.prefix, "once" if self.inner == 1 else f"{self.inner:,} times",
             )  # fmt: skip
         if self.spanning:
             log.warning(
-                "%s: in %s a token holds the end of a prompt and the beginning of the answer together, and this tokenizer cannot "
-                "make them apart. Generation tokenizes the prompt alone, so the answer is learned after tokens that are never there "
-                "then. Give --chat-template FILE, a version that puts a special token or a line end before the answer",
+                "%s: in %s one token spans the end of a prompt and the beginning of its answer, and this tokenizer cannot "
+                "separate them. Generation tokenizes the prompt alone, so the model learns the answer after tokens that generation "
+                "never produces. Give --chat-template FILE, a version that puts a special token or a line end before the answer",
                 self.prefix, many(self.spanning, "conversation"),
             )  # fmt: skip
         if self._job.chat and DATED.search(self._job.chat.template):
             log.warning(
-                "%s: the chat template writes the date, and all conversations have today's (%s): preprocessed on another day they differ. "
+                "%s: the chat template writes the date, so all conversations contain today's (%s); another day gives a different dataset. "
                 "Give --chat-template FILE, a version with a fixed date",
                 self.prefix, time.strftime("%Y-%m-%d"),
             )  # fmt: skip
         if self.endless:
             log.warning(
-                "%s: in %s no end of a turn is learned: what the assistant writes, by the chat template, does not end with a special "
-                "token, so a model that is tuned on it may not stop. Give --chat-template FILE, a version that ends the assistant's "
-                "turns with one, inside its {%% generation %%} marks if it has such",
+                "%s: in %s no end of a turn is learned: with this chat template the assistant's text does not end with a special "
+                "token, so a model tuned on it may not stop. Give --chat-template FILE, a version that ends the assistant's "
+                "turns with one, inside its {%% generation %%} marks if it has them",
                 self.prefix, many(self.endless, "conversation"),
             )  # fmt: skip
 
     def _short_documents(self, formats: Set[Format]) -> str | None:
-        """What to do about documents that are too short to learn from; None if they are not. fairseq's are lines of a text."""
+        """Advice for documents that are too short to learn from; None for longer ones. fairseq's documents are lines of a text."""
         mean = self.tokens / self.documents
         if mean >= SHORT_DOCUMENT or self.documents < FEW_DOCUMENTS or self._job.chat or self._job.layout == "fairseq":
             return None
-        way = "where consecutive ones belong together, make them one document"
+        way = "if consecutive ones belong together, join them into one document"
         if "lines" in formats:
-            way = "each line is one; where the lines are a text, leave out --format lines, so that a .txt is one document with its line ends"
+            way = "each line is a document; if the lines form one text, omit --format lines, so that a .txt is one document with line ends"
         elif formats == {"files"}:
-            way = "each file is one; where the files are parts of a text, join them"
+            way = "each file is a document; if the files are parts of one text, join them"
         return (
-            f"a document has only {mean:.1f} tokens on average, so a model hardly learns to write more than that ({way}). Independent ones "
-            "are kept apart in training by data.reset_attention_mask=true data.reset_position_ids=true"
+            f"a document has only {mean:.1f} tokens on average, so a model hardly learns to write longer text ({way}). To keep independent "
+            "documents apart in training, set data.reset_attention_mask=true data.reset_position_ids=true"
         )
 
     def _long_tokens(self) -> str | None:
-        """What to do about a tokenizer that does not divide the text; None if it does."""
+        """Advice for a tokenizer that hardly divides the text; None for others."""
         if self.text_bytes <= LONG_TOKEN * self.tokens:
             return None
         return (
-            f"a token stands for {self.text_bytes / self.tokens:.0f} bytes of text on average (3 to 5 are usual): the {self._job.tokenizer} "
+            f"tokens have {self.text_bytes / self.tokens:.0f} bytes of text on average (3 to 5 are usual): the {self._job.tokenizer} "
             "tokenizer does not divide this text into words, so hardly any token occurs twice and little can be learned. Text without spaces, "
             "such as Chinese, needs subwords: hpclm train-tokenizer --input TEXT --output t.model --vocab-size 32000, then --tokenizer "
             "sentencepiece --tokenizer-files t.model"
@@ -187,14 +192,15 @@ def write(
     share: Share = WHOLE,
     more: dict[str, Any] | None = None,
 ) -> None:
-    """Write ``share`` of the corpus as a dataset for each of ``prefixes``; either all of them or none.
+    """Write ``share`` of the corpus as a dataset for each of ``prefixes``; all of them or none.
 
-    They are the same for any number of workers, and memory does not grow with the input. ``more`` goes into PREFIX.json.
+    The result does not depend on the number of workers, and memory does not grow with the input. ``more`` goes into PREFIX.json.
     ConfigError for unreadable input, or input without tokens.
     """
     from hpclm.progress import ProgressBar
 
-    job, size = request.job, sum(source.size for source in corpus.inputs) // share.parts
+    job = request.job
+    size = sum(source.size for source in corpus.inputs) // share.parts
     work = chunks(list(corpus.inputs), share, request.longest_line, may_cut(job))
     described = 0
     began = logged = time.monotonic()
@@ -215,7 +221,8 @@ def write(
                 for line in encoded.described[: SHOWN - described]:
                     log.warning("skipped: %s", line)
                     described += 1
-                now, tokens = time.monotonic(), sum(output.tokens for output in outputs)
+                now = time.monotonic()
+                tokens = sum(output.tokens for output in outputs)
                 speed = f"{tokens / (now - began):,.0f} tokens/s"
                 bar.beside = (speed,)
                 bar.update(encoded.consumed)
@@ -237,7 +244,7 @@ def write(
 
 
 def complete(outputs: Sequence[Output], job: Job, more: dict[str, Any]) -> None:
-    """Complete all datasets of ``job``; that of conversations names the hash of its loss mask, and what they were rendered with."""
+    """Complete all datasets of ``job``. The dataset of conversations records the hash of its loss mask, and its chat template."""
     for output in reversed(outputs):
         output.complete(more)
         if job.chat and output.content:
@@ -247,13 +254,13 @@ def complete(outputs: Sequence[Output], job: Job, more: dict[str, Any]) -> None:
 
 
 def job_fingerprint(corpus: InputCorpus, request: Request) -> dict[str, Any]:
-    """Everything that determines the dataset (JSON): inputs, options, tokenizer."""
+    """Everything that determines the dataset, as JSON: inputs, options, tokenizer."""
     job = asdict(request.job) | {"files": tokenizer_of(request.job).fingerprint}
     return dict(json.loads(json.dumps({"inputs": [asdict(source) for source in corpus.inputs], "job": job})))
 
 
-def check(job: Job) -> None:
-    """ConfigError if the job's tokenizer cannot be built, or does not go with the options."""
+def check_job(job: Job) -> None:
+    """ConfigError if the job's tokenizer cannot be built or does not fit the options."""
     tokenizer = tokenizer_of(job)
     if job.chat and job.tokenizer != "json":
         raise ConfigError(
@@ -274,7 +281,7 @@ def check(job: Job) -> None:
 
 
 def refuse_to_replace(request: Request, prefixes: Sequence[Path]) -> None:
-    """ConfigError if one of these datasets exists, unless it may be replaced."""
+    """ConfigError if one of these datasets exists, unless --overwrite is given."""
     existing = [str(path) for path in (files(prefix)[1] for prefix in prefixes) if path.exists()]
     if existing and not request.overwrite:
         verb = "exists" if len(existing) == 1 else "exist"
@@ -284,7 +291,7 @@ def refuse_to_replace(request: Request, prefixes: Sequence[Path]) -> None:
 
 
 def write_dictionary(dictionary: Dictionary, request: Request) -> None:
-    """Write dict.txt next to the datasets; ConfigError rather than change an existing one."""
+    """Write dict.txt next to the datasets; ConfigError if a different one exists."""
     if dictionary.given is not None:
         text = read_text(readable(dictionary.given, "dictionary"))
     else:

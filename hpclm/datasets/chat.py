@@ -1,8 +1,8 @@
-"""Conversations as text of a model's chat template, and which characters of it are the assistant's.
+"""Conversations as text of a model's chat template, and the characters of that text that are the assistant's.
 
-Where a template marks what the assistant says ({% generation %}), that counts. Elsewhere it is what follows the text with which the
-template asks for an answer (add_generation_prompt), up to the end of the turn; white space after the token that ends the turn does not
-count. A template for which that is not consistent is refused.
+If a template marks the assistant's text ({% generation %}), the marks count. Otherwise it is the text after the generation prompt
+(add_generation_prompt), up to the end of the turn; white space after the token that ends the turn does not count. Templates for which
+this is inconsistent are refused.
 """
 
 import re
@@ -21,16 +21,17 @@ from hpclm.files import read_text, readable
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
 SHAREGPT = ROLES | {"human": "user", "gpt": "assistant"}
 FORMS = {"messages": ("role", "content", ROLES), "conversations": ("from", "value", SHAREGPT)}
-"""Key of the messages of a conversation: keys of a message's role and text, and the names of roles."""
+"""Key of a conversation's messages: keys of a message's role and text, and the names of roles."""
 CHANGE_TEXT = ("tools", "documents")
-"""Keys of a conversation that templates read, and hpclm does not."""
+"""Keys of a conversation that templates read, but hpclm does not."""
 READ = (*FORMS, *CHANGE_TEXT)
-"""Keys of a conversation that count."""
+"""Keys of a conversation that matter."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers
 TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of a part of a message's content that is text."""
+"""Types of message parts that are text."""
 CONVERT = "`hpclm docs finetune` has a line of Python for it"
-TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+SETTINGS = "tokenizer_config.json"
 NAMED = ("special_tokens_map.json", SETTINGS, "special_tokens.json")
 """Files with special tokens in a tokenizer's folder: two of transformers', one of a run's."""
 
@@ -40,22 +41,22 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Chat:
-    """How conversations become text and samples."""
+    """How to turn conversations into text and samples."""
 
     template: str
     tokens: tuple[tuple[str, str], ...]
     """Special tokens that the template may name, such as ("bos_token", "<s>")."""
     context: int
     too_long: Literal["cut", "drop"] = "cut"
-    """What to do with a conversation of more than context + 1 tokens."""
+    """Handling of conversations of more than context + 1 tokens."""
 
     def record(self, ends: Mapping[str, int]) -> ChatRecord:
-        """What a dataset is rendered with, in which ``ends`` end an answer."""
+        """The chat settings to record with a dataset, in which ``ends`` end an answer."""
         return ChatRecord(self.template, dict(self.tokens), ends)
 
 
 def template_in(folder: Path) -> str | None:
-    """The chat template in a tokenizer's folder; None if it has none."""
+    """The chat template in a tokenizer's folder, or None."""
     if (folder / TEMPLATE).is_file():
         return _read(folder / TEMPLATE)
     given = json_object(folder / SETTINGS).get("chat_template") if (folder / SETTINGS).is_file() else None
@@ -79,8 +80,8 @@ def chat_of(
     too_long: Literal["cut", "drop"],
     tuned: ChatRecord | None = None,
 ) -> Chat:
-    """The chat of a tokenizer.json, with the file ``template``, or the one of a run that was ``tuned``, or the one beside the tokenizer;
-    ConfigError without one."""
+    """The chat settings of a tokenizer.json. Its template is the file ``template``, or that of a ``tuned`` run, or the one beside the
+    tokenizer; ConfigError without any."""
     folder = Path(tokenizer_file).parent
     if template is not None:
         text: str | None = _read(readable(template, "chat template"))
@@ -99,7 +100,7 @@ def chat_of(
 
 
 def with_end(chat: Chat, end: Callable[[], str | None]) -> Chat:
-    """``chat`` in which ``end`` begins and ends a text, as in an export, where the template says so and no file names the tokens."""
+    """``chat`` with ``end`` as first and last token of a text, as in an export, if the template needs these tokens and no file names them."""
     if chat.tokens or not any(names(chat.template, name) for name in ("bos_token", "eos_token")):
         return chat
     text = end()
@@ -107,7 +108,7 @@ def with_end(chat: Chat, end: Callable[[], str | None]) -> Chat:
 
 
 def read_conversation(line: bytes) -> list[Message]:
-    """The messages of a line of JSON, none for a blank line; UnreadableLineError."""
+    """The messages of a line of JSON; none for a blank line. UnreadableLineError for an invalid line."""
     record = read_object(line, "with the key 'messages' or 'conversations'")
     if record is None:
         return []
@@ -134,13 +135,13 @@ def _message(message: Any, name: str, role: str, content: str, roles: dict[str, 
         raise UnreadableLineError("unknown key", f": {name} has {unknown}, which hpclm does not read; {CONVERT}")
     if not isinstance(message[role], str) or message[role] not in roles:
         raise UnreadableLineError(
-            "unknown role", f": {name} is of {message[role]!r}; known are {', '.join(roles)}; {CONVERT}"
+            "unknown role", f": {name} has the role {message[role]!r}; known roles are {', '.join(roles)}; {CONVERT}"
         )
     return {"role": roles[message[role]], "content": _content(message[content], f"{name}'s {content!r}")}
 
 
 def _content(content: Any, name: str) -> str:
-    """The text of a message's content; parts that are all text are joined, as templates that read parts do."""
+    """The text of a message's content; text parts are joined, as templates that read parts do."""
     if not isinstance(content, list):
         return text_of(content, name)
     for part in content:
@@ -151,7 +152,8 @@ def _content(content: Any, name: str) -> str:
 
 
 def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tuple[str, list[Span]]:
-    """The text of a conversation, and the spans of its characters that count; UnreadableLineError.
+    """The text of a conversation, and the spans of its characters that count. UnreadableLineError for a conversation or template that
+    cannot be used.
 
     ``ends``: the tokenizer's special tokens, one of which may end a turn.
     """
@@ -162,7 +164,8 @@ def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tupl
             raise UnreadableLineError("nothing marked", ": the chat template marks nothing as the assistant's")
         _check_roles(messages, chat)
         return text, spans
-    text, spans = _render(messages, chat)[0], []
+    text = _render(messages, chat)[0]
+    spans = []
     _check_complete(messages, text)
     _check_roles(messages, chat)
     for number, message in enumerate(messages):
@@ -174,7 +177,7 @@ def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tupl
             when = "asks for it" if text.startswith(answered) else "continues after it"
             raise UnreadableLineError(
                 "inconsistent template",
-                f": the chat template writes other text before message {number + 1} ends when it {when}, so it does not say what "
+                f": the chat template writes other text before message {number + 1} ends when it {when}, which hides what "
                 "the assistant writes; give --chat-template FILE, a version with {% generation %} marks",
             )
         bare = answered.rstrip()
@@ -183,7 +186,7 @@ def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tupl
 
 
 def _check_complete(messages: list[Message], text: str) -> None:
-    """UnreadableLineError unless ``text`` has the content of all messages, in their order."""
+    """UnreadableLineError unless ``text`` has the content of all messages in order."""
     end = 0
     for number, message in enumerate(messages, 1):
         content = message["content"].strip()
@@ -194,7 +197,7 @@ def _check_complete(messages: list[Message], text: str) -> None:
 
 
 def _check_roles(messages: list[Message], chat: Chat) -> None:
-    """UnreadableLineError if the template leaves out a message because of its place and role."""
+    """UnreadableLineError if the template omits a message because of its position and role."""
     number = _left_out(tuple(message["role"] for message in messages), chat)
     if number is not None:
         raise _incomplete(messages[number]["role"], number + 1)
@@ -202,14 +205,15 @@ def _check_roles(messages: list[Message], chat: Chat) -> None:
 
 @lru_cache(maxsize=1024)
 def _left_out(roles: tuple[str, ...], chat: Chat) -> int | None:
-    """Index of the first message that a conversation of these roles loses, whatever it says; None if it loses none.
+    """Index of the first message that the template omits from a conversation of these roles, whatever its text; None if it omits none.
 
-    What the assistant said may change: templates of models that reason leave out earlier thoughts.
+    The assistant's text may change: templates of reasoning models omit earlier thoughts.
     """
     messages = [{"role": role, "content": f"message-{number}-of-a-chat"} for number, role in enumerate(roles)]
     try:
-        text, end = _render(messages, chat)[0], 0
-    except UnreadableLineError:  # for this text; that of the conversation will show
+        text = _render(messages, chat)[0]
+        end = 0
+    except UnreadableLineError:  # only for this text; rendering the conversation itself will show
         return None
     for number, message in enumerate(messages):
         begin = text.find(message["content"], end)
@@ -225,7 +229,7 @@ def _incomplete(role: str, number: int) -> UnreadableLineError:
 
 
 def learned_ends(text: str, spans: list[Span], added: tuple[str, ...]) -> frozenset[str]:
-    """Those of the ``added`` tokens that end one of the ``spans`` that count: what a model learns as the end of an answer."""
+    """The ``added`` tokens that end one of the counted ``spans``; a model learns them as the end of an answer."""
     counted = [text[begin:end].rstrip() for begin, end in spans]
     candidates = ([token for token in added if token and answer.endswith(token)] for answer in counted)
     return frozenset(max(tokens, key=len) for tokens in candidates if tokens)
@@ -238,7 +242,7 @@ def _render(messages: list[Message], chat: Chat, prompt: bool = False, mask: boo
     settings: Any = dict(chat_template=chat.template, add_generation_prompt=prompt, return_assistant_tokens_mask=mask)
     try:
         rendered: Any = render_jinja_template([messages], **settings | dict(chat.tokens))
-    except Exception as error:  # whatever a template does
+    except Exception as error:  # a template may raise anything
         raise UnreadableLineError("template", f": the chat template refuses it: {error}") from None
     texts, spans = rendered
     return texts[0], spans[0] if mask else []

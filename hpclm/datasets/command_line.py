@@ -1,4 +1,4 @@
-"""``data=TEXT`` and ``tokenizer=TOKENIZER`` among the words of a command line: as ``hpclm.train``'s arguments of these names."""
+"""``data=TEXT`` and ``tokenizer=TOKENIZER`` on a command line: the same as ``hpclm.train``'s arguments."""
 
 import signal
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ def settings(
     typed: Sequence[str] = (),
     check: Callable[[RunConfig, "NamedDataset"], None] = lambda run, dataset: None,
 ) -> RunConfig:
-    """The settings of ``[FILE] key=value ...``, for which the text of ``data=`` has been tokenized.
+    """The settings of ``[FILE] key=value ...``, after tokenizing the text of ``data=``.
 
-    ``typed``: all arguments of the verb, for messages. ``check`` is called before a dataset is written, with the settings that
-    ``planned`` returns. ConfigError, with every problem of the settings.
+    ``typed``: all arguments of the command, for messages. ``check``: called with the settings that ``planned`` returns before a dataset
+    is written. ConfigError lists every problem of the settings.
     """
     run, dataset = planned(words, typed)
     if dataset is None or dataset.written:
@@ -36,9 +36,9 @@ def settings(
 
 
 def planned(words: Sequence[str], typed: Sequence[str] = ()) -> "tuple[RunConfig, NamedDataset | None]":
-    """The settings of ``[FILE] key=value ...``, and the dataset of ``data=``, without writing it.
+    """The settings of ``[FILE] key=value ...``, and the dataset of ``data=``, which is not written.
 
-    Other words win over the settings that follow from the dataset. data.split does only once it has been written.
+    Other words override the settings that follow from the dataset. data.split follows only once the dataset is written.
     """
     data, tokenizer = (_value(words, name) for name in ("data", "tokenizer"))
     others = [word for word in words if not (_is(word, "data") or _is(word, "tokenizer"))]
@@ -52,24 +52,24 @@ def planned(words: Sequence[str], typed: Sequence[str] = ()) -> "tuple[RunConfig
     text_dataset.refuse_second_data(data, compose.named(others))
     folder.check(Path(run.out))
     with environment.preserved():
-        dataset = text_dataset.named(data, tokenizer, run)
+        dataset = text_dataset.named_dataset(data, tokenizer, run)
     overrides = [word for word in others if is_override(word)]
     files = [word for word in others if not is_override(word)]
     return environment.settings([*files, *dataset.settings(run), *overrides], typed), dataset
 
 
 def names_data(words: Sequence[str]) -> bool:
-    """Whether one of ``words`` is data=, with a text or the prefix of a dataset."""
+    """Whether one of ``words`` is data= with a text or the prefix of a dataset."""
     return _value(words, "data") is not None
 
 
 def _value(words: Sequence[str], name: str) -> str | None:
-    """What the last word ``name=…`` says; None without one."""
+    """The value of the last word ``name=…``, or None."""
     values = [word.partition("=")[2] for word in words if _is(word, name)]
     return values[-1] if values else None
 
 
 def _is(word: str, name: str) -> bool:
-    """Whether ``word`` is ``name=…``, and not a section of settings: data={prefix: …}."""
+    """Whether ``word`` is ``name=…`` with a plain value, not a section of settings: data={prefix: …}."""
     key, sign, value = word.partition("=")
     return bool(sign) and key.strip() == name and not value.lstrip().startswith("{")

@@ -21,8 +21,8 @@ from hpclm.errors import ConfigError
 
 Record = TypeVar("Record")
 
-SHOWN = 5  # unreadable lines of a chunk that are described
-LONG_TOKEN = 16  # bytes of text on average, of which a warning is given above
+SHOWN = 5  # unreadable lines described per chunk
+LONG_TOKEN = 16  # bytes of text on average; longer tokens cause a warning
 OnError = Literal["stop", "skip"]
 
 
@@ -33,21 +33,21 @@ class Job:
     tokenizer: str
     files: tuple[str, ...]
     eod: str | None = None
-    """Text of the end-of-document token; None: the tokenizer's own."""
+    """The end-of-document token's text; None: the tokenizer's default."""
     keys: tuple[str, ...] = ("text",)
     """Keys of the texts in a JSON object; each becomes a dataset."""
     append_eod: bool = False
     empty: Literal["skip", "keep"] = "skip"
-    """What to do with documents without tokens."""
+    """Handling of documents without tokens."""
     on_error: OnError = "stop"
-    """What to do with unreadable lines."""
+    """Handling of unreadable lines."""
     language: str | None = None
     """Split documents into sentences of this language."""
     keep_newlines: bool = False
     """Keep the white space after sentences."""
     layout: Literal["megatron", "fairseq"] = "megatron"
     chat: Chat | None = None
-    """Lines are conversations, which become two datasets: their tokens, and which of them count in the loss."""
+    """Lines are conversations, which become two datasets: their tokens and their loss mask."""
 
     def dtype(self, column: int) -> np.dtype:
         """Type of the tokens of a dataset."""
@@ -66,36 +66,36 @@ class Column(NamedTuple):
     empty: int = 0
     """Number of documents without tokens, kept or not."""
     inner: int = 0
-    """Number of end-of-document tokens that the text itself contains, where one is appended."""
+    """Number of end-of-document tokens in the text itself, if one is appended."""
     cut: int = 0
     """Number of conversations that were cut."""
     dropped: int = 0
-    """Number of conversations that were left out because they are too long, or because nothing is left to learn when cut."""
+    """Number of conversations omitted because they are too long, or because nothing is left to learn when cut."""
     endless: int = 0
-    """Number of conversations of which no end of a turn counts."""
+    """Number of conversations in which no end of a turn counts."""
     ends: frozenset[str] = frozenset()
-    """Tokens that end the answers of conversations, and count."""
+    """Counted tokens that end the answers of conversations."""
     spanning: int = 0
     """Number of conversations in which a token spans a prompt and its answer."""
     text_bytes: int = 0
-    """Bytes of the text, in UTF-8; of conversations 0."""
+    """Bytes of the text in UTF-8; 0 for conversations."""
     is_piece: bool = False
-    """Whether this is one sequence that goes on with the one before, or after, as one document."""
+    """Whether this is one sequence of a document that other pieces continue."""
     closes: bool = True
-    """Whether that document ends with it."""
+    """Whether the document ends with this piece."""
 
 
 class Encoded(NamedTuple):
     """An encoded chunk."""
 
     columns: list[Column]
-    """One for each key."""
+    """One column for each key."""
     consumed: int
-    """As in the chunk."""
+    """Bytes of the input, see InputChunk."""
     bad: Counter[str]
     """Number of unreadable lines, by reason."""
     described: list[str]
-    """The first unreadable lines: where they are, and what is wrong with them."""
+    """Descriptions of the first unreadable lines: location and problem."""
 
 
 @cache
@@ -105,13 +105,13 @@ def tokenizer_of(job: Job) -> tokenizers.Tokenizer:
 
 
 def encode(chunk: InputChunk, job: Job) -> Encoded:
-    """Encode a chunk, whose text is discarded; ConfigError, with file and line, if that fails."""
+    """Encode a chunk and discard its text; ConfigError with file and line if that fails."""
     if job.chat:
         conversations, errors = _records(chunk, partial(_conversation, job=job, chat=job.chat), job.on_error)
     else:
         texts, errors = read_texts(chunk, job.keys, job.on_error)
     described = [f"{chunk.location(number)}{error}" for number, error in errors[:SHOWN]]
-    chunk.lines.clear()  # they may be gigabytes
+    chunk.lines.clear()  # the lines may be gigabytes
     if job.chat:
         columns = _conversations(conversations, job, job.chat)
     else:
@@ -123,7 +123,7 @@ def encode(chunk: InputChunk, job: Job) -> Encoded:
 def read_texts(
     chunk: InputChunk, keys: tuple[str, ...], on_error: OnError | None = None
 ) -> tuple[list[list[str]], list[tuple[int, UnreadableLineError]]]:
-    """The texts of a chunk, a list for each key, and its unreadable lines; ConfigError for those if ``on_error`` is not "skip".
+    """The texts of a chunk, a list for each key, and its unreadable lines; ConfigError for those unless ``on_error`` is "skip".
 
     None: the command has no --on-error.
     """
@@ -136,14 +136,15 @@ def read_texts(
 def _records(
     chunk: InputChunk, read: Callable[[bytes], Record], on_error: OnError | None
 ) -> tuple[list[Record], list[tuple[int, UnreadableLineError]]]:
-    """What ``read`` makes of each line, and the lines for which it raises; ConfigError as in ``read_texts``."""
-    records, errors = [], []
+    """The results of ``read`` for each line, and the lines for which it raises; ConfigError as in ``read_texts``."""
+    records = []
+    errors = []
     for number, line in enumerate(chunk.lines):
         try:
             records.append(read(line))
         except UnreadableLineError as error:
             if on_error != "skip":
-                way = "; --on-error skip leaves such lines out" if on_error else ""
+                way = "; --on-error skip omits such lines" if on_error else ""
                 raise ConfigError(f"{chunk.location(number)}{error}{way}") from None
             errors.append((number, error))
     return records, errors
@@ -155,19 +156,19 @@ class Conversation(NamedTuple):
     tokens: NDArray
     """[t]"""
     counts: NDArray
-    """[t] which of them count in the loss."""
+    """[t] whether each token counts in the loss."""
     spanning: bool
     """Whether a token spans a prompt and its answer."""
     ends: frozenset[str]
-    """The tokens that end answers, and count."""
+    """The counted tokens that end answers."""
 
 
 def _conversation(line: bytes, job: Job, chat: Chat) -> Conversation | None:
-    """A line's conversation; None for a blank line. UnreadableLineError."""
+    """The conversation of a line; None for a blank line. UnreadableLineError for an invalid line."""
     messages = read_conversation(line)
     if not messages:
         return None
-    tokenizer: Any = tokenizer_of(job)  # of a tokenizer.json
+    tokenizer: Any = tokenizer_of(job)  # built from a tokenizer.json
     text, spans = rendered(messages, chat, tokenizer.special)
     marked = tokenizer.marked(text, spans)
     return Conversation(marked.ids, marked.counts, marked.spanning, learned_ends(text, spans, tokenizer.added))
@@ -183,7 +184,7 @@ def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> li
     ends = frozenset[str]().union(*(conversation.ends for conversation in given if conversation))
     spanning = sum(conversation.spanning for conversation in given if conversation)
     pairs = [(conversation.tokens[:longest], conversation.counts[:longest]) for conversation in filter(None, given)]
-    kept = [pair for pair in pairs if pair[1][1:].any()]  # nothing predicts the first token
+    kept = [pair for pair in pairs if pair[1][1:].any()]  # no token predicts the first one
     dropped = len(pairs) - len(kept) + (long if chat.too_long == "drop" else 0)
     cut = 0 if chat.too_long == "drop" else long
     sizes = np.fromiter((len(ids) for ids, _ in kept), np.int64, len(kept))
@@ -196,7 +197,8 @@ def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> li
 def _column(texts: list[str], job: Job, name: str) -> Column:
     """Encode ``texts``, one for each document, from the input ``name``."""
     tokenizer = tokenizer_of(job)
-    sequences, per_document = texts, np.ones(len(texts), np.int64)
+    sequences = texts
+    per_document = np.ones(len(texts), np.int64)
     if job.language is not None:
         split = [sentences(text, job.language) for text in texts]
         sequences = [sentence if job.keep_newlines else sentence.rstrip() for parts in split for sentence in parts]
@@ -219,14 +221,14 @@ def _column(texts: list[str], job: Job, name: str) -> Column:
 
 
 def may_cut(job: Job) -> MayCut | None:
-    """Where the tokenizer of ``job`` lets a document be divided into pieces that together have its tokens; None: nowhere, as with one of the
-    user's own, whose tokens may depend on all of a text."""
+    """Returns a function that tells where a document may be divided into pieces that together have its tokens. None: nowhere, as with a
+    user's own tokenizer, whose tokens may depend on the whole text."""
     tokenizer = tokenizer_of(job)
     if job.language is not None or job.tokenizer not in TOKENIZERS or tokenizer.ends_itself:
         return None
 
     def may_cut(before: bytes, after: bytes) -> bool:
-        """Whether ``after`` has the same tokens behind a short context as behind all of ``before``, and these end there."""
+        """Whether ``after`` has the same tokens after a short context as after all of ``before``, which must end with a token."""
         left, context, right = (text.decode(errors="ignore") for text in (before, before[-CONTEXT:], after))
         ids, sizes = tokenizer.encode_batch([left + right, left, context + right, context])
         whole, first, continued, begun = np.split(ids, np.cumsum(sizes)[:-1])
@@ -238,8 +240,9 @@ def may_cut(job: Job) -> MayCut | None:
 
 
 def _piece(texts: list[str], job: Job, name: str, chunk: InputChunk) -> Column:
-    """As ``_column``, for a piece of a document."""
-    tokenizer, context = tokenizer_of(job), chunk.context.decode(errors="ignore")
+    """``_column`` for a piece of a document."""
+    tokenizer = tokenizer_of(job)
+    context = chunk.context.decode(errors="ignore")
     ids, sizes = tokenizer.encode_batch([context + texts[0], context])
     begun = int(sizes[1])
     ids, again = ids[: sizes[0]], ids[sizes[0] :]
@@ -256,7 +259,7 @@ def _piece(texts: list[str], job: Job, name: str, chunk: InputChunk) -> Column:
 
 
 def _checked(ids: NDArray, job: Job, name: str) -> NDArray:
-    """``ids`` in the dataset's type; ConfigError for those that the tokenizer cannot have."""
+    """``ids`` in the dataset's type; ConfigError for ids outside the tokenizer's range."""
     size = tokenizer_of(job).size
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < size:
         raise ConfigError(
@@ -266,7 +269,7 @@ def _checked(ids: NDArray, job: Job, name: str) -> NDArray:
 
 
 def sentences(text: str, language: str) -> list[str]:
-    """The sentences of ``text``, each with the white space after it; at least one."""
+    """The sentences of ``text``, each including the white space after it; at least one."""
     from sentencex import get_sentence_boundaries
 
     starts = []

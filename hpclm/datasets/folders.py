@@ -1,4 +1,4 @@
-"""Folders as inputs of preprocessing: a dataset that Hugging Face's ``datasets`` saved, or a folder of shards.
+"""Folders as inputs of preprocessing: a dataset saved by Hugging Face's ``datasets``, or a folder of shards.
 
 Source of the layout: huggingface/datasets src/datasets/arrow_dataset.py and dataset_dict.py (save_to_disk).
 """
@@ -7,24 +7,24 @@ import json
 import re
 from pathlib import Path
 
-from hpclm.datasets.kinds import JSON_LINES, TABLES, named
+from hpclm.datasets.kinds import JSON_LINES, TABLES, suffix_and_storage
 from hpclm.errors import ConfigError
 from hpclm.files import read_text
 
 KINDS = (*JSON_LINES, *TABLES)
 TEXT = ".txt"
-"""Ending of the files that are read of a folder without any of ``KINDS``."""
+"""Extension of the files to read in a folder without any of ``KINDS``."""
 UNPACKED_FIRST = re.compile(r"\.(xz|bz2|lz4|zip|lzma|7z|snappy|br)$", re.IGNORECASE)
-"""Endings of compressed data that are not read: of a folder with such data, only a part would be."""
+"""Extensions of compressed data that cannot be read; a folder with such data would be read only in part."""
 ABOUT = {"dataset_info.json", "dataset_infos.json"}
-"""Descriptions that lie beside the data."""
+"""Descriptions that accompany the data."""
 SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
 
 
 def files_in(folder: Path, any_text: bool) -> list[str]:
-    """The files that hold the data of ``folder``, in order; with ``any_text`` all files of a folder that ``datasets`` did not save.
+    """The data files of ``folder``, in order; with ``any_text``, all files of a folder not saved by ``datasets``.
 
-    ConfigError if it has several splits, which are not one corpus, or no data.
+    ConfigError if it has several splits, which do not form one corpus, or no data.
     """
     if (folder / "dataset_dict.json").exists():
         splits = [str(state.parent) for state in sorted(folder.glob("*/state.json"))]
@@ -33,7 +33,7 @@ def files_in(folder: Path, any_text: bool) -> list[str]:
         return _saved(folder)
     visible = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
     files = [path for path in visible if path.is_file() and path.name not in ABOUT]
-    endings = {path: named(UNPACKED_FIRST.sub("", path.name))[0] for path in files}
+    endings = {path: suffix_and_storage(UNPACKED_FIRST.sub("", path.name))[0] for path in files}
     shards = files if any_text else [path for path in files if endings[path] in KINDS]
     shards = shards or [path for path in files if endings[path] == TEXT]
     if not shards:
@@ -48,7 +48,7 @@ def files_in(folder: Path, any_text: bool) -> list[str]:
 
 
 def _saved(folder: Path) -> list[str]:
-    """The Arrow files of one saved dataset, as its state.json lists them."""
+    """The Arrow files of one saved dataset, as listed in its state.json."""
     state = folder / "state.json"
     try:
         written = json.loads(read_text(state))

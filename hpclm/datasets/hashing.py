@@ -1,4 +1,4 @@
-"""Read or write the files of a dataset from start to end, and compute their content hashes (data/content.py) on the way."""
+"""Read or write the files of a dataset from start to end, and compute their content hashes (data/content.py)."""
 
 import time
 from collections.abc import Iterator
@@ -11,21 +11,23 @@ from numpy.typing import NDArray
 from hpclm.data.content import HASH_BLOCK_BYTES, DatasetContent, differing, hash_of_blocks
 from hpclm.data.indexed import IndexedDataset
 
-TOKENS = 1 << 21  # tokens, sequences or documents that are read at a time; documents are not split
+TOKENS = 1 << 21  # tokens, sequences or documents read at a time; documents are not split
 
 
 class Hasher:
-    """Hashes a file that is passed from start to end in pieces of any size."""
+    """Hashes a file passed from start to end in pieces of any size."""
 
     def __init__(self) -> None:
         self._blocks: list[str] = []
-        self._block, self._room = xxhash.xxh3_64(), HASH_BLOCK_BYTES
+        self._block = xxhash.xxh3_64()
+        self._room = HASH_BLOCK_BYTES
 
     def update(self, piece: Any) -> None:
-        """Add the next bytes: anything with a contiguous buffer."""
+        """Add the next bytes, an object with a contiguous buffer."""
         rest = memoryview(piece).cast("B")
         while len(rest):
-            part, rest = rest[: self._room], rest[self._room :]
+            part = rest[: self._room]
+            rest = rest[self._room :]
             self._block.update(part)
             self._room -= len(part)
             if not self._room:
@@ -40,14 +42,16 @@ class Hasher:
 
     def _end_block(self) -> None:
         self._blocks.append(self._block.hexdigest())
-        self._block, self._room = xxhash.xxh3_64(), HASH_BLOCK_BYTES
+        self._block = xxhash.xxh3_64()
+        self._room = HASH_BLOCK_BYTES
 
 
 class HashedFile:
     """A file that is hashed while it is written."""
 
     def __init__(self, file: IO[bytes]):
-        self.file, self.hasher = file, Hasher()
+        self.file = file
+        self.hasher = Hasher()
 
     def write(self, piece: Any) -> None:
         """Append to the file."""
@@ -65,26 +69,28 @@ class Documents(NamedTuple):
     per_document: NDArray[np.int64]
     """[k] sequences in each document."""
     modes: NDArray[np.int8] | None
-    """[s] of multimodal datasets."""
+    """[s] modes of multimodal datasets."""
 
 
 class TokenReader:
     """Reads all documents of a dataset in order, in constant memory; the index must have been checked.
 
-    At the end: ConfigError if the tokens do not match the hashes in ``recorded``; ``content`` gives those of now.
+    At the end: ConfigError if the tokens do not match the hashes in ``recorded``; ``content`` gives the current hashes.
     """
 
     def __init__(self, dataset: IndexedDataset, recorded: DatasetContent | None):
-        self.dataset, self.recorded = dataset, recorded
+        self.dataset = dataset
+        self.recorded = recorded
         self._hasher = Hasher()
         self.content: DatasetContent | None = None
 
     def __iter__(self) -> Iterator[Documents]:
-        """Whole documents with at most ``TOKENS`` tokens in all, or one document."""
+        """Batches of whole documents with at most ``TOKENS`` tokens together, or of one document."""
         dataset = self.dataset
         for begin, end in _document_ranges(dataset):
             bounds = dataset.bounds(begin, end)
-            first, last = int(bounds[0]), int(bounds[-1])
+            first = int(bounds[0])
+            last = int(bounds[-1])
             places = dataset.place(first), dataset.place(last)
             self._hasher.update(dataset.raw(*places))
             sizes = dataset.sizes[first:last].astype(np.int64)
@@ -100,12 +106,15 @@ class TokenReader:
 
 
 def _document_ranges(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
-    """Ranges [begin, end) of consecutive documents with at most ``TOKENS`` tokens and sequences in all (at least one document)."""
-    begin, last, ahead = 0, dataset.document_count, 1024
+    """Ranges [begin, end) of consecutive documents with at most ``TOKENS`` tokens and sequences together (at least one document)."""
+    begin = 0
+    last = dataset.document_count
+    ahead = 1024
     while begin < last:
         bounds = dataset.bounds(begin, min(begin + ahead, last))
         within = dataset.places(bounds) - dataset.place(int(bounds[0])) <= TOKENS
         within &= bounds - bounds[0] <= TOKENS
         count = max(1, int(np.count_nonzero(within)) - 1)
         yield begin, begin + count
-        begin, ahead = begin + count, 2 * count + 1024
+        begin += count
+        ahead = 2 * count + 1024

@@ -1,7 +1,7 @@
 """Input files of preprocessing: JSONL or plain text, compressed or not, Parquet, Arrow, or a pipe.
 
-They are read in order, in chunks of whole lines, so memory use does not depend on the size of a file, but on its longest line. A file that is one
-document is read in pieces, where its tokenizer gives them the tokens that they have in the whole.
+They are read in order, in chunks of whole lines, so memory use depends on the longest line, not on file size. A file that is one
+document is read in pieces, if the tokenizer gives the pieces the same tokens as the whole.
 """
 
 import codecs
@@ -24,9 +24,9 @@ from hpclm.errors import ConfigError
 from hpclm.files import readable, reader
 
 CHUNK = 1 << 19  # bytes of text in a chunk, unless a single line is longer
-BESIDE = 1 << 11  # bytes on both sides of a cut that are looked at
+BESIDE = 1 << 11  # bytes examined on both sides of a cut
 CONTEXT = 1 << 8  # bytes before a piece of a document that are tokenized with it
-TRIED = 8  # places of a kind that are tried, from the end of a piece
+TRIED = 8  # places of a kind to try, from the end of a piece
 CUTS = tuple(
     re.compile(pattern)
     for pattern in (
@@ -35,14 +35,14 @@ CUTS = tuple(
         rb"(?:\xe3\x80\x82|\xef\xbc[\x81\x8c\x9b\x9f])",  # after 。！，；？
     )
 )
-"""Places at which a document may be divided, the best first."""
-MAX_LINE_MB = 256  # MB of a line, unless --longest-line says otherwise
+"""Places where a document may be divided, best first."""
+MAX_LINE_MB = 256  # MB of a line; --longest-line overrides it
 MB = 10**6
 FORMAT = "documents: JSON objects, lines or whole files; default: jsonl for .jsonl, .ndjson, .json and tables; files for .txt and other text"
 LONGEST_LINE = f"refuse a longer line, or a text that cannot be tokenized in shorter pieces; default: {MAX_LINE_MB} MB"
 STORED_AS = {"gz": ".gz", "zst": ".zst"}
 MayCut = Callable[[bytes, bytes], bool]
-"""Whether a document may be divided between two parts of it."""
+"""Whether a document may be divided between two parts."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Input:
     changed: int
     """Modification time in ns."""
     columns: tuple[str, ...] = ()
-    """Those that are read of a table, which has at least one of them; none: all."""
+    """Columns to read of a table, which has at least one of them; empty: all."""
     rows_of: str = ""
-    """The value in Python whose rows are the lines of this file; empty for a user's file."""
+    """The Python value whose rows are the lines of this file; empty for a user's file."""
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The input's name in messages."""
         return self.rows_of or ("standard input" if self.path == "-" else self.path)
 
     @property
     def unsplittable(self) -> bool:
-        """Whether it can only be read from the start."""
+        """Whether the input can only be read from the start."""
         return bool(self.storage) or self.format == "files" or self.path == "-"
 
 
@@ -78,25 +78,25 @@ class InputChunk:
 
     source: Input
     lines: list[bytes]
-    """With their newlines."""
+    """Lines including their newlines."""
     first: int
-    """Number of the first line, counting from 1 at byte ``begin``."""
+    """Number of the first line; 1 is the line at byte ``begin``."""
     begin: int
-    """Byte of the input at which reading began."""
+    """Byte of the input where reading began."""
     consumed: int
-    """Bytes of the file, as stored, that were read for this chunk."""
+    """Bytes of the stored file that were read for this chunk."""
     context: bytes = b""
-    """The end of the piece before this one; empty where a document begins."""
+    """The end of the previous piece; empty at the beginning of a document."""
     closes: bool = True
-    """Whether its last document ends with it."""
+    """Whether the last document ends with this chunk."""
 
     @property
     def is_piece(self) -> bool:
-        """Whether it is only a part of a document."""
+        """Whether this is only a part of a document."""
         return bool(self.context) or not self.closes
 
     def location(self, line: int) -> str:
-        """FILE:LINE of line number ``line`` (from 0) of the chunk; FILE if the input is a single document."""
+        """FILE:LINE of line ``line`` (from 0) of the chunk; FILE if the input is a single document."""
         if self.source.format == "files":
             return self.source.name
         number = self.first + line + lines_before(self.source.path, self.begin)
@@ -114,10 +114,10 @@ class Share:
 def find(
     names: list[str], format: Format | None, columns: Sequence[str] = (), plain: PlainFormat = "files"
 ) -> list[Input]:
-    """The inputs ``names``: files, folders, patterns such as 'data/*.jsonl.zst' (their files are sorted), "-" for standard input.
+    """The inputs ``names``: files, folders, patterns such as 'data/*.jsonl.zst' (sorted), "-" for standard input.
 
-    ``format`` None: that of each file, by its name and content; ``plain`` for text that is neither JSON lines nor a table. ``columns``: see
-    Input. ConfigError for files that do not exist, are not text, or are named twice.
+    ``format`` None: each file's own, by its name and content. ``plain``: the format of text that is neither JSON lines nor a table.
+    ``columns``: see Input. ConfigError for files that do not exist, are not text, or are named twice.
     """
     inputs = []
     for name in names:
@@ -127,7 +127,8 @@ def find(
             inputs.append(Input("-", format, "", 0, 0))
             continue
         for path in _matches(name, format):
-            status, kind = readable(path, "input").stat(), kind_of(path, format, plain)
+            status = readable(path, "input").stat()
+            kind = kind_of(path, format, plain)
             selected = tuple(columns) if kind.storage == "table" else ()
             inputs.append(Input(path, kind.format, kind.storage, status.st_size, status.st_mtime_ns, selected))
     refuse_repeated(inputs)
@@ -135,7 +136,7 @@ def find(
 
 
 def refuse_repeated(inputs: Iterable[Input]) -> None:
-    """ConfigError if two ``inputs`` are the same file, also through links: its documents could be trained and evaluated on."""
+    """ConfigError if two ``inputs`` are the same file, even through links: a document could be in both training and evaluation data."""
     names = dict[tuple[int, int] | None, str]()
     for source in inputs:
         status = None if source.path == "-" else Path(source.path).stat()
@@ -149,12 +150,12 @@ def refuse_repeated(inputs: Iterable[Input]) -> None:
 
 
 def _matches(name: str, format: Format | None) -> list[str]:
-    """``name``, or the files that it matches as a pattern, or that are in it."""
+    """``name`` itself, or the files that match it as a pattern, or the files in it."""
     if Path(name).is_dir():
         return folders.files_in(Path(name), any_text=format in ("lines", "files"))
     if not any(sign in name for sign in "*?[") or Path(name).exists():
         return [name]
-    paths = glob(name, recursive=True)  # noqa: PTH207 (Path.glob refuses absolute patterns)
+    paths = glob(name, recursive=True)  # noqa: PTH207 - Path.glob refuses absolute patterns
     files = sorted(path for path in paths if not Path(path).is_dir())
     if not files:
         raise ConfigError(f"input {name} matches no file; looked from {Path.cwd()}")
@@ -169,34 +170,37 @@ def chunks(
 ) -> Iterator[InputChunk]:
     """The chunks of a share of the inputs, in order; ConfigError for a corrupt compressed file.
 
-    ``may_cut``: where a file that is one document may be divided into pieces; None: nowhere. ConfigError also for a line, or such a piece, of more
-    than ``longest`` bytes of text.
-    A document belongs to the share that contains its first byte. Compressed files, and files that are single documents, are not
-    split: they belong to the share in which they begin.
+    ``may_cut``: decides where a file that is one document may be divided into pieces; None: nowhere. ConfigError for a line or piece of
+    more than ``longest`` bytes of text.
+    A document belongs to the share with its first byte. Compressed files, and files that are single documents, are not divided; they
+    belong to the share in which they begin.
     """
     total = sum(source.size for source in inputs)
     low, high = (total * part // share.parts for part in (share.part, share.part + 1))
     last = share.part == share.parts - 1
     start = 0
     for source in inputs:
-        begin, end = max(low - start, 0), min(high - start, source.size)
+        begin = max(low - start, 0)
+        end = min(high - start, source.size)
         mine = low <= start and (start < high or last)  # the last share takes empty files at the end
         start += source.size
-        if source.unsplittable and mine:
-            yield from (
-                _pieces(source, longest, None if source.path == "-" else may_cut)
-                if source.format == "files"
-                else _chunks(source, 0, None, longest)
-            )
-        elif not source.unsplittable and begin < end:
-            yield from _chunks(source, begin, end, longest)
+        if not source.unsplittable:
+            if begin < end:
+                yield from _chunks(source, begin, end, longest)
+        elif mine and source.format == "files":
+            yield from _pieces(source, longest, None if source.path == "-" else may_cut)
+        elif mine:
+            yield from _chunks(source, 0, None, longest)
 
 
 def _chunks(source: Input, begin: int, end: int | None, longest: int) -> Iterator[InputChunk]:
-    """The lines whose first byte is in [``begin``, ``end``), in chunks; None: all."""
+    """Chunks of the lines whose first byte is in [``begin``, ``end``); None: up to the end."""
     with _opened(source) as (file, raw):
         here = begin = _line_start(file, begin) if begin else 0
-        number, lines, size, before = 1, list[bytes](), 0, begin
+        number = 1
+        lines = list[bytes]()
+        size = 0
+        before = begin
 
         def chunk() -> InputChunk:
             return InputChunk(source, lines, number, begin, (raw.tell() if raw else here) - before)
@@ -204,12 +208,15 @@ def _chunks(source: Input, begin: int, end: int | None, longest: int) -> Iterato
         while (end is None or here < end) and (line := file.readline(longest + 1)):
             if len(line) > longest and not line.endswith(b"\n"):
                 raise ConfigError(_too_long(chunk().location(len(lines)), "a single line", longest))
-            here, size = here + len(line), size + len(line)
+            here += len(line)
+            size += len(line)
             lines.append(line if here > len(line) else line.removeprefix(BOM))
             if size >= CHUNK:
                 yield chunk()
-                number, before = number + len(lines), raw.tell() if raw else here
-                lines, size = [], 0
+                number += len(lines)
+                before = raw.tell() if raw else here
+                lines = []
+                size = 0
         if lines:
             yield chunk()
 
@@ -217,14 +224,21 @@ def _chunks(source: Input, begin: int, end: int | None, longest: int) -> Iterato
 def _pieces(source: Input, longest: int, may_cut: MayCut | None) -> Iterator[InputChunk]:
     """A file that is one document, in pieces that end where ``may_cut`` allows it."""
     with _opened(source) as (file, raw):
-        text, context, begin, read, before = bytearray(), b"", 0, 0, 0
+        text = bytearray()
+        context = b""
+        begin = 0
+        read = 0
+        before = 0
 
         def piece(size: int, closes: bool) -> InputChunk:
             nonlocal context, begin, before
-            part, consumed = bytes(text[:size]), (raw.tell() if raw else read) - before
+            part = bytes(text[:size])
+            consumed = (raw.tell() if raw else read) - before
             chunk = InputChunk(source, [part], 1, begin, consumed, context, closes)
             del text[:size]
-            context, begin, before = part[-CONTEXT:], begin + size, before + consumed
+            context = part[-CONTEXT:]
+            begin += size
+            before += consumed
             return chunk
 
         while block := file.read(CHUNK):
@@ -243,7 +257,7 @@ def _pieces(source: Input, longest: int, may_cut: MayCut | None) -> Iterator[Inp
 
 
 def _cut(text: bytearray, may_cut: MayCut) -> int | None:
-    """Where to divide ``text``, near its end; None: nowhere there."""
+    """Position near the end of ``text`` where it may be divided; None: nowhere there."""
     end = len(text) - BESIDE
     begin = max(0, end - (BESIDE << 3))
     near = bytes(text[begin:])
@@ -256,9 +270,10 @@ def _cut(text: bytearray, may_cut: MayCut) -> int | None:
 
 
 def _not_utf8(source: Input) -> tuple[int, bytes] | None:
-    """Where a piece of the text begins that ends with the first byte that is not UTF-8, and the piece; None without one. Of a file with such
-    a byte no tokens are written."""
-    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    """The beginning and bytes of a piece of text that ends with the first byte that is not UTF-8; None without one. No tokens of such a
+    file are written."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    read = 0
     with _opened(source) as (file, _):
         while True:
             block = file.read(CHUNK)
@@ -274,13 +289,13 @@ def _not_utf8(source: Input) -> tuple[int, bytes] | None:
 
 def _too_long(place: str, what: str, longest: int) -> str:
     return (
-        f"{place} has more than {longest / MB:g} MB of text without an end: it would be {what}. If that is meant, give "
-        "--longest-line MB; it is held in memory several times"
+        f"{place} has more than {longest / MB:g} MB of text without an end: it would be {what}. If that is intended, give "
+        "--longest-line MB; memory then holds it several times"
     )
 
 
 def _line_start(file: BinaryIO, byte: int) -> int:
-    """Go to the first line that begins at ``byte`` or after it: a line begins there if the previous byte is a newline."""
+    """Seek to the first line that begins at ``byte`` or later: a line begins there if the previous byte is a newline."""
     here = file.seek(byte - 1)
     while piece := file.readline(CHUNK):
         here += len(piece)
@@ -302,7 +317,7 @@ def lines_before(path: str, byte: int) -> int:
 
 @contextmanager
 def _opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO | None]]:
-    """A reader of the decompressed text, and the file itself, if it has a position; ConfigError if it is corrupt."""
+    """A reader of the decompressed text, and the file itself if it is seekable; ConfigError if it is corrupt."""
     if source.path == "-":
         yield sys.stdin.buffer, None
         return
@@ -327,17 +342,18 @@ def _opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO | None]]:
 
 
 class _Pieces(io.RawIOBase):
-    """A file made of pieces of bytes."""
+    """A file-like object over an iterator of bytes."""
 
     def __init__(self, pieces: Iterator[bytes]):
-        self._pieces, self._rest = pieces, memoryview(b"")
+        self._pieces = pieces
+        self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         """True, for io.BufferedReader."""
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill some of ``buffer``; 0 at the end."""
+        """Fill part of ``buffer``; 0 at the end."""
         while not self._rest:
             piece = next(self._pieces, None)
             if piece is None:

@@ -17,8 +17,8 @@ from hpclm.errors import ConfigError, unwritten
 from hpclm.files import typed, write_bytes
 from hpclm.terminal import many
 
-SHOWN = 300  # characters of a document
-READ = 4 * SHOWN  # tokens that are decoded for them: a character has at most 4 bytes of UTF-8
+SHOWN = 300  # characters shown of a document
+READ = 4 * SHOWN  # tokens decoded for them: a character has at most 4 bytes of UTF-8
 DOCUMENTS_PER_READ = 1 << 18  # documents whose lengths are read at a time
 PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -26,15 +26,16 @@ PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 def report(
     dataset: IndexedDataset, documents: int, kind: str | None = None, files: list[str] | None = None
 ) -> dict[str, Any]:
-    """A description of ``dataset``, with its first ``documents`` (JSON).
+    """A description of ``dataset`` with its first ``documents``, as JSON.
 
-    kind, files: the tokenizer for decoding them; None: the dataset's own. If that is not available, they are token ids, and
-    "tokenizer_missing" says why. ConfigError if the index is corrupt, or if ``kind`` is not available.
+    ``kind``, ``files``: the tokenizer that decodes them; None: the dataset's. If it is not available, documents are shown as token ids,
+    and "tokenizer_missing" gives the reason. ConfigError if the index is corrupt, or if ``kind`` is not available.
     """
     check_index(dataset)
     tokenizer, missing = _tokenizer(dataset.prefix, kind, files or [])
     named = sidecar(dataset.prefix).get("tokenizer")
-    content, chat = noted(dataset.prefix), chat_record.of_dataset(dataset.prefix)
+    content = noted(dataset.prefix)
+    chat = chat_record.of_dataset(dataset.prefix)
     lengths = counted(document_lengths(dataset))
     return {
         "prefix": str(dataset.prefix),
@@ -58,9 +59,10 @@ def report(
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """A ``report`` for a terminal."""
+    """Format a ``report`` for a terminal."""
+    modes = ", with modes" if report["modes"] else ""
     rows = {
-        "layout": f"{report['layout']}, {report['dtype']}" + (", with modes" if report["modes"] else ""),
+        "layout": f"{report['layout']}, {report['dtype']}{modes}",
         "files": f"{report['bin_bytes']:,} bytes of tokens, {report['idx_bytes']:,} of index",
         "documents": f"{report['documents']:,}",
         "sequences": f"{report['sequences']:,}",
@@ -95,7 +97,7 @@ def _sequence_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int32]]:
 
 
 def counted(blocks: Iterator[NDArray[Any]]) -> Counter[int]:
-    """How often each value occurs."""
+    """Number of occurrences of each value."""
     counts = Counter[int]()
     for block in blocks:
         values, often = np.unique(block, return_counts=True)
@@ -104,7 +106,7 @@ def counted(blocks: Iterator[NDArray[Any]]) -> Counter[int]:
 
 
 def summary(lengths: Counter[int]) -> dict[str, float]:
-    """Minimum, mean, median, 90th and 99th percentile, maximum and number of empty ones; {} without documents."""
+    """Minimum, mean, median, 90th and 99th percentile, maximum and number of zeros; {} without documents."""
     if not lengths:
         return {}
     values, counts = np.array(sorted(lengths.items())).T
@@ -121,7 +123,7 @@ def summary(lengths: Counter[int]) -> dict[str, float]:
 
 
 def bins(lengths: Counter[int]) -> list[tuple[int, int, int]]:
-    """(low, high, count) of lengths from low to high: 0, 1, 2 to 3, 4 to 7, and so on, without empty bins at both ends."""
+    """(low, high, count) of lengths from low to high: 0, 1, 2 to 3, 4 to 7, and so on, without empty bins at either end."""
     counts = Counter[int]()
     for length, count in lengths.items():
         counts[length.bit_length()] += count
@@ -130,7 +132,7 @@ def bins(lengths: Counter[int]) -> list[tuple[int, int, int]]:
 
 
 def histogram(contents: dict[str, Any], path: Path) -> None:
-    """Write the document lengths of a report as a picture; ConfigError if the format is unknown or it cannot be written."""
+    """Plot the document lengths of a report; ConfigError if the format is unknown or the file cannot be written."""
     from hpclm.reporting.image_style import encoded
     from hpclm.reporting.images import histogram as drawn
 
@@ -159,7 +161,8 @@ def _tokenizer(prefix: Path, kind: str | None, files: list[str]) -> tuple[tokeni
 
 def _document(dataset: IndexedDataset, number: int, tokenizer: tokenizers.Tokenizer | None) -> dict[str, Any]:
     first, last = dataset.bounds(number, number + 1).tolist()
-    begin, end = dataset.place(first), dataset.place(last)
+    begin = dataset.place(first)
+    end = dataset.place(last)
     ids = dataset.flat[begin : min(end, begin + READ)].tolist()
     document = {"document": number, "tokens": end - begin}
     if tokenizer is None or any(not 0 <= id < tokenizer.size for id in ids):

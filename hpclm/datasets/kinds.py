@@ -1,7 +1,7 @@
-"""What a file of text holds, by its name and its first kilobytes: JSON lines or plain lines, compressed or not, or a table.
+"""Detects the contents of a text file from its name and first kilobytes: JSON lines or plain lines, compressed or not, or a table.
 
-A name counts without what packs it (.gz) and numbers it (.jsonl-00000-of-00002), in any case. Where name and content contradict each other
-nothing is guessed: JSON lines that are read as plain ones become documents full of keys and braces, and look like a success.
+Compression (.gz) and numbering (.jsonl-00000-of-00002) in a name are ignored, in any case. If name and content contradict each other,
+nothing is guessed: JSON lines read as plain ones become documents full of keys and braces, without any error.
 """
 
 import gzip
@@ -20,30 +20,30 @@ from hpclm.files import reader, typed
 
 Format = Literal["jsonl", "lines", "files"]
 PlainFormat = Literal["lines", "files"]
-"""Of text that is neither JSON lines nor a table."""
+"""Format of text that is neither JSON lines nor a table."""
 Storage = Literal["", "gz", "zst", "table"]
 
-BEGINNING = 1 << 13  # bytes of text that are looked at
+BEGINNING = 1 << 13  # bytes of text to examine
 PACKED: dict[str, Storage] = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"}
 TABLES = (".parquet", ".arrow", ".feather")
 JSON_LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".jl", ".ldjson")
 NUMBER = re.compile(r"[-_.]?(part|shard|chunk|split)?[-_.]?\d+([-_.]?of[-_.]?\d+)?", re.ASCII)
-"""What numbers a file, at the end of its name: ``.1`` of logrotate, ``-00000-of-00002`` of Hugging Face's datasets."""
+"""A number at the end of a file's name: ``.1`` of logrotate, ``-00000-of-00002`` of Hugging Face's datasets."""
 OBJECT = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
-"""The beginning of a JSON object."""
+"""Matches the beginning of a JSON object."""
 ARRAY = re.compile(rb"\s*\[\s*[\[{]")
 SPREAD = re.compile(rb'\s*\{[ \t\r]*\n\s*"')
-"""The beginning of a JSON object that does not end in its line."""
+"""Matches the beginning of a JSON object that does not end in its line."""
 CSV = {".csv": "", ".tsv": ", sep=chr(9)"}
-"""Endings of tables of text, and the argument of pandas.read_csv for each."""
+"""Extensions of tables of text, with the argument of pandas.read_csv for each."""
 MARKUP = re.compile(rb"\s*(?:<!doctype\s+html|<html|<\?xml)", re.IGNORECASE)
 BOM = b"\xef\xbb\xbf"  # byte order mark of UTF-8
-NULS = 0.01  # share of bytes that are zero, above which a file is binary
+NULS = 0.01  # fraction of zero bytes above which a file counts as binary
 
 STORED: dict[bytes, Storage] = {
     b"\x1f\x8b\x08": "gz", b"\x28\xb5\x2f\xfd": "zst", b"PAR1\x15": "table", b"ARROW1\0\0": "table",
 }  # fmt: skip
-"""How files that are read begin, whatever their names."""
+"""First bytes of readable files, regardless of their names."""
 LIBRARIES = {"zst": "zstandard", "table": "pyarrow"}
 UNPACK = {
     rb"\xfd7zXZ\0": ("compressed by xz", "unxz --keep {}"),
@@ -53,12 +53,12 @@ UNPACK = {
     rb"\x1f\x9d": ("compressed by compress", "zcat {}"),
     rb"\x5d\0\0": ("compressed by lzma", "unlzma --keep {}"),
     rb"\xff\x06\0\0sNaPpY": ("compressed by snappy", "snzip -d {}"),
-    rb"PK\x03\x04": ("a zip archive, as .docx and .epub are, too", "unzip {}"),
+    rb"PK\x03\x04": ("a zip archive, as .docx and .epub are", "unzip {}"),
     rb"7z\xbc\xaf\x27\x1c": ("a 7z archive", "7z x {}"),
     rb"Rar!\x1a\x07": ("a rar archive", "unrar x {}"),
     rb".{257}ustar": ("a tar archive", "tar -xf {}"),
 }
-"""How files begin that must be unpacked first: what they are, and by which command."""
+"""First bytes of files that must be unpacked: their kind, and the command for it."""
 OTHERS = {
     rb"%PDF-": "a PDF; extract its text first, for example with pdftotext",
     rb"SQLite format 3\0": "an SQLite database; export its text as JSON lines",
@@ -70,7 +70,7 @@ OTHERS = {
     rb"\xff\xfe\0\0|\0\0\xfe\xff": "text in UTF-32; convert it: iconv -f UTF-32 -t UTF-8",
     rb"\xff\xfe|\xfe\xff": "text in UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
 }
-"""How other files begin that are not text in UTF-8, as regular expressions."""
+"""First bytes of other files that are not UTF-8 text, as regular expressions."""
 
 PIECE = 1 << 11  # compressed bytes passed to zstandard at a time; all of their text, up to 64 MiB, is held in memory
 WINDOW = 1 << 31  # bytes of zstandard's largest window, for files of `zstd --long=31`
@@ -78,20 +78,20 @@ WINDOW = 1 << 31  # bytes of zstandard's largest window, for files of `zstd --lo
 
 @dataclass(frozen=True)
 class FileKind:
-    """How a file is read."""
+    """How to read a file."""
 
     format: Format
     storage: Storage
 
 
 def kind_of(path: str, format: Format | None, plain: PlainFormat = "files") -> FileKind:
-    """How the regular file at ``path`` is read; ``format``: what a person says, which counts more than its name and content.
+    """How to read the regular file at ``path``. ``format``: the user's choice, which overrides name and content.
 
-    ``plain``: how text is read that is neither JSON lines nor a table.
+    ``plain``: the format of text that is neither JSON lines nor a table.
 
-    ConfigError for a file that is no text, or of which name and content do not agree whether it holds JSON lines.
+    ConfigError for a file that is not text, or if name and content disagree on whether it holds JSON lines.
     """
-    suffix, storage = named(path)
+    suffix, storage = suffix_and_storage(path)
     if not storage:
         content = _beginning(path, storage)
         storage = next((kind for magic, kind in STORED.items() if content.startswith(magic)), storage)
@@ -111,27 +111,31 @@ def kind_of(path: str, format: Format | None, plain: PlainFormat = "files") -> F
     if format == "jsonl" and (ARRAY.match(content) or SPREAD.match(content)):
         what, items = ("one JSON array", "'.[]'") if ARRAY.match(content) else ("JSON objects of several lines", ".")
         raise ConfigError(
-            f"{path} holds {what}, but one object per line is read; convert it: jq -c {items} {typed(path)} > OUT.jsonl"
+            f"{path} holds {what}, but hpclm reads one object per line; convert it: jq -c {items} {typed(path)} > OUT.jsonl"
         )
     return FileKind(format, storage)
 
 
-def named(path: str) -> tuple[str, Storage]:
-    """The ending of a name that says what it holds, such as ".jsonl", without numbers and compression; and how it is stored."""
+def suffix_and_storage(path: str) -> tuple[str, Storage]:
+    """The extension that tells the contents, such as ".jsonl", without numbers and compression; and the compression."""
     name = Path(path).name.lower()
     storage: Storage = ""
     while True:
         suffix = Path(name).suffix
         if suffix in PACKED and not storage:
-            name, storage = Path(name).stem, PACKED[suffix]
+            name = Path(name).stem
+            storage = PACKED[suffix]
         elif suffix not in (*JSON_LINES, *TABLES, *CSV) and (unnumbered := _without_number(name)):
             name = unnumbered
         else:
-            return "" if NUMBER.fullmatch(suffix) else suffix, "table" if suffix in TABLES else storage
+            break
+    if suffix in TABLES:
+        storage = "table"
+    return "" if NUMBER.fullmatch(suffix) else suffix, storage
 
 
 def _without_number(name: str) -> str:
-    """``name`` without the number at its end, if another ending comes before that; otherwise empty."""
+    """``name`` without the number at its end, if another extension precedes it; otherwise empty."""
     for match in re.finditer(r"[-_.]", name):
         rest = name[: match.start()]
         if NUMBER.fullmatch(name, match.start()) and Path(rest).suffix:
@@ -140,9 +144,9 @@ def _without_number(name: str) -> str:
 
 
 def holds_json_lines(name: str, suffix: str, content: bytes, otherwise: str) -> bool:
-    """Whether a text is JSON lines, by the ``suffix`` of a file (``named``) and its beginning; ConfigError where these contradict each other.
+    """Whether a text is JSON lines, judging by the ``suffix`` of a file (``suffix_and_storage``) and its beginning; ConfigError if these contradict.
 
-    ``otherwise``: the value of --format for a file that does not hold JSON lines.
+    ``otherwise``: the value of --format for a file without JSON lines.
     """
     if suffix in JSON_LINES:
         return True
@@ -157,9 +161,9 @@ def holds_json_lines(name: str, suffix: str, content: bytes, otherwise: str) -> 
 
 
 def holds_objects(content: bytes) -> bool:
-    """Whether most lines at the beginning of a text are JSON objects; if that is all in one line, whether it begins as an object."""
+    """Whether most lines at the beginning of a text are JSON objects. If there is only one unfinished line, whether it begins like one."""
     lines = [line for line in content.removeprefix(BOM).split(b"\n") if line.strip()]
-    cut = len(content) >= BEGINNING  # the last line may go on
+    cut = len(content) >= BEGINNING  # the last line may be incomplete
     if len(lines) == 1 and cut:
         return OBJECT.match(lines[0]) is not None
     complete = lines[:-1] if cut else lines
@@ -174,10 +178,12 @@ def _is_object(line: bytes) -> bool:
 
 
 def _refuse_unreadable(path: str, content: bytes) -> None:
-    """ConfigError if a file that begins with ``content`` is not text in UTF-8."""
+    """ConfigError if a file that begins with ``content`` is not UTF-8 text."""
     for magic, (what, command) in UNPACK.items():
         if re.match(magic, content, re.DOTALL):
-            raise ConfigError(f"{path} is {what}, which is not read; unpack it first: {command.format(typed(path))}")
+            raise ConfigError(
+                f"{path} is {what}, which hpclm does not read; unpack it first: {command.format(typed(path))}"
+            )
     for magic, what in OTHERS.items():
         if re.match(magic, content):
             raise ConfigError(f"{path} is {what}")
@@ -203,7 +209,7 @@ def _refuse_unlikely(path: str, suffix: str, content: bytes) -> None:
 
 
 def _beginning(path: str, storage: Storage) -> bytes:
-    """The first bytes of a file, decompressed; as much as can be read of a corrupt one, whose reader says what is wrong."""
+    """The first bytes of a file, decompressed; of a corrupt file, the readable part, since reading it reports the error."""
     pieces = b""
     try:
         with reader(path) as file:
@@ -220,18 +226,20 @@ def _beginning(path: str, storage: Storage) -> bytes:
 
 
 def decompressed(raw: BinaryIO) -> Iterator[bytes]:
-    """The text of all frames of a .zst file; EOFError if it is corrupt, or, unlike in the library's own reader, truncated."""
+    """The text of all frames of a .zst file. EOFError if it is corrupt or, unlike in the library's reader, truncated."""
     import zstandard
 
     library = zstandard.ZstdDecompressor(max_window_size=WINDOW)
-    frame, within = library.decompressobj(), False
+    frame = library.decompressobj()
+    within = False
     while piece := raw.read(PIECE):
         while piece:
             try:
                 yield frame.decompress(piece)
             except zstandard.ZstdError as error:
                 raise EOFError(error) from None
-            within, piece = not frame.eof, frame.unused_data
+            within = not frame.eof
+            piece = frame.unused_data
             if not within:
                 frame = library.decompressobj()
     if within:

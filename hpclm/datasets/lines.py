@@ -1,4 +1,4 @@
-"""Read one line of an input, and say what is wrong with it."""
+"""Reads one line of an input, and describes what is wrong with it."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from hpclm.datasets.kinds import Format
 
 
 class UnreadableLineError(Exception):
-    """What is wrong with a line: a ``reason`` for counting, and a message to follow file name and line number."""
+    """An unreadable line: a ``reason`` for counting, and a message to follow file name and line number."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(message)
@@ -17,9 +17,9 @@ class UnreadableLineError(Exception):
 
 
 def read_line(line: bytes, format: Format, keys: tuple[str, ...], begin: int = 0) -> list[str]:
-    """The texts of a line, none for a blank line of JSONL; takes the JSON that Python's json takes. UnreadableLineError.
+    """The texts of a line; none for a blank line of JSONL. Accepts the JSON that Python's json accepts. UnreadableLineError.
 
-    ``begin``: where a piece of a document begins in it, in bytes.
+    ``begin``: offset of a piece of a document in the line, in bytes.
     """
     if format != "jsonl":
         text = _decoded(line, begin)
@@ -35,12 +35,12 @@ def read_line(line: bytes, format: Format, keys: tuple[str, ...], begin: int = 0
 
 
 def without_end(line: str) -> str:
-    """A line of text without its end, of Windows too."""
+    """A line of text without its line end, including Windows'."""
     return line.removesuffix("\n").rstrip("\r")
 
 
 def read_object(line: bytes, hint: str) -> dict[str, Any] | None:
-    """The JSON object of a line, which ``hint`` describes; None for a blank line. UnreadableLineError."""
+    """The JSON object of a line; None for a blank line. ``hint``: describes the object in an UnreadableLineError."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -59,11 +59,10 @@ def read_object(line: bytes, hint: str) -> dict[str, Any] | None:
 
 
 def text_of(value: Any, name: str) -> str:
-    """``value`` if it is text; UnreadableLineError, which calls it ``name``, if it is not."""
+    """``value`` if it is text; otherwise an UnreadableLineError that calls it ``name``."""
     if not isinstance(value, str):
-        raise UnreadableLineError(
-            "not text", f": {name} holds {'null' if value is None else f'a JSON {type(value).__name__}'}, not text"
-        )
+        kind = "null" if value is None else f"a JSON {type(value).__name__}"
+        raise UnreadableLineError("not text", f": {name} holds {kind}, not text")
     try:
         value.encode()
     except UnicodeEncodeError:

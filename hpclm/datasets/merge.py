@@ -27,17 +27,20 @@ def merge(
     compare: bool = True,
     overwrite: bool = False,
 ) -> IndexedDataset:
-    """Write the documents of the datasets ``prefixes``, in order, as the dataset ``out``, which ``overwrite`` lets it replace.
+    """Write the documents of the datasets ``prefixes``, in order, as the dataset ``out``. ``overwrite`` allows replacing it.
 
-    layout: None: the one they share, otherwise Megatron's. dtype: None: the narrowest that holds all tokens. compare: the
-    PREFIX.json must name the same tokenizer; otherwise they are ignored. ConfigError, and nothing is written, if the datasets
-    cannot be merged.
+    ``layout``: None: the common one, otherwise Megatron's. ``dtype``: None: the narrowest that holds all tokens. ``compare``: require
+    the same tokenizer in every PREFIX.json; otherwise these are ignored. ConfigError, and nothing is written, if the datasets cannot be
+    merged.
     """
     from hpclm.progress import Bar
 
     _check_places(Path(out), prefixes, overwrite)
-    layouts, dtypes, total = set[Layout](), list[np.dtype](), 0
-    with_modes, without = list[Path](), list[Path]()
+    layouts = set[Layout]()
+    dtypes = list[np.dtype]()
+    total = 0
+    with_modes = list[Path]()
+    without = list[Path]()
     for prefix in prefixes:  # closed again, because there may be thousands
         dataset = IndexedDataset(prefix)
         dataset.check()
@@ -45,7 +48,10 @@ def merge(
         dtypes.append(dataset.dtype)
         total += dataset.token_count
         if len(dataset):
-            (without if dataset.modes is None else with_modes).append(dataset.prefix)
+            if dataset.modes is None:
+                without.append(dataset.prefix)
+            else:
+                with_modes.append(dataset.prefix)
     layout = layout or (layouts.pop() if len(layouts) == 1 else "megatron")
     if with_modes and without:
         raise ConfigError(f"{without[0]} has no modes, but others have: they cannot be merged")
@@ -82,7 +88,7 @@ def common_dtype(dtypes: Sequence[np.dtype], layout: Layout) -> np.dtype:
 
 
 def joined_note(prefixes: Sequence[str | Path]) -> dict[str, Any] | None:
-    """The content of all PREFIX.json files, merged; None if none names a tokenizer. ConfigError for different tokenizers."""
+    """The contents of all PREFIX.json files, merged; None if none names a tokenizer. ConfigError for different tokenizers."""
     notes = {str(prefix): sidecar(prefix) for prefix in prefixes}
     silent = [prefix for prefix, note in notes.items() if "tokenizer" not in note]
     if len(silent) == len(notes):
@@ -115,7 +121,7 @@ def _check_places(out: Path, prefixes: Sequence[str | Path], overwrite: bool) ->
 
 
 def copy(dataset: IndexedDataset, writer: Writer, progress: Callable[[int], object] = lambda tokens: None) -> None:
-    """Append all documents of ``dataset``, whose index must have been checked; ``progress`` is called with numbers of tokens.
+    """Append all documents of ``dataset``, whose index must have been checked; calls ``progress`` with numbers of tokens.
 
     ConfigError if the tokens do not match their hash, or if the writer's layout cannot store the documents.
     """

@@ -12,16 +12,18 @@ from hpclm.data.order import samples_in, split_bounds
 from hpclm.datasets.encode import tokenizer_of
 from hpclm.datasets.options import Request
 
-LARGE, SMALL = "gpt2-124m", "small"
+LARGE = "gpt2-124m"
+SMALL = "small"
 """Presets in configs/."""
 LARGE_FROM = 100_000_000  # training tokens; with fewer, a model of GPT-2's size only memorises them
 TRAIN_ONLY = "data.split=1"
 SPLITS: tuple[list[str], ...] = ([], ["data.split=90,10"], ["data.split=90,10", "data.split_by=tokens"], [TRAIN_ONLY])
-"""Settings that divide a dataset; the first ones that leave enough for validation are used."""
-EPOCHS, TUNING_EPOCHS = 10, 3
-STEPS = 10  # a run has at least
-SHORTEST = 8  # tokens of a sample from which a model can learn more than which token follows which
-WARMUP = 1 / 20  # of the steps
+"""Settings that divide a dataset; the first that leave enough for validation are used."""
+EPOCHS = 10
+TUNING_EPOCHS = 3
+STEPS = 10  # minimum number of steps of a run
+SHORTEST = 8  # tokens of a sample; shorter ones teach little more than which token follows which
+WARMUP = 1 / 20  # fraction of the steps
 
 Choice = tuple[list[str], int, int | None]
 """Settings, and the tokens of the training and validation data; None: without validation."""
@@ -36,7 +38,7 @@ def after(request: Request) -> str:
 
 
 def next_command(prefixes: Sequence[Path], vocab_size: int) -> str:
-    """``hpclm train PRESET ...`` for one dataset, or for train, valid, ... datasets; or how much more text it needs."""
+    """``hpclm train PRESET ...`` for one dataset, or for train, valid, ... datasets; or the amount of text that is missing."""
     vocabulary = f"model.vocab_size={vocab_size}"
     one = [f"data.prefix={paths.literal(prefixes[0])}", vocabulary] if len(prefixes) == 1 else []
     for settings, train, valid in _splits(prefixes[0]) if one else _parts(prefixes, vocabulary):
@@ -50,7 +52,7 @@ def next_command(prefixes: Sequence[Path], vocab_size: int) -> str:
 
 
 def next_tuning_command(prefix: Path, run: str, chat: bool) -> str:
-    """``hpclm train`` that goes on from the weights of ``run``, with text or conversations."""
+    """``hpclm train`` that continues from the weights of ``run``, with text or conversations."""
     words = [f"{paths.literal(run)}/config.yaml", "name=tuned", "out=runs/tuned"]
     words += [f"checkpoint.init_from={paths.literal(run)}", f"data.prefix={paths.literal(prefix)}"]
     separate = ["data.order=packed", "data.reset_attention_mask=true", "data.reset_position_ids=true"] if chat else []
@@ -70,8 +72,9 @@ def next_tuning_command(prefix: Path, run: str, chat: bool) -> str:
 
 
 def _smaller_batch(batch: BatchConfig, samples: int) -> list[str]:
-    """Settings of a batch with which ``samples`` last for some steps; none if those of ``batch`` do."""
-    size, micro = batch.global_size, batch.micro_size
+    """Batch settings with which ``samples`` last for several steps; empty if those of ``batch`` suffice."""
+    size = batch.global_size
+    micro = batch.micro_size
     while size > 1 and samples < STEPS * size:
         size //= 2
     if size == batch.global_size:
@@ -80,13 +83,13 @@ def _smaller_batch(batch: BatchConfig, samples: int) -> list[str]:
 
 
 def dataset_settings(prefix: Path, vocab_size: int, context: int) -> list[str]:
-    """The settings with which a run of ``context`` reads one dataset, and divides it so that there is enough to validate on."""
+    """Settings with which a run of ``context`` reads one dataset, divided so that enough is left for validation."""
     named = [f"data.prefix={paths.literal(prefix)}", f"model.vocab_size={vocab_size}"]
     return next([*named, *words] for words, _, valid in _splits(prefix) if valid is None or samples_in(valid, context))
 
 
 def _splits(prefix: Path, chat: bool = False) -> Iterator[Choice]:
-    """How data.split divides one dataset, that of conversations only between these."""
+    """Divisions of one dataset by data.split; conversations are not split."""
     dataset = IndexedDataset(prefix)
     for chosen in SPLITS:
         if chat and "data.split_by=tokens" in chosen:
@@ -101,7 +104,7 @@ def _splits(prefix: Path, chat: bool = False) -> Iterator[Choice]:
 
 
 def _parts(prefixes: Sequence[Path], vocabulary: str) -> Iterator[Choice]:
-    """A dataset for each split, and more for validation."""
+    """A dataset for each split, and further ones for validation."""
     parts = {part: [p for p in prefixes if p.name.startswith(part)] for part in ("train", "valid", "test")}
     settings = [f"data.{part}=[{named[0]}]" for part, named in parts.items() if named]
     more = [f"{prefix.name}={prefix}" for prefix in parts["valid"][1:]]
@@ -113,9 +116,10 @@ def _parts(prefixes: Sequence[Path], vocabulary: str) -> Iterator[Choice]:
 
 
 def _changes(train: int, valid: int | None, preset: str) -> list[str] | None:
-    """Settings on top of the preset's: a shorter context, and a budget of a useful number of epochs; None for too few tokens."""
+    """Changes to the preset: a shorter context, and a budget of a useful number of epochs; None for too few tokens."""
     defaults = config.load(preset)
-    batch, context = defaults.batch.global_size, defaults.model.context
+    batch = defaults.batch.global_size
+    context = defaults.model.context
     while context > 1 and EPOCHS * samples_in(train, context) < STEPS * batch:
         context //= 2
     if context < SHORTEST or (valid is not None and not samples_in(valid, context)):

@@ -1,4 +1,4 @@
-"""The options of hpclm preprocess, and the request that follows from them: datasets, their inputs, and how text becomes tokens."""
+"""The options of hpclm preprocess, and the request that follows from them: datasets, their inputs, and how to tokenize their text."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from hpclm.datasets.run_text import token_text
 from hpclm.distributed import bootstrap
 from hpclm.errors import ConfigError
 
-# what Megatron's --lang calls languages (NLTK's names)
+# the languages of Megatron's --lang, by NLTK's names
 LANGUAGES = dict(
     czech="cs", danish="da", dutch="nl", english="en", estonian="et", finnish="fi", french="fr", german="de", greek="el",
     italian="it", norwegian="no", polish="pl", portuguese="pt", russian="ru", slovene="sl", spanish="es", swedish="sv",
@@ -34,7 +34,7 @@ class InputCorpus:
 
     @property
     def names(self) -> str:
-        """The names of its inputs, for messages."""
+        """The names of the inputs, for messages."""
         return ", ".join(source.name for source in self.inputs)
 
 
@@ -49,7 +49,7 @@ class Dictionary:
 
 @dataclass(frozen=True)
 class Request:
-    """What to write, and how."""
+    """The datasets to write, and how."""
 
     corpora: tuple[InputCorpus, ...]
     job: Job
@@ -60,7 +60,7 @@ class Request:
     """Bytes of text."""
     dictionary: Dictionary | None = None
     model: str | None = None
-    """The run directory whose tokenizer is used."""
+    """The run directory that supplies the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -107,23 +107,24 @@ class Options:
 
     @property
     def model(self) -> str | None:
-        """The run directory whose tokenizer is used, if --tokenizer names one."""
+        """The run directory that supplies the tokenizer, if --tokenizer names one."""
         return self.tokenizer if self.tokenizer and Path(self.tokenizer).is_dir() else None
 
 
 def request(options: Options, model: str | None) -> Request:
-    """The request that follows from ``options``; ConfigError for invalid inputs. ``model``: the run whose tokenizer they name."""
+    """The request that follows from ``options``; ConfigError for invalid inputs. ``model``: the run that supplies the tokenizer."""
     share = _share(options.part)
     if options.fairseq:
         corpora, dictionary = _fairseq(options, share)
     else:
-        corpora, dictionary = (_corpus(options, share),), None
+        corpora = (_corpus(options, share),)
+        dictionary = None
     language = options.language or "en"
     if language not in LANGUAGES and not re.fullmatch("[a-z]{2,3}", language):
         raise ConfigError(f"--language {language!r} is not a language code, such as en or de")
     job = Job(
-        tokenizer="fairseq" if dictionary else options.tokenizer or "",
-        files=(str(dictionary.path),) if dictionary else tuple(options.tokenizer_files),
+        tokenizer=options.tokenizer or "",
+        files=tuple(options.tokenizer_files),
         eod=options.eod,
         keys=tuple(options.json_keys or ["text"]),
         append_eod=options.append_eod,
@@ -131,9 +132,11 @@ def request(options: Options, model: str | None) -> Request:
         on_error=options.on_error,
         language=LANGUAGES.get(language, language) if options.split_sentences else None,
         keep_newlines=options.keep_newlines,
-        layout="fairseq" if dictionary else "megatron",
+        layout="megatron",
         chat=_chat(options, model) if options.chat else None,
     )
+    if dictionary:
+        job = replace(job, tokenizer="fairseq", files=(str(dictionary.path),), layout="fairseq")
     return Request(
         corpora, job, share, options.workers, options.overwrite, options.longest_line * MB, dictionary, model
     )
@@ -147,7 +150,8 @@ def text_request(
     eod: str | None = None,
     rows_of: str = "",
 ) -> Request:
-    """The text at ``path`` as the dataset ``name``, in this process, with the end of each document marked."""
+    """The request that tokenizes the text at ``path`` into the dataset ``name``, in this process, with the end of each document marked.
+    ``rows_of``: see Input."""
     inputs = [replace(source, rows_of=rows_of) for source in find([str(path)], None, ["text"], "files")]
     corpus = InputCorpus(tuple(inputs), (Path(f"{name}_text_document"),))
     job = Job(
@@ -167,7 +171,7 @@ def text_request(
 
 
 def with_tokenizer_of(model: str, options: Options) -> Options:
-    """``options`` with the tokenizer and context of the run ``model``, for example one that hpclm convert made."""
+    """``options`` with the tokenizer and context of the run ``model``, which hpclm convert may have created."""
     if not Path(model, "config.yaml").exists() and Path(model, "tokenizer.json").exists():
         raise ConfigError(
             f"--tokenizer {model}: import this folder first (hpclm convert {model} RUN), and name the run directory"
@@ -184,7 +188,7 @@ def with_tokenizer_of(model: str, options: Options) -> Options:
 
 
 def _chat(options: Options, model: str | None) -> Chat:
-    """How conversations become text; ``model``: the run whose tokenizer is used."""
+    """The chat settings. ``model``: the run that supplies the tokenizer."""
     tuned = chat_record.of_run(Path(model)) if model else None
     chat = chat_of(
         options.tokenizer_files[0], options.chat_template, options.context or 0, options.too_long or "cut", tuned
@@ -198,7 +202,7 @@ def _chat(options: Options, model: str | None) -> Chat:
 
 
 def _corpus(options: Options, share: Share) -> InputCorpus:
-    """The inputs, and a dataset for each key; of conversations, their tokens and their loss mask."""
+    """The inputs, and a dataset for each key; for conversations, their tokens and their loss mask."""
     keys = options.json_keys or ["text"]
     if options.chat:
         inputs = find(options.chat, "jsonl", READ)
@@ -247,6 +251,8 @@ def _share(part: str | None) -> Share:
 
 
 def share_of(text: str) -> Share | None:
-    """--part I/N; None if it is not valid."""
+    """Parse --part I/N; None if it is not valid."""
     numbers = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
-    return Share(int(numbers[1]), int(numbers[2])) if numbers and int(numbers[1]) < int(numbers[2]) else None
+    if numbers and int(numbers[1]) < int(numbers[2]):
+        return Share(int(numbers[1]), int(numbers[2]))
+    return None

@@ -1,8 +1,7 @@
-"""Preprocess text, with one process, or one corpus with several: each writes a part, and the last to finish joins them.
+"""Preprocess text with one process, or one corpus with several: each writes a part, and the last to finish joins them.
 
-The parts are datasets in PREFIX.parts/, with the job they belong to in their PREFIX.json. No process waits for another's
-part: one that finds parts missing exits. joined.json remains, so that a process of the same job that starts late or again
-knows that nothing is left to do.
+The parts are datasets in PREFIX.parts/, with their job in PREFIX.json. No process waits for another's part: one that finds parts missing
+exits. joined.json remains, so that a late or restarted process of the same job knows that nothing is left to do.
 """
 
 import json
@@ -13,7 +12,15 @@ from typing import Any
 
 from hpclm.data import chat_record
 from hpclm.data.indexed import IndexedDataset, files, sidecar
-from hpclm.datasets.build import Output, check, complete, job_fingerprint, refuse_to_replace, write, write_dictionary
+from hpclm.datasets.build import (
+    Output,
+    check_job,
+    complete,
+    job_fingerprint,
+    refuse_to_replace,
+    write,
+    write_dictionary,
+)
 from hpclm.datasets.merge import copy
 from hpclm.datasets.options import Request
 from hpclm.errors import ConfigError, unwritten
@@ -25,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def preprocess(request: Request) -> bool:
-    """Write the datasets that are asked for, or this process's part of one; whether they are complete."""
+    """Write the requested datasets, or this process's part of one. Returns whether they are complete."""
     if request.share.parts > 1:
         return write_part(request)
     refuse_to_replace(request, [prefix for corpus in request.corpora for prefix in corpus.prefixes])
@@ -33,17 +40,19 @@ def preprocess(request: Request) -> bool:
         writable_folder(corpus.prefixes[0].parent, "output folder")
     if request.dictionary is not None:
         write_dictionary(request.dictionary, request)
-    check(request.job)
+    check_job(request.job)
     for corpus in request.corpora:
         write(corpus, request, corpus.prefixes)
     return True
 
 
 def write_part(request: Request) -> bool:
-    """Write this process's part unless it exists, and join the parts if all of them exist; whether this process has joined them."""
+    """Write this process's part unless it exists, and join the parts if all exist. Returns whether this process has joined them."""
     [corpus] = request.corpora
-    part, parts, folder = request.share.part, request.share.parts, Path(f"{corpus.prefixes[0]}.parts")
-    check(request.job)
+    part = request.share.part
+    parts = request.share.parts
+    folder = Path(f"{corpus.prefixes[0]}.parts")
+    check_job(request.job)
     if not folder.is_dir():
         refuse_to_replace(request, corpus.prefixes)
     writable_folder(folder, "shared folder of the parts")
@@ -81,14 +90,14 @@ def _joined(folder: Path, request: Request) -> bool:
 
 
 def _result(request: Request) -> dict[str, Any]:
-    """The job, and the files that it wrote (JSON); OSError if they do not exist."""
+    """The job, and the files that it wrote, as JSON; OSError if they do not exist."""
     [corpus] = request.corpora
     status = [path.stat() for prefix in corpus.prefixes for path in files(prefix)[:2]]
     return {"job": job_fingerprint(corpus, request), "files": [[file.st_size, file.st_mtime_ns] for file in status]}
 
 
 def _complete(prefixes: list[Path], job: dict[str, Any]) -> bool:
-    """Whether the datasets of a part exist, and belong to the job."""
+    """Whether the datasets of a part exist and belong to the job."""
     try:
         return all(sidecar(prefix).get("job") == job and IndexedDataset(prefix).layout for prefix in prefixes)
     except ConfigError:

@@ -1,7 +1,7 @@
-"""How text of a run is encoded, begun and ended: what every verb and every export asks.
+"""Encodes text of a run, with its beginning and end, for all commands and exports.
 
-Text of an imported run is encoded as transformers' AutoTokenizer encodes it, with what the tokenizer's template adds; text of any other
-run as its data was, with nothing added.
+Text of an imported run is encoded as by transformers' AutoTokenizer, with the tokens that the template adds. Text of any other run is
+encoded like its data, with nothing added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,16 +24,16 @@ UNCHANGED: dict[str, Any] = {
     "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0, "min_new_tokens": None,
     "num_beams": 1, "sequence_bias": None, "exponential_decay_length_penalty": None, "stop_strings": None, "guidance_scale": None,
 }  # fmt: skip
-"""Settings of generation that would change the most likely text, and their values without effect."""
+"""Generation settings that would change the most likely text, with the values that have no effect."""
 
 
 @dataclass(frozen=True)
 class RunText:
-    """How text of a run is encoded, begun and ended."""
+    """How to encode, begin and end text of a run."""
 
     tokenizer: Tokenizer
     imported_tokens: Mapping[str, Any]
-    """Special tokens of an imported run, as in its special_tokens.json."""
+    """Special tokens of an imported run, from its special_tokens.json."""
     imported: bool
     vocabulary: int
     """The network's number of entries (model.vocab_size)."""
@@ -41,11 +41,11 @@ class RunText:
     after: tuple[int, ...] = ()
     """Ids that the template adds before and after every text."""
     chat: ChatRecord | None = None
-    """What the run was tuned with."""
+    """The chat settings with which the run was tuned."""
 
     @property
     def ids(self) -> dict[str, Any]:
-        """Special tokens as a config.json has them."""
+        """Special tokens, in the form of a config.json."""
         ends = self.chat.ends.values() if self.chat else ()
         ids = special_tokens.ids(
             self.imported_tokens, self.tokenizer.eod, token_text(self.tokenizer, self.tokenizer.eod), ends
@@ -59,7 +59,7 @@ class RunText:
 
     @property
     def begin(self) -> int | None:
-        """The token from which the first one of a text is predicted, where the template adds none; None if there is none."""
+        """The token that precedes the first one of a text if the template adds none; None without one."""
         named = token_id(self.tokenizer, self.imported_tokens.get("bos_token"))
         if named is not None:
             return named
@@ -72,12 +72,12 @@ class RunText:
 
     @property
     def generated(self) -> int:
-        """Ids that the model may generate: all below this one. transformers leaves an imported model all of its own."""
+        """Upper bound (exclusive) of the ids that the model may generate. transformers allows an imported model all entries."""
         return self.vocabulary if self.imported else self.tokenizer.size
 
     @property
     def hidden(self) -> frozenset[int]:
-        """Special tokens, which are no part of an answer."""
+        """Special tokens that do not belong to an answer."""
         names = [self.imported_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")]
         texts = (*(self.tokenizer.special if isinstance(self.tokenizer, Library) else ()), *names)
         return frozenset(
@@ -85,14 +85,14 @@ class RunText:
         )
 
     def encode(self, text: str, template: bool | None = None) -> list[int]:
-        """The ids of ``text``; ``template``: whether with what the template adds. None: unless the text has its beginning already.
+        """The ids of ``text``. ``template``: whether to add the template's tokens; None: unless the text already begins with them.
 
-        ConfigError where the model has no such tokens.
+        ConfigError if the model has no such tokens.
         """
         if not is_utf8(text):
             raise ConfigError(f"the text {text[:80]!r} holds half a character (a lone surrogate)")
         ids = list(self.tokenizer.encode(text))
-        if getattr(self.tokenizer, "ends_itself", False):  # a text that is read has not ended
+        if getattr(self.tokenizer, "ends_itself", False):  # text that is read has not ended
             while ids and ids[-1] == self.tokenizer.eod:
                 ids.pop()
         if ids and max(ids) >= self.vocabulary:
@@ -102,7 +102,7 @@ class RunText:
         return [*self.before, *ids, *self.after] if template else ids
 
     def start(self, text: str) -> list[int]:
-        """The ids of ``text`` as a model is to continue it; ConfigError if there are none."""
+        """The ids of ``text`` for a model to continue; ConfigError without any."""
         ids = self.encode(text)
         if not ids and self.begin is None:
             raise ConfigError("the prompt is empty, and the tokenizer has no end-of-document token to start from")
@@ -111,13 +111,13 @@ class RunText:
     def decode(self, ids: Sequence[int], special: bool = True) -> str:
         """The text of ``ids``, with or without special tokens."""
         hidden = frozenset() if special else self.hidden
-        # a network may have more entries than its tokenizer, which have no text
+        # a network may have more entries than its tokenizer; they have no text
         return self.tokenizer.decode([id for id in ids if id < self.tokenizer.size and id not in hidden])
 
 
 def of_run(run: Path, data: DataConfig, vocabulary: int, tokenizer: Tokenizer | None = None) -> RunText:
-    """How the text of the run in the directory ``run`` is read; ``vocabulary``: its model.vocab_size; ``tokenizer``: the run's, where
-    it is there already."""
+    """The text settings of the run in the directory ``run``. ``vocabulary``: its model.vocab_size; ``tokenizer``: the run's, if already
+    built."""
     if tokenizer is None:
         tokenizer = tokenizers.of_run(data)
     imported_tokens = special_tokens.of_run(run, tokenizers.files_of_run(data))
@@ -133,7 +133,7 @@ def of_run(run: Path, data: DataConfig, vocabulary: int, tokenizer: Tokenizer | 
 
 
 def without_effect(generation: Mapping[str, Any]) -> list[str]:
-    """The settings of generation that hpclm does not apply, and that would change the most likely text, as name=value."""
+    """The generation settings, as name=value, that hpclm ignores although they would change the most likely text."""
     return [f"{name}={value}" for name, value in generation.items() if name in UNCHANGED and _changes(name, value)]
 
 
@@ -142,7 +142,7 @@ def _changes(name: str, value: Any) -> bool:
 
 
 def token_text(tokenizer: Tokenizer, id: int | None) -> str | None:
-    """The text of a token as its vocabulary has it; None if it has none."""
+    """The text of a token in its vocabulary, or None."""
     if id is None or id >= tokenizer.size:
         return None
     if isinstance(tokenizer, SentencePiece):
@@ -151,7 +151,7 @@ def token_text(tokenizer: Tokenizer, id: int | None) -> str | None:
 
 
 def token_id(tokenizer: Tokenizer, text: str | None) -> int | None:
-    """The id of the token that the vocabulary has as ``text``; None if it has none."""
+    """The id of the token with this ``text`` in the vocabulary, or None."""
     if text is None:
         return None
     if isinstance(tokenizer, SentencePiece):

@@ -1,7 +1,7 @@
-"""Special tokens (begin, end and padding of a text), chat template and settings of generation of an imported run.
+"""Special tokens (begin, end and padding of a text), chat template and generation settings of an imported run.
 
-An import stores them next to the tokenizer's files, for every run that uses those. What a run was tuned with takes their place
-(``hpclm.data.chat_record``).
+An import stores them next to the tokenizer's files, for every run that uses those. The chat settings with which a run was tuned replace
+them (``hpclm.data.chat_record``).
 """
 
 import logging
@@ -15,15 +15,14 @@ from hpclm.errors import ConfigError
 
 log = logging.getLogger(__name__)
 FILE = "special_tokens.json"
-"""Also the mark of an imported tokenizer: it is there even if it names no token."""
+"""Also marks an imported tokenizer: the file exists even if it names no token."""
 GENERATION = "generation_config.json"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ADDED = ("add_bos_token", "add_eos_token")
 
 
 def chat_of_run(run: Path, paths: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
-    """The chat template of a run before it was tuned, and its settings of generation; None and {} if it has none. ``paths``: as of
-    ``of_run``."""
+    """The chat template of a run before tuning, and its generation settings; None and {} without them. ``paths``: see ``of_run``."""
     places = _places(run, paths)
     templates = (text for place in places if (text := template_in(place)) is not None)
     settings = (json_object(place / GENERATION) for place in places if (place / GENERATION).is_file())
@@ -31,7 +30,7 @@ def chat_of_run(run: Path, paths: Sequence[str]) -> tuple[str | None, dict[str, 
 
 
 def kept(places: Iterable[Path]) -> dict[str, Any] | None:
-    """The special tokens in the first of ``places`` that has them; None if none has."""
+    """The special tokens in the first of ``places`` that has the file; None without one."""
     for place in places:
         if (place / FILE).is_file():
             try:
@@ -42,7 +41,7 @@ def kept(places: Iterable[Path]) -> dict[str, Any] | None:
 
 
 def of_run(run: Path, paths: Sequence[str]) -> dict[str, Any] | None:
-    """The special tokens kept beside the tokenizer files ``paths`` of a run, or in its own directory; None if it was not imported."""
+    """The special tokens stored beside a run's tokenizer files ``paths``, or in its directory; None if it was not imported."""
     return kept(_places(run, paths))
 
 
@@ -53,10 +52,11 @@ def _places(run: Path, paths: Sequence[str]) -> list[Path]:
 def ids(
     imported_tokens: Mapping[str, Any], end: int | None, end_text: str | None = None, answer_ends: Iterable[int] = ()
 ) -> dict[str, Any]:
-    """Ids for config.json: the ``imported_tokens``, the run's end-of-document token ``end``,
-    and ``answer_ends``, with which it was tuned to end an answer.
+    """Ids for config.json: the ``imported_tokens``, the run's end-of-document token ``end``, and ``answer_ends``, with which it was
+    tuned to end an answer.
 
-    ``end_text``: of ``end``. Where the folder named that as the end, it is one more; elsewhere the run was trained with another.
+    ``end_text``: text of ``end``. If the imported folder names it as its end, it is added to the ends; otherwise the run was trained
+    with another end.
     """
     tokens = {name: imported_tokens.get(name) for name in IDS}
     ends = listed(tokens["eos_token_id"])
@@ -81,7 +81,7 @@ def first(value: Any) -> int | None:
 
 
 def is_text(name: str) -> bool:
-    """Whether a special token is known by its text under this name: bos_token, eos_token, or any that a template may name."""
+    """Whether this name refers to a special token by its text: bos_token, eos_token, or any other that a template may name."""
     return name.endswith("_token") and name not in ADDED
 
 

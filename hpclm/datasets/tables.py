@@ -1,6 +1,6 @@
-"""Parquet and Arrow files as JSON lines, a few rows at a time. The only file that imports pyarrow, which is large.
+"""Reads Parquet and Arrow files as JSON lines, a few rows at a time. The only file that imports pyarrow, which is large.
 
-Of Arrow's IPC both forms are read: the file (Feather, version 2), and the stream, which Hugging Face's datasets write.
+Both forms of Arrow IPC are supported: the file (Feather, version 2), and the stream, which Hugging Face's datasets write.
 """
 
 import os
@@ -11,17 +11,17 @@ import orjson
 
 from hpclm.errors import ConfigError
 
-ROWS = 1 << 8  # that are decoded at a time
+ROWS = 1 << 8  # rows decoded at a time
 PARQUET_MAGIC = b"PAR1"
 FILE_MAGIC = b"ARROW1"
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 Batches = Callable[[list[str]], Iterable[Any]]
-"""Batches of rows that have only the columns of these names."""
+"""Function from column names to batches of rows with only these columns."""
 
 
 def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[bytes]:
-    """The rows of a table as lines, a JSON object for each of those of ``columns`` that it has (none: of all); ConfigError if the file
-    is corrupt, holds a value that Python does not, or has none of the columns."""
+    """The rows of a table as lines: a JSON object with those of ``columns`` that it has (none: all). ConfigError if the file is corrupt,
+    holds a value without a Python form, or has none of the columns."""
     import pyarrow
 
     is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC or ".parquet" in path.lower()
@@ -44,11 +44,11 @@ def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[by
 
 
 def _rows(batch: Any, path: str) -> list[dict[str, Any]]:
-    """The rows of a batch; ConfigError for a value that has no form in Python, such as a date after the year 9999."""
+    """The rows of a batch; ConfigError for a value without a Python form, such as a date after the year 9999."""
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
         return rows
-    # also of text that is not UTF-8, and unknown time zones
+    # includes text that is not UTF-8, and unknown time zones
     except (ArithmeticError, LookupError, ValueError) as error:
         raise ConfigError(
             f"{path} holds a value that cannot be read ({error}); correct or leave out that value"
@@ -56,29 +56,29 @@ def _rows(batch: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    """A row as a JSON object; one with binary values that are not UTF-8 as bytes that are not, which readers of lines refuse."""
+    """A row as a JSON object. If binary values are not UTF-8, the line is not UTF-8 either, which readers of lines refuse."""
     try:
         return orjson.dumps(row, default=_plain)
     except orjson.JSONEncodeError:
         columns = (value for value in row.values() if isinstance(value, bytes))
-        return b" ".join(columns).replace(b"\n", b" ") or b"\xff"  # nested values: a blank line would be left out
+        return b" ".join(columns).replace(b"\n", b" ") or b"\xff"  # nested values: a blank line would be omitted
 
 
 def _plain(value: Any) -> str:
-    """Bytes as the text that they are in files of Spark and Hive, and dates as text."""
+    """Bytes as text, which they are in files of Spark and Hive; other values, such as dates, as str."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _parquet(file: BinaryIO) -> tuple[Any, Batches]:
-    """The schema, and what gives batches of rows that have only some columns."""
+    """The schema, and a function that gives batches of rows with chosen columns."""
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(file, pre_buffer=False)  # else what is read ahead stays in memory to the end
+    table = parquet.ParquetFile(file, pre_buffer=False)  # otherwise data read ahead stays in memory to the end
     return table.schema_arrow, lambda columns: table.iter_batches(ROWS, columns=columns)
 
 
 def _arrow(file: BinaryIO) -> tuple[Any, Batches]:
-    """The same of an Arrow file. EOFError for a stream without its end mark: without a part of it, it may look whole."""
+    """The same as ``_parquet`` for an Arrow file. EOFError for a stream without its end mark: a truncated one may look whole."""
     from pyarrow import ipc
 
     beginning = file.read(len(FILE_MAGIC))

@@ -1,4 +1,4 @@
-"""What ``data=`` names as a dataset: text is tokenized on the way, once, into a folder ``datasets`` beside the run."""
+"""The dataset named by ``data=``: text is tokenized once, into a folder ``datasets`` beside the run."""
 
 import hashlib
 import json
@@ -23,11 +23,11 @@ from hpclm.rundir import events
 
 TOKENIZER = "bytes"
 FILES = {".json": "json", ".model": "sentencepiece"}
-"""Kinds of tokenizer by the name of the file."""
+"""Kinds of tokenizers by file extension."""
 DATASET_FILES = (".idx", ".bin")
 LISTS = ("blend", "train", "valid", "test", "validation")
 NAMES_DATA = ("data.source", "data.prefix", *(f"data.{name}" for name in LISTS))
-"""Settings that say which data is read."""
+"""Settings that name the data to read."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,21 @@ class Text:
 
 @dataclass(frozen=True)
 class NamedDataset:
-    """The dataset that ``data=`` names."""
+    """The dataset named by ``data=``."""
 
     prefix: Path
     text: Text | None = None
     """None: ``data=`` is the prefix."""
     divided: tuple[str, ...] = ()
-    """How the run, which has begun with this dataset, divides it: settings."""
+    """Settings with which a run that has begun with this dataset divides it."""
 
     @property
     def preprocess(self) -> str:
-        """The ``hpclm preprocess`` that writes such a dataset; empty for a dataset that was given by its prefix."""
+        """The ``hpclm preprocess`` command that writes such a dataset; empty for a dataset given by its prefix."""
         if self.text is None:
             return ""
-        job, prefix = self.text.request.job, self.prefix.parent.parent / self.text.name
+        job = self.text.request.job
+        prefix = self.prefix.parent.parent / self.text.name
         words = ["--input", str(self.text.path), "--output-prefix", str(prefix), "--tokenizer", job.tokenizer]
         files = ["--tokenizer-files", *job.files] if job.files else []
         end = ["--eod", job.eod] if job.eod else []
@@ -64,22 +65,22 @@ class NamedDataset:
 
     @property
     def written(self) -> bool:
-        """Whether the dataset is complete, or its text has yet to be tokenized."""
+        """True if the dataset is complete, false if its text has yet to be tokenized."""
         return _is_dataset(self.prefix)
 
     def write(self) -> None:
-        """Tokenize the text, unless it has been; ConfigError, or an interrupt, which leaves nothing."""
+        """Tokenize the text, unless that is done. ConfigError or an interrupt leaves nothing behind."""
         if self.text is None or self.written:
             return
         folder = self.prefix.parent
-        build.check(self.text.request.job)
+        build.check_job(self.text.request.job)
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folders.writable_folder(folder, "folder of datasets")
             build.write(self.text.corpus, self.text.request, [self.prefix])
         except BaseException as error:
             if isinstance(error, ConfigError) and self.written:
-                return  # by another run, which started at the same time
+                return  # by another run that started at the same time
             for parent in missing:
                 with suppress(OSError):  # another process may have put something there
                     parent.rmdir()
@@ -87,7 +88,7 @@ class NamedDataset:
 
     def settings(self, run: RunConfig) -> list[str]:
         """The settings with which ``run`` trains on this dataset; without data.split if it has not been written."""
-        lists = [f"data.{name}=[]" for name in LISTS if getattr(run.data, name)]  # of the file or preset
+        lists = [f"data.{name}=[]" for name in LISTS if getattr(run.data, name)]  # set by the file or preset
         return ["data.source=indexed", *lists, *self._settings(run), *self.divided]
 
     def _settings(self, run: RunConfig) -> list[str]:
@@ -101,11 +102,11 @@ def _is_dataset(prefix: Path) -> bool:
     return Path(f"{prefix}.idx").is_file()
 
 
-def named(data: str, tokenizer: str | None, run: RunConfig) -> NamedDataset:
-    """The dataset that ``data``, the prefix of a dataset or a text, names for ``run``.
+def named_dataset(data: str, tokenizer: str | None, run: RunConfig) -> NamedDataset:
+    """The dataset for ``run`` that ``data`` names: the prefix of a dataset, or a text.
 
-    ``tokenizer`` of a text: "bytes", a tokenizer.json or sentencepiece file, or package.module:Name; None: that of
-    the settings (data.tokenizer), else "bytes". ConfigError for what cannot be read.
+    ``tokenizer`` of a text: "bytes", a tokenizer.json or sentencepiece file, or package.module:Name; None: that of the settings
+    (data.tokenizer), otherwise "bytes". ConfigError for data that cannot be read.
     """
     if not data.strip():
         raise ConfigError("data is empty; give the prefix of a dataset, or a text file")
@@ -124,15 +125,16 @@ def named(data: str, tokenizer: str | None, run: RunConfig) -> NamedDataset:
 
 
 def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConfig, rows_of: str = "") -> NamedDataset:
-    """The dataset that the text at ``path`` becomes for ``run``, as ``hpclm preprocess --append-eod`` tokenizes it.
+    """The dataset that ``run`` makes of the text at ``path``, tokenized as by ``hpclm preprocess --append-eod``.
 
-    ``content``: a hash of the text; None: the file has changed when its size or time has. ``tokenizer``: see ``named``.
+    ``content``: a hash of the text; None: size and time of the file tell whether it has changed. ``tokenizer``: see ``named_dataset``.
     ``rows_of``: see ``Input``.
     """
     name = re.sub(r"\W+", "-", path.name.partition(".")[0]).strip("-") or "text"
     kind = TOKENIZER if tokenizer is None else paths.expanded(tokenizer)
     files: list[str] = []
-    end, of_run = None, tokenizer is None and run.data.tokenizer is not None
+    end = None
+    of_run = tokenizer is None and run.data.tokenizer is not None
     if of_run:  # such as that of an imported model
         _, kind, files, end = tokenizers.build_of_run(run.data)
     elif file := FILES.get(Path(kind).suffix):
@@ -160,13 +162,13 @@ def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConf
 
 
 def _data_of_run(out: Path) -> Mapping[str, Any]:
-    """The settings of the run in ``out``, by which it goes on; none if it has not begun, or they cannot be read."""
+    """The settings of the run in ``out``, which it resumes with; empty if it has not begun, or if they cannot be read."""
     with suppress(ConfigError):
         return compose.flat_of_run(out) if events.of_kind(events.read_or_refuse(out), "began") else {}
     return {}
 
 
 def refuse_second_data(data: str, names: Iterable[str]) -> None:
-    """ConfigError if one of the settings ``names`` says which data is read, as ``data`` does."""
+    """ConfigError if one of the settings ``names`` also selects the data, as ``data`` does."""
     if second := [name for name in names if name in NAMES_DATA]:
-        raise ConfigError(f"data={data} and {second[0]} both say which data is read; leave one of them out")
+        raise ConfigError(f"data={data} and {second[0]} both select the data; omit one of them")

@@ -21,21 +21,21 @@ from hpclm.node import interruption
 
 log = logging.getLogger(__name__)
 MEASURED = 1000  # random documents for measuring the compression
-LONG = 1 << 16  # characters of such a document, at most
-FITTING = range(9, 16)  # powers of two that a vocabulary has by default
-PACKED = 4  # bytes of text in a byte of a compressed file
-RARE = 100  # occurrences in the text from which an entry can be learned well
-SHORT_WAY = 200_000_000  # bytes of text that one process tokenizes in a minute or so
+LONG = 1 << 16  # maximum number of characters of such a document
+FITTING = range(9, 16)  # exponents of two of default vocabulary sizes
+PACKED = 4  # bytes of text per byte of a compressed file
+RARE = 100  # occurrences in the text needed to learn an entry well
+SHORT_WAY = 200_000_000  # bytes of text that one process tokenizes in about a minute
 
 
 @dataclass(frozen=True)
 class TokenizerRequest:
-    """A tokenizer to be trained, and on which text."""
+    """A tokenizer to train, and the text to train it on."""
 
     input: Sequence[str]
     output: str
     vocab_size: int | None = None
-    """None: of a byte-level BPE, what fits the text."""
+    """None: for a byte-level BPE, a size that fits the text."""
     kind: str = "bpe"
     """bpe or unigram."""
     format: Literal["jsonl", "lines", "files"] | None = None
@@ -49,7 +49,7 @@ class TokenizerRequest:
 
 
 def library_of(wanted: TokenizerRequest) -> str:
-    """json or sentencepiece, by the name of the output; UsageError for options that do not go with it."""
+    """json or sentencepiece, by the name of the output; UsageError for options that do not apply to it."""
     output = Path(wanted.output)
     library = {".json": "json", ".model": "sentencepiece"}.get(output.suffix)
     if library is None:
@@ -62,8 +62,9 @@ def library_of(wanted: TokenizerRequest) -> str:
 
 
 def train(wanted: TokenizerRequest) -> list[str]:
-    """Train and write a tokenizer; its compression, and the next command, a line each."""
-    output, library = Path(wanted.output), library_of(wanted)
+    """Train and write a tokenizer. Returns lines with its compression and the next command."""
+    output = Path(wanted.output)
+    library = library_of(wanted)
     if output.exists() and not wanted.overwrite:
         raise ConfigError(f"{output} exists; give --overwrite to replace it, or another --output")
     key = wanted.json_key or "text"
@@ -76,7 +77,8 @@ def train(wanted: TokenizerRequest) -> list[str]:
     vocab_size = fitting_size(size_on_disk) if wanted.vocab_size is None else wanted.vocab_size
     writable_folder(output.parent, "output folder")
 
-    measured, text_bytes = Sample(MEASURED), 0
+    measured = Sample(MEASURED)
+    text_bytes = 0
     divided = False
 
     def offered() -> Iterator[str]:
@@ -108,12 +110,12 @@ def train(wanted: TokenizerRequest) -> list[str]:
     )
     if size > LONG_TOKEN * tokens:
         log.warning(
-            "%s: a token stands for %.0f bytes of text on average (3 to 5 are usual), so whole sentences are entries, which other text does not "
+            "%s: tokens have %.0f bytes of text on average (3 to 5 are usual), so entries are whole sentences that other text does not "
             "have; give more text, or a smaller --vocab-size",
             output, size / tokens,
         )  # fmt: skip
     if tokenizer.size < vocab_size:
-        result += f"\nthese are fewer than --vocab-size {vocab_size}: the text has no more pairs of entries to merge"
+        result += f"\nfewer than --vocab-size {vocab_size}, because the text has no more pairs of entries to merge"
     occurrences = round(text_bytes * tokens / size / tokenizer.size)
     fitting = fitting_size(text_bytes)
     if occurrences < RARE and fitting < tokenizer.size:
@@ -134,7 +136,7 @@ def train(wanted: TokenizerRequest) -> list[str]:
 
 
 def fitting_size(text_bytes: int) -> int:
-    """A size of vocabulary for so much text: about the square root of its bytes, so that entries occur hundreds of times."""
+    """A vocabulary size for this much text: about the square root of its bytes, so that entries occur hundreds of times."""
     power = round(math.log2(max(text_bytes, 1)) / 2)
     return 1 << min(max(power, FITTING[0]), FITTING[-1])
 

@@ -16,13 +16,14 @@ from hpclm.terminal import many
 
 
 def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> dict[str, Any]:
-    """Read all of ``dataset``, with a progress bar; ConfigError says which entry or token is wrong, and where.
+    """Read all of ``dataset``, with a progress bar; ConfigError names the wrong entry or token, and its place.
 
-    vocab_size: limit of the token ids; None: the size of the dataset's tokenizer, or no limit if that is unknown.
-    Returns counts of sequences, documents and tokens, the highest token, the limit, and the content hash; if there is no hash
-    (None), a change to another valid token is not detected.
+    ``vocab_size``: limit of the token ids; None: the size of the dataset's tokenizer, or no limit if that is unknown. Returns counts of
+    sequences, documents and tokens, the highest token, the limit, and the content hash. Without a hash (None), a change to another valid
+    token goes undetected.
     """
-    note, recorded = sidecar(dataset.prefix), noted(dataset.prefix)
+    note = sidecar(dataset.prefix)
+    recorded = noted(dataset.prefix)
     size = _vocabulary(note, vocab_size)
     check_index(dataset)
     counts = {"documents": dataset.document_count, "sequences": len(dataset), "tokens": dataset.token_count}
@@ -36,12 +37,13 @@ def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> dict[str, 
 
 
 def add_hashes(dataset: IndexedDataset, overwrite: bool = False) -> tuple[DatasetContent, bool]:
-    """Store the hashes of a dataset in PREFIX.json, which is created if it is missing; the hashes, and whether they were added.
+    """Store the hashes of a dataset in PREFIX.json, which is created if missing. Returns the hashes, and whether they were added.
 
-    ConfigError if other hashes are stored there, unless ``overwrite``; for tokens outside the vocabulary of its tokenizer; or if
-    it cannot be written.
+    ConfigError if other hashes are stored there, unless ``overwrite``; for tokens outside the vocabulary of its tokenizer; or if it
+    cannot be written.
     """
-    path, note = files(dataset.prefix)[2], sidecar(dataset.prefix)
+    path = files(dataset.prefix)[2]
+    note = sidecar(dataset.prefix)
     recorded = None if overwrite else noted(dataset.prefix)
     check_index(dataset)
     _, content = _check_tokens(dataset, recorded, _vocabulary(note, None))
@@ -56,16 +58,15 @@ def add_hashes(dataset: IndexedDataset, overwrite: bool = False) -> tuple[Datase
 
 
 def described(dataset: IndexedDataset, result: dict[str, Any]) -> str:
-    """What ``verify`` has found in ``dataset``, in a sentence."""
+    """The result of ``verify`` in a sentence."""
     below = f", all below {result['vocab_size']:,}" if result["vocab_size"] is not None else ""
     highest = "" if result["highest_token"] is None else f", the highest {result['highest_token']:,}"
     hashed = f"when hpclm data hash recorded it at {result['content_added']}" if result["content_added"] else "written"
-    content = (
-        f"the content is as it was {hashed} (hash {result['content'][:8]}…)"
-        if result["content"]
-        else "it has no content hash, so tokens that were changed into others are not detected; to add one: hpclm data hash "
-        + typed(dataset.prefix)
-    )
+    if result["content"]:
+        content = f"the content is as it was {hashed} (hash {result['content'][:8]}…)"
+    else:
+        add = f"hpclm data hash {typed(dataset.prefix)}"
+        content = f"it has no content hash, so a change to other valid tokens goes undetected; to add one: {add}"
     return (
         f"verified: {many(result['sequences'], 'sequence')} in {many(result['documents'], 'document')}, "
         f"{many(result['tokens'], 'token')}{highest}{below}; {content}"
@@ -79,7 +80,7 @@ def prefix(name: str) -> str:
 
 
 def prefixes(names: Sequence[str]) -> list[str]:
-    """The datasets that ``names`` refer to; one of which several files are named counts once."""
+    """The datasets that ``names`` refer to; a dataset named by several files counts once."""
     chosen: list[str] = []
     for name in names:
         if prefix(name) == name or prefix(name) not in chosen:
@@ -88,7 +89,7 @@ def prefixes(names: Sequence[str]) -> list[str]:
 
 
 def check_index(dataset: IndexedDataset) -> None:
-    """Check every entry of the index, with a progress bar; ConfigError for the first that is wrong."""
+    """Check every entry of the index, with a progress bar; ConfigError for the first wrong one."""
     from hpclm.progress import Bar
 
     with Bar(total=len(dataset) + dataset.document_count, unit_scale=True, disable=None, desc="index") as bar:
@@ -96,18 +97,21 @@ def check_index(dataset: IndexedDataset) -> None:
 
 
 def _vocabulary(note: dict[str, Any], vocab_size: int | None) -> int | None:
-    """The limit of the token ids: ``vocab_size``, or the size of the tokenizer in PREFIX.json; None if it is unknown."""
+    """The limit of the token ids: ``vocab_size``, or the size of the tokenizer in PREFIX.json; None if unknown."""
     return note["tokenizer"]["size"] if "tokenizer" in note and vocab_size is None else vocab_size
 
 
 def _check_tokens(
     dataset: IndexedDataset, recorded: DatasetContent | None, size: int | None
 ) -> tuple[int | None, DatasetContent]:
-    """The highest token, None if there is none, and the hashes; ConfigError for tokens outside [0, ``size``), or other hashes."""
+    """The highest token (None without tokens), and the hashes; ConfigError for tokens outside [0, ``size``), or other hashes."""
     from hpclm.progress import Bar
 
     reader = TokenReader(dataset, recorded)
-    highest, count, first, begin = None, 0, None, 0
+    highest = None
+    count = 0
+    first = None
+    begin = 0
     problems: list[str] = []
     with Bar(total=dataset.token_count, unit=" tokens", unit_scale=True, disable=None, desc="tokens") as bar:
         try:
@@ -115,7 +119,8 @@ def _check_tokens(
                 block = documents.tokens
                 if not len(block):
                     continue
-                low, high = int(block.min()), int(block.max())
+                low = int(block.min())
+                high = int(block.max())
                 highest = high if highest is None else max(highest, high)
                 if low < 0 or (size is not None and high >= size):
                     outside = np.flatnonzero((block < 0) if size is None else (block < 0) | (block >= size))

@@ -1,7 +1,7 @@
 """Encoding processes: results come in the order of the work, and no worker outlives its parent.
 
-Work and results are stored in files; only their names go through the executor's pipes. A name is written at once, so a
-worker that is killed while it answers cannot leave half a message that the parent would wait for.
+Work and results are stored in files; only their names go through the executor's pipes. A name is written at once, so a worker killed
+while it answers cannot leave half a message that the parent would wait for.
 """
 
 import logging
@@ -29,16 +29,17 @@ Work = TypeVar("Work")
 Result = TypeVar("Result")
 QUEUED = 3  # pieces of work for each worker at a time, including the current one
 ALONE = 4.0
-"""Seconds that this process works alone at first: about what workers take to start, so that little work is done sooner without them."""
+"""Seconds that this process works alone at first: about the start-up time of workers, so that little work finishes sooner without them."""
 
 
 def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: int) -> Generator[Result, None, None]:
     """The results of ``function`` for each piece of work, in order, with a few pieces per worker in memory.
 
-    It runs in this process, and what is left after ``ALONE`` seconds in as many ``workers`` as there are cores for; of these more than
-    one. HpclmError if a worker is killed; exceptions of ``function`` are raised here.
+    It runs in this process. Work left after ``ALONE`` seconds goes to up to ``workers`` processes, no more than there are cores, if that
+    is more than one. HpclmError if a worker is killed; exceptions of ``function`` are raised here.
     """
-    workers, began = min(workers, threads.usable()), time.monotonic()
+    workers = min(workers, threads.usable())
+    began = time.monotonic()
     work = iter(work)
     while workers == 1 or time.monotonic() - began < ALONE:
         try:
@@ -62,7 +63,7 @@ def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: i
                     yield _taken(pending.popleft().result())
                 path = _stored(piece, folder / str(number))
                 del piece
-                with _ctrl_c_for_parent():  # which starts a worker, if there are fewer
+                with _ctrl_c_for_parent():  # this starts a worker if there are too few
                     pending.append(pool.submit(_run, function, path))
             while pending:
                 yield _taken(pending.popleft().result())
@@ -75,13 +76,13 @@ def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: i
         finally:
             for worker in multiprocessing.active_children():
                 if not complete and worker not in others:
-                    worker.kill()  # its work is not needed any more, and may take long
+                    worker.kill()  # its work is no longer needed, and may take long
             pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
 def _ctrl_c_for_parent() -> Iterator[None]:
-    """Processes that are started in the block never receive a terminal's Ctrl-C, which is for their parent."""
+    """Processes started in this block never receive a terminal's Ctrl-C, which is for their parent."""
     ensure_running()  # the helper of multiprocessing, which would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -91,8 +92,7 @@ def _ctrl_c_for_parent() -> Iterator[None]:
 
 
 def _begin() -> None:
-    """In a worker: exit when the parent does, however it ends; and warn of nothing, since the parent, which loads the same
-    tokenizer, has done so."""
+    """In a worker: exit when the parent ends, however it does, and silence warnings, which the parent has given for the same tokenizer."""
     logging.disable(logging.WARNING)
     parent = multiprocessing.parent_process()
 

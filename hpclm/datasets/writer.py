@@ -22,22 +22,24 @@ from hpclm.errors import ConfigError
 from hpclm.files import aside, locked, sweep, sync
 
 MAX_SEQUENCE_TOKENS = 2**31 - 1  # tokens in a sequence: sizes are int32
-ITEMS_PER_WRITE = 1 << 20  # sequences or tokens that are written at a time
+ITEMS_PER_WRITE = 1 << 20  # sequences or tokens written at a time
 
 Layout = Literal["megatron", "fairseq"]
 Own = TypeVar("Own", bound="Writer")
 
 
 class Writer:
-    """Writes a dataset, which appears, or replaces one of that name, when the ``with`` block ends without an exception.
+    """Writes a dataset, which appears or replaces an existing one when the ``with`` block ends without an exception.
 
-    After a crash in between there is no dataset that can be opened: ``.idx`` is renamed last. Memory use does not depend on the
-    size. ConfigError for tokens that the type or the layout cannot store, and, unless it ``replaces``, if another process has
-    written a dataset of that name in the meantime.
+    A crash before that leaves no readable dataset: ``.idx`` is renamed last. Memory use does not depend on the size. ConfigError for
+    tokens that the type or layout cannot store, and, without ``replaces``, if another process has written a dataset of that name in the
+    meantime.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, layout: Layout = "megatron", replaces: bool = True):
-        self.dtype, self.layout, self._replaces = np.dtype(dtype).newbyteorder("<"), layout, replaces
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.layout = layout
+        self._replaces = replaces
         possible = {
             code: candidate for code, candidate in DTYPES.items() if layout == "fairseq" or code not in FAIRSEQ_ONLY
         }
@@ -45,16 +47,17 @@ class Writer:
         if not codes:
             names = [candidate.name for candidate in possible.values()]
             raise ConfigError(f"{layout}'s layout cannot store tokens as {self.dtype.name}; choose one of {names}")
-        self._code, self._range = codes[0], np.iinfo(self.dtype)
+        self._code = codes[0]
+        self._range = np.iinfo(self.dtype)
         self._final = files(prefix)
         self._open = ExitStack()
         self.content: DatasetContent | None = None
         """Hashes of the files, once they are complete."""
         self.tokens = self.sequences = self.documents = 0  # written so far
         self.open_tokens = 0
-        """Tokens of a document that ``add_piece`` has begun."""
+        """Tokens of a document begun by ``add_piece``."""
         self.note: dict[str, Any] | None = None
-        """For PREFIX.json, together with the content hash."""
+        """Content of PREFIX.json, besides the content hash."""
 
     def add_document(self, tokens: ArrayLike) -> None:
         """Append a document of one sequence, [tokens]."""
@@ -62,13 +65,15 @@ class Writer:
         self.extend(given, np.array([given.size]), np.array([1]))
 
     def add_piece(self, tokens: NDArray[np.integer], closes: bool) -> None:
-        """Append tokens [t] of a document of one sequence, which ends with them, if it ``closes``, or goes on with the next piece."""
+        """Append tokens [t] of a document of one sequence. It ends with them if ``closes``; otherwise the next piece continues it."""
         self.open_tokens += tokens.size
         _check_length(self.open_tokens)
         self._write_tokens(tokens)
         if closes:
             self._sizes.write(np.array([self.open_tokens], "<i4").tobytes())
-            self.sequences, self.documents, self.open_tokens = self.sequences + 1, self.documents + 1, 0
+            self.sequences = self.sequences + 1
+            self.documents = self.documents + 1
+            self.open_tokens = 0
             self._bounds.write(np.array([self.sequences], "<i8").tobytes())
 
     def extend(
@@ -80,7 +85,7 @@ class Writer:
     ) -> None:
         """Append documents: concatenated tokens [t], tokens in each sequence [s], sequences in each document [k].
 
-        modes [s]: of multimodal datasets, a number for each sequence; in every call or in none.
+        ``modes`` [s]: a number for each sequence of multimodal datasets; in every call or in none.
         """
         if sizes.sum() != tokens.size or documents.sum() != sizes.size:
             raise ValueError(
@@ -93,11 +98,9 @@ class Writer:
         _check_length(int(sizes.max(initial=0)))
         if self.layout == "fairseq" and (modes is not None or (documents != 1).any()):
             number = int(np.argmax(documents != 1))
-            what = (
-                f"document {self.documents + number} has {documents[number]} sequences"
-                if modes is None
-                else "it has modes"
-            )
+            what = "it has modes"
+            if modes is None:
+                what = f"document {self.documents + number} has {documents[number]} sequences"
             raise ConfigError(f"fairseq's layout cannot store this: {what}; choose --layout megatron")
         self._sizes.write(sizes.astype("<i4", copy=False).tobytes())
         self._bounds.write((self.sequences + np.cumsum(documents)).astype("<i8", copy=False).tobytes())
@@ -112,7 +115,8 @@ class Writer:
 
     def _fitting(self, tokens: NDArray) -> NDArray:
         if tokens.dtype != self.dtype:
-            low, high = int(tokens.min()), int(tokens.max())
+            low = int(tokens.min())
+            high = int(tokens.max())
             if low < self._range.min or high > self._range.max:
                 raise ConfigError(f"token ids {low} to {high} do not fit in {self.dtype.name}")
         return np.ascontiguousarray(tokens, self.dtype)
@@ -121,11 +125,14 @@ class Writer:
         for path in self._final:
             sweep(path)
         tokens, index, note = (aside(path) for path in self._final)
-        self._tokens, self._index, self._note = self._new(tokens), self._new(index), self._new(note)
+        self._tokens = self._new(tokens)
+        self._index = self._new(index)
+        self._note = self._new(note)
         self._sizes, self._bounds, self._modes = (
             self._new(Path(f"{index}-{part}")) for part in ("sizes", "bounds", "modes")
         )
-        self._stream, self._indexed = HashedFile(self._tokens), HashedFile(self._index)
+        self._stream = HashedFile(self._tokens)
+        self._indexed = HashedFile(self._index)
         self._bounds.write(bytes(8))  # the first document begins at sequence 0
         return self
 
@@ -137,7 +144,7 @@ class Writer:
                 self._publish()
 
     def _new(self, path: Path) -> IO[bytes]:
-        """A new file, which is closed at the end, and removed unless it was renamed."""
+        """A new file, closed at the end, and removed unless it was renamed."""
         file = path.open("w+b")
 
         def discard() -> None:
@@ -149,9 +156,8 @@ class Writer:
         return file
 
     def finish(self) -> None:
-        """Complete and check the files, so that only renaming remains. Called at the end of the ``with`` block; call it
-        earlier so that of several datasets none appears if one fails.
-        """
+        """Complete and check the files, so that only renaming remains. Called at the end of the ``with`` block; with several datasets,
+        call it earlier so that none appears if one fails."""
         if self._modes.tell() not in (0, self.sequences):
             raise ValueError("either all sequences have modes or none")
         self._write_index()
@@ -197,7 +203,7 @@ def _copy(source: IO[bytes], target: HashedFile) -> None:
 
 
 def _check_length(tokens: int) -> None:
-    """ConfigError for a sequence of so many tokens if an index cannot hold its length."""
+    """ConfigError if an index cannot hold the length of a sequence of ``tokens`` tokens."""
     if tokens > MAX_SEQUENCE_TOKENS:
         raise ConfigError(
             f"a sequence of {tokens} tokens is too long: an index holds at most {MAX_SEQUENCE_TOKENS}; divide the text into several "

@@ -1,1 +1,1 @@
-"""Checks of nodes before a run begins, and what `hpclm doctor` shows."""
+"""Checks of nodes before a run begins, and the report of `hpclm doctor`."""

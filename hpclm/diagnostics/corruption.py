@@ -1,10 +1,10 @@
-"""Silent corruption: bits of weights and optimizer state that change by themselves, and processors that compute wrongly.
+"""Silent corruption: bits of weights and optimizer state that flip, and processors that compute wrongly.
 
-Every cluster.verify_every steps, and before every save, the ranks compare what must be equal:
+Every cluster.verify_every steps, and before every save, the ranks compare values that must be equal:
 
-- Checksums of each rank's state after an update and before the next one: memory that has changed by itself.
-- Checksums of state that several ranks hold: also one that was updated wrongly.
-- Two losses of the same micro-batch, on each rank: a processor that computes wrongly.
+- Checksums of each rank's state after an update and before the next one, to detect flipped bits in memory.
+- Checksums of state that several ranks hold, which also detect a wrong update.
+- Two losses of the same micro-batch, on each rank, to detect a processor that computes wrongly.
 
 A check waits for the device. Between checks, checksums are only queued.
 """
@@ -40,13 +40,13 @@ from hpclm.side_path import SidePath
 
 log = logging.getLogger(__name__)
 MAX_TIME_FRACTION = 0.003
-"""Part of the time that checksums before and after updates may take: as many steps are watched as fit into it."""
+"""Maximum fraction of the time for checksums before and after updates; it limits the number of watched steps."""
 TOLERANCE = 1e-3
-"""Relative difference of two losses of one micro-batch where kernels need not give the same bits."""
-MAX_NAMED = 8  # ranks, or weights, that a message names
+"""Relative difference allowed between two losses of one micro-batch if kernels are not bit-exact."""
+MAX_NAMED = 8  # maximum number of ranks or weights named in a message
 
 Group = tuple[int, int, bool]
-"""Ranks that hold the same state: the first of them, how many data-parallel ranks, and whether tensor-parallel ranks are among them."""
+"""Ranks that hold the same state: the first rank, the number of data-parallel ranks, and whether tensor-parallel ranks are among them."""
 
 BETWEEN_UPDATES = "change weights and optimizer state only in the optimizer's step"
 TWO_LOSSES = (
@@ -61,49 +61,51 @@ ACROSS_REPLICAS = "let nothing in the update depend on the rank, its random numb
 
 @dataclass(frozen=True)
 class CorruptionFinding:
-    """Something that is wrong."""
+    """A detected fault."""
 
     ranks: tuple[int, ...]
     text: str
     certain: bool = True
     """Whether each of ``ranks`` is at fault; otherwise one of them is."""
     advice: str = ""
-    """A change to make if a program is at fault."""
+    """The change to make if a program is at fault."""
     group: Group | None = None
-    """The group that should hold the same state."""
+    """The group whose state differs."""
     weights: tuple[str, ...] = ()
     """Names of the weights that differ, or that have differing optimizer state."""
 
     def described(self, names: Sequence[str]) -> str:
-        """Who is at fault, by the ``names`` of all ranks, and what is wrong, with the weights that differ."""
+        """The ranks at fault, by the ``names`` of all ranks, and the fault, with the weights that differ."""
         weights = f" ({', '.join(_first(self.weights))})" if self.weights else ""
         return f"{'; '.join(_first([names[rank] for rank in self.ranks]))}: {self.text}{weights}"
 
 
 def _first(names: Sequence[str]) -> list[str]:
-    """The first of these, and how many more there are."""
-    return [*names[:MAX_NAMED], *[f"{len(names) - MAX_NAMED} more"] * (len(names) > MAX_NAMED)]
+    """The first of ``names``, and the number of the others."""
+    if len(names) <= MAX_NAMED:
+        return list(names)
+    return [*names[:MAX_NAMED], f"{len(names) - MAX_NAMED} more"]
 
 
 class Verifier:
     """Checks this rank's state and computation; all ranks call its methods at the same points."""
 
     def __init__(self, engine: BaseEngine, mesh: Mesh, context: DistributedContext, share: float = MAX_TIME_FRACTION):
-        """``share``: as MAX_TIME_FRACTION."""
+        """``share``: see MAX_TIME_FRACTION."""
         self.engine = engine
         self.mesh = mesh
         self.context = context
         self.share = share
         self.exact = engine.device.type == "cpu" or engine.config.engine.deterministic
-        """Whether kernels give the same bits each time."""
+        """Whether kernels are bit-exact."""
         self.recomputes = "alone" in inspect.signature(engine.evaluate).parameters
         if not self.recomputes:
             log.warning(
-                "cluster.verify_every: %s.evaluate has no parameter alone, so no loss is computed twice",
+                "cluster.verify_every: %s.evaluate has no parameter `alone`, so losses are not computed twice",
                 type(engine).__name__,
             )
         self.period = 1
-        """One step in ``period`` is watched: checksums are taken after its update and before the next one."""
+        """One of this many steps is watched: checksums are taken after its update and before the next one."""
         self._weights = () if engine.config.engine.offload_folder else engine.weights
         if not self._weights:
             log.info("cluster.verify_every: state in engine.offload_folder is not checked for corruption")
@@ -112,7 +114,7 @@ class Verifier:
             if group := self._group(weight):
                 self._shared.setdefault(group, []).append(weight)
         self._routers: dict[str, list[Tensor]] = {}
-        """The biases that balance experts, by router; every process has all of them."""
+        """The routers' state, which every process has in full."""
         if routers := engine.router_state:
             rows = routers.rows.items()
             self._routers = {f"{name}.mlp.router": [routers.bias[row], routers.load[row]] for name, row in rows}
@@ -123,7 +125,7 @@ class Verifier:
         self._changed = torch.zeros((), dtype=torch.bool, device=engine.device)
         self._pieces: list[list[Tensor]] = []
         self._entries = 0
-        """The number of entries in the optimizer's state when the pieces were made."""
+        """The optimizer's state when the pieces were made."""
         self._before: Tensor | None = None
         self._steps = 0
         self._mark = (0, 0.0)
@@ -131,18 +133,18 @@ class Verifier:
         self._open()
 
     def after_step(self, batch: MicroBatch) -> None:
-        """After a step's update, which the device may not have done yet; ``batch``: a micro-batch, to be computed twice."""
+        """Call after a step's update, which the device may not have finished; ``batch``: a micro-batch to compute twice."""
         self._batch = batch
         self._steps += 1
         if self._steps == 1:
             self._mark = 1, time.perf_counter()
-        elif self._steps == 2:  # the first took longer
+        elif self._steps == 2:  # the first step took longer
             self._set_period()
         if self._steps % self.period == 0:
             self._open(anew=self._steps <= 2)
 
     def check(self, recompute: bool = True) -> list[CorruptionFinding]:
-        """The problems, the same on every rank; a collective. ``recompute``: also compute a micro-batch twice."""
+        """The faults, the same on every rank; a collective. ``recompute``: also compute a micro-batch twice."""
         batches = [self._batch] * 2 if recompute and self._batch and self.recomputes else []
         losses = [(self.engine.evaluate([batch], alone=True) or 0.0).hex() for batch in batches]
         self._close()
@@ -164,7 +166,7 @@ class Verifier:
         ]
 
     def _differing(self, group: Group) -> tuple[str, ...]:
-        """The weights with values or optimizer state that differ between the ranks of a group; a collective."""
+        """The weights of a group whose values or optimizer state differ between its ranks; a collective."""
         digests = {weight.name: self._digest(self._shared_tensors([weight])) for weight in self._shared.get(group, ())}
         if group == self._all_ranks:
             digests |= {name: self._digest(tensors) for name, tensors in self._routers.items()}
@@ -172,7 +174,7 @@ class Verifier:
         return tuple(name for name in answers[0] if len({answer.get(name) for answer in answers}) > 1)
 
     def _group(self, weight: ShardedParameter) -> Group | None:
-        """The ranks that hold the same values of a weight as this one; None: no others."""
+        """The ranks that hold the same values of a weight as this one; None without others."""
         tp = self.mesh.tp
         replicas = weight.replicas
         everywhere = tp.size > 1 and weight.placement.dim is None
@@ -182,17 +184,17 @@ class Verifier:
         return first - tp.rank * everywhere, replicas.size, everywhere  # tensor-parallel ranks are consecutive
 
     def _shared_tensors(self, weights: Iterable[ShardedParameter]) -> Iterator[Tensor]:
-        """The parts of these weights that other ranks hold, too."""
+        """The part of these weights' state that other ranks hold too."""
         return local_tensors(self.engine.state, weights, shared=True)
 
     def _state_of(self, group: Group, weights: Iterable[ShardedParameter]) -> Iterator[Tensor]:
-        """All tensors that the ranks of a group hold in common, with these ``weights``."""
+        """The state that the ranks of a group share; ``weights``: the group's."""
         yield from self._shared_tensors(weights)
         if group == self._all_ranks:
             yield from chain(*self._routers.values())
 
     def _digest(self, tensors: Iterable[Tensor]) -> str:
-        """A hash of the checksums of tensors."""
+        """A hash of the checksums of ``tensors``."""
         sums = self._sums(pieces(tensors))
         return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
@@ -200,7 +202,8 @@ class Verifier:
         return checksums(divided, self.engine.device)
 
     def _open(self, anew: bool = True) -> None:
-        """Take checksums, which ``_close`` compares. ``anew``: find all tensors again, since the first update makes some."""
+        """Take checksums for ``_close`` to compare. ``anew``: look up all tensors again; they stay in place, but the optimizer creates
+        some in its first update."""
         self._close()  # if the last step was skipped without an update
         if anew or len(self.engine.optimizer.state) != self._entries:
             self._entries = len(self.engine.optimizer.state)
@@ -214,13 +217,13 @@ class Verifier:
         self._before = self._sums(self._pieces)
 
     def _close(self) -> None:
-        """Note whether the state has changed since then."""
+        """Record whether the state has changed since ``_open``."""
         if self._before is not None:
             self._changed |= (self._sums(self._pieces) != self._before).any()
             self._before = None
 
     def _set_period(self) -> None:
-        """Measure what a step and a checksum take, and watch as many steps as ``share`` allows."""
+        """Measure the time of a step and of a checksum, and watch as many steps as ``share`` allows."""
         if self._steps == self._mark[0]:
             return
         wait = hardware.synchronizer(self.engine.device)
@@ -238,7 +241,7 @@ class Verifier:
 
 
 def verifier(engine: Engine, mesh: Mesh, context: DistributedContext, every: int) -> Verifier | None:
-    """The verifier of a run with cluster.verify_every=``every``; None if nothing can be verified."""
+    """The verifier of a run with cluster.verify_every=``every``; None without one."""
     if not every:
         return None
     if not isinstance(engine, BaseEngine):
@@ -248,7 +251,7 @@ def verifier(engine: Engine, mesh: Mesh, context: DistributedContext, every: int
 
 
 def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[CorruptionFinding]:
-    """The problems in the ranks' answers. ``exact``: whether kernels give the same bits each time."""
+    """The faults, judged from each rank's answer. ``exact``: whether kernels are bit-exact."""
     problems = [
         CorruptionFinding((rank,), "its weights or optimizer state changed between two updates", advice=BETWEEN_UPDATES)
         for rank, answer in enumerate(answers)
@@ -266,7 +269,7 @@ def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Corrupti
 
 
 def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[CorruptionFinding]:
-    """Ranks with another state than the majority; without a majority, all ranks that hold the state."""
+    """Ranks whose state differs from the majority's; without a majority, all ranks that hold the state."""
     groups: dict[Group, dict[int, str]] = {}
     for rank, answer in enumerate(answers):
         for first, count, everywhere, digest in answer["shared"]:
@@ -277,14 +280,11 @@ def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[CorruptionFindin
             continue
         certain = 2 * count > len(votes)
         odd = tuple(rank for rank, vote in votes.items() if vote != digest or not certain)
-        text = f"its weights or optimizer state differ from those of {count} ranks that hold the same"
-        yield CorruptionFinding(
-            odd,
-            text if certain else "they hold different values of the same weights or optimizer state",
-            certain,
-            ACROSS_TENSOR if group[2] else ACROSS_REPLICAS,
-            group,
-        )
+        text = "they hold different values of the same weights or optimizer state"
+        if certain:
+            text = f"its weights or optimizer state differ from those of {count} ranks that hold the same"
+        advice = ACROSS_TENSOR if group[2] else ACROSS_REPLICAS
+        yield CorruptionFinding(odd, text, certain, advice, group)
 
 
 def _differ(exact: bool, first: str, second: str) -> bool:
@@ -296,16 +296,20 @@ def _differ(exact: bool, first: str, second: str) -> bool:
 def blame_program(
     problems: Sequence[CorruptionFinding], step: int, saved: int, own_code: Sequence[str], context: DistributedContext
 ) -> NoReturn:
-    """DivergedError on every rank. The user's code takes part and may have caused the ``problems``, so no node is excluded.
+    """DivergedError on every rank, without excluding a node: user code takes part, and may have caused the ``problems``.
 
     ``own_code``: the settings that name it. ``saved``: the step of the newest checkpoint; 0 without one.
     """
     texts = [finding.described([str(info) for info in context.ranks]) for finding in problems]
     advice = list(dict.fromkeys(finding.advice for finding in problems))
-    way = f"resumes from step {saved}, which was good when it was saved" if saved else "starts anew: nothing was saved"
+    way = (
+        f"resumes from step {saved}, which was good when it was saved"
+        if saved
+        else "starts from the beginning: nothing was saved"
+    )
     error = DivergedError(
-        f"state that must be equal differs after step {step}: {'; '.join(texts)}. Code of your own takes part in training "
-        f"({', '.join(own_code)}), so this counts as its fault, and no node is excluded. To fix it, {'; '.join(advice)}. Then hpclm resume: the run {way}"
+        f"state that must be equal differs after step {step}: {'; '.join(texts)}. Your own code takes part in training "
+        f"({', '.join(own_code)}), so hpclm blames that code and excludes no node. To fix it, {'; '.join(advice)}. Then hpclm resume: the run {way}"
     )
     error.shared = True
     raise error
@@ -319,8 +323,8 @@ def end_run(
     device: torch.device,
     out: Path,
 ) -> None:
-    """CorruptedError on every rank for the ``problems`` detected after ``step``. The nodes at fault are noted in ``out``, and excluded if
-    this is a job that its scheduler may requeue. ``saved``: the step of the newest checkpoint, which was good; 0 without one."""
+    """CorruptedError on every rank for the ``problems`` detected after ``step``. Records the nodes at fault in ``out``, and excludes
+    them if the scheduler may requeue this job. ``saved``: the step of the newest checkpoint, which was good; 0 without one."""
     device_identity = " ".join(filter(None, [hardware.describe(device), facts.of_device(device).get("uuid")]))
     places = context.all_gather([context.job.node, device_identity, files.network_of(files.here())])
     all_nodes = {(node, machine) for node, _, machine in places}
@@ -330,7 +334,7 @@ def end_run(
         for finding in problems:
             nodes = {(places[rank][0], places[rank][2]) for rank in finding.ranks}
             faulty |= nodes if finding.certain or len(nodes) == 1 else set()
-        if 2 * len(faulty) > max(2, len(all_nodes)):  # then it is rather a fault of the software
+        if 2 * len(faulty) > max(2, len(all_nodes)):  # then software is the more likely cause
             faulty = set()
         bad = {name for name, _ in faulty}
         names = ", ".join(sorted(bad))

@@ -1,4 +1,4 @@
-"""The facts of a process: what the system, its libraries and its launcher say about it.
+"""The facts of a process: information from the system, its libraries and its launcher.
 
 The preflight check gathers ``of_process`` and ``of_device`` from every rank and compares them. ``hpclm doctor`` shows ``everything``.
 """
@@ -28,7 +28,7 @@ Facts = dict[str, Any]
 """Names and values, as JSON."""
 
 DECISIVE = ("numpy", "triton", "deepspeed", "fairscale", "safetensors")
-"""Libraries beside PyTorch that take part in training: a run needs the same version of each on every node."""
+"""Libraries besides PyTorch that take part in training; a run needs the same version of each on every node."""
 TORCH = """
 import json, os, warnings
 warnings.simplefilter("ignore")
@@ -42,14 +42,14 @@ except Exception as error:
 print(json.dumps(answer))
 """
 VARIABLES = re.compile("CUDA|GLOO_|LD_|LOCAL_|MASTER_|NCCL_|OMP|PMI|RANK|SLURM|TORCH|WORLD_SIZE")
-"""Beginnings of the variables that are shown, unless their names are those of secrets."""
+"""Prefixes of the variables to show, except names of secrets."""
 
 TRAINING = "hpclm.training.loop"
 """The module that imports everything a rank needs."""
 
 
 def of_process(node: str, env: Mapping[str, str] = os.environ) -> Facts:
-    """The node that its scheduler calls ``node``, at this moment, and versions; does not load PyTorch."""
+    """The current facts of the node that its scheduler calls ``node``, and versions; does not load PyTorch."""
     allowed = os.sched_getaffinity(os.getpid())
     return {
         "node": node,
@@ -85,7 +85,7 @@ def driver() -> str | None:
 
 
 def of_device(device: "torch.device") -> Facts:
-    """The device of a training process, and the versions of what drives it."""
+    """The device of a training process, and the versions of its software stack."""
     import torch
 
     if device.type != "cuda":
@@ -102,7 +102,7 @@ def of_device(device: "torch.device") -> Facts:
 
 
 def of_torch() -> Facts:
-    """Versions of PyTorch and of what it is built with."""
+    """Versions of PyTorch and of the libraries it was built with."""
     import torch
     import torch.distributed as dist
 
@@ -134,10 +134,9 @@ def pytorch() -> Facts:
 
 
 def everything(world: World, node: str, env: Mapping[str, str] = os.environ) -> Facts:
-    """The facts that ``hpclm doctor`` shows of this process.
+    """The facts that ``hpclm doctor`` shows of this process. ``world``: its launcher's view; ``node``: its scheduler's name of the node.
 
-    ``world``: its place among the ranks. ``node``: its node, by the scheduler's name. PyTorch is asked in another process: if that
-    crashes or hangs, the answer is {"error": reason}.
+    PyTorch runs in a separate process, so that a crash or hang gives an answer too: {"error": reason}.
     """
     redact = secrets.Redactor(env)
     return {
@@ -158,7 +157,7 @@ def everything(world: World, node: str, env: Mapping[str, str] = os.environ) -> 
 
 
 def imports() -> Facts:
-    """Errors of importing what training imports, one line per library, and the shared libraries from LD_LIBRARY_PATH."""
+    """Errors of importing training's libraries, one line per library, and the shared libraries from LD_LIBRARY_PATH."""
     failures = []
     for name in (*import_errors.REQUIRED, TRAINING):
         try:
@@ -170,7 +169,7 @@ def imports() -> Facts:
 
 
 def _too_old() -> Iterator[str]:
-    """Libraries that are older than hpclm needs."""
+    """Libraries that are older than hpclm requires."""
     with suppress(metadata.PackageNotFoundError):
         for requirement in metadata.requires("hpclm") or ():
             needed = re.fullmatch(r"([\w-]+) ?>=([\d.]+)", requirement)

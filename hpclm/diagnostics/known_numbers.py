@@ -1,4 +1,4 @@
-"""Whether known numbers arrive: summed, gathered and scattered over every process group, and as matrices of an optimizer."""
+"""Checks that known numbers arrive: summed, gathered and scattered over every process group, and as matrices of an optimizer."""
 
 from collections.abc import Iterator
 
@@ -11,19 +11,19 @@ from hpclm.parallel.collectives import all_gather, all_reduce, finish, start_sca
 from hpclm.parallel.mesh import Axis, Compute
 
 SENT = 1 << 18  # numbers in each message
-WHOLE = 251  # whole numbers below it, and 1 more, are exact in every type
+WHOLE = 251  # sums of whole numbers below this are exact in every type
 TYPES = (torch.bfloat16, torch.float32)
-"""In which optimizers exchange matrices."""
+"""Types in which optimizers exchange matrices."""
 
 
 def wrong_sums(compute: Compute) -> Iterator[str]:
-    """The process groups that do not sum known numbers correctly."""
+    """The process groups in which known numbers arrive changed."""
     mesh = compute.mesh
     axes = {name: getattr(mesh, name) for name in ("world", "pp", "dp", "ep", "shard", "replicate", "tp", "model")}
     numbers = (torch.arange(SENT) % 251 + 1).to(compute.device)
 
     def of(rank: int) -> Tensor:
-        """The numbers that a rank sends: whole ones, since fp32 holds their sums exactly."""
+        """The numbers that a rank sends: whole, so fp32 holds their sums exactly."""
         return (numbers * (rank % 8 + 1)).float()
 
     done: set[tuple[int, ...]] = set()
@@ -45,10 +45,8 @@ def wrong_sums(compute: Compute) -> Iterator[str]:
 
 
 def lost_matrices(exchange: MatrixExchange) -> str:
-    """The first matrix that is not exchanged correctly with the process that works on it, as this process sees it.
-
-    Empty if all are. A collective.
-    """
+    """The first matrix whose values do not reach the process that works on it, or do not return to this process; empty if all do. A
+    collective."""
     wrong = list[str]()
 
     def work(number: int, matrix: Tensor) -> Tensor:
@@ -70,7 +68,7 @@ def lost_matrices(exchange: MatrixExchange) -> str:
 
 
 def _numbers(number: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """[rows, columns] whole numbers for a matrix, which show their places."""
+    """[rows, columns] whole numbers for a matrix that encode their position."""
     return (7 * number + 31 * rows[:, None] + 3 * columns) % WHOLE
 
 

@@ -1,8 +1,8 @@
-"""A miniature of a run: two blocks of its width, trained for two steps on random tokens, so that two ways to compute can be compared.
+"""A miniature of a run: two blocks of its width, trained for two steps on random tokens, to compare two ways to compute.
 
-It runs as the run will, or plainly: eager, with plain attention, on one replica. The updates of a run can be made again from the same
-gradients by the same optimizer, in plain PyTorch or as in the run. What an optimizer is and keeps, its row in hpclm.config.optimizers
-says. Nothing here knows one by name.
+It runs like the run, or plainly: eager, with plain attention, on one replica. The updates of a run can be replayed from the same
+gradients with the same optimizer, in plain PyTorch or as in the run. An optimizer's row in hpclm.config.optimizers describes it and its
+state; nothing here depends on a particular one.
 """
 
 import math
@@ -39,33 +39,35 @@ from hpclm.parallel.micro_batch import MicroBatch
 
 BLOCKS = 2
 LR = 1e-3
-CLIP = 0.01  # less than the norm of any miniature's gradients, so that they are clipped
-OPTIMIZER_EPS = 1e-4  # for gradients of norm 1: with the usual one, a tiny gradient's rounding error would turn a whole update round
+CLIP = 0.01  # less than any miniature's gradient norm, so that gradients are clipped
+OPTIMIZER_EPS = (
+    1e-4  # for gradients of norm 1: with the usual eps, a tiny gradient's rounding error could reverse a whole update
+)
 LOSS_SCALE = 256.0  # so that fp16 overflows in none of the steps
-MAX_TOKENS = 1 << 17  # that the plain way may have to compute in a step
+MAX_TOKENS = 1 << 17  # maximum number of tokens in a step for the plain way
 MIN_CONTEXT = 256  # tokens
 MEMORY_FRACTION = {"cuda": 0.4, "cpu": 0.1}
-"""Part of the memory that the plain way may take."""
+"""Fraction of the memory that the plain way may use."""
 KERNELS = ("fused", "foreach")
-"""Entries of a parameter group, as PyTorch's optimizers have them, that choose a kernel; without any, updates are plain products and sums."""
+"""Entries of a parameter group, as in PyTorch's optimizers, that choose a kernel; without them, updates are plain products and sums."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of two steps that this process holds."""
+    """The results of two steps, as far as this process has them."""
 
     first: Samples
-    """The first step: loss, gradient norm, the initial weights, and the gradients that the update applied."""
+    """First step: loss, gradient norm, initial weights, and the gradients that the update applied."""
     second: Samples
-    """The second step: loss and gradient norm."""
+    """Second step: loss and gradient norm."""
     outcomes: Samples
-    """The weights and optimizer state after the updates; empty for plain steps."""
+    """Weights and optimizer state after the updates; empty for plain steps."""
     weights: Sequence[ShardedParameter] = ()
-    """With copies of their values before the first update; of plain steps, none."""
+    """Copies of the weights before the first update; empty for plain steps."""
     gradients: Sequence[Mapping[str, Tensor]] = ()
-    """The gradients of each update, by the names of the weights: flattened, scaled and clipped, as the optimizer applied them."""
+    """For each update, the flattened gradients by weight name, scaled and clipped as the optimizer applied them."""
     routed: int = 0
-    """Tokens that all experts got together in the first step."""
+    """Tokens that all experts together received in the first step."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class MiniatureRun:
     settings: EngineSettings
     compute: Compute
     rows: Tensor
-    """[replicas with other data, micro-batches, B, T + 1] ids."""
+    """[replicas with different data, micro-batches, B, T + 1] ids."""
     restarts: tuple[bool, bool]
     """Whether samples have several documents: for attention, and for positions."""
 
@@ -87,7 +89,7 @@ class MiniatureRun:
         mesh = compute.mesh
         parallel = settings.parallel
         optim = settings.optim
-        # how much its updates may differ is not known; a trial has compared them (hpclm.optim.trial)
+        # the allowed difference of its updates is unknown; a trial has compared them (hpclm.optim.trial)
         if optim.name not in OPTIMIZERS:
             optim = replace(optim, name=OptimConfig.name, arguments={})
         model = settings.model
@@ -99,7 +101,7 @@ class MiniatureRun:
         model = replace(model, layers=layers, pattern=[kind for kind, _ in kinds], attention_dropout=0.0)
         if model.experts:
             model = replace(model, mlp_pattern=[MLP_KINDS[not of_experts] for _, of_experts in kinds])
-        # scores of attention that differ by about 1: in a narrow model they are otherwise so small that it is a mere mean
+        # attention scores that differ by about 1: a narrow model's would be so small that attention is a mere mean
         model = replace(model, init_std=max(model.init_std, model.hidden**-0.5))
         micro_batches = 2 * parallel.pipeline
         room = MEMORY_FRACTION[compute.device.type] * memory
@@ -117,7 +119,7 @@ class MiniatureRun:
         model = replace(model, context=length, window=window)
         max_replicas = max(1, MAX_TOKENS // (length * micro_batches * size))
         others = max(n for n in range(1, mesh.replicas + 1) if mesh.replicas % n == 0 and n <= max_replicas)
-        if others < mesh.replicas:  # masks differ from replica to replica
+        if others < mesh.replicas:  # masks differ between replicas
             model = replace(model, dropout=0.0)
         clip = min(optim.clip, CLIP)
         has_eps = "eps" in kind_of(optim).settings
@@ -136,24 +138,24 @@ class MiniatureRun:
 
     @property
     def exact(self) -> bool:
-        """Whether the run computes all in fp32."""
+        """Whether the run computes everything in fp32."""
         return self.compute.dtype == torch.float32 and self.exact_updates
 
     @property
     def exact_updates(self) -> bool:
-        """Whether the run's optimizer computes all in fp32."""
+        """Whether the run's optimizer computes everything in fp32."""
         return self._optim(exact=True) == self.settings.optim
 
     def as_run(self, settings: EngineSettings) -> tuple[BaseEngine, list[MicroBatch]]:
-        """The run's engine with these ``settings``, and this replica's micro-batches."""
+        """The run's engine with ``settings``, one of the ways to compute, and this replica's micro-batches."""
         model = replace(self.settings.model, attention=settings.model.attention, kernels=settings.model.kernels)
         mesh = self.compute.mesh
         engine = self._engine(self.compute, engine=settings.engine, in_place=settings.in_place, model=model)
         return engine, [self._batch(rows).part(mesh.cp) for rows in self.rows[mesh.replica % len(self.rows)]]
 
     def plainly(self, exact: bool) -> Measured:
-        """The run's steps, eager, with plain attention, and all replicas' samples on each of them; ``exact``: in fp32, else in the
-        types of the run."""
+        """The run's steps, eager, with plain attention, and with the samples of all replicas on each. ``exact``: in fp32, otherwise in
+        the types of the run."""
         parallel = self.settings.parallel
         engine = self.settings.engine
         name = "pipelining" if parallel.pipeline > 1 else "native"
@@ -183,12 +185,14 @@ class MiniatureRun:
             return measured(plain, [self._batch(batch_rows) for batch_rows in rows], plain=True)
 
     def lost_tokens(self, run: Measured, plain: Measured) -> str:
-        """How many tokens the counts of a run's experts lack; empty if none."""
+        """Compares the tokens that the run's experts counted with the expected number; empty if they agree."""
         due = plain.routed * self.compute.mesh.replicas // len(self.rows)
-        return "" if run.routed == due else f"experts counted {run.routed} tokens of a step that has {due} for them"
+        if run.routed == due:
+            return ""
+        return f"experts counted {run.routed} tokens in a step with {due} tokens for them"
 
     def _optim(self, exact: bool, plain: bool = False) -> OptimConfig:
-        """The settings of the optimizer; ``exact``: in fp32; ``plain``: in plain PyTorch."""
+        """Optimizer settings. ``exact``: in fp32; ``plain``: in plain PyTorch."""
         optim = self.settings.optim
         kind = kind_of(optim)
         exactly = replace(optim, **kind.exact) if exact else optim
@@ -199,7 +203,7 @@ class MiniatureRun:
         return replace(exactly, name=name, **{setting: getattr(OptimConfig, setting) for setting in unread})
 
     def _engine(self, compute: Compute, **changes: Any) -> BaseEngine:
-        """An engine with the dropout of a GPU's compiled blocks, however it computes. ``changes``: to the settings."""
+        """An engine whose dropout always draws like the compiled blocks of a GPU. ``changes``: of settings."""
         engine = engines.build(replace(self.settings, **changes), compute)
         assert isinstance(engine, BaseEngine)
         for stack in engine.model.stacks if isinstance(engine.model, Stages) else [engine.model]:
@@ -207,7 +211,7 @@ class MiniatureRun:
         return engine
 
     def _batch(self, rows: Tensor) -> MicroBatch:
-        """[B, T + 1] ids as a micro-batch, copied to the device as training's are."""
+        """[B, T + 1] ids as a micro-batch, copied to the device as in training."""
         length = rows.shape[1] - 1
         device = self.compute.device
         index = torch.arange(length).expand(len(rows), length)
@@ -223,11 +227,11 @@ class MiniatureRun:
         return MicroBatch(ids[:, :-1], ids[:, 1:], None, moved(index % quarter) if of_positions else None, documents)
 
     def replayed(self, run: Measured, exact: bool, plain: bool, rounded: bool = False) -> Samples:
-        """The weights and state after the optimizer has repeated the updates of ``run``; a collective.
+        """Weights and state after the optimizer has replayed the updates of ``run``; a collective.
 
-        ``exact``: in fp32, else in the types of the run. ``plain``: by plain PyTorch on whole tensor-parallel slices, else as in the
-        run on the parts that each process holds. ``rounded``: with other rounding errors in the gradients, which shows how the
-        optimizer magnifies them.
+        ``exact``: in fp32, otherwise in the types of the run. ``plain``: in plain PyTorch, on whole tensor-parallel slices; otherwise as
+        in the run, on each process's parts. ``rounded``: with other rounding errors in the gradients, to show how the optimizer
+        amplifies them.
         """
         draw = torch.Generator(self.compute.device).manual_seed(0)
 
@@ -265,10 +269,8 @@ class MiniatureRun:
         return outcomes
 
     def _whole(self, weight: ShardedParameter, values: Tensor) -> Tensor:
-        """The whole tensor-parallel slice of a weight, in a new tensor; a collective over the processes that hold its parts.
-
-        This process holds ``values``. Of experts, only those that this process has a part of are included.
-        """
+        """A new tensor with the tensor-parallel slice of which this process holds ``values``; a collective over the holders of the rest.
+        For experts, those that this process has a part of."""
         mesh = self.compute.mesh
         parts = weight.placement.data_ranks
         shape = weight.placement.local(mesh.tp)
@@ -282,12 +284,12 @@ class MiniatureRun:
 
 
 def plain_attention() -> AbstractContextManager[None]:
-    """Inside this context, attention is plain matrix products."""
+    """Use plain matrix products for attention inside this context."""
     return sdpa_kernel([SDPBackend.MATH])
 
 
 def _bytes(settings: EngineSettings, model: ModelConfig, size: int, length: int) -> float:
-    """Bytes, about, of the plain way with micro-batches of ``size`` x ``length``: state, scores and other activations in fp32."""
+    """Approximate bytes of the plain way with micro-batches of ``size`` x ``length``: state, scores and other activations in fp32."""
     layers = model.layers
     stages = settings.parallel.pipeline
     activations = size * layers * (12 * model.heads * length**2 + 100 * length * model.hidden) / stages
@@ -295,18 +297,18 @@ def _bytes(settings: EngineSettings, model: ModelConfig, size: int, length: int)
 
 
 def _half_the_experts(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig | None:
-    """The model with half as many experts; None if that is impossible."""
+    """The model with half as many experts; None if that is not possible."""
     if model.experts % 2 or model.experts < 4:
         return None
     try:
         fewer = replace(model, experts=model.experts // 2)
-    except ConfigError:  # the router would choose more experts than there are
+    except ConfigError:  # the router would choose more experts than exist
         return None
     return None if [*broken(SimpleNamespace(model=fewer, parallel=parallel), SPLIT)] else fewer
 
 
 def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False) -> Measured:
-    """Train a fresh engine for two steps. ``plain``: the steps are the reference, and their updates are not repeated."""
+    """Two steps of a fresh engine. ``plain``: reference steps, whose updates are not replayed."""
     state = engine.state
     mesh = engine.mesh
     weights = engine.weights
@@ -350,7 +352,7 @@ def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False)
 
 
 def _copies(engine: BaseEngine) -> Iterator[ShardedParameter]:
-    """The weights as this process holds them, with copies of their values, without padding."""
+    """This process's parts of the weights, with copies of their values, without padding."""
     for weight in engine.weights:
         held = engine.state.local_part(weight)
         values = engine.state.values(weight)

@@ -1,7 +1,7 @@
 """Checks before a run of several processes starts, so that a bad node costs seconds and not a night.
 
-Every process reports what it has; each node checks the run directory; all processes do an all-reduce together, and each node sends
-messages to the next. The result is an event of the run.
+Every process reports its facts, and each node checks the run directory. All processes do an all-reduce, and each node sends messages to
+the next. The result is an event of the run.
 """
 
 import logging
@@ -18,6 +18,7 @@ from hpclm.diagnostics import facts, probes, verdict
 from hpclm.diagnostics.verdict import Link
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import code, events
+from hpclm.terminal import many
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 ROUNDS = 5  # messages over each link; the fastest one counts
-ROOM = 256 << 20  # bytes that a run directory must have free if the size of a checkpoint is unknown
+ROOM = 256 << 20  # bytes that must be free in a run directory if the size of a checkpoint is unknown
 
 
 def check(
@@ -39,7 +40,7 @@ def check(
 ) -> None:
     """HpclmError, the same on every rank, with the problems and the bad nodes; ConfigError if the nodes run different code.
 
-    Call it on every rank once the process group is up. ``modules``: the user's that the run loads; ``room``: bytes that a
+    Call it on every rank once the process group is up. ``modules``: the user's modules that the run loads; ``room``: bytes that a
     checkpoint in the run directory ``out`` may take.
     """
     began = time.monotonic()
@@ -83,9 +84,9 @@ def check(
             events.append(out, "preflight", **report)
             kept = True
         if context.size > 1:
-            state = f", {len(problems)} problem{'s' * (len(problems) != 1)}" if problems else " agree"
+            state = f", {many(len(problems), 'problem')}" if problems else " agree"
             slowest = f"; slowest link {verdict.rate(min(link.speed for link in links))}" if links else ""
-            count = f"{len(ranks)} ranks on {len(nodes)} node{'s' * (len(nodes) != 1)}"
+            count = f"{len(ranks)} ranks on {many(len(nodes), 'node')}"
             log.info("preflight: %s%s%s; %.1f s", count, state, slowest, seconds)
         for warning in warnings:
             log.warning("preflight: %s", warning)
@@ -96,7 +97,7 @@ def check(
 
 
 def check_code(context: "DistributedContext", modules: Collection[str], node: str) -> None:
-    """ConfigError on every rank if they do not all run the same code, by its digest."""
+    """ConfigError on every rank unless all run the same code, compared by digest."""
     sources = code.sources(modules)
     digests = [tuple(pair) for pair in context.all_gather((node, code.digest(sources)))]
     if len({digest for _, digest in digests}) == 1:
@@ -115,7 +116,7 @@ def check_code(context: "DistributedContext", modules: Collection[str], node: st
 def measure_links(
     context: "DistributedContext", nodes: Mapping[str, Sequence[int]], device: "torch.device"
 ) -> list[Link]:
-    """Do an all-reduce over all ranks; then the first rank of each node sends to that of the next one, the last to the first."""
+    """Do an all-reduce over all ranks; then the first rank of each node sends to that of the next node, the last to the first."""
     if context.size == 1:
         return []
     try:
@@ -149,11 +150,11 @@ def measure_links(
 
 
 def refusal(problems: Sequence[str], bad: Sequence[str], out: Path, kept: bool) -> str:
-    """The problems, and what to do about the ``bad`` nodes; ``kept``: whether the report could be written into ``out``."""
+    """The problems, and advice for the ``bad`` nodes. ``kept``: whether the report could be written into ``out``."""
     lines = [f"preflight: {problem}" for problem in problems]
     if bad:
         lines.append(
-            f"bad node{'s' * (len(bad) > 1)}: {', '.join(bad)}; start again without: "
+            f"{'bad node' if len(bad) == 1 else 'bad nodes'}: {', '.join(bad)}; start again without: "
             f"hpclm resume {files.typed(out)} --exclude-bad {files.typed(out)}"
         )
     measured = (

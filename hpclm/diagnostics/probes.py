@@ -1,8 +1,5 @@
-"""The tests of the preflight check.
-
-Every node must see the run directory and be able to write to it. The network is tested by an all-reduce over all processes, and by
-messages from each node to the next.
-"""
+"""Probes of the preflight check. Every node must see the run directory and be able to write to it. The network is probed by an
+all-reduce over all processes and by messages from each node to the next."""
 
 import secrets
 import shutil
@@ -18,16 +15,16 @@ import torch.distributed as dist
 from hpclm import files
 from hpclm.node import processes
 
-PATIENCE = 5.0  # seconds that a shared file system may take to show one node what another wrote
-LARGE = 1 << 22  # bytes of a message that is timed
-OPENING = 60.0  # seconds that all processes may take to connect
-MESSAGE = 15.0  # seconds that one message may take
+PATIENCE = 5.0  # seconds within which a shared file system must show one node what another wrote
+LARGE = 1 << 22  # bytes of a timed message
+OPENING = 60.0  # seconds for all processes to connect
+MESSAGE = 15.0  # seconds for one message
 
 
 def mark(out: Path) -> str:
-    """Write the file in the run directory ``out`` that the other nodes must see; the token that its name and content are."""
+    """Write a file in the run directory ``out`` that the other nodes must see; returns the token that is its name and content."""
     token = secrets.token_hex(8)
-    with suppress(OSError):  # every node reports itself that it cannot write
+    with suppress(OSError):  # every node itself reports that it cannot write
         files.write_text(marker(out, token), token)
     return token
 
@@ -39,10 +36,8 @@ def unmark(out: Path, token: str) -> None:
 
 
 def probe_disk(out: Path, token: str) -> dict[str, object]:
-    """The free bytes in the run directory as this node sees it, and whether it is the one where rank 0 has written ``token``.
-
-    An error if it cannot be written.
-    """
+    """This node's view of the run directory, where rank 0 has written ``token``: free bytes, and whether it is the same directory; or
+    the error of writing there."""
     marked = marker(out, token)
     probe_file = marked.with_name(f"{marked.name}-{secrets.token_hex(4)}")
 
@@ -70,13 +65,13 @@ def all_reduce(size: int, device: torch.device) -> None:
     values = torch.ones(1 << 18, device=device)
     _wait([dist.all_reduce(values, async_op=True)], device, OPENING)
     if not bool((values == size).all()):
-        raise RuntimeError("the sum is wrong: data are corrupted on the way")
+        raise RuntimeError("the sum is wrong: data are corrupted in transit")
 
 
 def receive(before: int, after: int, device: torch.device) -> float:
     """GB/s of a message from rank ``before``, while this rank sends one to rank ``after``; RuntimeError if one is lost.
 
-    All ranks of the ring call this at the same time; a short message first makes them begin together.
+    All ranks of the ring call this at the same time; a short message first synchronises them.
     """
     took = 0.0
     for size in (4, LARGE):

@@ -1,4 +1,4 @@
-"""Nodes at fault, for ``hpclm submit --exclude-bad``: those of the last preflight check, and those of silent corruption."""
+"""Nodes at fault, for ``hpclm submit --exclude-bad``: from the last preflight check, and from silent corruption."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from hpclm.rundir.runs import resolve
 
 
 def bad_nodes(runs: Sequence[str]) -> list[str]:
-    """Nodes that the run directories ``runs`` call bad; ConfigError where a report cannot be read."""
+    """Nodes that the run directories ``runs`` list as bad; ConfigError if a report cannot be read."""
     nodes: dict[str, None] = {}
     for run in runs:
         out = resolve(run, Path("runs"))

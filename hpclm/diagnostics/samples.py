@@ -1,7 +1,7 @@
-"""Samples of tensors, to compare two ways to compute the same: whether they differ by more than the type of the numbers costs.
+"""Samples of tensors, to compare two ways to compute the same, and to judge whether they differ by more than the precision of the type.
 
-The cost of a type is the difference between plain computations in that type and in fp32. A gradient may be off by three times that
-cost, and by a rounding. The same holds for an update, compared with the update by the same gradient in fp32.
+The error of the type is that of the plain way in that type, relative to the plain way in fp32. A gradient may be off by three times that
+error, plus a rounding. So may the result of an update, compared with that of the same gradient in fp32.
 """
 
 import math
@@ -19,36 +19,36 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
 from hpclm.parallel.mesh import Compute, Mesh
 
-SAMPLED = 1 << 20  # values of a tensor that are compared, evenly spaced
+SAMPLED = 1 << 20  # compared values of a tensor, evenly spaced
 EPS = torch.finfo(torch.float32).eps
 ROUNDINGS = 4.0 * EPS  # of a weight, when a change is added to it
-FACTOR = 3.0  # times what the type costs
+FACTOR = 3.0  # times the error of the type
 FLOOR = 1e-4  # relative; the order of sums alone changes fp32 by this
 UPDATE_FLOOR = 2e-4  # relative; the order of operations changes an update in fp32 by less
-ROUTING_FLOOR = 0.05  # relative; where two scores are close, a rounding error gives a token to another expert
-ZERO = 0.1  # of the floor, for rounding errors of what is 0 in exact arithmetic
-ROUTED = ("gradient of ", "grad_norm of ", "load of ")  # samples that such a token changes by leaps
+ROUTING_FLOOR = 0.05  # relative; where two scores are close, a rounding error routes a token to another expert
+ZERO = 0.1  # fraction of the floor, for rounding errors of values that are 0 in exact arithmetic
+ROUTED = ("gradient of ", "grad_norm of ", "load of ")  # samples that change abruptly if a token is routed differently
 TINY = 1e-30
-JUDGED_ALONE = 256  # values of a tensor by which one rank can be judged alone
+JUDGED_ALONE = 256  # minimum number of values of a tensor to judge a single rank by
 
 
 class Sample(NamedTuple):
     """The sampled values of a tensor that this process has."""
 
     first: int
-    """The number of the first of them among all that are sampled of the tensor-parallel slice."""
+    """Index of the first of them among all samples of the tensor-parallel slice."""
     values: Tensor
     """On the CPU, in fp32; scalars in fp64."""
     rounding: float = 0.0
-    """By how much, as a norm, any way to compute may round them."""
+    """Norm of the rounding errors that any way to compute may add."""
 
 
 Samples = Mapping[str, Sample]
-"""By what they are samples of."""
+"""Samples by description."""
 
 
 def sample(values: Tensor | float, size: int | None = None, begin: int = 0) -> Sample:
-    """Every n-th of the values from ``begin`` on of a tensor with ``size`` values; None: these are all."""
+    """Every n-th value of a tensor with ``size`` values, of which ``values`` are those from ``begin`` on; None: all of them."""
     flat = torch.as_tensor(values).detach().flatten()
     every = (len(flat) if size is None else size) // SAMPLED + 1 | 1  # odd, so that it meets every column
     skip = -begin % every
@@ -57,7 +57,7 @@ def sample(values: Tensor | float, size: int | None = None, begin: int = 0) -> S
 
 
 def sample_of(held: ShardedParameter, values: Tensor, mesh: Mesh) -> Sample:
-    """A sample of the tensor-parallel slice of a weight, or of a tensor of its shape. This process holds ``values`` of it."""
+    """A sample of the tensor-parallel slice of a weight, or of a tensor of its shape, of which this process holds ``values``."""
     size = math.prod(held.placement.local(mesh.tp))
     parts = held.placement.data_ranks
     begin = held.begin + held.data_rank % parts * size  # a part of experts is some of the first dimension
@@ -93,7 +93,7 @@ def of_update(
 
 
 def of_matrices(number: int, state: TrainingState, weights: Sequence[ShardedParameter]) -> dict[str, Sample]:
-    """The optimizer's state for the whole matrices that this process works on, after update ``number``."""
+    """The optimizer's state, after update ``number``, of the whole matrices that this process works on."""
     return {
         f"{key} of {weight.name} after update {number}": sample(state.values(weight, key))
         for weight in weights
@@ -103,22 +103,22 @@ def of_matrices(number: int, state: TrainingState, weights: Sequence[ShardedPara
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The allowed difference between two ways to compute, besides three times the cost of the type."""
+    """The difference allowed between two ways to compute, besides three times the error of the type."""
 
     floor: float
     """The relative difference that is always allowed."""
     routing: float = 0.0
-    """The same for what ROUTED names."""
+    """The same for samples in ROUTED."""
     alike: bool = True
-    """Whether what the type costs tensors of the same kind is allowed too, since a small tensor's own cost may be chance."""
+    """Whether the typical error of tensors of the same kind is allowed too, since a small tensor's own error may be chance."""
 
 
 OF_UPDATES = Tolerance(UPDATE_FLOOR, alike=False)
-"""For updates by the same gradients. The operations and numbers are the same, so the cost has no random part."""
+"""For updates of the same gradients: their error comes from the same operations on the same numbers, so none of it is chance."""
 
 
 def of_steps(settings: EngineSettings, compute: Compute) -> Tolerance:
-    """The tolerance of steps: a rounding to the type, for each sum over replicas if gradients are sent in it."""
+    """For steps: one rounding to the type, for each sum over replicas if gradients are sent in it."""
     engine = settings.engine
     floor = max(torch.finfo(compute.dtype).eps, FLOOR)
     library = engine.gradients == "auto" and engine.name in ("deepspeed", "fairscale")
@@ -127,26 +127,42 @@ def of_steps(settings: EngineSettings, compute: Compute) -> Tolerance:
     return Tolerance(min(0.25, floor * math.sqrt(compute.mesh.dp.size)) if in_type else floor, routing)
 
 
+class Squares(NamedTuple):
+    """Sums of squares over the values of a sample, as far as this process has them."""
+
+    error: float
+    """Difference from the exact value."""
+    type_error: float
+    """Error of the type: the same for the plain way in that type."""
+    values: float
+    """Exact values."""
+    rounding: float
+    """Rounding errors that any way to compute may add."""
+    number: int
+    """How many values; not a sum of squares."""
+
+
 def differing(
     run: Samples, in_type: Samples, exact: Samples, tolerance: Tolerance, context: DistributedContext
 ) -> tuple[str, str]:
-    """The part of ``run`` that differs from ``exact`` by more than its type costs ``in_type``, or empty; and the part that came closest.
-
-    Sums over all ranks are judged, and each rank alone; the answer is the same on every rank.
-    """
+    """The sample of ``run`` that differs too much from ``exact``, compared with the error of ``in_type``; empty if none does. Then the
+    sample that came closest to it. Judges the sums of all ranks, and each rank alone; the same on every rank."""
     everyone = context.gather([_squares(run, in_type, exact), sorted(exact)])
 
     def judge() -> tuple[str, str]:
-        total: dict[str, list[float]] = {}
-        for squares, _ in everyone:
-            for what, five in squares.items():
-                total[what] = [a + b for a, b in zip(total.get(what, [0.0] * 5), five, strict=True)]
-        unseen = sorted({what for _, names in everyone for what in names} - total.keys())
-        if unseen:
-            return f"{unseen[0]} is not there", ""
-        wrong, closest = judged(total, tolerance)
-        many = [{what: five for what, five in squares.items() if five[4] >= JUDGED_ALONE} for squares, _ in everyone]
-        alone = [judged(squares, tolerance)[0] for squares in many]
+        total: dict[str, Squares] = {}
+        for of_rank, _ in everyone:
+            for name, squares in of_rank.items():
+                before = total.get(name, Squares(0.0, 0.0, 0.0, 0.0, 0))
+                total[name] = Squares(*(a + b for a, b in zip(before, squares, strict=True)))
+        missing = sorted({name for _, names in everyone for name in names} - total.keys())
+        if missing:
+            return f"{missing[0]} is missing", ""
+        wrong, closest = _judged(total, tolerance)
+        alone = []
+        for of_rank, _ in everyone:
+            many = {name: squares for name, squares in of_rank.items() if squares.number >= JUDGED_ALONE}
+            alone.append(_judged(many, tolerance)[0])
         bad = [rank for rank, problem in enumerate(alone) if problem]
         if bad and 2 * len(bad) < len(everyone):
             wrong = f"{alone[bad[0]]}, on {', '.join(str(context.ranks[rank]) for rank in bad[:4])} alone"
@@ -156,45 +172,50 @@ def differing(
     return problem, closest
 
 
-def _squares(run: Samples, in_type: Samples, exact: Samples) -> dict[str, list[float]]:
-    """For each tensor that this process has a part of, sums of squares, and the number of values.
-
-    Squares of: the difference from the exact values, the cost of the type, the values, the rounding that any computation may have.
-    """
-    squares: dict[str, list[float]] = {}
-    for what, (first, values, rounding) in run.items():
-        if what in exact:
-            begin = first - exact[what].first
-            right, cast = (samples[what].values[begin : begin + len(values)] for samples in (exact, in_type))
-            three = (float(x.double().square().sum()) for x in (values - right, cast - right, right))
-            squares[what] = [*three, rounding**2, len(values)]
+def _squares(run: Samples, in_type: Samples, exact: Samples) -> dict[str, Squares]:
+    """The squares of each sample, for this process's part."""
+    squares: dict[str, Squares] = {}
+    for name, (first, values, rounding) in run.items():
+        if name in exact:
+            begin = first - exact[name].first
+            part = slice(begin, begin + len(values))
+            right = exact[name].values[part]
+            cast = in_type[name].values[part]
+            error, type_error, size = (float(x.double().square().sum()) for x in (values - right, cast - right, right))
+            squares[name] = Squares(error, type_error, size, rounding**2, len(values))
     return squares
 
 
-def judged(total: Mapping[str, Sequence[float]], tolerance: Tolerance) -> tuple[str, str]:
-    """The part that exceeds its tolerance, or empty, and the part that comes closest; from sums of ``_squares`` over ranks."""
-    kinds: dict[str, list[Sequence[float]]] = {}
-    for what, five in total.items():
-        kinds.setdefault(what.partition(" ")[0], []).append(five)
+def _judged(total: Mapping[str, Squares], tolerance: Tolerance) -> tuple[str, str]:
+    """Descriptions of the sample whose error is more than allowed (empty if none), and of the one that comes closest to that."""
+    kinds: dict[str, list[Squares]] = {}
+    for name, squares in total.items():
+        kinds.setdefault(name.partition(" ")[0], []).append(squares)
     parts = {}
-    for what, (off, cost, size, rounding, count) in total.items():
-        same = kinds[what.partition(" ")[0]]
-        usual = median(math.sqrt(c / s) if s else 0.0 for _, c, s, *_ in same) if tolerance.alike else 0.0
-        mean = sum(s for _, _, s, *_ in same) / max(1, sum(n for *_, n in same))
-        allowed = FACTOR * max(math.sqrt(cost), usual * math.sqrt(size)) + math.sqrt(rounding)
-        floor = max(tolerance.floor, tolerance.routing if what.startswith(ROUTED) else 0.0)
-        allowed += floor * (math.sqrt(size) + ZERO * math.sqrt(mean * count)) + TINY
-        share = math.sqrt(off) / allowed
-        parts[what] = share if share == share else math.inf
+    for name, squares in total.items():
+        same_kind = kinds[name.partition(" ")[0]]
+        usual = _usual_error(same_kind) if tolerance.alike else 0.0
+        mean = sum(other.values for other in same_kind) / max(1, sum(other.number for other in same_kind))
+        type_error = max(math.sqrt(squares.type_error), usual * math.sqrt(squares.values))
+        floor = max(tolerance.floor, tolerance.routing) if name.startswith(ROUTED) else tolerance.floor
+        allowed = FACTOR * type_error + math.sqrt(squares.rounding)
+        allowed += floor * (math.sqrt(squares.values) + ZERO * math.sqrt(mean * squares.number)) + TINY
+        share = math.sqrt(squares.error) / allowed
+        parts[name] = share if share == share else math.inf
     if not parts:
         return "", ""
-    what = max(parts, key=lambda part: parts[part])
-    apart = math.sqrt(total[what][0]) / (math.sqrt(total[what][2]) + TINY)
-    text = f"{what} is off by {apart:.2g} of its size, {parts[what]:.2g} times what the type may cost"
-    return (text if parts[what] > 1 else ""), text
+    worst = max(parts, key=lambda part: parts[part])
+    relative = math.sqrt(total[worst].error) / (math.sqrt(total[worst].values) + TINY)
+    text = f"{worst} is off by {relative:.2g} of its size, {parts[worst]:.2g} times the error allowed for the type"
+    return (text if parts[worst] > 1 else ""), text
+
+
+def _usual_error(squares: Iterable[Squares]) -> float:
+    """The median of the relative errors of the type."""
+    return median(math.sqrt(one.type_error / one.values) if one.values else 0.0 for one in squares)
 
 
 def unequal(pairs: Iterable[tuple[Samples, Samples]], context: DistributedContext) -> str:
-    """The first of these samples that differ in any bit, on any rank: of the same steps, computed twice."""
-    wrong = [what for one, two in pairs for what in one if not torch.equal(one[what].values, two[what].values)]
-    return next((f"{what[0]} has other bits the second time" for what in context.all_gather(wrong[:1]) if what), "")
+    """The first of these samples that differ in any bit, on any rank, when the same steps are computed twice."""
+    wrong = [name for one, two in pairs for name in one if not torch.equal(one[name].values, two[name].values)]
+    return next((f"{names[0]} has other bits the second time" for names in context.all_gather(wrong[:1]) if names), "")

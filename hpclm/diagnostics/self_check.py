@@ -1,11 +1,11 @@
-"""The self-check at the start of a run (cluster.self_check) shows that the machine computes correctly.
+"""The self-check at the start of a run (cluster.self_check): the machine proves that it computes correctly.
 
-Known numbers are summed, gathered and scattered over every process group. Then a miniature of the run trains twice: as the run will
-(its engine, compiled, its attention kernel, its type, asynchronous) and plainly (eager, plain attention, fp32, one replica). The
-results may differ by the cost of the type, which plain training in that type shows. Steps that must give the same bits are repeated.
-A snapshot that is taken while the device computes must equal the state at rest.
+Known numbers are summed, gathered and scattered over every process group. Then a miniature of the run trains like the run (its engine,
+compiled, its attention kernel, its type, asynchronous) and plainly (eager, plain attention, fp32, one replica). The results may differ
+by the error of the type, which the plain way in that type shows. If steps must be bit-exact, they are computed twice. A snapshot taken
+while the device computes must equal the state at rest.
 
-A part that fails is replaced by the plain one, which is slower and right.
+A failing way to compute is replaced by a plainer one, which is slower but correct.
 """
 
 import gc
@@ -46,7 +46,7 @@ from hpclm.rundir import code
 log = logging.getLogger(__name__)
 FILE = "self-check.json"
 AS_SET = "as set"
-SNAPSHOT_BYTES = 1 << 30  # of state of which two snapshots are compared
+SNAPSHOT_BYTES = 1 << 30  # bytes of state whose two snapshots are compared
 SNAPSHOT_MOVES = (
     "a snapshot taken while the device computes differs from the state at rest: saves are not made in the background"
 )
@@ -54,7 +54,7 @@ SNAPSHOT_MOVES = (
 
 @dataclass(frozen=True)
 class SelfCheckResult:
-    """How the run is to compute."""
+    """How the run should compute."""
 
     settings: EngineSettings
     background: bool
@@ -62,8 +62,8 @@ class SelfCheckResult:
 
 
 def check_computation(config: RunConfig, context: DistributedContext, compute: Compute) -> SelfCheckResult:
-    """Check that this run computes what it should, on every rank; HpclmError, the same on every rank, where even the plain way does
-    not, or messages arrive changed."""
+    """Check on every rank that this run computes correctly. HpclmError, the same on every rank, if even the plain way fails or messages
+    arrive changed."""
     settings = compiling.shared_by_all(config.for_engine(context.size), compute.device, context)
     background = config.checkpoint.background
     on_gpu = compute.device.type == "cuda"
@@ -80,10 +80,10 @@ def check_computation(config: RunConfig, context: DistributedContext, compute: C
         return unchecked
     if settings.optim.name not in OPTIMIZERS:
         log.info(
-            "self-check: the steps that are compared are with AdamW; optim.name=%s is not part of them",
+            "self-check: the compared steps use AdamW instead of optim.name=%s",
             settings.optim.name,
         )
-    if settings.parallel.pipeline > 1 and (reason := engines.unavailable("pipelining")):  # which is the plain way
+    if settings.parallel.pipeline > 1 and (reason := engines.unavailable("pipelining")):  # the plain way needs it
         log.info("self-check: sums over all process groups are right; steps are not compared: %s", reason)
         return unchecked
     free = torch.cuda.mem_get_info(compute.device)[0] if on_gpu else _free_host_memory()
@@ -118,14 +118,14 @@ def _free_host_memory() -> int:
 
 
 def _on_all_ranks(text: str) -> HpclmError:
-    """An error that every rank has come to."""
+    """An error that every rank has reached."""
     error = HpclmError(text)
     error.shared = True
     return error
 
 
 def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str, EngineSettings]]:
-    """As the settings say, and what replaces it, from the fastest to the plainest."""
+    """The configured way to compute, and its replacements, from the fastest to the plainest."""
     eager = replace(settings.engine, compile=False)
     model = settings.model
     yield AS_SET, settings
@@ -147,7 +147,7 @@ def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str,
 def _compared(
     miniature: MiniatureRun, settings: EngineSettings, background: bool, context: DistributedContext
 ) -> dict[str, Any]:
-    """The first way that computes what it should, and what is wrong with those before it; HpclmError if none does."""
+    """The first way that computes correctly, and the problems of those before it; HpclmError if none does."""
     device = miniature.compute.device
     problems = list[str]()
     context.watchdog.enter("self-check")
@@ -170,7 +170,7 @@ def _compared(
         moves = background and not wrong and _snapshot_moves(engine, batches, context)
         engine.close()
         del engine
-        _free(device)  # before there is another
+        _free(device)  # before another engine is built
         closest = list[str]()
         for what in () if wrong else _comparisons(miniature, run, in_type, plain, of_steps(tried, miniature.compute)):
             wrong, nearest = differing(*what, context)
@@ -189,7 +189,8 @@ def _compared(
         if wrong:
             problems.append(f"computed {way}, {wrong}")
             continue
-        problems += [SNAPSHOT_MOVES] * moves
+        if moves:
+            problems.append(SNAPSHOT_MOVES)
         return {
             "way": way,
             "background": background and not moves,
@@ -199,16 +200,16 @@ def _compared(
     raise _on_all_ranks(
         "self-check failed in every mode, including eager with math attention:\n"
         + "\n".join(problems)
-        + "\ncheck its GPUs (dcgmi diag -r 3) and drivers; cluster.self_check=false trains all the same"
+        + "\ncheck its GPUs (dcgmi diag -r 3) and drivers; cluster.self_check=false trains anyway"
     )
 
 
 def _comparisons(
     miniature: MiniatureRun, run: Measured, in_type: Measured, plain: Measured, of_step: Tolerance
 ) -> Iterator[tuple[Samples, Samples, Samples, Tolerance]]:
-    """The comparisons: samples of the run, samples that show the cost of its type, exact samples, and the tolerance.
+    """All comparisons: results of the run, in its type, and exact, with the tolerance.
 
-    The updates by the run's optimizer are compared with those of plain PyTorch by the same gradients.
+    The run optimizer's updates of its gradients are compared with plain PyTorch's updates of them.
     """
     yield run.first, in_type.first, plain.first, of_step
     exact = miniature.replayed(run, exact=True, plain=True)
@@ -217,21 +218,21 @@ def _comparisons(
         yield run.outcomes, rounded, exact, OF_UPDATES
     else:
         yield run.outcomes, miniature.replayed(run, exact=False, plain=True, rounded=True), exact, OF_UPDATES
-        # what is less than the type costs shows in fp32
+        # errors smaller than that of the type show in fp32
         yield miniature.replayed(run, exact=True, plain=False), rounded, exact, OF_UPDATES
     yield run.second, in_type.second, plain.second, of_step
 
 
 def _choose_kernels(tried: EngineSettings, device: torch.device) -> None:
-    """Let this way to compute choose its attention kernel. What is compiled keeps the kernel that it was compiled with, whatever is
-    preferred when it runs, so nothing is kept of the way before."""
+    """Let this way to compute choose its attention kernel. Compiled code keeps the kernel it was compiled with, whatever is preferred
+    when it runs, so compiled code of the way before is dropped."""
     attention_backend.use(tried.model, device)
     if "torch._dynamo" in sys.modules:  # importing it takes every process a second
         torch.compiler.reset()
 
 
 def _free(device: torch.device) -> None:
-    """Give back the memory of engines that are not used any more."""
+    """Free the memory of engines that are no longer used."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -239,7 +240,7 @@ def _free(device: torch.device) -> None:
 
 
 def _snapshot_moves(engine: BaseEngine, batches: Any, context: DistributedContext) -> bool:
-    """Whether a snapshot taken while the device computes a step, or kept during the next one, is not that of the state at rest."""
+    """Whether a snapshot taken while the device computes a step, or kept during the next one, differs from the state at rest."""
     engine.train_step(batches, 0.0, 2)
     taken = Snapshot().take(_first(engine))
     kept = [shard.tensor.clone() for shard in taken]
@@ -262,7 +263,7 @@ def _first(engine: BaseEngine) -> Iterator[Shard]:
 
 
 def _cache(miniature: MiniatureRun, settings: EngineSettings, background: bool) -> Path:
-    """Where the user's cache remembers this check: for these devices, versions, code, settings and layout."""
+    """Path in the user's cache for the result of this check: for these devices, versions, code, settings and layout."""
     device = facts.of_device(miniature.compute.device)
     versions = {name: facts.version(name) for name in facts.DECISIVE} | {"driver": facts.driver()}
     versions |= {name: value for name, value in device.items() if name in ("device_name", "torch", "cuda", "nccl")}
@@ -274,7 +275,7 @@ def _cache(miniature: MiniatureRun, settings: EngineSettings, background: bool) 
 
 
 def _read(kept: Path) -> dict[str, Any] | None:
-    """The result that was kept; None without one."""
+    """The cached result; None without one."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         report: dict[str, Any] = json.loads(files.read_text(kept))
         good = report["way"] == AS_SET and report["problems"] == [] and report["background"] in (True, False)

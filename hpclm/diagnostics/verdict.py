@@ -1,4 +1,4 @@
-"""The verdict of the preflight check and of ``hpclm doctor``: what is wrong, and which nodes are bad.
+"""The verdict of the preflight check and of ``hpclm doctor``: the problems, and the bad nodes.
 
 Everything here is a pure function of gathered facts.
 """
@@ -16,19 +16,19 @@ from hpclm.terminal import ranges
 
 AGREE = ("hpclm", "python", "torch", "cuda", "nccl", *DECISIVE, "driver", "device_name")
 SHM = 32 << 20  # bytes of /dev/shm for each process: NCCL and MPI keep their buffers there
-OTHERS = 0.1  # of a GPU's memory
+OTHERS = 0.1  # fraction of a GPU's memory
 MIB = 1 << 20
 GIB = 1 << 30
-FAR = 5.0  # times slower than the others is a fault
+FAR = 5.0  # times slower than the others counts as a fault
 
 
 @dataclass(frozen=True)
 class NodeFinding:
-    """One thing that is wrong."""
+    """A problem."""
 
     text: str
     bad: tuple[str, ...] = ()
-    """The bad nodes, if it is theirs."""
+    """The bad nodes, if the problem is theirs."""
     serious: bool = True
     """Whether the run must not start."""
 
@@ -40,7 +40,7 @@ def warning(text: str) -> NodeFinding:
 
 @dataclass(frozen=True)
 class Link:
-    """The way from one node to another."""
+    """The network link from one node to another."""
 
     nodes: tuple[str, str]
     speed: float
@@ -49,7 +49,7 @@ class Link:
 
 
 def nodes_of(ranks: Sequence[Facts]) -> dict[str, list[int]]:
-    """Node -> its ranks. A name that several machines have is followed by the first rank of each: ``ubuntu (rank 4)``."""
+    """Maps each node to its ranks. A name shared by several machines is followed by the first rank of each: ``ubuntu (rank 4)``."""
     nodes: dict[tuple[str, str | None], list[int]] = {}
     for rank, facts in enumerate(ranks):
         nodes.setdefault((facts["node"], facts.get("machine")), []).append(rank)
@@ -60,7 +60,7 @@ def nodes_of(ranks: Sequence[Facts]) -> dict[str, list[int]]:
 
 
 def grouped(values: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Pairs of a node and its value as value -> nodes, the most common value first."""
+    """Group pairs of a node and its value as value -> nodes, the most common value first."""
     groups: dict[str, list[str]] = {}
     for node, value in dict.fromkeys(values):
         groups.setdefault(value, []).append(node)
@@ -117,7 +117,7 @@ def agreement(ranks: Sequence[Facts]) -> list[NodeFinding]:
 def other_code(digests: Sequence[tuple[str, str]], contents: Sequence[Mapping[str, str]]) -> str:
     """Which nodes run which code, and the files that differ.
 
-    ``digests``: node, and digest of the code, of each rank; ``contents``: file -> digest, of each rank.
+    ``digests``: node and code digest of each rank; ``contents``: file -> digest, for each rank.
     """
     listed = "; ".join(f"{digest} on {listing(nodes)}" for digest, nodes in grouped(digests).items())
     copies = Counter(pair for files in contents for pair in files.items())
@@ -167,7 +167,7 @@ def memory(ranks: Sequence[Facts]) -> list[NodeFinding]:
 
 
 def cores(ranks: Sequence[Facts]) -> list[NodeFinding]:
-    """Ranks that are bound to the same core although the node has enough cores for fewer ranks on each."""
+    """Ranks bound to the same core although the node has enough cores to spread them."""
     findings = []
     for node, members in nodes_of(ranks).items():
         bound = {rank: frozenset(numbers(ranks[rank]["allowed_cores"])) for rank in members}
@@ -178,7 +178,7 @@ def cores(ranks: Sequence[Facts]) -> list[NodeFinding]:
             if len(crowd) <= len(shared) * unavoidable:
                 continue
             text = (
-                f"ranks {ranges(crowd)} on {node} are all bound to core{'s' * (len(shared) > 1)} {ranges(shared)}, of "
+                f"ranks {ranges(crowd)} on {node} are all bound to {'core' if len(shared) == 1 else 'cores'} {ranges(shared)}, of "
                 f"{available} that the job has there: they wait for one another. Give each rank cores of its own: srun "
                 "--cpu-bind=cores with job.cpus_per_task, mpirun --bind-to core; unset OMP_PROC_BIND where a launcher starts"
             )
@@ -211,9 +211,9 @@ def disks(out: str, probed: Mapping[str, Mapping[str, Any]], room: int) -> list[
 
 
 def links(measured: Sequence[Link]) -> list[NodeFinding]:
-    """Links that fail or are slow. A node is bad if all its links are far slower than the median node's fastest link.
+    """Links that fail or are slow; a node whose links are all far slower than the median node's fastest link is bad.
 
-    With two nodes there is nothing to compare with, so neither is bad.
+    Two nodes cannot be compared with others, so neither is bad.
     """
     best: dict[str, float] = {}
     for link in measured:
@@ -238,7 +238,7 @@ def rate(speed: float) -> str:
 
 
 def listing(items: Sequence[object], max_items: int = 8) -> str:
-    """``a, b and c``, cut where it gets long."""
+    """``a, b and c``, truncated if it gets long."""
     words = [str(item) for item in items]
     if len(words) > max_items:
         words = [*words[:max_items], f"{len(words) - max_items} more"]

@@ -39,27 +39,27 @@ class StepResult:
     """The result of one optimizer step, which the device may still be computing."""
 
     metrics: Mapping[str, float | Tensor]
-    """Named scalars, the same names on every rank: loss (mean over the step's tokens, before the update), grad_norm (global L2
-    norm before clipping), skipped (1 if the weights did not change because the loss or gradients were not finite), and any others
-    that the engine measures. All are reduced together and written to metrics.jsonl under their names, but for ``counted_tokens`` and
-    ``empty_micro_batches``, as of engine.step.StepInputs, which are only written where they matter."""
+    """Named scalars, the same names on every rank. ``loss`` is the mean over the step's tokens, before the update. ``grad_norm`` is the
+    global L2 norm before clipping. ``skipped`` is 1 if loss or gradients were not finite, so that the weights did not change. Engines
+    may add others. All are reduced together and written to metrics.jsonl under their names. ``counted_tokens`` and
+    ``empty_micro_batches`` (see engine.step.StepInputs) are written only where they matter."""
     loss_scale: float = 1.0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of the step's phases, with log.timers."""
+    """Seconds of each phase of the step, with log.timers."""
     expert_tokens: Tensor | None = None
-    """[layers with experts, E] tokens of the global batch that went to each expert, the same on every rank; None without experts."""
+    """[layers with experts, E] tokens of the global batch routed to each expert, the same on every rank; None without experts."""
 
     @property
     def finished(self) -> bool:
-        """Whether the metrics can be read without waiting for the device."""
+        """True if the metrics can be read without waiting for the device."""
         queued = [value for value in self.metrics.values() if isinstance(value, Tensor)]
         return "numbers" in vars(self) or all(value.device.type == "cpu" for value in queued)
 
     @cached_property
     def numbers(self) -> dict[str, float]:
-        """The metrics as the host sees them; waits for the device."""
+        """The metrics as Python numbers; waits for the device."""
         queued = {name: value.double() for name, value in self.metrics.items() if isinstance(value, Tensor)}
-        # one copy from the device for all of them: .item() of each would wait as often as there are metrics
+        # one copy from the device for all metrics: .item() would wait once for each
         read = dict(zip(queued, torch.stack([*queued.values()]).tolist(), strict=True)) if queued else {}
         return {**self.metrics, **read}
 
@@ -75,7 +75,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the weights did not change."""
+        """True if the weights did not change."""
         return bool(self.numbers["skipped"])
 
 
@@ -106,12 +106,12 @@ class SavedState(Protocol):
         ...
 
     def block(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
-        """A block of one of them."""
+        """A block of the tensor ``name``."""
         ...
 
 
 class StateSource(Protocol):
-    """A training state to be saved, one tensor after the other: an engine's, or one that is imported."""
+    """A training state to save, one tensor after the other: an engine's or an imported one."""
 
     def tensors(self) -> Iterator[Shard]:
         """This process's shards of the training state, ``model.*`` and ``optim.*``. All processes together yield every
@@ -129,15 +129,15 @@ class Engine(StateSource, Protocol):
     def train_step(
         self, batches: Sequence[MicroBatch], lr: float, step: int, check_interrupt: Callable[[int], None] = keep_going
     ) -> StepResult:
-        """One optimizer step over this replica's micro-batches of step number ``step`` (it seeds dropout).
+        """One optimizer step number ``step`` over this replica's micro-batches; ``step`` seeds dropout.
 
-        Engines that can abandon a step call ``check_interrupt`` between micro-batches, on every rank at the same points, with
-        the number that are done. It may raise; weights and optimizer state are then unchanged.
+        Engines that can abandon a step call ``check_interrupt`` between micro-batches, on every rank at the same points, with the number
+        of finished micro-batches. It may raise; weights and optimizer state are then unchanged.
         """
         ...
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float | None:
-        """Mean loss per token that counts over all replicas, without an update; None if none does. Holds one batch at a time."""
+        """Mean loss over the counted tokens of all replicas, without an update; None if no token counts. Holds one batch at a time."""
         ...
 
     def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ Maker = Callable[[EngineSettings, Compute], Engine]
 
 
 def engine_problem(engine_class: Any) -> str | None:
-    """What is wrong with a user-defined engine; None if nothing is."""
+    """The fault of a user-defined engine class; None if it is usable."""
     with suppress(TypeError, ValueError):  # a class that has no signature
         if isclass(engine_class) and {"mesh", "device", "dtype"} <= signature(engine_class).parameters.keys():
             return (
@@ -164,12 +164,13 @@ CHECK = engine_problem
 
 
 def build(config: EngineSettings, compute: Compute) -> Engine:
-    """The configured engine, with a freshly initialised model."""
+    """Build the configured engine with a freshly initialised model."""
     maker = engine_class(config, compute.device)
     compiled, reason = compiles(config, compute.device)
     if reason:
         log.info("torch.compile is off: %s", reason)
-    parts = config.engine.compile is None and not missing_compiler()  # null: no blocks, but what needs it on its own
+    # null: leave the blocks uncompiled, but compile parts that need it
+    parts = config.engine.compile is None and not missing_compiler()
     decided = compiled or (None if parts else False)
     return maker(replace(config, engine=replace(config.engine, compile=decided)), compute)
 
@@ -204,15 +205,15 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
 
 
 def unavailable(name: str) -> str | None:
-    """Why the engine called ``name`` cannot run with the PyTorch that is installed; None if it can. Imports the engine."""
+    """The reason why the installed PyTorch cannot run the engine ``name``, or None. Imports the engine."""
     supports = SUPPORTS.get(name)
     reason: str | None = load(supports.unavailable)() if supports and supports.unavailable else None
     return reason
 
 
 def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:
-    """ConfigError for entries of optim.groups that match no weight of these layers. Blocks with the same kind of MLP are alike, so one of
-    them is built."""
+    """ConfigError for entries of optim.groups that match no weight of these layers. Builds one block of each MLP kind; the others have
+    the same weights."""
     weights_of: dict[str, list[str]] = {}
     kinds = [f"{re.sub(r'[0-9]+$', '', spec.name)} {'axes' in spec.kwargs}" for spec in specs]
     for kind, spec in zip(kinds, specs, strict=True):
@@ -229,9 +230,9 @@ def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:
 
 
 def check_supports(config: Asking, maker: Maker) -> None:
-    """ConfigError if a user-defined engine does not declare, in ``supports``, that it supports the settings.
+    """ConfigError unless a user-defined engine declares in ``supports`` that it supports the settings.
 
-    One that declares nothing trains with data and tensor parallelism alone; which options of engine.* it reads is not known.
+    An engine without ``supports`` trains with data and tensor parallelism alone; it may read any option of engine.*.
     """
     name = config.engine.name
     if name in ENGINES:
@@ -242,8 +243,9 @@ def check_supports(config: Asking, maker: Maker) -> None:
 
 
 def compiles(config: EngineSettings, device: torch.device) -> tuple[bool, str | None]:
-    """Whether to use torch.compile, and why not where it would be used by default."""
-    engine, model = config.engine, config.model
+    """Whether to use torch.compile, and the reason if it is off although it is on by default."""
+    engine = config.engine
+    model = config.model
     # off by default on CPUs, where it gained nanoGPT half a percent (1,382 to 1,388 tokens/s)
     if engine.compile is not None or device.type == "cpu":
         return bool(engine.compile), None
@@ -260,7 +262,7 @@ def compiles(config: EngineSettings, device: torch.device) -> tuple[bool, str | 
 
 
 def missing_compiler() -> str | None:
-    """What torch.compile needs and this machine does not have."""
+    """The missing dependency of torch.compile on this machine, or None."""
     if not any(map(shutil.which, ("g++", "clang++", "gcc"))):
         return "a C++ compiler on the PATH"
     # Triton's launchers and Inductor's C++ wrappers include it, and clusters often have Python without its headers

@@ -1,4 +1,4 @@
-"""The training step of every engine. Subclasses override how the model is wrapped, and what their library does itself."""
+"""The training step of every engine. Subclasses override how the model is wrapped and which parts their library performs."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from hpclm.engine.outliers import GUARDS
 from hpclm.engine.qk_clip import QKClip
 from hpclm.engine.router_state import RouterState
 from hpclm.engine.save_plan import SavePlan
-from hpclm.engine.scalars import check as check_scalars
+from hpclm.engine.scalars import check_scalars
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState, UnsavableStateError
 from hpclm.engine.step import GlobalNorm, StepInputs, Timers, mean_loss, seed_step, step_inputs
@@ -45,13 +45,13 @@ class BaseEngine:
     """One model and one optimizer per replica: fp32 weights and optimizer state, activations in the compute type."""
 
     sharded = False
-    """Whether weights are sharded over the replicas."""
+    """True if weights are sharded over the replicas."""
     backward_timer = "backward"
-    """Phase of log.timers that includes the reduction of gradients."""
+    """The phase of log.timers that includes the reduction of gradients."""
     kept_gradients: Collection[nn.Parameter] = ()
     """Weights whose gradients keep their memory between steps."""
     gradients: GradientBuckets | None = None
-    """What reduces the gradients over the replicas, unless finish_backward() does it in another way."""
+    """Reduces the gradients over the replicas, unless finish_backward() does it in another way."""
 
     def __init__(
         self,
@@ -61,32 +61,36 @@ class BaseEngine:
         weights: Sequence[ShardedParameter],
         forward: Callable[[MicroBatch], Output] | None = None,
     ):
-        """``weights``: what the optimizer updates. ``forward``: as Stack.forward, if not the model itself is to be called."""
-        mesh, device = compute.mesh, compute.device
+        """``weights``: the optimizer's. ``forward``: replaces Stack.forward if the engine does not call the model itself."""
+        mesh = compute.mesh
+        device = compute.device
         self.forward: Callable[[MicroBatch], Output] = forward or model
-        self.config, self.mesh, self.device, self.model = config, mesh, device, model
+        self.config = config
+        self.mesh = mesh
+        self.device = device
+        self.model = model
         self.weights = tuple(weights)
         self.model_stacks = [module for module in model.modules() if isinstance(module, Stack)]
         self.reported: dict[str, Tensor] = {}
-        """What layers and loss have reported in this step, summed over this process's tokens."""
+        """Values reported by layers and loss in this step, summed over this process's tokens."""
         self._names_reported: tuple[str, ...] | None = None
-        """The names of all that is reported, on any stage; None before the first step."""
+        """All reported names, on any stage; None before the first step."""
         own_block = config.model.block not in BLOCKS
         # hpclm's own code draws random numbers only for dropout, and seeds them there
         self._own_code = own_block or any(map(OWN.fullmatch, (config.optim.name, config.engine.name)))
         split = {weight.name for weight in self.weights if weight.placement.data_ranks > 1}
-        # our stages hold the same kinds of weights, except that some may have no layer with experts
+        # our stages hold the same kinds of weights, except that a stage may have no layer with experts
         split = union(split, mesh.pp) if own_block or config.model.experts else split
         sharded = self.sharded or any(weight.local_range for weight in self.weights)
         self.norm = GlobalNorm(self.weights, mesh, sharded, bool(split))
-        """Norm of the gradients, or updates, of the weights that this process updates."""
+        """Norm of the gradients, or of the updates, of the weights that this process updates."""
         self.guard = GUARDS[config.optim.guard](self.norm, device)
         self.optimizer, self.state, self.exchange = optimizer_for(self.weights, config, mesh)
         self.router_state = RouterState(self.model_stacks, config.model, compute) if config.model.experts else None
         limit = config.optim.qk_clip
         self.qk_clip = limit and QKClip(self.model_stacks, self.weights, mesh, limit)
         self.block_state = BlockState(model) if own_block else None
-        # a run that saves nothing may keep what it likes
+        # a run that saves nothing may keep any state
         self._steps_to_check = 2 if config.saves else 0
         self.timers = Timers(device, config.timers)
         self.scale = LossScale.first(config.scaler) if model.dtype == torch.float16 else None
@@ -97,13 +101,13 @@ class BaseEngine:
 
     @property
     def compilations(self) -> list[Compilation]:
-        """All that this process compiles, or was to compile."""
+        """All compilations of this process, failed ones included."""
         return [compilation for stack in self.model_stacks for compilation in stack.compilations]
 
     # hooks for subclasses
 
     def close(self) -> None:
-        """Give up what would keep the engine in memory after the last reference to it is gone; it cannot be used any more."""
+        """Release references that would keep the engine alive; it is unusable afterwards."""
 
     def no_sync(self) -> AbstractContextManager:
         """Inside this context, backward passes accumulate gradients locally, as DistributedDataParallel.no_sync does."""
@@ -114,11 +118,11 @@ class BaseEngine:
         loss.backward()
 
     def finish_backward(self) -> None:
-        """After the last backward pass: finish reducing gradients over the replicas."""
+        """After the last backward pass, finish reducing gradients over the replicas."""
         if self.gradients:
             self.gradients.finish()
         for weight in self.weights:
-            # as with several replicas, where buckets are zeroed: a weight that a step does not use is updated all the same
+            # as with several replicas, whose buckets are zeroed: a weight that a step does not use is updated too
             if weight.parameter.grad is None:
                 weight.parameter.grad = torch.zeros_like(weight.parameter)
 
@@ -127,9 +131,9 @@ class BaseEngine:
         return self.norm.of_gradients()
 
     def update(self, loss: Tensor, scale: float) -> dict[str, Tensor | float]:
-        """Clip by the global norm and update the weights, unless loss or norm are not finite: grad_norm and skipped."""
+        """Clip by the global norm and update the weights, unless loss or norm is not finite. Returns grad_norm and skipped."""
         norm = self.gradient_norm()
-        # a tensor, not a bool: asking the device would have the host wait in every step
+        # a tensor, not a bool: the host would have to wait for the device in every step
         bad = (~torch.isfinite(norm + loss)).float()
         with self.guard.around(loss, norm / scale, bad) as skip:
             update(self.optimizer, norm, self.config.optim.clip, scale, skip)
@@ -144,13 +148,13 @@ class BaseEngine:
         return not math.isfinite(result.grad_norm)
 
     def zero_grad(self) -> None:
-        """Reset the gradients after a step; those that this engine adds to in place are zeroed in place."""
+        """Reset the gradients after a step; gradients that this engine accumulates in place are zeroed in place."""
         if self.gradients:
             self.gradients.zero()
             return
         for weight in self.weights:
             if weight.parameter not in self.kept_gradients:
-                # freed, not zeroed, so that the first micro-batch writes the gradient and adds to nothing
+                # freed, not zeroed: the first micro-batch then writes the gradient instead of adding to it
                 weight.parameter.grad = None
         kept = [weight.grad for weight in self.kept_gradients if weight.grad is not None]
         if kept:
@@ -158,21 +162,23 @@ class BaseEngine:
             torch._foreach_zero_(kept)
 
     def refresh(self) -> None:
-        """After the optimizer's weights have changed: update what the model computes with, if that is a copy."""
+        """After an update, refresh the copies of the weights that the model computes with, if any."""
 
     def reshard(self) -> None:
-        """After an evaluation: free weights that forward passes have gathered."""
+        """After an evaluation, free weights that forward passes have gathered."""
 
     def loss_factor(self, scale: float) -> float:
-        """The factor on the losses of a step, given fp16's loss scale, or 1."""
+        """The factor on a step's losses. ``scale``: fp16's loss scale, or 1."""
         return scale
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:
-        """Run this replica's micro-batches; the sum of their weighted losses, without the factor, a scalar in fp32."""
-        total, factor, last = torch.zeros((), device=self.device), inputs.factor, len(inputs.batches) - 1
+        """Run this replica's micro-batches. Returns the sum of their weighted losses without the factor, a scalar in fp32."""
+        total = torch.zeros((), device=self.device)
+        factor = inputs.factor
+        last = len(inputs.batches) - 1
         for number, batch in enumerate(inputs.batches):
             if number:
-                # here only gradients have changed, so the step can be abandoned and done again from the same state
+                # only gradients have changed so far, so the step can be abandoned and repeated from the same state
                 inputs.check_interrupt(number)
             with self.no_sync() if number < last else nullcontext():
                 with self.timers("forward"):
@@ -189,19 +195,20 @@ class BaseEngine:
         self, batches: Sequence[MicroBatch], lr: float, step: int, check_interrupt: Callable[[int], None] = keep_going
     ) -> StepResult:
         """Forward and backward over the micro-batches, clip, update; skips the update if loss or gradients are not finite."""
-        config, mesh = self.config, self.mesh
+        config = self.config
+        mesh = self.mesh
         scale = self.scale.value if self.scale else 1.0
         if self._own_code:
-            # by the number of the step, so that a resumed run and a step done again draw what the first attempt drew
+            # seeded by step number, so that a resumed run and a repeated step draw the same numbers
             seed_step(config.seed, step, mesh.world.rank)
-        if (
-            self._own_code or not self.model.training
-        ):  # your own block may have put one of its modules in evaluation mode
+        # a user's block may have put one of its modules in evaluation mode
+        if self._own_code or not self.model.training:
             self.model.train()
         for group in self.optimizer.param_groups:
-            # set in every step: the rate is a function of the step, and so no state that a checkpoint could have
+            # set in every step: the rate is a function of the step, so checkpoints need not store it
             group["lr"] = lr * group.get("factor", 1.0)
-        self.guard.lr, self.reported = lr, {}
+        self.guard.lr = lr
+        self.reported = {}
         if self.qk_clip:
             self.qk_clip.begin()
         inputs = step_inputs(config, mesh, batches, step, self.loss_factor(scale), check_interrupt)
@@ -216,8 +223,8 @@ class BaseEngine:
             raise
         with self.timers(self.backward_timer):
             self.finish_backward()
-            # after the gradients, which some ranks may have begun to send: all ranks send in one order. From here on the loss has
-            # the same bits on every rank, so that all decide alike whether the step is skipped
+            # after the gradients, which some ranks may have begun to send: all ranks must send in one order. From
+            # here on the loss has the same bits on every rank, so all ranks agree on whether to skip the step
             loss = all_reduce(loss, mesh.dp)
             all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
         with self.timers("optimizer"):
@@ -229,7 +236,7 @@ class BaseEngine:
         metrics = {"loss": loss, **metrics, **self.reports(inputs.factor), **counts}
         expert_tokens = self.router_state.counts if self.router_state else None
         result = StepResult(metrics, scale, self.timers.take(), expert_tokens)
-        if self._steps_to_check:  # before hours are spent on what cannot be saved
+        if self._steps_to_check:  # fail early, before hours are spent on a state that cannot be saved
             self._check_state(first=self._steps_to_check == 2)
             self._steps_to_check -= 1
         if self.scale:  # the next step's scale depends on this one's norm: fp16 waits for the device here
@@ -237,19 +244,19 @@ class BaseEngine:
         return result
 
     def _check_state(self, first: bool = False) -> None:
-        """UnsavableStateError if optimizer or blocks keep what a checkpoint would leave out."""
+        """UnsavableStateError if the optimizer or blocks keep state that a checkpoint would leave out."""
         self.state.check(self.weights)
         if first and self.block_state:
             self.block_state.begin()
         elif self.block_state and (changed := self.block_state.changed()):
             raise UnsavableStateError(
-                f"training changes {', '.join(changed[:4])}, which no checkpoint has and processes do not share: a resumed run would differ. "
-                "Keep it as a weight, compute it from the input, or draw from PyTorch's default generator; name in the block's attribute "
-                "`transient` what no result depends on; or set checkpoint.enabled=false"
+                f"training changes {', '.join(changed[:4])}, which checkpoints do not save and ranks do not share: a resumed run would differ. "
+                "Keep it as a weight, compute it from the input, or draw from PyTorch's default generator. If no result depends on it, name it in "
+                "the block's attribute `transient`. Or set checkpoint.enabled=false"
             )
 
     def _report_optimizer(self, factor: float) -> None:
-        """Add what a user's optimizer has measured to what is reported: the mean over all processes."""
+        """Report what a user's optimizer has measured: the mean over all processes."""
         if isinstance(self.optimizer, UserOptimizer):
             for name, value in self.optimizer.metrics().items():
                 check_name(name)
@@ -257,18 +264,22 @@ class BaseEngine:
                 self.reported[name] = part * (factor / self.mesh.world.size)
 
     def reports(self, factor: float) -> dict[str, Tensor]:
-        """The mean over the step's tokens of what layers and loss have reported, the same on every rank; a collective.
+        """Mean over the step's tokens of each value that layers and loss reported, the same on every rank; a collective.
 
-        ConfigError for a name that another step did not report: ranks would wait for each other."""
+        ConfigError if this step reports other names than the first: the ranks would wait for each other.
+        """
         if self._names_reported is None:
             names = {*self.reported} | ({"z_loss"} if self.config.optim.z_loss else set())
-            # these report nothing that only some stages would know
+            # then every stage reports the same names
             alike = self.config.model.block in BLOCKS and not self.config.model.experts
             shared = alike and self.config.optim.name in OPTIMIZERS
-            # sorted, since all ranks reduce one vector and sets have another order in every process
+            # sorted: all ranks reduce one vector, and the order of a set differs between processes
             self._names_reported = tuple(sorted(names if shared else union(names, self.mesh.pp)))
-        who = [f"model.block={self.config.model.block}"] * (self.config.model.block not in BLOCKS)
-        who += [f"optim.name={self.config.optim.name}"] * (self.config.optim.name not in OPTIMIZERS)
+        who = []
+        if self.config.model.block not in BLOCKS:
+            who.append(f"model.block={self.config.model.block}")
+        if self.config.optim.name not in OPTIMIZERS:
+            who.append(f"optim.name={self.config.optim.name}")
         if unknown := self.reported.keys() - {*self._names_reported}:
             raise ConfigError(
                 f"{' or '.join(who)} reports {', '.join(sorted(unknown))} in some steps only; a name must be reported in every step, or in none"
@@ -281,7 +292,7 @@ class BaseEngine:
         return dict(zip(self._names_reported, means.unbind(), strict=True))
 
     def evaluate(self, batches: Iterable[MicroBatch], alone: bool = False) -> float | None:
-        """Mean loss per token that counts, None if none does; ``alone``: of this replica's batches only."""
+        """Mean loss over the counted tokens, None if no token counts. ``alone``: only over this replica's batches."""
         self.model.eval()
         loss = mean_loss(self.forward, batches, self.device, SINGLE if alone else self.mesh.dp)
         self.reshard()
@@ -289,26 +300,26 @@ class BaseEngine:
 
     @cached_property
     def save_plan(self) -> SavePlan:
-        """What this process saves and reads."""
+        """The values that this process saves and reads."""
         local_parts = [self.state.local_part(weight) for weight in self.weights]
-        # of the fp32 weight, and of what the optimizer keeps beside it
+        # the fp32 weight plus the optimizer's state of it
         bytes_each = 4 + self.state.kind.bytes_per_parameter(self.config.optim)
         return SavePlan.among(local_parts, self.mesh, self.config.file_mb, bytes_each)
 
     @cached_property
     def whole_plans(self) -> list[SavePlan]:
-        """What it saves and reads of the optimizer's tensors that are not divided as their weights."""
+        """Save plans of the optimizer's tensors that are not divided like their weights."""
         return self.state.whole(self.weights, self.mesh, self.config.file_mb)
 
     def tensors(self) -> Iterator[Shard]:
-        """Weights, and the optimizer's state once there is any."""
+        """Shards of the weights and, after the first update, of the optimizer's state."""
         self._check_state()
         yield from self.state.tensors(self.save_plan, self.whole_plans)
         if self.router_state:
             yield from self.router_state.tensors()
 
     def scalars(self) -> dict[str, Any]:
-        """The optimizer's step count, numbers of its parameter groups, the loss scale, and what optim.guard remembers."""
+        """The optimizer's step count, numbers of its parameter groups, the loss scale, and the window of optim.guard."""
         numbers: dict[str, Any] = {
             "optimizer_steps": self.state.steps(),
             "loss_scale": asdict(self.scale) if self.scale else {},
@@ -321,7 +332,7 @@ class BaseEngine:
     def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:
         """Load a saved state."""
         given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
-        # all checks come before the first write: a refused checkpoint leaves the model as it was
+        # all checks come before the first write: a refused checkpoint leaves the model unchanged
         own = self.scalars() | {"guard": self.guard.form(scalars.get("guard"))}
         check_scalars(scalars, own if scalars.get("loss_scale") else own | {"loss_scale": {}})
         check_shapes(self.model.placements, self._expected(given))
@@ -338,7 +349,7 @@ class BaseEngine:
             self.scale = LossScale.of(scalars.get("loss_scale"), self.config.scaler)
 
     def _check_optimizer(self, given: Mapping[str, Sequence[int]], scalars: Mapping[str, Any]) -> None:
-        """ConfigError if a saved state is not of this optimizer. ``given``: the shapes of all tensors."""
+        """ConfigError if a saved state belongs to another optimizer. ``given``: the shapes of all tensors."""
         name = self.config.optim.name
         needed = {
             f"optim.{name}.{weight.name}": tuple(tensor.shape)
@@ -362,8 +373,9 @@ class BaseEngine:
                 )
 
     def _expected(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """The saved weights, out of ``given``, that this process must know: all but those of other stages' layers."""
-        config, mine = self.config, {name.split(".")[0] for name in self.model.placements}
+        """The weights of ``given`` that this process must know: all but those in layers of other stages."""
+        config = self.config
+        mine = {name.split(".")[0] for name in self.model.placements}
         layers = {spec.name for spec in gpt.layers(config.model, config.engine, self.model.dtype, config.seed)}
         elsewhere = layers - mine if self.mesh.pp.size > 1 else set()
         return {name: shape for name, shape in given.items() if name.split(".")[0] not in elsewhere}
@@ -372,8 +384,9 @@ class BaseEngine:
 def optimizer_for(
     weights: Sequence[ShardedParameter], config: EngineSettings, mesh: Mesh
 ) -> tuple[torch.optim.Optimizer, TrainingState, MatrixExchange | None]:
-    """The optimizer of these weights, its state, and what hands it whole matrices, if it works on such."""
-    optimizer, kind = optimizer_of(weights, config.optim), kind_of(config.optim)
+    """The optimizer of these weights, its state, and the exchange of whole matrices if the optimizer needs it."""
+    optimizer = optimizer_of(weights, config.optim)
+    kind = kind_of(config.optim)
     exchange = None
     if kind.matrices:
         exchange = MatrixExchange([weight for weight in weights if kind.matrices(weight.name, weight.shape)], mesh)

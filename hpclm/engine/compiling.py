@@ -1,7 +1,8 @@
-"""Which parts of a step are compiled: the same on every rank.
+"""Agreement on which parts of a step are compiled: the same parts on every rank.
 
-A rank may be unable to compile where the others can: its /tmp is full, it has no compiler, or the compiler is killed. Then no rank
-compiles. What is known before an engine is built is agreed on then, and the rest after the first step. Later it ends the run.
+A rank may be unable to compile where others can: its /tmp is full, it has no compiler, or the compiler is killed. Then no rank compiles.
+Ranks agree on missing compilers before an engine is built, and on other failures after the first step. A failure after that ends the
+run.
 """
 
 import logging
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def shared_by_all(settings: EngineSettings, device: torch.device, context: DistributedContext) -> EngineSettings:
-    """``settings`` without what some rank cannot do while others can: compile, or update with apex. A collective."""
+    """``settings`` without features that only some ranks have: torch.compile or apex's optimizer. A collective."""
     if context.size == 1 or device.type != "cuda":
         return settings
     optim = settings.optim
@@ -30,7 +31,7 @@ def shared_by_all(settings: EngineSettings, device: torch.device, context: Distr
     without_apex = optim.name == "apex_adam" and not apex.has_adam(device)
     everyone = context.all_gather([missing or "", without_apex])
     lacking = [rank for rank, (what, _) in enumerate(everyone) if what]
-    if 0 < len(lacking) < context.size:  # where all lack it, engines.build() says so
+    if 0 < len(lacking) < context.size:  # if all ranks lack it, engines.build() reports it
         first = lacking[0]
         log.warning(
             "torch.compile is off on all ranks: it needs %s, which was not found on %s",
@@ -39,7 +40,7 @@ def shared_by_all(settings: EngineSettings, device: torch.device, context: Distr
         )
         settings = replace(settings, engine=replace(settings.engine, compile=False))
     without = [rank for rank, (_, lacks) in enumerate(everyone) if lacks]
-    if 0 < len(without) < context.size:  # replicas whose updates round otherwise would drift apart
+    if 0 < len(without) < context.size:  # replicas whose updates round differently would drift apart
         log.warning(
             "optim.name=apex_adam: NVIDIA apex is not usable on %s; all ranks use PyTorch's fused AdamW",
             context.ranks[without[0]],
@@ -49,7 +50,7 @@ def shared_by_all(settings: EngineSettings, device: torch.device, context: Distr
 
 
 def check_types(name: str, context: DistributedContext) -> None:
-    """ConfigError on every rank where engine.precision=auto would have some compute in one type and some in another. A collective."""
+    """ConfigError on every rank if engine.precision=auto would give ranks different compute types. A collective."""
     names = context.all_gather(name)
     if len(set(names)) > 1:
         other = next(rank for rank, given in enumerate(names) if given != names[0])
@@ -62,12 +63,12 @@ def check_types(name: str, context: DistributedContext) -> None:
 
 
 def failed(compilations: Sequence[Compilation]) -> dict[str, str]:
-    """What of these a process could not compile itself, by name, and why."""
+    """The parts that this process could not compile, by name, with the reason."""
     return {compilation.name: compilation.failure for compilation in compilations if compilation.failure}
 
 
 def failed_on_some(compilations: Sequence[Compilation], context: DistributedContext) -> dict[str, str]:
-    """What some ranks could not compile and others could, by name: the first of these ranks, and why. A collective."""
+    """The parts that only some ranks failed to compile, by name, with the first such rank and its reason. A collective."""
     everyone: list[Mapping[str, str]] = context.all_gather(failed(compilations))
     names = dict.fromkeys(name for failures in everyone for name in failures)
     ranks = {name: [rank for rank, failures in enumerate(everyone) if name in failures] for name in names}
@@ -79,26 +80,27 @@ def failed_on_some(compilations: Sequence[Compilation], context: DistributedCont
 
 
 class AgreedCompilations:
-    """What an engine compiles, on one rank of a run."""
+    """The compilations of an engine on one rank, kept the same on all ranks."""
 
     def __init__(self, engine: Engine, context: DistributedContext):
-        self.engine, self.context = engine, context
+        self.engine = engine
+        self.context = context
         self.agreed = context.size == 1
         self._before: Mapping[str, str] = {}
-        """What had failed on this rank when all agreed."""
+        """This rank's failures at the time of the agreement."""
 
     @property
     def compilations(self) -> Sequence[Compilation]:
-        """The engine's; a user-defined one may have none."""
+        """The engine's compilations; empty for user-defined engines without any."""
         compilations: Sequence[Compilation] = getattr(self.engine, "compilations", ())
         return compilations
 
     def failed_late(self) -> int:
-        """How many parts this rank could not compile any more after all had agreed."""
+        """Number of parts that this rank failed to compile after the agreement."""
         return len(failed(self.compilations).keys() - self._before.keys()) if self.agreed else 0
 
     def agree(self) -> None:
-        """After the first step: what some rank could not compile, none does. A collective, the first time only."""
+        """After the first step, switch off on all ranks what some rank could not compile. A collective on the first call only."""
         if self.agreed:
             return
         (failures,) = self.context.all_reduce_max(len(failed(self.compilations)))
@@ -109,17 +111,18 @@ class AgreedCompilations:
             text = "torch.compile failed on one rank, so %s uncompiled and slower on all (engine.compile=false silences this): %s"
             if self.context.is_main:
                 log.warning(text, name, why)
-        self._before, self.agreed = failed(self.compilations), True
+        self._before = failed(self.compilations)
+        self.agreed = True
 
     def error(self) -> HpclmError:
-        """What ends a run in which a rank could not compile what others did after all had agreed. A collective."""
+        """The error that ends a run in which a rank failed to compile a part after the agreement. A collective."""
         late = {name: why for name, why in failed(self.compilations).items() if name not in self._before}
         everyone = self.context.all_gather(next(iter(late.values()), ""))
         rank, why = next((rank, why) for rank, why in enumerate(everyone) if why)
         error = HpclmError(
             f"torch.compile failed on {self.context.ranks[rank]} after the first step, and not on all ranks: {why}\n"
-            f"the ranks must compute in one way: mend that machine (is its temporary folder full?), or set engine.compile=false; "
+            f"all ranks must run the same code: fix that machine (is its temporary folder full?), or set engine.compile=false; "
             f"the same command resumes from the last checkpoint"
         )
-        error.shared = True  # every rank has come to it
+        error.shared = True  # all ranks raise it
         return error

@@ -1,11 +1,12 @@
-"""The weights of linear layers and norms in the compute type, cast once a step from the fp32 weights of the optimizer.
+"""Copies of the weights of linear layers and norms in the compute type, cast once a step from the optimizer's fp32 weights.
 
-A forward pass then casts no weights. Each gradient arrives in the compute type, is added to the fp32 gradient in place, and is
-freed: there is no fp32 copy of the gradient of a micro-batch. The sums are those of casting in every forward pass, bit for bit.
+Forward passes then cast no weights. Each gradient arrives in the compute type, is added to the fp32 gradient in place, and is freed, so
+a micro-batch needs no fp32 gradient buffer of its own. The sums equal those of casting in every forward pass, bit for bit.
 
-On GPUs the backward pass adds the gradients of matrices and tables to the fp32 ones itself (hpclm.parallel.main_gradients). They
-are then never rounded to the compute type. Compiled, it adds those of biases and norms too, in the kernels that make them. Those of
-experts are added afterwards: grouped_mm, up to PyTorch 2.13, neither adds to its result nor multiplies bf16 matrices into an fp32 one.
+On GPUs the backward pass itself adds the gradients of matrices and tables to the fp32 gradients (hpclm.parallel.main_gradients), which
+are then never rounded to the compute type. When compiled, it also adds those of biases and norms, in the kernels that compute them.
+Gradients of experts are added afterwards: up to PyTorch 2.13, grouped_mm neither accumulates into its result nor multiplies bf16
+matrices into an fp32 one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,19 +26,20 @@ from hpclm.model.stack import Stack
 
 
 class ComputeCopies:
-    """The copies in the model, and the fp32 weights that they are made from."""
+    """The copies in the model, and the fp32 weights they are cast from."""
 
     def __init__(self, model: Stack, in_place: bool = False):
-        """``in_place``: the backward pass adds gradients to the fp32 ones, where it can."""
+        """``in_place``: the backward pass accumulates into the fp32 gradients where it can."""
         self._added: dict[nn.Parameter, tuple[TensorParallelModule, str]] = {}
-        """Each copy whose gradient the backward pass adds in place: its module, and its name there."""
+        """Copies whose gradients the backward pass accumulates in place: the module and the parameter's name there."""
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
-        """The fp32 weight of each parameter of the model that is a copy."""
+        """The fp32 weight behind each parameter of the model that is a copy."""
         self.tables: list[VocabParallelEmbedding] = []
-        """Modules that compute with the fp32 weight, too, and so have the copy beside it."""
+        """Modules that also compute with the fp32 weight, and so keep a copy beside it."""
         if model.dtype == torch.float32:
             return
-        collect = WeakMethod(self._collect)  # the garbage collector does not see what the hooks of a parameter hold
+        # weak, because the garbage collector does not see references from parameter hooks
+        collect = WeakMethod(self._collect)
         for module in model.modules():
             if isinstance(module, VocabParallelEmbedding) and not in_place:
                 module.rows = module.weight.detach().to(model.dtype)
@@ -48,7 +50,7 @@ class ComputeCopies:
                     setattr(module, name, copy)
                     self.masters[copy] = weight
                     matrix = weight.ndim == 2 and name == "weight"
-                    # uncompiled, an autograd function for each small weight would cost more than adding its gradient
+                    # uncompiled, an autograd function for each small weight costs more than adding its gradient
                     small = weight.ndim == 1 and model.compilation.works
                     if in_place and (matrix or small):
                         self._added[copy] = module, name
@@ -56,26 +58,26 @@ class ComputeCopies:
                         copy.register_post_accumulate_grad_hook(partial(_call, collect))
 
     def attach(self) -> None:
-        """Tell the modules where the fp32 gradients are, which the engine has placed or which are allocated now."""
+        """Give the modules the fp32 gradients, which the engine has placed or which are allocated now."""
         for copy, (module, name) in self._added.items():
             master = self.masters[copy]
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-            # .data counts its changes apart from other views of a bucket
+            # .data has a version counter of its own, apart from other views of a bucket
             module.main_grads[name] = master.grad.data
 
     def master(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer updates for a parameter of the model."""
+        """The optimizer's fp32 parameter for a parameter of the model."""
         return self.masters.get(parameter, parameter)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast the fp32 weights again, after they have changed."""
+        """Cast the changed fp32 weights into the copies."""
         _cast([*self.masters.items(), *self._rows()])
 
     @torch.no_grad()
     def refresh_tables(self) -> None:
-        """Cast only the tables, whose fp32 weights the model computes with too."""
+        """Cast only the tables; the model also computes with their fp32 weights."""
         _cast(list(self._rows()))
 
     def _rows(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -91,10 +93,10 @@ class ComputeCopies:
 
 
 def adds_in_place(engine: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
-    """Whether backward passes add gradients to the fp32 ones: on GPUs, in blocks of our own. On CPUs, which multiply no two
-    bf16 matrices into an fp32 one, gradients stay what they were.
+    """Whether backward passes accumulate into the fp32 gradients: on GPUs, in blocks of our own.
 
-    Offloading would move the fp32 gradients with the activations, since the forward pass saves both.
+    CPUs cannot multiply two bf16 matrices into an fp32 one. Offloading would move the fp32 gradients with the activations, since the
+    forward pass saves both.
     """
     return (
         device.type == "cuda"
@@ -104,7 +106,7 @@ def adds_in_place(engine: EngineConfig, model: ModelConfig, device: torch.device
 
 
 def _call(method: WeakMethod[Any], copy: Tensor) -> None:
-    """The hook of a copy."""
+    """The gradient hook of a copy."""
     collect = method()
     if collect is not None:
         collect(copy)
@@ -114,12 +116,12 @@ def _cast(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair into the first."""
     if pairs:
         copies, weights = zip(*pairs, strict=True)
-        # one call for all: a kernel for each weight would leave the GPU idle between small ones
+        # one call for all: small kernels launched one by one would leave the GPU idle
         torch._foreach_copy_([copy.detach() for copy in copies], [weight.detach() for weight in weights])
 
 
 def _castable(module: TensorParallelModule) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters to copy: all but those whose gradients tensor-parallel ranks sum in every backward pass, in fp32."""
+    """The parameters to copy: all but those whose gradients are summed over tensor-parallel ranks in fp32 in every backward pass."""
     for name, weight in list(module.named_parameters(recurse=False)):
         if module.tp.size == 1 or module.defer_tp_grad_sum or module.placements[name].dim is not None:
             yield name, weight

@@ -34,7 +34,7 @@ BACKWARD = (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST)
 
 
 def build(config: EngineSettings, compute: Compute) -> BaseEngine:
-    """The engine named fairscale; with one replica there is nothing to shard."""
+    """The engine named fairscale; with one replica, the native engine."""
     return (FairScaleEngine if compute.mesh.dp.size > 1 else NativeEngine)(config, compute)
 
 
@@ -44,8 +44,11 @@ class FairScaleEngine(BaseEngine):
     sharded = True
 
     def __init__(self, config: EngineSettings, compute: Compute):
-        mesh, device, dtype = compute.mesh, compute.device, compute.dtype
-        dp, engine = mesh.dp, config.engine
+        mesh = compute.mesh
+        device = compute.device
+        dtype = compute.dtype
+        dp = mesh.dp
+        engine = config.engine
         modernise()
         if device.type == "cpu":
             without_streams()
@@ -53,7 +56,7 @@ class FairScaleEngine(BaseEngine):
         shard = partial(
             Sharded,
             process_group=dp.group,
-            # a separate one, so that gradients are summed while the next block's weights are gathered
+            # a separate group, so that gradients are summed while the next block's weights are gathered
             process_group_reduce_scatter=dp.options.new_group(dp.ranks),
             reshard_after_forward=engine.zero_stage != 2,
             flatten_parameters=False,  # flattened weights lose their shapes, which checkpoints and weight decay need
@@ -83,41 +86,43 @@ class FairScaleEngine(BaseEngine):
         super().__init__(config, compute, model, shards, self.root)
 
     def finish_backward(self) -> None:
-        """Remove the hooks that the library leaves on the weights; otherwise one more is added every step."""
+        """Remove the hooks that the library leaves on the weights; otherwise every step adds one more."""
         for weight in self.weights:
             vars(weight.parameter).pop("_shard_bwd_hook")
 
     def reshard(self) -> None:
-        """Free the weights that an evaluation has gathered."""
+        """Free the weights gathered by an evaluation."""
         for unit in units(self.root):
             unit._free_full_params()
 
 
 class Sharded(FullyShardedDataParallel):
-    """An FSDP unit that tells recomputation during the backward pass, for which its weights stay gathered, from a forward pass."""
+    """An FSDP unit that tells a forward pass from recomputation in the backward pass, for which its weights stay gathered."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module that it holds."""
+        """Call the wrapped module."""
         if self.training_state in BACKWARD:
             return self.module(*args, **kwargs)
         return super().forward(*args, **kwargs)
 
 
 def sharded(name: str, weight: nn.Parameter, placements: dict[str, Placement], mesh: Mesh) -> ShardedParameter:
-    """A weight of which each replica holds a slice of the flattened values."""
-    begin, count = mesh.dp.rank * len(weight), prod(placements[name].local(mesh.tp))
+    """A weight with this replica's slice of its flattened values."""
+    begin = mesh.dp.rank * len(weight)
+    count = prod(placements[name].local(mesh.tp))
     return ShardedParameter(name, weight, placements[name], begin, min(max(0, count - begin), len(weight)))
 
 
 def fill(weight: nn.Parameter, initial: InitSpec, compute: Compute) -> None:
     """Allocate this replica's slice of a weight on the device (it is on the meta device) and initialise it."""
     mesh = compute.mesh
-    run, count = torch.zeros(weight.shape, device=compute.device), prod(initial.placement.local(mesh.tp))
+    run = torch.zeros(weight.shape, device=compute.device)
+    count = prod(initial.placement.local(mesh.tp))
     begin = mesh.dp.rank * len(run)
     initial.fill(run[: max(0, count - begin)], begin, mesh.tp)
     there = nn.Parameter(run)
     vars(there).update(vars(weight))  # attributes that the library has set
-    # the library keeps this very object in its lists, so its content is replaced, not the object
+    # the library keeps this very object in its lists, so swap its content rather than the object
     torch.utils.swap_tensors(weight, there)
 
 
@@ -139,7 +144,7 @@ class PatchedModule:
 
 @cache
 def modernise() -> None:
-    """Map the collectives that the library (last released in 2022) calls to current PyTorch ones, inside its modules only."""
+    """Map the collectives called by the library (last released in 2022) to current PyTorch ones, inside its modules only."""
 
     def gather(out: Tensor, x: Tensor, group: Any) -> None:
         gather_into(out, x, group=group)
@@ -147,7 +152,7 @@ def modernise() -> None:
     def scatter(out: Tensor, x: Tensor, group: Any) -> None:
         scatter_into(out, x.flatten(), group=group)
 
-    # in its modules only: others in this process see PyTorch as it is
+    # only in the library's modules: the rest of the process sees PyTorch unchanged
     library.dist = buckets.dist = PatchedModule(dist, _all_gather_base=gather, _reduce_scatter_base=scatter)
     with warnings.catch_warnings():  # PyTorch warns once per process; the library cannot avoid the call
         warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
@@ -155,7 +160,7 @@ def modernise() -> None:
 
 
 class NoStream(torch.Stream):
-    """A stand-in for a CUDA stream on CPUs, where operations are ordered anyway."""
+    """A no-op CUDA stream for CPUs, where operations are ordered anyway."""
 
     def wait_stream(self, stream: Any) -> None:
         """Nothing to wait for."""

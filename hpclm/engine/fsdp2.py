@@ -1,9 +1,9 @@
 """PyTorch's fully_shard: replicas shard weights, gradients and optimizer state (ZeRO; Rajbhandari et al. 2020).
 
-Each block is an FSDP group, gathered for its forward and its backward pass; the rest of the model (embeddings, final norm,
-output) is another group. Experts that data-parallel ranks share out are separate groups, sharded over the ranks that have the same
-ones. The optimizer sees plain tensors: this replica's rows of each weight. With parallel.shard, weights are
-sharded within groups of replicas, and the gradients of a shard are all-reduced between them (hybrid sharding; Zhao et al. 2023).
+Each block is an FSDP group, gathered for its forward and its backward pass; the rest of the model (embeddings, final norm, output) is
+another group. Experts divided among data-parallel ranks are separate groups, sharded over the ranks with the same experts. The optimizer
+sees plain tensors: this replica's rows of each weight. With parallel.shard, weights are sharded within groups of replicas, and the
+gradients of a shard are all-reduced between the groups (hybrid sharding; Zhao et al. 2023).
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from hpclm.engine.base import BaseEngine
 from hpclm.engine.models import defer_tp_grad_sum, whole_model
 from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.model.init import allocate, move, place, uninitialized
+from hpclm.model.init import allocate, move, set_weight, uninitialized
 from hpclm.model.own_block import use_every_weight
 from hpclm.model.stack import Stack, placements
 from hpclm.parallel.collectives import all_reduce_in_place
@@ -32,7 +32,7 @@ from hpclm.parallel.mesh import Compute, Mesh
 
 
 def build(config: EngineSettings, compute: Compute) -> BaseEngine:
-    """The engine named fsdp2; with one replica there is nothing to shard."""
+    """The engine named fsdp2; with one replica, the native engine."""
     return (FSDP2Engine if compute.mesh.dp.size > 1 else NativeEngine)(config, compute)
 
 
@@ -43,9 +43,11 @@ class FSDP2Engine(BaseEngine):
     sharded = True
 
     def __init__(self, config: EngineSettings, compute: Compute):
-        mesh, device, dtype = compute.mesh, compute.device, compute.dtype
+        mesh = compute.mesh
+        device = compute.device
+        dtype = compute.dtype
         engine = config.engine
-        # sums of a group are added up over the micro-batches only in fp32
+        # PyTorch accumulates a group's sums over micro-batches only in fp32
         self._keeps_sums = mesh.replicate.size > 1 and (engine.gradients != "compute" or dtype == torch.float32)
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
@@ -55,7 +57,7 @@ class FSDP2Engine(BaseEngine):
         home = cache(mesh.of_weights)
         device_mesh_of = cache(lambda data_ranks: device_mesh(home(data_ranks), device.type))
         whole: set[nn.Parameter] = set()
-        """Weights of which data-parallel ranks hold different parts, as of experts, and that are not sharded further."""
+        """Weights that data-parallel ranks split, such as experts, and that are not sharded further."""
         shard = partial(fully_shard, mp_policy=policy, ignored_params=whole)
 
         def wrap(name: str, layer: nn.Module) -> nn.Module:
@@ -65,7 +67,7 @@ class FSDP2Engine(BaseEngine):
                 shard(module, mesh=device_mesh_of(data_ranks), reshard_after_forward=engine.zero_stage != 2)
             for weight_name, initial in list(uninitialized(layer)):
                 if initial.placement.data_ranks > 1 and not isinstance(layer.get_parameter(weight_name), DTensor):
-                    place(layer, weight_name, initial.parameter(mesh.tp, device, mesh.dp.rank))
+                    set_weight(layer, weight_name, initial.parameter(mesh.tp, device, mesh.dp.rank))
             whole.update(
                 weight
                 for (_, placement), weight in zip(placements(layer), layer.parameters(), strict=True)
@@ -81,12 +83,12 @@ class FSDP2Engine(BaseEngine):
             model.compile_blocks()
         # its backward pass starts with the layers its forward pass ends with
         shard(model, mesh=device_mesh_of(1), reshard_after_forward=False)
-        # sharded while it is on the meta device, so that no GPU ever has the whole model
+        # sharded on the meta device, so that no GPU ever holds the whole model
         allocate(model, device)
         for group in groups(model):
             # the token weights divide by the tokens of the whole step
             group.set_gradient_divide_factor(1.0)
-            # with a factor of its own PyTorch asks for PREMUL_SUM (torch 2.13), which only NCCL has
+            # with another factor PyTorch asks for PREMUL_SUM (torch 2.13), which only NCCL has
             group.set_force_sum_reduction_for_comms(True)
         if config.parallel.expert > 1:
             gather_ahead(model)
@@ -100,20 +102,21 @@ class FSDP2Engine(BaseEngine):
         }
         self._pairs = [(dtensor, weight.parameter) for dtensor, weight in pairs.values()]
         homes = {p: home(model.placements[name].data_ranks).dp for name, p in named.items() if p in whole}
-        weights = [
-            pairs[name][1]
-            if name in pairs
-            else ShardedParameter(name, p, model.placements[name], replicas=homes[p], data_rank=mesh.dp.rank)
-            for name, p in named.items()
-        ]
+        weights = []
+        for name, p in named.items():
+            if name in pairs:
+                weights.append(pairs[name][1])
+            else:
+                placement = model.placements[name]
+                weights.append(ShardedParameter(name, p, placement, replicas=homes[p], data_rank=mesh.dp.rank))
         super().__init__(config, compute, model, weights)
         self._split_gradients = [
             (axis, [p for p, of in homes.items() if of == axis]) for axis in dict.fromkeys(homes.values())
         ]
 
     def no_sync(self) -> AbstractContextManager:
-        """Inside this context, backward passes reduce gradients within groups of parallel.shard replicas only; with
-        engine.defer_reduction not even there: they are added up whole, in the type that they are reduced in."""
+        """Inside this context, backward passes reduce gradients only within groups of parallel.shard replicas. With
+        engine.defer_reduction they reduce nothing: gradients are accumulated whole, in the type of the reduction."""
         if self.config.engine.defer_reduction:
             return without(self.model.set_requires_gradient_sync)  # type: ignore[arg-type]  # of every group
         return without(self.model.set_requires_all_reduce) if self._keeps_sums else nullcontext()  # type: ignore[arg-type]
@@ -124,22 +127,23 @@ class FSDP2Engine(BaseEngine):
             all_reduce_in_place([p.grad for p in members if p.grad is not None], axis)
         for dtensor, parameter in self._pairs:
             gradient = dtensor.grad
-            # dtensor.grad goes to None, or the next step would add to this one's gradient
-            parameter.grad, dtensor.grad = gradient.to_local() if isinstance(gradient, DTensor) else None, None
+            # clear dtensor.grad, or the next step would add to this step's gradient
+            parameter.grad = gradient.to_local() if isinstance(gradient, DTensor) else None
+            dtensor.grad = None
 
     def refresh(self) -> None:
-        """Free gathered weights, which are no longer those of the optimizer."""
+        """Free gathered weights, which are outdated after the update."""
         self.reshard()
 
     def reshard(self) -> None:
-        """Free the weights that an evaluation, or the micro-batches of a step, have gathered."""
+        """Free the weights gathered by an evaluation or by a step's micro-batches."""
         for group in groups(self.model):
             group.reshard()
 
 
 @contextmanager
 def without(switch: Callable[[bool], None]) -> Iterator[None]:
-    """Inside this context, what ``switch`` controls is off."""
+    """Switch ``switch`` off inside this context."""
     switch(False)
     try:
         yield
@@ -148,8 +152,10 @@ def without(switch: Callable[[bool], None]) -> Iterator[None]:
 
 
 def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
-    """The replicas as fully_shard wants them: in a row, or a row for each group that shares out the weights."""
-    shard, replicate, ranks = mesh.shard, mesh.replicate, mesh.dp.ranks
+    """The replicas as a DeviceMesh for fully_shard: one row, or with hybrid sharding a row for each group."""
+    shard = mesh.shard
+    replicate = mesh.replicate
+    ranks = mesh.dp.ranks
     if replicate.size == 1:
         return DeviceMesh.from_group(shard.group, kind)
     rows = [ranks[first : first + shard.size] for first in range(0, len(ranks), shard.size)]
@@ -157,8 +163,8 @@ def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
 
 
 def split_modules(layer: nn.Module, home: Callable[[int], Mesh]) -> list[tuple[nn.Module, int]]:
-    """The modules within a layer, such as experts, of whose weights data-parallel ranks hold different parts, and among how many; if those
-    that hold the same part can share out its rows evenly. ``home``: Mesh.of_weights."""
+    """Modules of a layer, such as experts, with weights that data-parallel ranks split, and the number of parts; only if the ranks with
+    the same part can divide its rows evenly. ``home``: Mesh.of_weights."""
     placed = dict(placements(layer))
     modules: dict[str, tuple[nn.Module, int]] = {}
     for path, module in layer.named_modules():
@@ -168,21 +174,22 @@ def split_modules(layer: nn.Module, home: Callable[[int], Mesh]) -> list[tuple[n
             continue
         [ranks] = data_ranks
         mesh = home(ranks)
-        # a part with fewer rows than ranks would be padded whenever it is gathered
+        # a part with fewer rows than ranks would be padded at every gather
         if mesh.shard.size > 1 and not any(placement.local(mesh.tp)[0] % mesh.shard.size for placement in split):
             modules[path] = module, ranks
     return list(modules.values())
 
 
 def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh, data_rank: int) -> tuple[DTensor, ShardedParameter]:
-    """A sharded weight, and this replica's rows of it, initialised. ``mesh``: as the weight sees it; ``data_rank``: on the whole data
+    """A sharded weight, and this replica's initialised rows of it. ``mesh``: for this weight; ``data_rank``: rank on the whole data
     axis."""
     assert isinstance(weight, DTensor)
     rows, *row = model.placements[name].local(mesh.tp)
     # the same memory, without DTensor's overhead on every operation
     rows_here = nn.Parameter(weight.to_local().detach())
-    # fully_shard gives each rank ceil(rows / ranks) rows, the last ones what is left, perhaps none
-    size, per_rank = rows * prod(row), -(-rows // mesh.shard.size) * prod(row)
+    # fully_shard gives each rank ceil(rows / ranks) rows; the last ranks may get fewer or none
+    size = rows * prod(row)
+    per_rank = -(-rows // mesh.shard.size) * prod(row)
 
     def local_range(rank: int) -> tuple[int, int]:
         return min(rank * per_rank, size), min(per_rank, max(0, size - rank * per_rank))
@@ -200,9 +207,10 @@ def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh, data_rank: int)
 
 
 def gather_ahead(model: Stack) -> None:
-    """Gather the weights of each block, experts among them, while the block before it computes, or in backward passes the one after it.
+    """Prefetch the weights of each block, its experts included, while the block before it computes; in backward passes, the one after
+    it.
 
-    Left alone, PyTorch gathers ahead as far as the host is ahead of the device. Experts that are shared out make the host wait.
+    By default, PyTorch prefetches only as far as the host runs ahead of the device, and divided experts make the host wait.
     """
     rest: Any = model
     blocks = [layer for layer in model.layers.values() if isinstance(layer, FSDPModule)]
@@ -213,5 +221,5 @@ def gather_ahead(model: Stack) -> None:
 
 
 def groups(model: nn.Module) -> Iterator[FSDPModule]:
-    """The FSDP groups of a model, or of one of its layers: each block, experts within it, and the rest of the model."""
+    """The FSDP groups of a model or layer: each block, the experts in it, and the rest of the model."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -1,10 +1,9 @@
-"""Gradients in a few flat buffers, each of which is all-reduced as soon as the last backward pass of a step has filled it and those
-before it.
+"""Gradients in a few flat buffers. Each is all-reduced as soon as the last backward pass of a step has filled it and those before it.
 
-This is what DistributedDataParallel does (Li et al. 2020), without the compiler stack that it loads into every process, and also
-for pipelines, whose schedules mix the forward and backward passes of many micro-batches. As there, buckets are sent in one order,
-whatever the order in which they fill, which in compiled blocks is another one: of two ranks that start collectives in different
-orders, each would hang, or add up gradients of different weights.
+This is DistributedDataParallel's method (Li et al. 2020), without the compiler stack that it loads into every process. It also works for
+pipelines, whose schedules mix forward and backward passes of many micro-batches. As in DistributedDataParallel, buckets are sent in one
+fixed order, although compiled blocks fill them in another. Ranks that started collectives in different orders would hang or add
+gradients of different weights.
 """
 
 import weakref
@@ -30,31 +29,32 @@ class Bucket:
     """A flat buffer, and the parameters whose gradients are views of it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, starts: Sequence[int] = (), size: int = 0):
-        """``axis``: the ranks over which the gradients are summed. ``starts``: where each begins in the buffer of ``size`` values; by
-        default one after the other."""
+        """``axis``: the ranks that sum the gradients. ``starts``: each gradient's offset in the buffer of ``size`` values; by default
+        one after the other."""
         self.axis = axis
         sizes = [p.numel() for p in parameters]
-        self.parameters, self.starts = tuple(parameters), starts or [0, *accumulate(sizes[:-1])]
+        self.parameters = tuple(parameters)
+        self.starts = starts or [0, *accumulate(sizes[:-1])]
         self.buffer = parameters[0].new_zeros(size or sum(sizes), requires_grad=False)
         self.missing = 0
-        """Gradients that the rest of the step still adds; 0 outside a step."""
+        """Gradient additions still to come in this step; 0 outside a step."""
         self.work: Any = None
         self.sent = self.buffer
-        """What is all-reduced: the buffer, or a copy of it in a smaller type."""
+        """The tensor to all-reduce: the buffer, or a copy in a smaller type."""
         self.summed = slice(None)
-        """Where the sums arrive."""
+        """The tensor that receives the sums."""
         for parameter, start in zip(self.parameters, self.starts, strict=True):
-            # autograd adds into a gradient that exists, so the buffer fills without a copy
+            # autograd accumulates into an existing gradient, so the buffer fills without a copy
             parameter.grad = view(self.buffer, parameter, start)
 
 
 def view(buffer: Tensor, parameter: nn.Parameter, start: int) -> Tensor:
-    """The part of a flat buffer that belongs to a parameter, in its shape."""
+    """A view of a parameter's part of a flat buffer, in its shape."""
     return buffer[start : start + parameter.numel()].view_as(parameter)
 
 
 class GradientBuckets:
-    """All gradients of one replica, in buckets that are all-reduced over the ranks that hold the same weights."""
+    """All gradients of one replica, in buckets that are all-reduced over the ranks with the same weights."""
 
     def __init__(
         self,
@@ -63,29 +63,29 @@ class GradientBuckets:
         dtype: torch.dtype = torch.float32,
         late: Collection[nn.Parameter] = (),
     ):
-        """``leaves``: each parameter with an fp32 gradient, and the parameter of the model whose backward pass completes it.
-        ``dtype``: in which gradients are sent and summed. ``late``: parameters whose gradients change after the backward
-        passes; their buckets are reduced by finish()."""
+        """``leaves``: maps each parameter with an fp32 gradient to the parameter of the model whose backward pass completes it.
+        ``dtype``: the type in which gradients are sent and summed. ``late``: parameters whose gradients change after the backward
+        passes; finish() reduces their buckets."""
         self.dtype = dtype
         place = {parameter: number for number, parameter in enumerate(leaves)}
         self.buckets = sorted(buckets, key=lambda bucket: -min(place[p] for p in bucket.parameters))
-        """In the order in which all ranks send them: that in which a backward pass fills them, from the last layer to the first."""
+        """In the order of sending, the same on all ranks: the order in which backward passes fill them, last layer first."""
         self._sent = len(self.buckets)
-        """How many of them this step has sent; outside of a step, all."""
-        myself = weakref.ref(self)  # the garbage collector does not see what the hooks of a parameter hold
+        """Number of buckets sent in this step; outside a step, all."""
+        myself = weakref.ref(self)  # weak, because the garbage collector does not see references from parameter hooks
         for number, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters if not any(p in late for p in bucket.parameters) else ():
                 leaves[parameter].register_post_accumulate_grad_hook(partial(_added, myself, number))
 
     def begin(self, micro_batches: int) -> None:
-        """Before the backward passes of a step."""
+        """Call before the backward passes of a step."""
         self._sent = 0
         for bucket in self.buckets:
             bucket.missing = micro_batches * len(bucket.parameters)
 
     def finish(self) -> None:
-        """After the last backward pass: wait until all gradients are reduced."""
-        for bucket in self.buckets[self._sent :]:  # some parameters of the first of them were unused, or are late
+        """Call after the last backward pass: waits until all gradients are reduced."""
+        for bucket in self.buckets[self._sent :]:  # the first of them has unused or late parameters
             self._reduce(bucket)
         self._sent = len(self.buckets)
         for bucket in self.buckets:
@@ -93,7 +93,9 @@ class GradientBuckets:
                 bucket.work.wait()
             if bucket.sent is not bucket.buffer:
                 bucket.buffer[bucket.summed].copy_(bucket.sent[bucket.summed])
-            bucket.sent, bucket.work, bucket.missing = bucket.buffer, None, 0
+            bucket.sent = bucket.buffer
+            bucket.work = None
+            bucket.missing = 0
 
     def zero(self) -> None:
         """Zero all gradients in place."""
@@ -101,31 +103,31 @@ class GradientBuckets:
             bucket.buffer.zero_()
 
     def added(self, number: int) -> None:
-        """A backward pass has added to a gradient of a bucket: send those that are full, none before the ones in front of it."""
+        """Called when a backward pass has added to a gradient of bucket ``number``: sends full buckets, in order."""
         self.buckets[number].missing -= 1
         while self._sent < len(self.buckets) and self.buckets[self._sent].missing == 0:
             self._reduce(self.buckets[self._sent])
             self._sent += 1
 
     def _reduce(self, bucket: Bucket) -> None:
-        # the buffer itself if it has this type already: then nothing is copied
+        # the buffer itself, not a copy, if it already has this type
         bucket.sent = bucket.buffer.to(self.dtype)
         if bucket.axis.size > 1:
             bucket.work = dist.all_reduce(bucket.sent, group=bucket.axis.group, async_op=True)
 
 
 def _added(buckets: "weakref.ref[GradientBuckets]", number: int, parameter: Tensor) -> None:
-    """The hook of a parameter in a bucket."""
+    """The gradient hook of a parameter in a bucket."""
     owner = buckets()
     if owner is not None:
         owner.added(number)
 
 
 def megabytes(given: float | None, values: int, compute: Compute) -> float:
-    """Size of the buckets of ``values`` gradients: as ``given``, or chosen.
+    """Size in MB of the buckets for ``values`` gradients: ``given``, or a size chosen for the network.
 
-    A ring over n replicas sends a bucket in n parts, so over the network of several nodes its size must grow with n, or the
-    latency of each part takes longer than its transfer. CPUs, where the order of sums depends on the size, keep one size.
+    A ring over n replicas sends a bucket in n parts. Across nodes, the size must grow with n, or each part's latency exceeds its
+    transfer time. CPUs keep one size, because the order of their sums depends on it.
     """
     mesh = compute.mesh
     if given or mesh.nodes == 1 or compute.device.type != "cuda":
@@ -134,7 +136,8 @@ def megabytes(given: float | None, values: int, compute: Compute) -> float:
 
 
 def by_mesh(weights: Mapping[nn.Parameter, Placement], mesh: Mesh) -> Iterator[tuple[Mesh, list[nn.Parameter]]]:
-    """The weights, in order, that the same ranks hold, and the mesh as they see it; first those that no data-parallel ranks split."""
+    """The weights in order, grouped by the ranks that hold them, each group with its mesh. Weights that no data-parallel ranks split
+    come first."""
     for data_ranks in sorted({1, *(placement.data_ranks for placement in weights.values())}):
         yield mesh.of_weights(data_ranks), [p for p, placement in weights.items() if placement.data_ranks == data_ranks]
 
@@ -142,15 +145,18 @@ def by_mesh(weights: Mapping[nn.Parameter, Placement], mesh: Mesh) -> Iterator[t
 def grouped(
     parameters: Iterable[nn.Parameter], size_mb: float, first: int = FIRST_BUCKET_BYTES
 ) -> Iterator[list[nn.Parameter]]:
-    """Parameters in order, in buckets of about ``size_mb`` megabytes, of which the first has at most ``first`` bytes."""
+    """Group parameters in order into buckets of about ``size_mb`` MB; the first has at most ``first`` bytes."""
     group: list[nn.Parameter] = []
     limit = int(size_mb * (1 << 20))
-    size, room = 0, min(first, limit)
+    size = 0
+    room = min(first, limit)
     for parameter in parameters:
         bytes_ = parameter.numel() * parameter.element_size()
         if group and size + bytes_ > room:
             yield group
-            group, size, room = [], 0, limit
+            group = []
+            size = 0
+            room = limit
         group.append(parameter)
         size += bytes_
     if group:

@@ -1,7 +1,7 @@
-"""Whole matrices for an optimizer: processes that hold parts or copies of the same matrices share them out, and exchange the results.
+"""Whole matrices for an optimizer: processes that hold parts or copies of the same matrices divide the work and exchange results.
 
-In a round every process works on one matrix, so that it holds no more than one. All-to-alls among the processes that together hold
-one copy of the weights gather the matrices and scatter the results; those that hold the same values get them by broadcasts.
+In a round every process works on one matrix, so it never holds more than one. The processes that together hold one copy of the weights
+gather the matrices and scatter the results by all-to-all. Processes with the same values receive them by broadcast.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,27 +22,28 @@ from hpclm.parallel.placement import Placement
 
 
 class MatrixExchange:
-    """An Exchange (hpclm.optim.optimizers) of matrices."""
+    """An Exchange of matrices (see hpclm.optim.optimizers)."""
 
     def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh):
         """``weights``: the same on all processes that hold parts or copies of them."""
         for weight in weights:
             if weight.placement.data_ranks > 1 and not stacked(weight.name):
                 raise ConfigError(
-                    f"{weight.name} is a matrix that data-parallel ranks split, and this optimizer works on whole ones: give it three "
-                    "dimensions, of which they split the first, or choose optim.name=adamw"
+                    f"{weight.name} is a matrix that data-parallel ranks split, but this optimizer needs whole matrices: give it three "
+                    "dimensions and split the first, or set optim.name=adamw"
                 )
         self.tp = mesh.tp
         pairs = [pair for weight in weights for pair in _matrices(weight, mesh.tp)]
         self.matrices = [matrix for matrix, _ in pairs]
         self.weights = weights = [local_part for _, local_part in pairs]
-        """Of each matrix, what this process holds."""
-        # Newton-Schulz multiplies about prod(shape) x min(shape) times, and a round lasts as long as its slowest matrix
+        """This process's part of each matrix."""
+        # Newton-Schulz takes about prod(shape) x min(shape) multiplications, and a round lasts as long as its slowest
+        # matrix
         order = sorted(range(len(weights)), key=lambda n: -prod(weights[n].shape) * min(weights[n].shape))
         self.rounds: list[list[int]] = []
-        """Matrices that take about the same time, divided among the same processes; the n-th belongs to the n-th process, counted copy by
+        """Rounds: matrices of about equal cost, divided among the same processes. The n-th belongs to the n-th process, counted copy by
         copy."""
-        # experts that ranks share out are held by fewer processes than other matrices
+        # divided experts are held by fewer processes than other matrices
         homes: dict[tuple[Axis, Axis], list[int]] = {}
         for number in order:
             homes.setdefault(self._axes([number]), []).append(number)
@@ -58,7 +59,7 @@ class MatrixExchange:
         return [self.weights[numbers[slot]].name for numbers, slot in places if slot < len(numbers)]
 
     def _axes(self, numbers: Sequence[int]) -> tuple[Axis, Axis]:
-        """The processes that together hold one copy of the matrices of a round, and those that hold the same values."""
+        """The processes that together hold one copy of a round's matrices, and those that hold the same values."""
         weight = self.weights[numbers[0]]
         return weight.holders or self.tp, weight.replicas
 
@@ -67,13 +68,16 @@ class MatrixExchange:
     ) -> Sequence[Tensor]:
         """This process's values of each matrix of a round -> its values of ``work(number, matrix)``, flattened."""
         holders, replicas = self._axes(numbers)
-        size, rank, weights = holders.size, holders.rank, [self.weights[number] for number in numbers]
+        size = holders.size
+        rank = holders.rank
+        weights = [self.weights[number] for number in numbers]
         first = replicas.rank * size
         matrix_of = dict(enumerate(range(first, min(first + size, len(numbers)))))
-        """Rank among the holders -> index of its matrix, of those that this copy of the weights works on."""
+        """Maps a rank among the holders to the index of its matrix, within this copy's share of the round."""
         flat = [values.flatten() for values in local_values]
         sent = [flat[i] if self._gives(weights[i], rank, owner) else flat[i][:0] for owner, i in matrix_of.items()]
-        matrix, results = weights[matrix_of[rank]] if rank in matrix_of else None, list[Tensor]()
+        matrix = weights[matrix_of[rank]] if rank in matrix_of else None
+        results = list[Tensor]()
         counts = [
             (matrix and self._gives(matrix, peer, rank) and self._local_range(matrix, peer)[1]) or 0
             for peer in range(size)
@@ -90,40 +94,39 @@ class MatrixExchange:
                 for place, block in self._blocks(matrix, peer, results[-1]):
                     block.copy_(whole[place])
         scattered = all_to_all(results, [len(flat[i]) for i in matrix_of.values()], flat[0], holders)
-        # all_to_all returns a vector for every process, the last ones empty in a round that is not full
+        # all_to_all returns a vector for every process; the last ones are empty in a round that is not full
         for i, values in zip(matrix_of.values(), scattered, strict=False):
             flat[i] = values
-        # each matrix comes from the copy of the weights that worked on it; all broadcasts are under way before one is
-        # waited for
+        # each matrix comes from the copy of the weights that worked on it; start all broadcasts before waiting for
+        # the first
         every = enumerate(flat) if replicas.size > 1 else ()
-        group, ranks = replicas.group, replicas.ranks
+        group = replicas.group
+        ranks = replicas.ranks
         for broadcast in [dist.broadcast(values, ranks[i // size], group, async_op=True) for i, values in every]:
             broadcast.wait()
         return flat
 
     def _gives(self, weight: ShardedParameter, peer: int, owner: int) -> bool:
-        """Whether a process sends its values to the owner of a matrix; of tensor-parallel copies only one does."""
+        """Whether a process sends its values to the owner of a matrix; only one of several tensor-parallel copies does."""
         return weight.placement.dim is not None or peer % self.tp.size == owner % self.tp.size
 
     def _local_range(self, weight: ShardedParameter, peer: int) -> tuple[int, int]:
-        """The index of the first value of the tensor-parallel slice that a process holds, and how many it holds."""
-        return (
-            weight.local_range(peer // self.tp.size)
-            if weight.local_range
-            else (0, prod(weight.placement.local(self.tp)))
-        )
+        """Index of the first value that a process holds of its tensor-parallel slice, and the number of its values."""
+        if weight.local_range:
+            return weight.local_range(peer // self.tp.size)
+        return 0, prod(weight.placement.local(self.tp))
 
     def _blocks(
         self, weight: ShardedParameter, peer: int, values: Tensor
     ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Where in the matrix the values of a process lie, in blocks."""
+        """The values of a process as blocks of the matrix."""
         tp = Axis(self.tp.size, peer % self.tp.size)
         for start, block in blocks(weight, self._local_range(weight, peer)[0], values, tp):
             yield tuple(slice(low, low + n) for low, n in zip(start, block.shape, strict=True)), block
 
 
 def _matrices(weight: ShardedParameter, tp: Axis) -> Iterator[tuple[Matrix, ShardedParameter]]:
-    """The matrices of a weight, and what this process holds of each: the weight itself, or those of the experts in its part of a stack."""
+    """The matrices of a weight with this process's part of each: the weight itself, or the experts in its part of a stack."""
     if not stacked(weight.name):
         yield Matrix(weight, weight.shape), weight
         return
@@ -154,6 +157,6 @@ def _range_of_expert(
 
 
 def _overlap(run: tuple[int, int], start: int, size: int) -> tuple[int, int]:
-    """Of a run, its begin and its length, the part within ``size`` values from ``start`` on, counted from there."""
+    """The part of a run (begin, length) that lies within ``size`` values from ``start`` on, counted from ``start``."""
     low, high = (min(max(end - start, 0), size) for end in (run[0], run[0] + run[1]))
     return low, high - low

@@ -1,4 +1,4 @@
-"""The model that an engine trains, or a stage of it, as its settings say."""
+"""Builds the model that an engine trains, or a stage of it, from the settings."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,8 @@ from hpclm.parallel.mesh import Compute
 
 
 def defer_tp_grad_sum(model: Stack, compute: Compute) -> None:
-    """On GPUs, sum the gradients of norms and biases over the tensor-parallel ranks once a step and together, rather than six
-    times in each block and micro-batch. On CPUs, where messages cost less, the order of the sums stays what it was."""
+    """On GPUs, sum the gradients of norms and biases over the tensor-parallel ranks once a step, all together, instead of six times in
+    each block and micro-batch. On CPUs, where messages cost less, they are summed in every block."""
     if defers(compute.device) and compute.mesh.tp.size > 1 and model.config.block in BLOCKS:
         for module in model.modules():
             if isinstance(module, TensorParallelModule):
@@ -30,18 +30,18 @@ def defer_tp_grad_sum(model: Stack, compute: Compute) -> None:
 
 
 def defers(device: torch.device) -> bool:
-    """Whether sums over tensor-parallel ranks wait for the end of the step on this device."""
+    """Whether this device defers sums over tensor-parallel ranks to the end of the step."""
     return device.type == "cuda"
 
 
 def layers_of(config: EngineSettings, compute: Compute) -> list[LayerSpec]:
-    """The layers of the whole model, split over tensor-parallel ranks and those that share out experts."""
+    """The layers of the whole model, split over tensor-parallel ranks and over the ranks that divide experts."""
     axes = ExpertAxes.of(config.parallel, compute.mesh)
     return gpt.layers(config.model, config.engine, compute.dtype, config.seed, compute.mesh.tp, axes)
 
 
 def whole_model(config: EngineSettings, compute: Compute, wrap: WrapLayer, backward: Backward = "unscaled") -> Stack:
-    """The whole model; each layer is passed to ``wrap`` as it is built. ``backward``: as of the loss."""
+    """The whole model; each layer is passed to ``wrap`` as it is built. ``backward``: see the loss."""
     return stack_of(config, compute, layers_of(config, compute), wrap, backward)
 
 
@@ -52,7 +52,7 @@ def stack_of(
     wrap: WrapLayer,
     backward: Backward = "once",
 ) -> Stack:
-    """The model, or a stage of it, as the engine's settings say."""
+    """Build the model, or a stage of it, from the engine's settings."""
     engine = config.engine
     loss = TokenLoss(engine.loss_chunk, bool(engine.compile), backward, config.optim.z_loss)
     supports = SUPPORTS.get(engine.name)
@@ -71,12 +71,13 @@ def stack_of(
             )
         for module in layer.modules() if name in in_fp8 else ():
             if isinstance(module, ColumnLinear | RowLinear):
-                splits_inputs, emulated = isinstance(module, RowLinear), compute.device.type == "cpu"
+                splits_inputs = isinstance(module, RowLinear)
+                emulated = compute.device.type == "cpu"
                 module.fp8 = FP8(engine.fp8 == "rowwise", module.tp, splits_inputs, emulated)
         return wrap(name, layer)
 
     execution = Execution(loss, engine.recompute_every, engine.offload_activations)
     stack = Stack(config.model, specs, compute.dtype, compute.mesh, checked, execution)
-    # a zero-bubble schedule runs the backward pass of weights apart, for which a compiled one cannot be divided
+    # a zero-bubble schedule runs the backward pass of weights separately, which a compiled one does not allow
     stack.compilation.may_compile_attention = engine.compile is None and config.parallel.schedule != "zero_bubble"
     return stack

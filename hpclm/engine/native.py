@@ -1,6 +1,6 @@
 """Plain PyTorch with data parallelism: fp32 weights and optimizer, activations in the compute type.
 
-In bf16 and fp16 the model computes with copies of the weights in that type, which are made once a step.
+In bf16 and fp16 the model computes with copies of the weights in that type, cast once a step.
 """
 
 import torch
@@ -20,7 +20,8 @@ class NativeEngine(BaseEngine):
     """The engine named native: the model and optimizer replicated on every data-parallel rank."""
 
     def __init__(self, config: EngineSettings, compute: Compute):
-        mesh, device = compute.mesh, compute.device
+        mesh = compute.mesh
+        device = compute.device
         model = native_model(config, compute)
         self.copies = ComputeCopies(model, config.in_place and adds_in_place(config.engine, config.model, device))
         leaves = {self.copies.master(p): p for _, p in model.weights()}

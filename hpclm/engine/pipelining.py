@@ -42,23 +42,24 @@ SCHEDULES = {
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
 ONE_STAGE = ("gpipe", "1f1b")
-"""Schedules that take one stage, not a list."""
+"""Schedules that take one stage instead of a list."""
 BUCKET_MB = 32.0
 
 
 def unavailable() -> str | None:
-    """Why this PyTorch cannot run the engine: its PipelineStage has no way to give the shapes of gradients."""
+    """The reason why this PyTorch cannot run the engine, or None: PipelineStage may be unable to take the shapes of gradients."""
     has = "input_grads" in inspect.signature(PipelineStage).parameters
     return None if has else torch_too_old("pipelining", torch.__version__)
 
 
 class PipeliningEngine(BaseEngine):
-    """One or more pipeline stages on each process; gradients are all-reduced over the replicas as the last backward passes run."""
+    """One or more pipeline stages on each process; gradients are all-reduced over the replicas during the last backward passes."""
 
     backward_timer = "forward_backward"  # of several micro-batches at a time
 
     def __init__(self, config: EngineSettings, compute: Compute):
-        mesh, late = compute.mesh, config.parallel.schedule == "zero_bubble"
+        mesh = compute.mesh
+        late = config.parallel.schedule == "zero_bubble"
         parts = stages(config, layers_of(config, compute), compute)
         wrap = materialize_on(compute.device, mesh.tp, mesh.dp.rank)
         self.count = len(parts)
@@ -66,7 +67,7 @@ class PipeliningEngine(BaseEngine):
             index: stack_of(config, compute, parts[index], wrap, "twice" if late else "once")
             for index in range(mesh.pp.rank, len(parts), mesh.pp.size)
         }
-        """The stages of this process, by their number among all ``count``."""
+        """This process's stages, by their number among all ``count``."""
         for stack in self.stacks.values():
             defer_tp_grad_sum(stack, compute)
         shared = "tokens.weight" if config.model.tied and self.count > 1 else None
@@ -92,19 +93,20 @@ class PipeliningEngine(BaseEngine):
                 for home, members in homes
                 for group in grouped(members, BUCKET_MB, first=int(BUCKET_MB * 2**20))
             ]
-            # the zero-bubble schedule adds gradients of weights outside of autograd, which calls no hooks
+            # the zero-bubble schedule adds gradients of weights outside autograd, so no hooks run
             self.gradients = GradientBuckets(buckets, every, late=set(every if late else ()))
-        # a batch ramp-up has several numbers of micro-batches, and a schedule keeps its receive buffers
+        # a batch ramp-up uses several numbers of micro-batches, and a schedule keeps its receive buffers
         self.schedule = cache(self._schedule)
         self.micro_batches: Sequence[MicroBatch] = ()
-        """Those of the current step."""
+        """The micro-batches of the current step."""
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:
-        """Run the micro-batches forward and backward through all stages; the sum of this replica's weighted losses, on every stage."""
+        """Run the micro-batches forward and backward through all stages. Returns the sum of this replica's weighted losses, on every
+        stage."""
         self.micro_batches = inputs.batches
         numbers = torch.arange(len(inputs.batches))
         losses: list[Tensor] = []
-        # PyTorch's schedule takes one batch, and divides it into micro-batches again
+        # PyTorch's schedule takes one batch and divides it into micro-batches again
         tokens = [torch.cat([batch.tokens for batch in inputs.batches])] if self.mesh.pp.first else []
         last = dict(target=numbers, losses=losses) if self.mesh.pp.last else {}
         with self.timers(self.backward_timer):
@@ -116,13 +118,14 @@ class PipeliningEngine(BaseEngine):
         return all_reduce(total.detach(), self.mesh.pp)
 
     def finish_backward(self) -> None:
-        """Sum the gradients of the replicas, then those of the two tied embeddings, which so get the same bits."""
+        """Sum the gradients over the replicas, then over the two tied embeddings, which thereby get the same bits."""
         super().finish_backward()
         all_reduce_in_place([p.grad for p in self.tied if p.grad is not None], self.ends)
 
     def evaluate_one(self, batch: MicroBatch) -> Output:
-        """The weighted loss of one micro-batch, passed from stage to stage; returned on every stage."""
-        pp, x = self.mesh.pp, None
+        """Pass one micro-batch from stage to stage; returns its weighted loss on every stage."""
+        pp = self.mesh.pp
+        x = None
         value = torch.zeros((), device=self.device)
         for index in range(self.count):
             owner = index % pp.size
@@ -132,7 +135,7 @@ class PipeliningEngine(BaseEngine):
                 x = torch.empty(
                     self._activations(len(batch.tokens)), dtype=self.stacks[index].dtype, device=self.device
                 )
-                # every process goes through the stages in order, so that each receive meets its send
+                # every process visits the stages in order, so that each receive meets its send
                 dist.recv(x, pp.ranks[(index - 1) % pp.size], group=pp.group)
             x = self.stacks[index](batch, x).value
             if index == self.count - 1:
@@ -146,7 +149,7 @@ class PipeliningEngine(BaseEngine):
         return model.context // self.mesh.cp.size // self.mesh.tp.size, sequences, model.hidden
 
     def _schedule(self, micro_batches: int, sequences: int) -> Any:
-        """PyTorch's schedule for this number of micro-batches and sequences; ConfigError if it cannot run them."""
+        """PyTorch's schedule for ``micro_batches`` of ``sequences``; ConfigError if it cannot run them."""
         pieces = [self._stage(index, sequences) for index in self.stacks]
         name = self.config.parallel.schedule
         kind = SCHEDULES[name]
@@ -164,12 +167,13 @@ class PipeliningEngine(BaseEngine):
             ) from error
 
     def _stage(self, index: int, sequences: int) -> PipelineStage:
-        """A stage for PyTorch's schedules; shapes are given, so that no trial run is needed to infer them."""
+        """A stage for PyTorch's schedules. Shapes are given, so PyTorch needs no trial run to infer them."""
         passed = torch.empty(self._activations(sequences), dtype=self.stacks[index].dtype, device="meta")
         passed.requires_grad_()
         ids = torch.empty(sequences, self.config.model.context // self.mesh.cp.size, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        first, last = index == 0, index == self.count - 1
+        first = index == 0
+        last = index == self.count - 1
         return PipelineStage(
             Numbered(self.stacks[index], self.compute),
             index,
@@ -183,7 +187,7 @@ class PipeliningEngine(BaseEngine):
         )
 
     def compute(self, stack: Stack, number: int, x: Tensor) -> Tensor:
-        """A stage's activations, or the loss, of one micro-batch of the current step; what it reports is kept."""
+        """A stage's activations, or the loss, of micro-batch ``number`` of the current step; records its reports."""
         value, scalars = stack(self.micro_batches[number], x if x.is_floating_point() else None)
         add(self.reported, scalars)
         result: Tensor = value
@@ -191,11 +195,12 @@ class PipeliningEngine(BaseEngine):
 
 
 class Numbered(nn.Module):
-    """A stage that receives the number of its micro-batch: all but activations is on every stage."""
+    """A stage that receives the number of its micro-batch instead of the batch, which every stage has."""
 
     def __init__(self, stack: Stack, compute: Callable[[Stack, int, Tensor], Tensor]):
         super().__init__()
-        self.stack, self.compute = stack, compute
+        self.stack = stack
+        self.compute = compute
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         """[B, T] ids or [t, B, C] -> [t, B, C], or the loss."""

@@ -1,8 +1,8 @@
-"""QK-clip, which with Muon is MuonClip (Kimi Team 2025): queries and keys whose scores got too large are scaled down.
+"""QK-clip (with Muon, MuonClip; Kimi Team 2025): scales down queries and keys whose attention scores grow too large.
 
-With S the largest score of a head in a step and tau = optim.qk_clip, the weights of its queries and of its key are each multiplied by
-min(1, sqrt(tau / S)) after the update. As in Megatron-core (SelfAttention.clip_qk), S is the maximum over the heads that share a key.
-Biases are scaled with the weights, so that the scores themselves are.
+S is the largest score of a head in a step, and tau = optim.qk_clip. After the update, the weights of the head's queries and of its key
+are multiplied by min(1, sqrt(tau / S)). As in Megatron-core (SelfAttention.clip_qk), S is the maximum over the heads that share a key.
+Biases are scaled like the weights, so that the scores fall by exactly this factor.
 """
 
 from collections.abc import Sequence
@@ -19,44 +19,48 @@ from hpclm.parallel.mesh import Mesh
 
 
 class QKClip:
-    """Measures the scores of this process's heads, and scales the values of the weights that its optimizer updates."""
+    """Measures the scores of this process's heads, and scales the values that its optimizer updates."""
 
     def __init__(self, stacks: Sequence[Stack], weights: Sequence[ShardedParameter], mesh: Mesh, limit: float):
         model = stacks[0].config
         named = [(name, layer) for stack in stacks for name, layer in stack.named_modules()]
         layers = {name.removeprefix("layers."): layer for name, layer in named if isinstance(layer, Attention)}
-        self.mesh, self.limit = mesh, limit
-        self.width, self.per_group = model.head_width, model.heads // model.groups
+        self.mesh = mesh
+        self.limit = limit
+        self.width = model.head_width
+        self.per_group = model.heads // model.groups
         self.largest = torch.empty(len(layers), model.heads // mesh.tp.size, device=weights[0].parameter.device)
-        """[layers, H] the largest scores of this step's micro-batches so far."""
+        """[layers, H] the largest scores so far in this step."""
         for layer, row in zip(layers.values(), self.largest, strict=True):
             layer.largest = row
         numbers = {f"{name}.qkv": number for number, name in enumerate(layers)}
         owned = [(numbers.get(weight.name.rpartition(".")[0]), weight) for weight in weights]
         self.weights = [(number, weight) for number, weight in owned if number is not None]
-        """Each weight of queries, keys and values, and the number of its layer."""
+        """Each weight of queries, keys and values, with its layer's number."""
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Reset the measurements before a step."""
         self.largest.fill_(-torch.inf)
 
     @torch.no_grad()
     def clip(self, skipped: Tensor) -> dict[str, Tensor]:
-        """Scale down what exceeded the limit, unless the update was ``skipped``; the largest score of all heads. A collective."""
-        # over all replicas: by scores of its own, each would scale its copy of a weight differently
+        """Scale down weights whose scores exceeded the limit, unless the update was ``skipped``. Returns the largest score of all heads.
+        A collective."""
+        # over all replicas: otherwise each would scale its copy of a weight differently
         largest = all_reduce_max(self.largest, self.mesh.dp)
         by_key = largest.unflatten(1, (-1, self.per_group)).amax(2)
         # the root, since queries and keys are both scaled: their product falls by tau / S
         factors = torch.where((by_key > self.limit) & (skipped == 0), (self.limit / by_key).sqrt(), 1.0)
         rows = torch.cat(
-            # the rows of a group's queries and of its key; values are not part of a score
+            # the rows of a group's queries and of its key; values do not enter scores
             [factors[..., None].expand(-1, -1, self.per_group + 1), torch.ones_like(factors)[..., None]],
             2,
         )
-        # of each layer, the factor of each row of its fused weight
+        # the factor of each row of each layer's fused weight
         rows = rows.repeat_interleave(self.width, 2).flatten(1)
         for layer, weight in self.weights:
-            values, used = weight.parameter.view(-1), 0
+            values = weight.parameter.view(-1)
+            used = 0
             rows_here = rectangles(weight.placement.local(self.mesh.tp), weight.begin, weight.begin + weight.count)
             for (first, *_), size in rows_here:
                 block = values[used : used + prod(size)].view(size[0], -1)

@@ -1,4 +1,4 @@
-"""Who saves what: processes that hold the same values each save an equal part of them, and each read a part and pass it on.
+"""Who saves what: processes that hold the same values each save an equal part; on loading, each reads a part and passes it on.
 
 Nothing is gathered for a save: every process writes values that it holds.
 """
@@ -24,28 +24,29 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What this process saves and reads of its weights, and of the optimizer's tensors of them; the same at every save."""
+    """The values of weights and optimizer tensors that this process saves and reads; the same at every save."""
 
     weights: Sequence[ShardedParameter]
     tp: Axis
     saved: Sequence[Span]
-    """Of each weight: the values, counted from the first that this process holds, that it saves."""
+    """For each weight: the span that this process saves, counted from its first value here."""
     read: Sequence[Sequence[Span]]
-    """Of each weight: the values that each rank of ``replicas`` reads."""
+    """For each weight: the span that each rank of ``replicas`` reads."""
 
     @classmethod
     def among(
         cls, weights: Sequence[ShardedParameter], mesh: Mesh, least_mb: float = 0.0, bytes_each: int = 12
     ) -> "SavePlan":
-        """The plan for ``weights``. What all tensor-parallel ranks hold, they save together too. Only so many processes take part
-        that each has ``least_mb`` MB or more. ``bytes_each``: of a value of a weight, with the optimizer's state."""
+        """The plan for ``weights``. Tensor-parallel ranks divide the saving of values that all of them hold. The number of saving
+        processes is limited so that each has at least ``least_mb`` MB. ``bytes_each``: bytes of one value of a weight, including the
+        optimizer's state."""
         # MB over bytes gives millions of values
         least_millions = least_mb / bytes_each
         tp = mesh.tp
         saved: list[Span] = [(0, 0)] * len(weights)
         read: list[Sequence[Span]] = [()] * len(weights)
-        # weights that the same processes hold are divided as one long vector, so that each process saves about as much,
-        # in few blocks
+        # weights held by the same processes are divided as one long vector, so that each process saves about the same
+        # amount in few blocks
         pools: dict[Any, list[int]] = {}
         for number, weight in enumerate(weights):
             everywhere = tp.size > 1 and weight.placement.dim is None
@@ -56,21 +57,23 @@ class SavePlan:
             writers = among_ranks(alike, replicas.size * slots, tp, least_millions)
             readers = among_ranks(alike, replicas.size, tp, least_millions)
             for number, saved_spans, read_spans in zip(members, writers, readers, strict=True):
-                # of a tied embedding on two stages only the first saves its copy; both read it
-                saved[number] = (0, 0) if duplicate else saved_spans[replicas.rank * slots + slot]
+                # only the first of two stages saves a tied embedding; both read it
+                if not duplicate:
+                    saved[number] = saved_spans[replicas.rank * slots + slot]
                 read[number] = read_spans
         return cls(weights, tp, saved, read)
 
     def shards(self, number: int, name: str, values: Tensor) -> Iterator[Shard]:
-        """The shards that this process saves of the tensor ``name``, of which it holds ``values``, as of weight ``number``."""
-        shape, values = self.weights[number].placement.shape, values.detach().contiguous()
+        """This process's shards of the tensor ``name``, divided like weight ``number``. ``values``: its values here."""
+        shape = self.weights[number].placement.shape
+        values = values.detach().contiguous()
         for start, size, stride, offset in self._blocks[number]:
             yield Shard(name, values.as_strided(size, stride, values.storage_offset() + offset), shape, start)
 
     @cached_property
     def _blocks(self) -> list[list[tuple[Sizes, Sizes, Sizes, int]]]:
-        """Of each weight, the blocks that this process saves: the offset of each in the whole weight; its size, strides and offset in
-        what this process holds."""
+        """For each weight, the blocks that this process saves: offset in the whole weight, size, strides, and offset in the local
+        values."""
         blocks_of = []
         for weight, (low, high) in zip(self.weights, self.saved, strict=True):
             # on the meta device: only shapes and strides are needed
@@ -80,15 +83,17 @@ class SavePlan:
         return blocks_of
 
     def load(self, number: int, name: str, saved: SavedState, target: Tensor) -> None:
-        """Load the values of the tensor ``name`` that this process holds into ``target``, as of weight ``number``; a collective over
-        the processes that hold the same ones."""
-        weight, values = self.weights[number], target.view(-1)
+        """Load this process's values of the tensor ``name`` into ``target``, divided like weight ``number``. A collective over the
+        processes that hold the same values."""
+        weight = self.weights[number]
+        values = target.view(-1)
         values[weight.count :] = 0  # padding
         for rank, (low, high) in enumerate(self.read[number]):
             if low == high:
                 continue
             part = values[low:high]
-            # one process reads and passes on: N replicas would read the same bytes N times from a shared disk
+            # one process reads and broadcasts: otherwise N replicas would read the same bytes N times from a shared
+            # disk
             if rank == weight.replicas.rank:
                 for start, block in blocks(weight, weight.begin + low, part, self.tp):
                     block.copy_(saved.block(name, start, tuple(block.shape)))
@@ -96,8 +101,8 @@ class SavePlan:
 
 
 def among_ranks(weights: Sequence[ShardedParameter], size: int, tp: Axis, least_millions: float) -> list[list[Span]]:
-    """Of each weight, the values for each of ``size`` ranks. If an even part has less than ``least_millions`` million values, fewer ranks
-    get one; they are spread over all, and so over nodes."""
+    """For each weight, the span of each of ``size`` ranks. If an even part has less than ``least_millions`` million values, fewer ranks
+    get one, spread evenly over all ranks and so over nodes."""
     millions = sum(weight.count for weight in weights) / 1e6
     parts = max(1, int(min(size, millions / least_millions))) if least_millions else size
     chosen = {part * size // parts: part for part in range(parts)}
@@ -108,9 +113,10 @@ def among_ranks(weights: Sequence[ShardedParameter], size: int, tp: Axis, least_
 
 
 def divided(weights: Sequence[ShardedParameter], parts: int, tp: Axis) -> list[list[Span]]:
-    """Of each weight, the values in each of ``parts`` equal parts of them all, one weight after the other. Cut between rows,
-    since every part of a row would be a separate block."""
-    total, offset = sum(weight.count for weight in weights), 0
+    """For each weight, its values in each of ``parts`` equal parts of all weights laid end to end. Cuts fall between rows, since a part
+    of a row would be a separate block."""
+    total = sum(weight.count for weight in weights)
+    offset = 0
     spans = []
     for weight in weights:
         row = prod(weight.placement.local(tp)[1:])

@@ -1,9 +1,9 @@
 """Plain PyTorch with the optimizer sharded over the replicas (ZeRO stage 1; Rajbhandari et al. 2020).
 
-Every replica computes with all weights and accumulates all gradients. It keeps Adam's moments, and in bf16 and fp16 the fp32
-weights, only for its shard: an equal run of values of each bucket. After the update the replicas all-gather the weights, or
-their copies in the compute type, while the first layers of the next step run. With parallel.shard this happens in groups of replicas,
-between which the sums of gradients are all-reduced.
+Every replica computes with all weights and accumulates all gradients. It keeps Adam's moments, and in bf16 and fp16 the fp32 weights,
+only for its shard: an equal run of values of each bucket. After the update the replicas all-gather the weights, or their copies in the
+compute type, while the first layers of the next step run. With parallel.shard, groups of replicas shard like this, and gradients are
+all-reduced between the groups.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,18 +25,18 @@ from hpclm.engine.step import GlobalNorm
 from hpclm.parallel.collectives import gather_into, scatter_into
 from hpclm.parallel.mesh import Compute, Mesh
 
-ALIGN = 64  # values; then CPU kernels use the same vector instructions for a value as without sharding
+ALIGN = 64  # values; CPU kernels then use the same vector instructions for a value as without sharding
 
 
 def build(config: EngineSettings, compute: Compute) -> BaseEngine:
-    """The engine named native; with one replica there is nothing to shard."""
+    """The engine named native with zero_stage=1; with one replica, the native engine."""
     sharded = config.engine.zero_stage == 1 and compute.mesh.dp.size > 1
     return (ShardedOptimizerEngine if sharded else NativeEngine)(config, compute)
 
 
 def scatters(device: torch.device) -> bool:
-    """Whether gradients are reduce-scattered on this device. On CPUs they are all-reduced, which costs gloo the same: the norm
-    is then computed in the same order as without sharding, and results do not differ by a bit."""
+    """Whether this device reduce-scatters gradients. CPUs all-reduce them, which costs gloo the same: the norm is then summed in the
+    same order as without sharding, and results are equal to the last bit."""
     return device.type == "cuda"
 
 
@@ -44,7 +44,8 @@ class ShardedOptimizerEngine(BaseEngine):
     """The engine named native with engine.zero_stage=1."""
 
     def __init__(self, config: EngineSettings, compute: Compute):
-        mesh, device = compute.mesh, compute.device
+        mesh = compute.mesh
+        device = compute.device
         model = native_model(config, compute)
         self.copies = ComputeCopies(model, config.in_place and adds_in_place(config.engine, config.model, device))
         self.scatter = scatters(device)
@@ -91,7 +92,7 @@ class ShardedOptimizerEngine(BaseEngine):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Start to all-gather the weights, those of the first layers first; each layer waits for its own when it runs next."""
+        """Start to all-gather the weights, first layers first; each layer waits for its weights before it runs."""
         for bucket in reversed(self.buckets):
             bucket.gather()
         if self.copies.tables:
@@ -103,27 +104,30 @@ class ShardedBucket(Bucket):
     """A bucket of gradients, the weights in the same layout, and the fp32 weights of this replica's shard."""
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], mesh: Mesh):
-        """``parameters``: each parameter with an fp32 gradient, and the one that the model computes with: itself or a copy. ``mesh``: as
-        they see it."""
+        """``parameters``: pairs of a parameter with an fp32 gradient and the one that the model computes with (itself or a copy).
+        ``mesh``: for these weights."""
         sizes = [aligned(p.numel(), ALIGN) for p, _ in parameters]
-        self.mesh, axis = mesh, mesh.shard
+        self.mesh = mesh
+        axis = mesh.shard
         self.gathering: Any = None
-        """The all-gather of the weights that nobody has waited for yet."""
+        """The pending all-gather of the weights, if any."""
         share = aligned(sum(sizes), ALIGN * axis.size) // axis.size
         self.share = share
-        self.begin, self.end = axis.rank * share, (axis.rank + 1) * share
+        self.begin = axis.rank * share
+        self.end = (axis.rank + 1) * share
         super().__init__([p for p, _ in parameters], mesh.dp, [0, *accumulate(sizes[:-1])], share * axis.size)
         self.weights = self.buffer.new_zeros(len(self.buffer), dtype=parameters[0][1].dtype)
         self.masters = self.weights[self.begin : self.end]
-        # fp32 weights of this shard only: those of the others exist in the compute type alone
+        # fp32 weights of this shard only; other shards exist only in the compute type
         if self.weights.dtype != torch.float32:
             self.masters = self.buffer.new_zeros(share)
         self._adopt(parameters)
 
     def local_range(self, parameter: nn.Parameter) -> Callable[[int], tuple[int, int]]:
-        """Rank of a replica -> where the run of a parameter's values in its shard begins, and how many they are."""
+        """Rank of a replica -> offset of the parameter's first value in that rank's shard, and the number of its values there."""
         start = next(start for p, start in zip(self.parameters, self.starts, strict=True) if p is parameter)
-        size, share = parameter.numel(), self.share
+        size = parameter.numel()
+        share = self.share
 
         def of(rank: int) -> tuple[int, int]:
             low, high = (min(max(rank * share - start, 0), size) for rank in (rank, rank + 1))
@@ -132,7 +136,7 @@ class ShardedBucket(Bucket):
         return of
 
     def shard_parameters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Each parameter, and the run of its values in this replica's shard, perhaps empty, as a parameter of the optimizer."""
+        """Each parameter with its run of values in this replica's shard (possibly empty), as a parameter of the optimizer."""
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             begin, count = self.local_range(parameter)(self.mesh.shard.rank)
             low = start + begin
@@ -146,7 +150,7 @@ class ShardedBucket(Bucket):
         self.arrive()
         shard_values = self.weights[self.begin : self.end]
         if self.masters.dtype != shard_values.dtype:
-            # cast before it is sent: in bf16 the all-gather carries half of fp32's bytes
+            # cast before sending: in bf16 the all-gather moves half of fp32's bytes
             shard_values.copy_(self.masters)
         shard = self.mesh.shard
         if shard.size > 1:
@@ -165,10 +169,11 @@ class ShardedBucket(Bucket):
             values = view(self.weights, parameter, start)
             values.copy_(used)
             if used is not parameter:
-                low, high = max(start, self.begin), min(start + parameter.numel(), self.end)
+                low = max(start, self.begin)
+                high = min(start + parameter.numel(), self.end)
                 if low < high:
                     self.masters[low - self.begin : high - self.begin] = parameter.view(-1)[low - start : high - start]
-                # it only names its gradient from now on
+                # from now on the parameter only carries its gradient
                 parameter.data = parameter.new_zeros(1).expand(parameter.shape)
             used.data = values
 
@@ -187,15 +192,16 @@ class ShardedBuckets(GradientBuckets):
         self.scatter = scatter
         replicated = any(bucket.mesh.replicate.size > 1 for bucket in buckets)
         self._stream = torch.cuda.Stream() if replicated and buckets[0].buffer.is_cuda else None
-        """Waits for the sums of a group before they are sent to the others, so that the backward pass does not; None on CPUs."""
+        """Waits for the sums of a group before they go to the other groups, so that the backward pass need not wait; None on CPUs."""
 
     def _reduce(self, bucket: Bucket) -> None:
         if not self.scatter or not isinstance(bucket, ShardedBucket):
             super()._reduce(bucket)
             return
         bucket.sent = bucket.buffer.to(self.dtype)
-        shard_sums, mesh = bucket.sent[bucket.begin : bucket.end], bucket.mesh
-        if mesh.shard.size == 1:  # what all ranks of the axis hold whole
+        shard_sums = bucket.sent[bucket.begin : bucket.end]
+        mesh = bucket.mesh
+        if mesh.shard.size == 1:  # all ranks of the axis hold these weights whole
             super()._reduce(bucket)
             return
         bucket.summed = slice(bucket.begin, bucket.end)

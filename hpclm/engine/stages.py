@@ -33,7 +33,7 @@ def stages(config: EngineSettings, specs: Sequence[LayerSpec], compute: Compute)
 
 
 def owners(parts: Sequence[Sequence[LayerSpec]]) -> dict[str, list[int]]:
-    """The stages that hold each layer, by name: one, or two for tied embeddings. The first of them counts its weights."""
+    """The stages that hold each layer, by name: one, or two for tied embeddings. The first counts its weights."""
     holders: dict[str, list[int]] = {}
     for stage, part in enumerate(parts):
         for name in dict.fromkeys(spec.name for spec in part):
@@ -42,7 +42,7 @@ def owners(parts: Sequence[Sequence[LayerSpec]]) -> dict[str, list[int]]:
 
 
 def is_block(spec: LayerSpec) -> bool:
-    """Whether a layer is one of the model's blocks."""
+    """True for blocks of the model, false for other layers."""
     return spec.name.startswith("block")
 
 
@@ -59,20 +59,24 @@ def parameters(specs: Sequence[LayerSpec]) -> list[float]:
 def seconds(config: EngineSettings, specs: Sequence[LayerSpec], compute: Compute) -> list[float]:
     """Costs for partition=time: seconds of each layer's forward and backward pass of a micro-batch, measured on rank 0."""
     costs = by_kind(specs, lambda spec: measured(config, spec, compute))
-    # all must divide alike: by times of its own, each rank could build other stages
+    # all ranks must divide alike: with its own timings, each could build other stages
     return broadcast(torch.tensor(costs, dtype=torch.float64, device=compute.device), compute.mesh.world, 0).tolist()
 
 
 def measured(config: EngineSettings, spec: LayerSpec, compute: Compute) -> float:
     """Seconds of one layer's forward and backward pass; a collective over its tensor- and context-parallel ranks."""
-    model, size = config.model, config.plan.micro_size
-    mesh, device, dtype = compute.mesh, compute.device, compute.dtype
+    model = config.model
+    size = config.plan.micro_size
+    mesh = compute.mesh
+    device = compute.device
+    dtype = compute.dtype
     stack = Stack(model, [spec], dtype, mesh, execution=Execution(TokenLoss(config.engine.loss_chunk))).to(device)
     length = model.context // mesh.cp.size
     ids = torch.zeros(size, length, dtype=torch.int64, device=device)
     hidden = torch.zeros(length // mesh.tp.size, size, model.hidden, dtype=dtype, device=device)
     ones = torch.ones_like(ids, dtype=torch.float32)
-    best, wait = float("inf"), hardware.synchronizer(device)
+    best = float("inf")
+    wait = hardware.synchronizer(device)
     for _ in range(REPEATS):
         x = ids if spec.number == 0 else hidden.clone().requires_grad_()
         wait()
@@ -80,13 +84,13 @@ def measured(config: EngineSettings, spec: LayerSpec, compute: Compute) -> float
         y: Tensor = stack(MicroBatch(ids, ids, weights=ones), x if x.is_floating_point() else None).value
         y.float().sum().backward()
         wait()
-        # the least of the repeats: the first one includes allocations and the choice of kernels
+        # the minimum of the repeats: the first one includes allocations and the choice of kernels
         best = min(best, time.perf_counter() - began)
     return best
 
 
 def by_kind(specs: Sequence[LayerSpec], cost: Callable[[LayerSpec], float]) -> list[float]:
-    """The cost of each layer; blocks with the same kind of MLP are alike, so only one of them is evaluated."""
+    """The cost of each layer; blocks with the same kind of MLP cost the same, so only one is evaluated."""
     costs: dict[str, float] = {}
     kinds = [f"block {'axes' in spec.kwargs}" if is_block(spec) else str(spec.number) for spec in specs]
     for kind, spec in zip(kinds, specs, strict=True):

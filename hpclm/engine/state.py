@@ -1,7 +1,7 @@
-"""An engine's fp32 weights and optimizer state, as logical tensors that any layout can read: a weight at a time.
+"""An engine's fp32 weights and optimizer state, as logical tensors that any layout can read, one weight at a time.
 
-A checkpoint has a weight as ``model.NAME``, and each tensor that the optimizer keeps of it as ``optim.TENSOR.NAME``, by the name
-that the optimizer gives it (hpclm.config.optimizers).
+A checkpoint names a weight ``model.NAME``, and the optimizer's tensors for it ``optim.TENSOR.NAME``, with the optimizer's own names
+(hpclm.config.optimizers).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,24 +27,27 @@ from hpclm.parallel.mesh import SINGLE, SINGLE_MESH, Axis, Mesh
 from hpclm.parallel.placement import Placement
 
 SET_EVERY_STEP = ("params", "lr")
-"""Entries of a parameter group that the engine sets."""
+"""Entries of a parameter group that the engine sets in every step."""
 
 
 class UnsavableStateError(ConfigError):
-    """The optimizer keeps something that a checkpoint would leave out."""
+    """The optimizer keeps state that a checkpoint would leave out."""
 
 
 class TrainingState:
-    """The state of an optimizer that updates ``ShardedParameter.parameter`` itself; for wrapped ones, override what differs."""
+    """The state of an optimizer that updates ``ShardedParameter.parameter`` directly; subclasses for wrapped ones override the
+    differences."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, works_on: Collection[str] = ()):
         """``works_on``: names of the weights that this process updates as whole matrices."""
-        self.optimizer, self.optim, self.works_on = optimizer, optim, works_on
+        self.optimizer = optimizer
+        self.optim = optim
+        self.works_on = works_on
         self.kind = kind_of(optim)
         self._groups = [options(group) for group in optimizer.param_groups]
 
     def declared(self, name: str, shape: Sequence[int]) -> State:
-        """What the optimizer keeps of a weight, by its name and shape."""
+        """The tensors that the optimizer keeps of a weight with this name and shape."""
         return self.kind.state(name, shape, self.optim)
 
     def local_part(self, weight: ShardedParameter) -> ShardedParameter:
@@ -52,52 +55,53 @@ class TrainingState:
         return weight
 
     def names(self, weight: ShardedParameter, where: Where = "weight") -> list[str]:
-        """The tensors, of those that are held ``where``, that this process keeps of a weight now; none before its first update."""
+        """Names of the tensors held ``where`` that this process keeps of a weight; empty before its first update."""
         kept = self.optimizer.state.get(weight.parameter, {})
         return [name for name in tensors_held(self.declared(weight.name, weight.shape), where) if name in kept]
 
     def values(self, weight: ShardedParameter, name: str | None = None) -> Tensor:
-        """This process's values of a weight, or of the optimizer's tensor ``name`` of it."""
+        """This process's values of a weight, or of the optimizer's tensor ``name`` for it."""
         return self.optimizer.state[weight.parameter][name] if name else weight.parameter.detach()
 
     def gradient(self, weight: ShardedParameter) -> Tensor | None:
-        """This process's values of a weight's gradient, as the optimizer reads it in the update that it is about to make; None if this
-        update does not change the weight."""
+        """This process's values of a weight's gradient, as the optimizer reads it in the coming update; None if that update does not
+        change the weight."""
         return weight.parameter.grad
 
     def steps(self) -> int:
-        """Updates so far."""
+        """Number of updates so far."""
         return steps_taken(self.optimizer)
 
     def owners(self, weights: Sequence[ShardedParameter]) -> Iterator[tuple[str, Tensor, State]]:
-        """The keys of the optimizer's state: the name of each, the parameter, and what is saved of it by this process or others."""
+        """The keys of the optimizer's state: name, parameter, and the state that this or another process saves of it."""
         for weight in weights:
             yield weight.name, weight.parameter, self.declared(weight.name, weight.shape)
 
     def check(self, weights: Sequence[ShardedParameter]) -> None:
-        """UnsavableStateError if a checkpoint would leave out something that the optimizer keeps."""
-        kind, users = type(getattr(self.optimizer, "inner", self.optimizer)), isinstance(self.optimizer, UserOptimizer)
+        """UnsavableStateError if the optimizer keeps state that a checkpoint would leave out."""
+        kind = type(getattr(self.optimizer, "inner", self.optimizer))
+        users = isinstance(self.optimizer, UserOptimizer)
         place = "its attribute state_tensors" if users else "its row in hpclm/config/optimizers.py"
         who = f"optim.name={self.optim.name} ({kind.__module__}.{kind.__qualname__})"
         if isinstance(self.optimizer, UserOptimizer) and self.optimizer.lost:
             raise UnsavableStateError(
-                f"{who} keeps {self.optimizer.lost} outside of its state: a resumed run would make other updates. Keep tensors in "
+                f"{who} keeps {self.optimizer.lost} outside of its state: the updates of a resumed run would differ. Keep tensors in "
                 "self.state[parameter] and numbers in the parameter groups, or set checkpoint.enabled=false"
             )
         for unkept in self.unkept(weights):
             raise UnsavableStateError(
-                f"{who} keeps no {unkept}, which {place} declares: no run could resume; correct that, or make the tensor in the first update"
+                f"{who} keeps no {unkept}, which {place} declares, so no run could resume; correct the declaration, or create the tensor in the first update"
             )
         for unsaved in self.unsaved(weights):
             declared = {name for weight in weights for name in self.declared(weight.name, weight.shape)}
             raise UnsavableStateError(
-                f"{who} keeps {unsaved}; a checkpoint would leave it out. Of each weight it holds {', '.join(sorted(declared)) or 'no tensor'}, "
+                f"{who} keeps {unsaved}; a checkpoint would leave it out. Checkpoints save {', '.join(sorted(declared)) or 'no tensor'} of each weight, "
                 f"as declared in {place} (contiguous and in fp32), and a step count; declare the rest there, choose another optimizer, or set "
                 "checkpoint.enabled=false"
             )
 
     def unsaved(self, weights: Sequence[ShardedParameter]) -> Iterator[str]:
-        """What the optimizer keeps besides what is saved, in words."""
+        """Descriptions of the state that the optimizer keeps but a checkpoint would leave out."""
         owners = list(self.owners(weights))
         for name, parameter, declared in owners:
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -105,16 +109,17 @@ class TrainingState:
                 # saved once for all weights, as optimizer_steps
                 if key == "step" and is_count(value):
                     continue
-                if tensor is None or not is_like(value, parameter.shape if tensor.where == "weight" else tensor.shape):
+                shape = parameter.shape if tensor is None or tensor.where == "weight" else tensor.shape
+                if tensor is None or not is_like(value, shape):
                     yield f"{key!r} of {name}, {described(value)}"
                 elif tensor.where == "matrix" and name not in self.works_on:
                     yield f"{key!r} of {name}, {described(value)}, on a process that does not work on this matrix"
         states = self.optimizer.state.values() if isinstance(self.optimizer, UserOptimizer) else ()
         if len(counts := {float(entry["step"]) for entry in states if "step" in entry}) > 1:
-            yield f"{min(counts):.0f} to {max(counts):.0f} as 'step' of different weights, which have one in a checkpoint"
+            yield f"{min(counts):.0f} to {max(counts):.0f} as 'step' of different weights, but a checkpoint stores one count"
         parameters = {parameter for _, parameter, _ in owners}
         for key in self.optimizer.state.keys() - parameters:
-            yield f"state of {described(key)}, which is no weight"
+            yield f"state of {described(key)}, which is not a weight"
         counters = {"step"} if steps_by_group(self.optimizer) else set()
         for before, group in zip(self._groups, self.optimizer.param_groups, strict=True):
             for key in group.keys() - counters - {*SET_EVERY_STEP}:
@@ -123,7 +128,7 @@ class TrainingState:
                     yield f"{key!r} of a parameter group, {described(group[key])}, which its updates change"
 
     def unkept(self, weights: Sequence[ShardedParameter]) -> Iterator[str]:
-        """What is declared and not kept, in words: a checkpoint without it could not be loaded."""
+        """Descriptions of declared state that the optimizer does not keep: a checkpoint without it could not be loaded."""
         for weight in weights:
             if kept := self.optimizer.state.get(weight.parameter):
                 for name, tensor in self.declared(weight.name, weight.shape).items():
@@ -131,8 +136,8 @@ class TrainingState:
                         yield f"{name!r} of {weight.name}"
 
     def whole(self, weights: Sequence[ShardedParameter], mesh: Mesh, least_mb: float) -> list[SavePlan]:
-        """The plans for the optimizer's tensors that are not divided as their weights, which stand there as weights called TENSOR.WEIGHT.
-        ``least_mb``: as of SavePlan.among."""
+        """Save plans of the optimizer's tensors that are not divided like their weights; each appears as a weight named TENSOR.WEIGHT.
+        ``least_mb``: see SavePlan.among."""
 
         def those(where: Where, weights: Sequence[ShardedParameter], replicas: Axis) -> list[ShardedParameter]:
             return [
@@ -167,7 +172,7 @@ class TrainingState:
                     yield from plan.shards(number, f"optim.{tensor.name}", kept[name])
 
     def load(self, plan: SavePlan, whole: Sequence[SavePlan], saved: SavedState, steps: int) -> None:
-        """Load the weights, and the optimizer's state if there were ``steps`` updates."""
+        """Load the weights, and the optimizer's state if the saved run made ``steps`` > 0 updates."""
         given = saved.shapes() if steps else {}
         for number, weight in enumerate(plan.weights):
             plan.load(number, f"model.{weight.name}", saved, weight.parameter)
@@ -188,7 +193,7 @@ class TrainingState:
                     self.optimizer.state[tensor.parameter][key] = values
 
     def group_numbers(self, weights: Sequence[ShardedParameter], pp: Axis) -> list[dict[str, Any]]:
-        """The numbers of parameter groups that updates change, of each set of weights with equal ones, on all stages; a collective."""
+        """The numbers in parameter groups that updates change, for each set of weights with equal numbers, on all stages; a collective."""
         names = {weight.parameter: weight.name for weight in weights}
         groups = [
             (
@@ -204,7 +209,7 @@ class TrainingState:
         return list(alike.values())
 
     def load_groups(self, weights: Sequence[ShardedParameter], saved: Sequence[Mapping[str, Any]]) -> None:
-        """Set the numbers of parameter groups to saved ones, or if there are none, to those of before the first update."""
+        """Set the numbers of parameter groups to the saved ones; without any, to those before the first update."""
         names = {weight.parameter: weight.name for weight in weights}
         numbers = {name: entry["numbers"] for entry in saved for name in entry["weights"]}
         for before, group in zip(self._groups, self.optimizer.param_groups, strict=True):
@@ -214,7 +219,7 @@ class TrainingState:
                 now = group.get(key)
                 if key in entry:
                     group[key] = torch.full_like(now, entry[key]) if isinstance(now, Tensor) else entry[key]
-                elif key not in before:  # an update has made it
+                elif key not in before:  # created by an update
                     group.pop(key, None)
 
 
@@ -224,8 +229,8 @@ def is_count(value: Any) -> bool:
 
 
 def is_like(value: Any, shape: Sequence[int]) -> bool:
-    """Whether ``value`` is a contiguous tensor in fp32 of this shape: loaded, it would have the same bits and memory layout. What DeepSpeed
-    keeps on a disk has no values now."""
+    """Whether ``value`` is a contiguous fp32 tensor of this shape, which loading restores to the same bits and memory layout. Tensors
+    that DeepSpeed keeps on disk have no values now."""
     if not isinstance(value, Tensor) or value.dtype != torch.float32 or not value.is_contiguous():
         return False
     return tuple(value.shape) == tuple(shape) or 0 in (value.numel(), prod(shape))
@@ -237,19 +242,19 @@ def number(value: Any) -> Any:
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a parameter group's entries that no update should change."""
+    """A copy of the entries of a parameter group that no update should change."""
     return {key: deepcopy(value) for key, value in group.items() if key not in SET_EVERY_STEP}
 
 
 def equal(before: Any, now: Any) -> bool:
-    """Whether two entries of a parameter group are the same."""
+    """Whether two entries of a parameter group are equal."""
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         return torch.equal(before, now)
     return bool(before == now)
 
 
 def described(value: Any) -> str:
-    """A value in short: the type and shape of a tensor, the value of anything else."""
+    """A short description of a value: type and shape of a tensor, otherwise the value itself."""
     if isinstance(value, Tensor):
         order = "" if value.is_contiguous() else ", which is not contiguous"
         return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}{order}"

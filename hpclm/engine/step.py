@@ -24,15 +24,16 @@ class StepInputs:
     """The micro-batches of one replica in a step."""
 
     batches: Sequence[MicroBatch]
-    """With seeds, and token weights such that the weighted losses of all replicas sum to the mean loss, times ``factor``."""
+    """The micro-batches with seeds, and with token weights such that the weighted losses of all replicas sum to the mean loss times
+    ``factor``."""
     counted: Tensor
-    """A scalar: tokens of the step that count in the loss, of all replicas; with loss_norm=microbatch of this one."""
+    """A scalar: the step's counted tokens on all replicas; with loss_norm=microbatch, on this one."""
     empty: Tensor
-    """A scalar: micro-batches of this replica without such a token."""
+    """A scalar: this replica's micro-batches without a counted token."""
     factor: float
-    """On the losses, and so on the gradients."""
+    """Factor on the losses, and so on the gradients."""
     check_interrupt: Callable[[int], None]
-    """As of Engine.train_step."""
+    """See Engine.train_step."""
 
 
 def step_inputs(
@@ -57,8 +58,9 @@ def step_inputs(
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
     """Seed the global generators of PyTorch, Python and NumPy, which user-defined blocks may use, from seed, step and rank."""
-    # rank 0 draws what a single process draws; SeedSequence makes neighbouring seeds independent
-    drawn = np.random.SeedSequence([seed, step, *([rank] if rank else [])]).generate_state(2, np.uint64)
+    # rank 0 draws the same numbers as a single process; SeedSequence makes neighbouring seeds independent
+    entropy = [seed, step, rank] if rank else [seed, step]
+    drawn = np.random.SeedSequence(entropy).generate_state(2, np.uint64)
     torch.manual_seed(int(drawn[0] >> 1))
     random.seed(int(drawn[1]))
     # NumPy's global generator takes 32 bits
@@ -67,30 +69,31 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
 
 def seeds(seed: int, step: int, count: int, mesh: Mesh) -> list[int]:
     """The seed of each of this replica's ``count`` micro-batches, independent of the number of replicas."""
-    # by the micro-batch's place in the global batch, which another number of replicas does not change
+    # by the micro-batch's position in the global batch, which does not depend on the number of replicas
     return [mix_seed(seed, step, number * mesh.replicas + mesh.replica) for number in range(count)]
 
 
 def token_weights(batches: Sequence[MicroBatch], loss_norm: str, mesh: Mesh) -> tuple[list[Tensor], Tensor, Tensor]:
-    """[B, T] fp32 token weights of each micro-batch, such that the weighted losses of all replicas sum to the mean loss; and what
-    StepInputs says of the tokens that count."""
+    """[B, T] fp32 token weights of each micro-batch, such that the weighted losses of all replicas sum to the mean loss; then
+    ``counted`` and ``empty`` of StepInputs."""
     masks = [batch.mask() for batch in batches]
     counts = torch.stack([mask.sum() for mask in masks])
-    # Megatron-LM's mean of means: where masks differ, a token weighs more in a micro-batch with fewer of them
+    # Megatron-LM's mean of means: where masks differ, a token weighs more in a micro-batch with fewer counted tokens
     if loss_norm == "microbatch":
         counts = all_reduce(counts, mesh.cp)
-        # a micro-batch without a token that counts has a loss of 0, not NaN
+        # a micro-batch without a counted token has a loss of 0, not NaN
         at_least_one = counts.clamp(min=1)
         weights = [mask / (n * len(masks) * mesh.replicas) for mask, n in zip(masks, at_least_one, strict=True)]
         return weights, counts.sum(), (counts == 0).sum()
-    # the tokens of the whole step: the loss does not depend on how it is divided into micro-batches and replicas
+    # divide by the tokens of the whole step: the loss does not depend on the division into micro-batches and replicas
     total = all_reduce(counts.sum(), mesh.dp)
     return [mask / total.clamp(min=1) for mask in masks], total, torch.zeros_like(total)
 
 
 def equal_weights(batches: Sequence[MicroBatch], loss_norm: str, mesh: Mesh) -> tuple[list[Tensor], Tensor, Tensor]:
-    """As token_weights(), to the last bit, for data of which every token counts: without asking the other replicas."""
-    tokens, count = batches[0].tokens, len(batches)
+    """The same as token_weights(), to the last bit, for data without a loss mask, and without communication."""
+    tokens = batches[0].tokens
+    count = len(batches)
     if any(batch.loss_mask is not None for batch in batches):
         raise ValueError("a micro-batch has a loss mask, although EngineSettings.all_tokens_count is true")
     total = tokens.numel() * count * mesh.dp.size
@@ -103,8 +106,8 @@ def equal_weights(batches: Sequence[MicroBatch], loss_norm: str, mesh: Mesh) -> 
 def mean_loss(
     forward: Callable[[MicroBatch], Output], batches: Iterable[MicroBatch], device: torch.device, world: Axis
 ) -> float | None:
-    """Mean loss per token that counts, in nats, over the micro-batches of all replicas; None if none does. Holds one at a time."""
-    # fp32 would lose digits over millions of tokens, and more with every further batch
+    """Mean loss per counted token, in nats, over the micro-batches of all replicas; None if no token counts. Holds one at a time."""
+    # fp32 would lose digits over millions of tokens, more with every batch
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
         mask = batch.mask()
@@ -117,21 +120,25 @@ class GlobalNorm:
     """The global L2 norm of gradients or updates, in fp32: each weight counts once, however it is split or replicated."""
 
     def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh, sharded: bool, split: bool = False):
-        """``sharded``: whether each replica holds only a part of those weights that no data-parallel ranks split. ``split``: whether
-        there are others, on any stage."""
-        self.weights, self.mesh, self.sharded, self.split = weights, mesh, sharded, split
+        """``sharded``: each replica holds only a part of the weights that no data-parallel ranks split. ``split``: some stage has
+        weights that they do split."""
+        self.weights = weights
+        self.mesh = mesh
+        self.sharded = sharded
+        self.split = split
 
     def __call__(self, values: Sequence[Tensor | None]) -> Tensor:
-        """Of ``values``, one tensor for each weight; a collective."""
-        first, mesh = self.mesh.tp.first, self.mesh
+        """Norm of ``values``, one tensor for each weight; a collective."""
+        first = self.mesh.tp.first
+        mesh = self.mesh
         counted = [
             (weight, value)
             for weight, value in zip(self.weights, values, strict=True)
             if value is not None and not weight.duplicate and (weight.placement.dim is not None or first)
         ]
-        # what all tensor-parallel ranks hold whole counts on the first of them only, as in Megatron-LM
+        # values that all tensor-parallel ranks hold count on the first of them only, as in Megatron-LM
         norm = torch.nn.utils.get_total_norm([value for weight, value in counted if weight.placement.data_ranks == 1])
-        # not squared and rooted again, which would change the last bits of what a single process computes
+        # not squared and rooted again, which would change the last bits of a single process's result
         if mesh.model.size == 1 and not self.sharded and not self.split:
             return norm
         device = self.weights[0].parameter.device
@@ -140,14 +147,14 @@ class GlobalNorm:
         if self.sharded:
             square = all_reduce(square, mesh.dp)
             square = square / mesh.replicate.size if mesh.replicate.size > 1 else square
-        if self.split:  # summed over all ranks, which each count the part that falls to them of what others hold too
+        if self.split:  # summed over all ranks, each counting its share of values that others hold too
             split = [(value, weight.replicas) for weight, value in counted if weight.placement.data_ranks > 1]
             parts = [value.float().square().sum() / replicas.size for value, replicas in split]
             square = square + all_reduce(sum(parts, start=torch.zeros((), device=device)), mesh.world)
         return square.sqrt()
 
     def of_gradients(self) -> Tensor:
-        """Of the gradients; a collective."""
+        """Norm of the gradients; a collective."""
         return self([weight.parameter.grad for weight in self.weights])
 
 
@@ -158,7 +165,8 @@ class Timers:
     """
 
     def __init__(self, device: torch.device, on: bool):
-        self.on, self._gpu = on, device.type == "cuda"
+        self.on = on
+        self._gpu = device.type == "cuda"
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds: dict[str, float] = {}
 
@@ -168,7 +176,8 @@ class Timers:
         if not self.on:
             yield
         elif self._gpu:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             begin.record()
             yield
             end.record()
@@ -181,10 +190,12 @@ class Timers:
     def take(self) -> dict[str, float]:
         """The seconds of each phase since the last call, as ``NAME_seconds``."""
         for name, begin, end in self._events:
-            # after the step: synchronizing between its phases would lengthen what is measured
+            # after the step: synchronizing between its phases would lengthen the measured times
             end.synchronize()
             self._add(name, begin.elapsed_time(end) / 1000)
-        total, self._seconds, self._events = self._seconds, {}, []
+        total = self._seconds
+        self._seconds = {}
+        self._events = []
         return {f"{name}_seconds": seconds for name, seconds in total.items()}
 
     def _add(self, name: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Whether a user's optimizer can run in a layout: what it needs, a trial on small weights shows (hpclm.optim.trial)."""
+"""Checks whether a user's optimizer can run in a layout. A trial on small weights shows its needs (hpclm.optim.trial)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -15,9 +15,9 @@ DECLARE = "declare in it which weights it needs whole (`matrices`: hpclm docs yo
 
 
 def check_optimizer(config: EngineSettings, can: Supports | None, sharded: bool = False) -> None:
-    """ConfigError if the user's optimizer, if optim.name names one, cannot run with these settings.
+    """ConfigError if optim.name names a user's optimizer that cannot run with these settings.
 
-    ``can``: what the engine supports; ``sharded``: whether an engine of the user's own splits weights over replicas.
+    ``can``: features of the engine; ``sharded``: whether a user's engine splits weights over replicas.
     """
     if config.optim.name in OPTIMIZERS:
         return
@@ -28,7 +28,7 @@ def check_optimizer(config: EngineSettings, can: Supports | None, sharded: bool 
 
 
 def _without_effect(optim: OptimConfig, loaded: LoadedOptimizer) -> Iterator[str]:
-    """Settings that change nothing with a class that does not take them."""
+    """Settings without effect, because the optimizer's class does not take them."""
     if loaded.maker.decays:
         return
     default = next(entry.default for entry in fields(optim) if entry.name == "weight_decay")
@@ -40,8 +40,11 @@ def _without_effect(optim: OptimConfig, loaded: LoadedOptimizer) -> Iterator[str
 
 
 def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | None, sharded: bool) -> Iterator[str]:
-    """What of the layout does not go with the optimizer."""
-    optim, engine, parallel, kind = config.optim, config.engine, config.parallel, loaded.kind
+    """Conflicts between the layout and the optimizer."""
+    optim = config.optim
+    engine = config.engine
+    parallel = config.parallel
+    kind = loaded.kind
     if can and not can.matrices and kind.matrices:
         able = with_feature(lambda supports: supports.matrices)
         yield f"engine {engine.name!r} does not support optim.name={optim.name}, which declares `matrices`; engines that do: {able}"
@@ -54,8 +57,8 @@ def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | N
         )
     if config.model.experts and kind.matrices and (wrong := next(_stacks(config.model, kind.matrices), None)):
         yield (
-            f"optim.name={optim.name} declares {wrong} in `matrices`, a stack of weights, one for each expert, which is no matrix: let "
-            "matrices(name, shape) be false for names with .mlp.experts., whose updates must be those of single values, or set optim.name=muon"
+            f"optim.name={optim.name} declares {wrong} in `matrices`, but that is a stack of one weight per expert, not a matrix: let "
+            "matrices(name, shape) be false for names with .mlp.experts. and update those value by value, or set optim.name=muon"
         )
         return
     trial = user_optimizer.tried_with_experts(optim) if config.model.experts else loaded.trial
@@ -64,7 +67,8 @@ def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | N
         yield f"optim.name={optim.name} cannot train in {processes} processes: {RANDOM}"
         return
     splits = list(_splits(config, can, sharded))
-    differ, depend = trial.parts_differ, trial.weights_depend
+    differ = trial.parts_differ
+    depend = trial.weights_depend
     if splits and differ:
         yield (
             f"{' and '.join(splits)} splits weights, and optim.name={optim.name} needs whole ones: {differ}. Train with engine.name=native "
@@ -72,7 +76,7 @@ def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | N
         )
     if parallel.pipeline > 1 and depend:
         yield (
-            f"parallel.pipeline={parallel.pipeline} gives each process other weights, and optim.name={optim.name} needs all of them: {depend}. "
+            f"parallel.pipeline={parallel.pipeline} gives each process different weights, but optim.name={optim.name} needs all of them: {depend}. "
             "Train with parallel.pipeline=1 engine.name=native"
         )
     elif splits and depend and not differ:
@@ -80,8 +84,9 @@ def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | N
 
 
 def _stacks(model: ModelConfig, matrices: Callable[[str, Shape], bool]) -> Iterator[str]:
-    """The weights of experts that an optimizer takes for matrices."""
-    count, rows = model.experts, model.expert_width * (1 + model.gated)
+    """The expert weights that an optimizer treats as matrices."""
+    count = model.experts
+    rows = model.expert_width * (1 + model.gated)
     shapes: dict[str, Shape] = {"up": (count, rows, model.hidden), "down": (count, model.hidden, model.expert_width)}
     biases: dict[str, Shape] = {"up_bias": (count, rows), "down_bias": (count, model.hidden)}
     for name, shape in (shapes | (biases if model.biases[2] else {})).items():
@@ -90,14 +95,15 @@ def _stacks(model: ModelConfig, matrices: Callable[[str, Shape], bool]) -> Itera
 
 
 def _splits(config: EngineSettings, can: Supports | None, sharded: bool) -> Iterator[str]:
-    """The settings by which processes have parts of weights."""
-    engine, parallel = config.engine, config.parallel
+    """The settings that split weights over processes."""
+    engine = config.engine
+    parallel = config.parallel
     if parallel.tensor > 1:
         yield f"parallel.tensor={parallel.tensor}"
     if parallel.expert > 1:
         yield f"parallel.expert={parallel.expert}"
     stage = can.stage(config) if can else engine.zero_stage or 0
     replicas = config.plan.data * parallel.context
-    # DeepSpeed flattens weights of a single replica too
+    # DeepSpeed flattens the weights of a single replica too
     if (stage > 0 or sharded) and (replicas > 1 or engine.name == "deepspeed"):
         yield f"engine.name={engine.name} engine.zero_stage={stage}"

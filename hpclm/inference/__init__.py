@@ -1,1 +1,1 @@
-"""What a trained model is used for: text that it continues, and how well it predicts other text."""
+"""Uses of a trained model: continue text, and measure how well it predicts other text."""

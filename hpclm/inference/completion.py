@@ -1,4 +1,4 @@
-"""Continue text with a run's model: prompts to ids, ids to text, and where a continuation ends."""
+"""Continues text with a run's model: prompts to ids, ids to text, and the end of a continuation."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +21,14 @@ Streamed = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model made of a prompt."""
+    """The continuation of a prompt."""
 
     prompt: str
     text: str
     """The continuation, without the prompt."""
     tokens: int
     finish: Literal["end", "stop", "length"]
-    """What ended it: the end of the document, a stop string, or the number of tokens."""
+    """The reason for its end: the end of the document, a stop string, or the number of tokens."""
 
 
 class Completer:
@@ -54,7 +54,7 @@ class Completer:
     def complete_all(
         self, prompts: Sequence[str], size: int, limits: Limits, sampling: Sampling
     ) -> Iterator[Completion]:
-        """The completions of all prompts, in their order, ``size`` at a time."""
+        """The completions of all prompts, in order, ``size`` at a time."""
         for begin in range(0, len(prompts), size):
             yield from self.complete(prompts[begin : begin + size], limits, replace(sampling, first=begin))
 
@@ -62,8 +62,10 @@ class Completer:
         self, prompts: Sequence[str], limits: Limits, sampling: Sampling, streamed: Streamed | None = None
     ) -> list[Completion]:
         """Continue a batch of prompts."""
-        starts, ends = [self.text.start(prompt) for prompt in prompts], self.text.ends
-        longest, context = max(map(len, starts), default=0), self.model.config.context
+        starts = [self.text.start(prompt) for prompt in prompts]
+        ends = self.text.ends
+        longest = max(map(len, starts), default=0)
+        context = self.model.config.context
         if longest > context and not self._warned:
             self._warned = True
             log.warning(
@@ -95,7 +97,7 @@ class Completer:
         return self.text.decode(ids + new)[len(self.text.decode(ids)) :]
 
     def _stops(self, ids: list[int], new: list[int], stop: tuple[str, ...]) -> bool:
-        """Whether the end of ``new`` has a stop string; only the tokens that could hold it are decoded."""
+        """Whether the end of ``new`` has a stop string; decodes only the tokens that could hold it."""
         tail = max(len(end.encode()) for end in stop) + SPARE
         text = self._text(ids, new) if len(new) <= tail else self.text.decode(new[-tail:])
         return any(end in text for end in stop) and any(end in self._text(ids, new) for end in stop)

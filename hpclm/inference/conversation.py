@@ -1,4 +1,4 @@
-"""Continue what is typed in a terminal, line by line, with a run's model."""
+"""Continues lines typed in a terminal with a run's model."""
 
 import re
 import sys
@@ -11,11 +11,11 @@ from hpclm.registry import hint
 from hpclm.terminal import say
 
 COMMANDS = {"/help": "show this", "/clear": "begin a new text", "/exit": "exit, as Ctrl-D does"}
-"""What may be typed in place of text, alone on a line."""
+"""Commands, typed alone on a line."""
 
 
 def converse(completer: Completer, text: str, limits: Limits, sampling: Sampling) -> None:
-    """Continue ``text``, then the text with each line that is typed after it, until the input ends."""
+    """Continue ``text``, then the text plus each typed line, until the input ends."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         say("An empty line continues the text, /help lists commands, Ctrl-C stops, Ctrl-D exits.", file=sys.stderr)
@@ -42,16 +42,16 @@ def converse(completer: Completer, text: str, limits: Limits, sampling: Sampling
 
 
 def _reply(command: str) -> str:
-    """The commands, or that ``command`` is none."""
+    """The list of commands, or an error for an unknown one."""
     if command == "/help":
         return "\n".join(terminal.columns([*COMMANDS.items(), ("an empty line", "continue the text")]))
-    return f"no command is called {command}; /help lists them. Put a space before it if it is text.{hint(command, [*COMMANDS])}"
+    return f"unknown command {command}; /help lists the commands. Put a space before it if it is text.{hint(command, [*COMMANDS])}"
 
 
 def _streamed(completer: Completer, text: str, limits: Limits, sampling: Sampling) -> str:
-    """Print the continuation of ``text`` as it comes; what there is of it, also after Ctrl-C."""
+    """Print the continuation of ``text`` as it comes; returns it, complete or up to Ctrl-C."""
     shown = ""
-    # what may become a stop string, or the rest of a character, is not shown yet
+    # text that may become a stop string, or the rest of a character, is not shown yet
     back = max((len(stop) for stop in limits.stop), default=1) - 1
 
     def show(_: int, so_far: str) -> None:

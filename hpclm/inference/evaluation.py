@@ -1,6 +1,6 @@
-"""How well a run's model predicts held-out data, a text or a dataset, or does at tasks.
+"""Measures how well a run's model predicts held-out data, a text or a dataset, or performs tasks.
 
-Libraries that take seconds to import are imported after what is wrong with the settings has been said.
+Libraries that take seconds to import are imported after errors in the settings have been reported.
 """
 
 import math
@@ -23,11 +23,11 @@ Figures = dict[str, float | int | str]
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """Tasks of lm-evaluation-harness, and how to score at them; None: as the task says, or all of it."""
+    """Tasks of lm-evaluation-harness, and how to score them; None: the task's default, or all documents."""
 
     names: Sequence[str]
     path: str | None = None
-    """A folder of task files of one's own."""
+    """A folder of the user's task files."""
     samples: int | None = None
     """Documents of each task."""
     shots: int | None = None
@@ -38,14 +38,14 @@ class TaskRequest:
 
 @dataclass(frozen=True)
 class TaskScores:
-    """The scores of a checkpoint at tasks: by task and metric, how many documents of each task, and the step."""
+    """The scores of a checkpoint: by task and metric, with the number of documents of each task, and the step."""
 
     tasks: Mapping[str, Mapping[str, float]]
     samples: Mapping[str, int]
     step: int
 
     def values(self) -> dict[str, Any]:
-        """For programs."""
+        """The scores for programs."""
         return {
             "tasks": {task: finite(row) for task, row in self.tasks.items()},
             "samples": self.samples,
@@ -53,7 +53,7 @@ class TaskScores:
         }
 
     def lines(self) -> Iterator[str]:
-        """For people, one for each metric."""
+        """The scores for people, one line for each metric."""
         for task, row in self.tasks.items():
             for metric, value in row.items():
                 name, comma, filtered = metric.partition(",")
@@ -78,7 +78,7 @@ def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores
     tasks = Tasks(list(wanted.names), wanted.path, wanted.samples, wanted.shots)
     compute = run_model.place(config)
     model, progress = run_model.load_model(run, config, text.tokenizer.fingerprint, compute)
-    # the library ends its processes by it, and would wait where it is ignored
+    # the library ends its processes with SIGTERM, and would wait if it were ignored
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with naming_tasks():
         scores, samples = tasks.score(model.to(compute.dtype), text, wanted.batch)
@@ -86,10 +86,10 @@ def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores
 
 
 def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: StateOf, job: OwnJob) -> int:
-    """Score each checkpoint of ``run`` as it is published, until the run has ended; the exit code is 85 after a signal: the same
-    command continues.
+    """Score each checkpoint of ``run`` as it is published, until the run has ended. Returns the exit code: 85 after a signal, after
+    which the same command continues.
 
-    ``state_of``: how the run stands; ``job``: that of this process.
+    ``state_of``: gives the run's state; ``job``: this process's.
     """
     from hpclm.inference import run_settings, task_names
 
@@ -107,9 +107,9 @@ def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: State
 
 
 def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> Figures:
-    """Mean loss per token in nats, perplexity, and what they were measured on.
+    """Mean loss per token in nats, perplexity, and the data that was read.
 
-    ``samples``: how many are read of the part; None: all of one pass. ConfigError if the loss is not finite.
+    ``samples``: number of samples to read of the part; None: one pass. ConfigError if the loss is not finite.
     """
     from hpclm.data import sources, split_by
     from hpclm.errors import ConfigError
@@ -135,7 +135,7 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
         mean = mean_loss(model, bar, compute.device, SINGLE)
     if mean is None:
         raise ConfigError(
-            f"nothing is measured: by the loss mask no token of the {count} samples of {part} counts; read more with --samples, or all "
+            f"nothing to measure: the loss mask excludes every token of the {count} samples of {part}; read more with --samples, or all "
             "tokens with data.loss_mask=ignore"
         )
     return _finite(
@@ -151,8 +151,8 @@ def on_documents(
     max_tokens: int | None,
     format: str | None = None,
 ) -> Figures:
-    """Loss, perplexity and bits per byte of the file ``text``, or else of the dataset ``prefix``: with a loss mask of the tokens that
-    count in training, without bits per byte.
+    """Loss, perplexity and bits per byte of the file ``text``, or else of the dataset ``prefix``. With a loss mask, only of the tokens
+    that count in training, and without bits per byte.
 
     ``max_tokens``: tokens after which to stop; ``format``: of the text, "text" or "jsonl". ConfigError if the loss is not finite.
     """
@@ -163,7 +163,7 @@ def on_documents(
     content = "" if text is None else texts.text_of(text)
     config = run_settings.check(run, overrides, reads_text=text is not None)
     data = config.data
-    if prefix is not None:  # this dataset and no other; a tokenizer that the settings name stays
+    if prefix is not None:  # only this dataset; a tokenizer named in the settings stays
         data = replace(data, source="indexed", prefix=prefix, blend=[], train=[], valid=[], test=[], validation=[])
     tokenizer = None
     try:
@@ -175,7 +175,7 @@ def on_documents(
         json_lines = texts.is_json_lines(text, content, format, "text")
     else:
         dataset = indexed.IndexedDataset(Path(prefix or ""))
-        mask = loss_mask.opened(dataset, replace(data, order="packed"))  # as a run that trains on it would
+        mask = loss_mask.opened(dataset, replace(data, order="packed"))  # as a training run would read it
 
     from hpclm.datasets import run_text
     from hpclm.inference import run_model, scoring
@@ -197,7 +197,7 @@ def on_documents(
 
 
 def _finite(figures: Figures) -> Figures:
-    """``figures``; ConfigError if the loss is not finite."""
+    """Return ``figures``; ConfigError if the loss is not finite."""
     if not math.isfinite(float(figures["loss"])):
         from hpclm.errors import ConfigError
         from hpclm.inference.generation import NOT_FINITE

@@ -1,4 +1,4 @@
-"""Score each checkpoint of a run at tasks, once, as it is published: beside the run, and after it."""
+"""Scores each checkpoint of a run at tasks, once, as it is published: during the run, and after it."""
 
 import hashlib
 import logging
@@ -22,13 +22,13 @@ from hpclm.rundir.lease import Lease
 from hpclm.rundir.state import StateOf
 
 log = logging.getLogger(__name__)
-POLL = 10.0  # seconds between looks for new checkpoints
+POLL = 10.0  # seconds between checks for new checkpoints
 OVER = ("done", "stopped", "exited", "failed", "ended")
-"""Statuses in which nothing trains the run, and nothing is going to."""
+"""Statuses in which nothing trains the run or is going to."""
 
 
 class Interrupted(Exception):
-    """A signal came before the scores were complete."""
+    """A signal arrived before the scores were complete."""
 
 
 class Follower:
@@ -36,7 +36,10 @@ class Follower:
 
     def __init__(self, out: Path, config: run_model.TrainedModel, tasks: Tasks, batch: int):
         """``config``: the run's settings for one process; ``batch``: texts that are read together."""
-        self.out, self.config, self.tasks, self.batch = out, config, tasks, batch
+        self.out = out
+        self.config = config
+        self.tasks = tasks
+        self.batch = batch
         self.text = run_text.of_run(out, config.data, config.model.vocab_size)
         self.compute = run_model.place(self.config)
         self._scored = {row.get("checkpoint") for row in self._rows()}
@@ -46,7 +49,7 @@ class Follower:
         return (row for row in metrics_file.NewScores(self.out).rows() if names <= set(row["tasks"]))
 
     def score_new(self, interrupted: Callable[[], bool]) -> int:
-        """Score what is new, oldest first; how many checkpoints were. Interrupted, between two batches, where that asks for it."""
+        """Score new checkpoints, oldest first; returns their number. Raises Interrupted between batches if ``interrupted`` is true."""
         count = 0
         for folder in directory.steps(self.out / "checkpoints"):
             name = digest(folder)
@@ -56,7 +59,7 @@ class Follower:
         return count
 
     def until_the_end(self, state_of: StateOf, job: OwnJob) -> int:
-        """Score checkpoints until the run has ended; the exit code, 85 after a signal. ``job``: that of this process."""
+        """Score checkpoints until the run has ended. Returns the exit code, 85 after a signal. ``job``: this process's."""
         with Preemption() as preemption:
 
             def interrupted() -> bool:
@@ -64,16 +67,16 @@ class Follower:
 
             try:
                 while True:
-                    status = state_of(self.out)  # before a last look for checkpoints
+                    status = state_of(self.out)  # before a last check for checkpoints
                     self.score_new(interrupted)
                     if status.name in OVER:
                         break
                     wait(POLL, interrupted)
             except Interrupted:
-                log.info("interrupted; the same command scores the checkpoints that are left")
+                log.info("interrupted; the same command scores the remaining checkpoints")
                 return ExitCode.REQUEUE
             if status.name == "done":
-                with Lease(self.out, job=job):  # what the run has not copied before it was done
+                with Lease(self.out, job=job):  # rows that the run had not copied when it ended
                     metrics_file.copy_scores(self.out)
         log.info("%s is %s, and its checkpoints are scored: %s/scores.jsonl", self.out, status.name, self.out)
         if status.name == "done":
@@ -92,7 +95,7 @@ class Follower:
             model, progress = run_model.load_checkpoint(
                 folder, manifest, self.config, self.text.tokenizer.fingerprint, self.compute
             )
-        except (BadCheckpoint, HpclmError) as error:  # pruned meanwhile, or damaged: the run itself says so
+        except (BadCheckpoint, HpclmError) as error:  # pruned meanwhile, or damaged: the run itself reports that
             log.warning("%s is not scored: %s", folder.name, error)
             return False
         try:
@@ -113,7 +116,7 @@ class Follower:
 
 
 def digest(folder: Path) -> str | None:
-    """A name of the checkpoint in ``folder`` that another one of the same step does not have; None if it is gone."""
+    """A name of the checkpoint in ``folder`` that no other checkpoint of the same step has; None if it is gone."""
     try:
         hashed = hashlib.sha256()
         with files.reader(folder / "MANIFEST.json") as file:
@@ -125,7 +128,7 @@ def digest(folder: Path) -> str | None:
 
 
 def wait(seconds: float, interrupted: Callable[[], bool]) -> None:
-    """Wait, but not after a signal; Interrupted then."""
+    """Wait for ``seconds``; raises Interrupted after a signal."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if interrupted():

@@ -1,4 +1,4 @@
-"""Continue token sequences with a model, several at a time."""
+"""Continues token sequences with a model, several at a time."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,10 +11,10 @@ from hpclm.inference.generation_settings import Sampling
 from hpclm.model.cache import KeyValueCache
 from hpclm.model.stack import Stack
 
-MIN_TOKENS_TO_TRANSPOSE = 16  # new tokens from which a transposed copy of the output weights is worth making
+MIN_TOKENS_TO_TRANSPOSE = 16  # minimum number of new tokens for which a transposed copy of the output weights pays off
 
 Ended = Callable[[int, list[int]], bool]
-"""Called with a sequence's number and its new tokens after each of them: whether it ends here."""
+"""Called with a sequence's number and its new tokens after each of them; returns whether it ends here."""
 NOT_FINITE = (
     "the model gives values that are not finite: its newest checkpoint was saved when training had diverged, or "
     "engine.precision is too narrow for it; hpclm checkpoints lists the run's others"
@@ -22,9 +22,9 @@ NOT_FINITE = (
 
 
 def window_start(length: int, context: int) -> int:
-    """The first of ``length`` tokens that the model sees when it predicts the next one.
+    """Index of the first of ``length`` tokens that the model sees when it predicts the next one.
 
-    Beyond the context the window moves in strides of a quarter of it, so that the cache is rebuilt only once a stride.
+    Beyond the context, the window moves in strides of a quarter of it, so that the cache is rebuilt only once a stride.
     """
     stride = max(1, context // 4)
     return -(-max(0, length - context) // stride) * stride
@@ -36,7 +36,7 @@ def continue_all(
 ) -> list[list[int]]:
     """Up to ``max_new_tokens`` new tokens, each below ``vocabulary``, for every prompt of a batch; prompts must not be empty.
 
-    What a sequence becomes does not depend on the others, but for rounding.
+    A sequence's continuation does not depend on the others, except for rounding.
     """
     batch = Batch(model, prompts, max_new_tokens, vocabulary)
     samplers = [Sampler(sampling, sampling.first + number) for number in range(len(prompts))]
@@ -55,20 +55,22 @@ def continue_all(
 
 
 class Batch:
-    """Sequences that are continued together, and the cache of their keys and values."""
+    """Sequences that are continued together, with the cache of their keys and values."""
 
     def __init__(self, model: Stack, prompts: Sequence[list[int]], max_new_tokens: int, vocabulary: int):
-        self.model, self.context, self.max_new_tokens = model, model.config.context, max_new_tokens
+        self.model = model
+        self.context = model.config.context
+        self.max_new_tokens = max_new_tokens
         self.vocabulary = min(vocabulary, model.config.vocab_size)
         self.ids = [list(prompt) for prompt in prompts]
         self.live = list(range(len(prompts)))
-        """Numbers of the sequences that go on; the rows of the batch."""
+        """Numbers of the live sequences, which are the rows of the batch."""
         self.device = next(model.parameters()).device
-        # what a person's own block keeps of earlier tokens is not known
+        # the state that a user-defined block keeps of earlier tokens is unknown
         self.cached = model.config.block in BLOCKS
         self._cache: KeyValueCache | None = None
         self._starts: list[int] = []
-        self._output: Tensor | None = None  # [C, V], which CPUs multiply a few rows with in half the time
+        self._output: Tensor | None = None  # [C, V], with which CPUs multiply a few rows in half the time
 
     def logits(self) -> Tensor:
         """[rows, V] logits of each sequence's next token."""
@@ -83,7 +85,7 @@ class Batch:
         return self._begin([self.ids[number][start:] for number, start in zip(self.live, starts, strict=True)])
 
     def advance(self, tokens: Sequence[int], going: Sequence[int]) -> None:
-        """Append a token to each row's sequence, and go on with the rows ``going``."""
+        """Append a token to each row's sequence, and keep only the rows ``going``."""
         for number, token in zip(self.live, tokens, strict=True):
             self.ids[number].append(token)
         if len(going) < len(self.live):
@@ -113,7 +115,7 @@ class Batch:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence: what it chooses does not depend on the sequences beside it."""
+    """Chooses the tokens of one sequence, independently of the other sequences."""
 
     def __init__(self, sampling: Sampling, number: int):
         """``number``: of the sequence, from 0; each has its own random numbers."""
@@ -121,7 +123,7 @@ class Sampler:
         self.generator = torch.Generator().manual_seed((sampling.seed + number * 0x9E3779B97F4A7C15) % 2**63)
 
     def __call__(self, logits: Tensor) -> int:
-        """A token, given the [V] logits."""
+        """Choose a token, given the [V] logits."""
         size = len(logits) if self.sampling.top_k is None else min(self.sampling.top_k, len(logits))
         values, indices = logits.double().cpu().topk(size)
         probabilities = ((values - values[0]) / self.sampling.temperature).softmax(0)
@@ -132,7 +134,7 @@ class Sampler:
 
 
 def choose(logits: Tensor, samplers: list[Sampler]) -> list[int]:
-    """The next token of each sequence, given [B, V] logits; ConfigError where these are not finite."""
+    """The next token of each sequence, given [B, V] logits; ConfigError if these are not finite."""
     best = logits.max(-1)
     if not best.values.isfinite().all():
         raise ConfigError(NOT_FINITE)

@@ -1,4 +1,4 @@
-"""How a continuation is drawn, and where it ends. This file imports no PyTorch: wrong values are refused before that takes seconds."""
+"""How a continuation is sampled, and where it ends. Imports no PyTorch, which takes seconds: wrong values are refused first."""
 
 import math
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ class Limits:
     """Where a continuation ends, besides the end of the document."""
 
     tokens: int = 100
-    """New tokens at most."""
+    """Maximum number of new tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end it; they are not part of it."""
+    """Texts that end the continuation, and are not part of it."""
 
     def __post_init__(self) -> None:
         ArgumentError.refuse(self._wrong())
@@ -43,7 +43,7 @@ class Sampling:
     seed: int = 0
     """Same seed, same text."""
     first: int = 0
-    """Number of the first sequence of a batch: a batch that goes on with a list of prompts counts on."""
+    """Number of the first sequence of a batch; later batches of a list of prompts continue the count."""
 
     def __post_init__(self) -> None:
         ArgumentError.refuse(self._wrong())

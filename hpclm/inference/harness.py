@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, measured on a model of hpclm's as the library measures one of transformers.
+"""Scores a model of hpclm on tasks of lm-evaluation-harness, as the library scores one of transformers.
 
 Only this file imports the library; import it in ``extras.needed_for("evaluation on tasks")``.
 """
@@ -30,7 +30,7 @@ from hpclm.inference.generation_settings import Sampling
 from hpclm.inference.scoring import by_rotation
 from hpclm.model.stack import Stack
 
-NEW = 256  # tokens to generate where a task does not say
+NEW = 256  # default number of tokens to generate
 SHOWN = 60  # characters of a text in a message
 Scores = dict[str, dict[str, float]]
 """Task -> metric -> value; a metric's standard error is called METRIC_stderr."""
@@ -40,12 +40,14 @@ class Tasks:
     """Tasks of the library, with their data."""
 
     def __init__(self, names: Sequence[str], folder: str | None, samples: int | None, shots: int | None):
-        """``names``: of tasks, groups or tags. ``folder``: of task files, which come before the library's own. ``samples``: documents
-        of each task; None: all. ``shots``: examples before each question; None: what the task says.
+        """``names``: of tasks, groups or tags. ``folder``: of task files, which take precedence over the library's. ``samples``:
+        documents of each task; None: all. ``shots``: examples before each question; None: the task's default.
 
         ConfigError if a task is unknown, or its data cannot be read.
         """
-        self.names, self.samples, self.shots = list(names), samples, shots
+        self.names = list(names)
+        self.samples = samples
+        self.shots = shots
         task_names.check(names, folder)
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs every default that a task relies on
         if folder is not None and (exposed := folders.exposed_folder(Path(folder))):
@@ -72,12 +74,12 @@ class Tasks:
         check_interrupt: Callable[[], None] = lambda: None,
         errors: bool = True,
     ) -> tuple[Scores, dict[str, int]]:
-        """Scores of ``model`` at tasks and groups, and how many documents of each task were read.
+        """Scores of ``model`` at tasks and groups, and the number of documents read of each task.
 
-        ``text``: of the run. ``check_interrupt`` is called between batches of ``batch`` texts, and may raise. ``errors``: also
-        estimate standard errors.
+        ``text``: the run's. ``check_interrupt``: called between batches of ``batch`` texts; may raise. ``errors``: also estimate
+        standard errors.
         """
-        with redirect_stdout(sys.stderr):  # where a result may go, the library prints remarks
+        with redirect_stdout(sys.stderr):  # the library prints remarks to stdout, which may carry the result
             results = simple_evaluate(
                 model=Adapter(model, text, batch, check_interrupt),
                 tasks=self.names,
@@ -88,7 +90,7 @@ class Tasks:
                 bootstrap_iters=100_000 if errors else 0,
             )
         if results is None:
-            raise ConfigError("lm-evaluation-harness gives no results: it takes this process for another rank's")
+            raise ConfigError("lm-evaluation-harness gives no results: it takes this process for a rank other than 0")
         rows = {**results["results"], **results.get("groups", {})}
         scores = {task: figures for task, row in rows.items() if (figures := dict(_figures(row)))}
         return scores, {task: int(count["effective"]) for task, count in results.get("n-samples", {}).items()}
@@ -96,7 +98,7 @@ class Tasks:
 
 @contextmanager
 def naming_tasks() -> Iterator[None]:
-    """ConfigError that names the task, for an error of a task's own code in the block."""
+    """Turn an error of a task's own code in the block into a ConfigError that names the task."""
     try:
         yield
     except HpclmError:
@@ -110,14 +112,14 @@ def naming_tasks() -> Iterator[None]:
 
 
 def _figures(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The metrics of a task: the library calls them metric,filter, and the filter that changes nothing none."""
+    """The metrics of a task. The library names them metric,filter; the filter that changes nothing is called none."""
     for name, value in row.items():
         if isinstance(value, int | float) and "," in name:
             yield name.removesuffix(",none"), float(value)
 
 
 class Adapter(TemplateLM):
-    """A model as the library wants it."""
+    """A model with the library's interface."""
 
     tokenizer_name = "hpclm"
 
@@ -125,8 +127,11 @@ class Adapter(TemplateLM):
         super().__init__()
         if text.begin is None:
             raise ConfigError("the tokenizer has no end-of-document token, which begins every text of a task")
-        self.model, self.text, self.first = model, text, text.begin
-        self.batch, self.check_interrupt = batch, check_interrupt
+        self.model = model
+        self.text = text
+        self.first = text.begin
+        self.batch = batch
+        self.check_interrupt = check_interrupt
         self.max_length = model.config.context
 
     @property
@@ -140,11 +145,11 @@ class Adapter(TemplateLM):
         return self.first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text; ConfigError where the model has no such tokens."""
+        """The tokens of a text; ConfigError if the model has no such tokens."""
         return self.text.encode(string, add_special_tokens)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
-        """As the library does, without its progress bar."""
+        """See TemplateLM; without the library's progress bar."""
         for context, continuation in (request.args for request in requests):
             if context == "" and not self.tok_encode(continuation, add_special_tokens=False):
                 raise ConfigError(_unscorable(context, continuation, "the continuation has no tokens"))
@@ -187,13 +192,16 @@ class Adapter(TemplateLM):
         return list(alike.get_original(texts))
 
     def _generated(self, prompts: Sequence[str], options: Mapping[str, Any], first: int) -> Iterator[str]:
-        """What follows each prompt until its document ends, one of the texts ``until`` comes, or there are enough tokens.
+        """The text after each prompt, until its document ends, one of the ``until`` texts appears, or there are enough tokens.
 
-        ``first``: requests before these; each request has its own random numbers, in batches of any size.
+        ``first``: number of earlier requests; each request has its own random numbers, whatever the batch size.
         """
-        until, max_new_tokens = options.get("until") or [], int(options["max_gen_toks"])
+        until = options.get("until") or []
+        max_new_tokens = int(options["max_gen_toks"])
         stop = [until] if isinstance(until, str) else [text for text in until if text]
-        stop += [end] if (end := self.text.decode([self.eot_token_id])) and end not in stop else []
+        end = self.text.decode([self.eot_token_id])
+        if end and end not in stop:
+            stop.append(end)
         room = self.max_length - max_new_tokens
         if room < 1:
             raise ConfigError(
@@ -213,11 +221,11 @@ class Adapter(TemplateLM):
 
 
 def unscorable(before: Sequence[int], after: Sequence[int], context: int) -> str | None:
-    """Why the library's hf model would not score the tokens ``after`` those ``before``; None if it would."""
+    """The reason why the library's hf model would not score the tokens ``after`` following ``before``; None if it would."""
     if not before:
         return "the context has no tokens"
     if not after:
-        return "the tokenizer joins the continuation to the context, so it has no token of its own"
+        return "the tokenizer merges the continuation into the context, so it has no separate token"
     if len(after) > context:
         return f"the continuation has {len(after)} tokens, but model.context={context}"
     return None
@@ -226,7 +234,7 @@ def unscorable(before: Sequence[int], after: Sequence[int], context: int) -> str
 def _unscorable(context: str, continuation: str, problem: str) -> str:
     return (
         f"a task asks for the probability of {_shown(continuation)} after {_shown(context)}, which has none: {problem}. "
-        "lm-evaluation-harness's own hf model fails here, too; change the task's doc_to_text, doc_to_choice or target_delimiter"
+        "lm-evaluation-harness's own hf model fails here too; change the task's doc_to_text, doc_to_choice or target_delimiter"
     )
 
 
@@ -241,10 +249,11 @@ def log_likelihoods(
 ) -> list[tuple[float, bool]]:
     """For each pair of tokens before and after: the log-probability of those after, and whether each was the most probable.
 
-    There are tokens before, and from 1 to a context of tokens after. Of a pair that is longer than the context its end is read. Pairs
-    that differ in the last token only are read once.
+    There is at least one token before, and between 1 and a context of tokens after. Only the end of a pair longer than the context is
+    read. Pairs that differ in the last token only are read once.
     """
-    context, device = model.config.context, next(model.parameters()).device
+    context = model.config.context
+    device = next(model.parameters()).device
     by_input: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, (before, after) in enumerate(pairs):
         by_input[tuple([*before, *after][-context - 1 : -1])].append(number)

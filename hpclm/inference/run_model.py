@@ -21,26 +21,26 @@ log = logging.getLogger(__name__)
 
 
 class TrainedModel(Protocol):
-    """What of a run's settings its model depends on when it is loaded into one process."""
+    """The settings that the model of a run depends on when it is loaded into one process."""
 
     @property
     def model(self) -> ModelConfig:
-        """Its shape."""
+        """The model's shape."""
         ...
 
     @property
     def data(self) -> DataConfig:
-        """Whose tokenizer it reads."""
+        """Settings that name its tokenizer."""
         ...
 
     @property
     def engine(self) -> EngineConfig:
-        """The device, the precision, and how much of the loss is computed at once."""
+        """The device, the precision, and the chunk size of the loss."""
         ...
 
     @property
     def seed(self) -> int:
-        """Of what a user-defined block draws as it is built."""
+        """Seed for the random numbers that a user-defined block draws when it is built."""
         ...
 
     def modules(self) -> set[str]:
@@ -49,7 +49,7 @@ class TrainedModel(Protocol):
 
 
 def place(config: TrainedModel) -> Compute:
-    """What a single process computes with; its device is made ready."""
+    """The device, type and mesh of a single process; prepares the device."""
     if config.modules():
         environment.for_code_that_may_compile()
     device = hardware.device(config.engine, 0)
@@ -63,7 +63,7 @@ def place(config: TrainedModel) -> Compute:
 def load_model(
     run: Path, config: TrainedModel, tokenizer: dict[str, Any] | None, compute: Compute
 ) -> tuple[Stack, Progress]:
-    """The model of the newest good checkpoint in evaluation mode, and its progress; NoCheckpointError if there is none.
+    """The model of the newest good checkpoint in evaluation mode, and its progress; NoCheckpointError without one.
 
     ``tokenizer``: fingerprint of the tokenizer in use, if known; ConfigError if the model was trained with another.
     """
@@ -78,7 +78,7 @@ def load_checkpoint(
     tokenizer: dict[str, Any] | None,
     compute: Compute,
 ) -> tuple[Stack, Progress]:
-    """The model of the checkpoint in the folder ``checkpoint``, as ``load_model``."""
+    """The model of the checkpoint in the folder ``checkpoint``; see ``load_model``."""
     clash = tokenizer_clash(manifest.fingerprint, tokenizer)
     if clash:
         raise ConfigError(f"{checkpoint}: {clash[0]}; use the run's own data.tokenizer and data.prefix")

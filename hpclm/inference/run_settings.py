@@ -1,4 +1,4 @@
-"""The settings of a run for its model in a single process, and whether what they name is there: before PyTorch is imported, which
+"""The settings of a run for its model in a single process, and checks that the files they name exist, before PyTorch is imported, which
 takes seconds."""
 
 from dataclasses import replace
@@ -23,7 +23,8 @@ def settings(run: Path, overrides: list[str]) -> RunConfig:
 def alone(config: RunConfig) -> RunConfig:
     """The settings of a run, for its model in a single process."""
     kept = {name: getattr(config.engine, name) for name in ("device", "precision", "loss_chunk")}
-    # the model needs no optimizer: one that works on offloaded state would not go with this engine, and the user's own may not be here
+    # the model needs no optimizer: one with offloaded state would not fit this engine, and a user's may be missing
+    # here
     optim = OptimConfig() if row(config.optim.name).offloaded else config.optim
     if optim.name not in OPTIMIZERS:
         optim = replace(optim, name=OptimConfig.name, arguments={})
@@ -51,7 +52,7 @@ def saved_steps(run: Path) -> list[Path]:
 
 
 def check(run: Path, overrides: list[str], reads_text: bool) -> RunConfig:
-    """The settings of a run whose checkpoint, and tokenizer if it ``reads_text``, are there."""
+    """The settings of a run; checks that its checkpoint exists, and its tokenizer if it ``reads_text``."""
     config = settings(run, overrides)
     check_saved(run)
     if reads_text:

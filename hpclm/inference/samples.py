@@ -1,4 +1,5 @@
-"""What the models of runs write at some of their checkpoints, for reports. PyTorch is imported once all that is needed is there."""
+"""Sample texts from the models of runs at some of their checkpoints, for reports. PyTorch is imported only once everything needed
+exists."""
 
 import sys
 from collections.abc import Mapping
@@ -10,16 +11,17 @@ from hpclm.inference.generation_settings import Limits, Sampling
 from hpclm.terminal import say
 
 SAMPLE_TOKENS = 80
-SAMPLED_CHECKPOINTS = 4  # of a run
+SAMPLED_CHECKPOINTS = 4  # checkpoints of a run
 
 
 def samples(run: Path, prompt: str, max_checkpoints: int) -> dict[int, str]:
-    """Step -> continuation, of at most ``max_checkpoints`` checkpoints from the oldest to the newest; of one only of the newest.
+    """Step -> continuation, for at most ``max_checkpoints`` checkpoints from the oldest to the newest; a single one is the newest.
 
-    HpclmError if there is none, or if the run has no tokenizer that reads the prompt.
+    HpclmError without a checkpoint, or if the run has no tokenizer that reads the prompt.
     """
     kept = run_settings.saved_steps(run)
-    last, gaps = len(kept) - 1, min(max_checkpoints, len(kept)) - 1
+    last = len(kept) - 1
+    gaps = min(max_checkpoints, len(kept)) - 1
     chosen = [kept[round(last * number / gaps)] for number in range(gaps + 1)] if gaps else kept[-1:]
     from hpclm.inference.completion import Completer  # imports PyTorch, which takes seconds
 
@@ -32,8 +34,7 @@ def samples(run: Path, prompt: str, max_checkpoints: int) -> dict[int, str]:
 
 
 def samples_of_runs(named: Mapping[str, Path], prompt: str) -> dict[str, dict[int, str]]:
-    """What models of each run write: of one run, several of its checkpoints. A run without a usable model does not keep the others
-    from it."""
+    """Samples of each run; for a single run, at several checkpoints. A run without a usable model does not affect the others."""
     if len(named) == 1:
         [(name, out)] = named.items()
         run_settings.saved_steps(out)

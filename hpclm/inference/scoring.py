@@ -1,8 +1,7 @@
-"""How well a model predicts given text or a given dataset: loss, perplexity, bits per byte.
+"""Scores how well a model predicts a text or dataset: loss, perplexity, bits per byte.
 
-Every document begins with the run's token for that, which is not scored, where there is one. A document longer than
-the context is read in windows, as lm-evaluation-harness reads it: each token is scored once, those of the last window after a whole
-context.
+Every document begins with the run's token for that, if any, which is not scored. A document longer than the context is read in windows,
+as in lm-evaluation-harness: each token is scored once, those of the last window after a whole context.
 """
 
 import math
@@ -31,7 +30,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens to score, and the bytes of the text that they stand for; None where that is not known."""
+    """Tokens to score, and the number of bytes of their text; None if unknown."""
 
     ids: Sequence[int]
     bytes: int | None
@@ -44,12 +43,12 @@ class Window(NamedTuple):
 
     ids: Sequence[int]
     scored: Sequence[bool]
-    """Of each token but the first."""
+    """For each token but the first."""
 
 
 @dataclass
 class Score:
-    """What was scored so far."""
+    """Running totals of the scores."""
 
     documents: int = 0
     tokens: int = 0
@@ -66,7 +65,7 @@ class Score:
 
 
 def perplexity(mean: float) -> float:
-    """Of a mean loss in nats; infinite where that is too large for a float."""
+    """Perplexity for a mean loss in nats; infinite if too large for a float."""
     try:
         return math.exp(mean)
     except OverflowError:
@@ -74,7 +73,7 @@ def perplexity(mean: float) -> float:
 
 
 def windows(ids: Sequence[int], context: int, counts: Sequence[bool] | None = None) -> Iterator[Window]:
-    """Runs of up to ``context`` + 1 of ``ids``: each token is scored once, if it ``counts``, but for the first of ``ids``."""
+    """Runs of up to ``context`` + 1 of ``ids``. Each token except the first of ``ids`` is scored once, if it ``counts``."""
     for begin in range(0, len(ids) - 1, context):
         end = min(begin + context + 1, len(ids))
         first = max(0, end - context - 1)
@@ -83,18 +82,18 @@ def windows(ids: Sequence[int], context: int, counts: Sequence[bool] | None = No
 
 
 def of_text(path: str, text: str, json_lines: bool, run_text: RunText) -> Iterator[Document]:
-    """The documents of a text: one, or of JSON lines one in the "text" of each."""
+    """The documents of a text: one, or with JSON lines the "text" of each line."""
     texts = json_texts(path, text, "text", "a document") if json_lines else [text]
     for number, document in enumerate(texts, 1):
         ids = run_text.encode(document)
         if not ids and document:
-            raise ConfigError(f"{path}: the tokenizer makes no tokens of document {number}")
+            raise ConfigError(f"{path}: the tokenizer gives no tokens for document {number}")
         yield Document(ids, len(document.encode()))
 
 
 def of_dataset(dataset: IndexedDataset, mask: IndexedDataset | None, tokenizer: Tokenizer | None) -> Iterator[Document]:
-    """The sequences of a dataset, and which of their tokens count by its loss ``mask``; where there is none, also their bytes, if
-    ``tokenizer``, with which the dataset was made, is known."""
+    """The sequences of a dataset, and which of their tokens count by its loss ``mask``. Without a mask also their bytes, if
+    ``tokenizer``, which made the dataset, is known."""
     for number in range(len(dataset)):
         ids = dataset.tokens(number).tolist()
         if mask is not None:
@@ -112,18 +111,22 @@ def score(
 ) -> Score:
     """Score documents, each after ``begin_token``, ``size`` windows at a time, until ``max_tokens`` tokens are scored.
 
-    Documents of which some tokens do not count are read as training reads them: without ``begin_token``."""
+    Documents with uncounted tokens are read as in training: without ``begin_token``.
+    """
     total = Score()
-    device, context = next(model.parameters()).device, model.config.context
+    device = next(model.parameters()).device
+    context = model.config.context
     waiting: list[Window] = []
 
     def count_waiting() -> int:
         return sum(sum(window.scored) for window in waiting)
 
     def flush() -> None:
-        alike, count = by_rotation(model.config, waiting, lambda window: len(window.ids) - 1), count_waiting()
+        alike = by_rotation(model.config, waiting, lambda window: len(window.ids) - 1)
+        count = count_waiting()
         mean = mean_loss(model, [_batch(windows, device) for windows in alike], device, SINGLE)
-        total.nats += 0.0 if mean is None else mean * count
+        if mean is not None:
+            total.nats += mean * count
         total.tokens += count
         waiting.clear()
         bar.update(count)
@@ -135,7 +138,10 @@ def score(
         total.documents += 1
         before = [] if begin_token is None or document.counts is not None else [begin_token]
         ids = [*before, *document.ids]
-        total.bytes = None if total.bytes is None or document.bytes is None else total.bytes + document.bytes
+        if total.bytes is None or document.bytes is None:
+            total.bytes = None
+        else:
+            total.bytes += document.bytes
         for window in windows(ids, context, document.counts):
             waiting.append(window)
             if len(waiting) == size:
@@ -143,12 +149,12 @@ def score(
     if waiting:
         flush()
     if not total.tokens:
-        raise ConfigError("there is nothing to score: no document has a token that counts and follows another")
+        raise ConfigError("nothing to score: no document has a counted token that follows another")
     return total
 
 
 def by_rotation(config: ModelConfig, items: Sequence[Item], length: Callable[[Item], int]) -> list[list[Item]]:
-    """``items`` of ``length`` tokens that may be padded to the same length: rotary positions are scaled alike in them."""
+    """``items`` of ``length`` tokens, grouped so that rotary positions are scaled equally within a group and padding is possible."""
     alike: dict[int, list[Item]] = {}
     for item in items:
         alike.setdefault(scaling_length(config.rope_scaling, config.context, length(item)), []).append(item)

@@ -1,4 +1,4 @@
-"""Whether lm-evaluation-harness has a task, without importing the library and PyTorch, which takes a quarter of a minute."""
+"""Checks whether lm-evaluation-harness has a task, without importing the library and PyTorch, which takes 15 seconds."""
 
 import importlib.util
 import re
@@ -14,9 +14,9 @@ NAME = re.compile(r"^[\s-]*(?:task|group|tag)\s*:\s*[\"']?([\w.:-]+)", re.MULTIL
 
 
 def check(names: Sequence[str], folder: str | None) -> None:
-    """ConfigError for names of tasks that no file of the library's tasks contains, nor one in ``folder``, if there is one.
+    """ConfigError for task names that appear in no file of the library's tasks, nor of ``folder`` if given.
 
-    A name that a file contains may still be no task: then the library says so.
+    A name that appears may still not be a task; then the library reports that.
     """
     for name in names:
         if "/" in name or name.endswith(".yaml"):
@@ -24,7 +24,7 @@ def check(names: Sequence[str], folder: str | None) -> None:
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"{folder} is not a folder of task files")
     library = importlib.util.find_spec("lm_eval")
-    if library is None:  # which is said where it is imported
+    if library is None:  # reported when it is imported
         return
     folders = [folder] if folder else []
     folders += [f"{path}/tasks" for path in library.submodule_search_locations or []]
@@ -39,7 +39,7 @@ def check(names: Sequence[str], folder: str | None) -> None:
 
 
 def no_task(name: str, available: Sequence[str]) -> str:
-    """That the library has no task called ``name``."""
+    """The error message that the library has no task ``name``."""
     return (
         f"lm-evaluation-harness has no task {name!r}; tasks of your own need --tasks-path.{hint(name, list(available))}"
     )

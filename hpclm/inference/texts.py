@@ -1,4 +1,4 @@
-"""Texts that a model is to read, from files."""
+"""Reads texts for a model from files."""
 
 import json
 import sys
@@ -16,19 +16,19 @@ PLAIN = ".txt"
 
 
 def is_json_lines(path: str, text: str, format: str | None, otherwise: str) -> bool:
-    """Whether ``text``, of the file ``path`` or "-", is read as JSON lines; ConfigError where its name and content disagree.
+    """Whether to read ``text``, of the file ``path`` or "-", as JSON lines; ConfigError if its name and content disagree.
 
-    ``format``: "jsonl" or ``otherwise``, which count more than both; None: by the name and the content.
+    ``format``: "jsonl" or ``otherwise``, which overrides both; None: decide by name and content.
     """
     if format is not None:
         return format == "jsonl"
-    name, suffix = ("standard input", PLAIN) if path == "-" else (path, kinds.named(path)[0])
+    name, suffix = ("standard input", PLAIN) if path == "-" else (path, kinds.suffix_and_storage(path)[0])
     content = text[: kinds.BEGINNING].encode(errors="replace")
     return kinds.holds_json_lines(name, suffix, content, otherwise)
 
 
 def json_texts(path: str, text: str, key: str, what: str) -> Iterator[str]:
-    """The value of ``key`` in each line of a .jsonl file's text; ConfigError where a line has no ``what`` there."""
+    """The value of ``key`` in each line of a .jsonl file's text; ConfigError if a line lacks it. ``what``: describes the value."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -41,14 +41,14 @@ def json_texts(path: str, text: str, key: str, what: str) -> Iterator[str]:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text, as `hpclm preprocess --format lines` reads them: without their ends, empty ones too."""
+    """The lines of a text, as read by `hpclm preprocess --format lines`: without their ends, including empty ones."""
     return [without_end(line) for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def text_of(path: str, option: str = "") -> str:
-    """The text of a file, or of standard input as "-", without a byte order mark; ConfigError where it is none.
+    """The text of a file, or of standard input as "-", without a byte order mark; ConfigError if it is not text.
 
-    ``option``: the one that names the file, in messages.
+    ``option``: the option that names the file, for messages.
     """
     name = f"{option} {path}".lstrip()
     try:
@@ -61,7 +61,7 @@ def text_of(path: str, option: str = "") -> str:
 
 
 def prompts(prompt: str | None, path: str | None, format: str | None) -> Iterator[str]:
-    """The ``prompt``, "-" for standard input, or those of the file at ``path``; ``format``: as of ``is_json_lines``."""
+    """The ``prompt``, "-" for standard input, or those in the file at ``path``. ``format``: see ``is_json_lines``."""
     if path is None:
         text = text_of("-", "--prompt") if prompt == "-" else prompt or ""
         if not is_utf8(text):

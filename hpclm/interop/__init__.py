@@ -1,1 +1,1 @@
-"""Convert weights from and to other projects' formats. Nothing is downloaded, and no code in a file is run."""
+"""Convert weights between hpclm and other projects' formats. Downloads nothing and runs no code from a file."""

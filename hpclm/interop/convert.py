@@ -1,4 +1,4 @@
-"""A run's weights for Hugging Face transformers or llama.cpp, and other projects' weights as a run."""
+"""Export a run's weights for Hugging Face transformers or llama.cpp, and import other projects' weights as a run."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from hpclm.errors import ConfigError
 
 SHARD_GB = 5.0
 IMPORTABLE = re.compile(r"config\.json|latest.*|layer_.*|mp_rank_.*|.*\.distcp")
-"""Names of which a folder that can be imported has one; whether it can is seen when PyTorch is imported."""
+"""Names that mark an importable folder; whether its contents can be read is checked after PyTorch is imported."""
 ADAPTER = "adapter_config.json"
 MERGE = (
     "{0} holds an adapter (PEFT's {1}), which hpclm does not apply: merge it first, in Python with "
@@ -26,7 +26,7 @@ UNKNOWN = (
 
 @dataclass(frozen=True)
 class Options:
-    """Options of hpclm convert; each is for exports or for imports."""
+    """Options of hpclm convert; each applies either to exports or to imports."""
 
     dtype: str | None = None
     shard_gb: float | None = None
@@ -37,7 +37,7 @@ class Options:
 
 
 def converted(source: Path, target: Path, overrides: list[str], options: Options) -> str:
-    """Convert, and say what was made of what."""
+    """Convert ``source`` to ``target``; returns a message that describes the result."""
     from hpclm.inference import run_settings  # imports NumPy
 
     if not source.is_dir():
@@ -52,7 +52,7 @@ def converted(source: Path, target: Path, overrides: list[str], options: Options
         )
     if files.is_file(source / "config.yaml"):
         run_settings.check_saved(source)
-    if files.is_file(source / ADAPTER):  # transformers would apply it, also beside a whole model
+    if files.is_file(source / ADAPTER):  # transformers would apply the adapter, even next to a whole model
         raise ConfigError(MERGE.format(source, ADAPTER))
     if not any(map(IMPORTABLE.fullmatch, (path.name for path in source.iterdir()))):
         raise ConfigError(UNKNOWN.format(source))
@@ -69,12 +69,14 @@ def converted(source: Path, target: Path, overrides: list[str], options: Options
         model = megatron.convert(kind, target, overrides, list(options.ignore), options.weights_only)
     else:
         raise ConfigError(UNKNOWN.format(source))
-    use = "generate {} --prompt ..." if config.of_run(target, []).data.tokenizer else "evaluate {} --data DATASET"
-    return f"{target}: a run directory of {model.layers} layers x {model.hidden}; next: hpclm {use.format(files.typed(target))}"
+    typed = files.typed(target)
+    has_tokenizer = config.of_run(target, []).data.tokenizer
+    use = f"generate {typed} --prompt ..." if has_tokenizer else f"evaluate {typed} --data DATASET"
+    return f"{target}: a run directory of {model.layers} layers x {model.hidden}; next: hpclm {use}"
 
 
 def _of_file(source: Path) -> str:
-    """What to give in place of a file."""
+    """A hint for a user who named a file instead of its folder."""
     if source.suffix == ".gguf":
         return ": hpclm writes .gguf files and does not read them; convert the safetensors model that it was made from"
     if source.suffix in (".safetensors", ".bin", ".pt", ".pth", ".json", ".distcp"):
@@ -88,8 +90,8 @@ def is_run(path: Path) -> bool:
 
 
 def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard_gb: float, allow_nan: bool) -> str:
-    """Write the weights of a run or checkpoint for transformers, or for llama.cpp if ``target`` ends with .gguf, and say what was made
-    of what; arguments as of the verb."""
+    """Export the weights of a run or checkpoint for transformers, or for llama.cpp if ``target`` ends with .gguf; returns a message that
+    describes the result. Arguments: see hpclm convert."""
     from hpclm.inference import run_settings
 
     owner = source.absolute().parent.parent if (source / manifest.NAME).is_file() else source
@@ -109,9 +111,7 @@ def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard
         raise ConfigError("the size of shards has no effect: a .gguf file is always one")
     else:
         name = "llama.cpp's " + file.export_run(checkpoint, target, dtype, allow_nan)
-    ready = (
-        f"next: llama-cli -m {files.typed(target)}"
-        if target.suffix == ".gguf"
-        else f"{target / 'README.md'} says how to load it"
-    )
+    ready = f"{target / 'README.md'} says how to load it"
+    if target.suffix == ".gguf":
+        ready = f"next: llama-cli -m {files.typed(target)}"
     return f"{target}: {name}, from step {checkpoint.step} of {checkpoint.run}; {ready}"

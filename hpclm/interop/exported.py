@@ -14,11 +14,12 @@ from hpclm.progress import Bar
 
 
 class Exported:
-    """Reads a checkpoint's weights and converts them, one weight in memory; files stay open inside the context."""
+    """Reads a checkpoint's weights and converts them, one weight in memory at a time; files stay open inside the context."""
 
     def __init__(self, checkpoint: RunCheckpoint, rules: Sequence[Rule], allow_nan: bool):
-        """ConfigError if the checkpoint has other weights than ``rules`` convert. ``allow_nan``: also values that are not finite."""
-        self.rules, self.allow_nan = rules, allow_nan
+        """ConfigError unless ``rules`` cover exactly the checkpoint's weights. ``allow_nan``: also export values that are not finite."""
+        self.rules = rules
+        self.allow_nan = allow_nan
         self._folder = checkpoint.folder
         self._saved = Tensors(checkpoint.folder, checkpoint.manifest)
         shapes = self._saved.shapes()
@@ -34,12 +35,12 @@ class Exported:
         self._bar.close()
 
     def planned(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and shape of all tensors, on the meta device; reads nothing."""
+        """Name and shape of every tensor, on the meta device, without reading data."""
         for rule in self.rules:
             yield from zip(rule.theirs, rule.split(torch.empty(self.shapes[rule.ours], device="meta")), strict=True)
 
     def tensors(self, rules: Iterable[Rule]) -> Iterator[tuple[str, Tensor]]:
-        """Name and fp32 value of the tensors that these rules give; ConfigError for values that are not finite."""
+        """Name and fp32 value of the tensors converted by ``rules``; ConfigError for values that are not finite."""
         for rule in rules:
             whole = self._saved.whole(f"model.{rule.ours}")
             if not self.allow_nan and not finite(whole):
@@ -52,7 +53,7 @@ class Exported:
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` as ``dtype``; ConfigError if it has values that are too large for it."""
+    """``tensor`` as ``dtype``; ConfigError if values are too large for it."""
     converted = tensor.to(dtype)
     if not converted.isfinite().all() and tensor.isfinite().all():
         raise ConfigError(

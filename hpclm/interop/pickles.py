@@ -20,7 +20,7 @@ from hpclm import files
 from hpclm.errors import ConfigError
 
 REPLACED = re.compile(r"(megatron|deepspeed|pathlib)\.[\w.]+|_io\.BytesIO")
-"""Classes in Megatron's files besides weights and settings: replaced by a ``StandIn``, and never imported."""
+"""Classes in Megatron's files other than weights and settings: replaced by ``StandIn``, and never imported."""
 ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 
 
@@ -43,17 +43,17 @@ def tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load(path: Path) -> Any:
-    """The contents of a torch.save file, memory-mapped; ConfigError if it contains anything but data."""
+    """Load a torch.save file, memory-mapped; ConfigError if it contains anything but data."""
     files.readable(path, "weights file")
     with refused(str(path)):
-        mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not
+        mapped = zipfile.is_zipfile(path)  # files from before PyTorch 1.6 are not zip files
         with torch.serialization.safe_globals([*_allowed(path, mapped)]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 @contextmanager
 def refused(path: str) -> Iterator[None]:
-    """ConfigError where torch.load finds anything but data, or no data at all."""
+    """Raise ConfigError if torch.load finds anything but data, or no data at all."""
     try:
         yield
     except UnpicklingError as error:
@@ -74,7 +74,7 @@ def refused(path: str) -> Iterator[None]:
 
 
 def _allowed(path: Path, listed: bool) -> Iterable[Any]:
-    """The classes that may be constructed, with ``StandIn`` for the others."""
+    """The classes that may be constructed, with ``StandIn`` in place of the others."""
     array = np.empty(0, np.uint32).__reduce__()[0]
     yield from (Namespace, np.ndarray, np.dtype, type(np.dtype(np.uint32)), *((array, name) for name in ARRAYS))
     named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if listed else []

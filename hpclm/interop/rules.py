@@ -24,7 +24,7 @@ LINEAR = ("attention.out", "mlp.up", "mlp.down")
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our weights, the tensors ``theirs`` that correspond to it, and the conversion in both directions."""
+    """One of our weights, the corresponding tensors ``theirs``, and the conversion in both directions."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -33,17 +33,17 @@ class Rule:
 
 
 def same(ours: str, theirs: str) -> Rule:
-    """One tensor, under another name."""
+    """Rule for one tensor under another name."""
     return Rule(ours, (theirs,), lambda x: [x], lambda tensors: tensors[0])
 
 
 def transposed(ours: str, theirs: str) -> Rule:
-    """The weight of a linear layer, stored as [in, out]."""
+    """Rule for the weight of a linear layer that is stored as [in, out]."""
     return Rule(ours, (theirs,), lambda x: [x.t()], lambda tensors: tensors[0].t())
 
 
 def table(ours: str, theirs: str, config: ModelConfig) -> Rule:
-    """An embedding: V rows there, padded to model.vocab_multiple here."""
+    """Rule for an embedding with V rows there, padded to a multiple of model.vocab_multiple here."""
 
     def padded(tensors: Sequence[Tensor]) -> Tensor:
         [rows] = tensors
@@ -55,12 +55,12 @@ def table(ours: str, theirs: str, config: ModelConfig) -> Rule:
 
 
 def stacked(ours: str, theirs: Sequence[str]) -> Rule:
-    """Equal blocks of rows that are separate tensors there: gate and up projection of a gated MLP."""
+    """Rule for equal blocks of rows stored as separate tensors: gate and up projection of a gated MLP."""
     return Rule(ours, tuple(theirs), lambda x: x.chunk(len(theirs)), lambda tensors: torch.cat(list(tensors)))
 
 
 def in_one(ours: str, theirs: str, config: ModelConfig) -> Rule:
-    """The fused projection, and one tensor there with all queries, all keys, all values."""
+    """Rule for the fused projection, stored as one tensor with all queries, all keys, all values."""
     sizes = [heads * config.head_width for heads in (config.heads, config.groups, config.groups)]
     return Rule(
         ours,
@@ -71,7 +71,7 @@ def in_one(ours: str, theirs: str, config: ModelConfig) -> Rule:
 
 
 def shifted(rule: Rule, by: float = 1.0) -> Rule:
-    """The rule for a weight to which ``by`` is added there."""
+    """``rule`` for a weight that is stored minus ``by``."""
     return replace(
         rule,
         split=lambda x: [part - by for part in rule.split(x)],
@@ -80,7 +80,7 @@ def shifted(rule: Rule, by: float = 1.0) -> Rule:
 
 
 def reordered(rule: Rule, order: Tensor) -> Rule:
-    """The rule for separate q, k and v whose first two have the features of each head in another ``order``: theirs[order] are ours."""
+    """``rule`` for separate q, k and v; theirs[``order``] are our features of each head in q and k."""
     back = order.argsort()
 
     def heads(x: Tensor, index: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def reordered(rule: Rule, order: Tensor) -> Rule:
 
 
 def absent(ours: str, shape: Sequence[int], value: float) -> Rule:
-    """A weight that is ``value`` everywhere, and that the other format does not have."""
+    """Rule for a weight that is ``value`` everywhere and missing in the other format."""
 
     def split(x: Tensor) -> list[Tensor]:
         if not x.eq(value).all():
@@ -105,7 +105,7 @@ def absent(ours: str, shape: Sequence[int], value: float) -> Rule:
 
 
 def separate(ours: str, theirs: Sequence[str], config: ModelConfig) -> Rule:
-    """The fused projection [G x (queries, key, value) x D, ...], and separate tensors for q, k and v."""
+    """Rule for the fused projection [G x (queries, key, value) x D, ...], stored as separate tensors for q, k and v."""
     return Rule(
         ours,
         tuple(theirs),
@@ -115,7 +115,7 @@ def separate(ours: str, theirs: Sequence[str], config: ModelConfig) -> Rule:
 
 
 def side_by_side(ours: str, theirs: str, config: ModelConfig) -> Rule:
-    """The fused projection, and GPT-2's: all queries, all keys, all values, stored as [in, out]."""
+    """Rule for the fused projection, stored as GPT-2's: all queries, all keys, all values, as [in, out]."""
 
     def split(x: Tensor) -> list[Tensor]:
         return [torch.cat(unfused(x, config.groups, config.head_width)).t()]
@@ -140,8 +140,8 @@ def of_modules(
 ) -> Iterator[Rule]:
     """A rule for every weight of a network.
 
-    ``modules``: our module -> theirs, which may be separate modules for q, k, v or for gate and up projection; in a block,
-    ``layer`` with the block's number comes before them. ``in_out``: linear layers are stored as [in, out].
+    ``modules``: maps our modules to theirs, which may be separate for q, k, v or for gate and up projection. ``layer``: prefix of module
+    names in a block, formatted with its number. ``in_out``: linear layers are stored as [in, out].
     """
     for ours in placements(config):
         match = LOGICAL.fullmatch(ours)
@@ -170,22 +170,24 @@ def placements(config: ModelConfig) -> dict[str, Placement]:
 
 
 def check_depth(config: ModelConfig, tensors: int, place: str) -> None:
-    """ConfigError if ``place`` has fewer tensors than the network has layers; before anything is made for each layer."""
+    """ConfigError if ``place`` has fewer tensors than the network has layers. Checked before anything is created for each layer."""
     if config.layers > tensors:
         raise ConfigError(f"{place} has {tensors} tensors, too few for the {config.layers} layers of its settings")
 
 
 def check_names(needed: Iterable[str], there: Iterable[str], place: str) -> None:
     """ConfigError that names tensors missing in ``place``, and unexpected ones."""
-    expected, present = set(needed), set(there)
-    missing, unused = expected - present, present - expected
+    expected = set(needed)
+    present = set(there)
+    missing = expected - present
+    unused = present - expected
     wrong = [*_named("has no", missing, place), *_named("has tensors that this network does not use:", unused, place)]
     if wrong:
         raise ConfigError(wrong)
 
 
 def without(values: Mapping[str, Any], ignored: Collection[str], needed: Collection[str], kind: str) -> dict[str, Any]:
-    """``values`` without names that the user wants ignored; ConfigError for one that is not there, or that hpclm needs."""
+    """``values`` without the ``ignored`` names; ConfigError for names that do not exist or that hpclm needs."""
     wrong = [f"--ignore {name}: the source has no such {kind}" for name in ignored if name not in values]
     wrong += [f"--ignore {name}: hpclm needs this {kind}" for name in ignored if name in needed]
     if wrong:

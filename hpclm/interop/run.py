@@ -33,18 +33,18 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str) -> Tensor:
-        """One of them."""
+        """The tensor ``name``."""
         ...
 
 
 def finite(x: Tensor) -> bool:
-    """Whether all values are finite; without a copy, which isfinite() makes."""
+    """Whether all values are finite, without the copy that isfinite() makes."""
     return all(math.isfinite(extreme.item()) for extreme in x.aminmax())
 
 
 @dataclass(frozen=True)
 class OnDemand(Sequence[Tensor]):
-    """Tensors that are read when they are taken, so that a layer's experts are not in memory twice."""
+    """Tensors that are read on access, so that a layer's experts are not in memory twice."""
 
     source: TensorSource
     theirs: Sequence[str]
@@ -72,7 +72,7 @@ class RunCheckpoint:
 
     @property
     def chat(self) -> ChatRecord | None:
-        """What its weights were tuned with; None at step 0, where they are still those that were imported."""
+        """The chat settings with which the weights were tuned; None at step 0, where they are still the imported weights."""
         return chat_record.of_run(self.run) if self.step else None
 
 
@@ -92,16 +92,16 @@ class ImportedMoments:
     """Adam's moments of imported weights."""
 
     sources: Mapping[str, TensorSource] = field(default_factory=dict)
-    """By the name of the moment."""
+    """Maps the name of a moment to its tensors."""
     steps: int = 0
-    """Of the optimizer."""
+    """Steps of the optimizer."""
 
 
 NO_MOMENTS = ImportedMoments()
 
 
 class ImportedWeights:
-    """Imported weights, and an optimizer's moments if there are any: a ``StateSource``, which holds one weight in memory."""
+    """Imported weights, and the optimizer's moments if any: a ``StateSource`` that holds one weight in memory."""
 
     def __init__(
         self,
@@ -112,13 +112,16 @@ class ImportedWeights:
         spare: Iterable[str] = (),
         moments: ImportedMoments = NO_MOMENTS,
     ):
-        """``place`` names the source in errors; ``spare`` are tensors there that are not needed.
+        """``place``: name of the source in errors. ``spare``: tensors there that are not needed.
 
         ConfigError if tensors are missing or unexpected.
         """
         check_depth(config, len(source.names()), place)
-        self.rules, self.source, self.place = list(rules), source, place
-        self.moments, self.steps = moments.sources, moments.steps
+        self.rules = list(rules)
+        self.source = source
+        self.place = place
+        self.moments = moments.sources
+        self.steps = moments.steps
         self.shapes = {name: placement.shape for name, placement in placements(config).items()}
         for tensor_source in (source, *self.moments.values()):
             check_names(
@@ -126,7 +129,7 @@ class ImportedWeights:
             )
 
     def tensors(self) -> Iterator[Shard]:
-        """Every weight whole, in fp32, and its moments."""
+        """Every weight whole, in fp32, followed by its moments."""
         with Bar(self.rules, unit="weight", disable=None) as bar:
             for rule in bar:
                 yield Shard.whole(f"model.{rule.ours}", self._converted(rule, self.source))
@@ -138,7 +141,7 @@ class ImportedWeights:
         where = f"{self.place}: {', '.join(rule.theirs[:3])}{more}"
         try:
             tensor = rule.join(OnDemand(source, rule.theirs))
-        except RuntimeError as error:  # torch's error for shapes that do not match
+        except RuntimeError as error:  # torch raises it for mismatched shapes
             raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from None
         if tuple(tensor.shape) != self.shapes[rule.ours]:
             raise ConfigError(
@@ -158,23 +161,23 @@ class ImportedWeights:
 def settings_of(
     target: Path, model: ModelConfig, data: Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> configs.RunConfig:
-    """The settings of the run ``target``; ``overrides``: more of them, as key=value."""
+    """The settings of the run ``target``. ``overrides``: additional settings as key=value."""
     begun = configs.load(None, list(overrides))
     data_settings = replace(begun.data, **data) if overrides else DataConfig(**data)
     return replace(begun, name=target.name, out=str(target), model=model, data=data_settings)
 
 
 def save(staging_dir: Path, config: configs.RunConfig, weights: StateSource, progress: Progress | None = None) -> None:
-    """Make ``staging_dir``, which will be ``config.out``, a run directory whose checkpoint holds ``weights``.
+    """Write a run directory into ``staging_dir``, which will become ``config.out``, with a checkpoint of ``weights``.
 
-    ``progress``: of the checkpoint; None: at step 0.
+    ``progress``: of the checkpoint; None: step 0.
     """
     configs.dump(config, staging_dir / "config.yaml")
     CheckpointStore(staging_dir / "checkpoints", Retention(), {}).save(weights, progress or Progress())
 
 
 def network(derived: Mapping[str, Any], overrides: list[str]) -> ModelConfig:
-    """The network of ``derived`` model settings and ``model.key=value`` overrides; ConfigError if it is invalid."""
+    """The network described by the ``derived`` model settings and the ``model.key=value`` overrides; ConfigError if it is invalid."""
     other = [word for word in overrides if not word.startswith("model.")]
     if other:
         raise ConfigError(f"{other[0]}: an import accepts only model.… settings; give the others to hpclm train")
@@ -185,8 +188,8 @@ def network(derived: Mapping[str, Any], overrides: list[str]) -> ModelConfig:
 
 @contextmanager
 def fresh(target: Path, mode: int = 0o777, folder: bool = True) -> Iterator[Path]:
-    """A staging directory that is renamed to ``target`` at the end of the block, or removed if the block fails; without ``folder``,
-    the name for a file that the block writes."""
+    """A staging directory, renamed to ``target`` at the end of the block, or removed if the block fails. Without ``folder``: the path of
+    a file that the block writes."""
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists; remove it, or choose another target")
     try:
@@ -201,7 +204,7 @@ def fresh(target: Path, mode: int = 0o777, folder: bool = True) -> Iterator[Path
         yield staging
         for path in (*staging.rglob("*"), staging):
             files.sync(path)
-        if target.exists():  # made by another process in the meantime
+        if target.exists():  # created by another process in the meantime
             raise ConfigError(f"{target} exists; remove it, or choose another target")
         staging.rename(target)
         files.sync(target.parent)

@@ -1,4 +1,4 @@
-"""A settings file for the options of Megatron or the configuration of nanoGPT, with the option beside each setting."""
+"""Translates Megatron's options or nanoGPT's configuration into a settings file, with the option next to each setting."""
 
 import ast
 import operator
@@ -20,7 +20,7 @@ from hpclm.interop.shell import Flag
 CHANGES_RESULTS = ("model", "data", "batch", "budget", "optim", "scaler", "engine", "parallel", "seed")
 """Sections of settings that change what a run computes."""
 MEANINGFUL = ("initial weights", "what needs an option that is refused", "other networks, inference and export")
-"""Groups of options.yaml that matter for a run that begins here."""
+"""Groups of options.yaml that matter for a run started by hpclm."""
 HARMLESS = (LEFT_OUT, "it follows", "options of")
 DEFAULT = "{}'s default"
 TOKENIZERS = {
@@ -33,7 +33,7 @@ TOKENIZERS = {
     "HuggingFaceTokenizer": "json",
     "PretrainedFromHF": "json",
 }
-"""Megatron's tokenizers -> those of hpclm preprocess."""
+"""Maps Megatron's tokenizers to those of hpclm preprocess."""
 TOKENIZER_FILES = ("--vocab-file", "--merge-file", "--tokenizer-model", "--tokenizer-name-or-path")
 OPERATORS = {
     ast.Mult: operator.mul,
@@ -46,30 +46,33 @@ OPERATORS = {
 
 @dataclass
 class Translation:
-    """Settings, each with where it comes from, and what is not a setting."""
+    """Settings, each with its origin, and options that did not become settings."""
 
     settings: dict[str, str] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
-    """Lines for a person to decide."""
+    """Options that a person must decide on."""
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     complete: bool = True
-    """Whether everything that changes results is known."""
+    """Whether all options that change results were translated."""
 
     def ask(self, text: str, changes_results: bool = True) -> None:
-        """Add a line for a person to decide."""
+        """Add an option that a person must decide on."""
         self.unknown.append(text)
         self.complete = self.complete and not changes_results
 
 
 def translated(words: Sequence[str]) -> tuple[str, bool]:
-    """The settings file for a script, nanoGPT's configuration or Megatron's options; and whether all that changes results is known."""
+    """The settings file for a script, nanoGPT's configuration or Megatron's options; and whether all options that change results were
+    translated."""
     path = Path(words[0]) if len(words) == 1 else None
     if path is not None and path.exists():
-        text, source = files.read_text(path).replace("\r\n", "\n"), str(path)
+        text = files.read_text(path).replace("\r\n", "\n")
+        source = str(path)
     elif any(word.lstrip().startswith("--") for word in words):
-        text, source = " ".join(words), "options"
+        text = " ".join(words)
+        source = "options"
     else:
         raise ConfigError(
             f"{' '.join(words) or 'an empty text'} is neither a script nor options of Megatron (--num-layers 12 ...)"
@@ -98,11 +101,11 @@ def _translate(project: str, flags: Sequence[Flag]) -> Translation:
     result = Translation()
     order = list(elsewhere.tables()["projects"][project])
     rank = {elsewhere.normal(name): at for at, row in enumerate(order) for name in row.split()}
-    # argparse takes the last one
+    # argparse uses the last one
     last = {elsewhere.normal(flag.name): flag for flag in flags if not flag.name.startswith("$")}
     words: list[str] = []
     for text in (flag.text for flag in flags if flag.name.startswith("$")):
-        result.ask(f"{text}: is not known before the script runs")
+        result.ask(f"{text}: its value is not known before the script runs")
     for name in sorted(last, key=lambda name: rank.get(name, len(rank))):
         flag = last[name]
         answer = elsewhere.answer_of(project, name, flag.values) or elsewhere.answer_of("DeepSpeed", name, flag.values)
@@ -127,7 +130,7 @@ def _translate(project: str, flags: Sequence[Flag]) -> Translation:
 
 
 def _unknown(result: Translation, flag: Flag, name: str) -> None:
-    """Note an option without a row: hpclm may still know that it changes no results."""
+    """Record an option without a row; hpclm may still know that it does not change results."""
     plain = name.removeprefix("no_").removeprefix("disable_")
     for group, names in options.GROUPS["without_effect"].items():
         prefixes = tuple(one.rstrip("*") for one in names.split() if one.endswith("*"))
@@ -139,7 +142,7 @@ def _unknown(result: Translation, flag: Flag, name: str) -> None:
 
 
 def _new(result: Translation, flag: Flag, settings: Sequence[str]) -> list[str]:
-    """The settings of an option that no option before it has set."""
+    """The settings of an option that no earlier option has set."""
     new = []
     for setting in settings:
         key = setting.partition("=")[0]
@@ -148,13 +151,14 @@ def _new(result: Translation, flag: Flag, settings: Sequence[str]) -> list[str]:
             if key != "optim.unit":
                 result.left_out.append(f"{flag.text}: {key} is set by {result.origins[key]}")
             continue
-        result.origins[short] = ", ".join([*([result.origins[short]] if short in result.origins else []), flag.text])
+        earlier = result.origins.get(short)
+        result.origins[short] = f"{earlier}, {flag.text}" if earlier else flag.text
         new.append(setting)
     return new
 
 
 def _defaults(project: str, given: Mapping[str, str]) -> Iterator[str]:
-    """The defaults of a project that differ from hpclm's and have an effect here."""
+    """Defaults of ``project`` that differ from hpclm's and have an effect here."""
     rows = [row for row in elsewhere.tables()["defaults"][project] if row.partition("=")[0] not in given]
     settings = {**dict(row.split("=", 1) for row in rows), **given}
     warms_up = {"optim.warmup", "optim.warmup_fraction"} & settings.keys()
@@ -169,7 +173,7 @@ def _defaults(project: str, given: Mapping[str, str]) -> Iterator[str]:
 
 
 def _with_width(result: Translation, flags: Sequence[Flag]) -> None:
-    """Write the width of a gated MLP that Megatron would compute."""
+    """Add the width that Megatron computes for a gated MLP."""
     names = {flag.name for flag in flags}
     hidden = result.settings.get("model.hidden", "")
     if "model.ffn" in result.settings or not hidden.isdecimal() or not names & {"--swiglu", "--glu-activation"}:
@@ -192,7 +196,7 @@ def _with_tokenizer(result: Translation, flags: Sequence[Flag]) -> None:
 
 
 def _with_engine(result: Translation) -> None:
-    """Write the engine that has pipeline stages."""
+    """Choose an engine that supports pipeline stages."""
     stage = result.settings.get("engine.zero_stage", "0")
     if result.settings.get("parallel.pipeline", "1") == "1" or "engine.name" in result.settings:
         return
@@ -202,7 +206,7 @@ def _with_engine(result: Translation) -> None:
 
 
 def _of_python(text: str, source: str) -> list[Flag]:
-    """The assignments of nanoGPT's configuration, without running it; a value that is not literal keeps its text after a $."""
+    """The assignments in nanoGPT's configuration, without running it; a value that is not literal keeps its source after a $."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -227,7 +231,8 @@ def _literal(node: ast.expr, values: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Name) and node.id in values:
         return values[node.id]
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        left, right = _literal(node.left, values), _literal(node.right, values)
+        left = _literal(node.left, values)
+        right = _literal(node.right, values)
         if isinstance(left, int | float) and isinstance(right, int | float) and right:
             return OPERATORS[type(node.op)](left, right)
         raise ValueError
@@ -235,9 +240,10 @@ def _literal(node: ast.expr, values: Mapping[str, Any]) -> Any:
 
 
 def _with_batches(result: Translation, flags: Sequence[Flag]) -> None:
-    """Write nanoGPT's global batch: samples of a step over all accumulation steps and processes."""
+    """Add nanoGPT's global batch: samples of a step over all accumulation steps and processes."""
     given = {flag.name: flag.values[0] for flag in flags}
-    micro, accumulated = given.get("batch_size", "12"), given.get("gradient_accumulation_steps", "40")
+    micro = given.get("batch_size", "12")
+    accumulated = given.get("gradient_accumulation_steps", "40")
     if micro.isdecimal() and accumulated.isdecimal():
         result.settings["batch.global_size"] = str(int(micro) * int(accumulated))
         result.origins["batch.global_size"] = f"batch_size {micro} x gradient_accumulation_steps {accumulated}"
@@ -263,8 +269,10 @@ def _written(result: Translation, source: str, project: str) -> str:
 
 
 def _yaml(key: str, value: str) -> str:
-    """A value as a settings file has it."""
+    """A value in YAML."""
     kind = required(type_of(key))
     if kind is str:
         return as_yaml(value)
-    return as_yaml(value.strip("[]").split(",")) if kind == list[str] else value
+    if kind == list[str]:
+        return as_yaml(value.strip("[]").split(","))
+    return value

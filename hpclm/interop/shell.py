@@ -1,4 +1,4 @@
-"""Read the options of the training command in a shell script, which is never run: literal assignments are substituted."""
+"""Reads the options of the training command in a shell script without running it; substitutes literal assignments."""
 
 import re
 import shlex
@@ -16,7 +16,8 @@ TOKEN = re.compile(
 HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?\n\s*\2(?=\n|$)", re.DOTALL)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 NAMED = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}?")
-BEGINS, ENDS = ("if", "for", "while", "until", "case", "select"), ("fi", "done", "esac")
+BEGINS = ("if", "for", "while", "until", "case", "select")
+ENDS = ("fi", "done", "esac")
 BEFORE_COMMANDS = (
     "then",
     "else",
@@ -34,11 +35,11 @@ BEFORE_COMMANDS = (
     "local",
 )
 Piece = tuple[str, str]
-"""How a part of a word is quoted, and its text."""
+"""The quoting of a part of a word, and its text."""
 
 
 class Flag(NamedTuple):
-    """An option of a command with its values; a value that is not known still has its $."""
+    """An option of a command with its values; an unknown value still has its $."""
 
     name: str
     values: tuple[str, ...]
@@ -55,7 +56,7 @@ class Flag(NamedTuple):
 
 
 def flags(script: str) -> list[Flag]:
-    """The options of the command in a script that has most of them, after the name of its Python file if it has one."""
+    """The options of the command with the most options in a script, after the name of its Python file if any."""
     *commands, assigned = _commands(HERE_DOCUMENT.sub("\n", script).replace("\\\n", " "))
     of_python = [words for words in commands if any(word.endswith(".py") for word in words)]
     candidates = [_of_words(words) for words in of_python or [*commands, assigned]]
@@ -78,9 +79,9 @@ def _of_words(words: Sequence[str]) -> list[Flag]:
 
 
 def _commands(script: str) -> Iterator[list[str]]:
-    """The words of each command, and of each text that may be one: a quoted command, or the value of a variable.
+    """The words of each command, and of each text that may be one: a quoted command or the value of a variable.
 
-    The last one has the words of all assignments.
+    The last item has the words of all assignments.
     """
     variables: dict[str, list[str]] = {}
     depth = 0
@@ -101,11 +102,10 @@ def _commands(script: str) -> Iterator[list[str]]:
                 break
             name, more, rest = match.groups()
             value = [("plain", rest), *word[1:]]
-            values = (
-                [part for one in words[1:] for part in _expanded(one, variables)]
-                if array
-                else [_text(value, variables)]
-            )
+            if array:
+                values = [part for one in words[1:] for part in _expanded(one, variables)]
+            else:
+                values = [_text(value, variables)]
             if depth:
                 values = [f"${name}"]
             elif more:
@@ -113,15 +113,17 @@ def _commands(script: str) -> Iterator[list[str]]:
                 values = [*before, *values] if array else ["".join([*before, *values])]
             variables[name] = values
             everything += [part for text in values for part in _split(text)]
-            yield [part for text in values for part in (_split(text) if " " in text else [text])]
+            pieces = [_split(text) if " " in text else [text] for text in values]
+            yield [part for piece in pieces for part in piece]
     yield everything
 
 
 def _statements(script: str) -> Iterator[tuple[list[list[Piece]], bool]]:
-    """The words of each statement, each word as its pieces; and whether it is NAME=( ... )."""
+    """The words of each statement, each as a list of pieces; and whether it is NAME=( ... )."""
     words: list[list[Piece]] = []
     pieces: list[Piece] = []
-    inside, array = False, False
+    inside = False
+    array = False
     for match in TOKEN.finditer(script + "\n"):
         kind = str(match.lastgroup)
         text = match[kind]
@@ -140,7 +142,8 @@ def _statements(script: str) -> Iterator[tuple[list[list[Piece]], bool]]:
         else:
             if words:
                 yield words, array
-            words, array = [], False
+            words = []
+            array = False
 
 
 def _plain(word: Sequence[Piece]) -> str:
@@ -149,7 +152,7 @@ def _plain(word: Sequence[Piece]) -> str:
 
 
 def _expanded(word: Sequence[Piece], variables: dict[str, list[str]]) -> list[str]:
-    """The words that a word becomes once its variables are substituted."""
+    """The words that result from a word once its variables are substituted."""
     words = [""]
     for kind, text in word:
         if kind == "variable":
@@ -174,7 +177,7 @@ def _text(word: Sequence[Piece], variables: dict[str, list[str]]) -> str:
 
 
 def _value(variable: str, variables: dict[str, list[str]]) -> list[str]:
-    """The values of $NAME or ${NAME:-default}; the text itself if they are not known."""
+    """The values of $NAME or ${NAME:-default}; the text itself if they are unknown."""
     match = NAMED.fullmatch(variable)
     if match is None:
         return [variable]
@@ -183,7 +186,7 @@ def _value(variable: str, variables: dict[str, list[str]]) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """The words of a text that a shell would read again."""
+    """The words of a text that a shell would parse again."""
     try:
         return shlex.split(text)
     except ValueError:

@@ -1,7 +1,7 @@
 """Losses that balance the choice of experts, the router's z-loss, and counts of tokens for each expert.
 
-All but the loss over a micro-batch are the same in every layout and for every size of micro-batches. Tokens that do not count in the loss of
-the model do not count here either.
+All except the loss over a micro-batch are the same in every layout and for every micro-batch size. Tokens excluded from the model's loss
+are excluded here too.
 
 t tokens of each sequence on this process, B sequences in a micro-batch, E experts, k of them for each token.
 """
@@ -19,12 +19,12 @@ from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Axis
 
 COUNTS = "expert_tokens/"
-"""What blocks report the counts as; the name of the block follows."""
+"""Prefix of the reported counts; the name of the block follows."""
 SMALLEST_SUM = 1e-20  # added to sums of scores, as in DeepSeek-V3: sigmoids may all be 0
 
 
 class Choice(Protocol):
-    """What a router chose; hpclm.model.experts.Routing."""
+    """A router's choice; see hpclm.model.experts.Routing."""
 
     @property
     def logits(self) -> Tensor:
@@ -47,20 +47,21 @@ def add_balance_losses(
     load: Tensor | None,
     axes: Sequence[Axis],
 ) -> Tensor:
-    """``x`` [t, B, C], whose backward pass adds the losses that ``config`` asks for. ``load``: as Router.load. ``axes``: of the processes
-    that share out the sequences of a micro-batch. Reports each token's experts; without a loss of the model, does nothing."""
+    """``x`` [t, B, C], whose backward pass adds the losses that ``config`` enables. ``load``: see Router.load. ``axes``: of the
+    processes that divide the sequences of a micro-batch. Reports each token's experts; does nothing without a loss."""
     if metadata.weights is None or metadata.reports is None:
         return x
     counted = (metadata.weights > 0).long()
     counts = tokens_of_experts(choice.chosen, counted, config.experts)
     metadata.reports.values[COUNTS] = counts.sum(0)
-    # Wang et al. 2024 and DeepSeek-V3: affinities that add up to 1
+    # Wang et al. 2024 and DeepSeek-V3: affinities that sum to 1
     shares = choice.scores if config.router_score == "softmax" else normalized(choice.scores)
     if config.balance_sequence or config.balance_micro_batch:
         of_sequences = torch.cat([counts, counted.sum(0)[:, None]], 1)
         for axis in axes:
             of_sequences = all_reduce(of_sequences, axis)
-        hits, tokens = of_sequences[:, :-1].float(), of_sequences[:, -1:]
+        hits = of_sequences[:, :-1].float()
+        tokens = of_sequences[:, -1:]
         factor = config.experts / config.experts_per_token
         if config.balance_sequence:
             values = (shares * (hits * factor / tokens.clamp(min=1))).sum(-1)
@@ -77,13 +78,15 @@ def add_balance_losses(
 
 
 def normalized(scores: Tensor) -> Tensor:
-    """[..., n] scores, divided by their sums."""
+    """[..., n] scores divided by their sums."""
     return scores / (scores.sum(-1, keepdim=True) + SMALLEST_SUM)
 
 
 def tokens_of_experts(chosen: Tensor, counted: Tensor, experts: int) -> Tensor:
-    """[t, B, k] chosen experts, and [t, B] 1 for tokens that count, else 0 -> [B, E] int64: each expert's tokens of each sequence."""
+    """[t, B, k] chosen experts, and [t, B] 1 for counted tokens, otherwise 0 -> [B, E] int64: each expert's tokens in each sequence."""
     sequences = torch.arange(chosen.shape[1], device=chosen.device)[:, None]
-    # in one dimension, where GPUs add in a fixed order; a [t, B, E] tensor of hits would cost E / k times as much
-    places, ones = (sequences * experts + chosen).flatten(), counted[..., None].expand_as(chosen).flatten()
+    # one-dimensional, because GPUs then add in a fixed order; a [t, B, E] tensor of hits would cost E / k times as
+    # much
+    places = (sequences * experts + chosen).flatten()
+    ones = counted[..., None].expand_as(chosen).flatten()
     return counted.new_zeros(chosen.shape[1] * experts).scatter_add_(0, places, ones).view(-1, experts)

@@ -1,7 +1,7 @@
-"""Keys and values of the tokens so far, so that generating a token computes only that token.
+"""Caches keys and values of earlier tokens, so that generating a token computes only that token.
 
-T new tokens of each sequence, S slots in use, B sequences, D size of one head; H query heads, G key/value heads.
-Sequences of different lengths are padded on the left, so that all of them continue in the same slot.
+T new tokens of each sequence, S slots in use, B sequences, D size of one head; H query heads, G key/value heads. Sequences of different
+lengths are padded on the left, so that all continue in the same slot.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,11 @@ class KeyValueCache:
     def __init__(
         self, config: ModelConfig, lengths: Sequence[int], room: int, dtype: torch.dtype, device: torch.device
     ):
-        """``lengths``: tokens of each sequence in the first forward pass. ``room``: the most slots that will be used."""
+        """``lengths``: tokens of each sequence in the first forward pass. ``room``: maximum number of slots."""
         longest = max(lengths)
-        self.config, self.room, self.used = config, max(room, longest), 0
+        self.config = config
+        self.room = max(room, longest)
+        self.used = 0
         self._first = 0
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._slots = torch.arange(self.room, device=device)
@@ -33,26 +35,27 @@ class KeyValueCache:
             self._pads = torch.tensor([[longest - length] for length in lengths], device=device)
         kind = POSITIONS[config.positions]
         self._slopes = kind.slopes(config.heads, device)[None, :, None, None] if kind.slopes else None
-        self._missing = [longest - length for length in lengths]  # tokens of each sequence, fewer than slots in use
-        self._scaled_for: list[int] = []  # scaling_length() of each sequence, with which its keys were rotated
+        self._missing = [longest - length for length in lengths]  # slots in use minus tokens, of each sequence
+        self._scaled_for: list[int] = []  # scaling_length() of each sequence with which its keys were rotated
         self._rotary: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self.dtype = dtype
 
     @property
     def extensible(self) -> bool:
-        """Whether one more token goes with what is cached: there is room, and with it earlier keys are not rotated otherwise."""
+        """Whether one more token fits: there is room, and it does not change the rotation of earlier keys."""
         return self.used < self.room and self._scaling_lengths(self.used + 1) == self._scaled_for
 
     def extend(self, count: int) -> dict[str, AttentionMetadata]:
-        """Take the next ``count`` slots: for each kind of layer, the positions and the mask of the tokens in them.
+        """Allocate the next ``count`` slots: for each kind of layer, the positions and mask of the tokens in them.
 
-        The first call is for all tokens there are, each one after it for a single token.
+        The first call is for the whole prompt, each later one for a single token.
         """
-        self._first, self.used = self.used, self.used + count
+        self._first = self.used
+        self.used = self.used + count
         self._scaled_for = self._scaling_lengths(self.used)
         positions = self._slots[None, self._first : self.used]
         if self._pads is not None:
-            # padding on the left has no position of its own: it is masked, and 0 is always valid
+            # padding on the left has no position; it is masked, and 0 is always valid
             positions = (positions - self._pads).clamp(min=0)
         metadata = {"full": AttentionMetadata(positions, None, None, None, cache=self)}  # for layers without attention
         for layer in dict.fromkeys(self.config.pattern):
@@ -62,7 +65,7 @@ class KeyValueCache:
         return metadata
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with only these sequences of the batch."""
+        """Keep only these sequences of the batch."""
         index = torch.tensor(rows, device=self._slots.device)
         self._kept = {layer: (k[index], v[index]) for layer, (k, v) in self._kept.items()}
         self._pads = None if self._pads is None else self._pads[index]
@@ -73,14 +76,14 @@ class KeyValueCache:
     def attend(
         self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores = PLAIN
     ) -> Tensor:
-        """Queries, keys and values of the new tokens, [T, B, H or G, D] -> [T, B, H x D]; they attend to all before them."""
+        """Queries, keys and values of the new tokens, [T, B, H or G, D] -> [T, B, H x D]; they attend to all earlier tokens."""
         q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))
         k, v = self._stored(layer, k, v)
         if q.shape[2] > 1 or not how.plain:
             if mask is None and not how.plain and q.shape[2] > 1:
                 mask = self._slots[: self.used] <= self._slots[self._first : self.used, None]
             return dot_product_attention(q, k, v, mask, how).permute(2, 0, 1, 3).flatten(2)
-        # one token has no order among its queries, so those of a group take the place of a sequence
+        # a single token needs no causal order, so the queries of a group take the place of a sequence
         q = q.reshape(len(q), k.shape[1], -1, q.shape[3])  # [B, G, H/G, D]
         if mask is not None and mask.shape[1] > 1:
             mask = mask.reshape(len(mask), k.shape[1], -1, mask.shape[3])
@@ -88,7 +91,8 @@ class KeyValueCache:
 
     def _scaling_lengths(self, used: int) -> list[int]:
         """scaling_length() of each sequence when ``used`` slots are in use."""
-        scaling, context = self.config.rope_scaling, self.config.context
+        scaling = self.config.rope_scaling
+        context = self.config.context
         return [scaling_length(scaling, context, used - missing) for missing in self._missing]
 
     def _rotations(self, layer: str, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +116,7 @@ class KeyValueCache:
         return self._rotary[layer, length]
 
     def _stored(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add [B, G, T, D] keys and values; all of them, [B, G, S, D]."""
+        """Store [B, G, T, D] keys and values; returns all stored ones, [B, G, S, D]."""
         if layer not in self._kept:
             shape = (*k.shape[:2], self.room, k.shape[3])
             # all slots at once: growing by concatenation would copy everything for every token
@@ -123,11 +127,12 @@ class KeyValueCache:
         return keys[:, :, : self.used], values[:, :, : self.used]
 
     def _mask(self, window: int | None) -> Tensor | None:
-        """[B or 1, 1 or H, T, S] for the new tokens: True where attention is allowed, or added to the scores.
+        """[B or 1, 1 or H, T, S] for the new tokens: True where attention is allowed, or values to add to the scores.
 
-        None: causal for many tokens, and for one token no mask at all.
+        None: causal for several tokens; no mask for one token.
         """
-        rows, columns = self._slots[self._first : self.used, None], self._slots[: self.used]
+        rows = self._slots[self._first : self.used, None]
+        columns = self._slots[: self.used]
         seen = None
         if self._pads is not None:
             seen = (columns >= self._pads)[:, None, None, :]

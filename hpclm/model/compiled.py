@@ -1,4 +1,4 @@
-"""torch.compile, with a way back: what cannot be compiled runs as it is."""
+"""torch.compile with a fallback: functions that cannot be compiled run uncompiled."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -13,17 +13,17 @@ from hpclm.node.process_state import change
 from hpclm.parallel.mesh import Axis
 
 log = logging.getLogger(__name__)
-VARIANTS = 64  # of one function: shapes of micro-batches, training and evaluation; PyTorch gives up after 8
+VARIANTS = 64  # of one function: shapes of micro-batches, training and evaluation; PyTorch's default limit is 8
 ELSEWHERE = "another rank that computes the same layers cannot compile them"
 
 
 class Compilation:
-    """Functions that are compiled when they first run, until that fails for one of them; the log says why, once."""
+    """Functions compiled on their first call, until that fails for one of them; the reason is logged once."""
 
     def __init__(self, name: str, backend: Any = "inductor", axes: Sequence[Axis] = ()):
-        """``name``: what they are, for the log. ``axes``: of the processes that the functions exchange tensors with, which must
-        all run them in one way: if one of these cannot compile, none does."""
-        try:  # first: importing torch._dynamo makes PyTorch's default folder
+        """``name``: names the functions in the log. ``axes``: of the processes with which the functions exchange tensors. They must all
+        run the same code: if one cannot compile, none does."""
+        try:  # first: importing torch._dynamo creates PyTorch's default folder
             environment.for_inductor()
         except OSError as error:  # no place for temporary files, or no room there
             backend = without_folder(error)
@@ -33,17 +33,19 @@ class Compilation:
 
         change(torch._inductor.config, "cpp_cache_precompile_headers", False)
         change(torch._dynamo.config, "recompile_limit", max(VARIANTS, torch._dynamo.config.recompile_limit))
-        # with the forward pass, where a failure has the function run as it is; in the backward pass it would end the run
+        # compile the backward pass with the forward pass, where a failure falls back; in the backward pass it would
+        # end the run
         change(torch._functorch.config, "force_non_lazy_backward_lowering", True)
-        # ranks that exchange nothing may run compiled and uncompiled side by side
+        # ranks that exchange nothing may mix compiled and uncompiled code
         together = [axis for axis in axes if axis.size > 1]
-        self.name, self.backend = name, compiled_together(backend, together) if together else backend
+        self.name = name
+        self.backend = compiled_together(backend, together) if together else backend
         self.works = True
         self.failure = ""
-        """Why this process could not compile; empty if it could, or if ELSEWHERE is the reason."""
+        """The reason why this process could not compile; empty if it could, or if the reason is ELSEWHERE."""
 
     def of(self, function: Callable[..., Any], plain: Callable[..., Any], whole: bool = True) -> Callable[..., Any]:
-        """``function`` compiled, ``whole``: as one graph; ``plain``, which gives the same, once that has failed."""
+        """``function`` compiled, as one graph if ``whole``; after a failure, the equivalent ``plain``."""
         # a graph for each shape, of which there are few (VARIANTS)
         compiled = torch.compile(function, dynamic=False, fullgraph=whole, backend=self.backend)
 
@@ -61,8 +63,8 @@ class Compilation:
 
 
 def without_folder(error: OSError) -> Callable[..., Any]:
-    """A backend that fails because no folder for compiled code could be made. It fails when it is used, where the other processes
-    learn of it, and a function runs as it is."""
+    """A backend that fails because no folder for compiled code could be created. It fails on use, where the other processes learn of it
+    and the function falls back."""
     why = f"no folder for compiled code can be made: {error.filename or 'TMPDIR'}: {error.strerror}"
 
     def attempt(graph: Any, inputs: Sequence[Any]) -> Any:
@@ -72,20 +74,21 @@ def without_folder(error: OSError) -> Callable[..., Any]:
 
 
 def compiled_together(backend: Any, axes: Sequence[Axis]) -> Callable[..., Any]:
-    """A backend that fails on all processes of ``axes`` where ``backend`` fails on one. They compile the same graphs in the same
-    order, and would wait for one another forever if one went on with other collectives."""
+    """A backend that fails on all processes of ``axes`` if ``backend`` fails on one. They compile the same graphs in the same order, and
+    would wait for one another forever if one ran other collectives."""
 
     def attempt(graph: Any, inputs: Sequence[Any]) -> Any:
         import torch._dynamo
 
-        run, error = None, None
+        run = None
+        error = None
         try:
             run = torch._dynamo.lookup_backend(backend)(graph, list(inputs))
         except Exception as failure:  # a backend may raise anything
             error = failure
         device = next((given.device for given in inputs if isinstance(given, Tensor)), torch.device("cpu"))
         failed = torch.tensor(float(error is not None), device=device)
-        # also the rank that has failed comes here: otherwise the others would wait for it
+        # the failed rank also gets here: otherwise the others would wait for it
         for axis in axes:
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=axis.group)
         if error is not None:
@@ -98,28 +101,28 @@ def compiled_together(backend: Any, axes: Sequence[Axis]) -> Callable[..., Any]:
 
 
 class StackCompilation:
-    """What a stack of layers compiles: its layers or, where those run as they are, FlexAttention on its own."""
+    """The compilations of a stack: its layers or, if those run uncompiled, FlexAttention alone."""
 
     def __init__(self, axes: Sequence[Axis]):
-        """``axes``: as of Compilation."""
+        """``axes``: see Compilation."""
         self.axes = axes
         self.layers: Compilation | None = None
         self.attention: Compilation | None = None
         self.may_compile_attention = False
-        """Whether FlexAttention may be compiled on its own, on GPUs."""
+        """Whether FlexAttention may be compiled separately, on GPUs."""
 
     @property
     def works(self) -> bool:
-        """Whether layers are compiled; not any more once that has failed."""
+        """Whether layers are compiled; false once that has failed."""
         return self.layers is not None and self.layers.works
 
     @property
     def compiles_attention(self) -> bool:
-        """Whether FlexAttention is compiled on its own; not any more once that has failed."""
+        """Whether FlexAttention is compiled separately; false once that has failed."""
         return self.may_compile_attention and (self.attention is None or self.attention.works)
 
     def attention_alone(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """FlexAttention's ``function``, compiled on its own until that fails."""
+        """FlexAttention's ``function``, compiled separately until that fails."""
         if self.attention is None:
             self.attention = Compilation("attention runs", axes=self.axes)
             self._compiled_attention = self.attention.of(function, function)
@@ -127,15 +130,15 @@ class StackCompilation:
 
     @property
     def tried(self) -> list[Compilation]:
-        """All that is compiled, or was to be."""
+        """All compilations, failed ones included."""
         return [tried for tried in (self.layers, self.attention) if tried is not None]
 
 
 def compile_layers(
     layers: Iterable[nn.Module], whole: bool, backend: Any = "inductor", axes: Sequence[Axis] = ()
 ) -> Compilation:
-    """Compile the forward pass of each layer, with one graph for all that are alike. ``whole``: without graph breaks. ``axes``: as
-    of Compilation."""
+    """Compile the forward pass of each layer, sharing graphs between identical layers. ``whole``: without graph breaks. ``axes``: see
+    Compilation."""
     compilation = Compilation("blocks run", backend, axes)
     for layer in layers:
         layer.forward = compilation.of(layer.forward, layer.forward, whole)
@@ -143,19 +146,19 @@ def compile_layers(
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What PyTorch raises where it cannot compile."""
+    """The exceptions that PyTorch raises if it cannot compile."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
 def reason(error: Exception) -> str:
-    """What such an error says, in a line."""
+    """The message of such an error in one line."""
     return " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
 
 
 def warn(what: str, error: Exception) -> None:
-    """Log that ``what`` is not compiled, and why."""
+    """Log that ``what`` runs uncompiled, and the reason."""
     log.warning(
         "torch.compile failed, so %s uncompiled and slower (engine.compile=false silences this): %s",
         what,

@@ -1,15 +1,16 @@
-"""Parameters of a model, FLOPs per token, and how many logits are in memory at a time. Needs no PyTorch."""
+"""Parameters of a model, FLOPs per token, and the number of logits in memory at a time. Needs no PyTorch."""
 
 from hpclm.config import ModelConfig, fp8
 
 CHUNK = 4096
 """Tokens whose logits any GPU computes at a time: enough for fast matrix products."""
 ROOM = 4 << 30
-"""Bytes for logits and what the loss makes of them on a large GPU: fewer chunks add to the gradient of the embedding less often."""
+"""Bytes for logits and their intermediates in the loss on a large GPU. Fewer chunks accumulate into the gradient of the embedding less
+often."""
 LARGE_GPU_BYTES = 60 << 30
-"""Bytes of memory of a large GPU. It is a threshold, not a fraction, so that GPUs of one kind choose alike."""
+"""Bytes of memory of a large GPU. A threshold, not a fraction, so that GPUs of the same model choose equally."""
 PER_LOGIT = 8
-"""Bytes: in 16 bits a logit, its log-probability in fp32, and its gradient."""
+"""Bytes per logit: a 16-bit logit, its log-probability in fp32, and its gradient."""
 
 
 def parameters(config: ModelConfig) -> int:
@@ -21,13 +22,13 @@ def parameters(config: ModelConfig) -> int:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Those of the parameters that compute any one token: of experts, config.experts_per_token in each layer."""
+    """Parameters that compute any one token: of the experts, only config.experts_per_token in each layer."""
     idle = (config.layers - config.dense_layers) * (experts(config) - chosen(config))
     return parameters(config) - idle
 
 
 def described(config: ModelConfig) -> str:
-    """Words for the number of parameters, and of active ones where there are experts."""
+    """The number of parameters, and with experts of active ones, in words."""
     active = f" ({active_parameters(config):,} active for each token)" if config.experts else ""
     return f"{parameters(config):,} parameters{active}"
 
@@ -40,12 +41,14 @@ def norm(config: ModelConfig) -> int:
 def embedding(config: ModelConfig) -> int:
     """Parameters before the first block: token embedding, learned positions, embedding norm."""
     positions = config.context * (config.positions == "learned")
-    return (config.padded_vocab + positions) * config.hidden + norm(config) * config.embed_norm
+    tables = (config.padded_vocab + positions) * config.hidden
+    return tables + norm(config) if config.embed_norm else tables
 
 
 def block(config: ModelConfig, with_experts: bool = False) -> int:
     """Parameters of one block, whose MLP is dense or consists of experts."""
-    c, (qkv, out, _) = config.hidden, config.biases
+    c = config.hidden
+    (qkv, out, _) = config.biases
     fused = (config.heads + 2 * config.groups) * config.head_width
     attention = (c + qkv) * fused + (config.attention_width + out) * c + config.heads * config.attention_sinks
     spans = config.qk_norm_span == "projection" and config.qk_norm
@@ -59,12 +62,12 @@ def block(config: ModelConfig, with_experts: bool = False) -> int:
 
 
 def active_block(config: ModelConfig, with_experts: bool = False) -> int:
-    """Those of the parameters of one block that compute any one token."""
+    """Parameters of one block that compute any one token."""
     return block(config, with_experts) - with_experts * (experts(config) - chosen(config))
 
 
 def experts(config: ModelConfig) -> int:
-    """Parameters of all experts of one block that has them, without the router."""
+    """Parameters of all experts of one block with experts, without the router."""
     return config.experts * _mlp(config, config.expert_width)
 
 
@@ -80,34 +83,37 @@ def _mlp(config: ModelConfig, width: int) -> int:
 
 
 def _router(config: ModelConfig) -> int:
-    """Parameters of a router; the bias of its choice is none, since no gradient moves it."""
+    """Parameters of a router; the bias on its choice does not count, since no gradient moves it."""
     return config.experts * (config.hidden + config.router_bias)
 
 
 def _norms(config: ModelConfig) -> int:
-    """Parameters of a block's norms that no rank of tensor parallelism has only a part of."""
+    """Parameters of a block's norms that every tensor-parallel rank holds whole."""
     of_heads = config.qk_norm and config.qk_norm_span == "head"
     heads = config.head_width * (norm(config) // config.hidden) * 2 * of_heads
     return heads + norm(config) * (4 if config.norm_order == "sandwich" else 2)
 
 
 def linears(config: ModelConfig, with_experts: bool = False) -> list[tuple[int, int]]:
-    """Inputs and outputs of each linear layer of one block; experts and their router are none."""
-    c, inner = config.hidden, config.shared_ffn if with_experts else config.ffn_width
+    """Inputs and outputs of each linear layer of one block; excludes experts and their router."""
+    c = config.hidden
+    inner = config.shared_ffn if with_experts else config.ffn_width
     attention = [(c, (config.heads + 2 * config.groups) * config.head_width), (config.attention_width, c)]
-    return attention + ([(c, inner * (1 + config.gated)), (inner, c)] if inner else [])
+    if not inner:
+        return attention
+    return [*attention, (c, inner * (1 + config.gated)), (inner, c)]
 
 
 def fp8_gain(config: ModelConfig) -> float:
-    """How many times as fast as in bf16 a GPU could at best do the FLOPs of ``flops_per_token`` with engine.fp8: products in FP8,
-    of outputs and of gradients of inputs, take half as long."""
+    """Upper bound on the speed-up of the FLOPs of ``flops_per_token`` with engine.fp8 over bf16: products for outputs and for gradients
+    of inputs, in FP8, take half as long."""
     weights = sum(a * b for layer in fp8.blocks(config) for a, b in linears(config, config.has_experts(layer)))
     return 1 / (1 - 4 * weights / flops_per_token(config) / 2)
 
 
 def unsplit(config: ModelConfig, blocks: int, first: bool, last: bool, with_experts: int = 0) -> int:
     """Parameters of a pipeline stage, without those of experts, that every tensor-parallel rank holds whole: norms, positions, routers,
-    biases of row-parallel layers. ``with_experts``: so many of its ``blocks`` have experts."""
+    biases of row-parallel layers. ``with_experts``: how many of its ``blocks`` have experts."""
     _, out, mlp = config.biases
     per_block = _norms(config) + config.hidden * out
     dense = config.hidden * mlp + 2 * (config.activation == "xielu")
@@ -118,12 +124,13 @@ def unsplit(config: ModelConfig, blocks: int, first: bool, last: bool, with_expe
 
 
 def unsplit_experts(config: ModelConfig) -> int:
-    """Parameters of the experts of one block that are not split where experts are split over tensor parallelism: the second bias."""
+    """Parameters of one block's experts that stay whole when experts are split over tensor parallelism: the second bias."""
     return config.experts * config.hidden * config.biases[2]
 
 
 def attended(config: ModelConfig, causal: bool = True) -> float:
-    """Tokens that a token attends to, on average over the sequence and the layers; not ``causal``: as if each saw all that any does."""
+    """Tokens that a token attends to, averaged over the sequence and the layers. Without ``causal``: as if every token saw as many as
+    the last one."""
     context = config.context
     spans = [min(config.window_of(config.kind(i)) or context, context) for i in range(config.layers)]
     return sum(span - causal * span**2 / (2 * context) for span in spans) / len(spans)
@@ -132,11 +139,12 @@ def attended(config: ModelConfig, causal: bool = True) -> float:
 def flops_per_token(config: ModelConfig, causal: bool = True) -> float:
     """Floating-point operations of one token's forward and backward pass, without recomputation.
 
-    Matrix products cost 6 per weight and token (Kaplan et al. 2020); attention 12 x layers x hidden x context (Chowdhery et
-    al. 2022, appendix B), halved by the causal mask, and less with windows. The embedding counts once, as the output projection. Of
-    experts only those count that compute the token.
+    Matrix products cost 6 per weight and token (Kaplan et al. 2020); attention 12 x layers x hidden x context (Chowdhery et al. 2022,
+    appendix B), halved by the causal mask, and less with windows. The embedding counts once, as the output projection. Of the experts,
+    only those that compute the token count.
     """
-    c, dense = config.hidden, config.dense_layers
+    c = config.hidden
+    dense = config.dense_layers
     projections = c * 2 * (config.attention_width + config.groups * config.head_width)
     routed = config.experts_per_token * config.expert_width + config.shared_ffn
     mlp = c * (2 + config.gated)
@@ -153,9 +161,10 @@ def recompute_flops(config: ModelConfig, recompute: str) -> float:
 
 
 def loss_chunk(tokens: int, vocab: int, memory: float) -> int:
-    """Tokens of a micro-batch of ``tokens`` whose logits are computed at a time, without engine.loss_chunk, on a GPU with ``memory`` bytes, which has ``vocab`` entries of
-    the vocabulary: equal chunks if possible, so that compiled code sees one shape."""
-    # by a threshold: a fraction of the memory would give two GPUs of one kind other chunks, and so other sums
+    """Tokens of a micro-batch of ``tokens`` whose logits are computed at a time by default, on a GPU with ``memory`` bytes and ``vocab``
+    entries of the vocabulary. Chunks are equal if possible, so that compiled code sees one shape."""
+    # by a threshold: with a fraction of the memory, two GPUs of the same model could use different chunks, and so
+    # different sums
     room = ROOM if memory >= LARGE_GPU_BYTES else 0
     largest = max(CHUNK, room // (PER_LOGIT * vocab))
     fewest = max(1, -(-tokens // largest))

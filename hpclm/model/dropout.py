@@ -1,8 +1,8 @@
-"""Dropout that is the same in every layout: seeded by the place where it happens, never by what happened before.
+"""Dropout that is the same in every layout: seeded by the place where it happens, never by earlier events.
 
-Its random numbers come on CPUs from PyTorch's generator, which is seeded before each layer. Compiled blocks on GPUs compute them
-instead from a key and the index of each value, with Philox (Salmon et al. 2011): nothing is seeded between the kernels of a step,
-and the masks are the same in every layout, with tensor parallelism too.
+On CPUs, random numbers come from PyTorch's generator, which is seeded before each layer. Compiled blocks on GPUs compute them instead
+from a key and the index of each value, with Philox (Salmon et al. 2011): nothing is seeded between the kernels of a step, and masks are
+the same in every layout, tensor parallelism included.
 
 t tokens of each sequence on this process, B sequences, C hidden size.
 """
@@ -22,31 +22,37 @@ from hpclm.parallel.sequence import SequencePart
 
 MASK = (1 << 64) - 1  # 64-bit arithmetic
 WORD = (1 << 32) - 1
-MULTIPLIER, WEYL, ROUNDS = 0xD256D193, 0x9E3779B9, 10  # of Philox 2x32-10
+# Philox 2x32-10
+MULTIPLIER = 0xD256D193
+WEYL = 0x9E3779B9
+ROUNDS = 10
 DROPOUT_SITES = 2
-"""Places in a layer that drop values."""
+"""Number of places in a layer that apply dropout."""
 
 
 class LayerSeeds:
-    """Seeds the random numbers of each layer in a micro-batch: by keys on the device, for dropout by counters, or by PyTorch's generators."""
+    """Seeds the random numbers of each layer in a micro-batch: with keys on the device for counter-based dropout, or in PyTorch's
+    generators."""
 
     by_counter: bool | None = None
-    """Whether dropout outside of attention goes by counters; None: in compiled blocks of our own, on GPUs."""
+    """Whether dropout outside attention is counter-based; None: in compiled blocks of hpclm, on GPUs."""
 
     def __init__(self, config: ModelConfig, layers: int, tp: Axis, cp: Axis, compilation: StackCompilation):
-        """``layers``: of the whole model."""
-        self.config, self.layers, self.compilation = config, layers, compilation
+        """``layers``: number of layers of the whole model."""
+        self.config = config
+        self.layers = layers
+        self.compilation = compilation
         self.rank = tp.rank + tp.size * cp.rank
-        """Among the processes that share a sequence, which draw different numbers in attention and in blocks of a user."""
+        """Rank among the processes that share a sequence, which draw different numbers in attention and in users' blocks."""
 
     def counts(self, device: torch.device) -> bool:
-        """Whether dropout outside of attention goes by counters."""
+        """Whether dropout outside attention is counter-based."""
         if self.by_counter is not None:
             return self.by_counter
         return self.compilation.works and device.type == "cuda" and self.config.block in BLOCKS
 
     def keys(self, seed: int | None, device: torch.device) -> list[Tensor] | None:
-        """Of each layer, if dropout goes by counters in a micro-batch of training with this seed."""
+        """The keys of each layer for a micro-batch of training with ``seed``, if dropout is counter-based."""
         if seed is None or not self.config.dropout or not self.counts(device):
             return None
         sites = range(DROPOUT_SITES)
@@ -55,14 +61,14 @@ class LayerSeeds:
         )
 
     def of_layer(self, given: AttentionMetadata, number: int, keys: list[Tensor] | None) -> AttentionMetadata:
-        """``given``, for layer ``number`` in training, whose random numbers come next."""
+        """``given`` for layer ``number`` in training; seeds the layer's random numbers."""
         if given.seed is not None and (keys is None or self.config.attention_dropout):
             seed_generators(mix_seed(given.seed, number, self.rank), keys)
         return given if keys is None else given._replace(seed=None, keys=keys[number])
 
 
 def seed_generators(seed: int, keys: list[Tensor] | None) -> None:
-    """Seed PyTorch's generators; with ``keys`` only the GPU's own, which the attention kernels use."""
+    """Seed PyTorch's generators; with ``keys`` only the GPU's, which the attention kernels use."""
     if keys is None or not keys[0].is_cuda:
         torch.manual_seed(seed)
     else:
@@ -72,8 +78,8 @@ def seed_generators(seed: int, keys: list[Tensor] | None) -> None:
 def mix_seed(*parts: int) -> int:
     """A 63-bit seed derived from ``parts`` and their order (finaliser of SplitMix64, Steele et al. 2014).
 
-    Dropout is seeded by the place where it happens, never by what happened before. So it is the same in every layout of
-    layers and micro-batches, and when a layer is recomputed; only tensor-parallel ranks differ.
+    Seeds depend on the place where dropout happens, never on earlier events. So dropout is the same in every layout of layers and
+    micro-batches, and when a layer is recomputed; only tensor-parallel ranks differ.
     """
     state = 0x9E3779B97F4A7C15
     for part in parts:
@@ -93,14 +99,14 @@ def dropout(
 ) -> Tensor:
     """Dropout of [t, B, C]; free when it is off.
 
-    ``keys`` [DROPOUT_SITES] of this layer, or None: PyTorch's generator. ``rank``: which slice ``x`` is of the sequence, or of
-    the ``part`` of it that this process holds.
+    ``keys`` [DROPOUT_SITES] of this layer, or None: PyTorch's generator. ``rank``: index of the slice ``x`` in the sequence, or in this
+    process's ``part`` of it.
     """
     if not probability:
         return x
     if keys is None:
         return F.dropout(x, probability)
-    # the place in the whole activation, not in this slice: the mask is that of one process
+    # the index in the whole activation, not in this slice: the mask is that of a single process
     index = torch.arange(x.numel(), device=x.device).view(x.shape) + rank * x.numel()
     if part is not None:
         rows = part.places[rank * len(x) : (rank + 1) * len(x), None, None]
@@ -115,7 +121,8 @@ def philox(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Two random words for each counter (``low``, ``high``) and ``key``; all are int64 tensors of 32-bit words."""
     for _ in range(ROUNDS):
         product = low * MULTIPLIER  # wraps around, and keeps all 64 bits
-        low, high = (product >> 32) & WORD ^ key ^ high, product & WORD
+        low = (product >> 32) & WORD ^ key ^ high
+        high = product & WORD
         key = (key + WEYL) & WORD
     return low, high
 

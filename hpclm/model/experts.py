@@ -1,7 +1,7 @@
-"""Mixture of experts: an MLP of which each token uses a few parts, chosen by a router (Shazeer et al. 2017).
+"""Mixture of experts: an MLP in which a router chooses a few parts for each token (Shazeer et al. 2017).
 
-T tokens in a sequence, t = T / tp of them on this process between layers, B sequences in a micro-batch, C hidden size, E experts, k of them
-for each token, F inner size of an expert. All tokens are computed, however uneven the choice is (dropless, Gale et al. 2022).
+T tokens in a sequence, t = T / tp of them on this process between layers, B sequences in a micro-batch, C hidden size, E experts, k of
+them for each token, F inner size of an expert. No token is dropped, however uneven the choice (Gale et al. 2022).
 """
 
 from typing import Any, NamedTuple
@@ -20,22 +20,22 @@ from hpclm.parallel.dispatch import on_host, route
 from hpclm.parallel.mesh import SINGLE, Axis, Mesh
 from hpclm.parallel.placement import Placement
 
-ALIGNMENT = 16  # bytes that rows of grouped_mm must be a multiple of
+ALIGNMENT = 16  # rows of grouped_mm must be a multiple of this many bytes
 
 
 class ExpertAxes(NamedTuple):
-    """The processes that share experts, or a token's sequence."""
+    """The processes that divide experts, or a token's sequence."""
 
     ep: Axis = SINGLE
-    """Which share out the experts."""
+    """The processes that divide the experts."""
     cp: Axis = SINGLE
-    """Which share out sequences."""
+    """The processes that divide sequences."""
     split: bool = True
     """Whether experts are split over tensor parallelism."""
 
     @classmethod
     def of(cls, parallel: ParallelConfig, mesh: Mesh) -> "ExpertAxes":
-        """As ``parallel`` says."""
+        """The axes that ``parallel`` describes."""
         return cls(mesh.ep, mesh.cp, parallel.split_experts)
 
 
@@ -43,32 +43,33 @@ class Routing(NamedTuple):
     """A router's choice for each token of [t, B]."""
 
     logits: Tensor  # [t, B, E] fp32
-    scores: Tensor  # [t, B, E] fp32, of which the chosen ones became factors
+    scores: Tensor  # [t, B, E] fp32; the chosen ones became factors
     chosen: Tensor  # [t, B, k] int64
     factors: Tensor  # [t, B, k] fp32, of the chosen experts' results
 
 
 class Router(TensorParallelModule):
-    """Chooses experts; in fp32, since bf16 would take other experts where scores are close (Fedus et al. 2022, section 2.4)."""
+    """Chooses experts, in fp32, since bf16 would choose others where scores are close (Fedus et al. 2022, section 2.4)."""
 
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
-        self.config, count = config, config.experts
+        self.config = config
+        count = config.experts
         self.weight = self.new_parameter(
             "weight", InitSpec.normal(Placement((count, config.hidden)), config.init_std, generator)
         )
         self.bias = self.new_parameter("bias", InitSpec(Placement((count,)))) if config.router_bias else None
         self.choice_bias: Tensor | None
-        """[E] fp32, which engines keep in fp32 and move; no gradient does."""
+        """[E] fp32; engines keep it in fp32 and move it, gradients do not."""
         self.new_buffer("choice_bias", torch.zeros(count, device="cpu") if config.router_choice_bias else None)
         self.load: Tensor | None = None
-        """[E] fp32: of the step before, each expert's tokens divided by the mean; set by engines with model.balance_step."""
+        """[E] fp32: each expert's tokens in the previous step, divided by the mean; set by engines with model.balance_step."""
         self.received: tuple[int, int] | None = None
-        """With parallel.expert: the rows that this process's experts received last, and how many an even load gives them."""
+        """With parallel.expert: the number of rows that this process's experts last received, and that of an even load."""
 
     def forward(self, x: Tensor) -> Routing:
         """[t, B, C] -> the choice for each token."""
-        # the weight as engines that compute with copies in the compute type have it, so that all choose alike
+        # rounded like the copies that some engines compute with, so that all engines choose the same experts
         weight = self.replicated(self.weight).to(x.dtype).float()
         bias = None if self.bias is None else self.replicated(self.bias).to(x.dtype).float()
         logits = F.linear(x.float(), weight, bias)
@@ -95,7 +96,7 @@ class Router(TensorParallelModule):
 class Experts(TensorParallelModule):
     """The experts of this process: rows sorted by expert [m, C] -> results times the rows' factors [m, C].
 
-    Gated: ``up`` holds the rows of the gate, then those of the up projection. Split over tensor parallelism, each result is a part of a sum.
+    If gated, ``up`` holds the rows of the gate, then those of the up projection. With tensor parallelism, each result is a partial sum.
     """
 
     loops = False
@@ -103,10 +104,14 @@ class Experts(TensorParallelModule):
 
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis, axes: ExpertAxes):
         super().__init__(tp)
-        self.split, self.kind = axes.split, config.activation
+        self.split = axes.split
+        self.kind = config.activation
         self.activation = ACTIVATIONS[config.activation]
-        count, width, inner, branches = config.experts, config.hidden, config.expert_width, 1 + config.gated
-        std = config.init_std / (2 * config.layers) ** 0.5  # as of RowLinear
+        count = config.experts
+        width = config.hidden
+        inner = config.expert_width
+        branches = 1 + config.gated
+        std = config.init_std / (2 * config.layers) ** 0.5  # see RowLinear
         shared_out = dict(data_dim=0, data_ranks=axes.ep.size)
         rows, columns = (1, 2) if axes.split else (None, None)
         up = Placement((count, branches * inner, width), rows, branches, **shared_out)
@@ -128,13 +133,13 @@ class Experts(TensorParallelModule):
             None if bias is None else self._weight(bias).to(x.dtype) for bias in (self.up_bias, self.down_bias)
         )
         if down_bias is not None and self.split and self.tp.size > 1:
-            down_bias = self.replicated(down_bias) / self.tp.size  # each of the parts that are added up has it
+            down_bias = self.replicated(down_bias) / self.tp.size  # each of the parts to be summed includes it
         multiply = grouped if self.groups(x.dtype) else one_by_one
         ends = counts.cumsum(0).to(torch.int32)
         y = multiply(x, up, ends)
         if up_bias is not None:
             y = y + repeated(up_bias, counts, len(x))
-        # the factors' gradient then needs the inner rows, which are saved in any case, and not the results
+        # the factors' gradient then needs the inner rows, which are saved anyway, instead of the results
         y = multiply(activated(y, self.kind, self.activation), down, ends, factors[:, None])
         return y if down_bias is None else y + repeated(down_bias, counts, len(x)) * factors[:, None]
 
@@ -144,31 +149,31 @@ class Experts(TensorParallelModule):
         return not self.loops and all(width * dtype.itemsize % ALIGNMENT == 0 for width in rows)
 
     def _weight(self, weight: Tensor) -> Tensor:
-        """A weight; where each process of tensor parallelism has it whole, for its own tokens, the sum over these makes its gradient."""
+        """A weight; if every tensor-parallel process holds it whole for its own tokens, its gradient is summed over them."""
         return weight if self.split else self.replicated(weight)
 
 
 def repeated(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
-    """[E, A] biases -> [m, A]: each row's expert's."""
+    """[E, A] biases -> [m, A]: the bias of each row's expert."""
     return bias.repeat_interleave(counts, 0, output_size=rows)
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor, factors: Tensor | None = None) -> Tensor:
-    """[m, A] rows, times ``factors`` [m, 1], by [E, B, A] matrices -> [m, B]; the rows of expert e end before ``ends[e]``."""
+    """Multiply [m, A] rows, times ``factors`` [m, 1], by [E, B, A] matrices -> [m, B]; the rows of expert e end before ``ends[e]``."""
     if factors is None:
         return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
     return _ScaledProduct.apply(x, factors, weights, ends)
 
 
 def one_by_one(x: Tensor, weights: Tensor, ends: Tensor, factors: Tensor | None = None) -> Tensor:
-    """As grouped(), in a loop over the experts; the host waits for their counts."""
+    """See grouped(); loops over the experts, and the host waits for their counts."""
     x = x if factors is None else x * factors
     parts = x.split(on_host(ends.diff(prepend=ends.new_zeros(1)), len(x)))
     return torch.cat([F.linear(*of) for of in zip(parts, weights.unbind(), strict=True)])
 
 
 class _ScaledProduct(torch.autograd.Function):
-    """grouped() with factors; saves only the rows without them, and multiplies again in the backward pass."""
+    """grouped() with factors; saves only the unscaled rows, and multiplies again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factors: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -178,10 +183,14 @@ class _ScaledProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         x, factors, weights, ends = ctx.saved_tensors
-        [d_y], d_x, d_factors, d_weights = outer, None, None, None
+        [d_y] = outer
+        d_x = None
+        d_factors = None
+        d_weights = None
         if ctx.needs_input_grad[0]:
             d_scaled = F.grouped_mm(d_y, weights, offs=ends)
-            d_x, d_factors = d_scaled * factors, (d_scaled * x).sum(-1, keepdim=True)
+            d_x = d_scaled * factors
+            d_factors = (d_scaled * x).sum(-1, keepdim=True)
         if ctx.needs_input_grad[2]:  # a zero-bubble schedule asks for one of them at a time
             d_weights = F.grouped_mm(d_y.t(), x * factors, offs=ends)
         return d_x, d_factors, d_weights, None
@@ -192,7 +201,9 @@ class ExpertMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis, axes: ExpertAxes):
         super().__init__()
-        self.config, self.tp, self.axes = config, tp, axes
+        self.config = config
+        self.tp = tp
+        self.axes = axes
         self.router = Router(config, generator, tp)
         self.experts = Experts(config, generator, tp, axes)
         self.shared = MLP(config, generator, tp, config.shared_ffn) if config.shared_ffn else None
@@ -201,10 +212,14 @@ class ExpertMLP(nn.Module):
         """[t, B, C] -> [t, B, C]."""
         routing = self.router(x)
         x = add_balance_losses(x, metadata, self.config, routing, self.router.load, (self.tp, self.axes.cp))
-        chosen, factors, tokens = routing.chosen, routing.factors.to(x.dtype), x
+        chosen = routing.chosen
+        factors = routing.factors.to(x.dtype)
+        tokens = x
         split = self.axes.split and self.tp.size > 1
-        if split:  # each process has a part of every expert, so it needs the tokens of all
-            tokens, factors, chosen = gather(x, self.tp), gather(factors, self.tp), all_gather(chosen, self.tp)
+        if split:  # each process has a part of every expert, so it needs the tokens of all processes
+            tokens = gather(x, self.tp)
+            factors = gather(factors, self.tp)
+            chosen = all_gather(chosen, self.tp)
         y = self.compute(tokens, chosen, factors)
         y = scatter(y, self.tp) if split else y
         return y if self.shared is None else y + self.shared(x)
@@ -214,12 +229,13 @@ class ExpertMLP(nn.Module):
         way = route(chosen.flatten(0, 1), self.config.experts, self.axes.ep)
         if way.sizes is not None:
             self.router.received = sum(way.sizes[1]), way.places.numel()
-        rows, factors = way.send(x.flatten(0, 1)), way.send_factors(factors.flatten(0, 1))
+        rows = way.send(x.flatten(0, 1))
+        factors = way.send_factors(factors.flatten(0, 1))
         return way.give_back(self.experts(rows, factors, way.counts)).view(x.shape)
 
     def runs_uncompiled(self, dtype: torch.dtype) -> bool:
-        """Whether compute() cannot be compiled: the host must know how many tokens each expert has, or PyTorch traces grouped_mm in bf16
-        only, up to 2.13."""
+        """Whether compute() cannot be compiled. The host must know the number of tokens of each expert, or the type is not bf16. Up to
+        2.13, PyTorch traces grouped_mm only in bf16."""
         return self.axes.ep.size > 1 or dtype != torch.bfloat16 or not self.experts.groups(dtype)
 
 

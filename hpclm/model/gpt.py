@@ -32,7 +32,7 @@ CHECK = class_check("forward", made_with=("config", "recompute_core", "generator
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How to build one layer. Specs with the same ``name`` share one module; ``call`` says how this one uses it."""
+    """How to build one layer. Specs with the same ``name`` share one module; ``call`` tells how this spec uses it."""
 
     name: str
     module: Callable[..., nn.Module]
@@ -42,18 +42,18 @@ class LayerSpec:
     number: int = 0
     """Index among all layers of the model; seeds its dropout."""
     kind: str = "full"
-    """Of its attention, of LAYER_KINDS (config/model.py)."""
+    """Kind of its attention, one of LAYER_KINDS (config/model.py)."""
     on_meta: bool = False
-    """Whether to build it on the meta device and initialise it later; our own modules declare their init (model.init)."""
+    """Whether to build the layer on the meta device and initialise it later; our own modules declare their init (model.init)."""
 
     def build(self) -> nn.Module:
-        """The layer, on the meta device if its modules support that, else on the CPU."""
+        """Build the layer, on the meta device if its modules support that, otherwise on the CPU."""
         with torch.device("meta" if self.on_meta else "cpu"):
             return self.module(**self.kwargs)
 
 
 class LogitShape(NamedTuple):
-    """What becomes of the product of hidden states and output projection."""
+    """How the product of hidden states and output projection becomes logits."""
 
     multiplier: float = 1.0
     cap: float | None = None
@@ -64,12 +64,12 @@ class LogitShape(NamedTuple):
         return F.linear(hidden.float(), rows.float()) if self.fp32 else F.linear(hidden, rows)
 
     def of(self, product: Tensor) -> Tensor:
-        """The logits of a product."""
+        """The logits for a product."""
         logits = product if self.multiplier == 1.0 else product * self.multiplier
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def backward(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
-        """The gradient of the product, from that of its ``logits``, which are only needed with a cap."""
+        """The gradient of the product, given that of its ``logits``, which are only needed with a cap."""
         if self.cap is not None and logits is not None:
             gradient = gradient * (1 - (logits / self.cap).square())
         return gradient if self.multiplier == 1.0 else gradient * self.multiplier
@@ -83,9 +83,7 @@ class Head(NamedTuple):
     vocab_size: int  # the remaining rows are padding
     tp: Axis = SINGLE
     cast: Tensor | None = None  # the weight in the compute type, if it has been cast already
-    main_grad: Tensor | None = (
-        None  # what the gradient of the weight is added to, if the backward pass does that in place
-    )
+    main_grad: Tensor | None = None  # receives the weight's gradient in place, if the backward pass does that
     shape: LogitShape = LogitShape()
 
     def rows(self) -> Tensor:
@@ -105,15 +103,15 @@ def layers(
     tp: Axis = SINGLE,
     axes: ExpertAxes = ExpertAxes(),  # noqa: B008
 ) -> list[LayerSpec]:
-    """The layers in order, split over ``tp`` and, experts, as ``axes`` say; activations have type ``dtype``, initial weights depend on
+    """The layers in order, split over ``tp``, and experts over ``axes``. Activations have type ``dtype``; initial weights depend on
     ``seed``."""
     block = lookup("model.block", config.block, BLOCKS, CHECK)
     table = dict(config=config, dtype=dtype)
     recompute_core = engine.recompute == "selective"
 
     def init(index: int) -> dict[str, Any]:
-        # 100,003 is prime, so layers of neighbouring seeds share no stream. The numbers below must stay: another one
-        # would give every run with this seed other initial weights
+        # 100,003 is prime, so layers of neighbouring seeds share no stream. The numbers below must not change: they
+        # determine the initial weights of every run with this seed
         return dict(seed=seed * 100_003 + index, tp=tp)
 
     specs = [
@@ -121,7 +119,7 @@ def layers(
         LayerSpec("entry", _seeded, dict(module=InputEmbedding, config=config, **init(1))),
     ]
     for index in range(config.layers):
-        # 0 to 2 are the embeddings and the output, whether they are tied or not, so that blocks begin alike in both
+        # 0 to 2 are the embeddings and the output, tied or not, so that blocks are initialised equally in both cases
         kwargs = dict(module=block, config=config, recompute_core=recompute_core, **init(3 + index))
         kwargs |= dict(axes=axes) if config.has_experts(index) else {}
         full = engine.recompute == "full"
@@ -140,14 +138,14 @@ def layers(
     )
     custom = config.block not in BLOCKS  # user-defined blocks initialise their own weights
     return [
-        # as shapes, so that every process can list all layers and fill only what it keeps
+        # as shapes, so that every process can list all layers and fill only those that it keeps
         replace(spec, number=number, on_meta=not (custom and spec.name.startswith("block")))
         for number, spec in enumerate(specs)
     ]
 
 
 def check_blocks(specs: Sequence[LayerSpec]) -> None:
-    """ConfigError if blocks of the user's own are unsuitable: two are built, which one stage of a pipeline may not have."""
+    """ConfigError if user-defined blocks are unsuitable. Builds two of them, which a single pipeline stage may not do."""
     for spec in specs:
         if spec.name in ("block0", "block1"):
             spec.build()
@@ -176,7 +174,7 @@ def _head(table: nn.Module, x: Tensor, _: AttentionMetadata, shape: LogitShape) 
 
 
 def _tied_head(table: nn.Module, x: Tensor, metadata: AttentionMetadata, shape: LogitShape) -> Head:
-    head = _head(table, x, metadata, shape)  # where it is added to in place, the input embedding completes the gradient
+    head = _head(table, x, metadata, shape)  # if accumulated in place, the input embedding completes the gradient
     return head if head.main_grad is None else head._replace(weight=head.weight.detach())
 
 
@@ -186,7 +184,8 @@ class InputEmbedding(TensorParallelModule):
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
         self.dropout = config.dropout
-        kind, shape = POSITIONS[config.positions], (config.context, config.hidden)
+        kind = POSITIONS[config.positions]
+        shape = (config.context, config.hidden)
         initial = InitSpec.normal(Placement(shape), config.init_std, generator)
         self.table = self.new_parameter("table", initial) if kind.learned else None
         self.fixed: Tensor | None
@@ -199,8 +198,9 @@ class InputEmbedding(TensorParallelModule):
         if table is not None:
             mine = slice(self.tp.rank * len(x), (self.tp.rank + 1) * len(x))
             positions = metadata.positions
+            rows = table[mine, None] if positions is None else F.embedding(positions.t()[mine], table)
             # added in the compute type; the fp32 table would promote the whole residual stream to fp32
-            x = x + (table[mine, None] if positions is None else F.embedding(positions.t()[mine], table)).to(x.dtype)
+            x = x + rows.to(x.dtype)
         if self.norm is not None:
             x = self.norm(x)
         return dropout(x, self.dropout if self.training else 0.0, metadata.keys, 0, self.tp.rank, metadata.part)
@@ -217,9 +217,11 @@ class Block(nn.Module):
         tp: Axis,
         axes: ExpertAxes | None = None,
     ):
-        """``axes``: of the experts of its MLP; None: that is dense."""
+        """``axes``: of the MLP's experts; None: a dense MLP."""
         super().__init__()
-        self.dropout, self.rank, self.multiplier = config.dropout, tp.rank, config.residual_multiplier
+        self.dropout = config.dropout
+        self.rank = tp.rank
+        self.multiplier = config.residual_multiplier
 
         def norm(*orders: str) -> Norm | None:
             return Norm(config, config.hidden, tp) if config.norm_order in orders else None
@@ -240,6 +242,8 @@ class Block(nn.Module):
         return self._add(x, y, self.post_norm2, metadata, 1)
 
     def _add(self, x: Tensor, y: Tensor, norm: Norm | None, metadata: AttentionMetadata, site: int) -> Tensor:
-        y, keys, part = y if norm is None else norm(y), metadata.keys, metadata.part
+        y = y if norm is None else norm(y)
+        keys = metadata.keys
+        part = metadata.part
         y = dropout(y, self.dropout if self.training else 0.0, keys, site, self.rank, part)
         return x + (y if self.multiplier == 1.0 else y * self.multiplier)

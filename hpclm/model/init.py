@@ -1,8 +1,8 @@
 """Initial weights that do not depend on the layout.
 
-A weight is initialised in bands of rows, each with its own seed. A process generates only the bands that overlap its
-slice, and never holds more than the slice and one band. Layers can be built on the meta device: their modules record how to
-initialise each weight, so that any slice of it can be filled later.
+A weight is initialised in bands of rows, each with its own seed. A process generates only the bands that overlap its slice, and never
+holds more than the slice and one band. Layers can be built on the meta device: their modules record how to initialise each weight, so
+that any slice can be filled later.
 """
 
 import math
@@ -17,7 +17,7 @@ from hpclm.parallel.main_gradients import accumulated
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.placement import Piece, Placement
 
-# part of what a seed means: another size would give every run other initial weights
+# part of the meaning of a seed: another size would change every run's initial weights
 BAND = 1 << 20  # values
 
 
@@ -33,7 +33,7 @@ class InitSpec:
     @classmethod
     def normal(cls, placement: Placement, std: float, generator: torch.Generator) -> "InitSpec":
         """N(0, std), with a seed taken from ``generator``."""
-        # 62 random bits, so that the seeds of two weights' bands, which count up from here, do not meet
+        # 62 random bits, so that the band seeds of two weights, which count up from here, do not overlap
         return cls(placement, std=std, seed=int(torch.randint(1 << 62, (), generator=generator, device="cpu")))
 
     def parameter(self, tp: Axis, device: torch.device | None = None, data_rank: int = 0) -> nn.Parameter:
@@ -48,23 +48,28 @@ class InitSpec:
         if not self.std:
             run.fill_(self.mean)
             return
-        end, width = begin + len(run), math.prod(self.placement.local(tp)[1:])
+        end = begin + len(run)
+        width = math.prod(self.placement.local(tp)[1:])
         for row, drawn in self._rows(begin // width, -(-end // width), tp, data_rank):
-            low, high = max(begin, row * width), min(end, (row + len(drawn)) * width)
+            low = max(begin, row * width)
+            high = min(end, (row + len(drawn)) * width)
             run[low - begin : high - begin] = drawn.reshape(-1)[low - row * width : high - row * width]
 
     def _rows(self, first: int, last: int, tp: Axis, data_rank: int) -> Iterator[tuple[int, Tensor]]:
         """Rows ``first`` to ``last`` of the local slice, a band at a time, with the index of each band's first row."""
-        rows, by_rows = self.placement.shape[0], self.placement.dim == 0
+        rows = self.placement.shape[0]
+        by_rows = self.placement.dim == 0
         count = max(1, BAND // math.prod(self.placement.shape[1:]))
         pieces = list(self.placement.pieces(tp, data_rank))
         split = pieces if by_rows else pieces[:1]  # otherwise the pieces differ in columns only
         for piece in split:
-            # from local rows to rows of the whole weight
+            # offset from local rows to rows of the whole weight
             shift = piece.start[0] - (piece.offset if by_rows else 0)
-            begin, end = max(first + shift, piece.start[0]), min(last + shift, piece.start[0] + piece.size[0])
+            begin = max(first + shift, piece.start[0])
+            end = min(last + shift, piece.start[0] + piece.size[0])
             for band in range(begin // count, -(-end // count) if begin < end else 0):
-                a, b = max(begin, band * count), min(end, rows, (band + 1) * count)
+                a = max(begin, band * count)
+                b = min(end, rows, (band + 1) * count)
                 drawn = self._band(band, min(count, rows - band * count))[a - band * count : b - band * count]
                 yield a - shift, self._columns(drawn, [piece] if by_rows else pieces)
 
@@ -75,8 +80,9 @@ class InitSpec:
         return drawn.normal_(self.mean, self.std, generator=generator)
 
     def _columns(self, rows: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """The columns of these whole rows that the pieces have."""
-        shape, cut = self.placement.shape, []
+        """The columns of these whole rows that belong to ``pieces``."""
+        shape = self.placement.shape
+        cut = []
         for piece in pieces:
             kept = rows
             for dim in range(1, len(shape)):
@@ -99,21 +105,22 @@ class TensorParallelModule(nn.Module):
         """How each weight is split."""
         self.init_specs: dict[str, InitSpec] = {}
         self.main_grads: dict[str, Tensor] = {}
-        """The fp32 gradients that the backward pass adds to in place, by the name of the weight."""
+        """The fp32 gradients that the backward pass accumulates in place, by the name of the weight."""
 
     def new_parameter(self, name: str, spec: InitSpec) -> nn.Parameter:
-        """The local slice of the weight ``name``; on the meta device, for the engine to fill, if data-parallel ranks hold different ones."""
+        """The local slice of the weight ``name``. On the meta device, for the engine to fill, if data-parallel ranks hold different
+        slices."""
         self.placements[name], self.init_specs[name] = spec.placement, spec
         return spec.parameter(self.tp, torch.device("meta") if spec.placement.data_ranks > 1 else None)
 
     def new_buffer(self, name: str, values: Tensor | None) -> None:
-        """Make the buffer ``name``, which is saved with the weights, whole, and which no optimizer updates; None: there is none."""
+        """Create the buffer ``name``, which is saved whole with the weights and never updated by an optimizer; None: no buffer."""
         if values is not None:
             self.placements[name] = Placement(tuple(values.shape))
         self.register_buffer(name, values)
 
     def accumulated(self, name: str) -> Tensor:
-        """The weight ``name``, whose gradient is added in place if ``main_grads`` has it."""
+        """The weight ``name``; its gradient is accumulated in place if it is in ``main_grads``."""
         parameter: Tensor = getattr(self, name)
         return accumulated(parameter, self.main_grads[name]) if name in self.main_grads else parameter
 
@@ -132,7 +139,7 @@ def saved_buffers(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def uninitialized(layer: nn.Module) -> Iterator[tuple[str, InitSpec]]:
-    """The weights of a layer that are still on the meta device, by name, and how to initialise them."""
+    """The weights of a layer that are still on the meta device, by name, with their initialisation."""
     for path, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -140,18 +147,18 @@ def uninitialized(layer: nn.Module) -> Iterator[tuple[str, InitSpec]]:
 
 
 def materialize_on(device: torch.device, tp: Axis, data_rank: int = 0) -> Callable[[str, nn.Module], nn.Module]:
-    """A function that moves a layer to ``device`` and initialises its weights that are on the meta device."""
+    """Returns a function that moves a layer to ``device`` and initialises its weights on the meta device."""
 
     def wrap(_: str, layer: nn.Module) -> nn.Module:
         for name, spec in list(uninitialized(layer)):
-            place(layer, name, spec.parameter(tp, device, data_rank))
+            set_weight(layer, name, spec.parameter(tp, device, data_rank))
         return layer.to(device)
 
     return wrap
 
 
-def place(layer: nn.Module, name: str, weight: nn.Parameter) -> None:
-    """Set the weight ``name``, with its path, of a layer."""
+def set_weight(layer: nn.Module, name: str, weight: nn.Parameter) -> None:
+    """Set the weight at the path ``name`` of a layer."""
     path, _, last = name.rpartition(".")
     setattr(layer.get_submodule(path), last, weight)
 
@@ -167,6 +174,6 @@ def move(layer: nn.Module, device: torch.device) -> None:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate weights on the meta device, unfilled, on ``device``."""
-    # to_empty() would drop the values of buffers, and of weights that have some
+    """Allocate weights that are on the meta device, unfilled, on ``device``."""
+    # to_empty() would drop the values of buffers and of allocated weights
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)

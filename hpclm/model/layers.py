@@ -1,8 +1,8 @@
 """Linear layers, norms, embedding and MLP: fp32 weights, computed in the type of the activations.
 
-T tokens in a sequence, t = T / tp the slice that a tensor-parallel rank holds between layers, B sequences in a micro-batch,
-C hidden size, V vocabulary size. Initial weights come from the generator that is passed in, so they depend on the seed and
-the layer, not on the layout. With one process t is T and nothing is communicated.
+T tokens in a sequence, t = T / tp the slice that a tensor-parallel rank holds between layers, B sequences in a micro-batch, C hidden
+size, V vocabulary size. Initial weights come from the generator passed in, so they depend on the seed and the layer, not on the layout.
+With one process, t is T and nothing is communicated.
 """
 
 import math
@@ -22,8 +22,10 @@ from hpclm.parallel.main_gradients import embedding, linear
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.placement import Placement
 
-CLAMPED_SLOPE, CLAMP = 1.702, 7.0  # of gpt-oss's SwiGLU
-# Megatron-LM's fused bias-gelu is the tanh form and its unfused one the erf form, so names here say which
+# gpt-oss's SwiGLU
+CLAMPED_SLOPE = 1.702
+CLAMP = 7.0
+# Megatron-LM's fused bias-gelu is the tanh form and its unfused one the erf form, so the names here are explicit
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -34,19 +36,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu_tanh": partial(F.gelu, approximate="tanh"),
     "swiglu_clamped": lambda x: x * torch.sigmoid(x * CLAMPED_SLOPE),
 }
-"""Of a gated one: what the gate goes through."""
+"""For gated activations: the function applied to the gate."""
 NORMS = {"layernorm": ("layer_norm", True), "rmsnorm": ("rms_norm", False)}
-"""Of each kind: what PyTorch and apex call it, and whether it takes a bias."""
+"""For each kind: its name in PyTorch and apex, and whether it has a bias."""
 
 
 class ColumnLinear(TensorParallelModule):
-    """y = x W^T + b with the rows of W split, into a sublayer of a block: [t, ..., C] -> [T, ..., width / tp].
+    """y = x W^T + b with the rows of W split, at the entry of a block's sublayer: [t, ..., C] -> [T, ..., width / tp].
 
-    ``parts``: blocks of rows that are each split separately.
+    ``parts``: number of blocks of rows that are split separately.
     """
 
     fp8: FP8 | None = None
-    """How it multiplies in FP8, if it does."""
+    """Multiplication in FP8, if enabled."""
 
     def __init__(
         self, config: ModelConfig, width: int, bias: bool, generator: torch.Generator, tp: Axis, parts: int = 1
@@ -63,26 +65,28 @@ class ColumnLinear(TensorParallelModule):
 
 
 class RowLinear(TensorParallelModule):
-    """y = x W^T + b with the columns of W split, out of a sublayer of a block: [T, ..., width / tp] -> [t, ..., C]."""
+    """y = x W^T + b with the columns of W split, at the exit of a block's sublayer: [T, ..., width / tp] -> [t, ..., C]."""
 
     fp8: FP8 | None = None
-    """As of ColumnLinear."""
+    """See ColumnLinear."""
 
     def __init__(self, config: ModelConfig, width: int, bias: bool, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
         # 2 x layers sublayers add to the residual stream; divided by the root, its variance does not grow with depth
         # (Radford et al. 2019)
-        placement, std = Placement((config.hidden, width), 1), config.init_std / (2 * config.layers) ** 0.5
+        placement = Placement((config.hidden, width), 1)
+        std = config.init_std / (2 * config.layers) ** 0.5
         self.weight = self.new_parameter("weight", InitSpec.normal(placement, std, generator))
         self.bias = self.new_parameter("bias", InitSpec(Placement((config.hidden,)))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, ..., width / tp] -> [t, ..., C]."""
-        weight, main_grad = self.weight.to(x.dtype), self.main_grads.get("weight")
+        weight = self.weight.to(x.dtype)
+        main_grad = self.main_grads.get("weight")
         bias = None if self.bias is None else self.accumulated("bias")
         if self.tp.size == 1:
             return linear(x, weight, None if bias is None else bias.to(x.dtype), main_grad, self.fp8)
-        # the bias comes after the sum over the ranks, or it would be added once by each of them
+        # the bias is added after the sum over the ranks, or each rank would add it once
         y = scatter(linear(x, weight, None, main_grad, self.fp8), self.tp)
         return y if bias is None else y + self.replicated(bias).to(x.dtype)
 
@@ -107,7 +111,7 @@ class Norm(TensorParallelModule):
         weight = self.replicated(self.accumulated("weight")).to(x.dtype)
         bias = None if self.bias is None else self.replicated(self.accumulated("bias")).to(x.dtype)
         terms = (weight, bias) if self.biased else (weight,)
-        # apex's kernels take no norm without its bias, and no tensor on a CPU
+        # apex's kernels need the bias of a biased norm, and a tensor on a GPU
         if self.fused and x.is_cuda and all(term is not None for term in terms):
             return self.fused(x, *terms, weight.shape, self.eps)
         y: Tensor = getattr(F, self.norm)(x, weight.shape, *terms, self.eps)
@@ -119,7 +123,8 @@ class ProjectionNorm(TensorParallelModule):
 
     def __init__(self, config: ModelConfig, heads: int, tp: Axis):
         super().__init__(tp)
-        self.eps, self.width = config.norm_eps, heads * config.head_width
+        self.eps = config.norm_eps
+        self.width = heads * config.head_width
         self.weight = self.new_parameter("weight", InitSpec(Placement((self.width,), 0), mean=1.0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,8 +138,9 @@ class ProjectionNorm(TensorParallelModule):
 class XIELU(TensorParallelModule):
     """xIELU (Huang and Schlag 2024): quadratic above 0, exponential and linear below, with two weights a layer."""
 
-    BETA, INITIAL = 0.5, 0.8  # slope at 0, and what both alphas begin with
-    EPS = -1e-6  # as transformers': not 0 at 0, which norms of rows that are 0 make large
+    BETA = 0.5  # slope at 0
+    INITIAL = 0.8  # of both alphas
+    EPS = -1e-6  # as in transformers: not 0 at 0, which norms of zero rows amplify
 
     def __init__(self, tp: Axis):
         super().__init__(tp)
@@ -147,7 +153,7 @@ class XIELU(TensorParallelModule):
         above = F.softplus(self.replicated(self.alpha_p).to(x.dtype))
         below = self.BETA + F.softplus(self.replicated(self.alpha_n).to(x.dtype))
         grown = torch.expm1(x.clamp(max=0))
-        grown = grown + (torch.expm1(x.clamp(max=self.EPS)) - grown).detach()  # without its jump in slope
+        grown = grown + (torch.expm1(x.clamp(max=self.EPS)) - grown).detach()  # without the jump of its slope
         low = (grown - x) * below + self.BETA * x
         return torch.where(x > 0, above * x * x + self.BETA * x, low)
 
@@ -164,7 +170,7 @@ class VocabParallelEmbedding(TensorParallelModule):
         placement = Placement((config.padded_vocab, config.hidden), 0)
         self.weight = self.new_parameter("weight", InitSpec.normal(placement, config.init_std, generator))
         self.rows: Tensor | None = None
-        """The weight in the compute type, if an engine casts it once a step; without a gradient."""
+        """The weight in the compute type, without a gradient, if an engine casts it once a step."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [t, B, C] in the compute type."""
@@ -176,18 +182,20 @@ class VocabParallelEmbedding(TensorParallelModule):
             return embedding(ids, self.weight, self.main_grads.get("weight"))
         mine = ids - self.tp.rank * len(self.weight)
         outside = (mine < 0) | (mine >= len(self.weight))
-        # tokens of other ranks read row 0; masked_fill makes their gradient 0
+        # tokens of other ranks read row 0; masked_fill zeroes their gradient
         rows = embedding(mine.masked_fill(outside, 0), self.weight, self.main_grads.get("weight")).to(self.dtype)
         return scatter(rows.masked_fill(outside[..., None], 0.0), self.tp)  # one rank has the row, the others add 0
 
 
 class MLP(nn.Module):
-    """[t, B, C] -> [t, B, C]. Gated: ``up`` holds the rows of the gate, then those of the up projection."""
+    """[t, B, C] -> [t, B, C]. If gated, ``up`` holds the rows of the gate, then those of the up projection."""
 
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis, width: int | None = None):
-        """``width``: inner; None: model.ffn."""
+        """``width``: inner width; None: model.ffn."""
         super().__init__()
-        self.kind, inner, bias = config.activation, width or config.ffn_width, config.biases[2]
+        self.kind = config.activation
+        inner = width or config.ffn_width
+        bias = config.biases[2]
         self.activation = XIELU(tp) if config.activation == "xielu" else ACTIVATIONS[config.activation]
         branches = 1 + config.gated
         self.up = ColumnLinear(config, inner * branches, bias, generator, tp, parts=branches)
@@ -199,7 +207,8 @@ class MLP(nn.Module):
 
 
 def activated(x: Tensor, kind: str, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """[..., F], or [..., 2 F] of gate and up if ``kind``, a model.activation, is gated -> [..., F]; ``activation``: of this kind."""
+    """[..., F], or [..., 2 F] of gate and up if ``kind``, a model.activation, is gated -> [..., F]. ``activation``: the function of this
+    kind."""
     if "glu" not in kind:
         return activation(x)
     gate, up = x.chunk(2, -1)

@@ -21,30 +21,32 @@ from hpclm.parallel.mesh import Axis
 
 ChunkMath = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 Backward = Literal["once", "twice", "unscaled"]
-"""How backward runs: once; maybe twice, as in zero-bubble schedules, which costs a copy of the weight gradient; or once from the
-loss itself, whose gradient is 1, so that nothing is multiplied."""
+"""How backward runs: once; possibly twice, as in zero-bubble schedules, which costs a copy of the weight gradient; or once from the loss
+itself, whose gradient is 1, so that nothing is multiplied."""
 
 
 def nll_and_gradient(
     logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[n, V] logits, [n] labels and weights -> weighted losses [n] in fp32, the gradient [n, V] in the logits' type of them and of
-    the weighted z-losses, and these [n], if there are any: ``z_loss`` x (log of the softmax's normaliser)^2 (Chowdhery et al. 2022).
+    """[n, V] logits, [n] labels and weights -> weighted losses [n] in fp32; the gradient [n, V], in the logits' type, of them and of the
+    weighted z-losses; and the z-losses [n], if any: ``z_loss`` x (log of the softmax's normaliser)^2 (Chowdhery et al. 2022).
 
-    Entries from ``vocab`` on are padding and get no probability. Written without scatter, so that torch.compile fuses it
-    into one pass that never holds [n, V] in fp32.
+    Entries from ``vocab`` on are padding and get no probability. Written without scatter, so that torch.compile fuses it into one pass
+    that never holds [n, V] in fp32.
     """
     entry = torch.arange(logits.shape[-1], device=logits.device)
-    # fp32: the normaliser sums tens of thousands of terms, which bf16 cannot
+    # fp32: the normaliser sums tens of thousands of terms, which exceeds bf16's precision
     scores = logits.float()
     if vocab < logits.shape[-1]:
         scores = scores.masked_fill(entry >= vocab, -torch.inf)
     log_p = F.log_softmax(scores, -1)
     target = log_p.gather(-1, labels[:, None])[:, 0]
-    p, penalties = log_p.exp(), None
+    p = log_p.exp()
+    penalties = None
     if z_loss:
         z = scores.gather(-1, labels[:, None])[:, 0] - target
-        p, penalties = p * (1 + 2 * z_loss * z)[:, None], z_loss * z.square() * weights
+        p = p * (1 + 2 * z_loss * z)[:, None]
+        penalties = z_loss * z.square() * weights
     hit = (entry == labels[:, None]).float()
     return -target * weights, ((p - hit) * weights[:, None]).to(logits.dtype), penalties
 
@@ -52,14 +54,17 @@ def nll_and_gradient(
 def nll_and_gradient_in_place(
     logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As nll_and_gradient(), for eager mode: in place, with fewer passes over memory."""
+    """nll_and_gradient() for eager mode: in place, with fewer passes over memory."""
     if vocab < logits.shape[-1]:
         logits[:, vocab:] = -torch.inf
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)
-    target, factors, penalties = log_p.gather(-1, labels[:, None])[:, 0], weights, None
+    target = log_p.gather(-1, labels[:, None])[:, 0]
+    factors = weights
+    penalties = None
     if z_loss:
         z = logits.gather(-1, labels[:, None])[:, 0].float() - target
-        factors, penalties = weights * (1 + 2 * z_loss * z), z_loss * z.square() * weights
+        factors = weights * (1 + 2 * z_loss * z)
+        penalties = z_loss * z.square() * weights
     gradient = log_p.exp_().mul_(factors[:, None])
     gradient.scatter_add_(-1, labels[:, None], -weights[:, None])
     return -target * weights, gradient.to(logits.dtype), penalties
@@ -68,7 +73,7 @@ def nll_and_gradient_in_place(
 def split_nll_and_gradient(
     logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, tp: Axis, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Vocabulary-parallel version: each rank of ``tp`` has [n, V / tp] logits and gets all losses, and the gradient of its logits.
+    """Vocabulary-parallel version: each rank of ``tp`` has [n, V / tp] logits and gets all losses and the gradient of its logits.
 
     Communicates the maximum logit, then the sums of the softmax: 3 n numbers (Shoeybi et al. 2019, section 3).
     """
@@ -80,35 +85,38 @@ def split_nll_and_gradient(
     outside = (mine < 0) | (mine >= logits.shape[-1])
     mine = mine.masked_fill(outside, 0)[:, None]
     largest = all_reduce_max(scores.amax(-1), tp)
-    # the largest logit of all ranks, not of this one, or their exponentials could not be added
+    # the maximum over all ranks, or their exponentials could not be added
     scores -= largest[:, None]
     target = scores.gather(-1, mine)[:, 0].masked_fill(outside, 0.0)
     p = scores.exp_()
     normaliser, target = all_reduce(torch.stack([p.sum(-1), target]), tp)
-    log, factors, penalties = normaliser.log(), weights, None
+    log = normaliser.log()
+    factors = weights
+    penalties = None
     if z_loss:
         z = log + largest
-        factors, penalties = weights * (1 + 2 * z_loss * z), z_loss * z.square() * weights
+        factors = weights * (1 + 2 * z_loss * z)
+        penalties = z_loss * z.square() * weights
     gradient = p.mul_((factors / normaliser)[:, None])
     gradient.scatter_add_(-1, mine, -weights.masked_fill(outside, 0.0)[:, None])
     return (log - target) * weights, gradient.to(logits.dtype), penalties
 
 
 class LossTerms(NamedTuple):
-    """How the loss of a micro-batch is computed."""
+    """How to compute the loss of a micro-batch."""
 
     shape: LogitShape
     vocab: int
-    """Entries that are no padding."""
+    """Number of entries that are not padding."""
     chunk: int
     """Tokens at a time."""
     math: ChunkMath
-    """It may change its logits in place."""
+    """May change its logits in place."""
     backward: Backward
     main_grad: Tensor | None
-    """What the gradient of the weight is added to in place, which needs ``backward`` unscaled."""
+    """Receives the weight's gradient in place, which needs ``backward`` unscaled."""
     note: Callable[[Tensor], None]
-    """Gets the weighted sums of z-losses."""
+    """Receives the weighted sums of z-losses."""
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -126,13 +134,16 @@ class _ChunkedLoss(torch.autograd.Function):
 
         z-losses change the gradients only.
         """
-        shape, chunk, main_grad = how.shape, how.chunk, how.main_grad
-        d_hidden, d_weight = torch.empty_like(hidden), None
+        shape = how.shape
+        chunk = how.chunk
+        main_grad = how.main_grad
+        d_hidden = torch.empty_like(hidden)
+        d_weight = None
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
             logits = shape.of(shape.product(hidden[part], rows))
-            capped = None if shape.cap is None else logits.clone()  # ``math`` may change them in place
+            capped = None if shape.cap is None else logits.clone()  # ``math`` may change the logits in place
             losses, gradient, penalties = how.math(logits, labels[part], weights[part], how.vocab)
             gradient = shape.backward(gradient, capped).to(rows.dtype)
             total += losses.sum()
@@ -144,12 +155,13 @@ class _ChunkedLoss(torch.autograd.Function):
                 continue
             piece = gradient.t() @ hidden[part]
             if len(hidden) <= chunk and how.backward == "unscaled":
-                d_weight = piece  # nothing is added to it, and it is not scaled: fp32 would be a copy of it
+                d_weight = piece  # a single unscaled piece needs no copy in fp32
             else:
-                # in fp32: chunks add up, and bf16 would lose the later ones
+                # in fp32: bf16 would lose later chunks in the sum
                 d_weight = piece.float() if d_weight is None else d_weight.add_(piece)
         ctx.save_for_backward(d_hidden, weight if d_weight is None else d_weight)
-        ctx.how, ctx.added = how.backward, main_grad is not None
+        ctx.how = how.backward
+        ctx.added = main_grad is not None
         return total
 
     @staticmethod
@@ -161,7 +173,7 @@ class _ChunkedLoss(torch.autograd.Function):
             gradients = d_hidden, None
         elif ctx.how == "unscaled":
             gradients = d_hidden, d_weight
-        # not in place: the schedule's second backward pass needs them as they are
+        # not in place: the schedule's second backward pass needs them unscaled
         elif ctx.how == "twice":
             gradients = d_hidden * factor.to(d_hidden.dtype), d_weight * factor
         else:
@@ -175,31 +187,33 @@ class TokenLoss:
     def __init__(
         self, chunk: int | None = None, compile: bool = False, backward: Backward = "once", z_loss: float = 0.0
     ):
-        """``z_loss``: coefficient of the z-losses, which change the gradients, but not the loss."""
-        self.chunk, self.backward, self.z_loss = chunk, backward, z_loss
+        """``z_loss``: coefficient of the z-losses, which change the gradients but not the loss."""
+        self.chunk = chunk
+        self.backward = backward
+        self.z_loss = z_loss
         self.whole: ChunkMath = nll_and_gradient_in_place
         self.split: ChunkMath = split_nll_and_gradient
         self.compilations = [Compilation("the loss runs") for _ in range(2 if compile else 0)]
-        """Of the whole vocabulary, and of a part of it, whose collectives are the same uncompiled."""
+        """For the whole vocabulary, and for a part of it; the collectives of both are the same as uncompiled."""
         if compile:
             whole, split = self.compilations
-            self.whole, self.split = (
-                whole.of(nll_and_gradient, self.whole),
-                split.of(split_nll_and_gradient, self.split),
-            )
+            self.whole = whole.of(nll_and_gradient, self.whole)
+            self.split = split.of(split_nll_and_gradient, self.split)
         if z_loss:
             self.whole, self.split = (partial(math, z_loss=z_loss) for math in (self.whole, self.split))
 
     def __call__(self, head: Head, labels: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """``labels`` and ``weights`` [B, T] -> a scalar in fp32, differentiable once, and what is reported: with z-losses their sum,
-        of which each tensor-parallel rank reports an equal share.
+        """``labels`` and ``weights`` [B, T] -> a scalar in fp32, differentiable once, and the reports: with z-losses their sum, of which
+        each tensor-parallel rank reports an equal share.
 
-        The weights include every factor of the loss (mask, 1 / tokens, loss scale): gradients are computed in the compute
-        type with those factors, so that fp16 does not underflow.
+        The weights include every factor of the loss (mask, 1 / tokens, loss scale): gradients in the compute type include those factors,
+        so that fp16 does not underflow.
         """
         chunk = self.chunk or self._chosen(head, labels)
         whole = gather(head.hidden, head.tp)
-        hidden, labels, weights = whole.flatten(0, 1), labels.t().reshape(-1), weights.t().reshape(-1)
+        hidden = whole.flatten(0, 1)
+        labels = labels.t().reshape(-1)
+        weights = weights.t().reshape(-1)
         if torch.is_grad_enabled():
             penalties: list[Tensor] = []
             total = _ChunkedLoss.apply(
@@ -218,7 +232,7 @@ class TokenLoss:
                     penalties.append,
                 ),
             )
-            # every tensor-parallel rank has the same sum, and the engine adds up what all ranks report
+            # every tensor-parallel rank has the same sum, and the engine adds up the reports of all ranks
             return total, {"z_loss": torch.stack(penalties).sum() / head.tp.size} if penalties else {}
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):

@@ -1,10 +1,10 @@
-"""Activations in pinned CPU memory between the forward and the backward pass, copied on separate streams.
+"""Keeps activations in pinned CPU memory between the forward and the backward pass, copied on separate streams.
 
-While a block computes, the activations of the block before it are copied to the CPU. In the backward pass those of the block that
-comes next are copied back. The GPU holds the activations of AHEAD blocks at a time, and the host waits for nothing.
+While a block computes, the activations of the previous block are copied to the CPU. In the backward pass, those of the next block to run
+are copied back. The GPU holds the activations of AHEAD blocks at a time, and the host never waits.
 
-Whole storages are copied, each once: views of them, such as the slices of the fused projection, come back with their strides, on
-which compiled backward passes rely, and no copy needs a contiguous buffer in between.
+Whole storages are copied, each once. Views, such as the slices of the fused projection, come back with their strides, on which compiled
+backward passes rely, and no copy needs a contiguous buffer in between.
 """
 
 import weakref
@@ -19,7 +19,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 MIN_OFFLOADED_VALUES = 1 << 16  # values; smaller activations are not worth offloading
 AHEAD = 2
-"""Blocks whose activations may be on the GPU at a time: the one that computes and the one that is copied."""
+"""Maximum number of blocks with activations on the GPU: the one that computes and the one that is copied."""
 
 
 class Streams:
@@ -30,11 +30,11 @@ class Streams:
         self.back: Any = torch.cuda.Stream(device)
 
     def computing(self) -> Any:
-        """The stream of the operations that run now."""
+        """The stream of the current operations."""
         return torch.cuda.current_stream()
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside this context, copies are queued on ``stream``."""
+        """Queue copies on ``stream`` inside this context."""
         return torch.cuda.stream(stream)
 
 
@@ -44,7 +44,7 @@ class BlockActivations:
 
     number: int
     saved: dict[tuple[int, int, torch.dtype], "weakref.ref[Saved]"] = field(default_factory=dict)
-    """By address and version; dead once the backward pass has no more use for them."""
+    """By address and version; a reference is dead once the backward pass no longer needs it."""
     copied: Any = None
     """Event: all of them are on the CPU."""
     fetched: bool = False
@@ -52,7 +52,7 @@ class BlockActivations:
 
 @dataclass(eq=False)
 class Saved:
-    """The storage of activations, [values], on the CPU and for some time also on the GPU."""
+    """The storage of activations, [values], on the CPU and temporarily also on the GPU."""
 
     block: BlockActivations
     copy: Tensor
@@ -60,30 +60,31 @@ class Saved:
     device: torch.device
     version: int
     tensor: Tensor | None
-    """On the GPU."""
+    """The tensor on the GPU."""
     arriving: Any = None
-    """Event: it is back on the GPU; None once the computing stream has waited for it."""
+    """Event: the copy is back on the GPU; None once the computing stream has waited for it."""
 
     def arrived(self) -> None:
-        """Let the computing stream wait until it is back."""
+        """Make the computing stream wait until the copy is back."""
         if self.arriving is not None:
             self.streams.computing().wait_event(self.arriving)
             self.arriving = None
 
     def __del__(self) -> None:
-        self.arrived()  # or what reuses its memory could be overwritten by a copy that nothing waited for
+        self.arrived()  # otherwise a pending copy could overwrite the new owner of its memory
 
 
 class ActivationOffload:
-    """Moves what the blocks of one micro-batch save for the backward pass."""
+    """Moves the tensors that the blocks of one micro-batch save for the backward pass."""
 
     def __init__(self, streams: Streams, small: int = MIN_OFFLOADED_VALUES):
-        self.streams, self.small = streams, small
+        self.streams = streams
+        self.small = small
         self.blocks: list[BlockActivations] = []
 
     @contextmanager
     def next_block(self) -> Iterator[None]:
-        """Inside this context, what is saved for the backward pass is that of the next block; weights stay on the device."""
+        """Tensors saved for the backward pass inside this context belong to the next block; weights stay on the device."""
         number = len(self.blocks)
         if number >= AHEAD:
             self._leave(self.blocks[number - AHEAD])
@@ -94,7 +95,7 @@ class ActivationOffload:
         block.copied = self.streams.out.record_event()
 
     def _leave(self, block: BlockActivations) -> None:
-        """Free the GPU's memory, for operations that follow on the computing stream, once the copies are done."""
+        """Free the GPU's memory for later operations on the computing stream, once the copies are done."""
         self.streams.computing().wait_event(block.copied)
         for saved in alive(block):
             saved.tensor = None
@@ -106,7 +107,8 @@ class ActivationOffload:
         key = storage.data_ptr(), tensor._version, tensor.dtype
         saved = block.saved[key]() if key in block.saved else None
         if saved is None:
-            out, there = self.streams.out, tensor.detach()  # with the version of what it is a view of
+            out = self.streams.out
+            there = tensor.detach()  # shares the version counter of its base
             whole = there.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
             copy = torch.empty_like(whole, device="cpu", pin_memory=tensor.is_cuda)
             # the copy may start only after the kernels that write the activation
@@ -123,7 +125,7 @@ class ActivationOffload:
         saved, *view = packed
         if saved.tensor is not None and saved.tensor._version != saved.version:
             raise RuntimeError(
-                "an activation that is being offloaded was changed in place; leave out engine.offload_activations"
+                "an activation was changed in place while it was being offloaded; remove engine.offload_activations"
             )
         for number in range(saved.block.number, max(-1, saved.block.number - AHEAD), -1):
             self._fetch(self.blocks[number])
@@ -131,23 +133,24 @@ class ActivationOffload:
         return saved.tensor.as_strided(*view)
 
     def _fetch(self, block: BlockActivations) -> None:
-        """Start to copy the activations of a block back, if they are not on the GPU any more."""
+        """Start to copy the activations of a block back to the GPU, unless they are still there."""
         if block.fetched:
             return
         block.fetched = True
         back = self.streams.back
         missing = [saved for saved in alive(block) if saved.tensor is None]
-        # allocated on the computing stream, so that it can use the memory again without waiting for this one
+        # allocated on the computing stream, so that it can reuse the memory without waiting for this one
         for saved in missing:
             saved.tensor = torch.empty_like(saved.copy, device=saved.device)
         back.wait_stream(self.streams.computing())
-        # what is fetched must have arrived on the CPU before
+        # the activations must have arrived on the CPU first
         back.wait_event(block.copied)
         for saved in missing:
             assert saved.tensor is not None
             with self.streams.on(back):
                 saved.tensor.copy_(saved.copy, non_blocking=True)
-            saved.version, saved.arriving = saved.tensor._version, back.record_event()
+            saved.version = saved.tensor._version
+            saved.arriving = back.record_event()
 
 
 def alive(block: BlockActivations) -> list[Saved]:
@@ -160,7 +163,7 @@ def is_weight(tensor: Tensor) -> bool:
     if tensor.grad_fn is None:
         return tensor.requires_grad
     node: Node | None = tensor.grad_fn
-    # a cast and a transposition lie between an activation's node and the weight's, at most
+    # at most a cast and a transposition lie between an activation's node and the weight's
     for _ in range(3):
         if node is None or node.name().endswith("AccumulateGrad"):
             break

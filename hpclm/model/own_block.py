@@ -1,4 +1,4 @@
-"""Blocks of the user's own, model.block=package.module:Name: what every engine and layout can train, save and resume.
+"""User-defined blocks, model.block=package.module:Name: requirements for training, saving and resuming with every engine and layout.
 
 | a block | is |
 |---|---|
@@ -41,8 +41,8 @@ class _NoGradientHooks(TorchFunctionMode):
 
 
 def build(module: Callable[..., nn.Module], name: str, seed: int, **kwargs: Any) -> nn.Module:
-    """The block called ``name``, its random numbers seeded; ConfigError if not every engine could train it."""
-    # only the CPU's generator: blocks are built there. Modules of PyTorch, such as nn.Linear, take no generator
+    """Build the block called ``name`` with seeded random numbers; ConfigError if some engine could not train it."""
+    # only the CPU's generator: blocks are built there. PyTorch modules such as nn.Linear take no generator
     with torch.random.fork_rng(devices=[]), _NoGradientHooks(name):
         torch.manual_seed(seed)
         block = module(**kwargs, generator=torch.Generator().manual_seed(seed))
@@ -54,18 +54,18 @@ def build(module: Callable[..., nn.Module], name: str, seed: int, **kwargs: Any)
 
 
 def _unsuitable(name: str, block: nn.Module) -> Iterator[str]:
-    """The weights of a new block that not every engine can train."""
+    """The weights of a new block that some engine could not train."""
     names: dict[nn.Parameter, str] = {}
     for path, weight in block.named_parameters(name, remove_duplicate=False):
-        # a weight that this process has seen in another block says so
+        # the mark of a weight that this process has seen in another block
         other = names.get(weight) or vars(weight).get("hpclm_name")
         if other:
-            yield f"{other} and {path} are one weight; every weight of model.block must be made anew in its constructor, and have one name"
+            yield f"{other} and {path} are the same weight; the constructor of model.block must create every weight, under one name"
             continue
         names[weight] = path
         if not weight.requires_grad:
             yield (
-                f"{path} does not require a gradient, and engines train all weights; keep fixed values in a buffer, or freeze the weight "
+                f"{path} does not require a gradient, but engines train all weights; keep fixed values in a buffer, or freeze the weight "
                 f"with 'optim.groups=[{{match: {path.removeprefix(name + '.')}, lr: 0}}]'"
             )
         if weight.dtype != torch.float32:
@@ -77,7 +77,7 @@ def _unsuitable(name: str, block: nn.Module) -> Iterator[str]:
 
 
 class _EveryWeight(torch.autograd.Function):
-    """The first of the arguments; the others, weights, get a gradient of 0."""
+    """The first argument unchanged; the others, weights, get a gradient of 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
@@ -88,19 +88,20 @@ class _EveryWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """See torch.autograd.Function."""
-        # a copy: PyTorch may keep what it is given as a weight's gradient, and DeepSpeed receives the next one into the same memory
+        # a copy: PyTorch may keep it as a weight's gradient, and DeepSpeed receives the next one into the same memory
         return gradient.clone(), *(zero.expand(shape) for shape, zero in ctx.alike)
 
 
 def use_every_weight(layer: nn.Module) -> None:
-    """Give every weight of a user's block a gradient in every backward pass, if only 0, in one order: libraries that send gradients as they
-    come would otherwise wait for those of other replicas, or add up gradients of different weights."""
+    """Give every weight of a user's block a gradient in every backward pass, 0 if unused, in a fixed order. Libraries that send
+    gradients as they arrive would otherwise wait for those of other replicas, or add gradients of different weights."""
 
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x, *others = arguments
         if not torch.is_grad_enabled():
             return None
-        # of the input, so that this is the last node of the block's backward pass, and all gradients are complete with it
+        # applied to the input, so that this is the last node of the block's backward pass, and completes all
+        # gradients
         return _EveryWeight.apply(x, *module.parameters()), *others
 
     if is_own(layer):
@@ -108,24 +109,24 @@ def use_every_weight(layer: nn.Module) -> None:
 
 
 def is_own(layer: nn.Module) -> bool:
-    """True for a block of the user's own."""
+    """True for a user-defined block."""
     return "hpclm_state" in vars(layer)
 
 
 class BlockState:
-    """What blocks of the user's own keep besides weights, which a resumed run would not have."""
+    """State that user-defined blocks keep besides weights, and that a resumed run would lack."""
 
     def __init__(self, model: nn.Module):
         self.blocks = [module for module in model.modules() if is_own(module)]
         self.values: dict[str, Any] = {}
-        """By name, after the first step."""
+        """Values by name, after the first step."""
 
     def begin(self) -> None:
-        """After the first step, by which blocks have made what they compute once."""
+        """Record the state after the first step, when blocks have computed their constants."""
         self.values = self._current()
 
     def changed(self) -> list[str]:
-        """Names of what has another value than after the first step."""
+        """Names of values that have changed since the first step."""
         now = self._current()
         return sorted(name for name in now.keys() & self.values if _differ(self.values[name], now[name]))
 
@@ -137,7 +138,8 @@ class BlockState:
             transient = getattr(block, "transient", ())
             for path, module in _watched(block):
                 for key in _names(module):
-                    value, place = getattr(module, key, None), f"{path}.{key}".removeprefix(".")
+                    value = getattr(module, key, None)
+                    place = f"{path}.{key}".removeprefix(".")
                     # libraries add attributes of other kinds than tensors
                     watched = isinstance(value, Tensor) or key in begun.get(path, ())
                     if watched and not any(f"{place}.".startswith(f"{left}.") for left in transient):
@@ -146,7 +148,7 @@ class BlockState:
 
 
 def _watched(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a block but those of hpclm itself, with their paths."""
+    """The modules of a block except those of hpclm, with their paths."""
     return ((path, m) for path, m in block.named_modules() if not type(m).__module__.startswith("hpclm."))
 
 
@@ -156,13 +158,11 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def _comparable(value: Any) -> Any:
-    """A value that differs if ``value``, which may be state, does; None for other objects and for activations."""
+    """A representation of ``value`` for comparison; None for activations and for objects that are not state."""
     if isinstance(value, Tensor):
-        return (
-            None
-            if value.requires_grad
-            else _digest(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        )
+        if value.requires_grad:
+            return None
+        return _digest(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     if isinstance(value, torch.Generator):
         return _digest(value.get_state().numpy())
     if isinstance(value, np.random.Generator):
@@ -179,7 +179,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _differ(before: Any, now: Any) -> bool:
-    """Whether a value has changed; a dictionary may get more entries, as a cache does."""
+    """Whether a value has changed; a dictionary may gain entries, as a cache does."""
     if isinstance(before, dict) and isinstance(now, dict):
         return any(_differ(before[key], now[key]) for key in before.keys() & now.keys())
     return bool(before != now)

@@ -1,5 +1,5 @@
-"""Position embeddings: sinusoidal, rotary (Su et al. 2021) with the scalings for longer contexts that transformers' rope_parameters
-describe, and ALiBi (Press et al. 2022).
+"""Position embeddings: sinusoidal, rotary (Su et al. 2021) with the scalings for longer contexts of transformers' rope_parameters, and
+ALiBi (Press et al. 2022).
 
 T tokens in a sequence, B sequences, H heads of this process, D size of one head.
 """
@@ -21,16 +21,16 @@ Rates = tuple[Tensor, float]
 
 
 class PositionKind(NamedTuple):
-    """How a model learns where a token is."""
+    """How a model encodes positions."""
 
     learned: bool = False
     """A table of weights is added to the embeddings."""
     table: Callable[[int, int], Tensor] | None = None
-    """(context, hidden) -> what is added to the embeddings."""
+    """(context, hidden) -> table to add to the embeddings."""
     rotary: bool = False
     """Queries and keys are rotated."""
     slopes: Callable[..., Tensor] | None = None
-    """(heads, device, tp) -> [H], the slopes by which scores fall with distance."""
+    """(heads, device, tp) -> [H] slopes by which scores fall with distance."""
 
 
 def rotates(config: ModelConfig, layer: str) -> bool:
@@ -60,11 +60,11 @@ def rotary(
 ) -> tuple[Tensor, Tensor]:
     """[T, B] positions -> cosines and sines [T, B, 1, rotated features] (Su et al. 2021, the half-rotation of Llama).
 
-    ``layer``: kind of the layers. ``length``: of the sequences, on which some scalings depend. ``rates``: rotary_rates(), if they
-    exist already.
+    ``layer``: kind of the layers. ``length``: of the sequences, on which some scalings depend. ``rates``: rotary_rates(), if already
+    computed.
     """
     rate, factor = rates or rotary_rates(config, layer, length, positions.device)
-    # fp32 whatever the activations: an angle of a thousand radians has no fraction left in bf16
+    # fp32 for any activations: an angle of a thousand radians has no fraction left in bf16
     angles = positions[..., None, None].float() * rate
     angles = torch.cat([angles, angles], -1)
     return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
@@ -79,7 +79,7 @@ def rotary_rates(config: ModelConfig, layer: str, length: int, device: torch.dev
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings to x [T, B, H, D], to its first features if there are fewer cosines."""
+    """Apply rotary embeddings to x [T, B, H, D], or to its first features if there are fewer cosines."""
     rotated = cos.shape[-1]
     x, rest = (x, None) if rotated == x.shape[-1] else (x[..., :rotated], x[..., rotated:])
     first, second = x.chunk(2, -1)
@@ -105,13 +105,14 @@ def frequencies(
 ) -> tuple[Tensor, float]:
     """[width / 2] radians per position, and the factor of cosines and sines.
 
-    ``length``: tokens of the sequences, for the scalings that depend on it (dynamic, longrope). ``context``: the longest.
+    ``length``: tokens of the sequences, for scalings that depend on it (dynamic, longrope). ``context``: the longest.
     """
     given = rope.parsed(scaling)
-    kind, factor = given.get("rope_type"), given.get("factor", 1.0)
+    kind = given.get("rope_type")
+    factor = given.get("factor", 1.0)
     original = given.get("original_max_position_embeddings", context)
     steps = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
-    if kind == "dynamic" and length > original:  # NTK-aware, by the length at hand (bloc97, emozilla 2023)
+    if kind == "dynamic" and length > original:  # NTK-aware, for the current length (bloc97, emozilla 2023)
         base *= (factor * length / original - factor + 1) ** (width / (width - 2))
     plain = 1.0 / base**steps
     if kind == "linear":  # Chen et al. 2023
@@ -130,7 +131,8 @@ def frequencies(
 
 
 def scaling_length(scaling: Mapping[str, str], context: int, length: int) -> int:
-    """The shortest length with the frequencies of ``length`` tokens; 0 where those do not depend on it, or are not scaled yet."""
+    """The shortest length with the same frequencies as ``length`` tokens; 0 if the frequencies do not depend on it, or are not yet
+    scaled."""
     kind = scaling.get("rope_type")
     if kind not in ("dynamic", "longrope"):
         return 0
@@ -144,35 +146,39 @@ def _yarn(plain: Tensor, base: float, width: int, original: int, given: Mapping[
     """YaRN (Peng et al. 2023): fast frequencies stay, slow ones are divided by the factor, with a ramp between."""
 
     def index(turns: float) -> float:
-        """Of the frequency that turns this often over the original context."""
+        """Index of the frequency that turns this often over the original context."""
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = index(given.get("beta_fast", 32)), index(given.get("beta_slow", 1))
+    low = index(given.get("beta_fast", 32))
+    high = index(given.get("beta_slow", 1))
     if given.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
-    high += 0.001 if low == high else 0  # with high below low, as transformers computes it, fast and slow change places
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, width - 1)
+    high += 0.001 if low == high else 0  # if high is below low, fast and slow are swapped, as in transformers
     places = torch.arange(len(plain), dtype=torch.float32, device=plain.device)
     slow = ((places - low) / (high - low)).clamp(0, 1)
     return plain / given["factor"] * slow + plain * (1 - slow)
 
 
 def _temperature(given: Mapping[str, Any]) -> float:
-    """Factor of cosines and sines in YaRN."""
+    """The factor of cosines and sines in YaRN."""
 
     def of(weight: float) -> float:
         return 1.0 if given["factor"] <= 1 else 0.1 * weight * math.log(given["factor"]) + 1.0
 
-    both = given.get("mscale", 0) and given.get("mscale_all_dim", 0)
-    scale: float = given.get("attention_factor") or (
-        of(given["mscale"]) / of(given["mscale_all_dim"]) if both else of(1.0)
-    )
-    return scale
+    if given.get("attention_factor"):
+        return float(given["attention_factor"])
+    if given.get("mscale", 0) and given.get("mscale_all_dim", 0):
+        return of(given["mscale"]) / of(given["mscale_all_dim"])
+    return of(1.0)
 
 
 def _llama3(plain: Tensor, original: int, given: Mapping[str, Any]) -> Tensor:
     """Llama 3.1 (Grattafiori et al. 2024): slow frequencies are divided by the factor, with a ramp between."""
-    low, high = given["low_freq_factor"], given["high_freq_factor"]
+    low = given["low_freq_factor"]
+    high = given["high_freq_factor"]
     turns = original * plain / (2 * math.pi)  # over the original context
     fast = ((turns - low) / (high - low)).clamp(0, 1)
     return plain / given["factor"] * (1 - fast) + plain * fast

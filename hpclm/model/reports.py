@@ -1,7 +1,7 @@
-"""What a block reports: named scalars, and auxiliary losses, which are part of what training minimises.
+"""Reports of a block: named scalars, and auxiliary losses, which training minimises too.
 
-Both are means over the tokens of a step, weighted as the loss is, and so the same in every layout of processes: a block gives a value for
-each token that it has, and needs to know no engine, stage or rank.
+Both are means over the tokens of a step, weighted like the loss, and so the same in every layout of processes. A block gives a value for
+each of its tokens, and need not know about engines, stages or ranks.
 """
 
 from typing import Any
@@ -15,19 +15,20 @@ from hpclm.rundir.metric_names import is_reserved
 
 
 def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: bool = False) -> None:
-    """Report the mean of ``values`` under ``name``: [t, B], one for each token that the block has, or a single value, which counts for all
-    of these tokens, such as the mean of a gate.
+    """Report the mean of ``values`` under ``name``: [t, B], one for each of the block's tokens, or a single value that applies to all of
+    them, such as the mean of a gate.
 
-    The mean is over the tokens of the step, on all processes, weighted as the loss is. What several layers report under one name is added
-    up; ``by_layer``: each has a separate name, ``name/block3``. Outside of training nothing is reported. ConfigError for another shape,
-    and for a name that hpclm's own metrics have.
+    The mean is over the tokens of the step, on all processes, weighted like the loss. Reports of several layers under one name are
+    summed; with ``by_layer`` each gets its own name, ``name/block3``. Reports outside training are ignored. ConfigError for another
+    shape, and for the name of one of hpclm's metrics.
     """
     if metadata.reports is not None and metadata.weights is not None:
         check_name(name)
         if values.ndim == 0:
             values = values.expand(metadata.weights.shape)
         if values.shape != metadata.weights.shape:
-            wanted, given = list(metadata.weights.shape), list(values.shape)
+            wanted = list(metadata.weights.shape)
+            given = list(values.shape)
             raise ConfigError(
                 f"report({name!r}): values of shape {given}; it takes one for each token, {wanted}, or a single one"
             )
@@ -38,16 +39,19 @@ def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: boo
 
 
 def check_name(name: str) -> None:
-    """ConfigError for a name that hpclm's own metrics have."""
+    """ConfigError for the name of one of hpclm's metrics."""
     if is_reserved(name):
-        raise ConfigError(f"report({name!r}): metrics.jsonl has another number under this name; choose another one")
+        raise ConfigError(
+            f"report({name!r}): metrics.jsonl already uses this name for another number; choose another one"
+        )
 
 
 def add_loss(metadata: AttentionMetadata, x: Tensor, name: str, values: Tensor, coefficient: float) -> Tensor:
-    """``x``, whose backward pass adds the gradient of ``coefficient`` x the mean of ``values`` [t, B]; the block goes on with it.
+    """``x``, whose backward pass adds the gradient of ``coefficient`` x the mean of ``values`` [t, B]. The block must use the returned
+    tensor.
 
-    The mean without the coefficient is reported under ``name``, and is no part of the loss that is logged. ``x`` is any activation on
-    the way to the block's result, which must have a gradient.
+    The mean without the coefficient is reported under ``name``, and does not enter the logged loss. ``x`` is any activation on the path
+    to the block's result; it must have a gradient.
     """
     report(metadata, name, values)
     if metadata.weights is None or not torch.is_grad_enabled():
@@ -56,7 +60,7 @@ def add_loss(metadata: AttentionMetadata, x: Tensor, name: str, values: Tensor, 
 
 
 class _WithLoss(torch.autograd.Function):
-    """Its first input; in the backward pass the second, a loss, has a gradient of 1, as the loss at the end of the model has."""
+    """Returns its first input; in the backward pass the second input, a loss, gets a gradient of 1, like the model's loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

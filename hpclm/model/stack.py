@@ -29,7 +29,7 @@ from hpclm.parallel.micro_batch import MicroBatch, Output, add
 from hpclm.parallel.placement import Placement
 
 WrapLayer = Callable[[str, nn.Module], nn.Module]
-"""Given each layer, by name, right after it is built: places, shards or wraps it, and returns what takes its place."""
+"""Called with each layer's name and module right after it is built: places, shards or wraps the layer, and returns its replacement."""
 
 
 class Execution(NamedTuple):
@@ -37,9 +37,9 @@ class Execution(NamedTuple):
 
     loss: TokenLoss | None = None
     recompute_every: int = 1
-    """Layers that are recomputed together."""
+    """Number of layers that are recomputed together."""
     offload: bool = False
-    """Whether activations of the blocks are kept on the CPU until the backward pass."""
+    """Whether activations of the blocks stay on the CPU until the backward pass."""
 
 
 class Stack(nn.Module):
@@ -54,11 +54,17 @@ class Stack(nn.Module):
         wrap: WrapLayer | None = None,
         execution: Execution | None = None,
     ):
-        """``dtype``: of the activations. ``wrap`` is called with every layer as soon as it is built, most of them on the meta
-        device, and returns the layer to use; by default layers are placed on the CPU."""
+        """``dtype``: of the activations. ``wrap``: called with every layer as soon as it is built, usually on the meta device; returns
+        the layer to use. By default layers are placed on the CPU."""
         super().__init__()
-        tp, cp, execution = mesh.tp, mesh.cp, execution or Execution()
-        self.config, self.specs, self.dtype, self.tp, self.cp = config, tuple(specs), dtype, tp, cp
+        tp = mesh.tp
+        cp = mesh.cp
+        execution = execution or Execution()
+        self.config = config
+        self.specs = tuple(specs)
+        self.dtype = dtype
+        self.tp = tp
+        self.cp = cp
         self.loss, self.recompute_every, self.offload = execution.loss or TokenLoss(), *execution[1:]
         self.compilation = StackCompilation((tp, cp))
         self.layouts = Layouts(config, dtype, [spec.kind for spec in specs], (tp, cp), self.compilation)
@@ -68,7 +74,7 @@ class Stack(nn.Module):
         self.placements: dict[str, Placement] = {}
         """How each weight is split over the tensor-parallel axis, by logical name."""
         self.init_specs: dict[str, InitSpec] = {}
-        """How to initialise the weights that were built on the meta device, by logical name."""
+        """How to initialise the weights built on the meta device, by logical name."""
         self.layers = nn.ModuleDict()
         wrap = wrap or init.materialize_on(torch.device("cpu"), tp)
         for spec in specs:
@@ -79,12 +85,12 @@ class Stack(nn.Module):
                     f"{spec.name}.{name}": Placement(tuple(buffer.shape)) for name, buffer in init.saved_buffers(layer)
                 }
                 self.init_specs |= {f"{spec.name}.{name}": initial for name, initial in init.uninitialized(layer)}
-                # placed and sharded one by one: a model that fits no process as a whole is never built as one
+                # placed and sharded one by one: a model too large for one process is never built whole
                 self.layers[spec.name] = wrap(spec.name, layer)
 
     def forward(self, batch: MicroBatch, x: Tensor | None = None, cache: KeyValueCache | None = None) -> Output:
-        """The micro-batch through these layers. ``x`` [t, B, C]: what the stage before this one made of it, if there is one.
-        ``cache``: of the tokens before these, when text is generated."""
+        """Run the micro-batch through these layers. ``x`` [t, B, C]: output of the previous stage, if any. ``cache``: keys and values of
+        earlier tokens in generation."""
         layouts = self.layouts.of(batch) if cache is None else cache.extend(batch.tokens.shape[1])
         keys = self.seeds.keys(batch.seed, batch.tokens.device) if self.training and cache is None else None
         value: Any = batch.tokens if x is None else x
@@ -95,14 +101,14 @@ class Stack(nn.Module):
         for group in groups(self.specs, self.recompute_every):
             with offload.next_block() if offload and group[0].name.startswith("block") else nullcontext():
                 if group[0].recompute and self.training and torch.is_grad_enabled():
-                    # what is random is seeded, also when it is recomputed
+                    # random numbers are seeded, so that recomputation draws the same
                     output = checkpoint(
                         self._run, group, value, layouts, keys, use_reentrant=False, preserve_rng_state=False
                     )
                 else:
                     output = self._run(group, value, layouts, keys)
             value = output.value
-            # returned through the checkpoint rather than kept aside: a recomputation would report them twice
+            # returned through the checkpoint, not stored: a recomputation would report them twice
             add(scalars, output.scalars)
         if isinstance(value, Head) and batch.labels is not None and batch.weights is not None:
             value, more = self.loss(value, batch.labels, batch.weights)
@@ -110,25 +116,26 @@ class Stack(nn.Module):
         return Output(value, scalars)
 
     def head(self, ids: Tensor, cache: KeyValueCache | None = None) -> Head:
-        """[B, T] ids -> the input of the output projection, without a loss; ``cache`` as in forward()."""
+        """[B, T] ids -> the input of the output projection, without a loss. ``cache``: see forward()."""
         head: Head = self(MicroBatch(ids), cache=cache).value
         return head
 
     @property
     def compilations(self) -> list[Compilation]:
-        """Every compilation of this stack, including those that failed."""
+        """All compilations of this stack, failed ones included."""
         return [*self.compilation.tried, *self.loss.compilations]
 
     def compile_blocks(self, whole: bool = True, replicas: Axis = SINGLE) -> None:
-        """Compile the blocks and the other layers between embedding and loss, ``whole``: each as one graph. ``replicas``: those that
-        reduce gradients in the order in which backward passes make them, and so must run the blocks in one way; they must
-        compile the same graphs in the same order, as they do for hpclm's own blocks and micro-batches of one shape."""
+        """Compile the blocks and the other layers between embedding and loss; if ``whole``, each as one graph. ``replicas``: ranks that
+        reduce gradients in the order of their backward passes, and so must run the same code. They must compile the same graphs in the
+        same order, as they do for hpclm's own blocks and micro-batches of one shape."""
         names = [name for name in self.layers if name.startswith("block") or name in ("entry", "norm")]
         foreign = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
         for module in self.modules():
             if isinstance(module, ExpertMLP) and module.runs_uncompiled(self.dtype):
-                # sizes that the host learns would be constants of a graph, which every other routing would compile again
-                module.compute, foreign = torch.compiler.disable(module.compute), True  # type: ignore[method-assign]
+                # sizes that the host learns would be constants of a graph, so every other routing would recompile it
+                module.compute = torch.compiler.disable(module.compute)  # type: ignore[method-assign]
+                foreign = True
         self.compilation.layers = compile_layers(
             [self.layers[name] for name in names], whole and not foreign, axes=(self.tp, self.cp, replicas)
         )
@@ -139,13 +146,13 @@ class Stack(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load all weights by logical name; ConfigError names any that are missing, unexpected or of another shape."""
+        """Load all weights by logical name; ConfigError names weights that are missing, unexpected or of another shape."""
         mine = dict(self.weights())
         split = next((name for name, placement in self.placements.items() if placement.data_ranks > 1), None)
         if split:
             raise ConfigError(
-                f"data-parallel ranks split {split}, so that one process has a part of it only: model.block={self.config.block} can be "
-                "trained and evaluated by training runs, and nothing else"
+                f"data-parallel ranks split {split}, so a single process has only a part of it: model.block={self.config.block} works "
+                "only in training runs and their evaluations"
             )
         check_shapes(self.placements, {name: tuple(t.shape) for name, t in tensors.items()})
         for name, parameter in mine.items():
@@ -157,7 +164,7 @@ class Stack(nn.Module):
     def _run(
         self, specs: list[LayerSpec], x: Any, layouts: dict[str, AttentionMetadata], keys: list[Tensor] | None
     ) -> Output:
-        """Run ``x`` through consecutive layers. ``layouts`` are by kind of layer; ``keys`` are those of LayerSeeds.keys()."""
+        """Run ``x`` through consecutive layers. ``layouts``: by kind of layer; ``keys``: see LayerSeeds.keys()."""
         scalars: dict[str, Tensor] = {}
         for spec in specs:
             given = layouts[spec.kind]
@@ -197,18 +204,17 @@ def placements(layer: nn.Module) -> Iterator[tuple[str, Placement]]:
 
 
 def check_local_shapes(name: str, layer: nn.Module, tp: Axis) -> None:
-    """ConfigError for a weight of a layer, on one process, that has another shape than its placement says: a checkpoint would lack a part of
-    it, or have it twice."""
+    """ConfigError if a weight's shape on this process contradicts its placement: a checkpoint would lack a part of it, or have it twice."""
     for (weight_name, placement), weight in zip(placements(layer), layer.parameters(), strict=True):
         if tuple(weight.shape) != placement.local(tp):
             raise ConfigError(
-                f"{name}.{weight_name} has shape {tuple(weight.shape)}, and its placement says {placement.local(tp)}, of {placement.shape} in all; "
-                "make it of that shape, as new_parameter does, or declare where it is"
+                f"{name}.{weight_name} has shape {tuple(weight.shape)}, but its placement gives {placement.local(tp)} out of {placement.shape}; "
+                "create it in that shape, as new_parameter does, or declare its placement"
             )
 
 
 def check_shapes(mine: Mapping[str, Placement], given: Mapping[str, tuple[int, ...]]) -> None:
-    """ConfigError that names the weights that are missing, unexpected or of another shape."""
+    """ConfigError that names weights that are missing, unexpected or of another shape."""
     shapes = {name: placement.shape for name, placement in mine.items()}
     wrong = sorted(name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name))
     if wrong:
@@ -224,7 +230,7 @@ def _mismatch(name: str, saved: tuple[int, ...] | None, expected: tuple[int, ...
 
 
 def groups(specs: Sequence[LayerSpec], recompute_every: int) -> list[list[LayerSpec]]:
-    """Consecutive layers that are recomputed together, at most ``recompute_every``; every other layer is its own group."""
+    """Consecutive layers that are recomputed together, at most ``recompute_every``; every other layer is a group by itself."""
     together: list[list[LayerSpec]] = []
     for spec in specs:
         last = together[-1] if together else []

@@ -20,8 +20,8 @@ def bare(method: Any) -> Any:
 
 
 class Scaled:
-    """An optimizer whose step divides gradients by ``grad_scale``, and changes nothing if ``found_inf`` is 1, both tensors of one
-    value on the device, as torch.amp.GradScaler sets them on fused optimizers."""
+    """An optimizer that divides gradients by ``grad_scale``, and changes nothing if ``found_inf`` is 1. Both are single-value tensors on
+    the device, as torch.amp.GradScaler sets them on fused optimizers."""
 
     grad_scale: Tensor
     found_inf: Tensor
@@ -29,10 +29,10 @@ class Scaled:
 
 @runtime_checkable
 class Restorable(Protocol):
-    """An optimizer that sets its state itself."""
+    """An optimizer that restores its state itself."""
 
     def restore(self, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int) -> None:
-        """As ``set_state``."""
+        """See ``set_state``."""
 
 
 class AdamW(Scaled, torch.optim.AdamW):
@@ -47,8 +47,9 @@ class AdamW(Scaled, torch.optim.AdamW):
         """One update, without a closure."""
         if all(group["fused"] for group in self.param_groups):
             return self.pytorch_step()
-        # kernels that are not fused take neither a scale nor whether to skip
-        scale, skipped = vars(self).pop("grad_scale"), vars(self).pop("found_inf")
+        # unfused kernels support neither a scale nor skipping
+        scale = vars(self).pop("grad_scale")
+        skipped = vars(self).pop("found_inf")
         if skipped:
             return None
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
@@ -65,7 +66,7 @@ def groups(weights: Sequence[Weight], optim: OptimConfig) -> list[dict[str, Any]
 
 
 def fused_adamw(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:
-    """PyTorch's: one fused kernel per device, CPU and CUDA."""
+    """PyTorch's AdamW: one fused kernel per device, CPU and CUDA."""
     return AdamW(groups(weights, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
@@ -82,16 +83,17 @@ def apex_adam(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Opti
 def update(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float, scale: float, bad: Tensor) -> None:
     """One update; PyTorch's fused AdamW does not synchronise with the device.
 
-    ``norm`` is the global norm of the scaled gradients. They are divided by the loss ``scale`` and clipped to ``limit``
-    (Pascanu et al. 2013, with Megatron's coefficient; 0: no clipping), inside the fused kernel if possible. If ``bad`` is 1
-    the update is skipped, and the step count does not change.
+    ``norm`` is the global norm of the scaled gradients. They are divided by the loss ``scale`` and clipped to ``limit`` (Pascanu et al.
+    2013, with Megatron's coefficient; 0: no clipping), inside the fused kernel if possible. If ``bad`` is 1, the update is skipped, and
+    the step count does not change.
     """
-    # on the device: comparing there would have the host wait in every step
+    # on the device: a comparison on the host would wait in every step
     coefficient = (limit / (norm / scale + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
     if isinstance(optimizer, Scaled):
-        optimizer.grad_scale, optimizer.found_inf = scale / coefficient, bad
+        optimizer.grad_scale = scale / coefficient
+        optimizer.found_inf = bad
         optimizer.step()
-    # this reads the device: optimizers that are not fused take no tensor that says whether to skip
+    # this waits for the device: unfused optimizers cannot skip on the device
     elif not bad:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_mul_(gradients, coefficient / scale)
@@ -99,7 +101,7 @@ def update(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float, scale: 
 
 
 def steps_by_group(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it counts its steps for each parameter group, as apex's do, or for each parameter, as all others."""
+    """Whether the optimizer counts steps for each parameter group, like apex's, or for each parameter, like all others."""
     return type(optimizer).__module__.startswith("apex")
 
 
@@ -107,7 +109,7 @@ def steps_taken(optimizer: torch.optim.Optimizer) -> int:
     """The step count of the bias correction."""
     counting = optimizer.param_groups if steps_by_group(optimizer) else optimizer.state.values()
     steps = [torch.as_tensor(entry["step"]) for entry in counting if "step" in entry]
-    # one wait for each device: Muon counts where its weights are, PyTorch's AdamW, unfused, in CPU memory
+    # one wait for each device: Muon counts where its weights are, PyTorch's unfused AdamW in CPU memory
     devices = {count.device for count in steps}
     return max((int(torch.stack([c for c in steps if c.device == device]).max()) for device in devices), default=0)
 
@@ -115,7 +117,7 @@ def steps_taken(optimizer: torch.optim.Optimizer) -> int:
 def set_state(
     optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int
 ) -> None:
-    """Set the state of ``parameter`` to ``tensors`` by their names, after ``steps`` steps; None: as before the first."""
+    """Set the state of ``parameter`` after ``steps`` steps to ``tensors``, by name; None: the state before the first step."""
     if isinstance(optimizer, Restorable):
         optimizer.restore(parameter, tensors, steps)
         return

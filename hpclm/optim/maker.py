@@ -1,4 +1,4 @@
-"""What makes an optimizer of the user's own, and whether it can be one, as far as that shows without a weight."""
+"""Loads a user's optimizer class or function, and checks what can be checked without a weight."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 ARGUMENTS = "optim.arguments"
 SET_BY = {"params": "the weights", "lr": "optim.lr", "weight_decay": "optim.weight_decay"}
-"""Parameters of a class that optim.arguments cannot set, and what does."""
+"""Parameters of a class that optim.arguments cannot set, with the settings that do."""
 FIRST = ("weights", "optim")
-"""What a function or class is called with that makes its own parameter groups."""
+"""Parameters of a function or class that makes its own parameter groups."""
 
 
 @dataclass(frozen=True)
 class UserOptimizerMaker:
-    """What makes the optimizer that ``optim.name`` names."""
+    """Makes the optimizer named by ``optim.name``."""
 
     name: str
     source: Callable[..., Any]
-    """The class or function itself."""
+    """The class or function."""
     whole: Callable[[str, Shape], bool] | None
-    """Its ``matrices``."""
+    """Its attribute ``matrices``."""
 
     @property
     def groups_weights(self) -> bool:
@@ -50,7 +50,7 @@ class UserOptimizerMaker:
         return callable(getattr(self.source, "share", None))
 
     def of_groups(self, parameter_groups: list[dict[str, Any]], optim: "OptimConfig") -> torch.optim.Optimizer:
-        """Of a class as torch.optim has them, an optimizer of these groups."""
+        """The optimizer of these groups, from a class like torch.optim's."""
         parameters = parameters_of(self.source)
         if not takes(parameters, "weight_decay"):
             parameter_groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in parameter_groups]
@@ -59,7 +59,7 @@ class UserOptimizerMaker:
         return optimizer
 
     def arguments(self, optim: "OptimConfig") -> dict[str, Any]:
-        """optim.arguments, lists as tuples where that is what the parameter has."""
+        """optim.arguments, with lists as tuples where the parameter's default is one."""
         defaults = {name: parameter.default for name, parameter in parameters_of(self.source).items()}
         return {
             name: tuple(value) if isinstance(value, list) and isinstance(defaults.get(name), tuple) else value
@@ -67,7 +67,7 @@ class UserOptimizerMaker:
         }
 
     def __call__(self, weights: Sequence[Weight], optim: "OptimConfig") -> torch.optim.Optimizer:
-        """Its optimizer of these weights, as it is."""
+        """The unwrapped optimizer of these weights."""
         if not self.groups_weights:
             return self.of_groups(groups(weights, optim), optim)
         optimizer = self.source(weights, optim, **self.arguments(optim))
@@ -79,17 +79,17 @@ class UserOptimizerMaker:
 
 
 def parameters_of(source: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """What can be called with what."""
+    """The parameters of ``source``, by name."""
     return inspect.signature(source).parameters
 
 
 def takes(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
-    """Whether one can give ``name`` by keyword."""
+    """Whether ``name`` can be passed by keyword."""
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _problem(source: Any) -> str | None:
-    """What is wrong with a user's optimizer, as far as one sees without a weight."""
+    """The fault of a user's optimizer that shows without a weight; None without one."""
     wanted = (
         "it must be a subclass of torch.optim.Optimizer, or a function or class that is called with (weights, optim)"
     )
@@ -106,7 +106,7 @@ def _problem(source: Any) -> str | None:
         return None
     step = inspect.signature(source.step).parameters.get("closure")
     if step is not None and step.default is step.empty:
-        return "needs a closure that computes the loss again in each update, which no engine of hpclm gives it; choose another optimizer"
+        return "needs a closure that recomputes the loss in each update, which hpclm's engines do not provide; choose another optimizer"
     return None
 
 
@@ -114,14 +114,14 @@ CHECK = _problem
 
 
 def unknown_arguments(name: str, source: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
-    """The entries of optim.arguments that the optimizer called ``name`` does not take, in words."""
+    """The entries of optim.arguments that the optimizer ``name`` does not accept, as messages."""
     parameters = parameters_of(source)
     taken = [n for n in parameters if n not in (*SET_BY, *FIRST, "self")]
     problems = []
     for argument in arguments:
         if argument in SET_BY:
-            problems.append(f"{ARGUMENTS}.{argument} cannot be set; {SET_BY[argument]} is what {name} gets")
+            problems.append(f"{ARGUMENTS}.{argument} cannot be set; {name} gets {SET_BY[argument]}")
         elif not takes(parameters, argument) or argument in FIRST:
-            accepted = f"it takes {', '.join(taken)}" if taken else "it takes none"
+            accepted = f"it takes {', '.join(taken) or 'none'}"
             problems.append(f"{ARGUMENTS}.{argument}: {name} has no such parameter; {accepted}.{hint(argument, taken)}")
     return problems

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024) for the matrices of the blocks, and AdamW for all other weights.
 
-The arithmetic is that of torch.optim.Muon, bit for bit. A matrix is orthogonalised as a whole, so where it is divided among processes
-an exchange gathers its update on one of them and hands back the parts (hpclm.engine.matrix_exchange).
+The arithmetic is that of torch.optim.Muon, bit for bit. A matrix is orthogonalised whole. If it is divided among processes, an exchange
+gathers its update on one of them and returns the parts (hpclm.engine.matrix_exchange).
 """
 
 import math
@@ -21,11 +21,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Parts = tuple[int, tuple[int, ...]]
-"""How a fused weight's rows repeat: number of groups, and the rows of each matrix in a group."""
+"""Row layout of a fused weight: number of groups, and the rows of each matrix in a group."""
 
 
 class Muon(Scaled, torch.optim.Optimizer):
-    """It needs share() before its first step."""
+    """Call share() before the first step."""
 
     add_param_group = bare(torch.optim.Optimizer.add_param_group)
     zero_grad = bare(torch.optim.Optimizer.zero_grad)
@@ -41,15 +41,16 @@ class Muon(Scaled, torch.optim.Optimizer):
         self._group = {p: group for group in matrix_groups for p in group["params"]}
 
     def share(self, exchange: Exchange, model: ModelConfig) -> None:
-        """Work on whole matrices by ``exchange``."""
+        """Work on whole matrices through ``exchange``."""
         self.exchange = exchange
         self.parts = [parts_of(matrix.weight.name, model) if self.optim.split else None for matrix in exchange.matrices]
-        """Of each matrix, those that it fuses; None: it is one."""
+        """For each matrix, the matrices that it fuses; None: it is a single one."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One update of all weights, without a closure; does not synchronise with the device."""
-        self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf
+        self.adamw.grad_scale = self.grad_scale
+        self.adamw.found_inf = self.found_inf
         self.adamw.step()
         skipped = self.found_inf.bool()
         for parameter in (weight.parameter for weight in self.matrices):
@@ -63,18 +64,22 @@ class Muon(Scaled, torch.optim.Optimizer):
                 self._apply(number, values, skipped)
 
     def _update(self, matrix: Matrix, skipped: Tensor) -> Tensor:
-        """Add the gradient to the momentum; the update before it is orthogonalised, in the type that that takes."""
-        kind, momentum, parameter = TYPES[self.optim.newton_schulz_type], self.optim.momentum, matrix.weight.parameter
+        """Add the gradient to the momentum; returns the update before orthogonalisation, in the type of the latter."""
+        kind = TYPES[self.optim.newton_schulz_type]
+        momentum = self.optim.momentum
+        parameter = matrix.weight.parameter
         gradient = matrix.of(parameter.grad) / self.grad_scale
         buffer = matrix.of(self.state[parameter]["momentum_buffer"])
         moved = buffer.lerp(gradient, 1 - momentum)
-        # selected on the device; asking whether the step is skipped would have the host wait
+        # selected on the device; the host would have to wait to learn whether the step is skipped
         buffer.copy_(torch.where(skipped, buffer, moved))
-        return (gradient.lerp(moved, momentum) if self.optim.nesterov else moved).to(kind)
+        update = gradient.lerp(moved, momentum) if self.optim.nesterov else moved
+        return update.to(kind)
 
     def _orthogonal(self, number: int, update: Tensor) -> Tensor:
-        """[A, B] update -> the orthogonal matrix next to it, or next to each of its parts, [A, B]."""
-        steps, (count, sizes) = self.optim.newton_schulz_steps, self.parts[number] or (1, (len(update),))
+        """[A, B] update -> the nearest orthogonal matrix, or that of each of its parts, [A, B]."""
+        steps = self.optim.newton_schulz_steps
+        (count, sizes) = self.parts[number] or (1, (len(update),))
         out = []
         for part in update.unflatten(0, (count, -1)).split(sizes, 1):
             matrix = newton_schulz(part.flatten(0, 1), steps)
@@ -85,8 +90,10 @@ class Muon(Scaled, torch.optim.Optimizer):
     def _apply(self, number: int, direction: Tensor, skipped: Tensor) -> None:
         """Decay a matrix's values, and move them in ``direction``."""
         matrix = self.exchange.matrices[number]
-        parameter, (rows, columns) = matrix.of(matrix.weight.parameter), matrix.shape
-        group, (count, sizes) = self._group[matrix.weight.parameter], self.parts[number] or (1, (rows,))
+        parameter = matrix.of(matrix.weight.parameter)
+        (rows, columns) = matrix.shape
+        group = self._group[matrix.weight.parameter]
+        (count, sizes) = self.parts[number] or (1, (rows,))
         moved = parameter * (1 - group["lr"] * group["weight_decay"])
         moved.add_(direction.view_as(moved), alpha=-group["lr"] * self._ratio((count * sizes[0], columns)))
         parameter.copy_(torch.where(skipped, parameter, moved))
@@ -100,11 +107,12 @@ class Muon(Scaled, torch.optim.Optimizer):
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """[A, B] -> about its orthogonal polar factor, with singular values between 0.7 and 1.2, in the type of ``x``.
+    """[A, B] -> approximately its orthogonal polar factor, with singular values between 0.7 and 1.2, in the type of ``x``.
 
     Quintic iterations (Jordan et al. 2024); eager, three products each.
     """
-    tall, (a, b, c) = x.shape[0] > x.shape[1], COEFFICIENTS
+    tall = x.shape[0] > x.shape[1]
+    (a, b, c) = COEFFICIENTS
     # square is then the smaller of the two Gram matrices
     x = x.T if tall else x
     # the iteration converges for singular values up to 1, which the Frobenius norm bounds
@@ -117,7 +125,8 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
 
 def parts_of(name: str, model: ModelConfig) -> Parts | None:
     """The matrices that a weight of hpclm's own blocks fuses: queries, keys and values of each key/value head, or gate and up."""
-    per_group, width = model.heads // model.groups, model.head_width
+    per_group = model.heads // model.groups
+    width = model.head_width
     fused: dict[str, Any] = {"attention.qkv.weight": (model.groups, (per_group * width, width, width))}
     if model.gated:
         widths = {"up.weight": model.ffn_width, "experts.up": model.expert_width, "shared.up.weight": model.shared_ffn}

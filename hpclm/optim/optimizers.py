@@ -1,4 +1,4 @@
-"""The configured optimizer, and the learning rate and weight decay of each weight. Needs no PyTorch."""
+"""Selects the optimizer, and the learning rate and weight decay of each weight. Needs no PyTorch."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Weight(Protocol):
-    """A weight as an optimizer needs to know it."""
+    """The view of a weight that an optimizer needs."""
 
     @property
     def name(self) -> str:
@@ -23,24 +23,24 @@ class Weight(Protocol):
 
     @property
     def parameter(self) -> Any:
-        """What is updated: the weight, or the part of it that this process keeps."""
+        """The parameter to update: the weight, or this process's part of it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole weight."""
+        """Shape of the whole weight."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """What is updated as a whole: a weight, or one expert's matrix in a stack of them."""
+    """A unit that is updated whole: a weight, or one expert's matrix in a stack."""
 
     weight: Weight
     shape: tuple[int, ...]
     run: slice | None = None
-    """Of the values of the weight that this process has, flattened, those of this matrix; None: all."""
+    """The matrix's values within this process's flattened values of the weight; None: all."""
 
     def of(self, values: "torch.Tensor") -> "torch.Tensor":
-        """The part of the weight's ``values``, its gradient or its state that belongs to the matrix, as a view."""
+        """A view of the matrix's part of ``values``, which may be the weight, its gradient or its state."""
         return values if self.run is None else values.view(-1)[self.run]
 
 
@@ -49,7 +49,7 @@ class Exchange(Protocol):
 
     @property
     def matrices(self) -> Sequence[Matrix]:
-        """All, by number."""
+        """All matrices, by number."""
 
     @property
     def rounds(self) -> Sequence[Sequence[int]]:
@@ -69,28 +69,30 @@ class Exchange(Protocol):
 
 
 class MatrixOptimizer(Protocol):
-    """An optimizer that updates some weights as whole matrices: those that its row in OPTIMIZERS says."""
+    """An optimizer that updates some weights as whole matrices, chosen by its row in OPTIMIZERS."""
 
     def share(self, exchange: Exchange, model: "ModelConfig") -> None:
-        """Called once, before the first step. ``exchange`` has these weights in the order in which the optimizer got them, and instead of
-        a stack the matrices of the experts that this process has."""
+        """Called once, before the first step. ``exchange`` has these weights in the order in which the optimizer got them; a stack is
+        replaced by the matrices of this process's experts."""
 
 
 def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tuple[float, float]:
-    """Factor on the learning rate, and weight decay, of a weight: by optim.decayed, and every entry of optim.groups in order."""
+    """Factor on the learning rate, and weight decay, of a weight: from optim.decayed, and every entry of optim.groups in order."""
     embedding = name.startswith(("tokens.", "entry."))
     matrix = dimensions(name, shape) >= 2
     decays = optim.decayed == "all" or (matrix and not (optim.decayed == "non_embedding" and embedding))
-    factor, decay = 1.0, optim.weight_decay if decays else 0.0
+    factor = 1.0
+    decay = optim.weight_decay if decays else 0.0
     for entry in optim.groups:
         if re.search(entry["match"], name):
-            factor, decay = float(entry.get("lr", factor)), float(entry.get("weight_decay", decay))
+            factor = float(entry.get("lr", factor))
+            decay = float(entry.get("weight_decay", decay))
     return factor, decay
 
 
 def kind_of(optim: "OptimConfig") -> OptimizerKind:
-    """The row of the configured optimizer in OPTIMIZERS; of one of the user's own, what it declares and what a trial shows (which imports
-    PyTorch). ConfigError if that cannot be used."""
+    """The row of the configured optimizer in OPTIMIZERS. For a user's optimizer: its declarations and the results of a trial, which
+    imports PyTorch. ConfigError if it cannot be used."""
     if optim.name in OPTIMIZERS:
         return OPTIMIZERS[optim.name]
     kind: OptimizerKind = registry.load("hpclm.optim.user_optimizer:load")(optim).kind

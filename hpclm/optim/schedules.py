@@ -1,8 +1,8 @@
-"""Learning rate and batch size as pure functions of how far the run is.
+"""Learning rate and batch size as pure functions of a run's progress.
 
 A schedule is ``f(position, length, optim) -> learning rate`` for positions after the warm-up; positions and lengths are in
-``optim.unit`` and ``optim.warmup`` is the resolved length of the warm-up. The formulas are those of Megatron-LM (core,
-and v1.1.5) and fairseq, to the last bit where their order of operations decides it.
+``optim.unit`` and ``optim.warmup`` is the resolved length of the warm-up. The formulas are those of Megatron-LM (core, and v1.1.5) and
+fairseq, to the last bit where their order of operations decides it.
 """
 
 import math
@@ -16,7 +16,7 @@ from hpclm.registry import function_check, lookup
 
 Shape = Callable[[float, float, OptimConfig], float]
 CHECK = function_check("position", "length", "optim")
-SHRINK = 0.1  # of the learning rates from one period of fairseq_cosine to the next (its --lr-shrink)
+SHRINK = 0.1  # ratio of the learning rates of successive periods of fairseq_cosine (its --lr-shrink)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Schedule:
 def learning_rate(position: float, size: float, length: float | None, optim: OptimConfig) -> float:
     """The rate of the step that begins at ``position`` and advances it by ``size``, in ``optim.unit``.
 
-    ``length`` is the whole budget in that unit, or None when it is not known; ``optim.schedule_length`` overrides it.
+    ``length`` is the whole budget in that unit, or None if unknown; ``optim.schedule_length`` overrides it.
     """
     end = float(optim.schedule_length or length or 0)
     warmup = float(optim.warmup) if optim.warmup_fraction is None else optim.warmup_fraction * end
@@ -49,14 +49,14 @@ def learning_rate(position: float, size: float, length: float | None, optim: Opt
         if optim.warmup_start is None:
             return optim.lr * min(position + size, warmup) / warmup
         rise = optim.lr - optim.warmup_start
-        if optim.schedule == "fairseq_polynomial":  # which divides first: the last bit differs
+        if optim.schedule == "fairseq_polynomial":  # it divides first: the last bit differs
             return optim.warmup_start + rise * (position / warmup)
         return optim.warmup_start + rise * position / warmup
     return shape(optim)(position, end, replace(optim, warmup=warmup, warmup_fraction=None))
 
 
 def shape(optim: OptimConfig) -> Shape:
-    """The function that ``optim.schedule`` names."""
+    """The function named by ``optim.schedule``."""
     schedule: Shape = lookup("optim.schedule", optim.schedule, SCHEDULES, CHECK)
     return schedule
 
@@ -144,12 +144,12 @@ def _between(optim: OptimConfig, part: float) -> float:
 
 
 def _done(position: float, length: float, optim: OptimConfig) -> float:
-    """Part of the way from the end of the warm-up to the end, at most 1."""
+    """Fraction of the way from the end of the warm-up to the end, at most 1."""
     if position >= length:
         return 1.0
     return (position - optim.warmup) / (length - optim.warmup)
 
 
 def _since(position: float, length: float, optim: OptimConfig) -> float:
-    """Units since the warm-up, as v1.1.5 counts them: it stops a second warm-up before the end."""
+    """Units since the warm-up, counted like v1.1.5: it stops a second warm-up before the end."""
     return max(0.0, min(position, length - optim.warmup) - optim.warmup)

@@ -1,9 +1,9 @@
-"""What keeps a run stable: loss-spike detection, the reaction to steps that are not finite, and the loss scale of fp16.
+"""Keeps a run stable: loss-spike detection, the reaction to steps that are not finite, and the loss scale of fp16.
 
-A spike is a loss that is not where it usually is. The usual loss is the median of the last WINDOW steps that were not spikes. The deviation is 1.4826 times the median absolute
-deviation, an estimate of the standard deviation for normal noise. A step is a spike if its loss exceeds the usual loss by
-more than FACTOR deviations and by more than ``rise`` nats. Spikes do not enter the median, so a spike lasts until the loss
-recovers, however long that takes. Nothing is flagged before MIN_STEPS steps are known.
+A spike is a loss far above the usual one. The usual loss is the median of the last WINDOW steps that were not spikes. The deviation is
+1.4826 times the median absolute deviation, an estimate of the standard deviation for normal noise. A step is a spike if its loss exceeds
+the usual loss by more than FACTOR deviations and by more than ``rise`` nats. Spikes do not enter the median, so a spike lasts until the
+loss recovers, however long that takes. Nothing is flagged before MIN_STEPS steps are known.
 
 All of this depends only on the losses, so it is the same on every rank.
 """
@@ -29,14 +29,14 @@ class Health:
     """Health of a run after a step; stored in checkpoints."""
 
     loss: float | None = None
-    """Of the step; None if it was not finite."""
+    """Loss of the step; None if it was not finite."""
     usual: float | None = None
     deviation: float | None = None
     spiking_since: int | None = None
-    """First step of the spike that the run is in."""
+    """First step of the current spike."""
     skipped_in_a_row: int = 0
-    """Consecutive steps up to this one that were skipped because loss or gradients were not finite; not counting those
-    skipped while the fp16 loss scale searches for its value."""
+    """Consecutive steps up to this one that were skipped because loss or gradients were not finite, except while the fp16 loss scale
+    searches for its value."""
 
     @classmethod
     def of(cls, saved: Any) -> "Health":
@@ -64,7 +64,7 @@ class Health:
         return {} if self.spiking_since is None else {"spiking_since": self.spiking_since}
 
     def describe(self) -> str:
-        """What is wrong, in words; "" if healthy."""
+        """Description of the problem; "" if healthy."""
         said = []
         if self.spiking_since is not None:
             now = "not finite" if self.loss is None else f"{self.loss:.4g}"
@@ -87,16 +87,17 @@ class Watch:
     """Losses of the last steps that were not spikes."""
 
     def after(self, step: int, loss: float, skipped: bool) -> "Watch":
-        """The watch after a step; ``skipped``: it was skipped, and not because the loss scale is searching."""
+        """The watch after a step. ``skipped``: it was skipped, and not because the loss scale is searching."""
         in_a_row = self.health.skipped_in_a_row + 1 if skipped else 0
         if not math.isfinite(loss):
             return replace(self, health=replace(self.health, loss=None, skipped_in_a_row=in_a_row))
         before = self.health
         spike = self.rise > 0 and is_spike(loss, before.usual, before.deviation, self.rise)
         since = (before.spiking_since or step) if spike else None
-        # or a spike would become the usual loss after half a window
+        # otherwise a spike would become the usual loss after half a window
         recent = self.recent if spike else (*self.recent, loss)[-WINDOW:]
-        usual, deviation = before.usual, before.deviation
+        usual = before.usual
+        deviation = before.deviation
         if len(recent) >= MIN_STEPS:
             usual = median(recent)
             deviation = 1.4826 * median(abs(value - usual) for value in recent)
@@ -111,11 +112,12 @@ def is_spike(loss: float, usual: float | None, deviation: float | None, rise: fl
 
 
 class NonfiniteGuard:
-    """Counts skipped steps, logs them and loss spikes, and stops the run when the settings say so."""
+    """Counts skipped steps, logs them and loss spikes, and stops the run if the settings require it."""
 
     def __init__(self, optim: OptimConfig, skipped: int = 0, health: Health = Health()):
         """``skipped`` and ``health``: from the checkpoint that the run resumes from."""
-        self.optim, self.skipped = optim, skipped
+        self.optim = optim
+        self.skipped = skipped
         self._watch = Watch(optim.spike, health)
 
     @property
@@ -125,11 +127,11 @@ class NonfiniteGuard:
 
     @property
     def in_a_row(self) -> int:
-        """Consecutive steps skipped so far."""
+        """Number of consecutive skipped steps so far."""
         return self.health.skipped_in_a_row
 
     def observe(self, step: int, loss: float, skipped: bool, searching: bool) -> Health:
-        """Record the outcome of a step, and log where a loss spike begins and ends. ``searching``: the loss scale can still fall."""
+        """Record the outcome of a step, and log the beginning and end of a loss spike. ``searching``: the loss scale can still fall."""
         before = self.health
         if not (skipped and searching and math.isfinite(loss)):
             self._watch = self._watch.after(step, loss, skipped)
@@ -161,14 +163,15 @@ class NonfiniteGuard:
         log.warning("%s; skipped, %d so far", what, self.skipped)
 
     def check_end(self, step: int, held_out: Iterable[float | None] = ()) -> None:
-        """DivergedError if a run that ends at ``step`` has only skipped steps for a while: no later step can show that it
-        has recovered. One is enough where a loss on held-out data, of ``held_out``, is not finite either."""
+        """DivergedError if a run that ends at ``step`` has only skipped steps recently: no later step can show a recovery. One skipped
+        step is enough if a loss in ``held_out``, on held-out data, is not finite either."""
         ruined = any(loss is None or not math.isfinite(loss) for loss in held_out)
         enough = 1 if ruined else min(self.optim.nonfinite_limit, OptimConfig.nonfinite_limit)
+        also = "the loss on held-out data is not finite either; " if ruined else ""
         if self.in_a_row >= enough:
             raise DivergedError(
                 f"the last {self.in_a_row} steps, up to the last one, {step}, were skipped because loss or gradients were not finite; "
-                f"{'the loss on held-out data is not finite either; ' * ruined}nothing was learned in them and nothing is saved"
+                f"{also}they taught nothing, and nothing is saved"
             )
 
 
@@ -187,12 +190,13 @@ class LossScale:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any] | None, config: ScalerConfig) -> "LossScale":
-        """The saved scale (``vars`` of it), or the initial one if none was saved; within the limits that ``config`` sets now."""
+        """The saved scale (its ``vars``), or the initial one if none was saved; within the current limits of ``config``."""
         if not saved:
             return cls.first(config)
         scale = cls(**saved)
-        # today's settings count: a resumed run follows those that it is given now
-        value, hysteresis = max(scale.value, config.minimum), min(scale.hysteresis, config.hysteresis)
+        # current settings apply: a resumed run may have new ones
+        value = max(scale.value, config.minimum)
+        hysteresis = min(scale.hysteresis, config.hysteresis)
         return replace(scale, value=value, hysteresis=hysteresis)
 
     def after(self, overflow: bool, config: ScalerConfig) -> "LossScale":
@@ -202,6 +206,6 @@ class LossScale:
                 return replace(self, hysteresis=self.hysteresis - 1, good_steps=0)
             return LossScale(max(self.value / 2, config.minimum), self.hysteresis)
         good = self.good_steps + 1
-        if good >= config.window:  # more than it where a resumed run has lowered scaler.window
+        if good >= config.window:  # more than it if a resumed run has lowered scaler.window
             return LossScale(self.value * 2, config.hysteresis)
         return replace(self, good_steps=good, hysteresis=config.hysteresis if config.consecutive else self.hysteresis)

@@ -1,6 +1,5 @@
-"""What a user's optimizer does, measured on a few small weights before a run begins: what it keeps of a weight, and whether the update of
-a part of a weight is that part of the whole weight's update, as layouts need that split weights over processes.
-"""
+"""Measures a user's optimizer on a few small weights before a run begins: the state that it keeps of a weight, and its updates. Layouts
+that split weights over processes need the update of a part to equal that part of the whole update."""
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,48 +22,49 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
     "block0.mlp.experts.up": (3, 160, 144),
     "block0.mlp.experts.up_bias": (3, 160),
 }
-"""More than 128 each way, from where on some optimizers keep factors of a matrix; all lengths of a matrix differ."""
+"""Both sides of a matrix exceed 128, the size from which some optimizers factor a matrix; all its lengths differ."""
 MATRIX, VECTOR, TABLE, STACK, BIASES = SHAPES
 USUAL = (MATRIX, VECTOR, TABLE)
-"""What every model has; the others are of experts."""
+"""Weights of every model; the others are of experts."""
 UPDATES = 4
 OF_EXPERTS = f", one of which stacks experts in three dimensions ({STACK})"
-RANDOM = "it draws random numbers, and processes draw different ones"
+RANDOM = "it draws random numbers, which differ between processes"
 LR = 0.01
-RELATIVE, ROUNDING = 1e-3, 1e-6
-"""How much updates may differ: of the largest change of a value, and of the largest value."""
+RELATIVE = 1e-3
+ROUNDING = 1e-6
+"""Allowed differences of updates: relative to the largest change of a value, and to the largest value."""
 Cut = Callable[[Tensor], Tensor]
 """A tensor of a weight's shape -> a part of it."""
 
 
 class NeedsGPUError(ConfigError):
-    """It fails on a CPU, and names CUDA."""
+    """The optimizer fails on a CPU, with an error that names CUDA."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What was measured."""
+    """The measurements."""
 
     kept: Mapping[str, Mapping[str, Any]]
-    """By example, what is kept of it after updates."""
+    """The state of each example after updates."""
     begun: Mapping[str, Any]
-    """What is kept of a vector before its first update."""
+    """The state of a vector before its first update."""
     group_state: tuple[str, ...]
     """Numbers in parameter groups that updates changed."""
     parts_differ: str | None
-    """How the update of a part of a weight differs from that part of the whole's update; None if it does not."""
+    """How the update of a part of a weight differs from that part of the whole update; None if it does not."""
     weights_depend: str | None
     """How the update of a weight changes if another process has the other weights; None if it does not."""
     lost: str | None = None
-    """What a resumed run would not know: with the state and the numbers of the parameter groups alone, updates differ."""
+    """Information that a resumed run would lack: with only the state and the numbers of the parameter groups, updates differ."""
 
     def scalars(self, name: str, shape: Shape) -> Mapping[str, Any]:
-        """Examples of the numbers that are kept of a weight."""
+        """Examples of the numbers kept of a weight."""
         kept = self.kept[example(name, shape)]
         return {key: value for key, value in kept.items() if not isinstance(value, Tensor) or value.ndim == 0}
 
     def state(self, name: str, shape: Shape) -> State:
-        """What is kept of a weight and can be saved, step counts left out."""
+        """The state of a weight that can be saved, without step counts."""
         like = example(name, shape)
         tensors = {}
         for key, value in self.kept[like].items():
@@ -79,7 +79,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class ToyWeight:
-    """A weight, or the part of it that a process has."""
+    """A weight, or a process's part of it."""
 
     name: str
     parameter: nn.Parameter
@@ -106,7 +106,7 @@ class LocalExchange:
     def __call__(
         self, numbers: Sequence[int], local_values: Sequence[Tensor], work: Callable[[int, Tensor], Tensor]
     ) -> Sequence[Tensor]:
-        """As Exchange's."""
+        """See Exchange."""
         pairs = zip(numbers, local_values, strict=True)
         return [work(number, values.reshape(self.matrices[number].shape)).flatten() for number, values in pairs]
 
@@ -116,18 +116,18 @@ class Trained:
     """A process after some updates."""
 
     moved: Mapping[str, Tensor]
-    """By weight, the change of its values."""
+    """The change of each weight's values."""
     kept: Mapping[str, Mapping[str, Any]]
     begun: Mapping[str, Mapping[str, Any]]
-    """As ``kept``, before the first update."""
+    """Like ``kept``, before the first update."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """That updates changed in parameter groups."""
+    """Numbers in parameter groups that updates changed."""
     lost: str = ""
-    """Attributes of the optimizer that another one does not take over."""
+    """Attributes of the optimizer that another instance does not take over."""
 
 
 def example(name: str, shape: Shape) -> str:
-    """The example that is like a weight."""
+    """The example that resembles a weight."""
     if stacked(name):
         return STACK if dimensions(name, shape) == 2 else BIASES
     if len(shape) < 2:
@@ -135,7 +135,7 @@ def example(name: str, shape: Shape) -> str:
     return MATRIX if name.startswith("block") else TABLE
 
 
-def of(maker: UserOptimizerMaker, optim: OptimConfig, names: Sequence[str] = USUAL) -> Trial:
+def measure(maker: UserOptimizerMaker, optim: OptimConfig, names: Sequence[str] = USUAL) -> Trial:
     """Try an optimizer on the weights with these names; ConfigError if it fails."""
     optim = replace(optim, lr=LR, min_lr=0.0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -148,8 +148,9 @@ def of(maker: UserOptimizerMaker, optim: OptimConfig, names: Sequence[str] = USU
             raise
         except Exception as error:  # the user's code may raise anything
             needs_gpu = device.type == "cpu" and "cuda" in str(error).lower()
+            experts = OF_EXPERTS if STACK in names else ""
             raise (NeedsGPUError if needs_gpu else ConfigError)(
-                f"optim.name={maker.name} fails on small weights{OF_EXPERTS * (STACK in names)}, {_where(error)}: {type(error).__name__}: {error}"
+                f"optim.name={maker.name} fails on small weights{experts}, {_where(error)}: {type(error).__name__}: {error}"
             ) from error
         if maker.whole and not maker.shares:
             _check_skips(maker, optim, device, names)
@@ -168,7 +169,7 @@ def _same(trained: "Trained", other: "Trained") -> bool:
 
 
 def _differences(maker: UserOptimizerMaker, optim: OptimConfig, whole: Trained, device: torch.device) -> Iterator[str]:
-    """How updates of parts differ from parts of the whole update."""
+    """Differences between updates of parts and parts of the whole update."""
     for what, processes in _divisions(list(whole.moved)).items():
         for cuts in processes:
             cuts = {
@@ -178,7 +179,7 @@ def _differences(maker: UserOptimizerMaker, optim: OptimConfig, whole: Trained, 
 
 
 def _dependences(maker: UserOptimizerMaker, optim: OptimConfig, whole: Trained, device: torch.device) -> Iterator[str]:
-    """How updates change if processes have other weights."""
+    """Changes of updates if processes have other weights."""
     for names in ([MATRIX], [name for name in whole.moved if name != MATRIX]):
         yield from _compared(maker, optim, whole, dict.fromkeys(names, _all), device, "a weight without the others")
 
@@ -206,21 +207,23 @@ def _compared(
             yield f"the update of {what} differs by up to {difference / float(wanted.abs().max() or 1.0):.0%} from that of the whole"
         for key, value in whole.kept[name].items():
             if _is_number(value) and not _close(value, part.kept[name].get(key)):
-                yield f"of {what} it keeps another {key!r}"
+                yield f"it keeps a different {key!r} of {what}"
     for key, value in whole.numbers.items():
         if not _close(value, part.numbers.get(key)):
-            yield f"of {what} it has another {key!r} in a parameter group"
+            yield f"it has a different {key!r} in a parameter group of {what}"
 
 
 def _divisions(names: Sequence[str]) -> dict[str, list[dict[str, Cut]]]:
-    """How layouts split weights over two processes: by rows (stacks by experts), by columns (vectors then are whole), and by values."""
+    """Divisions of weights over two processes: by rows (stacks by experts), by columns (vectors are then whole), and by values."""
+    stacks = [name for name in names if stacked(name)]
+    vectors = [name for name in names if len(SHAPES[name]) == 1]
     rows: list[dict[str, Cut]] = [
-        {name: (lambda values: values[:2]) if stacked(name) else (lambda values: values[:70]) for name in names},
-        {name: (lambda values: values[2:]) if stacked(name) else (lambda values: values[70:]) for name in names},
+        dict.fromkeys(names, lambda values: values[:70]) | dict.fromkeys(stacks, lambda values: values[:2]),
+        dict.fromkeys(names, lambda values: values[70:]) | dict.fromkeys(stacks, lambda values: values[2:]),
     ]
     columns: list[dict[str, Cut]] = [
-        {name: (lambda values: values[:, :60]) if len(SHAPES[name]) > 1 else _all for name in names},
-        {name: (lambda values: values[:, 60:]) if len(SHAPES[name]) > 1 else _all for name in names},
+        dict.fromkeys(names, lambda values: values[:, :60]) | dict.fromkeys(vectors, _all),
+        dict.fromkeys(names, lambda values: values[:, 60:]) | dict.fromkeys(vectors, _all),
     ]
     runs: list[dict[str, Cut]] = [
         dict.fromkeys(names, lambda values: values.flatten()[:9001]),
@@ -248,19 +251,21 @@ def _trained(
     without_gradient: Sequence[str] = (),
     resumes: bool = False,
 ) -> Trained:
-    """A process that has such a part of each weight, after some updates. ``resumes``: half-way another optimizer takes over, which gets
-    what a checkpoint has."""
+    """A process with a part of each weight, cut by ``cuts``, after some updates. ``resumes``: half-way another optimizer takes over,
+    with the contents of a checkpoint."""
     weights = [
         ToyWeight(name, nn.Parameter(_part(cut, _values(name, device))), SHAPES[name], cut)
         for name, cut in cuts.items()
     ]
     before = [weight.parameter.detach().clone() for weight in weights]
-    optimizer, lost = _optimizer(maker, weights, optim), ""
+    optimizer = _optimizer(maker, weights, optim)
+    lost = ""
     begun = {w.name: {k: _copied(v) for k, v in optimizer.state.get(w.parameter, {}).items()} for w in weights}
     started = [_numbers(group) for group in optimizer.param_groups]
     for number in range(UPDATES):
         if resumes and number == UPDATES // 2:
-            before_it, optimizer = optimizer, _optimizer(maker, weights, optim)
+            before_it = optimizer
+            optimizer = _optimizer(maker, weights, optim)
             lost = ", ".join(_attributes_changed(optimizer, before_it))
             _take_over(optimizer, before_it)
         for group in optimizer.param_groups:
@@ -305,7 +310,7 @@ def _take_over(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -
 
 
 def _attributes_changed(new: torch.optim.Optimizer, used: torch.optim.Optimizer) -> list[str]:
-    """Attributes, beside those that every optimizer has, in which one that has made updates differs from a new one."""
+    """Attributes, beyond those of every optimizer, that updates have changed."""
     common = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
     return [key for key, value in vars(used).items() if key not in common and repr(value) != repr(vars(new).get(key))]
 
@@ -315,7 +320,7 @@ def _copied(value: Any) -> Any:
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a parameter group, but for the learning rate, which is set in every step."""
+    """The numbers of a parameter group, except the learning rate, which is set in every step."""
     return {
         key: value.item() if isinstance(value, Tensor) else value
         for key, value in group.items()
@@ -340,7 +345,7 @@ def _gradient(name: str, number: int, device: torch.device) -> Tensor:
 
 
 def _drawn(name: str, number: int, device: torch.device) -> Tensor:
-    """Values whose sizes differ from row to row and from column to column, so that a norm of a part is not that of the whole."""
+    """Values whose sizes differ between rows and columns, so that a norm of a part is not that of the whole."""
     shape = SHAPES[name]
     draw = torch.Generator().manual_seed(10 * list(SHAPES).index(name) + number)
     values = torch.randn(shape, generator=draw)
@@ -364,8 +369,8 @@ def _close(value: Any, other: Any) -> bool:
 
 
 def _lengths(kept: Shape, whole: Shape, shape: Shape) -> tuple[int, ...] | None:
-    """What ``kept``, the shape of something kept of a weight of the shape ``whole``, is for one of another ``shape``; None if that is
-    not clear."""
+    """The shape ``kept`` of state of a weight of shape ``whole``, translated to a weight of another ``shape``; None if that is
+    ambiguous."""
     if len(whole) != len(shape):
         return None
     lengths = {1: 1, **dict(zip(whole, shape, strict=True))}

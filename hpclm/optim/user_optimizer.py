@@ -1,12 +1,12 @@
-"""An optimizer of the user's own, optim.name=package.module:Name: a class as torch.optim has them, or a function or class that is
-called with (weights, optim). What it declares are attributes of it:
+"""A user's optimizer, optim.name=package.module:Name: a class like torch.optim's, or a function or class that is called with (weights,
+optim). It may declare attributes:
 
-state_tensors: what it keeps of a weight, {"exp_avg": "weight"} for a tensor of the weight's shape, "scalar" for a single value; or a
-function (name, shape, optim) -> {name: StateTensor}.
+state_tensors: the state that it keeps of a weight, {"exp_avg": "weight"} for a tensor of the weight's shape, "scalar" for a single
+value; or a function (name, shape, optim) -> {name: StateTensor}.
 group_state: names of numbers in parameter groups that its updates change.
-matrices: a function (name, shape) -> bool of the weights that it updates as wholes, even where processes share them.
+matrices: a function (name, shape) -> bool that selects the weights to update whole, even if processes share them.
 
-What is not declared is measured on small weights (hpclm.optim.trial).
+Anything undeclared is measured on small weights (hpclm.optim.trial).
 """
 
 import json
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedOptimizer:
-    """A user's optimizer, and what is known of it."""
+    """A user's optimizer, and what is known about it."""
 
     maker: UserOptimizerMaker
     trial: Trial
@@ -43,19 +43,19 @@ class LoadedOptimizer:
 
 
 def load(optim: OptimConfig) -> LoadedOptimizer:
-    """The optimizer that ``optim`` names, tried on small weights; ConfigError if it cannot be used."""
+    """The optimizer named by ``optim``, tried on small weights; ConfigError if it cannot be used."""
     return _load(optim.name, json.dumps(optim.arguments))
 
 
 def tried_with_experts(optim: OptimConfig) -> Trial:
-    """As LoadedOptimizer's trial, with weights of experts among the small ones; ConfigError if the optimizer fails on them."""
+    """LoadedOptimizer.trial with weights of experts among the small ones; ConfigError if the optimizer fails on them."""
     return _tried_with_experts(optim.name, json.dumps(optim.arguments))
 
 
 @cache
 def _tried_with_experts(name: str, arguments: str) -> Trial:
     optim = OptimConfig(name=name, arguments=json.loads(arguments))
-    return trial.of(load(optim).maker, optim, list(trial.SHAPES))
+    return trial.measure(load(optim).maker, optim, list(trial.SHAPES))
 
 
 @cache
@@ -68,22 +68,22 @@ def _load(name: str, arguments: str) -> LoadedOptimizer:
     declared = getattr(source, "state_tensors", {})
     if not callable(declared) and not (isinstance(declared, Mapping) and {*declared.values()} <= {"weight", "scalar"}):
         raise ConfigError(
-            f"optim.name={name}: state_tensors={declared!r} must be such as {{'exp_avg': 'weight'}}, where weight is a tensor of the weight's "
+            f"optim.name={name}: state_tensors={declared!r} must look like {{'exp_avg': 'weight'}}, where weight is a tensor of the weight's "
             "shape and scalar a single value, or a function (name, shape, optim) -> {name: StateTensor}"
         )
     _check_functions(name, source)
     maker = UserOptimizerMaker(name, source, getattr(source, "matrices", None))
     if maker.whole and maker.groups_weights and not maker.shares:
         raise ConfigError(
-            f"optim.name={name} declares `matrices`, and is called with (weights, optim): it needs a method share(exchange, model) that gathers "
-            "them; only of a class that is called with parameter groups, as those of torch.optim are, hpclm gathers them itself"
+            f"optim.name={name} declares `matrices` and is called with (weights, optim), so it needs a method share(exchange, model) that gathers "
+            "them; hpclm gathers matrices only for classes called with parameter groups, like those of torch.optim"
         )
-    tried = trial.of(maker, optim)
+    tried = trial.measure(maker, optim)
     group_state = tuple(getattr(source, "group_state", tried.group_state))
     if group_state and maker.whole and not maker.shares:
         raise ConfigError(
-            f"optim.name={name} changes {', '.join(group_state)} of its parameter groups, and declares `matrices`: hpclm updates these one by "
-            "one, and cannot say what such a number is after them; keep it in the state of each weight, or write share(exchange, model)"
+            f"optim.name={name} changes {', '.join(group_state)} of its parameter groups and declares `matrices`: hpclm updates matrices one by "
+            "one, so such a number is undefined; keep it in the state of each weight, or write share(exchange, model)"
         )
     kind = OptimizerKind(
         name,
@@ -97,7 +97,7 @@ def _load(name: str, arguments: str) -> LoadedOptimizer:
 
 
 def _check_functions(name: str, source: Any) -> None:
-    """ConfigError if a function that the optimizer declares cannot be called as it will be."""
+    """ConfigError if a declared function cannot be called with its arguments."""
     example, shape = EXAMPLES[0]
     calls = {
         "matrices": ((example, shape), "name, shape"),
@@ -121,22 +121,23 @@ def make(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer
     for weight in weights:
         tried = tried_with_experts(optim) if stacked(weight.name) else loaded.trial
         kept[weight.parameter] = tried.scalars(weight.name, weight.shape)
-    optimizer = (
-        MatrixwiseOptimizer(loaded, weights, optim, kept)
-        if loaded.maker.whole and not loaded.maker.shares
-        else UserOptimizer(loaded.maker(weights, optim), kept, loaded.trial.scalars("", (1,)), loaded.trial.begun)
-    )
+    optimizer: UserOptimizer
+    if loaded.maker.whole and not loaded.maker.shares:
+        optimizer = MatrixwiseOptimizer(loaded, weights, optim, kept)
+    else:
+        inner = loaded.maker(weights, optim)
+        optimizer = UserOptimizer(inner, kept, loaded.trial.scalars("", (1,)), loaded.trial.begun)
     optimizer.lost = loaded.trial.lost
     return optimizer
 
 
 class UserOptimizer(torch.optim.Optimizer):
-    """A user's optimizer, ``inner``, whose state can be saved and restored whatever it counts and keeps."""
+    """A user's optimizer, ``inner``, with state that can be saved and restored, whatever it keeps and counts."""
 
     add_param_group = bare(torch.optim.Optimizer.add_param_group)
     zero_grad = bare(torch.optim.Optimizer.zero_grad)
     lost: str | None = None
-    """What it keeps that a checkpoint cannot have, as of Trial."""
+    """State that a checkpoint cannot have; see Trial."""
 
     def __init__(
         self,
@@ -145,20 +146,24 @@ class UserOptimizer(torch.optim.Optimizer):
         of_others: Mapping[str, Any],
         begun: Mapping[str, Any],
     ):
-        """``scalars``: by weight, an example of each number that ``inner`` keeps of it after an update; ``of_others``: of a parameter
-        that is no weight, such as a part of several that a library flattens; ``begun``: all that it has of a vector before the first."""
+        """``scalars``: for each weight, an example of each number that ``inner`` keeps of it after an update. ``of_others``: for
+        parameters that are not weights, such as those that a library flattens together. ``begun``: the whole state of a vector before
+        the first update."""
         super().__init__(inner.param_groups, {})
-        self.inner, self.state = inner, inner.state
-        self._scalars, self._of_others, self._begun = scalars, of_others, begun
+        self.inner = inner
+        self.state = inner.state
+        self._scalars = scalars
+        self._of_others = of_others
+        self._begun = begun
         self._initial = {parameter: dict(kept) for parameter, kept in inner.state.items()}
-        """What some have of a weight before its first update."""
+        """State that some optimizers have before the first update of a weight."""
 
     def share(self, exchange: Exchange, model: "ModelConfig") -> None:
-        """As MatrixOptimizer's."""
+        """See MatrixOptimizer."""
         self.inner.share(exchange, model)  # type: ignore[attr-defined]
 
     def step(self, closure: Any = None) -> Any:
-        """One update, without a closure; counts those of weights of which ``inner`` does not."""
+        """One update, without a closure; counts steps of weights for which ``inner`` does not."""
         updated = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         with self._only(self.param_groups):
             self.inner.step()
@@ -167,7 +172,7 @@ class UserOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _only(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """Inside this context, ``inner`` has these groups of its own: DeepSpeed replaces param_groups to update one after the other."""
+        """Give ``inner`` only these groups inside this context: DeepSpeed replaces param_groups to update one after the other."""
         every = self.inner.param_groups
         if len(groups) == len(every):
             yield
@@ -175,7 +180,7 @@ class UserOptimizer(torch.optim.Optimizer):
         chosen = {parameter for group in groups for parameter in group["params"]}
         others = [(p, p.grad) for group in every for p in group["params"] if p not in chosen]
         self.inner.param_groups = groups
-        # an optimizer that has others inside it does not look at its own groups
+        # an optimizer with others inside it ignores its own groups
         for parameter, _ in others:
             parameter.grad = None
         try:
@@ -195,14 +200,14 @@ class UserOptimizer(torch.optim.Optimizer):
         return self._scalars.get(parameter, self._of_others)
 
     def metrics(self) -> dict[str, Any]:
-        """The named scalars of the last update, of an optimizer that has some."""
+        """The named scalars of the last update, if the optimizer has any."""
         measured = getattr(self.inner, "metrics", None)
         return dict(measured()) if callable(measured) else {}
 
     def restore(self, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int) -> None:
-        """Set the state of ``parameter``, after ``steps`` updates of it; None: as before the first."""
+        """Set the state of ``parameter`` after ``steps`` updates; None: the state before the first."""
         self.state.pop(parameter, None)
-        if parameter not in self._initial:  # a library has put weights together: nothing is kept of each
+        if parameter not in self._initial:  # a library has flattened weights together: no state of each is kept
             for weight in self._initial:
                 self.state.pop(weight, None)
         if tensors is None or not steps:
@@ -212,25 +217,24 @@ class UserOptimizer(torch.optim.Optimizer):
         self.state[parameter] = {**tensors, "step": restored(self.of(parameter).get("step", 0), steps, parameter)}
 
     def _before_updates(self, parameter: Tensor) -> dict[str, Any]:
-        """What ``inner`` has of a parameter before its first update, if it has anything; also of one that a library has put together."""
+        """The state that ``inner`` has of a parameter before its first update; also for one that a library has flattened."""
         if parameter in self._initial:
             return {name: _copied(value) for name, value in self._initial[parameter].items()}
-        return {
-            name: torch.full_like(parameter, value.flatten()[0].item())
-            if isinstance(value, Tensor) and value.ndim
-            else _copied(value)
-            for name, value in self._begun.items()
-        }
+        begun = {name: _copied(value) for name, value in self._begun.items()}
+        for name, value in begun.items():
+            if isinstance(value, Tensor) and value.ndim:
+                begun[name] = torch.full_like(parameter, value.flatten()[0].item())
+        return begun
 
     def place(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
-        """A saved tensor of the state, where ``inner`` keeps it: numbers often in CPU memory."""
+        """A saved tensor on the device where ``inner`` keeps it: numbers are often in CPU memory."""
         example = self.of(parameter).get(name)
         return value.to(example.device) if isinstance(example, Tensor) and example.device.type == "cpu" else value
 
 
 class MatrixwiseOptimizer(UserOptimizer):
-    """It updates the weights that the class declares in ``matrices`` one by one: each on one process, which gathers its values and its
-    gradient, and hands back the new values. The state of a matrix stays on that process."""
+    """Updates the weights selected by ``matrices`` one by one: each on one process, which gathers its values and gradient, and returns
+    the new values. The state of a matrix stays on that process."""
 
     def __init__(
         self,
@@ -239,14 +243,15 @@ class MatrixwiseOptimizer(UserOptimizer):
         optim: OptimConfig,
         scalars: Mapping[Tensor, Mapping[str, Any]],
     ):
-        maker, of_weights = loaded.maker, groups(weights, optim)
+        maker = loaded.maker
+        of_weights = groups(weights, optim)
         assert maker.whole
         self.matrices = [weight for weight in weights if maker.whole(weight.name, weight.shape)]
         self._whole = {
             weight.parameter: nn.Parameter(weight.parameter.new_empty([0] * len(weight.shape)))
             for weight in self.matrices
         }
-        """What the class knows each matrix by; it has values only during its update."""
+        """The parameter that stands for each matrix in ``inner``; it has values only during its update."""
         substituted = [{**group, "params": [self._whole.get(p, p) for p in group["params"]]} for group in of_weights]
         super().__init__(
             maker.of_groups(substituted, optim), scalars, loaded.trial.scalars("", (1,)), loaded.trial.begun
@@ -258,7 +263,7 @@ class MatrixwiseOptimizer(UserOptimizer):
         ]
 
     def share(self, exchange: Exchange, model: "ModelConfig") -> None:
-        """Gather matrices by ``exchange``."""
+        """Gather matrices through ``exchange``."""
         self.exchange = exchange
 
     @torch.no_grad()
@@ -283,7 +288,7 @@ class MatrixwiseOptimizer(UserOptimizer):
             self._count(parameter)
 
     def restore(self, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int) -> None:
-        """As UserOptimizer's; of a matrix only the process that works on it keeps anything."""
+        """See UserOptimizer; only the process that works on a matrix keeps state of it."""
         elsewhere = {weight.parameter for weight in self.matrices if weight.name not in self.exchange.worked_on}
         super().restore(parameter, None if parameter in elsewhere else tensors, steps)
 
@@ -299,7 +304,8 @@ class MatrixwiseOptimizer(UserOptimizer):
             self.state[whole] = self.state.pop(parameter)
         whole.grad = gradient.clone()
         self.inner.step()
-        whole.grad, values = None, whole.data
+        whole.grad = None
+        values = whole.data
         whole.data = values.new_empty([0] * values.ndim)
         self.state[parameter] = self.state.pop(whole, {})
         self._count(parameter)
@@ -311,7 +317,7 @@ def _copied(value: Any) -> Any:
 
 
 def restored(example: Any, steps: int, parameter: Tensor) -> Any:
-    """A step count in the type of ``example``, and where that is: in another type, powers of it have other bits."""
+    """A step count in the type and on the device of ``example``: in another type, powers of it have other bits."""
     if isinstance(example, Tensor):
         device = example.device if example.device.type == "cpu" else parameter.device
         return torch.full_like(example, float(steps), device=device)
@@ -329,7 +335,8 @@ def _state_of(maker: UserOptimizerMaker, tried: Trial) -> Callable[[str, Shape, 
             scalar = StateTensor((), "everywhere")
             tensors = {key: StateTensor(tuple(shape)) if what == "weight" else scalar for key, what in declared.items()}
         else:
-            tensors = dict((tried_with_experts(optim) if stacked(name) else tried).state(name, shape))
+            trial = tried_with_experts(optim) if stacked(name) else tried
+            tensors = dict(trial.state(name, shape))
         if gathers and gathers(name, shape):
             return {key: replace(tensor, where="matrix") for key, tensor in tensors.items()}
         return dict(tensors)

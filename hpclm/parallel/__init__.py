@@ -1,1 +1,1 @@
-"""The mesh of processes, and what they say to each other while they compute."""
+"""The mesh of processes, and their communication during computation."""

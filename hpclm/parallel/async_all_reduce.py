@@ -1,4 +1,4 @@
-"""Named numbers of all ranks, reduced in one vector on the device while the next step is queued, and read then."""
+"""Named numbers of all ranks, reduced in one vector on the device while the next step is queued, and read later."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,18 +13,19 @@ from hpclm.parallel.mesh import Axis
 
 
 class AsyncAllReduce:
-    """All-reduces (max) named numbers without making the host, or the stream that computes, wait."""
+    """All-reduces (max) named numbers without blocking the host or the computing stream."""
 
     def __init__(self, world: Axis, device: torch.device):
-        self.world, self.device = world, device
+        self.world = world
+        self.device = device
         gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if gpu else None
-        # nothing else is queued on it, so an event recorded there is complete at once, whatever the device still has to
+        # nothing else is queued on it, so an event recorded there completes at once, whatever the device has still to
         # do
         self._idle = torch.cuda.Stream(device) if gpu else None
 
     def start(self, values: Mapping[str, float | Tensor], counts: Tensor | None = None) -> "Reduction":
-        """Send numbers that the host knows, and scalars that the device may still be computing; ``counts``: a tensor of any shape.
+        """Send numbers known on the host, and scalars that the device may still be computing. ``counts``: a tensor of any shape.
 
         A collective: every rank sends the same names, with the same kinds of values, in the same order.
         """
@@ -33,7 +34,7 @@ class AsyncAllReduce:
         names = [*on_host, *queued]
         # float64 holds counts of tokens and samples exactly; fp32 rounds integers above 2^24
         host = torch.tensor(list(on_host.values()), dtype=torch.float64, pin_memory=self._stream is not None)
-        # from pageable memory this copy would make the host wait
+        # from pageable memory, this copy would block the host
         vector = host.to(self.device, non_blocking=True)
         if queued:
             vector = torch.cat([vector, torch.stack([value.double() for value in queued.values()])])
@@ -46,8 +47,7 @@ class AsyncAllReduce:
             return Reduction(names, vector, work)
         copied = torch.cuda.Event(enable_timing=True)
         back = torch.empty(vector.shape, dtype=torch.float64, pin_memory=True)
-        # on a stream of its own: on the computing one, waiting for the slowest rank would hold back the next step's
-        # kernels
+        # on a separate stream: on the computing one, waiting for the slowest rank would delay the next step's kernels
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             if work is not None:
@@ -58,7 +58,7 @@ class AsyncAllReduce:
 
 
 class Reduction:
-    """A vector that is being reduced. It may be dropped unread."""
+    """A pending reduction. It may be dropped unread."""
 
     def __init__(
         self,
@@ -69,20 +69,24 @@ class Reduction:
         copied: Any = None,
         idle: Any = None,
     ):
-        """``device``: kept until ``copied``, the event after which ``host`` is complete. ``idle``: a stream that computes nothing."""
-        self._names, self._host, self._work, self._device = names, host, work, device
-        self._copied, self._idle = copied, idle
+        """``device``: kept until ``copied``, the event after which ``host`` is complete. ``idle``: a stream without work."""
+        self._names = names
+        self._host = host
+        self._work = work
+        self._device = device
+        self._copied = copied
+        self._idle = idle
 
     def done(self) -> bool:
-        """Whether ``read`` would return at once."""
+        """True if ``read`` would return at once."""
         if self._copied is not None:
             return bool(self._copied.query())
         return self._work is None or bool(self._work.is_completed())
 
     def age(self) -> float:
-        """Seconds since the vector, which has been read, was complete by the device's clock; 0 on CPUs.
+        """Seconds by the device's clock since the vector, which has been read, was complete; 0 on CPUs.
 
-        The host may come late: it waits while the device's queue of kernels is full.
+        The host may read late: it waits while the device's queue of kernels is full.
         """
         if self._copied is None:
             return 0.0
@@ -103,5 +107,5 @@ class Reduction:
 
     @property
     def counts(self) -> Tensor:
-        """The counts as one fp64 vector, once ``read`` has returned; empty if none were sent."""
+        """The counts as one fp64 vector, after ``read`` has returned; empty if none were sent."""
         return self._host[len(self._names) :]

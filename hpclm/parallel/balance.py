@@ -1,4 +1,4 @@
-"""Divide layers into pipeline stages of nearly equal cost; needs no PyTorch."""
+"""Divides layers into pipeline stages of nearly equal cost; needs no PyTorch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from hpclm.errors import ConfigError
 
 
 def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None = None) -> list[range]:
-    """The layers of each stage: the most expensive stage is as cheap as possible, and then the others as even as possible.
+    """The layers of each stage: minimises the cost of the most expensive stage, then makes the others as even as possible.
 
     ``costs``: of each layer, in order. ``needed``: each stage has at least one of these layers; all layers by default.
     """
@@ -21,13 +21,13 @@ def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None 
     seen = [0, *accumulate(counts)]
 
     def cost(first: int, end: int) -> float:
-        # a stage without a needed layer is never the cheapest, so no division with one is chosen
+        # a stage without a needed layer has infinite cost, so it is never chosen
         return total[end] - total[first] if seen[end] > seen[first] else math.inf
 
     greatest, _ = _divided(len(costs), stages, cost, max)
     limit = greatest * (1 + 1e-9)  # sums of fractions are not exact
 
-    # the slowest stage sets the pace; among divisions that are equal there, the least sum of squares is the most even
+    # the slowest stage sets the pace; among divisions with equal pace, the least sum of squares is the most even
     def square(first: int, end: int) -> float:
         value = cost(first, end)
         return value * value if value <= limit else math.inf
@@ -51,7 +51,8 @@ def _divided(
                     totals[end], cut[end] = value, first
         best = totals
         cuts.append(cut)
-    ranges, end = [], layers
+    ranges = []
+    end = layers
     for cut in reversed(cuts):
         ranges.append(range(cut[end], end))
         end = cut[end]

@@ -1,8 +1,8 @@
 """The collectives of tensor and sequence parallelism, each with its conjugate as gradient.
 
-Activations are [sequence, batch, hidden]. Between layers each tensor-parallel rank holds one slice of the sequence; inside
-attention and MLP it holds the whole sequence and a slice of the weights (Korthikanti et al. 2022). ``gather`` enters such a
-region and ``scatter`` leaves it. With one process they are no-ops.
+Activations are [sequence, batch, hidden]. Between layers each tensor-parallel rank holds one slice of the sequence; inside attention and
+MLP it holds the whole sequence and a slice of the weights (Korthikanti et al. 2022). ``gather`` enters such a region and ``scatter``
+leaves it. With one process they are no-ops.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -20,12 +20,12 @@ gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # with work objects, a compiled model had 22 graph breaks at parallel.tensor=2
-functional: Any = torch.ops._c10d_functional  # of compiled code, which cannot trace work objects
+functional: Any = torch.ops._c10d_functional  # for compiled code, which cannot trace work objects
 Op = Callable[[Tensor, Axis], Tensor]
 
 
 def start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
-    """Start to gather [t, ...] slices: the [T, ...] output, and the work that finish() waits for."""
+    """Start to gather [t, ...] slices. Returns the [T, ...] output, and the work that finish() waits for."""
     if torch.compiler.is_compiling():
         return functional.all_gather_into_tensor(x.contiguous(), axis.size, axis.name), None
     # process groups refuse tensors that are not contiguous
@@ -34,7 +34,7 @@ def start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
 
 
 def start_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
-    """Start to reduce-scatter [T, ...] tensors: the [t, ...] output, and the work that finish() waits for."""
+    """Start to reduce-scatter [T, ...] tensors. Returns the [t, ...] output, and the work that finish() waits for."""
     if torch.compiler.is_compiling():
         return functional.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name), None
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
@@ -42,7 +42,7 @@ def start_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
 
 
 def finish(out: Tensor, work: Any) -> Tensor:
-    """``out`` once the collective that fills it is done; in compiled code the collective has no work object."""
+    """``out`` once its collective is done; in compiled code the collective has no work object."""
     if work is None:
         return functional.wait_tensor(out)
     work.wait()
@@ -50,7 +50,7 @@ def finish(out: Tensor, work: Any) -> Tensor:
 
 
 def wait(work: Any) -> None:
-    """Wait for a collective; a thread that hangs in this package is known to wait for other ranks."""
+    """Wait for a collective. A thread that hangs in this package is recognised as waiting for other ranks."""
     work.wait()
 
 
@@ -77,7 +77,7 @@ def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
 
 
 def union(names: Set[str], axis: Axis) -> set[str]:
-    """The names of all processes."""
+    """The union of all processes' names."""
     # strings hash differently in every process: code that depends on the order of this set must sort it first
     return set().union(*all_gather_objects({*names}, axis))
 
@@ -93,27 +93,27 @@ def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
     """Broadcast ``x`` from rank ``source`` of the axis, in place."""
     if axis.size > 1:
-        # PyTorch wants the source's global rank, even in a group
+        # PyTorch expects the source's global rank, even in a group
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
 
 def all_to_all(sent: Sequence[Tensor], counts: Sequence[int], like: Tensor, axis: Axis) -> Sequence[Tensor]:
-    """Send a vector to each of the first processes, and receive ``counts`` values from each of the first; vectors as ``like``."""
+    """Send a vector to each of the first processes, and receive ``counts`` values from each of the first; vectors like ``like``."""
     if axis.size == 1:
         return sent
     sizes = [len(vector) for vector in sent] + [0] * (axis.size - len(sent))
     counts = [*counts, *[0] * (axis.size - len(counts))]
     out = like.new_empty(sum(counts))
-    # ``like[:0]`` gives the type and device where this process sends nothing
+    # ``like[:0]`` gives the type and device if this process sends nothing
     dist.all_to_all_single(out, torch.cat([like[:0], *sent]), counts, sizes, group=axis.group)
     return out.split(counts)
 
 
 def all_reduce_in_place(tensors: Sequence[Tensor], axis: Axis) -> None:
-    """All-reduce (sum) tensors in place, those of one type together."""
-    # a dict keeps the order of the tensors, so that all ranks send the types in one order; a set would not. One message
-    # for each type: small ones one by one would each pay the latency
+    """All-reduce (sum) tensors in place, all of one type together."""
+    # a dict keeps the order of the tensors, so that all ranks send the types in one order; a set would not. One
+    # message for each type: separate small ones would each pay the latency
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors) if axis.size > 1 else ():
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.flatten() for tensor in alike])
@@ -141,12 +141,12 @@ def copy_to_tp(parameter: Tensor, axis: Axis) -> Tensor:
 
 
 def sum_over_tp(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of all processes' values, which each goes on to use in its own way: gradients are all-reduced, too."""
+    """The sum of all processes' values, which each process then uses differently, so gradients are all-reduced too."""
     return _apply(x, axis, all_reduce, all_reduce)
 
 
 def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
-    """[sum of sent, ...] rows, of which each process gets the number that ``sent`` says -> [sum of received, ...]; gradients go back."""
+    """Exchange [sum of sent, ...] rows, ``sent[i]`` of them to process i -> [sum of received, ...]; gradients go back."""
     return x if axis.size == 1 else _ExchangedRows.apply(x, tuple(sent), tuple(received), axis)
 
 
@@ -160,9 +160,8 @@ def gathered_linear(
 ) -> Tensor:
     """F.linear of the gathered [t, ..., n_in] slices: [T, ..., n_out].
 
-    The gathered input is not saved: the backward pass gathers it again while it computes the gradient of the input, and
-    reduce-scatters that gradient while it computes the gradient of the weight (Korthikanti et al. 2022). ``main_grad`` and ``products``:
-    as of linear().
+    The gathered input is not saved (Korthikanti et al. 2022). The backward pass gathers it again while it computes the gradient of the
+    input. It reduce-scatters that gradient while it computes the gradient of the weight. ``main_grad`` and ``products``: see linear().
     """
     if axis.size == 1:
         return linear(x, weight, bias, main_grad, products)
@@ -180,7 +179,8 @@ def _same(x: Tensor, axis: Axis) -> Tensor:
 class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, forward: Op, backward: Op) -> Tensor:
-        ctx.axis, ctx.transpose = axis, backward
+        ctx.axis = axis
+        ctx.transpose = backward
         return x.view_as(x) if forward is _same else forward(x, axis)
 
     @staticmethod
@@ -191,7 +191,8 @@ class _Collective(torch.autograd.Function):
 class _ExchangedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: tuple[int, ...], received: tuple[int, ...], axis: Axis) -> Tensor:
-        ctx.counts, ctx.axis = (sent, received), axis
+        ctx.counts = (sent, received)
+        ctx.axis = axis
         return _exchange(x, sent, received, axis)
 
     @staticmethod
@@ -218,7 +219,9 @@ class _GatheredLinear(torch.autograd.Function):
         products: Products | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, main_grad)
-        ctx.axis, ctx.biased, ctx.products = axis, bias is not None, products
+        ctx.axis = axis
+        ctx.biased = bias is not None
+        ctx.products = products
         if products is None:
             return torch.nn.functional.linear(all_gather(x, axis), weight, bias)
         y = products.output(x, weight)
@@ -229,7 +232,7 @@ class _GatheredLinear(torch.autograd.Function):
         x, weight, main_grad = ctx.saved_tensors
         [d_y] = outer
         multiply = None if ctx.products is None else ctx.products.input_gradient(d_y, weight)
-        # the order hides both transfers: the gather behind the input's gradient, the scatter behind the weight's
+        # this order hides both transfers: the gather behind the input's gradient, the scatter behind the weight's
         whole, gathering = start_gather(x, ctx.axis)
         d_whole = d_y @ weight if multiply is None else multiply()
         whole = finish(whole, gathering)

@@ -1,8 +1,8 @@
-"""Tokens on their way to the experts that compute them, and back.
+"""Moves tokens to the experts that compute them, and back.
 
-n tokens on this process, k experts for each, E experts, of which each of ``axis``'s R processes has E / R consecutive ones. A token becomes
-k rows, which are sorted by expert, sent to the processes that have these experts, and sorted there. All moves are permutations, whose
-gradients are the inverse permutations: no sum is made in an order that depends on the device.
+n tokens on this process, k experts for each, E experts; each of ``axis``'s R processes has E / R consecutive ones. A token becomes k
+rows, which are sorted by expert, sent to the processes with these experts, and sorted there. All moves are permutations, whose gradients
+are the inverse permutations, so no sum depends on the order in which the device computes.
 """
 
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ from hpclm.parallel.collectives import exchange_rows
 from hpclm.parallel.mesh import Axis
 
 KEYS = torch.int16
-"""Type of experts' numbers while they are sorted: GPUs go over all of them once for each byte."""
+"""Type of experts' numbers for sorting: GPUs pass over all of them once for each byte."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """How the tokens of a micro-batch reach their experts, and how the results come back."""
+    """The route of a micro-batch's tokens to their experts, and of the results back."""
 
     axis: Axis
     order: Tensor
-    """[n k]: of each row of this process, sorted by expert, its place among the k rows of each token in turn."""
+    """[n k]: for each row of this process, sorted by expert, its index among the k rows of each token in turn."""
     tokens: Tensor
     """[n k]: the token of each row, sorted by expert."""
     places: Tensor
-    """[n, k]: where each token's rows are among these."""
+    """[n, k]: positions of each token's rows in that order."""
     counts: Tensor
     """[E / R] int64: rows of each expert of this process."""
     sizes: tuple[list[int], list[int]] | None = None
-    """Rows sent to each process, and received from it; None without other processes."""
+    """Rows sent to each process, and received from it; None with a single process."""
     arrival: tuple[Tensor, Tensor] | None = None
-    """[m]: the place among the received rows of each row, sorted by this process's experts; and the inverse."""
+    """[m]: the index among the received rows of each row, sorted by this process's experts; and the inverse."""
 
     def send(self, x: Tensor) -> Tensor:
         """[n, C] tokens -> [m, C] rows for the experts of this process, sorted by expert."""
@@ -59,12 +59,13 @@ class Route:
 
 
 def route(chosen: Tensor, experts: int, axis: Axis) -> Route:
-    """[n, k] chosen experts of each token -> how the tokens reach them.
+    """[n, k] chosen experts of each token -> the route of the tokens.
 
-    With several processes the host waits for the device, once: it must know how many rows it sends and receives.
+    With several processes the host waits once for the device: it must know how many rows it sends and receives.
     """
     order = chosen.flatten().to(KEYS).argsort(stable=True)
-    tokens, places = order // chosen.shape[1], inverse(order).view_as(chosen)
+    tokens = order // chosen.shape[1]
+    places = inverse(order).view_as(chosen)
     counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
     counts = counts.scatter_add(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
     if axis.size == 1:
@@ -73,7 +74,7 @@ def route(chosen: Tensor, experts: int, axis: Axis) -> Route:
     dist.all_to_all_single(given, counts, group=axis.group)
     # [2, R] in one copy to the host
     sent, received = on_host(torch.stack([counts, given]).view(2, axis.size, -1).sum(2), len(order))
-    # of one process after the other, each sorted by expert
+    # from one process after the other, each sorted by expert
     expert = torch.arange(len(given), device=chosen.device) % (experts // axis.size)
     by_expert = expert.to(KEYS).repeat_interleave(given, output_size=sum(received)).argsort(stable=True)
     of_expert = given.view(axis.size, -1).sum(0)
@@ -81,8 +82,8 @@ def route(chosen: Tensor, experts: int, axis: Axis) -> Route:
 
 
 def on_host(counts: Tensor, rows: int) -> Any:
-    """``counts`` as numbers, for which the host waits. Where all processes and experts have as many, the last dimension adds up to ``rows``;
-    a simulation, which has no numbers, takes that to be so."""
+    """``counts`` as numbers on the host, which waits for them. If rows are spread evenly, the last dimension sums to ``rows``; a
+    simulation, which has no numbers, assumes that."""
     return counts.tolist()
 
 

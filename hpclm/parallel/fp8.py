@@ -1,10 +1,11 @@
 """Products of linear layers in FP8 (engine.fp8): y = x W^T and d_x = d_y W. The gradient of W stays a product in bf16.
 
 [n, k] rows are multiplied by powers of two, one for each row (rowwise) or one for all (tensorwise), so that the largest value nearly
-fills the type, and rounded. The powers are those of this product's operands (dynamic scaling). Types are those of torchao's recipes of
-the same names: e4m3, and for d_y e5m2 if there is one scale for the tensor.
+fills the type, and rounded. The powers come from the operands of this product (dynamic scaling). Types are those of torchao's recipes of
+the same names: e4m3, and for d_y e5m2 with one scale for the tensor.
 
-Where tensor-parallel ranks hold parts of what a scale is for, they agree on its maximum, so that all quantize as one process would.
+Where tensor-parallel ranks hold parts of the values under one scale, they agree on the maximum, so that all quantize like a single
+process.
 """
 
 from collections.abc import Callable
@@ -18,10 +19,12 @@ from torch import Tensor
 from hpclm.parallel.collectives import all_gather, all_reduce_max
 from hpclm.parallel.mesh import Axis
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 EXPONENTS = {E4M3: 8, E5M2: 15}
-"""Of the largest value of each type, which is 1.75 times this power of two."""
-MANTISSA, BIAS = 23, 127  # of fp32: bits after the exponent, and what is added to that
+"""Exponent of each type's largest value, which is 1.75 times this power of two."""
+MANTISSA = 23  # bits of the fp32 mantissa
+BIAS = 127  # of the fp32 exponent
 
 
 class Quantized(NamedTuple):
@@ -31,13 +34,13 @@ class Quantized(NamedTuple):
     scales: Tensor  # [n, 1], or [1, 1], fp32 powers of two
 
     def in_bf16(self) -> Tensor:
-        """[n, k] bf16, without another rounding."""
+        """[n, k] bf16, without further rounding."""
         return self.values.to(torch.bfloat16) * self.scales.to(torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class FP8:
-    """How a linear layer multiplies in FP8."""
+    """FP8 multiplication of a linear layer."""
 
     rowwise: bool
     """Whether each row has a scale, or the whole tensor."""
@@ -45,22 +48,22 @@ class FP8:
     splits_inputs: bool
     """Whether tensor-parallel ranks hold parts of the layer's inputs, or of its outputs."""
     emulated: bool = False
-    """Whether quantized values are multiplied in bf16, as on CPUs, which is exact but for the order of sums."""
+    """Whether quantized values are multiplied in bf16, as on CPUs, which is exact except for the order of sums."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """[..., k] and [n, k] -> [..., n]; ranks that hold parts of the outputs gather ``x`` along its first dimension, quantized."""
         a, b = self.operands(x.flatten(0, -2), weight, (E4M3, E4M3), self.splits_inputs)
         if not self.splits_inputs:
-            # bytes, since not every backend of torch.distributed knows FP8
+            # bytes, since not every backend of torch.distributed supports FP8
             values = all_gather(a.values.view(torch.uint8), self.tp).view(E4M3)
             a = Quantized(values, all_gather(a.scales, self.tp) if self.rowwise else a.scales)
         return self._product(a, b, fast=True).view(-1, *x.shape[1:-1], len(weight))
 
     def input_gradient(self, d_y: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-        """[..., n] and [n, k] -> the product [..., k], made when it is called; all that needs the other ranks is done before."""
+        """[..., n] and [n, k] -> a function that computes the product [..., k]; communication with other ranks is done before."""
         types = (E4M3 if self.rowwise else E5M2, E4M3)
         a, b = self.operands(d_y.flatten(0, -2), weight.t(), types, not self.splits_inputs)
-        # the recipes add up tensorwise gradients exactly; the rowwise kernel is slow that way
+        # the recipes accumulate tensorwise gradients exactly; the rowwise kernel is slow that way
         return lambda: self._product(a, b, fast=self.rowwise).view(*d_y.shape[:-1], -1)
 
     def operands(
@@ -84,9 +87,9 @@ class FP8:
 
 
 def quantized(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Quantized:
-    """[n, k] bf16, and the largest magnitude of each of its rows or of all, fp32."""
-    # in whole numbers: by logarithms and quotients, devices and compiled code would take other powers where these are close.
-    # 1.75 times 2^(exponent - BIAS) is no less than the largest
+    """Quantize [n, k] bf16. ``largest``: the largest magnitude of each row or of all, fp32."""
+    # in integer arithmetic: with logarithms and quotients, devices and compiled code would choose different powers in
+    # close cases. 1.75 times 2^(exponent - BIAS) is no less than the largest
     exponents = (largest.view(torch.int32) + (1 << MANTISSA - 2) - 1 >> MANTISSA).clamp(min=EXPONENTS[dtype] + 1)
     shift = exponents - EXPONENTS[dtype]
     scales = (shift << MANTISSA).view(torch.float32)

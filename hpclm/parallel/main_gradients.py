@@ -1,8 +1,8 @@
-"""Gradients of weights, added in place to the fp32 gradients that the optimizer reads: Megatron's main_grad.
+"""Weight gradients added in place to the fp32 gradients that the optimizer reads: Megatron's main_grad.
 
-The product that makes a weight's gradient adds it to the sum of earlier micro-batches (beta = 1), so it is never written in the
-compute type, cast or read again. Autograd gets no gradient, but calls the hooks of the weight all the same. T tokens in a sequence,
-B sequences, C hidden size, V vocabulary.
+The GEMM of a weight's gradient accumulates onto earlier micro-batches (beta = 1), so the gradient is never written in the compute type,
+cast or read again. Autograd gets no gradient, but still calls the hooks of the weight. T tokens in a sequence, B sequences, C hidden
+size, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.is_cuda:
         torch.addmm(total, a.t(), b, out_dtype=total.dtype, out=total)
     else:
-        # CPUs multiply no two bf16 matrices into an fp32 one, so here the product is rounded first
+        # CPUs cannot multiply two bf16 matrices into an fp32 one, so here the product is rounded first
         total.add_(a.t() @ b)
 
 
@@ -29,7 +29,7 @@ torch.library.register_fake("hpclm::add_product_", lambda total, a, b: None, lib
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the product of [n, r]^T and [n, c] to ``total`` [r, c], which is fp32."""
+    """Add the product of [n, r]^T and [n, c] to the fp32 ``total`` [r, c]."""
     if torch.compiler.is_compiling():  # one opaque operation, which the compiler keeps in place
         torch.ops.hpclm.add_product_(total, a, b)
     else:
@@ -42,19 +42,19 @@ def accumulated(parameter: Tensor, main_grad: Tensor) -> Tensor:
 
 
 class Products(Protocol):
-    """Another way to compute two of the three products of a linear layer; the third, its weight's gradient, stays as it is."""
+    """Another way to compute two of the three products of a linear layer; the third, its weight's gradient, is unchanged."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """x W^T, of the gathered ``x`` if the layer gathers its input."""
 
     def input_gradient(self, d_y: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-        """What gives d_y W when it is called."""
+        """A function that computes d_y W."""
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, products: Products | None = None
 ) -> Tensor:
-    """F.linear, by ``products`` if they are given; the gradient of the weight is added to ``main_grad``, if that is given."""
+    """F.linear, using ``products`` if given; the gradient of the weight is added to ``main_grad`` if given."""
     if main_grad is None and products is None:
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, main_grad, products)
@@ -62,7 +62,8 @@ def linear(
 
 def weight_gradient(d_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
     """The gradient of a linear layer's weight from [..., r] and [..., c], or None if it is added to ``main_grad``."""
-    rows, columns = d_y.flatten(0, -2), x.flatten(0, -2)
+    rows = d_y.flatten(0, -2)
+    columns = x.flatten(0, -2)
     if main_grad is None:
         return rows.t() @ columns
     add_product(main_grad, rows, columns)
@@ -70,14 +71,15 @@ def weight_gradient(d_y: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor 
 
 
 def embedding(ids: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
-    """F.embedding; the gradient of the table is added to ``main_grad``, if that is given."""
+    """F.embedding; the gradient of the table is added to ``main_grad`` if given."""
     return F.embedding(ids, weight) if main_grad is None else _Embedding.apply(ids, weight, main_grad)
 
 
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Add each of the [n, C] rows to the row of ``total`` [V, C] that its id names, always in the same order."""
+    """Add each of the [n, C] rows to the row ``ids`` of ``total`` [V, C], always in the same order."""
     if len(total) <= len(ids):
-        # sums the rows of one id in parallel; in a small vocabulary, the most frequent id has a large part of all rows
+        # sums the rows of one id in parallel; in a small vocabulary, the most frequent id has a large part of all
+        # rows
         total.add_(torch.ops.aten.embedding_dense_backward(rows, ids, len(total), -1, False))
     else:
         # sorts the ids, and adds the rows of one id one after the other; index_add_ uses atomics
@@ -92,7 +94,8 @@ class _Accumulated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        [main_grad], [gradient] = ctx.saved_tensors, outer
+        [main_grad] = ctx.saved_tensors
+        [gradient] = outer
         main_grad.add_(gradient)
         return None, None
 
@@ -103,7 +106,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, products: Products | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, main_grad)
-        ctx.biased, ctx.products = bias is not None, products
+        ctx.biased = bias is not None
+        ctx.products = products
         if products is None:
             return F.linear(x, weight, bias)
         y = products.output(x, weight)
@@ -122,11 +126,12 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, main_grad: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.main_grad = main_grad  # not saved: the loss may have added to it since, if the embeddings are tied
+        ctx.main_grad = main_grad  # not saved: with tied embeddings, the loss may have added to it since
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        [ids], [d_y] = ctx.saved_tensors, outer
+        [ids] = ctx.saved_tensors
+        [d_y] = outer
         add_rows(ctx.main_grad, ids.flatten(), d_y.flatten(0, -2).to(ctx.main_grad.dtype))
         return None, None, None

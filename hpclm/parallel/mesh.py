@@ -1,4 +1,4 @@
-"""The pipeline x data x context x tensor mesh of processes, and what each computes with; both are passed as values."""
+"""The pipeline x data x context x tensor mesh of processes, and each rank's device and type; both are passed as values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,27 +14,28 @@ from hpclm.errors import ConfigError
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How process groups are made."""
+    """How to create process groups."""
 
     limit: timedelta | None = None
     """A collective that takes longer raises an error."""
     backend: str | None = None
-    """None: that of the group of all ranks."""
+    """None: the backend of the group of all ranks."""
     device: torch.device | None = None
-    """Ranks are connected on it as soon as a group exists; None: by the group's first collective."""
+    """The device on which ranks are connected as soon as a group exists; None: in the group's first collective."""
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         """A process group of ``ranks``; only they call this."""
-        # without local synchronization every process would have to create every group of the mesh, also those it is not in
+        # without local synchronization, every process would have to create every group of the mesh, even those it
+        # does not belong to
         return self.connected(dist.new_group(list(ranks), self.limit, self.backend, use_local_synchronization=True))
 
     def connected(self, group: Any) -> Any:
-        """``group``, whose ranks can communicate; all of them call this."""
+        """``group``, after its ranks have connected; all of them call this."""
         if self.device is not None:
-            # NCCL connects ranks in a group's first collective: in the first step, it would do so on autograd's thread too
+            # NCCL connects ranks in a group's first collective: in the first step, that would happen on autograd's thread too
             value = torch.zeros(1, device=self.device)
             dist.all_reduce(value, group=group)
-            value.item()  # waits, so that a connection that fails does so here
+            value.item()  # waits, so that a failing connection fails here
         return group
 
 
@@ -52,16 +53,16 @@ class Axis:
     name: str = ""
     """The group's name, by which compiled code finds it."""
     options: GroupOptions = GroupOptions()
-    """Of its group, and of groups of some of its ranks."""
+    """Options of its group, and of groups of some of its ranks."""
 
     @property
     def first(self) -> bool:
-        """Whether this process is the axis's first."""
+        """Whether this process is the first of the axis."""
         return self.rank == 0
 
     @property
     def last(self) -> bool:
-        """Whether this process is the axis's last."""
+        """Whether this process is the last of the axis."""
         return self.rank == self.size - 1
 
 
@@ -74,15 +75,15 @@ class Mesh:
 
     pp: Axis = SINGLE
     dp: Axis = SINGLE
-    """All ranks that hold the same weights: the replicas, and within each its context-parallel ranks."""
+    """All ranks with the same weights: the replicas, and within each its context-parallel ranks."""
     cp: Axis = SINGLE
     """Consecutive ranks of dp that share one replica's sequences (parallel.context)."""
     ep: Axis = SINGLE
-    """Consecutive ranks of dp that divide the experts among them (parallel.expert)."""
+    """Consecutive ranks of dp that divide the experts (parallel.expert)."""
     shard: Axis = SINGLE
-    """The ranks of dp that this rank's weights or optimizer state are sharded over (parallel.shard): all of dp, or consecutive ones."""
+    """The ranks of dp over which this rank's weights or optimizer state are sharded (parallel.shard): all of dp, or consecutive ones."""
     replicate: Axis = SINGLE
-    """The ranks of dp that hold the same shards as this one."""
+    """The ranks of dp with the same shards as this one."""
     tp: Axis = SINGLE
     holders: Axis = SINGLE
     """The shard x tp processes that together hold one copy of the shards of a stage's weights."""
@@ -91,7 +92,7 @@ class Mesh:
     world: Axis = SINGLE
     """All processes."""
     nodes: int = 1
-    """Number of nodes that this process's data axis is spread over."""
+    """Number of nodes that this process's data axis spans."""
 
     @property
     def replicas(self) -> int:
@@ -100,7 +101,7 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """Which of them this process belongs to."""
+        """Index of this process's replica."""
         return self.dp.rank // self.cp.size
 
     @classmethod
@@ -109,20 +110,23 @@ class Mesh:
 
         ``size`` is a multiple of tensor x pipeline x context.
         """
-        tensor, pipeline = parallel.tensor, parallel.pipeline
+        tensor = parallel.tensor
+        pipeline = parallel.pipeline
         data = size // parallel.model
         shard = parallel.shard_size(data)
 
         def at(stage: int, replica: int, slot: int) -> int:
             return (stage * data + replica) * tensor + slot
 
-        stages, replicas, slots = range(pipeline), range(data), range(tensor)
+        stages = range(pipeline)
+        replicas = range(data)
+        slots = range(tensor)
         sharing = [replicas[first : first + shard] for first in replicas[::shard]]
         experts = [replicas[first : first + parallel.expert] for first in replicas[:: parallel.expert]]
         contexts = [replicas[first : first + parallel.context] for first in replicas[:: parallel.context]]
 
-        # each process makes its groups in the order of the axes below; a group's members wait for each other there, so
-        # another order on one rank would hang the start
+        # each process creates its groups in the order of the axes below; the members of a group wait for each other
+        # there, so another order on one rank would hang the start
         groups: dict[tuple[int, ...], Any] = {}
 
         def axis(members: Sequence[Sequence[int]]) -> Axis:
@@ -144,21 +148,22 @@ class Mesh:
         )
 
     def of_weights(self, data_ranks: int) -> "Mesh":
-        """The mesh as weights see it that are split over ``data_ranks`` consecutive ranks of dp (Placement): its data axes, dp, shard and
-        replicate, have only the ranks that hold the same part. Every rank of dp calls this; 1: this mesh.
+        """The mesh for weights split over ``data_ranks`` consecutive ranks of dp (Placement): its data axes, dp, shard and replicate,
+        have only the ranks with the same part. Every rank of dp calls this; 1: this mesh.
 
-        Groups of parallel.shard ranks that have each part as often share out what they have; otherwise nothing is sharded.
+        Groups of parallel.shard ranks with equally many holders of each part divide that part among them; otherwise nothing is sharded.
         """
         if data_ranks == 1:
             return self
         if self.dp.size % data_ranks:
             raise ConfigError(
-                f"model.block splits weights over {data_ranks} data-parallel ranks, and there are {self.dp.size}; set model.block to one that "
+                f"model.block splits weights over {data_ranks} data-parallel ranks, but there are {self.dp.size}; set model.block to one that "
                 f"does not, or run on a multiple of {data_ranks} x {self.model.size} x {self.cp.size} processes"
             )
         # the ranks of one part are data_ranks apart, as Placement.pieces counts them
         same = range(self.dp.rank % data_ranks, self.dp.size, data_ranks)
-        dp, size = sub_axis(self.dp, same), max(1, self.shard.size // data_ranks)
+        dp = sub_axis(self.dp, same)
+        size = max(1, self.shard.size // data_ranks)
         # otherwise some group of shard ranks would lack one of the parts
         size = size if self.shard.size % data_ranks == 0 else 1
         first = dp.rank // size * size
@@ -178,7 +183,7 @@ def _axis(
     groups: dict[tuple[int, ...], Any],
     options: GroupOptions,
 ) -> Axis:
-    """The axis whose groups are ``members``, seen from ``rank``; equal sets of ranks share one process group.
+    """The axis with the groups ``members``, seen from ``rank``; equal sets of ranks share one process group.
 
     Only the members of a group create it, so a process creates few groups even in a large mesh.
     """
@@ -199,7 +204,7 @@ def sub_axis(axis: Axis, members: Sequence[int]) -> Axis:
 
 
 def _product(shard: Axis, tp: Axis) -> Axis:
-    """The processes of the same tensor-parallel groups as those of ``shard``."""
+    """The processes in the tensor-parallel groups of the ranks of ``shard``."""
     if 1 in (shard.size, tp.size):
         return tp if shard.size == 1 else shard
     ranks = tuple(rank - tp.rank + slot for rank in shard.ranks for slot in range(tp.size))  # tp varies fastest
@@ -213,16 +218,16 @@ def _name(group: Any) -> str:
 
 @dataclass(frozen=True)
 class Compute:
-    """Where and in which type this rank computes."""
+    """The device, type and mesh with which this rank computes."""
 
     device: torch.device
     dtype: torch.dtype
-    """Of activations and matrix products."""
+    """Type of activations and matrix products."""
     mesh: Mesh = SINGLE_MESH
 
     @property
     def alone(self) -> "Compute":
-        """This with one replica, whose weights and sequences are whole; stages and tensor-parallel slices stay."""
+        """The same with one replica, whose weights and sequences are whole; stages and tensor-parallel slices remain."""
         mesh = self.mesh
         alone = replace(
             mesh,

@@ -1,4 +1,4 @@
-"""How a logical tensor is split: over the tensor-parallel ranks, and over the data-parallel ones."""
+"""How a logical tensor is split: over the tensor-parallel ranks, and over the data-parallel ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,18 +12,19 @@ class Piece:
     """A block of a logical tensor, and its offset in the local tensor."""
 
     start: tuple[int, ...]
-    """Of the block in the whole tensor."""
+    """Offset of the block in the whole tensor."""
     size: tuple[int, ...]
     offset: int
-    """Of the block along the dimension of the local tensor that tensor-parallel ranks split."""
+    """Offset of the block along the dimension of the local tensor that tensor-parallel ranks split."""
 
 
 @dataclass(frozen=True)
 class Placement:
     """Shape of a whole tensor, and how it is split.
 
-    Tensor-parallel ranks split it along ``dim``, in ``parts`` equal blocks that are each split separately. Of ``data_ranks`` consecutive
-    data-parallel ranks each holds an equal block along ``data_dim``, as of experts; the next ``data_ranks`` hold the same again.
+    Tensor-parallel ranks split it along ``dim``, in ``parts`` equal blocks that are each split separately. Each of ``data_ranks``
+    consecutive data-parallel ranks holds an equal block along ``data_dim``, as with experts; the next ``data_ranks`` hold the same
+    blocks again.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +33,7 @@ class Placement:
     parts: int = 1
     """2 for the first weight of a gated MLP, whose gate and up blocks are each split over the processes."""
     data_dim: int = 0
-    """Another dimension than ``dim``."""
+    """A dimension other than ``dim``."""
     data_ranks: int = 1
     """1: every data-parallel rank holds all of it."""
 
@@ -40,7 +41,7 @@ class Placement:
         if self.data_ranks > 1 and (self.data_dim == self.dim or self.shape[self.data_dim] % self.data_ranks):
             raise ConfigError(
                 f"dimension {self.data_dim} of a weight of shape {self.shape} cannot be split over {self.data_ranks} data-parallel ranks: "
-                "it must be divisible by their number, and not be the one that tensor-parallel ranks split"
+                "its size must be divisible by their number, and it must not be the dimension that tensor-parallel ranks split"
             )
 
     def local(self, tp: Axis) -> tuple[int, ...]:
@@ -59,17 +60,20 @@ class Placement:
         return tuple(local)
 
     def pieces(self, tp: Axis, data_rank: int = 0) -> Iterator[Piece]:
-        """The blocks that this process of ``tp`` holds, in order; ``data_rank``: on the data axis."""
-        local, start, size = self.local(tp), [0] * len(self.shape), list(self.shape)
+        """The blocks that this process of ``tp`` holds, in order. ``data_rank``: on the data axis."""
+        local = self.local(tp)
+        start = [0] * len(self.shape)
+        size = list(self.shape)
         if self.data_ranks > 1:
             size[self.data_dim] = local[self.data_dim]
             start[self.data_dim] = data_rank % self.data_ranks * local[self.data_dim]
         if self.dim is None or tp.size == 1:
             yield Piece(tuple(start), tuple(size), 0)
             return
-        block, width = self.shape[self.dim] // self.parts, local[self.dim] // self.parts
-        # [its rows of the gate; its rows of up], as Megatron-LM lays out a gated fc1: one cut through the middle would
-        # give one rank all gates
+        block = self.shape[self.dim] // self.parts
+        width = local[self.dim] // self.parts
+        # [its rows of the gate; its rows of up], like Megatron-LM's gated fc1: one cut through the middle would give
+        # one rank all gates
         for part in range(self.parts):
             start[self.dim], size[self.dim] = part * block + tp.rank * width, width
             yield Piece(tuple(start), tuple(size), part * width)

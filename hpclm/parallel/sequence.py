@@ -1,7 +1,7 @@
 """Context parallelism: a sequence divided over processes, which gather each other's keys and values.
 
-T tokens in a sequence. With causal attention later tokens attend to more of them, so the sequence is cut into 2 cp pieces, and
-process r holds pieces r and 2 cp - 1 - r: all have the same work (Grattafiori et al. 2024, section 3.3.2).
+T tokens in a sequence. With causal attention, later tokens attend to more tokens. So the sequence is cut into 2 cp pieces, and process r
+holds pieces r and 2 cp - 1 - r. All then have the same work (Grattafiori et al. 2024, section 3.3.2).
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from hpclm.parallel.mesh import Axis
 
 
 class SequencePart(NamedTuple):
-    """The tokens of each sequence that this process holds, with context parallelism."""
+    """This process's tokens of each sequence, with context parallelism."""
 
     axis: Axis
     pieces: tuple[tuple[int, int], ...]
     """Begin and end of each piece."""
     places: Tensor
-    """[T / cp] place in the sequence of each token."""
+    """[T / cp] position of each token in the sequence."""
 
     @classmethod
     def of(cls, axis: Axis, length: int, device: torch.device) -> "SequencePart | None":
@@ -38,7 +38,7 @@ class SequencePart(NamedTuple):
 
 
 def pieces(axis: Axis, length: int) -> tuple[tuple[int, int], ...]:
-    """Begin and end of the pieces of sequences of ``length`` that this process holds; the length is a multiple of 2 cp."""
+    """Begin and end of this process's pieces of sequences of ``length``, a multiple of 2 cp."""
     if axis.size == 1:
         return ((0, length),)
     size = length // (2 * axis.size)
@@ -49,7 +49,7 @@ def take(x: Tensor, axis: Axis) -> Tensor:
     """[..., T] -> [..., T / cp], this process's tokens."""
     if axis.size == 1:
         return x
-    # in the order of pieces(), on which SequencePart.whole relies
+    # in the order of pieces(), which SequencePart.whole relies on
     return torch.cat([x[..., begin:end] for begin, end in pieces(axis, x.shape[-1])], -1)
 
 

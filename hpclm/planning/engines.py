@@ -1,4 +1,4 @@
-"""What an engine keeps and sends, in bytes per parameter: the parameters of the formulas in ``memory`` and ``time``."""
+"""Bytes per parameter that an engine keeps and sends: the parameters of the formulas in ``memory`` and ``time``."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,7 +8,7 @@ from hpclm.config.supports import SUPPORTS
 from hpclm.planning import optimizer
 
 EXPERT_WEIGHT = "block0.mlp.experts.up", (4, 8, 8)
-"""A weight of experts, as what an optimizer keeps of one."""
+"""An example of expert weights, to look up an optimizer's state of them."""
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,22 @@ class BytesPerParameter:
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """The defaults are those of the native engine in bf16 at ZeRO stage 0."""
+    """Costs of an engine; the defaults are those of the native engine in bf16 at ZeRO stage 0."""
 
     weights: BytesPerParameter = BytesPerParameter(4)
     gradients: BytesPerParameter = BytesPerParameter(4)
     optimizer: BytesPerParameter = BytesPerParameter(8)
     outside: float = 0.0
-    """Bytes of optimizer state of a parameter outside of the blocks beyond that of one in them; sharded with ZeRO."""
+    """Extra bytes of optimizer state per parameter outside the blocks, relative to one inside; sharded with ZeRO."""
     of_experts: float = 0.0
-    """The same of a parameter of experts."""
+    """The same per parameter of experts."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """What updates the weights, and keeps state that is not divided as they are."""
+    """The optimizer, which may keep state that is not divided like the weights."""
     gathered: BytesPerParameter = BytesPerParameter(2)
-    """Copies of the weights in the compute type: ``replicated`` for the whole stage; ``sharded`` for layers other than blocks, and
-    for one block at a time, in the backward pass two."""
+    """Copies of the weights in the compute type: ``replicated`` for the whole stage; ``sharded`` for layers other than blocks, and for
+    one block at a time (two in the backward pass)."""
     kept: float = 0
-    """Sharded parameters that, once gathered in the forward pass, stay until the backward pass, the last ones of a stage."""
+    """Sharded parameters, the last of a stage, that stay gathered from the forward to the backward pass."""
     casts: int = 0
     """Bytes per parameter of the casts that a block's forward pass saves for the backward pass."""
     working: float = 0
@@ -54,42 +54,47 @@ class EngineCosts:
     fp8: bool = False
     """Whether linear layers multiply in FP8."""
     staged: bool = False
-    """Whether a pipeline stage keeps its outputs, and has a buffer for what it receives of each micro-batch of a step."""
+    """Whether a pipeline stage keeps its outputs, and has a receive buffer for each micro-batch of a step."""
     loss_chunk: int | None = None
-    """Tokens whose logits exist at a time; None: as many as a GPU with ``memory`` bytes chooses."""
+    """Tokens whose logits exist at a time; None: the number that a GPU with ``memory`` bytes chooses."""
     memory: float = 0
     logit: int = 10
     """Bytes per logit: the logit, log-probabilities and gradient."""
     table: int = 2
     """Bytes per element of the embedding that the loss needs besides weights and gradients."""
     table_at_once: int = 0
-    """As ``table``, where all logits of a micro-batch exist at once."""
+    """``table`` if all logits of a micro-batch exist at once."""
     zero: int = 0
     """ZeRO stage."""
     reduced: int = 4
     """Bytes per gradient in data-parallel communication."""
     all_reduced: bool = False
-    """Gradients are all-reduced, although ZeRO needs only to reduce-scatter them."""
+    """Whether gradients are all-reduced, although ZeRO only needs a reduce-scatter."""
     sent: int = 0
     """Bytes per weight in data-parallel communication."""
     gathers: int = 0
     """How often a micro-batch gathers the blocks; 0: weights are gathered once a step."""
     deferred: bool = False
-    """Gradients are reduced once a step whatever the ZeRO stage is."""
+    """Whether gradients are reduced once a step at any ZeRO stage."""
     overlap: bool = True
-    """Data-parallel communication overlaps with the backward pass (with ZeRO stage 3 also with the forward pass)."""
+    """Whether data-parallel communication overlaps with the backward pass (with ZeRO stage 3 also with the forward pass)."""
 
 
 def costs(
     engine: EngineConfig, element: int, parallel: ParallelConfig, optim: OptimConfig | None = None
 ) -> EngineCosts:
-    """Of an engine, with activations of ``element`` bytes; a user-defined engine is treated as native."""
+    """The costs of an engine, with activations of ``element`` bytes; a user-defined engine is treated as native."""
     cast = element if element < 4 else 0
     in_place = bool(cast) and not engine.offload_activations
-    """Whether products add to the fp32 gradients, so that the embedding needs no gradient of a micro-batch."""
+    """Whether products accumulate into the fp32 gradients, so that the embedding needs no gradient per micro-batch."""
     optim = optim or OptimConfig()
     kind = optimizer.kind(optim)
     of_block = kind.bytes_per_parameter(optim)
+    # a compiled loss computes the gradient of unsplit logits in one pass; otherwise log-probabilities in fp32 too
+    if engine.compile:
+        logit = 2 * element + (4 if parallel.tensor > 1 else 0)
+    else:
+        logit = 8 + (cast if parallel.tensor == 1 else 0)
     common = EngineCosts(
         optimizer=BytesPerParameter(of_block),
         outside=kind.bytes_per_parameter(optim, EXAMPLES[2]) - of_block,
@@ -100,8 +105,7 @@ def costs(
         compiled=bool(engine.compile),
         fp8=bool(engine.fp8),
         loss_chunk=engine.loss_chunk,
-        # compiled, the loss makes the gradient of logits that are whole in one pass; otherwise log-probabilities in fp32 too
-        logit=2 * element + 4 * (parallel.tensor > 1) if engine.compile else 8 + cast * (parallel.tensor == 1),
+        logit=logit,
         table=cast if in_place else 8 - cast,
         zero=zero_stage(engine, parallel.pipeline),
         reduced=4 if engine.gradients != "compute" else element,
@@ -110,16 +114,17 @@ def costs(
 
 
 def zero_stage(engine: EngineConfig, pipeline: int) -> int:
-    """The ZeRO stage in use: as set, or the engine's default."""
+    """The ZeRO stage in use: the setting, or the engine's default."""
     if engine.zero_stage is not None:
         return engine.zero_stage
     can = SUPPORTS.get(engine.name, SUPPORTS["native"])
-    return ((can.pipeline_stages if pipeline > 1 else can.zero_stages) or (0,))[0]
+    stages = can.pipeline_stages if pipeline > 1 else can.zero_stages
+    return stages[0] if stages else 0
 
 
 def _native(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:
-    """16 bytes per parameter (fp32 weight, gradient, Adam's two moments), and a copy of the weights in the compute type; stage 1
-    shards the moments, and the fp32 weights if the model computes with copies."""
+    """16 bytes per parameter (fp32 weight, gradient, Adam's two moments), and a copy of the weights in the compute type. Stage 1 shards
+    the moments, and the fp32 weights if the model computes with copies."""
     if common.zero == 0:
         return common
     masters = BytesPerParameter(0, 4) if common.element < 4 else BytesPerParameter(4)
@@ -128,14 +133,15 @@ def _native(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineC
 
 
 def _pipelining(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:
-    """16 bytes for each parameter as in native PyTorch, and casts, in stages of torch.distributed.pipelining."""
+    """16 bytes per parameter as in native PyTorch, and casts, in stages of torch.distributed.pipelining."""
     cast = common.element if common.element < 4 else 0
     return replace(common, gathered=BytesPerParameter(), casts=cast, table=8, staged=True)
 
 
 def _sharded(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:
-    """16 bytes for each parameter, sharded, with weights gathered in the compute type (Rajbhandari et al. 2020, section 5)."""
-    element, kept = common.element, common.zero == 2
+    """16 bytes per parameter, sharded, with weights gathered in the compute type (Rajbhandari et al. 2020, section 5)."""
+    element = common.element
+    kept = common.zero == 2
     reduced = element if engine.gradients == "auto" and engine.name == "fairscale" else common.reduced
     return replace(
         common,
@@ -154,27 +160,38 @@ def _sharded(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engine
 
 
 def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:
-    """Of K = 12 bytes of optimizer (fp32 weight and two moments), 2 of gradients and 2 of weights, stage 1 shards K,
-    stage 2 also the gradients, stage 3 everything (Rajbhandari et al. 2020, section 5). Stage 0 is hpclm's own optimizer."""
-    element, stage = common.element, common.zero
+    """Of K = 12 bytes of optimizer (fp32 weight and two moments), 2 of gradients and 2 of weights, stage 1 shards K, stage 2 also the
+    gradients, stage 3 everything (Rajbhandari et al. 2020, section 5). Stage 0 is hpclm's own optimizer."""
+    element = common.element
+    stage = common.zero
     if stage == 0:
         return replace(_pipelining(engine, common, pipeline), staged=False, overlap=False)
     fp32 = engine.gradients == "fp32"  # accumulated in addition to those in the compute type
-    whole, on_cpu = BytesPerParameter(element + 4 * fp32), engine.offload != "none"
-    # pipelines, and stage 1 in bf16 with gradients in fp32, have DeepSpeed's BF16_Optimizer, which all-reduces without buckets
+    whole = BytesPerParameter(element + 4 * fp32)
+    on_cpu = engine.offload != "none"
+    # pipelines, and stage 1 in bf16 with gradients in fp32, use DeepSpeed's BF16_Optimizer, which all-reduces without
+    # buckets
     simple = pipeline > 1 or (stage == 1 and fp32 and element == 2 and engine.precision != "fp16" and not on_cpu)
     weights = BytesPerParameter(0, element) if stage == 3 else BytesPerParameter(element)
+    gradients = whole if stage == 1 else BytesPerParameter(0, element if on_cpu else 4)
+    optim = BytesPerParameter(0, 4 + common.optimizer.replicated)
+    if engine.offload == "parameters":
+        weights = BytesPerParameter()
+    if on_cpu:
+        optim = BytesPerParameter()
+        common = replace(common, outside=0.0, of_experts=0.0)
     bucket = engine.bucket_mb * 2**20 if engine.bucket_mb else 5e8 * (4 if fp32 else element)
+    buckets = 1 if stage == 3 else 2  # stages 1 and 2 fill one while they send the other
+    if simple:
+        buckets = 0
     return replace(
         common,
-        weights=BytesPerParameter() if engine.offload == "parameters" else weights,
-        gradients=whole if stage == 1 else BytesPerParameter(0, element if on_cpu else 4),
-        outside=0.0 if on_cpu else common.outside,
-        of_experts=0.0 if on_cpu else common.of_experts,
-        optimizer=BytesPerParameter() if on_cpu else BytesPerParameter(0, 4 + common.optimizer.replicated),
+        weights=weights,
+        gradients=gradients,
+        optimizer=optim,
         gathered=BytesPerParameter(0, element if stage == 3 else 0),
-        kept=5e8,  # those needed again before 1e9 others are
-        buckets=bucket * (0 if simple else 1 if stage == 3 else 2),  # stages 1 and 2 fill one while they send one
+        kept=5e8,  # parameters needed again before 1e9 others
+        buckets=bucket * buckets,
         table=8 - element,
         table_at_once=8 - element,
         reduced=4 if fp32 else element,

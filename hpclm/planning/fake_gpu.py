@@ -1,8 +1,8 @@
 """One rank of a cluster on a machine without GPUs: PyTorch's fake tensors, its fake process group and its memory tracker.
 
-Engines run as on ``cuda:0``. PyTorch has fake CUDA tensors only in a CUDA build, so these are fake CPU tensors: what asks for
-``cuda`` gets the CPU, ``is_cuda`` is true, and streams are those of ``torch.cpu``, on which nothing is queued. All that is not
-public in PyTorch is used in this file.
+Engines run as on ``cuda:0``. PyTorch has fake CUDA tensors only in a CUDA build, so these are fake CPU tensors. Requests for ``cuda``
+get the CPU, ``is_cuda`` is true, and streams are those of ``torch.cpu``, on which nothing is queued. Only this file uses non-public
+parts of PyTorch.
 """
 
 import warnings
@@ -31,7 +31,7 @@ from hpclm.model.stack import Stack
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 MEMORY = 128 * 2**30
-"""Bytes of memory of the fake GPU; the loss takes as many tokens at a time as it holds."""
+"""Bytes of memory of the fake GPU; it determines the tokens per chunk of the loss."""
 aten: Any = torch.ops.aten
 
 Collective = tuple[str, tuple[int, ...]]
@@ -39,7 +39,7 @@ Collective = tuple[str, tuple[int, ...]]
 
 
 class CallCounter(TorchDispatchMode):
-    """Counts collectives and waits of the host for the device."""
+    """Counts collectives, and times that the host waits for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,16 +48,16 @@ class CallCounter(TorchDispatchMode):
         """Bytes of each collective's largest tensor, summed."""
         self.waits = 0
         self._queued = False
-        """Whether the device has been given something to do since the last wait."""
+        """Whether work has been queued on the device since the last wait."""
 
     def restart(self) -> None:
-        """Forget what was counted."""
+        """Reset the counts."""
         self.calls.clear()
         self.bytes.clear()
         self.waits = 0
 
     def wait(self, *_: Any) -> None:
-        """The host waits for the device; it does not, if the device has nothing to do."""
+        """The host waits for the device, unless the device has nothing to do."""
         self.waits += self._queued
         self._queued = False
 
@@ -75,13 +75,13 @@ class CallCounter(TorchDispatchMode):
 
 
 def _value(scalar: Tensor) -> float:
-    """What the host reads, since fake tensors have no values: 0, or 1 where it is a loss, or a vote of PyTorch's pipelines, whose
-    stages know what they will receive."""
+    """The value that the host reads from a fake tensor: 0, or 1 for a loss, or for a vote of PyTorch's pipelines, whose stages know what
+    they will receive."""
     return 1.0 if scalar.is_floating_point() else int(scalar.dtype == torch.int32)
 
 
 class OnTheCPU(TorchFunctionMode):
-    """Gives the CPU to what asks for a GPU."""
+    """Redirects requests for a GPU to the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.device:
@@ -111,17 +111,17 @@ def attention(
 
 
 def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """One operation, as on a GPU, that keeps what a GPU's keeps."""
+    """A single operation, as on a GPU, that saves the same tensors."""
     return aten.native_layer_norm(x, list(shape), weight, None, eps or 1e-6)[0]
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """With a mask of one byte a value, as on a GPU."""
+    """Dropout with a mask of one byte per value, as on a GPU."""
     return aten.native_dropout(x, p, training)[0]
 
 
 def evenly(counter: CallCounter, counts: Tensor, rows: int) -> Any:
-    """What the host learns of the rows of experts: fake tensors have no values, so each gets as many as any other."""
+    """Row counts of experts for the host: fake tensors have no values, so every expert gets equally many rows."""
     counter.wait()
     *outer, parts = counts.shape
     even = [rows // parts + (part < rows % parts) for part in range(parts)]
@@ -130,7 +130,7 @@ def evenly(counter: CallCounter, counts: Tensor, rows: int) -> Any:
 
 @contextmanager
 def fake_gpu(rank: int, world: int) -> Iterator[CallCounter]:
-    """Inside this context PyTorch is that of rank ``rank`` of ``world``, on a GPU that computes nothing."""
+    """Inside this context, PyTorch is that of rank ``rank`` of ``world``, on a GPU that computes nothing."""
     counter = CallCounter()
     with ExitStack() as opened:
         if world > 1:
@@ -148,11 +148,11 @@ def fake_gpu(rank: int, world: int) -> Iterator[CallCounter]:
 
 
 def _replacements(counter: CallCounter) -> dict[str, Any]:
-    """What stands for parts of PyTorch, by name, and why."""
+    """Replacements of parts of PyTorch, by name."""
 
     class Event(torch.cpu.Event):
         def __init__(self, *_: Any, **__: Any):
-            """Timing is accepted, and ignored."""
+            """Accepts and ignores timing."""
 
         def synchronize(self) -> None:
             counter.wait()
@@ -161,7 +161,7 @@ def _replacements(counter: CallCounter) -> dict[str, Any]:
             return 0.0
 
     def from_group(*args: Any, **kwargs: Any) -> DeviceMesh:
-        with unset_fake_temporarily():  # a mesh needs the ranks themselves
+        with unset_fake_temporarily():  # a mesh needs the real ranks
             return mesh_from_group(*(value if value != "cuda" else "cpu" for value in args), **kwargs)
 
     def all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> None:
@@ -174,21 +174,21 @@ def _replacements(counter: CallCounter) -> dict[str, Any]:
         "cuda.is_available": lambda: True,
         "cuda.get_device_properties": lambda *_: properties,
         "cuda.get_rng_state": lambda *_: torch.get_rng_state(),
-        # a build without CUDA has no such classes
+        # a build without CUDA lacks these classes
         "cuda.Event": Event,
         "cuda.Stream": torch.cpu.Stream,
         "cuda.current_stream": torch.cpu.current_stream,
         "cuda.stream": torch.cpu.stream,
         "cuda.synchronize": counter.wait,
-        # on a CPU they keep, or take apart, something else than on a GPU
+        # on a CPU they save other tensors than on a GPU, or decompose differently
         "nn.functional.scaled_dot_product_attention": attention,
         "nn.functional.rms_norm": rms_norm,
         "nn.functional.dropout": dropout,
-        # fake tensors have no values to send or to look up, and none can be a CausalBias
+        # fake tensors have no values to send or look up, and cannot be a CausalBias
         "distributed.device_mesh.DeviceMesh.from_group": from_group,
         "distributed.all_gather_object": all_gather_object,
         "nn.attention.bias.causal_lower_right": lambda *_: None,
-        # a module is on the device already
+        # a module is already on the device
         "nn.Module.to": lambda module, *_, **__: module,
     }
 
@@ -199,7 +199,9 @@ def peak_memory(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callab
     weights = nn.ParameterList(weight for group in optimizer.param_groups for weight in group["params"])
     tracker.track_external(model, weights, optimizer)
 
-    def forget(stage: nn.Module) -> None:  # it takes no module twice; other stages wait for their backward passes
+    def forget(
+        stage: nn.Module,
+    ) -> None:  # the tracker accepts no module twice; other stages wait for their backward passes
         for module in stage.modules():
             tracker.memory_tracking.pop(module, None)
 
@@ -212,7 +214,7 @@ def peak_memory(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callab
 
 @contextmanager
 def _before_each_micro_batch(model: nn.Module, call: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call ``call`` before each forward pass of ``model``, one of its pipeline stages or a module around that, with it."""
+    """Call ``call`` with a module before each of its forward passes: ``model``, one of its pipeline stages or a wrapper."""
     layers = {layer for stage in model.modules() if isinstance(stage, Stack) for layer in stage.layers.modules()}
     running = 0
 

@@ -1,4 +1,4 @@
-"""What fits the GPUs that train: batch.micro_size=auto, and what to change where the memory was not enough."""
+"""Fits a run to the GPUs that train: batch.micro_size=auto, and advice when memory was not enough."""
 
 import logging
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 ON_CPU = 4096
 """Tokens of the largest micro-batch on a CPU, where larger ones only take more memory."""
 UNKNOWN = gpus.KINDS["H100"]
-"""Stands for a GPU that is not in the table, with that GPU's own memory."""
+"""Stands for a GPU that is not in the table, with the actual memory."""
 MACHINE = replace(UNKNOWN, bf16=False)
 """Stands for a machine that trains without a GPU."""
 CPU_MESSAGE = "DefaultCPUAllocator: can't allocate memory"
 
 
 def gpu_kind(device: "torch.device") -> Kind | None:
-    """The kind of a GPU, with the memory that it really has; None for a CPU."""
+    """The kind of a GPU, with its actual memory; None for a CPU."""
     import torch
 
     if device.type != "cuda":
@@ -40,16 +40,16 @@ def gpu_kind(device: "torch.device") -> Kind | None:
 
 
 def with_micro_size(config: RunConfig, context: DistributedContext, device: "torch.device") -> RunConfig:
-    """``config`` with a number for batch.micro_size, the same on every rank and after a resume; ConfigError on every rank if
-    none fits. ``device``: this rank's."""
+    """``config`` with a number for batch.micro_size, the same on every rank and after a resume; ConfigError on every rank if none fits.
+    ``device``: this rank's."""
     return with_micro_size_for(gpu_kind(device), config, context)
 
 
 def with_micro_size_for(kind: Kind | None, config: RunConfig, context: DistributedContext) -> RunConfig:
-    """As ``with_micro_size``, for a rank with a GPU of this kind, or with none."""
+    """``with_micro_size`` for a rank with a GPU of this kind, or without one."""
     if config.batch.micro_size:
         return config
-    (memory,) = context.all_reduce_max(-kind.memory if kind else 0.0)  # minus the smallest of all ranks
+    (memory,) = context.all_reduce_max(-kind.memory if kind else 0.0)  # minus the smallest memory of all ranks
     smallest = replace(kind, memory=-memory) if kind and memory else None
 
     def chosen() -> int:
@@ -76,7 +76,7 @@ def _divides(config: RunConfig, size: int, processes: int) -> bool:
 
 
 def _fastest(config: RunConfig, context: DistributedContext, kind: Kind) -> int:
-    """The fastest size by the planner that fits GPUs of this kind."""
+    """The fastest size that fits GPUs of this kind, by the planner's estimate."""
     size = suggest.with_micro_size(_sized(config, context), kind).batch.micro_size
     log.info("batch.micro_size=auto: %d, for GPUs with %.0f GiB", size, kind.memory)
     return size
@@ -92,38 +92,38 @@ def _on_cpu(config: RunConfig, processes: int) -> int:
 
 
 def _sized(config: RunConfig, context: DistributedContext) -> RunConfig:
-    """``config`` with the nodes and GPUs that there are."""
+    """``config`` with the nodes and GPUs of this job."""
     return replace(config, job=replace(config.job, nodes=context.size // context.local_size, gpus=context.local_size))
 
 
 @contextmanager
 def memory_errors_explained(config: RunConfig, context: DistributedContext) -> Iterator[None]:
-    """Turn PyTorch's error in the block into a DeviceMemoryError that says what to change."""
+    """Turn PyTorch's out-of-memory error in the block into a DeviceMemoryError that suggests changes."""
     try:
         yield
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError" and CPU_MESSAGE not in str(error):
             raise
         lines = [str(error).strip().splitlines()[0], *getattr(error, "__notes__", [])]
-        with suppress(Exception):  # whatever fails here must not hide the error itself
+        with suppress(Exception):  # failures here must not hide the original error
             device = hardware.device(config.engine, context.local_rank, context.local_size)
             lines += _explanation(_sized(config, context), gpu_kind(device) or MACHINE)
         raise DeviceMemoryError("\n".join(lines)) from error
 
 
 def _explanation(run: RunConfig, kind: Kind) -> Iterator[str]:
-    expected = forecast.of(run, kind).peak
+    expected = forecast.predict(run, kind).peak
     parts = ", ".join(f"{part.name} {_in_units(getattr(expected, part.name))}" for part in fields(expected))
     yield f"the planner expected {_in_units(needed(run, kind))}: {parts}"
     changes = [f"{settings} ({_in_units(size)})" for settings, size in smaller(run, kind).items()]
     if changes:
         yield f"settings that need less: {'; '.join(changes)}"
-    yield "use more GPUs if none of them is enough; hpclm planner --suggest lists the layouts that fit"
+    yield "if these are not enough, use more GPUs; hpclm planner --suggest lists the layouts that fit"
 
 
 def smaller(run: RunConfig, kind: Kind) -> dict[str, float]:
-    """Changes of one thing that need less memory by the planner's estimate: half the micro-batch, recomputation, sharding over all
-    replicas; as settings, with the bytes that each needs."""
+    """Single changes that need less memory by the planner's estimate: half the micro-batch, recomputation, sharding over all replicas.
+    Maps settings to the bytes that they need."""
     changes = (
         dict(batch=replace(run.batch, micro_size=max(1, run.batch.micro_size // 2))),
         dict(engine=replace(run.engine, recompute="full")),
@@ -132,7 +132,7 @@ def smaller(run: RunConfig, kind: Kind) -> dict[str, float]:
     )
     less = {}
     for change in changes:
-        with suppress(ConfigError):  # the engine, or the batch, does not allow it
+        with suppress(ConfigError):  # the engine or the batch does not allow it
             other = replace(run, **change)
             if (size := needed(other, kind)) < needed(run, kind):
                 less[" ".join(suggest.options(run, other))] = size
@@ -140,8 +140,8 @@ def smaller(run: RunConfig, kind: Kind) -> dict[str, float]:
 
 
 def needed(run: RunConfig, kind: Kind) -> float:
-    """The planner's estimate for the fullest stage, in bytes; on a machine that trains without a GPU of tensors alone."""
-    peak = forecast.of(run, kind).peak
+    """The planner's estimate for the fullest stage, in bytes; tensors only on a machine that trains without a GPU."""
+    peak = forecast.predict(run, kind).peak
     return peak.tensors if kind == MACHINE else peak.total
 
 

@@ -51,14 +51,13 @@ class Forecast:
 
     @cached_property
     def step(self) -> Step | None:
-        """Seconds of a step; None where it computes in fp32, for which no peak rates are known."""
-        kind, optim = optimizer.kind(self.costs.optim), self.costs.optim
+        """Seconds of a step; None if it computes in fp32, for which no peak rates are known."""
+        kind = optimizer.kind(self.costs.optim)
+        optim = self.costs.optim
         of_matrices = kind.cost(optim, [(1, 1)]).element if kind.matrices else 0
-        return (
-            None
-            if max(self.costs.element, of_matrices) > 2
-            else time.step(self.model, self.layout, self.costs, self.kind)
-        )
+        if max(self.costs.element, of_matrices) > 2:
+            return None
+        return time.step(self.model, self.layout, self.costs, self.kind)
 
     @cached_property
     def volumes(self) -> list[Volume]:
@@ -96,12 +95,13 @@ class Forecast:
         return rate * flops / (self.layout.gpus * peak) if rate else None
 
 
-def of(run: RunConfig, kind: Kind) -> Forecast:
+def predict(run: RunConfig, kind: Kind) -> Forecast:
     """The forecast for ``run`` on job.nodes x job.gpus GPUs; ConfigError if the layout does not fit that number."""
-    shape, engine = layout.of(run), run.engine
-    if engine.name == "fsdp2" and shape.ranks == 1:  # it is the native engine where there is nothing to shard
+    shape = layout.layout_of(run)
+    engine = run.engine
+    if engine.name == "fsdp2" and shape.ranks == 1:  # then it is the native engine: there is nothing to shard
         engine = replace(engine, name="native", zero_stage=0)
-    optimizer.check(run)
+    optimizer.check_user_optimizer(run)
     if engine.fp8 and not kind.fp8 and engine.device != "cpu":
         raise ConfigError(
             f"engine.fp8={engine.fp8} needs a GPU that multiplies FP8; these do: {', '.join(gpus.with_fp8())}"

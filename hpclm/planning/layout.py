@@ -11,17 +11,17 @@ from hpclm.parallel.balance import balanced
 
 @dataclass(frozen=True)
 class Layout:
-    """A step over data x context x pipeline x tensor GPUs, ``node`` of them per node; tensor ranks are adjacent, then context."""
+    """A step over data x context x pipeline x tensor GPUs, ``node`` of them per node; tensor ranks are adjacent, then context ranks."""
 
     data: int = 1
     """Replicas, each of ``context`` ranks."""
     context: int = 1
     shard: int | None = None
-    """Data-parallel ranks that weights or optimizer state are sharded over; None: all."""
+    """Data-parallel ranks over which weights or optimizer state are sharded; None: all."""
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
-    """Data-parallel ranks that share out the experts."""
+    """Data-parallel ranks that divide the experts."""
     split_experts: bool = True
     """Whether each expert is split over tensor parallelism."""
     micro_size: int = 1
@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def sharing(self) -> int:
-        """Number of data-parallel ranks that together hold one copy of what is sharded."""
+        """Number of data-parallel ranks that together hold one copy of the sharded values."""
         return self.shard or self.ranks
 
     @property
@@ -59,16 +59,17 @@ class Layout:
 
     @property
     def of_experts(self) -> "Layout":
-        """This layout as experts see it: of the data-parallel ranks only those that hold the same ones (Mesh.of_weights)."""
+        """The layout for experts: only the data-parallel ranks with the same experts (Mesh.of_weights)."""
         if self.expert == 1:
             return self
         shard = 1 if self.sharing % self.expert else self.sharing // self.expert
         return replace(self, data=self.ranks // self.expert, context=1, shard=shard)
 
 
-def of(run: RunConfig) -> Layout:
+def layout_of(run: RunConfig) -> Layout:
     """The layout of a run; ConfigError if its sizes do not divide."""
-    parallel, engine = run.parallel, run.engine
+    parallel = run.parallel
+    engine = run.engine
     plan = run.plan(run.job.nodes * run.job.gpus)
     return Layout(
         data=plan.data,
@@ -100,19 +101,19 @@ class Stage:
     last: bool
     """Whether it has the head and the loss."""
     with_experts: int = 0
-    """How many of the blocks have experts."""
+    """Number of blocks with experts."""
 
     @property
     def kinds(self) -> tuple[bool, ...]:
-        """Whether blocks have experts: of those with and those without, as far as there are any."""
+        """Kinds of blocks in this stage: True with experts, False without."""
         return tuple(kind for kind in (False, True) if self.count(kind))
 
     def count(self, with_experts: bool) -> int:
-        """Blocks with experts, or those without."""
+        """Number of blocks with experts, or of those without."""
         return self.with_experts if with_experts else self.blocks - self.with_experts
 
     def total(self, of_block: Callable[[bool], float]) -> float:
-        """Of all blocks together, what ``of_block`` gives for one with experts, and for one without."""
+        """Sum of ``of_block`` over all blocks; it takes whether a block has experts."""
         return sum(self.count(kind) * of_block(kind) for kind in self.kinds)
 
 
@@ -129,27 +130,34 @@ def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
 
 def _blocks(model: ModelConfig, parts: int, layout: Layout) -> tuple[range, ...]:
     """Blocks of each of ``parts`` stages."""
-    table, kinds = model.hidden * model.padded_vocab, [model.has_experts(layer) for layer in range(model.layers)]
+    table = model.hidden * model.padded_vocab
+    kinds = [model.has_experts(layer) for layer in range(model.layers)]
     if layout.partition == "blocks":
-        first, last, cost = 0, 0, {False: 1, True: 1}
+        first = 0
+        last = 0
+        cost = {False: 1, True: 1}
     elif layout.partition == "time":
         # attention counts too, and the embedding takes almost no time
         core = model.attention_width * model.context
-        first, last, cost = 0, table, {kind: count.active_block(model, kind) + core for kind in (False, True)}
+        first = 0
+        last = table
+        cost = {kind: count.active_block(model, kind) + core for kind in (False, True)}
     else:
-        first, last = count.embedding(model), table + count.norm(model)
+        first = count.embedding(model)
+        last = table + count.norm(model)
         cost = {kind: count.block(model, kind) - kind * _elsewhere(model, layout) for kind in (False, True)}
     return _divided((first, *(cost[kind] for kind in kinds), last), parts)
 
 
 def _elsewhere(model: ModelConfig, layout: Layout) -> int:
-    """Parameters of a block's experts that other data-parallel ranks have."""
+    """Parameters of a block's experts on other data-parallel ranks."""
     return count.experts(model) - count.experts(model) // layout.expert
 
 
 @lru_cache(maxsize=512)
 def _divided(costs: tuple[float, ...], parts: int) -> tuple[range, ...]:
-    """Blocks of each of ``parts`` stages; ``costs``: of what is before the first block, of each block, and of what is after the last."""
+    """Blocks of each of ``parts`` stages. ``costs``: of the layers before the first block, of each block, and of the layers after the
+    last."""
     blocks = len(costs) - 2
     needed = [False, *[True] * blocks, False]
     ranges = balanced(costs, parts, needed)
@@ -162,7 +170,7 @@ def parameters(model: ModelConfig, layout: Layout, stage: Stage) -> float:
 
 
 def outside_experts(model: ModelConfig, layout: Layout, stage: Stage) -> float:
-    """Those of the parameters of one GPU of a stage that do not belong to experts."""
+    """Parameters of one GPU of a stage that do not belong to experts."""
     table = model.padded_vocab * model.hidden
     ends = stage.first * count.embedding(model) + stage.last * count.norm(model)
     if stage.last and not (model.tied and stage.first):
@@ -173,13 +181,13 @@ def outside_experts(model: ModelConfig, layout: Layout, stage: Stage) -> float:
 
 
 def experts(model: ModelConfig, layout: Layout) -> float:
-    """Parameters of one block's experts that one GPU has."""
+    """Parameters of one block's experts on one GPU."""
     whole = count.unsplit_experts(model) if layout.split_experts else count.experts(model)
     return ((count.experts(model) - whole) / layout.tensor + whole) / layout.expert
 
 
 def block(model: ModelConfig, layout: Layout, with_experts: bool) -> float:
-    """Parameters of one block that one GPU has, as if all outside of experts were divided over tensor parallelism."""
+    """Parameters of one block on one GPU, treating all non-expert parameters as divided over tensor parallelism."""
     outside = count.block(model, with_experts) - with_experts * count.experts(model)
     return outside / layout.tensor + with_experts * experts(model, layout)
 
@@ -187,10 +195,12 @@ def block(model: ModelConfig, layout: Layout, with_experts: bool) -> float:
 def micro_batches_held(layout: Layout, stage: Stage) -> float:
     """Largest number of micro-batches whose activations a stage holds at once.
 
-    1F1B: as many as there are stages from here to the end (Narayanan et al. 2021, section 2.2); GPipe: all of them;
-    interleaved: 1 + (p - 1) / (p v) times as many as 1F1B's in the first stage (Korthikanti et al. 2022, section 4.2.3).
+    1F1B: the number of stages from here to the end (Narayanan et al. 2021, section 2.2); GPipe: all of them; interleaved: 1 + (p - 1) /
+    (p v) times as many as 1F1B's in the first stage (Korthikanti et al. 2022, section 4.2.3).
     """
-    p, v, m = layout.pipeline, layout.chunks, layout.accumulation
+    p = layout.pipeline
+    v = layout.chunks
+    m = layout.accumulation
     if p == 1:
         return 1
     if layout.schedule == "gpipe":

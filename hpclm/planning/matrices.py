@@ -1,6 +1,6 @@
-"""What an optimizer costs a GPU of a stage that updates whole matrices, or keeps what is not divided as the weights: by its row in
-OPTIMIZERS. Matrices are shared out as hpclm.engine.matrix_exchange does: in a round, each of the data x tensor processes of a stage
-works on one.
+"""Cost, for a GPU of a stage, of an optimizer that updates whole matrices or keeps state not divided like the weights, by its row in
+OPTIMIZERS. Matrices are divided as in hpclm.engine.matrix_exchange: in a round, each of the data x tensor processes of a stage works on
+one.
 
 A x B is a matrix, with A the smaller of its sides.
 """
@@ -16,45 +16,53 @@ from hpclm.planning.layout import Layout, Stage
 
 Shape = tuple[int, int]
 UPDATING = 14
-"""Bytes per value of a weight for its gradient, momentum and update, in fp32, and the update as sent."""
+"""Bytes per value of a weight for its gradient, momentum and update, in fp32, and for the update in the type that is sent."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Of one optimizer step, for the GPU that has most to do in each round."""
+    """Costs of one optimizer step, for the GPU with the most work in each round."""
 
     flops: float = 0.0
     sent: float = 0.0
-    """Bytes to the processes that hold other parts of the same matrices, and to those that hold the same parts."""
+    """Bytes sent to the processes with other parts of the same matrices, and to those with the same parts."""
     memory: float = 0.0
-    """Bytes, during the largest round."""
+    """Bytes during the largest round."""
     state: float = 0.0
-    """Bytes of optimizer state that is not divided as its weight: of the matrices that a GPU works on, and of what every GPU has."""
+    """Bytes of optimizer state not divided like its weight: of the matrices that a GPU works on, and of replicated state."""
 
 
 def weights(model: ModelConfig, stage: Stage) -> list[tuple[str, list[Shape]]]:
     """The two-dimensional weights of a stage: the name of each, and the matrices that it fuses."""
-    hidden, keys = model.hidden, model.groups * model.head_width
+    hidden = model.hidden
+    keys = model.groups * model.head_width
     attention = [
         ("block0.attention.qkv.weight", [(model.attention_width, hidden), (keys, hidden), (keys, hidden)]),
         ("block0.attention.out.weight", [(hidden, model.attention_width)]),
     ]
     mlp = _mlp("block0.mlp", hidden, model.ffn_width, model.gated)
     routed = [("block0.mlp.router.weight", [(model.experts, hidden)])]
-    routed += _mlp("block0.mlp.shared", hidden, model.shared_ffn, model.gated) if model.shared_ffn else []
+    if model.shared_ffn:
+        routed += _mlp("block0.mlp.shared", hidden, model.shared_ffn, model.gated)
     table = [(model.padded_vocab, hidden)]
-    tokens = [("tokens.weight", table)] * (stage.first or (stage.last and model.tied))
+    tables = []
+    if stage.first or (stage.last and model.tied):
+        tables.append(("tokens.weight", table))
+    if stage.last and not model.tied:
+        tables.append(("output.weight", table))
     blocks = [*attention * stage.blocks, *mlp * stage.count(False), *routed * stage.count(True)]
-    return [*blocks, *tokens, *[("output.weight", table)] * (stage.last and not model.tied)]
+    return [*blocks, *tables]
 
 
 def _mlp(name: str, hidden: int, inner: int, gated: bool) -> list[tuple[str, list[Shape]]]:
-    return [(f"{name}.up.weight", [(inner, hidden)] * (1 + gated)), (f"{name}.down.weight", [(hidden, inner)])]
+    up = [(inner, hidden)] * (2 if gated else 1)
+    return [(f"{name}.up.weight", up), (f"{name}.down.weight", [(hidden, inner)])]
 
 
 def experts(model: ModelConfig, layout: Layout, stage: Stage) -> list[tuple[str, list[Shape]]]:
-    """The two-dimensional weights of each expert that one process has of a stage."""
-    hidden, inner = model.hidden, model.expert_width
+    """The two-dimensional weights of each expert of a stage on one process."""
+    hidden = model.hidden
+    inner = model.expert_width
     one = [
         ("block0.mlp.experts.up", [(inner, hidden)] * (1 + model.gated)),
         ("block0.mlp.experts.down", [(hidden, inner)]),
@@ -68,7 +76,7 @@ def whole(parts: Sequence[Shape]) -> Shape:
 
 
 def shape(name: str, parts: Sequence[Shape]) -> tuple[int, ...]:
-    """The shape of the weight that fuses matrices; of experts, of a stack of one."""
+    """The shape of the weight that fuses matrices; for experts, of a stack of one."""
     return (1, *whole(parts)) if stacked(name) else whole(parts)
 
 
@@ -79,8 +87,9 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
     every = weights(model, stage), experts(model, layout, stage)
     if layout.expert == 1:
         return _exchange([*every[0], *every[1]], layout, optim, zero)
-    # experts that ranks share out are held by fewer processes, and have separate rounds
-    rest, of_experts = _exchange(every[0], layout, optim, zero), _exchange(every[1], layout.of_experts, optim, zero)
+    # divided experts are held by fewer processes, and have separate rounds
+    rest = _exchange(every[0], layout, optim, zero)
+    of_experts = _exchange(every[1], layout.of_experts, optim, zero)
     return Exchange(
         rest.flops + of_experts.flops,
         rest.sent + of_experts.sent,
@@ -90,7 +99,7 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
 
 
 def _exchange(every: list[tuple[str, list[Shape]]], layout: Layout, optim: OptimConfig, zero: int) -> Exchange:
-    """The cost of these weights, for a GPU of a layout as they see it."""
+    """The cost of these weights for a GPU. ``layout``: for these weights."""
     kind = optimizer.kind(optim)
     state = {name: kind.state(name, shape(name, parts), optim) for name, parts in dict(every).items()}
     everywhere = sum(_bytes(tensors_held(state[name], "everywhere").values()) for name, _ in every)
@@ -105,11 +114,13 @@ def _exchange(every: list[tuple[str, list[Shape]]], layout: Layout, optim: Optim
     every.sort(key=lambda weight: -prod(whole(weight[1])) * min(whole(weight[1])))
     rounds = [every[first : first + size] for first in range(0, len(every), size)]
     costs = {name: kind.cost(optim, parts) for name, parts in every}
-    values, copies = sum(prod(whole(parts)) for _, parts in every) / holders, size // holders
+    values = sum(prod(whole(parts)) for _, parts in every) / holders
+    copies = size // holders
     gathered = 2 * sum(max(prod(whole(parts)) for _, parts in some) for some in rounds) * (holders - 1) / holders
     name, parts = max(every, key=lambda weight: prod(whole(weight[1])))
-    largest, element = prod(whole(parts)), costs[name].element
-    # the gathered pieces, the matrix, and what is made of it
+    largest = prod(whole(parts))
+    element = costs[name].element
+    # the gathered pieces, the matrix, and intermediate results
     working = element * (1 + (holders > 1)) * largest + costs[name].scratch
     moved = max(sum(prod(whole(parts)) for _, parts in some) for some in rounds) / holders
     kept = [

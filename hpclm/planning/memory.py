@@ -1,8 +1,8 @@
 """Memory of one GPU by part, in bytes.
 
-n = tokens of a micro-batch on this rank, C hidden width, F the MLP's inner width, D a head's width, H heads, G key/value heads,
-t tensor-parallel ranks, E experts, k of them for each token. All experts are taken to get as many tokens: a rank whose experts get more
-than the mean needs more.
+n = tokens of a micro-batch on this rank, C hidden width, F the MLP's inner width, D a head's width, H heads, G key/value heads, t
+tensor-parallel ranks, E experts, k of them for each token. Experts are assumed to get equally many tokens; a rank whose experts get more
+needs more memory.
 """
 
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ from hpclm.planning.layout import experts as of_experts
 from hpclm.planning.matrices import exchange
 
 PROCESS = 3 * 2**30
-"""Bytes of a process other than tensors: CUDA context, NCCL buffers, cuBLAS workspaces, libraries."""
+"""Bytes of a process besides tensors: CUDA context, NCCL buffers, cuBLAS workspaces, libraries."""
 SLACK = 0.13
 """Overhead of the allocator, as a fraction of the tensors."""
 
@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def overhead(self) -> float:
-        """The process and its allocator."""
+        """The process and its allocator's overhead."""
         return PROCESS + SLACK * self.tensors
 
     @property
@@ -55,10 +55,11 @@ def of_stages(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Me
 
 
 def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> Memory:
-    """Memory of one GPU of a stage at the fullest moment of a step: while the loss has its logits, while the last block is in its
-    backward pass (and recomputed, if it is), or while the optimizer works on whole matrices."""
+    """Memory of one GPU of a stage at the fullest moment of a step. That is with the logits of the loss, in the backward pass (and
+    recomputation) of the last block, or while the optimizer works on whole matrices."""
     weight_count = parameters(model, layout, stage)
-    plain, expert = outside_experts(model, layout, stage), stage.with_experts * of_experts(model, layout)
+    plain = outside_experts(model, layout, stage)
+    expert = stage.with_experts * of_experts(model, layout)
     experts_sharing = layout.of_experts.sharing
     weights, gradients, optimizer = (
         part.on(layout.sharing) * plain + part.on(experts_sharing) * expert
@@ -70,18 +71,21 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     if costs.deferred and layout.accumulation > 1:
         gradients = costs.reduced * weight_count  # whole until the last backward pass
     held = activations(model, layout, costs, stage)
-    tokens, table = layout.tokens(model), model.padded_vocab * model.hidden / layout.tensor
+    tokens = layout.tokens(model)
+    table = model.padded_vocab * model.hidden / layout.tensor
     rows = min(costs.loss_chunk or count.loss_chunk(tokens, model.padded_vocab // layout.tensor, costs.memory), tokens)
-    several, largest = rows < tokens, max(block(model, layout, kind) for kind in stage.kinds)
-    # the loss has its inputs, which tensor-parallel ranks gather, and their gradient; of several chunks it sums gradients
+    several = rows < tokens
+    largest = max(block(model, layout, kind) for kind in stage.kinds)
+    # the loss holds its inputs, which tensor-parallel ranks gather, and their gradient; over several chunks it sums
+    # gradients
     of_loss = stage.last * tokens * model.hidden * costs.element * (2 + (layout.tensor > 1) / layout.tensor)
     entries = stage.last * rows * model.padded_vocab / layout.tensor
     logits = entries * (costs.logit + costs.element * several)
-    if not several:  # the table's gradient is made from that of the logits
+    if not several:  # the table's gradient is computed from that of the logits
         logits = max(logits, 2 * costs.element * entries + costs.table_at_once * stage.last * table)
     copied = copies(model, layout, costs, stage)
     in_backward = held + max(working(model, layout, costs, kind) for kind in stage.kinds)
-    # gradients of the block before are still being reduced, when its activations are free
+    # gradients of the previous block are still being reduced when its activations are free
     saved = [block_activations(model, layout, costs, kind) for kind in stage.kinds]
     freed = 0.0 if layout.recompute == "full" else max(saved)
     prefetched = costs.gathered.sharded * largest
@@ -100,8 +104,9 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
 
 
 def copies(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
-    """Weights that were cast or gathered, while one block computes, and buckets."""
-    weight_count, sizes = parameters(model, layout, stage), {kind: block(model, layout, kind) for kind in stage.kinds}
+    """Cast or gathered weights while one block computes, and buckets."""
+    weight_count = parameters(model, layout, stage)
+    sizes = {kind: block(model, layout, kind) for kind in stage.kinds}
     others = stage.total(sizes.__getitem__) - max(sizes.values())
     at_once = max(weight_count - others, min(weight_count, costs.kept))
     gathered = costs.gathered.replicated * weight_count + costs.gathered.sharded * at_once
@@ -109,7 +114,7 @@ def copies(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage)
 
 
 def working(model: ModelConfig, layout: Layout, costs: EngineCosts, with_experts: bool) -> float:
-    """Activations of a block that is in its backward pass: gradients in the MLP, and what is recomputed."""
+    """Activations of a block in its backward pass: gradients in the MLP, and recomputed activations."""
     if with_experts:
         rows = expert_rows(model, layout)
         inner = model.expert_width / (layout.tensor if layout.split_experts else 1)
@@ -119,24 +124,23 @@ def working(model: ModelConfig, layout: Layout, costs: EngineCosts, with_experts
         size = layout.tokens(model) * (model.hidden + model.ffn_width) * costs.element / layout.tensor
     if layout.recompute == "full":
         size += block_activations(model, layout, costs, with_experts) * min(layout.recompute_every, model.layers)
-    if (
-        costs.fp8
-    ):  # the larger operand of a product, scaled in bf16 and then rounded; the weights' are smaller, or freed before
+    if costs.fp8:
+        # the larger operand of a product, scaled in bf16 and then rounded; the weights' operands are smaller, or freed before
         width = max(max(pair) for pair in count.linears(model, with_experts))
         size += 3 * layout.tokens(model) * width / layout.tensor
     return size
 
 
 def expert_rows(model: ModelConfig, layout: Layout) -> float:
-    """Rows that one GPU's experts compute in a layer: k for each token, of all that tensor-parallel ranks share if these split experts."""
+    """Rows that one GPU's experts compute in a layer: k for each token, of all tensor-parallel ranks' tokens if those split experts."""
     return layout.tokens(model) * model.experts_per_token / (1 if layout.split_experts else layout.tensor)
 
 
 def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
-    """Activations saved for the backward pass, of all micro-batches that are in flight in a stage.
+    """Activations saved for the backward pass, of all micro-batches in flight in a stage.
 
-    Korthikanti et al. (2022), table 2, without the scores that flash attention does not store: 34 s b h a layer without
-    recomputation, its input 2 s b h with it.
+    Korthikanti et al. (2022), table 2, without the scores that flash attention does not store: 34 s b h a layer without recomputation,
+    its input 2 s b h with it.
     """
     tokens = layout.tokens(model)
     line = tokens * model.hidden * costs.element / layout.tensor  # one activation between layers
@@ -144,7 +148,7 @@ def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: S
         kept = ceil(stage.blocks / layout.recompute_every) * line
     else:
         kept = stage.total(lambda kind: block_activations(model, layout, costs, kind))
-    if model.positions == "alibi" and layout.context == 1:  # distances of all pairs, made for each micro-batch
+    if model.positions == "alibi" and layout.context == 1:  # distances of all pairs, computed for each micro-batch
         kept += model.heads * model.context**2 * costs.element / layout.tensor
     first = tokens * model.hidden * bool(model.dropout) / layout.tensor + line * model.embed_norm
     # ids of 8 bytes; the last norm's input, labels
@@ -157,15 +161,21 @@ def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: S
 def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts, with_experts: bool = False) -> float:
     """Activations that one block saves of one micro-batch, tensor by tensor: Korthikanti et al. (2022), section 4.1.
 
-    Split over tensor-parallel ranks, as all between layers: inputs and outputs of two norms, two dropout masks; the fused
-    projection 3 C (C + 2 G D with grouped queries), the attention output, the MLP's inner activations; queries and keys again if
-    they are normalised or rotated, queries if they are cut out of groups; flash attention's log-sum-exp.
+    Split over tensor-parallel ranks, like all activations between layers: inputs and outputs of two norms, two dropout masks; the fused
+    projection 3 C (C + 2 G D with grouped queries), the attention output, the MLP's inner activations; queries and keys again if they
+    are normalised or rotated, queries if they are cut out of groups; flash attention's log-sum-exp.
     """
-    c, queries, keys = model.hidden, model.attention_width, model.groups * model.head_width
+    c = model.hidden
+    queries = model.attention_width
+    keys = model.groups * model.head_width
     changed = model.positions == "rope" or model.qk_norm
-    again = queries + keys if changed else queries * (model.groups < model.heads)
+    again = 0
+    if changed:
+        again = queries + keys
+    elif model.groups < model.heads:
+        again = queries
     norms = 6 if model.norm_order == "sandwich" else 4  # with their outputs
-    # compiled blocks keep what attention and MLP gather, and gather nothing again
+    # compiled blocks save the inputs that attention and MLP gather, instead of gathering again
     norms += 2 * (layout.tensor - 1) * costs.compiled
     elements = norms * c + (queries + 2 * keys) + again + queries
     elements += _inner(model, costs) * (model.shared_ffn if with_experts else model.ffn_width)
@@ -176,16 +186,18 @@ def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts, wi
 
 
 def _inner(model: ModelConfig, costs: EngineCosts) -> int:
-    """Activations of an MLP's inner width that are saved: what the activation function reads and makes, and with gates both their
-    factors, of which compiled blocks compute one again. ReLU's output tells its gradient."""
-    return 4 - costs.compiled if model.gated else 1 if model.activation == "relu" else 2
+    """Saved activations of an MLP's inner width: input and output of the activation function, and with gates both factors, one of which
+    compiled blocks recompute. ReLU's gradient follows from its output."""
+    if model.gated:
+        return 3 if costs.compiled else 4
+    return 1 if model.activation == "relu" else 2
 
 
 def expert_activations(model: ModelConfig, layout: Layout, costs: EngineCosts) -> float:
-    """What router and experts save of one micro-batch: for each token its fp32 copy and scores, for each of its k rows the input, the inner
-    activations, the expert's bias if there is one, and places before and after it is moved.
+    """Activations that router and experts save of one micro-batch: for each token its fp32 copy and scores; for each of its k rows the
+    input, the inner activations, the expert's bias if any, and positions before and after the exchange.
 
-    With tensor parallelism that splits experts, each rank has whole inputs of all rows, and its part of the inner activations.
+    If tensor parallelism splits experts, each rank has whole inputs of all rows, and its part of the inner activations.
     """
     tokens = layout.tokens(model) / layout.tensor
     inner = _inner(model, costs) * model.expert_width / (layout.tensor if layout.split_experts else 1)
@@ -194,7 +206,7 @@ def expert_activations(model: ModelConfig, layout: Layout, costs: EngineCosts) -
 
 
 def casts(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
-    """Block weights in the compute type, which autograd saves from the forward pass until the backward pass."""
+    """Block weights in the compute type that autograd saves from the forward to the backward pass."""
     if layout.recompute == "full":
         largest = max(block(model, layout, kind) for kind in stage.kinds)
         return costs.casts * largest * min(stage.blocks, layout.recompute_every)

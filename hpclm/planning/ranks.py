@@ -1,4 +1,4 @@
-"""A report on single ranks of a run of any size, simulated on this machine: what each holds and sends."""
+"""A report on single ranks of a run of any size, simulated on this machine: the memory of each, and its communication."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ GB = 1e9
 
 
 def parse_ranks(text: str, world: int) -> list[int]:
-    """The ranks in ``0,8-11,511``, in order; ConfigError."""
+    """The ranks in ``0,8-11,511``, in order; ConfigError for other text."""
     ranks: set[int] = set()
     try:
         for part in text.split(","):
@@ -36,9 +36,10 @@ def report(run: RunConfig, ranks: Sequence[int], kind: Kind) -> Iterator[str]:
 
 def lines(rank: Simulation) -> Iterator[str]:
     """The report on one rank."""
-    run, several = rank.run, "es" * (rank.micro_batches > 1)
+    run = rank.run
+    micro_batches = "micro-batch" if rank.micro_batches == 1 else "micro-batches"
     yield (
-        f"rank {rank.rank} of {rank.world}: engine {run.engine.name}, {rank.micro_batches} micro-batch{several} of "
+        f"rank {rank.rank} of {rank.world}: engine {run.engine.name}, {rank.micro_batches} {micro_batches} of "
         f"{run.batch.micro_size} x {run.model.context} tokens"
     )
     yield f"  parameters       {rank.parameters:>15,}, of which it updates {rank.updated:,}"

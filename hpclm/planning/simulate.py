@@ -1,4 +1,4 @@
-"""One optimizer step of any rank of a run, by the engine's own code on a fake GPU: what it holds, sends and waits for."""
+"""One optimizer step of any rank of a run, by the engine's own code on a fake GPU: memory, communication and waits."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from hpclm.planning.fake_gpu import CUDA, Collective, fake_gpu, peak_memory
 from hpclm.registry import lookup
 
 SIMULATED = ("native", "fsdp2", "pipelining")
-"""Engines that run on fake tensors. DeepSpeed and FairScale read values back and take tensors' memory apart."""
+"""Engines that run on fake tensors. DeepSpeed and FairScale read values back and split up tensors' memory."""
 SHORT = 3
-"""Micro-batches that are run without a pipeline: the first, one that stands for all in the middle, and the last."""
+"""Micro-batches to run without a pipeline: the first, one that represents all in the middle, and the last."""
 DTYPES = {"bf16": torch.bfloat16, "auto": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PARTS = {
     "weights": ("Parameter", "Buffer"),
@@ -28,7 +28,7 @@ PARTS = {
     "optimizer": ("Optstate",),
     "activations": ("Activation", "Temp", "Other"),
 }
-"""Parts of a report, and what PyTorch's MemTracker calls them. weights: also those gathered and cast; activations: all the rest."""
+"""Maps parts of a report to their names in PyTorch's MemTracker. weights: including gathered and cast ones; activations: the rest."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Simulation:
     world: int
     micro_batches: int
     parameters: int
-    """Of this rank's part of the model."""
+    """Parameters of this rank's part of the model."""
     updated: int
-    """Of those, how many this rank's optimizer updates."""
+    """Number of those that this rank's optimizer updates."""
     memory: Mapping[str, int]
     """Bytes of each part at the step's fullest moment, uncompiled."""
     collectives: tuple[CollectiveTotal, ...]
     waits: int
-    """How often the host waits for the device, in the micro-batches that were run; without the wait for the result."""
+    """How often the host waits for the device in the simulated micro-batches, excluding the wait for the result."""
 
 
 def simulate(run: RunConfig, rank: int = 0) -> Simulation:
@@ -71,10 +71,8 @@ def simulate(run: RunConfig, rank: int = 0) -> Simulation:
             f"a rank can be simulated with engine.name={', '.join(SIMULATED)} without offloading, not with this engine "
             f"({run.engine.name}); hpclm planner estimates its memory and speed"
         )
-    if run.parallel.schedule == "zero_bubble":  # PyTorch's memory tracker does not bear backward passes in two parts
-        raise ConfigError(
-            "a rank cannot be simulated with parallel.schedule=zero_bubble; simulate interleaved in its place"
-        )
+    if run.parallel.schedule == "zero_bubble":  # PyTorch's memory tracker does not support backward passes in two parts
+        raise ConfigError("a rank cannot be simulated with parallel.schedule=zero_bubble; simulate interleaved instead")
     micro_batches = run.plan(world).accumulation(run.batch.rampup[2] + 1 if run.batch.rampup else 0)
     count = micro_batches if run.parallel.pipeline > 1 else min(micro_batches, SHORT)
     small = shortened(run, count)
@@ -96,7 +94,8 @@ def simulate(run: RunConfig, rank: int = 0) -> Simulation:
         placements = engine.model.placements
         of_experts = mesh.of_weights(run.parallel.expert)
         parameters = sum(prod(placements[name].local(mesh.tp)) for name, _ in engine.model.weights())
-    calls, sizes = counter.calls, counter.bytes
+    calls = counter.calls
+    sizes = counter.bytes
     if count == SHORT < micro_batches and run.parallel.pipeline == 1:
         for total, before, after in ((calls, seen[0][0], seen[1][0]), (sizes, seen[0][1], seen[1][1])):
             for key in after:
@@ -122,7 +121,7 @@ def shortened(run: RunConfig, micro_batches: int) -> RunConfig:
 
 
 def build(run: RunConfig, mesh: Mesh) -> Any:
-    """The engine on the fake GPU; whether this machine could train with it is not checked, only whether its PyTorch could."""
+    """The engine on the fake GPU. Checks whether its PyTorch could train with it, but not whether this machine could."""
     if reason := unavailable(run.engine.name):
         raise ConfigError(reason)
     return lookup("engine", run.engine.name, ENGINES, CHECK)(
@@ -146,8 +145,8 @@ def micro_batch(run: RunConfig) -> MicroBatch:
 def _collectives(
     calls: Counter[Collective], sizes: Counter[Collective], mesh: Mesh, of_experts: Mesh
 ) -> list[CollectiveTotal]:
-    """Each kind of collective, with the mesh's axis that its group is; the most specific of axes with the same ranks. ``of_experts``: the
-    mesh as experts see it."""
+    """Each kind of collective, with the name of the mesh axis of its group; the most specific of several axes with the same ranks.
+    ``of_experts``: the mesh for experts."""
     axes = {
         "expert data": of_experts.dp,
         "expert shard": of_experts.shard,

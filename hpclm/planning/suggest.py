@@ -24,7 +24,7 @@ VARIED = {
 }
 """Settings that a suggestion may change."""
 TOKENS = 32768
-"""Tokens of the largest micro-batch of batch.micro_size=auto: matrix products are as fast as they get with fewer."""
+"""Tokens of the largest micro-batch of batch.micro_size=auto; matrix products reach full speed with fewer."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Suggestion:
 
 
 def ranked(run: RunConfig, kind: Kind) -> list[Suggestion]:
-    """The fastest way to run each combination of engine, ZeRO stage, tensor and pipeline parallelism that fits."""
+    """The fastest variant of each combination of engine, ZeRO stage, tensor and pipeline parallelism that fits."""
     if forecast.element(run, kind) > 2:
         raise ConfigError(
             "layouts are ranked by speed, which is not predicted in fp32; set engine.precision to bf16 or fp16"
@@ -83,7 +83,7 @@ def variants(run: RunConfig) -> Iterator[RunConfig]:
 
 
 def _experts(run: RunConfig, tensor: int, data: int) -> Iterator[dict[str, Any]]:
-    """Ways to share out experts over ``data`` data-parallel ranks, and to split them over tensor parallelism or not."""
+    """Ways to divide experts over ``data`` data-parallel ranks, and to split them over tensor parallelism or not."""
     if not run.model.experts:
         yield {}
         return
@@ -98,11 +98,14 @@ def _divides(run: RunConfig, tensor: int) -> bool:
 
 
 def _engines(run: RunConfig, tensor: int, pipeline: int) -> Iterator[tuple[dict, dict]]:
-    """Settings of each engine, with each of its ZeRO stages, and of the layout: schedules of a pipeline, or parallel.shard as it is
-    set, over a node if there are several, or over all replicas."""
+    """Settings of each engine with each of its ZeRO stages, and of the layout. With a pipeline these are its schedules; otherwise
+    parallel.shard as set, over a node if there are several, or over all replicas."""
     shards = {run.parallel.shard or 1, run.job.gpus // tensor if run.job.nodes > 1 else 1} - {1}
     for name, can in SUPPORTS.items():
-        for stage in (can.pipeline_stages if pipeline > 1 else can.zero_stages) if can.alone or pipeline > 1 else ():
+        stages = can.zero_stages if can.alone else ()
+        if pipeline > 1:
+            stages = can.pipeline_stages
+        for stage in stages:
             engine = dict(name=name, zero_stage=stage)
             if pipeline == 1:
                 for shard in (None, *sorted(shards)) if stage in can.hybrid else (None,):
@@ -114,7 +117,7 @@ def _engines(run: RunConfig, tensor: int, pipeline: int) -> Iterator[tuple[dict,
 
 def fitting(run: RunConfig, kind: Kind) -> Iterator[tuple[RunConfig, Forecast]]:
     """``run`` with micro-batches of 1, 2, 4, ... times its own, as long as they divide the batch and fit."""
-    plan = forecast.of(run, kind)
+    plan = forecast.predict(run, kind)
     while plan.room == "fits":
         layout = plan.layout
         with suppress(ConfigError):  # a step during the ramp-up cannot be divided
@@ -129,12 +132,13 @@ def fitting(run: RunConfig, kind: Kind) -> Iterator[tuple[RunConfig, Forecast]]:
 
 def options(run: RunConfig, other: RunConfig) -> tuple[str, ...]:
     """The settings of ``other`` that differ from those of ``run``, as key=value."""
-    return tuple(
-        f"{section}.{name}={'null' if new is None else new}"
-        for section, names in VARIED.items()
-        for name in names
-        if (new := getattr(getattr(other, section), name)) != getattr(getattr(run, section), name)
-    )
+    changed = []
+    for section, names in VARIED.items():
+        for name in names:
+            value = getattr(getattr(other, section), name)
+            if value != getattr(getattr(run, section), name):
+                changed.append(f"{section}.{name}={'null' if value is None else value}")
+    return tuple(changed)
 
 
 def _divisors(number: int) -> list[int]:
@@ -154,7 +158,7 @@ def with_micro_size(run: RunConfig, kind: Kind) -> RunConfig:
     if sizes:
         return max(sizes, key=lambda row: row[:2])[2]
     raise ConfigError(
-        f"batch.micro_size=auto: even with batch.micro_size=1 this layout needs {forecast.of(smallest, kind).peak.total / GIB:.0f} "
+        f"batch.micro_size=auto: even with batch.micro_size=1 this layout needs {forecast.predict(smallest, kind).peak.total / GIB:.0f} "
         f"GiB of each of {run.job.nodes} x {run.job.gpus} GPUs, which have {kind.memory:.0f}; use more GPUs, another engine "
         f"(engine.name=fsdp2), parallel.tensor or engine.recompute=full: hpclm planner --suggest lists what fits"
     )

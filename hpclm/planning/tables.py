@@ -15,7 +15,7 @@ from hpclm.planning.forecast import GIB, Forecast
 from hpclm.planning.memory import Memory
 
 GPUS = ((1, 1), (1, 8), (2, 8), (4, 8), (8, 8))
-"""Nodes, and GPUs of each, that a table of several files tries in this order."""
+"""Pairs (nodes, GPUs per node) that a table of several files tries in this order."""
 SHOWN = 10  # suggestions
 
 
@@ -28,7 +28,7 @@ def with_micro_size(run: RunConfig, kind: Kind) -> RunConfig:
 
 
 def on_its_gpus(settings: Sequence[str], kind: Kind) -> Forecast | ConfigError:
-    """The forecast of a run; if its settings name no number of GPUs, on the smallest of GPUS that it fits."""
+    """The forecast of a run; without a number of GPUs in its settings, on the smallest of GPUS that it fits."""
     outcome: Forecast | ConfigError | None = None
     try:
         run = environment.settings(settings)
@@ -37,7 +37,7 @@ def on_its_gpus(settings: Sequence[str], kind: Kind) -> Forecast | ConfigError:
     for nodes, gpus in GPUS if (run.job.nodes, run.job.gpus) == (1, 1) else [(run.job.nodes, run.job.gpus)]:
         try:
             other = replace(run, job=replace(run.job, nodes=nodes, gpus=gpus))
-            outcome = forecast.of(with_micro_size(other, kind), kind)
+            outcome = forecast.predict(with_micro_size(other, kind), kind)
         except ConfigError as error:
             outcome = outcome or error
             continue
@@ -79,7 +79,8 @@ def comparison(plans: Mapping[str, Forecast | ConfigError], kind: str) -> Iterat
         if isinstance(plan, ConfigError):
             yield f"{path:<{width}}{plan.problems[0]}"
             continue
-        layout, rate = plan.layout, plan.tokens_per_second
+        layout = plan.layout
+        rate = plan.tokens_per_second
         speed = f"{rate / layout.gpus:>16,.0f}{plan.mfu or 0:>8.1%}" if rate else f"{'-':>16}{'-':>8}"
         room = "" if plan.room == "fits" else f"  {plan.room}"
         sizes = (
@@ -89,10 +90,12 @@ def comparison(plans: Mapping[str, Forecast | ConfigError], kind: str) -> Iterat
 
 
 def report(run: RunConfig, plan: Forecast, kind: str) -> Iterator[str]:
-    """A forecast for a reader."""
-    model, layout = plan.model, plan.layout
-    context = f"context {layout.context} x " * (layout.context > 1)
-    experts = f"; experts over {layout.expert} data ranks" * (layout.expert > 1)
+    """A forecast as text."""
+    model = plan.model
+    layout = plan.layout
+    context = f"context {layout.context} x " if layout.context > 1 else ""
+    experts = f"; experts over {layout.expert} data ranks" if layout.expert > 1 else ""
+    micro_batches = "micro-batch" if layout.accumulation == 1 else "micro-batches"
     groups = f" in groups of {layout.sharing} replicas" if layout.copies > 1 else ""
     yield f"{count.described(model)}: {model.layers} blocks of width {model.hidden}, samples of {model.context} tokens"
     yield (
@@ -100,8 +103,7 @@ def report(run: RunConfig, plan: Forecast, kind: str) -> Iterator[str]:
         f"{run.engine.name}, ZeRO stage {zero_stage(run.engine, layout.pipeline)}{groups}, recompute {layout.recompute}"
     )
     yield (
-        f"{plan.samples} samples a step: {layout.accumulation} micro-batch{'es' * (layout.accumulation > 1)} of "
-        f"{layout.micro_size} on each replica"
+        f"{plan.samples} samples a step: {layout.accumulation} {micro_batches} of {layout.micro_size} on each replica"
     )
     if model.head_width % 8:
         yield (
@@ -133,13 +135,17 @@ def _memory(plan: Forecast) -> Iterator[str]:
 
 def _speed(plan: Forecast) -> Iterator[str]:
     """Seconds and bytes of a step, and tokens per second."""
-    layout, sent, step = plan.layout, asdict(plan.volume), plan.step
+    layout = plan.layout
+    sent = asdict(plan.volume)
+    step = plan.step
     if step is None:
-        optim, in_fp32 = plan.costs.optim.name, "set engine.precision to bf16 or fp16"
-        matrices = (
-            f"optim.name={optim} exchanges matrices in it; its row in OPTIMIZERS may declare a cost in another type"
-        )
-        yield f"speed is not predicted in fp32; {in_fp32 if plan.costs.element > 2 else matrices}"
+        why = "set engine.precision to bf16 or fp16"
+        if plan.costs.element <= 2:
+            optim = plan.costs.optim.name
+            why = (
+                f"optim.name={optim} exchanges matrices in it; its row in OPTIMIZERS may declare a cost in another type"
+            )
+        yield f"speed is not predicted in fp32; {why}"
         return
     yield f"{'a step':<22}{'ms':>10}{'GiB sent':>12}"
     for name, seconds in asdict(step).items():
@@ -156,7 +162,7 @@ def _speed(plan: Forecast) -> Iterator[str]:
 
 
 def ranking(run: RunConfig, best: Sequence[suggest.Suggestion], kind: str) -> Iterator[str]:
-    """Suggestions for a reader."""
+    """Suggestions as text."""
     gpus = run.job.nodes * run.job.gpus
     if not best:
         yield f"nothing fits {gpus} x {kind}; more GPUs, or a smaller model.context"

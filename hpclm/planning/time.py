@@ -1,7 +1,7 @@
 """Time of an optimizer step, in seconds: matrix products, memory traffic and communication, in sequence unless they overlap.
 
 n = tokens of a micro-batch, T tokens of a sample, C hidden width, V padded vocabulary, t tensor-parallel ranks, k experts of a token, R
-ranks that share out the experts, whose loads are taken to be even. Products of experts are taken to be as fast as others.
+ranks that divide the experts. Loads of experts are assumed even, and their products as fast as others.
 """
 
 from dataclasses import dataclass, fields
@@ -16,25 +16,25 @@ from hpclm.planning.matrices import exchange
 from hpclm.planning.memory import block_activations, expert_rows
 
 EFFICIENCY = {"Ampere": 0.67, "Hopper": 0.56}
-"""Part of the peak that matrix products reach: one constant a generation, fitted to published runs (docs/planner.md)."""
+"""Fraction of the peak that matrix products reach: one constant a generation, fitted to published runs (docs/planner.md)."""
 UNMEASURED = 0.56
-"""Part of the peak for generations without published runs to fit."""
+"""Fraction of the peak for generations without published runs to fit."""
 ATTENTION = {"Ampere": 0.55, "Hopper": 0.33}
-"""Part of the peak that FlashAttention-2 reaches, forward and backward, causal (Dao 2023, section 4.1)."""
+"""Fraction of the peak that FlashAttention-2 reaches, forward and backward, causal (Dao 2023, section 4.1)."""
 ACHIEVED = 0.8
-"""Part of a link's nominal rate that collectives reach."""
+"""Fraction of a link's nominal rate that collectives reach."""
 TRAFFIC = 2.4
-"""Bytes between memory and processors in one pass of a block, relative to those that it saves for the backward pass: each operand
-is read or written once."""
+"""Bytes between memory and processors in one pass of a block, relative to those that it saves for the backward pass: each operand is
+read or written once."""
 QUANTIZING = 5
-"""Bytes of traffic for each element that becomes FP8: read for the maximum, read again, written in one byte."""
+"""Bytes of traffic for each element converted to FP8: read for the maximum, read again, written in one byte."""
 WEIGHT_TRAFFIC = 18
 """Bytes per parameter and micro-batch: products, casts, accumulation."""
 WAIT = 1e-4
-"""Seconds that a layer's experts cost where the host waits to learn how many rows are sent: a small all-to-all, a copy to the host, and
-the launches until the GPU is busy again. An assumption, not a measurement."""
+"""Seconds for each layer with experts while the host waits to learn how many rows are sent. That takes a small all-to-all, a copy to the
+host, and launches until the GPU is busy again. An assumption, not a measurement."""
 EXPOSED = 0.1
-"""Part of the communication that overlaps with computation and still costs time. Fitted to published multi-node runs."""
+"""Fraction of overlapped communication that still costs time. Fitted to published multi-node runs."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class Step:
     context: float
     """Keys and values, and their gradients, between context-parallel ranks."""
     expert: float
-    """Rows, and their gradients, on their way to experts and back."""
+    """Rows, and their gradients, on the way to experts and back."""
     waits: float
-    """Waiting for the host, which learns how many rows go where."""
+    """Waits of the host to learn how many rows go where."""
     bubble: float
     """Waiting while the pipeline fills and drains."""
     pipeline: float
     """Sending activations and their gradients between stages."""
     data: float
-    """Communication of gradients and weights between replicas that computation does not hide; with hybrid sharding between those that
-    share out the weights."""
+    """Communication of gradients and weights between replicas that computation does not hide; with hybrid sharding, between those that
+    divide the weights."""
     replicate: float
-    """Communication between replicas that hold the same shard, as far as computation does not hide it."""
+    """Communication, not hidden by computation, between replicas with the same shard."""
     optimizer: float
-    """The update, with the work on whole matrices and their exchange."""
+    """The update, including work on whole matrices and their exchange."""
 
     @property
     def total(self) -> float:
@@ -78,9 +78,9 @@ class Volume:
     expert: float
     pipeline: float
     data: float
-    """To replicas; with hybrid sharding to those that share out the weights."""
+    """To replicas; with hybrid sharding, to those that divide the weights."""
     replicate: float
-    """To replicas that hold the same shard."""
+    """To replicas with the same shard."""
 
 
 def idle(layout: Layout) -> float:
@@ -88,7 +88,8 @@ def idle(layout: Layout) -> float:
 
     A zero-bubble schedule (ZB-H1 of Qi et al. 2023) fills two thirds of it with gradients of weights.
     """
-    return (layout.pipeline - 1) * (1 / 3 if layout.schedule == "zero_bubble" else 1.0) / layout.chunks
+    unfilled = 1 / 3 if layout.schedule == "zero_bubble" else 1.0
+    return (layout.pipeline - 1) * unfilled / layout.chunks
 
 
 def bubble(layout: Layout) -> float:
@@ -99,14 +100,16 @@ def bubble(layout: Layout) -> float:
 def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volume]:
     """Bytes that one GPU of each stage sends in a step.
 
-    tensor: a layer's forward pass makes 4 gathers and scatters of its activations, its backward pass 4 and with sequence
-    parallelism 2 more (Korthikanti et al. 2022, section 4.2.2). data: 2 psi elements a step for ZeRO stages 0 to 2, 3 psi for
-    stage 3 (Rajbhandari et al. 2020, section 7); what is not kept is sent again for each micro-batch. replicate: an all-reduce of
-    the gradients of a shard: once, but sums of gradients that are not in fp32 are not kept until the last micro-batch. context: a
-    layer gathers keys and values, again if they are recomputed, and reduce-scatters their gradients. expert: the k rows of each token
-    go to their experts and back, in the forward pass, again if it is recomputed, and in the backward pass.
+    tensor: a layer's forward pass makes 4 gathers and scatters of its activations, its backward pass 4 and with sequence parallelism 2
+    more (Korthikanti et al. 2022, section 4.2.2). data: 2 psi elements a step for ZeRO stages 0 to 2, 3 psi for stage 3 (Rajbhandari et
+    al. 2020, section 7); values that are not kept are sent again for each micro-batch. replicate: an all-reduce of the gradients of a
+    shard: once, except that sums not in fp32 are not kept until the last micro-batch. context: a layer gathers keys and values, again if
+    they are recomputed, and reduce-scatters their gradients. expert: the k rows of each token go to their experts and back, in the
+    forward pass, again if it is recomputed, and in the backward pass.
     """
-    t, m, line = layout.tensor, layout.accumulation, layout.tokens(model) * model.hidden * costs.element
+    t = layout.tensor
+    m = layout.accumulation
+    line = layout.tokens(model) * model.hidden * costs.element
     keys = 2 * model.groups * model.head_width * layout.tokens(model) * costs.element / t
     rows = []
     for stage in stages(model, layout):
@@ -117,7 +120,7 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
         if costs.fp8:  # attention and MLP each gather their inputs in one byte in the forward pass
             gathers = stage.total(lambda kind: len(count.linears(model, kind)) / 2)
             collectives -= _in_fp8(stage) * gathers * (1 + recomputed) / 2
-        # each of the tensor-parallel ranks that have an expert whole has a part of its gradient, of other tokens
+        # each tensor-parallel rank with a whole expert has a part of its gradient, from other tokens
         of_wholes = 0 if layout.split_experts else 8 * _all_experts(model, layout, stage)
         moved = stage.with_experts * (4 + 2 * recomputed) * expert_rows(model, layout) * model.hidden * costs.element
         pipeline = 0.0
@@ -150,13 +153,14 @@ def busiest(every: list[Volume]) -> Volume:
 
 
 def _all_experts(model: ModelConfig, layout: Layout, stage: Stage) -> float:
-    """Parameters of all experts that one GPU of a stage has."""
+    """Parameters of all experts on one GPU of a stage."""
     return stage.with_experts * of_experts(model, layout)
 
 
 def _with_replicas(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> tuple[float, float]:
-    """Bytes of gradients and weights that a GPU of a stage exchanges with its replicas: of all but experts, and of experts."""
-    m, each_time = layout.accumulation, costs.zero >= 2 and not costs.deferred
+    """Bytes of gradients and weights that a GPU of a stage exchanges with its replicas: for all but experts, and for experts."""
+    m = layout.accumulation
+    each_time = costs.zero >= 2 and not costs.deferred
     experts = _all_experts(model, layout, stage)
     blocks = stage.total(lambda kind: block(model, layout, kind)) if costs.gathers else 0
 
@@ -183,7 +187,9 @@ def step(
     attention relative to FlashAttention-2."""
     efficiency = efficiency or EFFICIENCY.get(kind.family, UNMEASURED)
     attention = ATTENTION.get(kind.family, UNMEASURED / 2) * kernel
-    m, p, t = layout.accumulation, layout.pipeline, layout.tensor
+    m = layout.accumulation
+    p = layout.pipeline
+    t = layout.tensor
     every = stages(model, layout)
     work = [_work(model, layout, costs, stage) for stage in every]
     computing = [
@@ -206,9 +212,9 @@ def step(
     with_replicas = [_with_replicas(model, layout, costs, stage) for stage in every]
     data = max(sum(size / rate for size, rate in zip(sizes, rates, strict=True)) for sizes in with_replicas)
     replicate = largest.replicate / _rate(layout, kind, layout.copies, t * layout.sharing)
+    sharing, experts_sharing = (layout.sharing, experts.sharing) if costs.zero else (1, 1)
     updated = [
-        outside_experts(model, layout, stage) / (layout.sharing if costs.zero else 1)
-        + _all_experts(model, layout, stage) / (experts.sharing if costs.zero else 1)
+        outside_experts(model, layout, stage) / sharing + _all_experts(model, layout, stage) / experts_sharing
         for stage in every
     ]
     matrices = [exchange(model, layout, costs.optim, costs.zero, stage) for stage in every]
@@ -230,7 +236,7 @@ def step(
 
 
 def _exposed(seconds: float, hidden: float) -> float:
-    """Seconds that communication costs if computation of ``hidden`` seconds runs beside it."""
+    """Seconds that communication adds while ``hidden`` seconds of computation run beside it."""
     return max(0.0, seconds - hidden) + EXPOSED * min(seconds, hidden)
 
 
@@ -243,9 +249,12 @@ def _rate(layout: Layout, kind: Kind, size: int, stride: int) -> float:
 
 
 def _all_to_all_rate(layout: Layout, kind: Kind) -> float:
-    """Bytes/s that a GPU sends to those that share out the experts with it: as the slower takes, its link or its share of the network."""
-    peers, within = layout.expert - 1, min(layout.expert, max(1, layout.node // layout.tensor))
-    inside, outside = (within - 1) / kind.link, (layout.expert - within) / kind.network
+    """Bytes/s that a GPU sends to those with which it divides the experts: limited by the slower of its link and its share of the
+    network."""
+    peers = layout.expert - 1
+    within = min(layout.expert, max(1, layout.node // layout.tensor))
+    inside = (within - 1) / kind.link
+    outside = (layout.expert - within) / kind.network
     return ACHIEVED * peers / max(inside, outside) if peers else kind.link
 
 
@@ -253,10 +262,11 @@ def _work(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) 
     """Forward and backward pass of one micro-batch through a stage: FLOPs of products and of attention's core, and bytes of memory
     traffic. The backward pass does each product twice.
 
-    A block's products cost 2 FLOPs a weight and token (Kaplan et al. 2020), of experts for each token's k; attention's core 4 T C a token,
-    half of it masked.
+    A block's products cost 2 FLOPs a weight and token (Kaplan et al. 2020), for experts once for each of a token's k; attention's core 4
+    T C a token, half of it masked.
     """
-    tokens, t = layout.tokens(model), layout.tensor
+    tokens = layout.tokens(model)
+    t = layout.tensor
     passes = 4 if layout.recompute == "full" else 3
     cores = stage.blocks * (3 if layout.recompute == "none" else 4)
     products = (
@@ -268,14 +278,16 @@ def _work(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) 
     moved += stage.last * 2 * tokens * model.padded_vocab / t * costs.logit
     if costs.fp8:
         saved, quantized = _of_fp8(model, layout, stage, passes - 1)
-        products, moved = products - saved, moved + quantized
+        products -= saved
+        moved += quantized
     return products, core, moved + WEIGHT_TRAFFIC * parameters(model, layout, stage)
 
 
 def _of_fp8(model: ModelConfig, layout: Layout, stage: Stage, passes: int) -> tuple[float, float]:
-    """FLOPs that FP8 saves, since a product takes half as long, and bytes of memory traffic that quantizing operands costs, in one
-    micro-batch. ``passes``: those that multiply in FP8, all but the one of weights' gradients."""
-    tokens, t = layout.tokens(model), layout.tensor
+    """FLOPs that FP8 saves, since a product takes half as long, and bytes of memory traffic for quantizing operands, in one micro-batch.
+    ``passes``: those that multiply in FP8, all but that for weight gradients."""
+    tokens = layout.tokens(model)
+    t = layout.tensor
     part = passes * _in_fp8(stage)
     pairs = {kind: count.linears(model, kind) for kind in stage.kinds}
     weights = stage.total(lambda kind: sum(a * b for a, b in pairs[kind])) / t
@@ -284,5 +296,5 @@ def _of_fp8(model: ModelConfig, layout: Layout, stage: Stage, passes: int) -> tu
 
 
 def _in_fp8(stage: Stage) -> float:
-    """Part of a stage's blocks that engine.fp8 applies to."""
+    """Fraction of a stage's blocks that engine.fp8 applies to."""
     return max(0, stage.blocks - stage.first - stage.last) / stage.blocks

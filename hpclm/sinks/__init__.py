@@ -1,7 +1,7 @@
-"""Where a run's metrics go besides its run directory: W&B, MLflow, Trackio, or a class of your own (log.sinks).
+"""Where a run's metrics go besides its run directory: W&B, MLflow, Trackio, or a user's class (log.sinks).
 
-metrics.jsonl is the queue. For each sink rank 0 starts a process (``worker``) that reads it and remembers in the run directory
-how far it has come (``position``). Training never waits for a sink, and a row reaches it once, over all attempts of the run.
+metrics.jsonl is the queue. For each sink rank 0 starts a process (``worker``) that reads it and records its progress in the run
+directory (``position``). Training never waits for a sink, and a row reaches it once, over all attempts of the run.
 """
 
 import sys
@@ -19,12 +19,12 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a sink knows about the run."""
+    """Information for a sink about the run."""
 
     id: str
     """Shared by all attempts; a new one after the run has gone back to an older checkpoint (``--from``)."""
     name: str
-    """That of the run directory."""
+    """Name of the run directory."""
     project: str
     out: Path
     settings: Mapping[str, Any]
@@ -32,28 +32,28 @@ class RunInfo:
 
 
 class RefusedError(Exception):
-    """A tracker was reached and refuses what it was sent; it would refuse the same again."""
+    """The tracker was reached and refuses the rows; it would refuse the same rows again."""
 
 
 class Sink(Protocol):
-    """One run in an experiment tracker. It may raise at any time; it is then recreated and sent the same rows again.
+    """One run in an experiment tracker. Methods may raise at any time; the sink is then recreated and sent the same rows again.
 
-    A row for which it raises RefusedError is left out instead. A sink may have ``substitutes``, a mapping of the names that its
-    tracker refuses to those that it has instead; the log says them once.
+    A row for which it raises RefusedError is omitted instead. A sink may have ``substitutes``, a mapping from names that its tracker
+    refuses to their replacements, which are logged once.
     """
 
     def __init__(self, run: RunInfo) -> None:
         """Create the run ``run.id``, or continue it if an earlier attempt has created it."""
 
     def send(self, rows: Sequence[Row], before: int) -> None:
-        """Add rows, in order, after the ``before`` that it has; return once they are safe."""
+        """Add rows, in order, after the ``before`` rows already there; return once they are safe."""
 
     def close(self, code: int) -> None:
         """The attempt ends with this exit code; 85: the run will continue."""
 
 
 def lookup(name: str) -> type[Sink]:
-    """The class of the sink ``name``; ConfigError if there is none, or if its library is missing."""
+    """The class of the sink ``name``; ConfigError for unknown names or a missing library."""
     methods = registry.class_check("send", "close", made_with=["run"])
     kind: type[Sink] = registry.lookup("sink", name, SINKS, methods)
     return kind

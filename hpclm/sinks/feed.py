@@ -1,5 +1,5 @@
-"""From metrics.jsonl to a sink: whatever the sink lacks, in order. How far it has come is kept in the run directory, so that no
-attempt sends a row twice."""
+"""Feeds metrics.jsonl to a sink: the rows that the sink lacks, in order. Its progress is kept in the run directory, so that no attempt
+sends a row twice."""
 
 import json
 import secrets
@@ -15,7 +15,7 @@ from hpclm.rundir import events, metrics_file, rows
 from hpclm.sinks import RefusedError, Row, RunInfo, Sink, lookup
 from hpclm.terminal import say
 
-MAX_PENDING_ROWS = 10_000  # rows that are held at once
+MAX_PENDING_ROWS = 10_000  # rows held at once
 POSITION: dict[str, rows.Kind] = {
     **{"id": str, "rollbacks": int, "rows": int},
     "steps": lambda steps: isinstance(steps, dict) and all(rows.fits(step, int) for step in steps.values()),
@@ -26,54 +26,62 @@ NEEDED = ("id", "rollbacks", "rows", "steps")
 
 
 def place(out: Path, sink: str, ending: str) -> Path:
-    """The file of the sink's position (json), or the one to lock while rows are sent to it (lock)."""
+    """The file with the sink's position (json), or the one to lock while rows are sent to it (lock)."""
     path = out / "sinks" / f"{sink.replace(':', '-')}.{ending}"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
 class Feed:
-    """The rows of a run's metrics.jsonl that a sink lacks, and the sink, made again after failures."""
+    """The rows of a run's metrics.jsonl that a sink lacks, and the sink, recreated after failures."""
 
     def __init__(self, name: str, out: Path):
         """Create one only while holding the lock."""
-        self.name, self.out = name, out
+        self.name = name
+        self.out = out
         self.rollbacks = metrics_file.rollbacks(out)
-        self.id, self.rows, self.steps = secrets.token_hex(4), 0, dict[str, int]()
-        """Of the run in the sink; the rows that it has; and of each kind of row the last step that it has."""
+        self.id = secrets.token_hex(4)
+        self.rows = 0
+        self.steps = dict[str, int]()
+        """The run's id in the sink, the number of its rows, and the last step of each kind of row."""
         self.refused = 0
-        """Of the rows: those that the sink refused."""
+        """Number of rows that the sink refused."""
         self.substitutes: dict[str, str] = {}
-        """Names that the sink has instead of others."""
+        """Replacements of names that the sink refuses."""
         self.sink: Sink | None = None
-        self._offset, self._pending = 0, list[Row]()
+        self._offset = 0
+        self._pending = list[Row]()
         with suppress(FileNotFoundError):
             text = files.read_text(place(out, name, "json"), errors="replace")
             before = rows.parsed(text, POSITION, NEEDED)
-            # otherwise the run has gone back: a new one in the sink
+            # otherwise the run has gone back: create a new one in the sink
             if before and before["rollbacks"] == self.rollbacks:
-                self.id, self.rows, self.steps = before["id"], before["rows"], before["steps"]
-                self.refused, self.substitutes = before.get("refused") or 0, before.get("substitutes") or {}
+                self.id = before["id"]
+                self.rows = before["rows"]
+                self.steps = before["steps"]
+                self.refused = before.get("refused") or 0
+                self.substitutes = before.get("substitutes") or {}
 
     def send(self, say: Callable[[str], object]) -> None:
-        """Send what is new. It raises what the sink raises; the next call makes the sink again and sends the same rows.
+        """Send new rows. Raises the sink's exceptions; the next call recreates the sink and sends the same rows.
 
-        ``say`` gets a line about names that are replaced, and about rows that the sink refuses, which are left out.
+        ``say``: called with a line about replaced names, and about refused rows, which are omitted.
         """
         try:
             while self._read() or (self.sink is None and self.rows):
                 # not before the first row: an attempt that fails earlier leaves no empty run there
                 if self.sink is None:
-                    self._keep()  # its id, before it is there
+                    self._keep()  # store its id before the run exists there
                     self.sink = lookup(self.name)(self._run())
                 if self._pending:
                     refused = self._send(self.sink, self._pending, self.rows)
                     self.steps |= {kind(row): row["step"] for row in self._pending}
-                    self.rows, self._pending = self.rows + len(self._pending), []
+                    self.rows = self.rows + len(self._pending)
+                    self._pending = []
                     self.refused += len(refused)
                     if refused:
-                        rows_of = f"{len(refused)} row{'s' * (len(refused) > 1)}"
-                        say(f"refused {rows_of}, left out there ({refused[0]}); {self.refused} so far")
+                        rows_of = "1 row" if len(refused) == 1 else f"{len(refused)} rows"
+                        say(f"refused {rows_of}, omitted there ({refused[0]}); {self.refused} so far")
                     self._say_substitutes(getattr(self.sink, "substitutes", {}), say)
                 self._keep()
         except (Exception, SystemExit):
@@ -82,7 +90,7 @@ class Feed:
             raise
 
     def _send(self, sink: Sink, pending: Sequence[Row], before: int) -> list[str]:
-        """Send rows, after ``before`` others; why the sink refuses some of them, one line for each."""
+        """Send rows after ``before`` others. Returns the reasons why the sink refuses some of them, one line for each."""
         try:
             sink.send(pending, before)
         except RefusedError as error:
@@ -99,7 +107,7 @@ class Feed:
             say("names that it refuses are replaced there: " + ", ".join(f"{a!r} is {b!r}" for a, b in new.items()))
 
     def close(self, code: int) -> None:
-        """The attempt has ended with ``code``."""
+        """Report the attempt's exit ``code`` to the sink."""
         if self.sink is not None:
             with suppress(Exception, SystemExit):
                 self.sink.close(code)
@@ -115,7 +123,8 @@ class Feed:
         files.write_text(place(self.out, self.name, "json"), json.dumps(position) + "\n")
 
     def _read(self) -> bool:
-        """Add the complete new lines of metrics.jsonl to what is pending; whether anything is. OSError if it cannot be read."""
+        """Add the complete new lines of metrics.jsonl to the pending rows; returns whether any are pending. OSError if it cannot be
+        read."""
         with suppress(FileNotFoundError):
             for block in metrics_file.added(self.out, self._offset):
                 if len(self._pending) >= MAX_PENDING_ROWS:
@@ -126,19 +135,19 @@ class Feed:
 
 
 def kind(row: Row) -> str:
-    """``train``, the part that was evaluated, or ``tasks``: rows of a kind come in the order of their steps."""
+    """``train``, the evaluated part, or ``tasks``: rows of a kind come in the order of their steps."""
     if "tasks" in row:
         return "tasks"
     return str(row.get("part", "valid")) if "validation_loss" in row else "train"
 
 
 def cause(error: BaseException) -> str:
-    """An error of a sink, in one line."""
+    """An error of a sink in one line."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def note(out: Path, name: str, cause: str) -> None:
-    """Record why the sink ``name`` lacks rows; an empty ``cause``: that it has them all, if it lacked some."""
+    """Record why the sink ``name`` lacks rows; with an empty ``cause``, that it has them all again."""
     with suppress(OSError, ConfigError):
         if cause or name in events.unsent(events.read(out)):
             events.append(out, "sink", sink=name, cause=cause)
@@ -150,7 +159,8 @@ def send_rest(out: Path, name: str) -> None:
     say(f"{name}: sending the rows that it lacks", file=sys.stderr, flush=True)
     with files.locked(place(out, name, "lock"), f"waiting for the process of {out} that sends to {name}"):
         feed = Feed(name, out)
-        before, refused = feed.rows, feed.refused
+        before = feed.rows
+        refused = feed.refused
         try:
             feed.send(lambda text: say(f"{name}: {text}"))
         except (Exception, SystemExit) as error:

@@ -13,11 +13,12 @@ from hpclm.sinks import RefusedError, Row, RunInfo, figures
 from hpclm.sinks.names import TrackerNames, is_path
 
 ID = "hpclm.id"
-MAX_METRICS_PER_REQUEST, MAX_PARAMETER_CHARACTERS = 1000, 6000  # numbers in a request, characters of a parameter
+MAX_METRICS_PER_REQUEST = 1000
+MAX_PARAMETER_CHARACTERS = 6000
 PARAMETERS = 40  # in a request, which may have 1 MB
-SHORT = 250  # characters of a parameter that every version takes
+SHORT = 250  # characters of a parameter that every version accepts
 LATER = {401, 403, 404, 408, 425, 429}
-"""HTTP statuses of requests that may succeed later, or once a person has logged in."""
+"""HTTP statuses of requests that may succeed later, or after a login."""
 
 
 class MlflowSink:
@@ -25,7 +26,8 @@ class MlflowSink:
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""
-        self.client, self._names = MlflowClient(), TrackerNames(is_path)
+        self.client = MlflowClient()
+        self._names = TrackerNames(is_path)
         self.substitutes = self._names.substitutes
         existing = self.client.get_experiment_by_name(run.project)
         experiment = existing.experiment_id if existing else self.client.create_experiment(run.project)
@@ -42,7 +44,7 @@ class MlflowSink:
             self._add_parameters(values[start : start + PARAMETERS])
 
     def _add_parameters(self, values: Sequence[tuple[str, str]]) -> None:
-        """Add settings; a value that the server refuses is cut, and left out if that does not help."""
+        """Add settings; a value that the server refuses is truncated, and omitted if that does not help."""
         try:
             with refusals():
                 self.client.log_batch(
@@ -66,13 +68,15 @@ class MlflowSink:
 
     def close(self, code: int) -> None:
         """Set the run's status."""
-        status = "SCHEDULED" if code == ExitCode.REQUEUE else "FAILED" if code else "FINISHED"
+        status = "FAILED" if code else "FINISHED"
+        if code == ExitCode.REQUEUE:
+            status = "SCHEDULED"
         self.client.set_terminated(self.id, status)
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """RefusedError for what the server has read and refuses."""
+    """RefusedError for requests that the server has read and refuses."""
     try:
         yield
     except MlflowException as error:

@@ -1,4 +1,4 @@
-"""The processes that send a run's metrics to its sinks, from rank 0's side."""
+"""The processes that send a run's metrics to its sinks, seen from rank 0."""
 
 import logging
 import subprocess
@@ -14,17 +14,18 @@ from hpclm.sinks.feed import note
 
 log = logging.getLogger(__name__)
 SECONDS: Mapping[int, float] = {ExitCode.DONE: 30.0, ExitCode.REQUEUE: 5.0}
-"""How long the last rows may take, by exit code: a preempted run has no time, and its next attempt sends them."""
-FAILED = 2.0  # seconds for the same after an error
+"""Seconds for the last rows, by exit code: a preempted run has no time, and its next attempt sends them."""
+FAILED = 2.0  # seconds after an error
 
 
 class Sinks:
-    """One process for each sink of a run; use it as a context manager. Nothing in it raises or waits while the run trains."""
+    """One process for each sink of a run; use it as a context manager. It never raises or waits while the run trains."""
 
     def __init__(self, names: list[str], out: Path):
-        self.names, self.out = names, out
+        self.names = names
+        self.out = out
         self.code = 0
-        """How the attempt ends, unless an error ends it."""
+        """Exit code of the attempt, unless an error ends it."""
         self._processes: dict[str, subprocess.Popen[str]] = {}
 
     def __enter__(self) -> "Sinks":
@@ -33,7 +34,8 @@ class Sinks:
     def start(self) -> None:
         """Start sending, once metrics.jsonl ends where the run resumes."""
         for name in self.names:
-            command, nothing = python.command("hpclm.sinks.worker", name, str(self.out)), subprocess.DEVNULL
+            command = python.command("hpclm.sinks.worker", name, str(self.out))
+            nothing = subprocess.DEVNULL
             pipes = {"stdin": subprocess.PIPE, "stdout": nothing, "stderr": nothing}
             try:
                 self._processes[name] = subprocess.Popen(command, env=python.safe_env(), text=True, **pipes)  # type: ignore
@@ -41,8 +43,9 @@ class Sinks:
                 log.warning("sink %s cannot be started: %s; training continues without it", name, error)
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Let the sinks have the last rows, as far as there is time."""
-        code, seconds = (self.code, SECONDS.get(self.code, FAILED)) if kind is None else (ExitCode.FAILED, FAILED)
+        """Send the last rows to the sinks within the time limit."""
+        code = self.code if kind is None else ExitCode.FAILED
+        seconds = SECONDS.get(code, FAILED)
         if self._processes:
             log.info("sending the last rows to %s, at most %.0f s", ", ".join(self._processes), seconds)
         for process in self._processes.values():
@@ -56,7 +59,7 @@ class Sinks:
             ended = process.poll()
             if ended is None:
                 note(self.out, name, f"the last rows took longer than {seconds:.0f} s")
-            elif ended not in (0, 1):  # with 1 it has recorded why
+            elif ended not in (0, 1):  # with 1 it has recorded the reason
                 note(self.out, name, f"its process ended with {ended}")
             if ended != 0:
                 process.kill()

@@ -1,4 +1,4 @@
-"""Trackio; TRACKIO_DIR, TRACKIO_SPACE_ID and the others of its variables are honoured."""
+"""Trackio; honours TRACKIO_DIR, TRACKIO_SPACE_ID and its other variables."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")
 
 
 class TrackioSink:
-    """A run of Trackio's project ``run.project``. Trackio finds runs by name, so the id is part of it."""
+    """A run of Trackio's project ``run.project``. Trackio finds runs by name, so the name includes the id."""
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""
@@ -28,7 +28,7 @@ class TrackioSink:
         )
 
     def send(self, rows: Sequence[Row], before: int) -> None:
-        """Trackio keeps a copy on disk until it is uploaded."""
+        """Send rows; Trackio keeps a copy on disk until it is uploaded."""
         for row in rows:
             self.run.log({self._names(name): value for name, value in figures(row).items()}, step=row["step"])
 

@@ -1,7 +1,7 @@
 """The process ``hpclm.sinks.worker SINK RUN``: sends the rows of metrics.jsonl to a sink until its standard input ends.
 
-Rank 0 starts it, and writes the attempt's exit code into its standard input; if rank 0 is killed, that just ends. It writes to the
-run's log itself; whatever libraries print is discarded.
+Rank 0 starts it, and writes the attempt's exit code into its standard input; if rank 0 is killed, that just ends. It writes to the run's
+log itself; output of libraries is discarded.
 """
 
 import os
@@ -17,13 +17,17 @@ from hpclm.node import secrets
 from hpclm.node.preemption import WARNINGS
 from hpclm.sinks.feed import Feed, cause, note, place
 
-POLL = 0.5  # seconds between two looks at metrics.jsonl
-FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 5.0, 300.0  # seconds until the next try after a failure; doubled each time
-LAST, KILLED = 60, 3  # seconds after which SIGALRM ends this process once the attempt has ended, or rank 0 was killed
+POLL = 0.5  # seconds between checks of metrics.jsonl
+# The delay before a retry; it doubles with each failure.
+FIRST_PAUSE_SECONDS = 5.0
+MAX_PAUSE_SECONDS = 300.0
+# Seconds until SIGALRM ends this process, after the attempt has ended or rank 0 was killed.
+LAST = 60
+KILLED = 3
 
 
 class Ending(threading.Event):
-    """Set once the attempt ends, which ``code`` says how."""
+    """Set once the attempt ends; ``code`` is its exit code."""
 
     code = 1
 
@@ -36,11 +40,12 @@ class Ending(threading.Event):
 
 
 def main(name: str, out: Path) -> int:
-    """Send until the attempt ends, then the rest; 1 if the sink lacks some of it."""
-    for number in WARNINGS:  # of a terminal or a job; how the attempt ends is rank 0's decision
+    """Send until the attempt ends, then the rest; returns 1 if the sink lacks some of it."""
+    for number in WARNINGS:  # of a terminal or a job; rank 0 decides how the attempt ends
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)
-    ending, redact = Ending(), secrets.Redactor()
+    ending = Ending()
+    redact = secrets.Redactor()
     threading.Thread(target=ending.listen, daemon=True).start()
 
     def warn(text: str) -> None:
@@ -49,18 +54,22 @@ def main(name: str, out: Path) -> int:
             files.append(out / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')} W {line}\n")
 
     with files.locked(place(out, name, "lock")):  # the process of an earlier attempt may still be sending
-        feed, failure, pause = Feed(name, out), "", 0.0
+        feed = Feed(name, out)
+        failure = ""
+        pause = 0.0
         while True:
             last = ending.wait(pause)
             try:
                 feed.send(warn)
                 if failure:
                     warn(f"reconnected; synced through row {feed.rows}")
-                failure, pause = "", POLL
-            except (Exception, SystemExit) as error:  # whatever a sink of one's own does
+                failure = ""
+                pause = POLL
+            except (Exception, SystemExit) as error:  # a user's sink may do anything
                 if failure != cause(error):
                     warn(f"{cause(error)}; training continues; retrying")
-                failure, pause = cause(error), min(MAX_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
+                failure = cause(error)
+                pause = min(MAX_PAUSE_SECONDS, max(FIRST_PAUSE_SECONDS, 2 * pause))
             if last:
                 feed.close(ending.code)
                 note(out, name, redact(failure))

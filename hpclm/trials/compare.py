@@ -1,6 +1,6 @@
-"""Differences between a trial and its reference, stage by stage: initial weights, loss, gradients, updates, later steps.
+"""Differences between a trial and its reference, in order of appearance: initial weights, loss, gradients, updates, later steps.
 
-A pure function of what their processes have recorded.
+A pure function of the records of their processes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,13 +14,13 @@ from hpclm.trials.record import Piece, Record
 
 Array = NDArray[Any]
 Values = Mapping[str, Array]
-RELATIVE = 1e-4  # of the norm of a gradient: what another order of sums may change
-OF_ALL = 1e-6  # of the norm of all gradients: for those that are rounding errors
-LOSS = 2e-5  # of a loss or another figure
-OF_CHANGE = 1e-2  # of the usual change of a weight's values: by more than that a value is off
-OF_VALUE = 1e-6  # of the usual size of its values
-FEW = 0.005  # part of a weight's values that may be off: an update may turn the sign of a rounding error
-PARTIAL = 1e-3  # relative; how well the sum of partial gradients must fit
+RELATIVE = 1e-4  # of a gradient's norm; another order of sums may change it by this
+OF_ALL = 1e-6  # of the norm of all gradients, for those that are rounding errors
+LOSS = 2e-5  # relative, of a loss or another figure
+OF_CHANGE = 1e-2  # of the usual change of a weight's values; beyond it, a value is off
+OF_VALUE = 1e-6  # of the usual size of a weight's values
+FEW = 0.005  # fraction of a weight's values that may be off: an update may flip the sign of a rounding error
+PARTIAL = 1e-3  # relative; how closely the sum of partial gradients must match
 TINY = 1e-30
 
 
@@ -31,10 +31,10 @@ class Difference:
     stage: str
     """initial, forward, training, gradient, update, later, report or samples."""
     what: str
-    """In words: which weight, and by how much."""
+    """A description: the weight, and the size of the difference."""
     weight: str = ""
     hint: str = ""
-    """A hint at the cause: partial (a gradient is a part of the sum), counted (it is counted on each rank), ranks (ranks differ)."""
+    """Further findings: partial (a gradient is a part of the sum), counted (it is counted on each rank), ranks (ranks differ)."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Tensors:
     """The weights, or gradients, of a trial."""
 
     whole: Values
-    """Put together from all processes."""
+    """Assembled from all processes."""
     held: Mapping[str, Sequence[Array]]
-    """The parts that each process holds, NaN elsewhere."""
+    """Each process's values, NaN elsewhere."""
 
     @classmethod
     def of(cls, pieces: Iterable[Sequence[Piece]]) -> "Tensors":
-        """Join the pieces of all processes."""
+        """Assemble the pieces of each process."""
         whole: dict[str, Array] = {}
         held: dict[str, list[Array]] = {}
         for of_rank in pieces:
@@ -62,7 +62,7 @@ class Tensors:
         return cls(whole, held)
 
     def disagreement(self, name: str) -> float:
-        """By how much processes differ that hold the same values of a weight, as part of its norm."""
+        """Relative difference between processes that hold the same values of a weight, as a fraction of its norm."""
         first = np.full_like(self.whole[name], np.nan)
         largest = 0.0
         for array in self.held[name]:
@@ -77,7 +77,7 @@ class Tensors:
 def differences(reference: Sequence[Record], trial: Sequence[Record], exact: bool, random: bool) -> list[Difference]:
     """All differences of ``trial`` at the first stage that differs.
 
-    ``exact``: every bit must agree. ``random``: training draws other random numbers there, so that only evaluation is compared.
+    ``exact``: every bit must agree. ``random``: training draws other random numbers there, so only evaluation is compared.
     """
     resumed = trial[0].first > 0
     stages = [] if resumed else [_initial(reference, trial), _evaluated(reference, trial)]
@@ -95,7 +95,7 @@ def _initial(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[D
     for name in (name for name in right.whole if name in given.whole):
         shapes = given.whole[name].shape, right.whole[name].shape
         if shapes[0] != shapes[1]:
-            text = f"{name} has the shape {list(shapes[0])}, and {list(shapes[1])} in one process"
+            text = f"{name} has the shape {list(shapes[0])}, but {list(shapes[1])} in one process"
             yield Difference("initial", text, name, "shape")
             continue
         off = _off(given.whole[name], right.whole[name])
@@ -123,19 +123,21 @@ def _evaluated(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator
         return
     wrong = _relative(given[""], right[""]) > LOSS
     if wrong:
-        text = f"the loss before the first step is {given['']:.6g}, and {right['']:.6g} in one process"
+        text = f"the loss before the first step is {given['']:.6g}, but {right['']:.6g} in one process"
         yield Difference("forward", text)
     names = right.keys() & given.keys() - {""}
     effects = {name: (given[name] - given[""], right[name] - right[""]) for name in names}
-    acting = {
-        name: abs(ours - theirs)
-        for name, (ours, theirs) in effects.items()
-        if abs(ours - theirs) > max(LOSS * right[""], 0.02 * abs(theirs) if wrong else 0.0)
-    }
-    if wrong and 2 * len(acting) > len(names):  # it is no single weight's doing
+    acting = {}
+    for name, (ours, theirs) in effects.items():
+        allowed = LOSS * right[""]
+        if wrong:
+            allowed = max(allowed, 0.02 * abs(theirs))
+        if abs(ours - theirs) > max(allowed, 0.0):
+            acting[name] = abs(ours - theirs)
+    if wrong and 2 * len(acting) > len(names):  # no single weight is the cause
         return
     for name in sorted(acting, key=lambda name: -acting[name]):
-        text = "{} acts otherwise: a small change of it changes the loss by {:+.3g}, and by {:+.3g} in one process"
+        text = "{} acts differently: a small change of it changes the loss by {:+.3g}, but by {:+.3g} in one process"
         yield Difference("forward", text.format(name, *effects[name]), name)
 
 
@@ -166,7 +168,7 @@ def _gradients(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator
 
 
 def _partial(held: Sequence[Array], exact: Array) -> str:
-    """partial, if what the processes hold adds up to the gradient; the factor, if each holds a multiple of it."""
+    """ "partial" if the values of the processes sum to the gradient; the factor, if each holds a multiple of it."""
     alike = [array for array in held if not np.isnan(array).any()]
     size = _norm(exact) + TINY
     if len(alike) > 1 and _norm(sum(alike) - exact) < PARTIAL * size:
@@ -195,7 +197,7 @@ def _changed(stage: str, when: str, before: Values, right: Tensors, given: Tenso
             apart = _norm(given.whole[name] - right.whole[name]) / (_norm(change) + TINY)
             hint = "ranks" if given.disagreement(name) > OF_VALUE else ""
             apart = apart or given.disagreement(name) * _norm(right.whole[name]) / (_norm(change) + TINY)
-            text = f"{name} is another {when}: off by {apart:.2g} of its change"
+            text = f"{name} differs {when}: off by {apart:.2g} of its change"
             wrong.append((apart, Difference(stage, text, name, hint)))
     yield from (difference for _, difference in sorted(wrong, key=lambda pair: -pair[0]))
 
@@ -224,18 +226,18 @@ def _later(reference: Sequence[Record], trial: Sequence[Record], exact: bool) ->
 def _figures(
     step: int, right: Mapping[str, float], given: Mapping[str, float], without: set[str], tolerance: float, stage: str
 ) -> Iterator[Difference]:
-    """The figures of a step that differ: loss, gradient norm, learning rate, and what is reported."""
+    """The figures of a step that differ: loss, gradient norm, learning rate, and reports."""
     for name in sorted(right.keys() | given.keys(), key=lambda name: (name not in ("lr", "loss"), name)):
         if name in without:
             continue
         if name not in right or name not in given:
-            has = "is not reported" if name in right else "is reported, and not in one process"
+            has = "is not reported" if name in right else "is reported, but not in one process"
             yield Difference("report", f"{name} {has} (step {step})", hint=name)
         elif _relative(given[name], right[name]) > tolerance:
             what = {"grad_norm": "gradient norm", "lr": "learning rate"}.get(name, name)
             kind = stage if name in ("loss", "grad_norm", "lr") else "report"
             yield Difference(
-                kind, f"the {what} of step {step} is {given[name]:.7g}, and {right[name]:.7g} in one process", hint=name
+                kind, f"the {what} of step {step} is {given[name]:.7g}, but {right[name]:.7g} in one process", hint=name
             )
 
 

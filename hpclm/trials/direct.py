@@ -1,4 +1,4 @@
-"""Tests without training: of a schedule's values, a source's samples, a tokenizer's texts, a sink's rows."""
+"""Checks without training: a schedule's values, a source's samples, a tokenizer's texts, a sink's rows."""
 
 import hashlib
 import json
@@ -15,14 +15,14 @@ from hpclm.data import tokenizers
 from hpclm.data.sources import Source
 from hpclm.errors import ExitCode, HpclmError
 
-SAMPLES = 32  # of the training data, that are compared
-LENGTH = 100.0  # of a schedule that is tried
+SAMPLES = 32  # compared samples of the training data
+LENGTH = 100.0  # of the schedule to try
 TEXTS = ("To be, or not to be", "  two  spaces\n\tand a tab\n", "naïve café, 你好，世界 🙂", "", "x" * 300)
 ROWS = [{"step": step, "samples": 8 * step, "time": 1.0 * step, "loss": 4.0 / step, "lr": 1e-3} for step in (1, 2, 3)]
 
 
 def digests(source: Source, context: int) -> list[str]:
-    """A digest of each of the first training samples, read in order; a sample that is another when it is read again says so."""
+    """A digest of each of the first training samples, read in order; marks a sample that differs when read again."""
     samples = source.samples("train", SAMPLES)
     count = min(SAMPLES, len(samples))
 
@@ -37,13 +37,13 @@ def digests(source: Source, context: int) -> list[str]:
 
 
 def schedule(function: Callable[..., float], optim: OptimConfig) -> Iterator[str]:
-    """Problems of a schedule."""
+    """Faults of a schedule."""
     positions = [float(position) for position in range(int(LENGTH) + 1)]
     first = [function(position, LENGTH, optim) for position in positions]
     again = [function(position, LENGTH, optim) for position in reversed(positions)][::-1]
     for position, one, other in zip(positions, first, again, strict=True):
         if not isinstance(one, (int, float)) or not 0 <= one < float("inf"):
-            yield f"at position {position:g} it gives {one!r}, which is no learning rate"
+            yield f"at position {position:g} it gives {one!r}, which is not a learning rate"
             return
         if one != other:
             yield f"at position {position:g} it gives {one:.6g} when called in order, and {other:.6g} in reverse"
@@ -51,7 +51,7 @@ def schedule(function: Callable[..., float], optim: OptimConfig) -> Iterator[str
 
 
 def tokenizer(kind: str, files: list[str]) -> Iterator[str]:
-    """Problems of the tokenizer ``kind``."""
+    """Faults of the tokenizer ``kind``."""
     try:
         mine = tokenizers.build(kind, files)
         other = tokenizers.build(kind, files)
@@ -65,7 +65,7 @@ def tokenizer(kind: str, files: list[str]) -> Iterator[str]:
         if wrong := [number for number in ids if not 0 <= number < mine.size]:
             yield f"encode({text[:24]!r}) has the id {wrong[0]}, outside its size of {mine.size}"
         if (back := mine.decode(ids)) != text:
-            yield f"decode(encode({text[:24]!r})) is {back[:24]!r}: generated text will differ from the text that it learned from"
+            yield f"decode(encode({text[:24]!r})) is {back[:24]!r}: generated text will differ from the training text"
     flat, lengths = mine.encode_batch(list(TEXTS))
     alone = [list(mine.encode(text)) for text in TEXTS]
     if flat.tolist() != [number for ids in alone for number in ids] or lengths.tolist() != [len(ids) for ids in alone]:
@@ -77,7 +77,7 @@ def tokenizer(kind: str, files: list[str]) -> Iterator[str]:
 
 
 def sink(name: str, folder: Path) -> Iterator[str]:
-    """Problems of the sink ``name``, which gets rows, is closed, and continues in another attempt."""
+    """Faults of the sink ``name``: it receives rows, is closed, and continues in another attempt."""
     make = sinks.lookup(name)
     about = sinks.RunInfo("selftest", folder.name, "selftest", folder, {"optim.lr": 1e-3})
     first = make(about)

@@ -1,4 +1,4 @@
-"""The kind of a user's object (a block, an optimizer, a data source, ...), by its base classes and its parameters."""
+"""Recognises the kind of a user's object (block, optimizer, data source, ...) by its base class and its parameters."""
 
 import inspect
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ PARAMETERS = {
     ("position", "length", "optim"): "schedule",
     ("weights", "optim"): "optimizer",
 }
-"""The positional arguments of functions of each kind."""
+"""Parameters of functions of each kind, by position."""
 METHODS = {
     ("train_step", "evaluate", "tensors", "scalars", "load"): "engine",
     ("encode", "encode_batch", "decode"): "tokenizer",
     ("send", "close"): "sink",
 }
-"""The methods of classes of each kind."""
+"""Methods of classes of each kind."""
 
 
 def load(name: str) -> Any:
-    """The object ``name``, module:attribute; ConfigError if it does not exist."""
+    """Load the object ``name``, module:attribute; ConfigError if it does not exist."""
     if not OWN.fullmatch(name):
         raise ConfigError(f"{name!r} is not module:attribute, such as mine:Block for the class Block of mine.py")
     return lookup("code", name, {}, lambda _: None)
 
 
 def kind_of(name: str, loaded: Any) -> str:
-    """The kind of ``loaded``, the object ``name``; ConfigError if several kinds are possible, or none."""
+    """The kind of ``loaded``, the object ``name``; ConfigError if it fits several kinds, or none."""
     if inspect.isclass(loaded):
         if issubclass(loaded, torch.optim.Optimizer):
             return "optimizer"
@@ -56,7 +56,7 @@ def kind_of(name: str, loaded: Any) -> str:
 
 
 def _required(function: Any) -> Sequence[str]:
-    """The names of the arguments that ``function`` must be called with."""
+    """The names of the required arguments of ``function``."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

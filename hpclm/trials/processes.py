@@ -1,4 +1,4 @@
-"""Processes of a trial: forked from one that has loaded PyTorch, waited for, and killed where they hang."""
+"""Processes of a trial: forked from one that has loaded PyTorch, waited for, and killed if they hang."""
 
 import os
 import signal
@@ -11,17 +11,17 @@ from hpclm import files
 from hpclm.node import preemption
 from hpclm.node.parent import signal_at_death_of_parent
 
-PAUSE = 0.02  # seconds between two looks at the processes
-GRACE = 10.0  # seconds that the others have once one has failed
-LIMIT = 180.0  # seconds after which a trial hangs
+PAUSE = 0.02  # seconds between checks of the processes
+GRACE = 10.0  # seconds for the other processes to end once one has failed
+LIMIT = 180.0  # seconds after which a trial counts as hung
 HUNG = -1
-"""The code of a process that was killed because it hung."""
+"""Exit code of a process that was killed because it hung."""
 
 
 def run(count: int, work: Callable[[int], int], output: Path, limit: float = LIMIT) -> list[int]:
-    """``work(rank)`` in ``count`` processes, which print into the file ``output``; their exit codes, or minus the signal that killed one.
+    """Run ``work(rank)`` in ``count`` processes, which print into the file ``output``. Returns their exit codes, negative for a signal.
 
-    One that has not ended after ``limit`` seconds, or ``GRACE`` after another has failed, is killed.
+    A process that has not ended after ``limit`` seconds, or ``GRACE`` seconds after another has failed, is killed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -49,14 +49,14 @@ def run(count: int, work: Callable[[int], int], output: Path, limit: float = LIM
 
 
 def _forked(rank: int, work: Callable[[int], int], output: Path) -> int:
-    """The process that does ``work(rank)``."""
+    """Fork the process that runs ``work(rank)``; returns its pid."""
     parent = os.getpid()
     child = os.fork()
     if child:
         return child
     code = 1
     try:
-        signal.set_wakeup_fd(-1)  # which tells the process above of its signals, not of this one's
+        signal.set_wakeup_fd(-1)  # inherited from the parent: it would be told of this process's signals
         preemption.end_at_once()
         signal_at_death_of_parent(signal.SIGKILL)
         if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""One process of a trial. It trains as ``hpclm train`` does, and leaves what it has recorded, or how it failed, in a file."""
+"""One process of a trial. It trains like ``hpclm train``, and leaves its record, or its failure, in a file."""
 
 import os
 import pickle
@@ -26,11 +26,11 @@ NO_CODE = "<"
 
 @dataclass(frozen=True)
 class Failure:
-    """How a process failed."""
+    """The failure of a process."""
 
     text: str
     refused: bool
-    """Whether hpclm has refused to train, with a message."""
+    """Whether hpclm refused the trial with a message of its own."""
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,25 @@ class Start:
 
     settings: tuple[str, ...]
     out: Path
-    """The run directory; what the processes leave lies beside it."""
+    """The run directory; the processes leave their files beside it."""
     processes: int
     secret: str
     kill_at: int | None = None
     reads_samples: bool = False
-    """Whether to record the samples of the training data."""
+    """Whether to record samples of the training data."""
 
     def file(self, rank: int) -> Path:
-        """The file with the result of the process ``rank``."""
+        """The file that the process ``rank`` leaves."""
         return self.out.with_name(f"{self.out.name}-{rank}-{self.secret[:8]}.pickle")
 
 
 def train(start: Start, rank: int) -> int:
-    """Train as process ``rank`` of a start; the exit code."""
+    """Train as process ``rank`` of a start; returns the exit code."""
     world = World("selftest", rank, start.processes, rank, start.processes, start.secret)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
     for name, number in numbers.items():  # as torchrun sets them: the user's code may read them
         os.environ[name] = str(number)
-    # a process that is forked begins with the generators of the one before it; one that is started does not
+    # a forked process inherits the generators of its parent; a started one does not
     random.seed()
     np.random.seed()
     torch.seed()
@@ -82,7 +82,7 @@ def train(start: Start, rank: int) -> int:
             return context.exit_code
     except HpclmError as error:
         return error.exit_code
-    except SystemExit as error:  # of a rank that is not 0: the error is that of all
+    except SystemExit as error:  # from a rank other than 0: the error is the same on all ranks
         return error.code if isinstance(error.code, int) else ExitCode.FAILED
     except BaseException:
         traceback.print_exc()
@@ -90,7 +90,7 @@ def train(start: Start, rank: int) -> int:
 
 
 def described(error: BaseException) -> Failure:
-    """How an error ended a process; with its place in the user's code."""
+    """Describes the error that ended a process, with its place in the user's code."""
     if isinstance(error, HpclmError):
         return Failure(str(error), isinstance(error, ConfigError))
     frames = traceback.extract_tb(error.__traceback__)
@@ -101,7 +101,7 @@ def described(error: BaseException) -> Failure:
 
 
 def _is_user_s(frame: traceback.FrameSummary) -> bool:
-    """Whether a line is neither of a library nor of Python."""
+    """Whether a line belongs neither to a library nor to Python."""
     return not any(part in frame.filename for part in ("site-packages", "dist-packages", "/lib/python"))
 
 

@@ -20,7 +20,7 @@ from hpclm.engine.sharded_parameter import ShardedParameter, blocks
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.training.loop import TrainingLoop
 
-NUDGE = 0.05  # standard deviation of what is added to a weight to see what it does to the loss
+NUDGE = 0.05  # standard deviation of the change of a weight that shows its effect on the loss
 NOT_METRICS = ("counted_tokens", "empty_micro_batches", "guarded")
 
 
@@ -30,26 +30,26 @@ class Piece(NamedTuple):
     name: str
     values: NDArray[Any]
     shape: tuple[int, ...]
-    """The shape of the whole weight."""
+    """Shape of the whole weight."""
     start: tuple[int, ...]
 
 
 @dataclass
 class Record:
-    """The record of one process."""
+    """The observations of one process."""
 
     first: int = 0
     """The step at which it began."""
     steps: list[dict[str, float]] = field(default_factory=list)
-    """Loss, gradient norm, learning rate and all that is reported, of each step."""
+    """Loss, gradient norm, learning rate and all reports of each step."""
     initial: list[Piece] = field(default_factory=list)
-    """The weights before the first update. For a run that resumes, this and the next three are empty."""
+    """The weights before the first update. A resumed run leaves this and the next three empty."""
     gradients: list[Piece] = field(default_factory=list)
-    """The gradients of the first update."""
+    """Gradients of the first update."""
     updated: list[Piece] = field(default_factory=list)
     """The weights after the first update."""
     evaluated: dict[str, float] = field(default_factory=dict)
-    """The loss in evaluation before the first update: "" as it is, and with each weight of the first block changed a little."""
+    """The loss in evaluation before the first update: "" unchanged, and with each weight of the first block changed slightly."""
     final: list[Piece] = field(default_factory=list)
     """The weights at the end."""
     draws: bool = False
@@ -59,7 +59,7 @@ class Record:
 
 
 class ObservedEngine:
-    """Records the steps of an engine. The process is killed at the beginning of step ``kill_at``."""
+    """An engine whose steps are recorded; the process is killed at the beginning of step number ``kill_at``."""
 
     def __init__(self, engine: Engine, record: Record, kill_at: int | None):
         self.inner = engine
@@ -103,7 +103,7 @@ class ObservedEngine:
 
 
 def begin(loop: TrainingLoop, record: Record, kill_at: int | None) -> None:
-    """Record how the run begins, and have its steps recorded."""
+    """Record the start of the run, and observe its steps."""
     record.first = loop.run.data.begin.step
     if not record.first:
         record.initial = list(weights(loop.engine))
@@ -113,12 +113,12 @@ def begin(loop: TrainingLoop, record: Record, kill_at: int | None) -> None:
 
 
 def end(loop: TrainingLoop, record: Record) -> None:
-    """Record how the run ends."""
+    """Record the end of the run."""
     record.final = list(weights(loop.engine))
 
 
 def weights(engine: Engine) -> Iterator[Piece]:
-    """The weights that this process holds; of an engine that only has the interface, those that it saves."""
+    """The weights that this process holds; of an engine with only the interface, those that it saves."""
     if not isinstance(engine, BaseEngine):
         for shard in engine.tensors():
             if shard.name.startswith("model."):
@@ -129,7 +129,7 @@ def weights(engine: Engine) -> Iterator[Piece]:
 
 
 def _pieces(engine: BaseEngine, weight: ShardedParameter, values: Tensor) -> Iterator[Piece]:
-    """``values`` of a weight, or of what has its shape, as blocks of the whole."""
+    """``values`` of a weight, or of a tensor of its shape, as blocks of the whole."""
     part = engine.state.local_part(weight)
     for start, block in blocks(part, part.begin, values.detach().flatten()[: part.count], engine.mesh.tp):
         yield _piece(weight.name, block, weight.shape, start)
@@ -162,7 +162,7 @@ def _watched(engine: BaseEngine, record: Record) -> list[Any]:
 
 
 def blocks_of(engine: BaseEngine) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks that this process has, by name."""
+    """The blocks of this process, by name."""
     for stack in engine.model_stacks:
         for name, layer in stack.layers.items():
             if name.startswith("block"):
@@ -170,7 +170,7 @@ def blocks_of(engine: BaseEngine) -> Iterator[tuple[str, nn.Module]]:
 
 
 def evaluated(loop: TrainingLoop, engine: BaseEngine) -> dict[str, float]:
-    """The loss in evaluation, as the weights are, and with each weight of the first block changed a little; a collective."""
+    """The loss in evaluation with the unchanged weights, and with each weight of the first block changed slightly; a collective."""
     batches = loop.run.data.train
     size = loop.config.batch.global_size
     names = set[str]()
@@ -198,7 +198,7 @@ def evaluated(loop: TrainingLoop, engine: BaseEngine) -> dict[str, float]:
 
 
 def _nudge(engine: BaseEngine, weight: ShardedParameter, values: Tensor) -> None:
-    """Add to the values of a weight that this process has what depends on the weight's name and the place alone."""
+    """Change this process's values of a weight by an amount that depends only on the weight's name and the position."""
     part = engine.state.local_part(weight)
     draw = torch.Generator().manual_seed(zlib.crc32(weight.name.encode()))
     whole = torch.randn(weight.shape, generator=draw) * NUDGE

@@ -1,4 +1,4 @@
-"""Try a user's object in every layout, and compare what a toy model learns with it there and in one process."""
+"""Tries a user's object in every layout, and reports where a toy that trains with it learns something else than in one process."""
 
 import pickle
 import secrets
@@ -16,10 +16,10 @@ from hpclm.trials.record import Record
 from hpclm.trials.toy import SAVED, STEPS, Trial
 from hpclm.trials.verdict import UNCOMPARED, Result, Verdict
 
-SHOWN = 4  # weights that are named
-LAST = 1500  # characters of what a process that failed without a message has printed
-MISPLACED = "its placement says"
-"""A part of the error for a mistake in a block; the layout itself is supported."""
+SHOWN = 4  # weights named in a message
+LAST = 1500  # characters of output shown of a process that failed without a message
+MISPLACED = "its placement gives"
+"""Part of the error for a mistake in a block, which does not mean that the layout is unsupported."""
 ENGINES = ("native", "pipelining", "fsdp2")
 
 
@@ -39,10 +39,10 @@ def selftest(
     only: Sequence[str] = (),
     tell: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Result:
-    """Try the object ``name``, module:attribute.
+    """Try the object ``name``, module:attribute. ``given``: settings that override the toy's, as key=value; ``only``: names of layouts,
+    all if empty. ``tell``: called with each verdict at once.
 
-    ``given``: settings, as key=value, on top of the toy's. ``only``: names of layouts; empty: all. ``tell`` gets each verdict at once.
-    ConfigError if the object does not exist, is of an unknown kind, or does not work in one process.
+    ConfigError if the object does not exist, is of no known kind, or does not work in one process.
     """
     loaded = kinds.load(name)
     kind = kind or kinds.kind_of(name, loaded)
@@ -57,7 +57,7 @@ def selftest(
 
 
 def _direct(name: str, kind: str, given: Sequence[str], folder: Path) -> Iterator[Verdict]:
-    """The verdict on code that takes no part in training."""
+    """Verdicts on objects that take no part in training."""
     settings = config.load(None, [*toy.TOY, *given])
 
     def check() -> list[str]:
@@ -77,7 +77,7 @@ def _checked(layout: str, check: Callable[[], list[str]]) -> Verdict:
 
 
 def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], folder: Path) -> Iterator[Verdict]:
-    """The verdicts on a toy that trains in each layout."""
+    """Verdicts on a toy that trains in each layout."""
     reference, others = toy.trials(kind, name)
     if unknown := [layout for layout in only if layout not in {trial.name for trial in others}]:
         raise ConfigError(
@@ -102,7 +102,7 @@ def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], fo
             yield Verdict(trial.name, "refused" if refused else "failed", (failed.text,))
             continue
         yield _compared(kind, trial, right, records)
-    if kind == "schedule":  # last: what it remembers would be in the processes that are forked afterwards
+    if kind == "schedule":  # last: processes forked later would inherit what it remembers
         optim = config.load(None, toy.settings_of(kind, name, toy.REFERENCE, tuple(given))).optim
         verdict = _checked("calls in any order", lambda: list(direct.schedule(kinds.load(name), optim)))
         yield replace(verdict, cause="" if verdict.good else causes.SCHEDULE)
@@ -111,7 +111,7 @@ def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], fo
 def _notes(right: Sequence[Record]) -> Iterator[str]:
     """Notes on the reference."""
     if right[0].draws:
-        yield "it draws random numbers in training: with tensor 2 and other micro-batches these are others, so that only evaluation is compared"
+        yield "it draws random numbers in training, which differ with tensor 2 and other micro-batches, so only evaluation is compared there"
 
 
 def _compared(kind: str, trial: Trial, right: Sequence[Record], records: Sequence[Record]) -> Verdict:
@@ -127,17 +127,17 @@ def _compared(kind: str, trial: Trial, right: Sequence[Record], records: Sequenc
 
 
 def _samples(right: Sequence[Record], records: Sequence[Record]) -> Iterator[Difference]:
-    """The first sample that is another on some rank, or another when it is read again."""
+    """The first sample that differs on some rank, or when it is read again."""
     for number, record in enumerate(records):
         for index, (one, other) in enumerate(zip(right[0].samples, record.samples, strict=False)):
             if one != other or ", then " in other:
                 when = "when it is read again" if ", then " in other else f"on rank {number}"
-                yield Difference("samples", f"sample {index} of the training data is another {when}")
+                yield Difference("samples", f"sample {index} of the training data differs {when}")
                 break
 
 
 def _records(name: str, kind: str, trial: Trial, given: Sequence[str], folder: Path) -> list[Record]:
-    """The records of a trial's processes; TrialFailed if some left none."""
+    """The records of a trial's processes; TrialFailed without them."""
     words = toy.settings_of(kind, name, trial, tuple(given))
     out = folder / trial.name.replace(" ", "-")
     try:
@@ -154,12 +154,12 @@ def _records(name: str, kind: str, trial: Trial, given: Sequence[str], folder: P
 
 
 def _start(start: rank.Start, killed: bool = False) -> list[Record]:
-    """Start the processes, and read their records. ``killed``: they are killed, and leave none."""
+    """Start the processes, and read their files. ``killed``: they are killed on purpose, and leave nothing."""
     output = start.out.with_suffix(".log")
     codes = processes.run(start.processes, lambda number: rank.train(start, number), output)
     left = [_left(start.file(number)) for number in range(start.processes)]
     failures = [(number, what) for number, what in enumerate(left) if isinstance(what, rank.Failure)]
-    # a rank that has lost another says so; the other says why
+    # a rank reports that it has lost another; the other reports the reason
     failures.sort(key=lambda failure: any(words in failure[1].text for words in ("closed by peer", "Connection reset")))
     if failures:
         number, failure = failures[0]
@@ -169,7 +169,7 @@ def _start(start: rank.Start, killed: bool = False) -> list[Record]:
         return []
     if processes.HUNG in codes:
         raise TrialFailed(
-            f"it hung: not all ranks were done after {processes.LIMIT:.0f} s; a collective is called on some ranks only, or in another order"
+            f"it hung: some ranks had not ended after {processes.LIMIT:.0f} s; a collective is called on some ranks only, or in different orders"
         )
     records = [what for what in left if isinstance(what, Record)]
     if len(records) < start.processes:
@@ -178,7 +178,7 @@ def _start(start: rank.Start, killed: bool = False) -> list[Record]:
 
 
 def _left(path: Path) -> Record | rank.Failure | None:
-    """The content of a process's file."""
+    """The record or failure that a process has left in its file."""
     if not files.is_file(path):
         return None
     left: Record | rank.Failure = pickle.loads(files.read_bytes(path))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hpclm.trials.verdict import SETTINGS
 
 STEPS = 4
-SAVED = 2  # steps after which the checkpoint is saved from which a killed run resumes
+SAVED = 2  # step of the checkpoint from which a killed run resumes
 TOY = (
     *("model.vocab_size=64", "model.vocab_multiple=16", "model.layers=2", "model.hidden=32", "model.heads=4"),
     *("model.context=16", "model.init_std=0.1", "model.bias=false"),
@@ -14,10 +14,9 @@ TOY = (
     *("engine.device=cpu", "engine.precision=fp32", "evaluate.every=0", f"checkpoint.every={SAVED}"),
     *("checkpoint.background=false", "log.tensorboard=false", "cluster.self_check=false", "cluster.verify_every=0"),
 )
-"""Settings of the toy; those that the user gives come after them. What runs check by themselves is off where it would end a trial before it
-can be compared."""
+"""Settings of the toy; the user's settings override them. Checks that would end a trial before it can be compared are off."""
 ADAM = ("optim.eps=1e-5",)
-"""For AdamW: otherwise it makes a step of the rounding error of a gradient that is 0."""
+"""For AdamW, which would otherwise make a full step of the rounding error of a zero gradient."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class Trial:
     killed: bool = False
     """Whether the process is killed after the step that follows the checkpoint, and another one resumes."""
     exact: bool = False
-    """Whether every bit must be as in the reference."""
+    """Whether every bit must equal the reference."""
     other_batches: bool = False
-    """Whether its micro-batches are others than the reference's, so that random numbers are, too."""
+    """Whether its micro-batches, and so its random numbers, differ from the reference's."""
 
     @property
     def splits(self) -> bool:
@@ -58,7 +57,7 @@ LAYOUTS = {
 
 
 def trials(kind: str, name: str) -> tuple[Trial, tuple[Trial, ...]]:
-    """The reference, and what is compared with it, for the object ``name`` of this kind."""
+    """The reference, and the trials compared with it, for the object ``name`` of this kind."""
     setting = f"{SETTINGS[kind]}={name}"
     if kind != "engine":
         return REFERENCE, LAYOUTS[kind]
@@ -74,7 +73,7 @@ def trials(kind: str, name: str) -> tuple[Trial, tuple[Trial, ...]]:
 
 
 def settings_of(kind: str, name: str, trial: Trial, given: tuple[str, ...]) -> list[str]:
-    """The settings of a trial, without its run directory; ``given``: the user's own."""
+    """The settings of a trial, without its run directory. ``given``: the user's."""
     named = () if kind == "engine" else (f"{SETTINGS[kind]}={name}",)
     adam = () if kind == "optimizer" else ADAM
     return [*TOY, *adam, *named, *given, *trial.settings]

@@ -1,4 +1,4 @@
-"""The outcomes of a test of the user's code, layout by layout, as text. Needs no PyTorch."""
+"""Results of a test of the user's own code, layout by layout, as text. Needs no PyTorch."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,34 +14,32 @@ SETTINGS = {
     "tokenizer": "data.tokenizer",
     "sink": "log.sinks",
 }
-"""Kind of code -> the setting that names it."""
+"""Maps kinds of code to the settings that name them."""
 INDENT = " " * 26
-UNCOMPARED = (
-    "in evaluation only: it draws random numbers in training, other ones there, so no gradient could be compared"
-)
-"""Said of a layout that draws other random numbers, for dropout for example."""
+UNCOMPARED = "in evaluation only: in training it draws different random numbers, so gradients could not be compared"
+"""Note for a layout in which training draws different random numbers, as with dropout."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one layout."""
+    """The result for one layout."""
 
     layout: str
     outcome: Outcome
     details: tuple[str, ...] = ()
-    """The differences, or why it was refused or failed."""
+    """The differences, or the reason why it was refused or failed."""
     cause: str = ""
-    """The usual cause of what differs."""
+    """The usual cause of the differences."""
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong: a layout that is refused by name cannot be used by accident."""
+        """Whether the result is fine. A refused layout is: it cannot be used by accident."""
         return self.outcome in ("agrees", "refused")
 
 
 @dataclass(frozen=True)
 class Result:
-    """The verdicts on all layouts."""
+    """The results for all layouts."""
 
     name: str
     kind: str
@@ -49,7 +47,7 @@ class Result:
 
     @property
     def agrees(self) -> bool:
-        """Whether every layout agrees that is not refused."""
+        """Whether every layout that is not refused agrees."""
         return all(verdict.good for verdict in self.verdicts)
 
     def __repr__(self) -> str:
@@ -62,7 +60,7 @@ class Result:
 
 
 def lines(verdict: Verdict, shown: Collection[str] = ()) -> list[str]:
-    """A verdict for people; ``shown``: causes that have been named before."""
+    """A verdict as lines of text; ``shown``: causes that were already printed."""
     first, *more = verdict.details or ("",)
     head = verdict.outcome.upper() if verdict.outcome in ("differs", "failed") else verdict.outcome
     if verdict.outcome == "differs":

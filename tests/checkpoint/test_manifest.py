@@ -78,7 +78,7 @@ CHANGES = {
     "no size": (lambda content: content["files"][NAME].pop("size"), "cannot be read"),
     "another field": (lambda content: content.update(x=1), "cannot be read"),
     "a field less": (lambda content: content.pop("scalars"), "cannot be read"),
-    "a list of scalars": (lambda content: content.update(scalars=[]), "has no object of scalars"),
+    "a list of scalars": (lambda content: content.update(scalars=[]), "has no scalars object"),
     "an unknown progress": (lambda content: content["progress"].update(x=1), "cannot be read"),
     "no samples": (lambda content: content["progress"].pop("samples"), "has progress.samples=None"),
     "samples of no number": (lambda content: content["progress"].update(samples=float("nan")), "has progress.samples=nan"),

@@ -251,7 +251,7 @@ def test_a_part_shorter_than_a_sample_is_refused_or_repeated(make):
         source(train=[short]).samples("train", 7)
     ways = {
         "refuse": "; set another data.split or data.split_by=tokens, or give more data$",
-        "repeat": "nothing that data.short_part=repeat could",
+        "repeat": "data.short_part=repeat has nothing to repeat",
     }
     for name, (short_part, way) in zip(("one", "two"), ways.items()):
         empty = source(prefix=make(name, [20]), split="50,50,0", short_part=short_part)
@@ -276,7 +276,7 @@ def test_what_is_verified_of_the_data_is_told_in_blocks_and_datasets_without_has
         note.unlink(missing_ok=True)
     blend = [blend[0], make("f", [1 << 18, 1]), *blend[1:]]
     intact, unknown = source(blend=blend, split="1", vocab_size=1 << 19).check_content()
-    assert intact == "data: 3 of 3 blocks of 1 MiB, chosen at random, are intact; hpclm data verify reads all"
+    assert intact == "data: verified 3 of 3 random 1 MiB blocks; hpclm data verify reads all"
     b, c, d, e = blend[2:]
     assert f"index of {b}, {c}, {d} and 1 more are valid" in unknown and unknown.endswith(
         f"hpclm data hash {b} {c} {d} {e}"

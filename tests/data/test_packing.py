@@ -216,9 +216,7 @@ def test_data_without_a_token_to_learn_are_refused_and_sequences_without_one_cou
     said = source(prefix, split="1").without_effect()
     assert [line.partition(" have ")[0] for line in said] == [f"2 of 4 sequences of the train split of {prefix}"]
     made = source(prefix, split="1,1")
-    with pytest.raises(
-        ConfigError, match=r"the train split of .* has no token to learn: its loss mask leaves out every"
-    ):
+    with pytest.raises(ConfigError, match=r"the train split of .* has no token to learn: its loss mask excludes every"):
         made.samples("train", None)
     assert made.samples("valid", None)
     assert source(prefix, split="1,1", loss_mask="ignore").samples("train", None)

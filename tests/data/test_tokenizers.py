@@ -56,7 +56,7 @@ class NoFiles(Own):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("Lacking", "lacks eod; hpclm/data/tokenizers.py says what it needs"),
+        ("Lacking", "lacks eod; hpclm/data/tokenizers.py lists the requirements"),
         ("Drawing", "gives other ids each time it encodes a text"),
         ("NoFiles", "cannot be called with files"),
     ],

@@ -97,7 +97,7 @@ def test_both_forms_give_a_dataset_and_its_mask_the_same_in_parts(run, capsys):
     assert [*content("out_chat"), *content("out_chat_loss")] == alone
     settings = DataConfig(prefix="out_chat", order="packed", split="1")
     made = corpus(settings, 40, 1, 400)
-    assert made.samples("train", None) and "2 of 2 blocks" in made.check_content()[0]
+    assert made.samples("train", None) and "2 of 2 random 1 MiB blocks" in made.check_content()[0]
     assert cli.main(["data", "merge", "all", "out_chat", "out_chat"]) == 64
     mask = Path("out_chat_loss.bin").read_bytes()
     with Writer("out_chat_loss", np.uint8) as writer:  # of the same lengths
@@ -137,7 +137,7 @@ BAD = {
     "an unknown role": (
         line([{"role": "boss", "content": "a"}]),
         None,
-        "message 1 is of 'boss'; known are system, user",
+        "message 1 has the role 'boss'; known roles are system, user",
     ),
     "no text": (line([{"role": "user", "content": None}]), None, "message 1's 'content' holds null, not text"),
     "half a character": (line([{"role": "user", "content": "\ud800"}]), None, "holds half a character"),

@@ -113,5 +113,5 @@ def test_other_parts_are_refused(content):
 
 @pytest.mark.parametrize("role", [["user"], None, {}, 1], ids=str)
 def test_a_role_that_is_no_text_is_refused(role):
-    with pytest.raises(UnreadableLineError, match="message 1 is of"):
+    with pytest.raises(UnreadableLineError, match="message 1 has the role"):
         read_conversation(json.dumps({"messages": [{"role": role, "content": "a"}, ANSWERED]}).encode())

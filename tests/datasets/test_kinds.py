@@ -107,7 +107,7 @@ def zipped():
 
 
 REFUSED = {
-    "a.jsonl.xz": (lzma.compress(OBJECTS), "compressed by xz, which is not read; unpack it first: unxz --keep a.jsonl.xz"),
+    "a.jsonl.xz": (lzma.compress(OBJECTS), "compressed by xz, which hpclm does not read; unpack it first: unxz --keep a.jsonl.xz"),
     "a.jsonl.lzma": (lzma.compress(OBJECTS, lzma.FORMAT_ALONE), "compressed by lzma"),
     "a.txt.bz2": (bz2.compress(PLAIN), "compressed by bzip2"),
     "a.jsonl.lz4": (b"\x04\x22\x4d\x18\x64\x40\xa7", "compressed by lz4"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpclm.data import tokenizers
-from hpclm.datasets.build import Output, check
+from hpclm.datasets.build import Output, check_job
 from hpclm.datasets.chat import Chat
 from hpclm.datasets.encode import Column, Conversation, Job, _conversations
 from hpclm.errors import ConfigError
@@ -113,9 +113,9 @@ def test_documents_below_32_tokens_are_warned_of_where_there_are_ten(count, size
 @pytest.mark.parametrize(
     "formats, way",
     [
-        ({"files"}, "each file is one; where the files are parts of a text, join them"),
-        ({"lines", "files"}, "each line is one; where the lines are a text, leave out --format lines"),
-        ({"jsonl", "files"}, "where consecutive ones belong together, make them one document"),
+        ({"files"}, "each file is a document; if the files are parts of one text, join them"),
+        ({"lines", "files"}, "each line is a document; if the lines form one text, omit --format lines"),
+        ({"jsonl", "files"}, "if consecutive ones belong together, join them into one document"),
     ],
 )
 def test_short_documents_are_joined_in_the_way_of_their_input(formats, way, caplog, tmp_path):
@@ -127,28 +127,28 @@ def test_short_documents_are_joined_in_the_way_of_their_input(formats, way, capl
 def test_a_tokenizer_that_hardly_divides_the_text_is_warned_of_above_16_bytes_a_token(caplog, tmp_path):
     assert not warnings(caplog, tmp_path, [column("ab", text_bytes=32)])
     [said] = warnings(caplog, tmp_path, [column("ab", text_bytes=33)])
-    assert "a token stands for 16 bytes of text on average (3 to 5 are usual): the bytes tokenizer" in said
+    assert "tokens have 16 bytes of text on average (3 to 5 are usual): the bytes tokenizer" in said
 
 
 @pytest.mark.parametrize("inner, times", [(1, "once"), (1234, "1,234 times")])
 def test_ends_of_documents_in_the_text_itself_are_counted(inner, times, caplog, tmp_path):
     [said] = warnings(caplog, tmp_path, [column("a", inner=inner)])
-    assert f"contains the end-of-document token {times}: there training" in said
+    assert f"contains the end-of-document token {times}; training sees" in said
 
 
 def test_conversations_that_do_not_teach_what_generation_asks_for_are_counted(caplog, tmp_path):
     ends, spans = warnings(caplog, tmp_path, [column("a", endless=2, spanning=1)], chat=CHAT)[::-1]
-    assert "in 1 conversation a token holds the end of a prompt" in spans
+    assert "in 1 conversation one token spans the end of a prompt" in spans
     assert "in 2 conversations no end of a turn is learned" in ends and "{% generation %}" in ends
     dated = Chat("{{ strftime_now ('%d') }}", (), 7)
     [said] = warnings(caplog, tmp_path, [column("a")], chat=dated)
-    assert "the chat template writes the date, and all conversations have today's" in said
+    assert "the chat template writes the date, so all conversations contain today's" in said
 
 
 def test_conversations_need_a_tokenizer_with_special_tokens():
-    check(job(append_eod=True))
+    check_job(job(append_eod=True))
     with pytest.raises(ConfigError, match=r"--chat needs a tokenizer\.json: the bytes tokenizer has no special tokens"):
-        check(job(chat=CHAT))
+        check_job(job(chat=CHAT))
 
 
 class Ending:
@@ -188,9 +188,9 @@ class Endless(Ending):
 )
 def test_ends_are_appended_where_the_tokenizer_has_one_and_does_not_itself(name, more, said):
     named = Job(f"{__name__}:{name}", ())
-    check(named)
+    check_job(named)
     with pytest.raises(ConfigError, match=said):
-        check(Job(named.tokenizer, (), **more))
+        check_job(Job(named.tokenizer, (), **more))
 
 
 def conversation(size, *counted, **more):

@@ -183,12 +183,12 @@ WARNED = {
     "lines": (
         ["a.txt", "--format", "lines"],
         LINES,
-        "only \\d+\\.\\d tokens on average.* leave out --format lines, so that a .txt is one document",
+        "only \\d+\\.\\d tokens on average.* omit --format lines, so that a .txt is one document",
     ),
     "objects": (
         ["a.jsonl"],
         jsonl(*LINES.splitlines()),
-        "only \\d+\\.\\d tokens on average.* make them one document.*data.reset_attention_mask=true",
+        "only \\d+\\.\\d tokens on average.* join them into one document.*data.reset_attention_mask=true",
     ),
     "a text": (["a.txt"], LINES, None),
     "long lines": (["a.txt", "--format", "lines"], LINES.replace("words", "words " * 5), None),
@@ -213,4 +213,4 @@ def test_a_tokenizer_that_does_not_divide_the_text_is_named(tmp_path, monkeypatc
         ):
             assert preprocess(*words) == 0
             said = capsys.readouterr().err
-            assert bool(re.search(r"a token stands for \d+ bytes .* hpclm train-tokenizer", said)) == long, said
+            assert bool(re.search(r"tokens have \d+ bytes .* hpclm train-tokenizer", said)) == long, said

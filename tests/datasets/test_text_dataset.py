@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from hpclm import config as configs
-from hpclm.datasets.text_dataset import named, of_text, refuse_second_data
+from hpclm.datasets.text_dataset import named_dataset, of_text, refuse_second_data
 from hpclm.errors import ConfigError
 from tests.data.layouts import pack
 
@@ -18,28 +18,28 @@ def run(tiny):
 @pytest.mark.parametrize("end", ["", ".bin", ".idx"])
 def test_a_dataset_may_be_named_by_each_of_its_files(end, run, tmp_path):
     pack(tmp_path / "x.y", "megatron", [[1, 2]], [0, 1])
-    found = named(f"{tmp_path}/x.y{end}", None, run)
+    found = named_dataset(f"{tmp_path}/x.y{end}", None, run)
     assert found.prefix == tmp_path / "x.y" and found.text is None and found.preprocess == "" and found.written
     assert found.settings(run)[-1] == f"data.prefix={tmp_path}/x.y"
     with pytest.raises(
         ConfigError, match=f"tokenizer='bytes' has no effect: the dataset {tmp_path}/x.y has its tokenizer"
     ):
-        named(f"{tmp_path}/x.y{end}", "bytes", run)
+        named_dataset(f"{tmp_path}/x.y{end}", "bytes", run)
 
 
 def test_a_text_becomes_a_dataset_of_its_name_beside_the_run(run, tmp_path):
     (tmp_path / "my text.v2.txt").write_text("so it goes\n" * 400)
-    found = named(f"{tmp_path}/my text.v2.txt", None, run)
+    found = named_dataset(f"{tmp_path}/my text.v2.txt", None, run)
     assert found.prefix.name == "my-text_text_document" and found.prefix.parent.parent == tmp_path / "runs/datasets"
     assert found.prefix.parent.name.startswith("my-text-") and not found.written
     assert found.settings(run)[-2:] == [f"data.prefix={found.prefix}", "model.vocab_size=257"]
     words = ["--input", f"{tmp_path}/my text.v2.txt", "--output-prefix", f"{tmp_path}/runs/datasets/my-text"]
     assert shlex.split(found.preprocess) == ["hpclm", "preprocess", *words, "--tokenizer", "bytes", "--append-eod"]
     found.write()
-    assert found.written and named(f"{tmp_path}/my text.v2.txt", None, run).prefix == found.prefix
+    assert found.written and named_dataset(f"{tmp_path}/my text.v2.txt", None, run).prefix == found.prefix
     found.write()  # there is nothing to do
     (tmp_path / "my text.v2.txt").write_text("so it goes on\n" * 400)
-    assert named(f"{tmp_path}/my text.v2.txt", None, run).prefix != found.prefix
+    assert named_dataset(f"{tmp_path}/my text.v2.txt", None, run).prefix != found.prefix
 
 
 def test_a_text_of_the_same_content_is_the_same_dataset(run, tmp_path):
@@ -66,10 +66,10 @@ def test_what_names_no_data_is_refused(data, tokenizer, said, run, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text("a")
     with pytest.raises(ConfigError, match=said):
-        named(data, tokenizer, run)
+        named_dataset(data, tokenizer, run)
 
 
 def test_data_are_named_once():
     refuse_second_data("x", ["data.split", "model.layers"])
-    with pytest.raises(ConfigError, match=r"data=x and data.prefix both say which data is read; leave one of them out"):
+    with pytest.raises(ConfigError, match=r"data=x and data.prefix both select the data; omit one of them"):
         refuse_second_data("x", ["data.split", "data.prefix", "data.train"])

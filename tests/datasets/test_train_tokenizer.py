@@ -202,7 +202,7 @@ def test_without_a_size_the_vocabulary_fits_the_text(capsys):
     assert train("--input", "a.txt", "--output", "t.json") == 0
     told = capsys.readouterr()
     assert tokenizers.build("json", ["t.json"]).size <= 512
-    assert "fewer than --vocab-size 512: the text has no more pairs" in told.out
+    assert "fewer than --vocab-size 512, because the text has no more pairs" in told.out
     assert "next: hpclm train small data=a.txt tokenizer=t.json" in told.out and "rarely" not in told.err
     assert train("--input", "a.txt", "--output", "t.model") == 64
     assert "give --vocab-size, such as 8000, for t.model" in capsys.readouterr().err

@@ -134,7 +134,7 @@ def test_a_bit_that_flips_in_a_count_of_updates_is_found():
 
 def test_of_an_engine_whose_evaluation_is_of_all_replicas_no_loss_is_computed_twice(caplog):
     assert flips.trial(*alone(Older), 0, 2, lambda *_: None) == []
-    assert "Older.evaluate has no parameter alone, so no loss is computed twice" in caplog.text
+    assert "Older.evaluate has no parameter `alone`, so losses are not computed twice" in caplog.text
 
 
 def answers(*digests, losses=("0x1p+1", "0x1p+1"), replicas=None):
@@ -272,7 +272,7 @@ def test_a_fault_of_the_users_own_code_is_named_as_such_and_excludes_no_node(wor
     log = (tmp_path / "run/log.txt").read_text()
     for text in said:
         assert re.search(text, log), log
-    assert "corruption" not in log and "so this counts as its fault, and no node is excluded" in log
+    assert "corruption" not in log and "so hpclm blames that code and excludes no node" in log
     assert not of_kind(tmp_path / "run", "corrupt")
 
 
@@ -318,14 +318,15 @@ def test_a_run_that_ends_because_of_corruption_notes_the_node_and_says_how_to_ex
 
 
 @pytest.mark.parametrize(
-    "saved, way", [(5, "resumes from step 5, which was good when it was saved"), (0, "starts anew: nothing was saved")]
+    "saved, way",
+    [(5, "resumes from step 5, which was good when it was saved"), (0, "starts from the beginning: nothing was saved")],
 )
 def test_code_of_the_user_is_named_with_what_to_change_and_no_node(saved, way):
     with pytest.raises(DivergedError) as ended:
         corruption.blame_program([finding(), finding()], 7, saved, ["model.block=my:B", "optim.name=my:O"], single())
     said = str(ended.value)
     assert said.startswith("state that must be equal differs after step 7: ") and said.count("check your block") == 1
-    assert "takes part in training (model.block=my:B, optim.name=my:O), so this counts as its fault" in said
+    assert "takes part in training (model.block=my:B, optim.name=my:O), so hpclm blames that code" in said
     assert said.endswith(f"To fix it, check your block. Then hpclm resume: the run {way}") and ended.value.shared
 
 

@@ -145,7 +145,9 @@ def test_a_compiler_that_is_wrong_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(stack, "compile_layers", partial(compile_layers, backend=compiled_wrongly))
     result, report = checked(tmp_path, compile=True)
     assert report["way"] == "uncompiled" and result.settings.engine.compile is False
-    assert "computed as set, " in report["problems"][0] and "times what the type may cost" in report["problems"][0]
+    assert (
+        "computed as set, " in report["problems"][0] and "times the error allowed for the type" in report["problems"][0]
+    )
 
 
 FP8 = dict(LLAMA, ffn=64)
@@ -261,7 +263,7 @@ def uncounted(optimizer, *given):
 
 ADAMW = {
     "clip": (base, "update", clipped_too_little, "gradient of"),
-    "lost": (base, "update", lambda *given: None, "gradient of .* is not there"),
+    "lost": (base, "update", lambda *given: None, "gradient of .* is missing"),
     "decay": (base, "update", undecayed, "change of"),
     "count": (base, "update", uncounted, "updates after update 2 is off"),
 }

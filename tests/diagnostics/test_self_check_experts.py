@@ -66,7 +66,7 @@ def grouped_wrongly(patches):
 
 FAULTS = {
     "scaled": (scaled, "(gradient|grad_norm) of .* is off by"),
-    "lost": (lost, r"experts counted \d+ tokens of a step that has \d+ for them"),
+    "lost": (lost, r"experts counted \d+ tokens in a step with \d+ tokens for them"),
     "grouped": (grouped_wrongly, "is off by"),
 }
 

@@ -120,9 +120,7 @@ def test_an_out_of_memory_error_says_which_experts_received_too_many_rows():
     words = [*WORDS, "parallel.expert=2", "model.router_groups=1", "model.router_top_groups=1"]
     [[note], none] = ranks.run(2, exhausted, words)
     # each process sends the rows of 8 tokens, two for each token
-    assert (
-        note.startswith("block2: the experts of rank 0 received 32 rows, 2.0 times the 16 of an even load") and not none
-    )
+    assert note.startswith("block2: the experts of rank 0 received 32 rows, 2.0 times the even load of 16") and not none
 
 
 def graphs_of(words, count):

@@ -130,8 +130,8 @@ def test_reduce_scattered_gradients_are_the_same(more, wanted):
 @pytest.mark.parametrize(
     "size, words, wrong",
     [
-        (1, [], "splits weights over 2 data-parallel ranks, and there are 1"),
-        (3, ["batch.global_size=6"], "splits weights over 2 data-parallel ranks, and there are 3"),
+        (1, [], "splits weights over 2 data-parallel ranks, but there are 1"),
+        (3, ["batch.global_size=6"], "splits weights over 2 data-parallel ranks, but there are 3"),
         (2, ["optim.name=muon"], "expert.bias is a matrix that data-parallel ranks split"),
         (2, ["engine.name=deepspeed"], "'deepspeed' does not support weights that data-parallel ranks split"),
         (2, ["engine.name=fairscale"], "'fairscale' does not support weights that data-parallel ranks split"),
@@ -158,5 +158,5 @@ class Misplaced(Block):
 def test_a_weight_of_another_shape_than_its_placement_says_is_refused():
     words = [*WORDS, "model.block=tests.engine.test_split_by_replica:Misplaced"]
     trained(1, *words, steps=1)
-    with pytest.raises(ConfigError, match=r"block0.scale has shape \(\d+,\), and its placement says"):
+    with pytest.raises(ConfigError, match=r"block0.scale has shape \(\d+,\), but its placement gives"):
         trained(2, *words, "parallel.tensor=2", steps=1)

@@ -91,7 +91,7 @@ UNSAVED = {
     counter_of_a_group: "'k' of a parameter group, the value 1",
     tensor_of_a_group: "'d' of a parameter group, a tensor of float32 []",
     option_that_changes: "'betas' of a parameter group, the value (0.9, 0.9)",
-    shared: "state of the value 'everywhere', which is no weight",
+    shared: "state of the value 'everywhere', which is not a weight",
 }
 
 
@@ -108,7 +108,7 @@ def test_state_that_a_checkpoint_leaves_out_ends_the_first_step_and_names_it(kee
         train(settings(GPT2), 1)
     assert says in str(refused.value)
     assert "optim.name=adamw (tests.engine.test_unsaved_state.Plain)" in str(refused.value)
-    assert "Of each weight it holds exp_avg, as declared" in str(refused.value)
+    assert "Checkpoints save exp_avg of each weight, as declared" in str(refused.value)
 
 
 def test_state_that_is_declared_and_not_kept_ends_the_first_step(monkeypatch):

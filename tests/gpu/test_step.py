@@ -73,7 +73,7 @@ def test_the_planner_knows_the_memory_of_a_step_within_three_percent(more, gpu):
         step()
     torch.cuda.synchronize()
     found = torch.cuda.max_memory_allocated() - before - (WORKSPACES if not before else 0)
-    plan = forecast.of(run, KINDS["H200"])  # the kind tells how fast and whether it fits, not how much it takes
+    plan = forecast.predict(run, KINDS["H200"])  # the kind tells how fast and whether it fits, not how much it takes
     tensors = plan.memory[0].tensors
     print(f"planner {tensors / 2**20:,.0f} MiB, allocated {found / 2**20:,.0f} MiB: {tensors / found:.3f}")
     assert tensors == pytest.approx(found, rel=0.03)

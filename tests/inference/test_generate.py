@@ -150,7 +150,7 @@ def test_interactive_knows_its_commands(run, monkeypatch, capsys):
     assert cli.main(["generate", str(run), "--interactive"]) == 0
     out, err = capsys.readouterr()
     assert out == "" and "/clear         begin a new text" in err
-    assert "no command is called /claer" in err and "Did you mean '/clear'?" in err
+    assert "unknown command /claer" in err and "Did you mean '/clear'?" in err
 
 
 def test_a_run_may_be_named_below_runs(run, capsys):

@@ -148,10 +148,10 @@ def test_scores_are_those_of_the_export_in_the_library(kind, place, tmp_path, ca
 
 
 UNSCORABLE = {
-    "joined": ("a smal", "l", "", "joins the continuation to the context"),
+    "joined": ("a smal", "l", "", "merges the continuation into the context"),
     "white space": ("  ", "x", "", "the context has no tokens"),
     "empty": ("", "", "", "the continuation has no tokens"),
-    "end alone": ("", "<|endoftext|>", "", "has no token of its own"),
+    "end alone": ("", "<|endoftext|>", "", "has no separate token"),
     "too long": ("a", "so it goes " * 60, " ", "but model.context=64"),
 }
 

@@ -73,4 +73,4 @@ def test_a_card_of_imported_weights_and_of_a_network_with_its_own_class_says_so(
     assert convert(words(tmp_path / "run", tmp_path / "hf")) == 0
     card = (tmp_path / "hf/README.md").read_text()
     assert "from_pretrained('hf', trust_remote_code=True)" in card and "modeling_hpclm.py" in card
-    assert "not known: the weights were imported" in card and "so none is here" in card
+    assert "unknown: the weights were imported" in card and "is not included" in card

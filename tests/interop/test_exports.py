@@ -57,5 +57,5 @@ def test_transformers_computes_what_a_random_network_does(seed, trusted, tmp_pat
 
 def test_what_cannot_be_described_exactly_is_refused():
     gemma = dict(made.LLAMA, norm_order="sandwich", activation="geglu_tanh", embed_scale=True, qk_norm=True)
-    with pytest.raises(ConfigError, match=r"model\.score_scale=0\.3, where it has 1 / sqrt\(a whole number\)"):
+    with pytest.raises(ConfigError, match=r"model\.score_scale=0\.3, but it needs 1 / sqrt\(a whole number\)"):
         families.of_network(ModelConfig(**gemma, score_scale=0.3))

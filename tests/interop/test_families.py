@@ -382,9 +382,21 @@ REFUSED = {
         dict(rope_parameters=IGNORED),
         r"--ignore rope_parameters\.attn_factor",
     ),
-    "Phi 3, linear": ("phi3", dict(rope_scaling=LINEAR), "rope_type=linear, and Phi3ForCausalLM has longrope"),
-    "Phi 3, dynamic": ("phi3", dict(rope_scaling={**LINEAR, "rope_type": "dynamic"}), "Phi3ForCausalLM has longrope"),
-    "Phi 3, llama3": ("phi3", dict(rope_scaling=LLAMA3), "rope_type=llama3, and Phi3ForCausalLM has longrope"),
+    "Phi 3, linear": (
+        "phi3",
+        dict(rope_scaling=LINEAR),
+        "rope_type=linear, but Phi3ForCausalLM supports only longrope",
+    ),
+    "Phi 3, dynamic": (
+        "phi3",
+        dict(rope_scaling={**LINEAR, "rope_type": "dynamic"}),
+        "Phi3ForCausalLM supports only longrope",
+    ),
+    "Phi 3, llama3": (
+        "phi3",
+        dict(rope_scaling=LLAMA3),
+        "rope_type=llama3, but Phi3ForCausalLM supports only longrope",
+    ),
     "Qwen 2, nested": (
         "qwen2",
         dict(rope_parameters=dict(full_attention=YARN)),
@@ -398,15 +410,23 @@ REFUSED = {
     "null": ("llama", dict(rms_norm_eps=None), "rms_norm_eps=null, and LlamaForCausalLM needs a value"),
     "not a number": ("granite", dict(logits_scaling="x"), 'logits_scaling="x" must be a finite number of more than 0'),
     "heads": ("llama", dict(hidden_size=50), "hidden_size=50, and LlamaForCausalLM needs a multiple"),
-    "ERNIE, biases": ("ernie4_5_moe", dict(use_bias=True), "use_bias=true, and hpclm has false or null"),
-    "ERNIE, sigmoids": ("ernie4_5_moe", dict(moe_gate_act="sigmoid"), "moe_gate_act=sigmoid, and hpclm has softmax"),
+    "ERNIE, biases": ("ernie4_5_moe", dict(use_bias=True), "use_bias=true, but hpclm supports false or null"),
+    "ERNIE, sigmoids": (
+        "ernie4_5_moe",
+        dict(moe_gate_act="sigmoid"),
+        "moe_gate_act=sigmoid, but hpclm supports softmax",
+    ),
     "ERNIE, interval": ("ernie4_5_moe", dict(moe_layer_interval=0), "moe_layer_interval=0 must be whole numbers"),
     "GLM, softmax": (
         "glm4_moe",
         dict(head_dim=16, scoring_func="softmax"),
-        "scoring_func=softmax, and hpclm has sigmoid",
+        "scoring_func=softmax, but hpclm supports sigmoid",
     ),
-    "GLM, greedy": ("glm4_moe", dict(head_dim=16, topk_method="greedy"), "topk_method=greedy, and hpclm has noaux_tc"),
+    "GLM, greedy": (
+        "glm4_moe",
+        dict(head_dim=16, topk_method="greedy"),
+        "topk_method=greedy, but hpclm supports noaux_tc",
+    ),
     "GLM, nothing shared": (
         "glm4_moe",
         dict(head_dim=16, n_shared_experts=0),
@@ -511,7 +531,7 @@ def test_one_description_says_which_layers_have_windows():
 @pytest.mark.parametrize(
     "network, why",
     {
-        "sinks": (dict(attention_sinks=True, qk_norm=True), "model.attention_sinks=true, which it does not have"),
+        "sinks": (dict(attention_sinks=True, qk_norm=True), "model.attention_sinks=true, which it does not support"),
         "mixed": (dict(norm_order="post", qk_norm=True, score_cap=30.0), "score_cap"),
     }.values(),
 )

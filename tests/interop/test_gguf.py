@@ -66,9 +66,9 @@ COMPUTED = {
     "glm 4": dict(LLAMA, norm_order="sandwich", rope_fraction=0.5, qkv_bias=True),
 }
 REFUSED = {
-    "a window": (dict(LLAMA, pattern=["window"], window=5), r"model\.window=5, where its layers attend"),
-    "erf": (dict(SHAPE, activation="gelu"), r"gpt2 would .*\n?model\.activation=gelu, where it has gelu_tanh"),
-    "geglu": (dict(LLAMA, activation="geglu"), r"model\.activation=geglu, where it has swiglu"),
+    "a window": (dict(LLAMA, pattern=["window"], window=5), r"model\.window=5, but its layers have full attention"),
+    "erf": (dict(SHAPE, activation="gelu"), r"gpt2 would .*\n?model\.activation=gelu, but it needs gelu_tanh"),
+    "geglu": (dict(LLAMA, activation="geglu"), r"model\.activation=geglu, but it needs swiglu"),
     "dynamic": (
         dict(LLAMA, rope_scaling={**LINEAR, "rope_type": "dynamic", "original_max_position_embeddings": "16"}),
         "rope_type=dynamic",
@@ -76,18 +76,18 @@ REFUSED = {
     "yarn": (dict(LLAMA, rope_scaling={**YARN, "truncate": "false"}), "truncate"),
     "llama 3 elsewhere": (
         dict(LLAMA, qk_norm=True, rope_scaling=LLAMA3),
-        "rope_type=llama3, where it has linear or yarn",
+        "rope_type=llama3, but it needs linear or yarn",
     ),
     "bases": (dict(LLAMA, **POST, **WINDOWS, window_rope_base=500.0), "one base for all layers"),
     "scaled windows": (
         dict(LLAMA, **POST, **WINDOWS, rope_scaling=LINEAR),
-        "window_rope_scaled=True, where it has False",
+        "window_rope_scaled=True, but it needs False",
     ),
     "gemma's scale": (dict(GEMMA3, score_scale=0.3), r"model\.score_scale=0\.3"),
-    "gemma's caps": (GEMMA, "where it has all three"),
+    "gemma's caps": (GEMMA, "but it needs all three"),
     "smollm's layers": (dict(LLAMA, pattern=["full", "nope"]), "every fourth layer"),
     "qwen's bias": (dict(LLAMA, qk_norm=True, bias=True, mlp_bias=False), "biases of attention's output projection"),
-    "windows everywhere": (dict(LLAMA, **POST, pattern=["window"], window=5), "where some layers attend to everything"),
+    "windows everywhere": (dict(LLAMA, **POST, pattern=["window"], window=5), "but some layers have full attention"),
     "apertus": (dict(LLAMA, activation="xielu", qk_norm=True), "ApertusForCausalLM cannot be written as GGUF"),
     "own": (made.OWN["bigscience"], "HpclmForCausalLM cannot be written as GGUF; hpclm writes llama.cpp's gpt2, "),
 }
@@ -223,7 +223,7 @@ def test_an_embedding_that_is_the_output_projection_is_in_the_file_twice_where_l
 )
 def test_the_largest_gemma_has_another_scale_in_llama_cpp(network, layers):
     networks.of_network(ModelConfig(**dict(network, layers=layers - 2)))
-    with pytest.raises(ConfigError, match=f"in {layers} layers, where it has 1 / sqrt"):
+    with pytest.raises(ConfigError, match=f"in {layers} layers, but it needs 1 / sqrt"):
         networks.of_network(ModelConfig(**dict(network, layers=layers)))
 
 
@@ -291,7 +291,7 @@ def made_tokenizer(kind, folder):
 
 SAME = ["json", "llama 3", "qwen", "digits", "dropout", "bytes", "our bpe", "unigram"]
 OTHER = {
-    "prefix": "no normalizer and pre_tokenizer as in its tokenizer.json",
+    "prefix": "does not know the normalizer and pre_tokenizer in its tokenizer.json",
     "own pattern": "no normalizer and pre_tokenizer",
     "wordpiece": "it is a WordPiece",
     "bpe": "neither normalises text nor merges spaces",

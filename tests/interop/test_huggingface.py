@@ -196,14 +196,14 @@ def test_a_network_of_ours_is_fine_tuned_and_saved_by_transformers(trusted, tmp_
 @pytest.mark.parametrize(
     "settings, answer",
     {
-        "sinusoidal": (dict(positions="sinusoidal"), "model.positions=sinusoidal, where it has learned"),
-        "grouped": (dict(kv_heads=2), "model.kv_heads=2, where it has as many as model.heads=6"),
-        "no bias": (dict(bias=False), "model.bias=false, where it has true"),
-        "qk": (dict(qk_norm=True), "GPT2LMHeadModel: model.qk_norm=true, which it does not have"),
+        "sinusoidal": (dict(positions="sinusoidal"), "model.positions=sinusoidal, but it needs learned"),
+        "grouped": (dict(kv_heads=2), "model.kv_heads=2, but it needs as many as model.heads=6"),
+        "no bias": (dict(bias=False), "model.bias=false, but it needs true"),
+        "qk": (dict(qk_norm=True), "GPT2LMHeadModel: model.qk_norm=true, which it does not support"),
         "scaled": (dict(made.LLAMA, embed_scale=True, qk_norm=True), "Qwen3ForCausalLM: model.embed_scale=true"),
         "bloom's width": (
             dict(positions="alibi", embed_norm=True, ffn=80),
-            "model.ffn=80, where it has 4 x model.hidden = 192",
+            "model.ffn=80, but it needs 4 x model.hidden = 192",
         ),
         "qwen's bias": (dict(made.LLAMA, qk_norm=True, bias=True), "Qwen3ForCausalLM: model.mlp_bias=true"),
     }.items(),
@@ -215,7 +215,7 @@ def test_what_keeps_a_network_from_the_nearest_class_is_told(settings, answer):
 
 
 def test_a_block_of_ones_own_has_no_form(tmp_path):
-    with pytest.raises(ConfigError, match=r"no Hugging Face form:\nmodel\.block=mine:Block, where it has gpt"):
+    with pytest.raises(ConfigError, match=r"no Hugging Face form:\nmodel\.block=mine:Block, but it needs gpt"):
         families.of_network(ModelConfig(**made.SHAPE, block="mine:Block"))
 
 
@@ -226,7 +226,7 @@ def test_two_dropouts_of_gpt2_of_which_one_is_lost_are_told(tmp_path, caplog):
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(embd_pdrop=0.3, resid_pdrop=0.2)))
     convert(tmp_path / "hf", tmp_path / "back")
     assert (
-        "embd_pdrop=0.3 and resid_pdrop=0.2: hpclm has one model.dropout for both, and takes resid_pdrop" in caplog.text
+        "embd_pdrop=0.3 and resid_pdrop=0.2: hpclm has one model.dropout for both and uses resid_pdrop" in caplog.text
     )
     assert run_settings.settings(tmp_path / "back", []).model.dropout == 0.2
 
@@ -254,15 +254,15 @@ CHANGES = {
     ),
     "head width": ("llama", dict(head_dim=16), "gives block0.attention.qkv.weight of shape (144, 48), but"),
     "half biases": ("llama", dict(attention_bias=True), "has no model.layers.0.self_attn.k_proj.bias"),
-    "activation": ("llama", dict(hidden_act="relu6"), "hidden_act=relu6, and hpclm has silu, gelu"),
-    "window": ("llama", dict(sliding_window=8), "sliding_window=8, and this class attends to everything"),
+    "activation": ("llama", dict(hidden_act="relu6"), "hidden_act=relu6, but hpclm supports silu, gelu"),
+    "window": ("llama", dict(sliding_window=8), "sliding_window=8, but this class has full attention"),
     "some window": (
         "llama",
         dict(model_type="mistral", sliding_window=7.5),
         "sliding_window=7.5 must be a whole number",
     ),
     "no window": ("llama", dict(sliding_window="x"), "sliding_window=x"),
-    "both ways": ("llama", dict(is_causal=False), "is_causal=false, and hpclm has true"),
+    "both ways": ("llama", dict(is_causal=False), "is_causal=false, but hpclm supports true"),
     "in slices": ("bloom", dict(pretraining_tp=2, slow_but_exact=True), "slow_but_exact=true"),
     "unknown and false": ("gpt2", dict(use_everything=False), "use_everything=false: hpclm does not know this key"),
     "tied, with two matrices": ("llama", dict(tie_word_embeddings=True), "is another matrix; give model.tied=false"),

@@ -338,7 +338,7 @@ REFUSED = {
     "experts": (dict(num_experts=8), "num_experts=8"),
     "post norm": (dict(apply_residual_connection_post_layernorm=True), "apply_residual_connection_post_layernorm=True"),
     "part of a head": (dict(rotary_percent=0.5), "rotary_percent=0.5"),
-    "head width": (dict(kv_channels=16), "kv_channels=16, where hidden_size / num_attention_heads = 6"),
+    "head width": (dict(kv_channels=16), "kv_channels=16, but hidden_size / num_attention_heads = 6"),
     "unit gain": (dict(apply_layernorm_1p=True), "apply_layernorm_1p=True"),
     "positions": (dict(position_embedding_type="mrope"), "position_embedding_type=mrope"),
     "layers": (dict(num_layers=None), "does not say num_layers"),

@@ -90,7 +90,7 @@ def test_a_script_becomes_settings_with_the_option_beside_each_and_unknown_ones_
     head, _, rest = text.partition("\nmodel:\n")
     for line in (
         "--tensor-model-parallel-size $TP: the value of parallel.tensor is not known before the script runs",
-        "$MORE: is not known before the script runs",
+        "$MORE: its value is not known before the script runs",
         "--num-workers $((GPUS * 4)): the value of data.workers is not known before the script runs",
         "--save $1: the value of out is not known before the script runs",
         "--unheard-of 3: hpclm does not know this option",

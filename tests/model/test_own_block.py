@@ -272,8 +272,8 @@ REFUSED = {
     "Frozen": "block0.fixed does not require a gradient",
     "Scalar": "block0.scale has no dimension",
     "Half": "block0.scale is torch.bfloat16; weights are fp32",
-    "SharesWithin": "block0.one.weight and block0.other.weight are one weight",
-    "Shares": "block0.linear.weight and block1.linear.weight are one weight",
+    "SharesWithin": "block0.one.weight and block0.other.weight are the same weight",
+    "Shares": "block0.linear.weight and block1.linear.weight are the same weight",
     "Hooked": "block0 registers a hook",
     "HookedLate": "block0 registers a hook",
 }
@@ -298,7 +298,9 @@ KEPT = ("Counts", "Averages", "Buffered", "Remembers", "MadeLate", "InList")
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_block_keeps_and_no_checkpoint_has_is_refused_in_the_second_step(name):
     kept = "moved" if name == "MadeLate" else "kept"
-    with pytest.raises(ConfigError, match=rf"training changes block0\.{kept}, block1\.{kept}, which no checkpoint has"):
+    with pytest.raises(
+        ConfigError, match=rf"training changes block0\.{kept}, block1\.{kept}, which checkpoints do not save"
+    ):
         parity.train([*WORDS, f"model.block={HERE}:{name}"], 2)
 
 

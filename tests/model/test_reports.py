@@ -129,7 +129,10 @@ def test_the_weights_of_pytorch_s_modules_in_a_block_depend_on_the_seed_and_the_
 @pytest.mark.parametrize(
     "name, shape, wrong",
     [
-        *((name, -1, "under this name") for name in ("loss", "step", "validation_loss", "qk_x", "my_seconds", "x/")),
+        *(
+            (name, -1, "already uses this name")
+            for name in ("loss", "step", "validation_loss", "qk_x", "my_seconds", "x/")
+        ),
         ("right", (1, 2), r"values of shape \[16\]; it takes one for each token, \[16, 4\]"),
     ],
 )

@@ -153,7 +153,7 @@ class Normed(torch.optim.Optimizer):
 @pytest.mark.parametrize("name", ["make_of_all", "Normed"])
 def test_an_optimizer_that_needs_all_weights_trains_on_replicas_only(name):
     name = f"{__name__}:{name}"
-    assert "gives each process other weights" in problems_of(name, PIPELINE)
+    assert "gives each process different weights" in problems_of(name, PIPELINE)
     assert "needs whole ones" in problems_of(name, ["engine.zero_stage=1"])
     assert problems_of(name, []) is None
 
@@ -187,7 +187,7 @@ REFUSED = {
     f"{__name__}:returns_nothing": "it must return a torch.optim.Optimizer",
     "tests.optim.users:ScheduleFree": "has eval() and train()",
     f"{__name__}:WithSelf": "matrices must be a function of (name, shape), without self",
-    f"{__name__}:OddState": "must be such as {'exp_avg': 'weight'}",
+    f"{__name__}:OddState": "must look like {'exp_avg': 'weight'}",
     "json:loads": "part of Python's standard library",
 }
 
@@ -203,7 +203,7 @@ def test_arguments_and_settings_that_an_optimizer_does_not_take_are_refused_by_n
         "optim.arguments.beta: tests.optim.users:Lion has no such parameter; it takes betas. Did you mean 'betas'?"
         in (problems_of("Lion", [], beta="[0.9, 0.99]"))
     )
-    assert "optim.arguments.lr cannot be set; optim.lr is what" in problems_of("Lion", [], lr=1)
+    assert "optim.arguments.lr cannot be set; tests.optim.users:Lion gets optim.lr" in problems_of("Lion", [], lr=1)
     assert "no parameter weight_decay" in problems_of("Counting", ["optim.weight_decay=0.3"])
     for setting in ("betas=[0.8, 0.9]", "eps=1e-6", "momentum=0.5", "newton_schulz_steps=3"):
         with pytest.raises(
@@ -340,7 +340,7 @@ def test_a_trial_tells_what_a_resumed_run_would_lose(name, lost):
 
 def test_what_an_optimizer_keeps_in_other_attributes_ends_the_first_step(tmp_path):
     with pytest.raises(
-        UnsavableStateError, match="keeps momentum outside of its state: a resumed run would make other"
+        UnsavableStateError, match="keeps momentum outside of its state: the updates of a resumed run would differ"
     ):
         ranks.run(1, users.goes_on, tmp_path, 2, [*WORDS, *named("Attributes")])
 

@@ -87,7 +87,7 @@ def test_weights_that_data_ranks_split_have_the_axes_of_those_that_hold_the_same
     apart = mesh.of_weights(8)  # more than share out weights: nothing is sharded
     assert (apart.dp.ranks, apart.shard.ranks, apart.replicate.ranks, apart.holders) == ((5,), (5,), (5,), mesh.tp)
     with pytest.raises(
-        ConfigError, match=r"over 3 data-parallel ranks, and there are 8; .* a multiple of 3 x 2 x 1 processes"
+        ConfigError, match=r"over 3 data-parallel ranks, but there are 8; .* a multiple of 3 x 2 x 1 processes"
     ):
         mesh.of_weights(3)
 

@@ -43,7 +43,7 @@ def preset(name, *options):
 )
 def test_auto_is_the_fastest_size_that_fits_and_divides(name, options, kind, size):
     chosen = suggest.with_micro_size(preset(name, *options), kind)
-    assert chosen.batch.micro_size == size and forecast.of(chosen, kind).room == "fits"
+    assert chosen.batch.micro_size == size and forecast.predict(chosen, kind).room == "fits"
 
 
 def test_a_layout_that_cannot_fit_is_refused_with_both_numbers():

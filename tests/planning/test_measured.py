@@ -151,5 +151,5 @@ COMPILED = {
 def test_compiled_steps_take_the_memory_that_was_measured(name):
     peak, words = COMPILED[name]
     run = config.load(f"configs/{name.partition(',')[0]}.yaml", ["data.source=synthetic", "model.layers=2", *words])
-    planned = forecast.of(run, KINDS["H200"]).memory[0].tensors / 2**20
+    planned = forecast.predict(run, KINDS["H200"]).memory[0].tensors / 2**20
     assert planned == pytest.approx(peak - WORKSPACES, rel=0.01)

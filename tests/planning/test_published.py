@@ -57,7 +57,9 @@ def test_runs_from_one_gpu_to_512_that_were_kept_back_are_predicted_within_a_ten
 
 def test_more_nodes_never_help_a_gpu():
     run = config.load("configs/gpt-1b3.yaml", ["job.gpus=8", "batch.micro_size=4", "engine.precision=bf16"])
-    plans = [forecast.of(replace(run, job=replace(run.job, nodes=nodes)), KINDS["H200"]) for nodes in (1, 2, 4, 8, 16)]
+    plans = [
+        forecast.predict(replace(run, job=replace(run.job, nodes=nodes)), KINDS["H200"]) for nodes in (1, 2, 4, 8, 16)
+    ]
     rates = [plan.tokens_per_second / plan.layout.gpus for plan in plans]
     assert rates == sorted(rates, reverse=True) and rates[-1] > 0.9 * rates[0]
 

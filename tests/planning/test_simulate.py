@@ -131,7 +131,7 @@ def sent(rank):
 def compare(preset, words, number):
     """The arithmetic against a simulated rank."""
     run = load(preset, words)
-    planned, rank = forecast.of(run, KIND), simulate(run, number)
+    planned, rank = forecast.predict(run, KIND), simulate(run, number)
     stage = number * run.parallel.pipeline // rank.world
     # fsdp2 gathers experts that are shared out apart from their block, which the planner does not know
     apart = run.engine.name == "fsdp2" and run.parallel.expert > 1
@@ -166,7 +166,7 @@ def test_memory_and_communication_of_every_layout_are_the_planners_and_a_step_do
 )
 def test_memory_with_muon_is_the_planners_and_a_step_does_not_wait(preset, words, rank):
     run = load(preset, [*words, "optim.name=muon"])
-    planned, simulated = forecast.of(run, KIND), simulate(run, rank)
+    planned, simulated = forecast.predict(run, KIND), simulate(run, rank)
     memory = planned.memory[rank * run.parallel.pipeline // simulated.world]
     assert memory.tensors == pytest.approx(sum(simulated.memory.values()), rel=ALLOWED)
     assert memory.optimizer == pytest.approx(simulated.memory["optimizer"], rel=ALLOWED)
@@ -191,7 +191,7 @@ def test_memory_with_muon_is_the_planners_and_a_step_does_not_wait(preset, words
 def test_muons_products_and_messages_are_those_of_the_engine(words):
     words = [*TINY, "model.layers=6", "model.kv_heads=2", "model.activation=swiglu", "optim.name=muon", *words]
     run = load("gpt2-124m", words)
-    world, planned = run.job.nodes * run.job.gpus, forecast.of(run, KIND)
+    world, planned = run.job.nodes * run.job.gpus, forecast.predict(run, KIND)
     first = layout.stages(run.model, planned.layout)[0]
     costs = exchange(run.model, planned.layout, planned.costs.optim, planned.costs.zero, first)
     with fake_gpu(0, world):

@@ -91,7 +91,7 @@ def test_a_row_that_is_refused_is_tried_once_and_counted_and_no_other_error_lose
     assert said == [] and (feed.rows, feed.refused) == (0, 0)
     feed.send(said.append)
     assert said == [
-        "refused 2 rows, left out there (step 3: RefusedError: I do not like 3); 2 so far",
+        "refused 2 rows, omitted there (step 3: RefusedError: I do not like 3); 2 so far",
         "names that it refuses are replaced there: 'a,b' is 'a_b'",
     ]
     again = Feed("tests.sinks.own:Choosy", out)

@@ -79,7 +79,7 @@ def test_held_out_data_without_a_token_that_counts_are_not_measured(tmp_path):
         == 1
     )
     refused = hpclm("evaluate", tmp_path / "run", "--samples", 1, check=64).stderr
-    assert "by the loss mask no token of the 1 samples of valid counts" in refused
+    assert "the loss mask excludes every token of the 1 samples of valid" in refused
 
 
 def test_a_dataset_is_evaluated_by_its_loss_mask(tmp_path):

@@ -25,14 +25,14 @@ EVERY = ["one process", *(trial.name for trial in toy.LAYOUTS["block"])]
 
 WRONG = {
     "NotCopied": ("tensor 2", "the gradient of block0.scale", "copy_to_tp"),
-    "Unseeded": ("one process again", "the loss of step 1", "not seeded"),
+    "Unseeded": ("one process again", "the loss of step 1", "unseeded random numbers"),
     "BatchNorm": ("smaller micro-batches", "the loss before the first step", "other samples of its micro-batch"),
-    "BiasedTwice": ("tensor 2", "block0.extra.bias", "counts on each rank"),
+    "BiasedTwice": ("tensor 2", "block0.extra.bias", "counts once per rank"),
     "FanInOfSlice": ("tensor 2", "block0.down begins with other values", "fan-in"),
     "NotPlaced": ("tensor 2", "block0.down has the shape [32, 16], and [32, 32] in one process", "placements"),
     "remembering": ("killed and resumed", "learning rate", "pure function"),
-    "source_by_rank": ("data 2", "sample 0 of the training data is another on rank 1", "not on the rank"),
-    "Forgetful": ("data 2", "the gradient of", "does not average the gradients"),
+    "source_by_rank": ("data 2", "sample 0 of the training data differs on rank 1", "not on the rank"),
+    "Forgetful": ("data 2", "the gradient of", "does not sum the gradients"),
 }
 """Mistake -> the layout that shows it, what is named, and the cause."""
 CHEAP = ("NotCopied",)
@@ -147,7 +147,7 @@ def test_a_learning_rate_is_a_finite_number_from_0(rate, right):
     from hpclm.config import OptimConfig
 
     found = [*direct.schedule(lambda position, length, optim: rate, OptimConfig())]
-    assert found == ([] if right else [f"at position 0 it gives {rate!r}, which is no learning rate"])
+    assert found == ([] if right else [f"at position 0 it gives {rate!r}, which is not a learning rate"])
 
 
 @pytest.mark.parametrize("name, draws", [("Scaled", False), ("Noisy", True)])
@@ -216,7 +216,7 @@ def test_weights_that_begin_otherwise_are_told_by_their_shape_their_rank_or_thei
     def begins(*values, name="block0.w"):
         return record(initial=[Piece(name, np.array(values, np.float32), (len(values),), (0,))])
 
-    assert told(begins(1, 2)) == [("initial", "block0.w has the shape [2], and [4] in one process", "shape")]
+    assert told(begins(1, 2)) == [("initial", "block0.w has the shape [2], but [4] in one process", "shape")]
     [other] = told(begins(2, 2, 3, 4), record())
     assert other == (
         "initial",
@@ -230,12 +230,14 @@ def test_weights_that_begin_otherwise_are_told_by_their_shape_their_rank_or_thei
 
 
 def test_a_loss_before_the_first_step_that_differs_as_a_whole_names_no_weight():
-    loss = ("forward", "the loss before the first step is 4.1, and 4 in one process", "")
+    loss = ("forward", "the loss before the first step is 4.1, but 4 in one process", "")
     assert told(record(evaluated={"": 4.1, "block0.w": 4.2})) == [loss]
     assert told(record(evaluated={"": 4.1, "block0.w": 4.9})) == [loss]
     assert told(record(evaluated={})) == []
     [(_, what, _)] = told(record(evaluated={"": 4.0, "block0.w": 4.2}))
-    assert what == "block0.w acts otherwise: a small change of it changes the loss by +0.2, and by +0.1 in one process"
+    assert (
+        what == "block0.w acts differently: a small change of it changes the loss by +0.2, but by +0.1 in one process"
+    )
 
 
 def test_a_gradient_that_is_counted_twice_or_is_not_there_is_told():
@@ -257,20 +259,20 @@ def test_other_bits_at_the_end_count_where_all_must_agree():
 def test_figures_that_only_one_side_reports_are_told_by_name_and_step():
     more = record()
     more.steps[0]["entropy"] = 1.0
-    assert told(more) == [("report", "entropy is reported, and not in one process (step 1)", "entropy")]
+    assert told(more) == [("report", "entropy is reported, but not in one process (step 1)", "entropy")]
     [lacks] = differences([more], [record()], exact=False, random=False)
     assert lacks.what == "entropy is not reported (step 1)"
     slower = record()
     slower.steps[0]["lr"] = 2e-3
-    assert told(slower)[0][1] == "the learning rate of step 1 is 0.002, and 0.001 in one process"
+    assert told(slower)[0][1] == "the learning rate of step 1 is 0.002, but 0.001 in one process"
 
 
 def test_samples_that_differ_are_told_by_rank_or_as_read_again():
     right = [record(samples=["a", "b", "c"])]
     trial = [record(samples=["a", "b", "c"]), record(samples=["a", "x", "y"]), record(samples=["a, then z"])]
     assert [difference.what for difference in run._samples(right, trial)] == [
-        "sample 1 of the training data is another on rank 1",
-        "sample 0 of the training data is another when it is read again",
+        "sample 1 of the training data differs on rank 1",
+        "sample 0 of the training data differs when it is read again",
     ]
 
 
@@ -358,7 +360,7 @@ def test_a_rate_that_is_none_is_named_with_its_position(rate):
     def schedule(position, length, optim):
         return rate if position == 7 else 0.0
 
-    assert next(direct.schedule(schedule, None)) == f"at position 7 it gives {rate!r}, which is no learning rate"
+    assert next(direct.schedule(schedule, None)) == f"at position 7 it gives {rate!r}, which is not a learning rate"
 
 
 def test_processes_that_outlive_one_that_failed_are_killed(tmp_path, monkeypatch):

@@ -1,1 +1,1 @@
-"""The kinds of tokenizers (data.tokenizer), a file for each library or format; they implement ``hpclm.data.tokenizers``."""
+"""The kinds of tokenizers (data.tokenizer), one file for each library or format; they implement ``hpclm.data.tokenizers``."""

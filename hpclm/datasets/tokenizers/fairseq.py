@@ -1,4 +1,4 @@
-"""fairseq's dictionaries, as tokenizers, and how to create one from text.
+"""fairseq's dictionaries as tokenizers, and how to create one from text.
 
 Source: facebookresearch/fairseq fairseq/data/dictionary.py and fairseq/tokenizer.py.
 """
@@ -18,19 +18,21 @@ from hpclm.files import text_reader
 
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 EOS = 2
-PADDING = 8  # of which the number of entries is a multiple
+PADDING = 8  # the number of entries is a multiple of it
 OVERWRITE = "#fairseq:overwrite"
 INTEGER = re.compile(r"\s*[-+]?\d+(_\d+)*\s*")  # as Python's int() accepts
 
 
 class Fairseq(Words):
-    """Words, or pieces of a sentencepiece .model, of a dict.txt; every text ends with </s>."""
+    """Words, or pieces of a sentencepiece .model, from a dict.txt; every text ends with </s>."""
 
     def __init__(self, files: list[str], eod: str | None = None):
         path, *models = expect("fairseq", files, "dict.txt", "x.model", optional=1)
         only_end("fairseq", eod, SPECIALS[EOS])
         symbols, self.ids = read_dictionary(path)
-        self.words, self.size, self.eod = dict(enumerate(symbols)), len(symbols), EOS
+        self.words = dict(enumerate(symbols))
+        self.size = len(symbols)
+        self.eod = EOS
         self.fingerprint = fingerprint("fairseq", files, self.size, self.eod)
         self.model = sentencepieces.processor("fairseq", models[0]) if models else None
 
@@ -50,7 +52,8 @@ def read_dictionary(path: Path) -> tuple[list[str], dict[str, int]]:
 
     A line is "symbol count". A duplicate is refused unless #fairseq:overwrite follows its count, which gives it a new id.
     """
-    symbols, ids = list(SPECIALS), {symbol: id for id, symbol in enumerate(SPECIALS)}
+    symbols = list(SPECIALS)
+    ids = {symbol: id for id, symbol in enumerate(SPECIALS)}
     try:
         with text_reader(path) as file:
             lines = file.readlines()

@@ -1,7 +1,7 @@
-"""GPT-2's byte-level BPE with the gigatoken library, which only this file imports: fast, with the ids of ``tokenizers``.
+"""GPT-2's byte-level BPE with the gigatoken library, which only this file imports: fast, with the same ids as ``tokenizers``.
 
-The libraries have tables of different Unicode versions, so they may split text differently. Texts with characters that they
-classify differently are encoded with ``tokenizers``; tests/datasets/tokenizers/test_gigatoken.py compares all of Unicode.
+The libraries use tables of different Unicode versions, so they may split text differently. Texts with characters that they classify
+differently are encoded with ``tokenizers``; tests/datasets/tokenizers/test_gigatoken.py compares all of Unicode.
 """
 
 import logging
@@ -24,12 +24,12 @@ ADDED = (
     "16ebb-16ed3 16ff2-16ff6 187f8-187ff 18d09-18d1e 18d80-18df2 1e6c0-1e6de 1e6e0-1e6e2 1e6e4-1e6e5 "
     "1e6e7-1e6ed 1e6f0-1e6f4 1e6fe-1e6ff 2b73a-2b73f 2cea2-2cead 323b0-33479"
 )
-"""Letters and digits of Unicode 17, which gigatoken 0.10 supports and tokenizers 0.23 does not."""
+"""Letters and digits of Unicode 17 that gigatoken 0.10 supports, but tokenizers 0.23 does not."""
 COMPARED = {"gigatoken": "0.10", "tokenizers": "0.23"}  # ADDED is valid for these versions
-MARKERS = 32  # searching every text for more of them takes too long
-LOOKED_UP = 1 << 18  # characters that are looked up in the table at a time
-INTERVAL = 1 << 21  # characters between looks at the memory
-GROWTH = 48 << 20  # bytes of it after which the library's object is recreated, as it caches every new word for ever
+MARKERS = 32  # with more, searching every text takes too long
+LOOKED_UP = 1 << 18  # characters looked up in the table at a time
+INTERVAL = 1 << 21  # characters between memory checks
+GROWTH = 48 << 20  # bytes of memory after which the library's object is recreated, as it caches every new word forever
 
 TEXTS = [
     "Hello  world,\n\n\tit's 2024: we'll, I'VE, they're \u3000 done... <|endoftext|></s>[SEP]",
@@ -45,12 +45,12 @@ Encode = Callable[[list[str]], Batch]
 def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
     """A faster ``exact``; None, with a warning, if that is not possible.
 
-    settings: tokenizer.json of a GPT-2-style BPE without added tokens; exact: encode_batch of that BPE with added tokens, by
-    the tokenizers library; markers: the added tokens.
+    ``settings``: tokenizer.json of a GPT-2-style BPE without added tokens. ``exact``: encode_batch of that BPE with added tokens, by the
+    tokenizers library. ``markers``: the added tokens.
     """
     try:
         if len(markers) > MARKERS:
-            raise ValueError(f"it has {len(markers)} added tokens, and gigatoken is only used with up to {MARKERS}")
+            raise ValueError(f"it has {len(markers)} added tokens, but gigatoken is used with at most {MARKERS}")
         if unsuitable := why_unsuitable():
             raise ValueError(unsuitable)
         fast = Fast(settings, exact, markers)
@@ -65,7 +65,7 @@ def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
 
 
 def why_unsuitable() -> str | None:
-    """Why the installed libraries are not used together; None if they are."""
+    """The reason not to use the installed libraries together, or None."""
     if extras.missing("encoding", "gigatoken"):
         return f"gigatoken is not installed; {extras.install('gigatoken')}"
     versions = {name: ".".join(version(name).split(".")[:2]) for name in COMPARED}
@@ -73,16 +73,19 @@ def why_unsuitable() -> str | None:
 
 
 class Fast:
-    """Encodes with gigatoken, and texts for which its ids may differ with ``exact``."""
+    """Encodes with gigatoken, but with ``exact`` for texts whose ids may differ."""
 
     def __init__(self, settings: str, exact: Encode, markers: list[str]):
-        self._settings, self._exact, self._markers = settings, exact, [marker for marker in markers if marker]
+        self._settings = settings
+        self._exact = exact
+        self._markers = [marker for marker in markers if marker]
         self._differs = np.zeros(0x110000, bool)
         for item in ADDED.split():
             first, _, last = item.partition("-")
             self._differs[int(first, 16) : int(last or first, 16) + 1] = True
         self._library = _load(settings)
-        self._encoded, self._base = 0, 0
+        self._encoded = 0
+        self._base = 0
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``."""
@@ -98,7 +101,7 @@ class Fast:
         if self.needs_exact(together):
             return self._exact(texts)
         self._renew(len(together))
-        import_module("awkward")  # the library would take a signal during this import for a module that is missing
+        import_module("awkward")  # a signal during this import would make the library report a missing module
         layout = self._library.encode_batch(texts, parallel=False).layout
         bounds = np.asarray(layout.offsets.data)
         return np.asarray(layout.content.data)[bounds[0] : bounds[-1]], np.diff(bounds)
@@ -116,12 +119,14 @@ class Fast:
         self._encoded += characters
         if self._encoded < INTERVAL:
             return
-        self._encoded, resident = 0, _resident()
+        self._encoded = 0
+        resident = _resident()
         if not self._base:
             self._base = resident
         elif resident - self._base > GROWTH:
             self._library = None  # free it first
-            self._library, self._base = _load(self._settings), 0
+            self._library = _load(self._settings)
+            self._base = 0
 
 
 def _resident() -> int:

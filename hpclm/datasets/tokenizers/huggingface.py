@@ -21,8 +21,8 @@ from hpclm.files import text_reader
 log = logging.getLogger("hpclm")
 SPACE = "\u2581"  # sentencepiece's space
 RANDOM = {"dropout": None, "alpha": None, "nbest_size": None}
-"""Attributes of the library's models by which they draw among the encodings of a text (BPE dropout, Provilkov et al. 2020; subword
-regularization, Kudo 2018), and their values without it."""
+"""Attributes with which the library's models sample among the encodings of a text (BPE dropout, Provilkov et al. 2020; subword
+regularization, Kudo 2018), and their values without sampling."""
 LONGEST_WORD = 1024  # characters
 LONG_WORD = re.compile(rf"[^\W\d_]{{{LONGEST_WORD + 1},}}|\d{{{LONGEST_WORD + 1},}}|[^\w\s]{{{LONGEST_WORD + 1},}}")
 PROBE = "The quick brown fox, 12 times."
@@ -74,7 +74,7 @@ class Library:
             return span_tokens.marked(self.model, self._special_ids, text, spans)
 
     def template(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Ids that the template of its tokenizer.json adds before a text, and after it; no kind but that has a template."""
+        """Ids that the template of its tokenizer.json adds before and after a text; other kinds have no template."""
         with _panics():
             whole = self.model.encode(PROBE, add_special_tokens=True).ids
             plain = self.model.encode(PROBE, add_special_tokens=False).ids
@@ -91,7 +91,7 @@ class Library:
 class GPT2(Library):
     """GPT-2's byte-level BPE: vocab.json and merges.txt; a document ends with <|endoftext|>.
 
-    As in Megatron, <|endoftext|> inside a text is encoded as ordinary characters, so that no text can end a document.
+    As in Megatron, <|endoftext|> inside a text is encoded as ordinary characters, so no text can end a document.
     """
 
     def __init__(self, files: list[str], eod: str | None = None):
@@ -128,7 +128,7 @@ class TokenizerJson(Library):
 
 
 def switch_off(model: Any) -> list[str]:
-    """Switch off what would give the ids of a text at random, or cut or lengthen them; what that was, in words.
+    """Switch off features that would randomise, cut or lengthen the ids of a text. Returns their descriptions.
 
     All other parts of a tokenizer.json (normalizers, pre-tokenizers, models and their caches) are functions of the text.
     """
@@ -148,13 +148,13 @@ def switch_off(model: Any) -> list[str]:
 
 @cache
 def report_switched_off(path: str, off: tuple[str, ...]) -> None:
-    """Say once what of a tokenizer.json does not apply; a process that only encodes leaves that to the one that started it."""
+    """Log once which features of a tokenizer.json are off. Processes that only encode leave that to their parent."""
     if off and parent_process() is None:
         log.warning("%s: switched off, so that a text always has the same ids: %s", path, "; ".join(off))
 
 
 def changed_by_template(model: Any) -> str | None:
-    """What is wrong with a template that changes ids even without its special tokens; None if it does not."""
+    """The fault of a template that changes ids even without its special tokens; None for other templates."""
     template = model.post_processor
     with _panics():
         processed = model.encode(PROBE, add_special_tokens=False).ids
@@ -169,11 +169,12 @@ def changed_by_template(model: Any) -> str | None:
 class WordPiece(Library):
     """BERT's cased tokenizer: vocab.txt, with a word or ##piece per line; a document ends with [SEP].
 
-    As in Megatron, special tokens inside a text are encoded as ordinary characters.
-    Source: google-research/bert tokenization.py, BasicTokenizer and WordpieceTokenizer.
+    As in Megatron, special tokens inside a text are encoded as ordinary characters. Source: google-research/bert tokenization.py,
+    BasicTokenizer and WordpieceTokenizer.
     """
 
-    kind, lower = "wordpiece", False
+    kind = "wordpiece"
+    lower = False
 
     def __init__(self, files: list[str], eod: str | None = None):
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -194,14 +195,16 @@ class WordPiece(Library):
 class WordPieceLower(WordPiece):
     """BERT's uncased tokenizer, which also strips accents."""
 
-    kind, lower = "wordpiece_lower", True
+    kind = "wordpiece_lower"
+    lower = True
 
 
 def bare(model: Any) -> str | None:
     """The tokenizer.json of ``model`` without added tokens if it is a byte-level BPE like GPT-2's; otherwise None."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    bpe, splitter = model.model, model.pre_tokenizer
+    bpe = model.model
+    splitter = model.pre_tokenizer
     like_gpt2 = (
         type(bpe) is models.BPE
         and type(splitter) is pre_tokenizers.ByteLevel
@@ -223,13 +226,13 @@ def bare(model: Any) -> str | None:
 
 
 def of_sentencepiece(bpe: Parameters) -> str:
-    """The tokenizer.json that is equivalent to a sentencepiece BPE."""
+    """The tokenizer.json equivalent to a sentencepiece BPE."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
     ids = {piece: id for id, (piece, _) in enumerate(bpe.pieces)}
     unknown = bpe.pieces[bpe.unknown][0]
     model = Tokenizer(models.BPE(ids, _merges(bpe), unk_token=unknown, fuse_unk=True, byte_fallback=bpe.bytes))
-    # Precompiled leaves out this one composition of NFKC
+    # Precompiled omits this one composition of NFKC
     composed = normalizers.Replace("\u017f\u0307", "\u1e61")
     steps: list[Any] = [composed, normalizers.Precompiled(bpe.charsmap)] if bpe.charsmap else []
     if bpe.squeezed:
@@ -237,8 +240,13 @@ def of_sentencepiece(bpe: Parameters) -> str:
     if bpe.prefix:
         steps.append(normalizers.Prepend(SPACE))
     model.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    parts = [decoders.Replace(SPACE, " "), *([decoders.ByteFallback()] if bpe.bytes else []), decoders.Fuse()]
-    model.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if bpe.prefix else [])])
+    parts: list[Any] = [decoders.Replace(SPACE, " ")]
+    if bpe.bytes:
+        parts.append(decoders.ByteFallback())
+    parts.append(decoders.Fuse())
+    if bpe.prefix:
+        parts.append(decoders.Strip(" ", 1, 0))
+    model.decoder = decoders.Sequence(parts)
     return str(model.to_str(pretty=True))
 
 
@@ -248,7 +256,8 @@ def _merges(bpe: Parameters) -> list[tuple[str, str]]:
     merges = []
     for piece, score in bpe.pieces:
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
+            left = piece[:cut]
+            right = piece[cut:]
             if left in ids and right in ids:
                 merges.append((-score, ids[left], ids[right], left, right))
     return [(left, right) for *_, left, right in sorted(merges)]
@@ -277,7 +286,7 @@ def without_template(text: str) -> str:
 
 
 def encoder(text: str) -> Callable[[str], list[int]]:
-    """A function from text to ids, by a tokenizer.json without its truncation, padding and template."""
+    """A function from text to ids, from a tokenizer.json without its truncation, padding and template."""
     from tokenizers import Tokenizer
 
     model = Tokenizer.from_str(text)
@@ -292,7 +301,7 @@ def encoder(text: str) -> Callable[[str], list[int]]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Train a byte-level BPE on ``texts``, with at most ``vocab_size`` entries; its tokenizer.json. Id 0 is <|endoftext|>."""
+    """Train a byte-level BPE on ``texts`` with at most ``vocab_size`` entries; returns its tokenizer.json. Id 0 is <|endoftext|>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -311,7 +320,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
 def with_words_divided(texts: Iterable[str]) -> Iterator[str]:
     """``texts``, divided within words of more than LONGEST_WORD characters, on which training would take hours.
 
-    They are runs of letters, of digits or of other signs, as the byte-level BPE divides text: Chinese without punctuation is one.
+    Such words are runs of letters, digits or other signs, as the byte-level BPE divides text; Chinese without punctuation is one.
     """
     for text in texts:
         begin = 0
@@ -324,7 +333,7 @@ def with_words_divided(texts: Iterable[str]) -> Iterator[str]:
 
 @contextmanager
 def _panics() -> Iterator[None]:
-    """ConfigError where the library panics, as it does for a text on which a pattern of tokenizer.json takes too long."""
+    """ConfigError if the library panics, as it does for a text on which a pattern of tokenizer.json takes too long."""
     try:
         yield
     except BaseException as error:  # PanicException is not an Exception, and has no public name

@@ -7,14 +7,15 @@ from hpclm.datasets.tokenizers.vocabulary import expect, id_of_end, only_end, vo
 
 
 class Bytes:
-    """UTF-8 bytes, and 256 as the end-of-document token."""
+    """UTF-8 bytes, with 256 as the end-of-document token."""
 
     ends_itself = False
 
     def __init__(self, files: list[str], eod: str | None = None):
         expect("bytes", files)
         only_end("bytes", eod, END)
-        self.size, self.eod = 257, 256
+        self.size = 257
+        self.eod = 256
         self.fingerprint = fingerprint("bytes", files, self.size, self.eod)
 
     def encode(self, text: str) -> list[int]:
@@ -35,7 +36,7 @@ class Bytes:
 class Words:
     """Words separated by white space, looked up in a vocabulary; every text ends with the end-of-document token.
 
-    ids: of the words; words: by id; unknown: the word for all others.
+    ``ids``: by word; ``words``: by id; ``unknown``: replaces words that are not in the vocabulary.
     """
 
     ends_itself = True

@@ -15,13 +15,13 @@ from hpclm.datasets.tokenizers.vocabulary import expect, id_of_end, load
 from hpclm.errors import ConfigError
 
 SENTENCES = 1_000_000  # lines that a model is trained on by default
-MIN_SAMPLED_LINES = 101  # lines that the library takes a random sample of
+MIN_SAMPLED_LINES = 101  # minimum number of lines that the library samples from
 MAX_LINE_BYTES = 1 << 20  # bytes of a line; the library drops longer ones
-PART = 1 << 16  # characters of a part of such a line, at most
-RESERVED = "\u2585"  # the library drops lines with this character, which stands for unknown ones
-MAX_OPTION_VALUE = 2**31 - 1  # number that it takes
+PART = 1 << 16  # maximum number of characters of a part of such a line
+RESERVED = "\u2585"  # marks unknown characters; the library drops lines that contain it
+MAX_OPTION_VALUE = 2**31 - 1  # largest number that the library accepts
 ENDS = ("。", "！", "？", "…", ". ", "! ", "? ")
-"""Ends of sentences, at which long lines are divided."""
+"""Ends of sentences, where long lines are divided."""
 USER_DEFINED = 4  # ModelProto.SentencePiece.Type
 
 
@@ -67,13 +67,13 @@ class Parameters:
     kind: str
     """bpe, unigram, word or char."""
     pieces: tuple[tuple[str, float], ...]
-    """Text and score of every piece, by id; in a BPE, pairs that form the piece with the highest score are merged first."""
+    """Text and score of every piece, by id. A BPE first merges the pairs that form the piece with the highest score."""
     types: tuple[int, ...]
     """ModelProto.SentencePiece.Type of every piece, by id."""
     unknown: int
     """Id of <unk>."""
     charsmap: bytes
-    """Compiled normalisation rules; empty: none."""
+    """Compiled normalisation rules; empty without any."""
     prefix: bool
     """Whether a space is prepended to a text."""
     squeezed: bool
@@ -81,7 +81,8 @@ class Parameters:
     bytes: bool
     """Whether unknown characters become byte pieces."""
     plain: bool
-    """Without features that other libraries lack: user-defined pieces, which are never split, and other treatments of spaces."""
+    """Whether the model lacks features unknown to other libraries: user-defined pieces, which are never split, and other treatments of
+    spaces."""
 
 
 def parameters(tokenizer: SentencePiece) -> Parameters:
@@ -91,7 +92,8 @@ def parameters(tokenizer: SentencePiece) -> Parameters:
     messages: Any = sentencepiece_model_pb2  # its classes are created at run time
     proto = messages.ModelProto()
     proto.ParseFromString(tokenizer.model.serialized_model_proto())
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    trainer = proto.trainer_spec
+    normalizer = proto.normalizer_spec
     whole = any(piece.type == USER_DEFINED for piece in proto.pieces)
     return Parameters(
         trainer.ModelType.Name(trainer.model_type).lower(),
@@ -115,9 +117,9 @@ def processor(kind: str, path: Path) -> Any:
 
 
 def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int, sentences: int = SENTENCES) -> bytes:
-    """Train a sentencepiece tokenizer, ``kind`` bpe or unigram, on ``sentences`` random lines of ``texts``; its .model.
+    """Train a sentencepiece tokenizer, ``kind`` bpe or unigram, on ``sentences`` random lines of ``texts``; returns its .model.
 
-    Decoding restores the text: no normalisation, and byte fallback. The lines are in memory. ConfigError if it cannot be trained.
+    Decoding restores the text: no normalisation, and byte fallback. Memory holds the lines. ConfigError if it cannot be trained.
     """
     for option, number, smallest in (("--vocab-size", vocab_size, 1), ("--sentences", sentences, MIN_SAMPLED_LINES)):
         if not smallest <= number <= MAX_OPTION_VALUE:
@@ -149,7 +151,7 @@ def train_sentencepiece(texts: Iterable[str], kind: str, vocab_size: int, senten
 def parts_of_line(line: str) -> Iterator[str]:
     """``line`` in parts that the library does not drop: without RESERVED, and of at most MAX_LINE_BYTES.
 
-    A longer one is divided after the last end of a sentence of PART characters, or else at the last space, or else anywhere.
+    A longer line is divided after the last end of a sentence within PART characters, or else at the last space, or else anywhere.
     """
     for text in line.split(RESERVED):
         if 4 * len(text) <= MAX_LINE_BYTES or len(text.encode()) <= MAX_LINE_BYTES:
@@ -170,7 +172,7 @@ def parts_of_line(line: str) -> Iterator[str]:
 
 
 def _explained(error: str, vocab_size: int) -> str:
-    """What the library's ``error`` in training ``vocab_size`` entries means for the command line."""
+    """Translates the library's ``error`` in training ``vocab_size`` entries into terms of the command line."""
     if high := re.search(r"Vocabulary size too high \(\d+\).* <= (\d+)", error):
         return (
             f"--vocab-size {vocab_size} is too large for this text, which is enough for {high[1]} entries; give --vocab-size "

@@ -1,7 +1,8 @@
-"""Which tokens of a text count in the loss: those of given spans, such as the answers of a conversation, tokenized as in generation.
+"""Marks the tokens of a text that count in the loss: those of given spans, such as the answers of a conversation, tokenized as in
+generation.
 
-Generation tokenizes what precedes a span alone. Where that gives other ids than the whole text has there, as where a token begins
-before a span and ends in it, the text is tokenized in pieces: the spans, and what is between them.
+Generation tokenizes the text before a span alone. That may give other ids than in the whole text, for example if a token crosses the
+beginning of a span. Then the text is tokenized in pieces: the spans, and the text between them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,27 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 APART = ("\n", ":", "0", "a")
-"""Texts after which a piece of text is tokenized as inside of one, if the two have no token together."""
+"""Contexts after which a piece of text is tokenized as in the middle of a text, if no token spans the two."""
 
 
 class Marked(NamedTuple):
-    """The tokens of a text, and which of them count in the loss."""
+    """The tokens of a text, and whether each counts in the loss."""
 
     ids: NDArray[np.int64]
     """[t]"""
     counts: NDArray[np.bool_]
     """[t]"""
     spanning: bool
-    """Whether a token holds the end of a prompt and the beginning of an answer together, since they cannot be tokenized apart."""
+    """Whether a token spans the end of a prompt and the beginning of an answer, because they cannot be tokenized apart."""
 
 
 def marked(model: Any, special: Mapping[str, int], text: str, spans: list[tuple[int, int]]) -> Marked:
     """Ids of ``text``, and whether each has characters in one of ``spans``, as transformers marks them.
 
-    ``model``: a Tokenizer of the tokenizers library; ``special``: its special tokens, and their ids.
+    ``model``: a Tokenizer of the tokenizers library; ``special``: ids of its special tokens.
     """
     encoding = model.encode(text, add_special_tokens=False)
-    ids, offsets = np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    ids = np.array(encoding.ids, np.int64)
+    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
     counts = np.zeros(len(offsets), np.bool_)
     for begin, end in spans:
         counts |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
@@ -46,9 +48,9 @@ def marked(model: Any, special: Mapping[str, int], text: str, spans: list[tuple[
 def _as_generated(
     model: Any, text: str, ids: NDArray, offsets: NDArray, is_special: NDArray, spans: list[tuple[int, int]]
 ) -> bool:
-    """Whether no token crosses the bounds of a span, and what precedes each has the same ids alone.
+    """Whether no token crosses the bounds of a span, and the text before each span has the same ids alone.
 
-    A special token is a token by itself, whatever is around it: what precedes the last one need not be tokenized again.
+    A special token is always a token by itself, so the text before the last one need not be tokenized again.
     """
     for begin, end in spans:
         if any(((offsets[:, 0] < bound) & (offsets[:, 1] > bound)).any() for bound in (begin, end)):
@@ -65,10 +67,10 @@ def _as_generated(
 def _in_pieces(
     model: Any, special: Iterable[str], text: str, whole: NDArray, spans: list[tuple[int, int]]
 ) -> Marked | None:
-    """``marked`` with the bounds of ``spans`` as bounds of tokens; None if no such tokens have the text.
+    """``marked`` with tokens that end at the bounds of ``spans``; None if no such tokens have the text.
 
-    A tokenizer may put a space before any text, so a piece is tokenized after the special token that precedes it, and
-    any other also after another text, which is removed again.
+    A tokenizer may put a space before any text. So a piece is tokenized after the special token that precedes it, or after another text,
+    whose tokens are removed again.
     """
     cuts = sorted({0, len(text), *chain.from_iterable(spans)})
     before = [max((token for token in special if text.endswith(token, 0, cut)), key=len, default="") for cut in cuts]
@@ -86,7 +88,7 @@ def _in_pieces(
 
 
 def _after(model: Any, others: Sequence[str], text: str) -> list[int] | None:
-    """The ids of ``text`` after the first of ``others`` on which they do not depend; None if there is none."""
+    """The ids of ``text`` after the first of ``others`` that does not affect them; None without one."""
     for before in others:
         given, whole = (model.encode(part, add_special_tokens=False).ids for part in (before, before + text))
         if whole[: len(given)] == given:
@@ -95,7 +97,7 @@ def _after(model: Any, others: Sequence[str], text: str) -> list[int] | None:
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """``spans``, without empty ones, and those that touch as one."""
+    """``spans`` without empty ones, and with adjacent ones joined."""
     joined: list[tuple[int, int]] = []
     for begin, end in sorted(span for span in spans if span[0] < span[1]):
         if joined and joined[-1][1] >= begin:

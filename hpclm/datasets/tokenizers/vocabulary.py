@@ -1,4 +1,4 @@
-"""Checks of vocabulary files and options that several kinds of tokenizers share."""
+"""Checks of vocabulary files and options, shared by several kinds of tokenizers."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -8,6 +8,7 @@ from typing import TypeVar
 from hpclm.errors import ConfigError
 from hpclm.files import read_text, readable
 from hpclm.registry import hint
+from hpclm.terminal import many
 
 T = TypeVar("T")
 
@@ -15,11 +16,10 @@ T = TypeVar("T")
 def expect(kind: str, files: list[str], *names: str, optional: int = 0) -> list[Path]:
     """``files`` as readable paths, one for each of ``names``; the last ``optional`` ones may be missing."""
     if not len(names) - optional <= len(files) <= len(names):
-        needed = f"{len(names)} file{'s' * (len(names) > 1)}, {' and '.join(names)}" if names else "no files"
-        may = f" (the last {optional} may be left out)" if optional else ""
-        raise ConfigError(
-            f"tokenizer {kind} takes {needed}{may}, but {len(files)} {'was' if len(files) == 1 else 'were'} given: {', '.join(map(str, files)) or 'none'}"
-        )
+        needed = f"{many(len(names), 'file')}, {' and '.join(names)}" if names else "no files"
+        may = f" (the last {optional} may be omitted)" if optional else ""
+        given = ", ".join(map(str, files)) or "none"
+        raise ConfigError(f"tokenizer {kind} takes {needed}{may}, but got {len(files)}: {given}")
     return [readable(file, f"{kind} tokenizer's {name}") for file, name in zip(files, names, strict=False)]
 
 
@@ -49,7 +49,7 @@ def vocabulary(kind: str, path: Path, needed: Iterable[str]) -> dict[str, int]:
 
 
 def id_of_end(kind: str, path: Path, end: str, ids: Mapping[str, int], candidates: Iterable[str]) -> int:
-    """The id of the end-of-document token ``end``. ids: {text: id} of ``path``; candidates: suggestions for the error."""
+    """The id of the end-of-document token ``end``. ``ids``: {text: id} of ``path``; ``candidates``: suggestions for the error."""
     if end in ids:
         return ids[end]
     some = list(candidates)[:20]

@@ -10,7 +10,7 @@ from hpclm.parallel.mesh import Compute
 def build(config: EngineSettings, compute: Compute) -> Engine:
     """The engine for the settings' ZeRO stage and number of pipeline stages."""
     builds = config.optim.name == "cpu_adam" or config.engine.offload_folder is not None
-    # it is read when DeepSpeed is imported
+    # DeepSpeed reads it when it is imported
     environment.for_deepspeed(compute.device.type, compute.device.index or 0, builds)
     from hpclm.engine.deepspeed.pipeline import PipelineEngine
     from hpclm.engine.deepspeed.zero import ReplicatedEngine, ZeroEngine

@@ -29,7 +29,7 @@ from hpclm.optim.optimizers import Weight
 from hpclm.parallel.mesh import Axis, Mesh
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""Types as engine.precision calls them."""
+"""Names of the types in engine.precision."""
 NO_DISKS = (
     "engine.offload_folder: DeepSpeed cannot compile its access to disks here; it needs libaio with its headers and a "
     "C++ compiler (Debian: apt-get install libaio-dev g++ python3-dev)"
@@ -41,18 +41,18 @@ SECTIONS = {
     "CommsLoggerConfig": "comms_logger",
     "DeepSpeedThroughputTimerConfig": "timers.throughput",
 }
-"""The section that each of DeepSpeed's models reads."""
+"""The section of DeepSpeed's JSON that each of its pydantic models reads."""
 
 
 class Accelerator(CPU_Accelerator):
-    """DeepSpeed's CPU, with what PyTorch adds to it."""
+    """DeepSpeed's CPU accelerator with capabilities that PyTorch has gained since."""
 
     def is_fp16_supported(self) -> bool:
         """PyTorch supports fp16 on every CPU, slowly on most."""
         return True
 
     def create_op_builder(self, op_name: str) -> Any:
-        """None for a collective that DeepSpeed would compile and gloo provides."""
+        """None for a collective that gloo provides, so that DeepSpeed does not compile its own."""
         return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
 
 
@@ -60,7 +60,8 @@ class MeshView:
     """A mesh with the methods of DeepSpeed's mpu: get_data_parallel_group() and so on."""
 
     def __init__(self, mesh: Mesh):
-        # norms and overflows are reduced over the "model parallel" ranks, which together hold one copy of the model
+        # DeepSpeed reduces norms and overflows over the "model parallel" ranks, which together hold one copy of the
+        # model
         axes = {"data_parallel": mesh.dp, "model_parallel": mesh.model, "tensor_model_parallel": mesh.tp}
         for kind, axis in axes.items():
             for name, value in (("group", group(axis)), ("rank", axis.rank), ("world_size", axis.size)):
@@ -72,7 +73,7 @@ def _given(value: Any) -> Any:
 
 
 def group(axis: Axis) -> Any:
-    """The process group of ``axis``; a single process gets a new group, since DeepSpeed takes None for all ranks."""
+    """The process group of ``axis``. A single process gets a new group, since DeepSpeed takes None for all ranks."""
     if axis.group is not None:
         return axis.group
     return dist.new_group(list(axis.ranks), use_local_synchronization=True)
@@ -80,7 +81,7 @@ def group(axis: Axis) -> Any:
 
 def begin(device: torch.device) -> None:
     """Let DeepSpeed use the existing process group; a single process gets a new one."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about settings that were chosen on purpose
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about settings chosen on purpose
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # it uses names that torch 2.13 deprecates
         warnings.filterwarnings("ignore", f".*{name}.* is deprecated", FutureWarning)
     if not dist.is_initialized():
@@ -93,30 +94,31 @@ def begin(device: torch.device) -> None:
 
 
 def initialize(**arguments: Any) -> Any:
-    """The engine of deepspeed.initialize, with its output suppressed."""
+    """Call deepspeed.initialize with its output suppressed; returns the engine."""
     with contextlib.redirect_stdout(io.StringIO()), refusals():
         engine, *_ = deepspeed.initialize(**arguments, dist_init_required=False)
     return engine
 
 
 def destroy(engine: Any) -> None:
-    """Remove the hooks and attributes of weights by which DeepSpeed keeps them in memory, with its output suppressed."""
-    weights, modules = list(engine.module.parameters()), list(engine.module.modules())
+    """Remove the hooks and attributes with which DeepSpeed keeps weights in memory; its output is suppressed."""
+    weights = list(engine.module.parameters())
+    modules = list(engine.module.modules())
     with contextlib.redirect_stdout(io.StringIO()):
         engine.destroy()
     if offload := getattr(engine.optimizer, "parameter_offload", None):
-        # stage 3 keeps every model on its stack of running modules, and the coordinator and the modules for good as keys
-        # of a cache; they stay as empty objects
+        # stage 3 never removes a model from its stack of running modules, nor the coordinator and modules from the
+        # keys of a cache; they stay as empty objects
         FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not engine.module]
         for key in (offload.get_param_coordinator(), *modules):
             vars(key).clear()
-    for weight in weights:  # the garbage collector does not see all that refers to them
+    for weight in weights:  # the garbage collector does not see all references to them
         vars(weight).clear()
 
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Report what DeepSpeed rejects in its JSON under the names of engine.extra, where it must come from."""
+    """Report settings that DeepSpeed rejects under engine.extra, the only setting they can come from."""
     try:
         yield
     except ValidationError as error:
@@ -134,26 +136,27 @@ def refusals() -> Iterator[None]:
 
 
 def check_disks() -> None:
-    """ConfigError if DeepSpeed cannot access disks here: it would compile for a minute before it found out."""
+    """ConfigError if DeepSpeed cannot access disks here; it would find out only after compiling for a minute."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         if not (installed_ops.get("async_io") or AsyncIOBuilder().is_compatible()):
             raise ConfigError(NO_DISKS)
 
 
 def cpu_adam(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:
-    """DeepSpeed's Adam for state in CPU memory."""
+    """DeepSpeed's CPU Adam, which keeps its state in CPU memory."""
     settings: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps, adamw_mode=True)
     try:
         return DeepSpeedCPUAdam(groups(weights, optim), **settings)
     except Exception as error:  # the extension build may raise anything
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
         raise ConfigError(
-            f"optim.name=cpu_adam: DeepSpeed could not compile it: {str(error).splitlines()[0] if str(error) else error!r}; "
+            f"optim.name=cpu_adam: DeepSpeed could not compile it: {reason}; "
             "it needs a C++ compiler, Python's headers (Debian: apt-get install g++ python3-dev) and a home directory that can be "
             "written (HOME, or TORCH_EXTENSIONS_DIR), or use optim.name=adamw"
         ) from error
 
 
 def mark_split(weights: Iterable[ShardedParameter]) -> None:
-    """Mark tensor-parallel weights for DeepSpeed's gradient norm; it counts the others once."""
+    """Mark tensor-parallel weights for DeepSpeed's gradient norm, which counts the others once."""
     for weight in weights:
         weight.parameter.tensor_model_parallel = weight.placement.dim is not None  # type: ignore[attr-defined]

@@ -40,9 +40,9 @@ class Part(nn.Module):
         super().__init__()
         self.stack = stack
         self.queue: Iterator[MicroBatch] = iter(())
-        """The upcoming micro-batches: DeepSpeed passes nothing but tensors from stage to stage."""
+        """The upcoming micro-batches, queued here because DeepSpeed passes only tensors between stages."""
         self.reported: dict[str, Tensor] = {}
-        """What layers and loss have reported since it was last emptied."""
+        """Values reported by layers and loss since the last reset."""
         self.factor = 1.0
         """Factor on the loss, beyond the token weights."""
 
@@ -54,10 +54,10 @@ class Part(nn.Module):
 
 
 class Pipeline(PipelineModule):
-    """DeepSpeed's pipeline, of which each of our stages is one layer."""
+    """DeepSpeed's pipeline with one layer for each of our stages."""
 
     def __init__(self, stack: Stack, parts: Sequence[Sequence[LayerSpec]], mesh: Mesh):
-        """``stack``: this process's stage, which is the only one that DeepSpeed builds. ``parts``: the layers of all."""
+        """``stack``: this process's stage, the only one that DeepSpeed builds. ``parts``: the layers of all stages."""
         shared = [name for name, members in owners(parts).items() if len(members) > 1]
         weights = [
             f"stack.layers.{name}.{weight}"
@@ -65,21 +65,21 @@ class Pipeline(PipelineModule):
             if name in stack.layers
             for weight, _ in stack.layers[name].named_parameters()
         ]
-        layers = [
-            TiedLayerSpec("shared", Part, stack, tied_weight_attr=weights)
-            if any(spec.name in shared for spec in part)
-            else DeepSpeedLayer(Part, stack)
-            for part in parts
-        ]
+        layers = []
+        for part in parts:
+            if any(spec.name in shared for spec in part):
+                layers.append(TiedLayerSpec("shared", Part, stack, tied_weight_attr=weights))
+            else:
+                layers.append(DeepSpeedLayer(Part, stack))
         topology = PipeModelDataParallelTopology(mesh.pp.size, mesh.tp.size, mesh.dp.size)
         with contextlib.redirect_stdout(io.StringIO()):
-            # one layer for each stage: "uniform" leaves our division as it is
+            # one layer for each stage, so "uniform" keeps our division
             super().__init__(layers, topology=topology, partition_method="uniform")
 
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
         """Weights whose gradients are summed with those of other stages.
 
-        If DeepSpeed accumulates gradients in another type, it keeps them in ``grad_accum`` but does not look for them there.
+        If DeepSpeed accumulates gradients in another type, it keeps them in ``grad_accum`` but does not look there.
         """
         tied = [
             (getattr(weight, "grad_accum", None), weight, group)
@@ -89,12 +89,14 @@ class Pipeline(PipelineModule):
 
 
 class PipelineEngine(WrappedEngine):
-    """One stage of a pipeline. Steps cannot be abandoned: the stages are never between the same two micro-batches."""
+    """One stage of a pipeline. Steps cannot be abandoned: at no time are all stages between the same two micro-batches."""
 
     backward_timer = "forward_backward"
 
     def __init__(self, config: EngineSettings, compute: Compute):
-        mesh, device, dtype = compute.mesh, compute.device, compute.dtype
+        mesh = compute.mesh
+        device = compute.device
+        dtype = compute.dtype
         library.begin(device)
         specs = layers_of(config, compute)
         parts = stages(config, specs, compute)
@@ -120,19 +122,22 @@ class PipelineEngine(WrappedEngine):
         self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, config.optim, group_weights, mesh.dp)
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:
-        """All micro-batches through all stages, and the update, in which DeepSpeed reduces, clips, and skips what is not finite."""
-        engine, count, factor = self.engine, len(inputs.batches), inputs.factor
+        """Run all micro-batches through all stages, and the update: DeepSpeed reduces, clips, and skips steps that are not finite."""
+        engine = self.engine
+        count = len(inputs.batches)
+        factor = inputs.factor
         if self.scale:
             engine.optimizer.override_loss_scale(factor)
-        # a batch ramp-up changes the number, which DeepSpeed otherwise takes from its settings once
+        # a batch ramp-up changes the number, which DeepSpeed reads from its settings only once
         if count != engine.micro_batches:
             engine.set_train_batch_size(count * self.config.plan.micro_size * self.mesh.dp.size)
-        # DeepSpeed averages over micro-batches; the token weights include the scale already, where fp16 needs it
-        self.part.queue, self.part.reported = iter(inputs.batches), self.reported
+        # DeepSpeed averages over micro-batches; in fp16 the token weights already include the loss scale
+        self.part.queue = iter(inputs.batches)
+        self.part.reported = self.reported
         self.part.factor = count / factor
         with self.timers(self.backward_timer):
             loss = engine.train_batch(ids(inputs.batches))
-        return loss.double()  # the mean over the replicas, on each of them: their sum is that of the weighted losses
+        return loss.double()  # the mean over the replicas, the same on each: their sum is that of the weighted losses
 
     def finish_backward(self) -> None:
         """Done by train_batch."""
@@ -143,12 +148,11 @@ class PipelineEngine(WrappedEngine):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch], alone: bool = False) -> float | None:
-        """As the base engine's; holds one micro-batch per stage, so that every stage is busy."""
+        """See Engine.evaluate; holds one micro-batch per stage, so that every stage is busy."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.part.factor = 1.0
         for _, alike in groupby(batches, lambda batch: batch.tokens.shape):
-            # DeepSpeed sends the shape of activations once, with the first of them; batches of another shape need it
-            # again
+            # DeepSpeed sends the shape of activations once, before the first; batches of another shape need it again
             self.engine.reset_activation_shape()
             while some := list(islice(alike, self.mesh.pp.size)):
                 masks = [batch.mask() for batch in some]
@@ -163,13 +167,14 @@ class PipelineEngine(WrappedEngine):
                     ]
                     sums += torch.stack(shares).sum(0)
         self.engine.reset_activation_shape()
-        total, counted = all_reduce(sums, self.mesh.pp if alone else self.mesh.world).tolist()
+        axis = self.mesh.pp if alone else self.mesh.world
+        total, counted = all_reduce(sums, axis).tolist()
         return total / counted if counted else None
 
 
 def equalize_groups(optimizer: torch.optim.Optimizer, compute: Compute) -> None:
-    """Give the optimizer of every stage as many groups of weights as the stage with the most has, by splitting groups: DeepSpeed's
-    gradient norm is a collective of all stages for each group."""
+    """Split groups of weights until the optimizers of all stages have equally many: DeepSpeed's gradient norm is a collective of all
+    stages for each group."""
     groups = optimizer.param_groups
     counts = torch.tensor([float(len(groups))], device=compute.device)
     count = int(all_reduce_max(counts, compute.mesh.pp).item())
@@ -185,5 +190,5 @@ def equalize_groups(optimizer: torch.optim.Optimizer, compute: Compute) -> None:
 
 
 def ids(batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, None]]:
-    """The inputs of the first stage; the last stage takes labels from its own queue."""
+    """The inputs of the first stage; the last stage takes the labels from its queue."""
     return ((batch.tokens, None) for batch in batches)

@@ -1,6 +1,6 @@
-"""fp32 weights and optimizer state inside DeepSpeed's optimizers, as logical tensors: read and written a weight at a time.
+"""fp32 weights and optimizer state inside DeepSpeed's optimizers, as logical tensors: read and written one weight at a time.
 
-By what DeepSpeed documents (``safe_get_local_*``), and where there is nothing, by attributes without an underscore.
+Uses documented functions (``safe_get_local_*``) where they exist, and otherwise attributes without an underscore.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ from hpclm.parallel.mesh import Axis
 
 
 class PartitionedState(TrainingState, ABC):
-    """The state of DeepSpeed's ZeRO optimizer ``wrapper`` around ``optimizer``, ours, whose parameters are flat partitions."""
+    """State of DeepSpeed's ZeRO optimizer ``wrapper`` around our ``optimizer``, whose parameters are flat partitions."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, flat: Sequence[Tensor]):
         """``flat``: this process's partitions, the keys of the optimizer's state."""
@@ -34,14 +34,15 @@ class PartitionedState(TrainingState, ABC):
 
     @abstractmethod
     def size(self, weight: ShardedParameter) -> int:
-        """How many values of a weight are in this process's partition, with padding."""
+        """Number of a weight's values in this process's partition, padding included."""
 
     @abstractmethod
     def place(self, weight: ShardedParameter) -> tuple[Tensor, slice]:
-        """The partition that holds this process's values of a weight, and where in it."""
+        """The partition that holds this process's values of a weight, and their slice in it."""
 
     def gradient(self, weight: ShardedParameter) -> Tensor | None:
-        """As TrainingState's. DeepSpeed updates one partition after the other, and has scaled and clipped the gradients of this one only."""
+        """See TrainingState.gradient. DeepSpeed updates one partition after the other; only the gradients of the current one are scaled
+        and clipped."""
         flat, place = self.place(weight)
         updated = any(flat is partition for group in self.optimizer.param_groups for partition in group["params"])
         return flat.grad[place] if updated and flat.grad is not None else None
@@ -55,7 +56,7 @@ class PartitionedState(TrainingState, ABC):
         """Copy the optimizer's fp32 weights into the model."""
 
     def names(self, weight: ShardedParameter, where: Where = "weight") -> list[str]:
-        """The tensors that the optimizer keeps of a weight, once there were updates."""
+        """Names of the tensors that the optimizer keeps of a weight; empty before the first update."""
         return list(tensors_held(self.declared(weight.name, weight.shape), where)) if self.steps() else []
 
     def owners(self, weights: Sequence[ShardedParameter]) -> Iterator[tuple[str, Tensor, State]]:
@@ -64,20 +65,20 @@ class PartitionedState(TrainingState, ABC):
             yield f"partition {number}", flat, self.declared("", flat.shape)
 
     def load(self, plan: SavePlan, whole: Sequence[SavePlan], saved: SavedState, steps: int) -> None:
-        """Load the weights, and the optimizer's state if there were ``steps`` updates."""
+        """Load the weights, and the optimizer's state if the saved run made ``steps`` > 0 updates."""
         if steps or self.steps():
             self.begin(steps)
         given = saved.shapes() if steps else {}
         for number, weight in enumerate(plan.weights):
             kept = [n for n in self.declared(weight.name, weight.shape) if f"optim.{n}.{weight.name}" in given]
-            for name in (None, *kept):  # what is not given stays zero
+            for name in (None, *kept):  # tensors that were not saved stay zero
                 values = torch.empty(self.size(weight), device=weight.parameter.device)
                 plan.load(number, f"optim.{name}.{weight.name}" if name else f"model.{weight.name}", saved, values)
                 self.set(weight, values, name)
         self.publish()
 
     def begin(self, steps: int) -> None:
-        """Zero the state and set the step count to ``steps``: of all partitions, since DeepSpeed links none but the first's."""
+        """Zero the state and set the step count to ``steps`` in all partitions; DeepSpeed itself links only the state of the first."""
         for flat in self.flat:
             self.begin_partition(flat, steps)
 
@@ -88,8 +89,8 @@ class PartitionedState(TrainingState, ABC):
 
 
 class PartitionedOptimizer(PartitionedState):
-    """Stages 1 and 2. DeepSpeed makes the weights of a parameter group views of one flat buffer, and an equal part of it, in fp32,
-    the only parameter of that group in our optimizer."""
+    """ZeRO stages 1 and 2. DeepSpeed makes the weights of a parameter group views of one flat buffer. Each replica's equal part of it,
+    in fp32, is the only parameter of that group in our optimizer."""
 
     def __init__(
         self,
@@ -99,37 +100,37 @@ class PartitionedOptimizer(PartitionedState):
         groups: Sequence[Sequence[nn.Parameter]],
         dp: Axis,
     ):
-        """``groups``: the weights of the optimizer's groups, before DeepSpeed replaced them. ``dp``: has the other parts."""
+        """``groups``: the weights of the optimizer's groups before DeepSpeed replaced them. ``dp``: the ranks with the other partitions."""
         self.wrapper = wrapper
         flats = [group["params"][0] for group in optimizer.param_groups]
         self.places: dict[nn.Parameter, tuple[int, Tensor, slice]] = {}
-        """Of each weight: the index of the first value in this process's partition, the partition, and its values there."""
+        """For each weight: index of its first value in this process's partition, the partition, and the slice there."""
         for flat, weights in zip(flats, groups, strict=True):
             size = flat.numel()
             for weight in weights:
-                # an assumption about DeepSpeed's layout (0.19): where it fails, a checkpoint would silently mix weights
-                # up
+                # an assumption about DeepSpeed's layout (0.19): where it fails, a checkpoint would silently mix up
+                # weights
                 if weight.untyped_storage().nbytes() != dp.size * size * weight.element_size():
                     raise RuntimeError("this version of DeepSpeed partitions weights in a way that hpclm does not know")
-                start = weight.storage_offset() - dp.rank * size  # in this partition
+                start = weight.storage_offset() - dp.rank * size  # index in this partition
                 low, high = (min(max(index, 0), size) for index in (start, start + weight.numel()))
                 self.places[weight] = low - start if low < high else 0, flat, slice(low, high)
         super().__init__(optimizer, optim, flats)
 
     def local_part(self, weight: ShardedParameter) -> ShardedParameter:
-        """``weight``, with the run of its values that is in this process's partition."""
+        """``weight``, with the run of its values in this process's partition."""
         return replace(weight, begin=self.places[weight.parameter][0], values=self.size(weight))
 
     def size(self, weight: ShardedParameter) -> int:
-        """How many values of a weight are in this process's partition."""
+        """Number of a weight's values in this process's partition."""
         return self.values(weight).numel()
 
     def place(self, weight: ShardedParameter) -> tuple[Tensor, slice]:
-        """The partition that holds this process's values of a weight, and where in it."""
+        """The partition that holds this process's values of a weight, and their slice in it."""
         return self.places[weight.parameter][1:]
 
     def values(self, weight: ShardedParameter, name: str | None = None) -> Tensor:
-        """This process's values of a weight, or of the optimizer's tensor ``name`` of it: a view."""
+        """A view of this process's values of a weight, or of the optimizer's tensor ``name`` for it."""
         flat, place = self.place(weight)
         return (self.optimizer.state[flat][name] if name else flat.detach())[place]
 
@@ -143,36 +144,37 @@ class PartitionedOptimizer(PartitionedState):
 
 
 class PartitionedWeights(PartitionedState):
-    """Stage 3. Of each weight, every replica has an equal part, ``ds_tensor``, with padding; our optimizer gets the fp32 partitions, one
-    at a time, from ``fp32_partitioned_groups_flat``."""
+    """ZeRO stage 3. Every replica has an equal part, ``ds_tensor``, of each weight, with padding. Our optimizer gets the fp32 partitions
+    one at a time, from ``fp32_partitioned_groups_flat``."""
 
     def __init__(self, wrapper: Any, optimizer: torch.optim.Optimizer, optim: OptimConfig, shard: Axis):
-        """``shard``: the replicas."""
-        self.wrapper, self.shard = wrapper, shard
+        """``shard``: the axis of the replicas."""
+        self.wrapper = wrapper
+        self.shard = shard
         super().__init__(optimizer, optim, wrapper.fp32_partitioned_groups_flat)
 
     def local_part(self, weight: ShardedParameter) -> ShardedParameter:
-        """``weight``, with the run of its values that is in this process's partition."""
+        """``weight``, with the run of its values in this process's partition."""
         begin = self.shard.rank * self.size(weight)
         whole: int = weight.parameter.ds_numel  # type: ignore[attr-defined]
         return replace(weight, begin=begin, values=min(max(0, whole - begin), self.size(weight)))
 
     def size(self, weight: ShardedParameter) -> int:
-        """How many values of a weight are in this process's partition, with padding."""
+        """Number of a weight's values in this process's partition, padding included."""
         return int(weight.parameter.ds_tensor.ds_numel)  # type: ignore[attr-defined]
 
     def place(self, weight: ShardedParameter) -> tuple[Tensor, slice]:
-        """The partition that holds this process's values of a weight, and where in it."""
+        """The partition that holds this process's values of a weight, and their slice in it."""
         number, first, count = self.wrapper.grad_position[self.wrapper.get_param_id(weight.parameter)]
         return self.flat[number], slice(first, first + count)
 
     def values(self, weight: ShardedParameter, name: str | None = None) -> Tensor:
-        """This process's values of a weight, or of the optimizer's tensor ``name`` of it."""
+        """This process's values of a weight, or of the optimizer's tensor ``name`` for it."""
         if name:
             values = utils.safe_get_local_optimizer_state(weight.parameter, name)
         else:
             values = utils.safe_get_local_fp32_param(weight.parameter)
-        # where state is on disk, the next tensor is read to where this one was
+        # with state on disk, the next tensor is read into the buffer of this one
         return values.clone() if self.wrapper.swap_optimizer else values
 
     def set(self, weight: ShardedParameter, values: Tensor, name: str | None) -> None:
@@ -184,17 +186,17 @@ class PartitionedWeights(PartitionedState):
         utils.safe_set_local_fp32_param(parameter, values)
         if parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
             parameter.ds_tensor.data.copy_(values)
-        else:  # on disk
+        else:  # the weight is on disk
             parameter.nvme_swapper.swap_out_partitioned_params(dst_fp16_params=[parameter], src_fp32_params=[values])
 
     def load(self, plan: SavePlan, whole: Sequence[SavePlan], saved: SavedState, steps: int) -> None:
-        """Load the weights, and the optimizer's state if there were ``steps`` updates."""
-        self.wrapper.parameter_offload.partition_all_parameters()  # what is set must not be gathered now
+        """Load the weights, and the optimizer's state if the saved run made ``steps`` > 0 updates."""
+        self.wrapper.parameter_offload.partition_all_parameters()  # weights must not be gathered while they are set
         super().load(plan, whole, saved, steps)
 
     def publish(self) -> None:
-        """Gather what DeepSpeed keeps gathered, and forget hpZ's copies of the weights."""
-        # hpZ's copies (a second partition inside a node) would still have the weights of before
+        """Gather the weights that DeepSpeed keeps gathered, and invalidate hpZ's copies."""
+        # hpZ's copies (a second partition inside a node) still hold the old weights
         self.wrapper.invalidate_secondary_tensor()
         if kept := self.wrapper.persistent_parameters:
             kept[0].all_gather(kept)
@@ -203,11 +205,11 @@ class PartitionedWeights(PartitionedState):
         """Zero the state of one partition and set its step count to ``steps``."""
         wrapper = self.wrapper
         swapper = wrapper.optimizer_swapper if wrapper.swap_optimizer else None
-        # a partition in memory may be empty, so sizes are those that DeepSpeed notes
+        # a partition in memory may be empty, so take the sizes that DeepSpeed recorded
         sizes = dict(zip(self.flat, wrapper.fp16_partitioned_groups_flat_numel, strict=True))
         if swapper is None or not swapper.is_swappable_tensor(numel=sizes[flat]):
             super().begin_partition(flat, steps)
-        elif steps or self.steps():  # otherwise the first update allocates them on the disk
+        elif steps or self.steps():  # otherwise the first update allocates the state on disk
             swapper.swap_in_optimizer_state(flat, None)
             super().begin_partition(flat, steps)
             swapper.swap_out_optimizer_state(flat, False)

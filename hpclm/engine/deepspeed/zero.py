@@ -26,20 +26,21 @@ from hpclm.parallel.mesh import Compute
 
 def stack(config: EngineSettings, compute: Compute, wrap: WrapLayer) -> Stack:
     """The whole model."""
-    engine, model = config.engine, whole_model(config, compute, wrap, backward="once")
+    engine = config.engine
+    model = whole_model(config, compute, wrap, backward="once")
     if stage_of(engine) == 3:
         for name, layer in model.layers.items():
-            # all weights of a block are gathered before it runs. Hooks in it would break its graph; in a user's block, replicas may run
-            # other layers. From disks a few weights come at a time.
+            # gather all weights of a block before it runs: hooks inside it would break its graph, and in a user's
+            # block replicas may run different layers. From disk, weights are gathered a few at a time.
             if is_own(layer) or (engine.compile and name.startswith("block") and not engine.offload_folder):
                 set_z3_leaf_module(layer, True)
     if engine.compile:
-        model.compile_blocks(whole=False, replicas=compute.mesh.dp)  # its hooks break graphs
+        model.compile_blocks(whole=False, replicas=compute.mesh.dp)  # DeepSpeed's hooks break graphs
     return model
 
 
 def place_on(compute: Compute) -> WrapLayer:
-    """A function that places and initialises a layer on the device."""
+    """Returns a function that places and initialises a layer on the device."""
     materialize = materialize_on(compute.device, compute.mesh.tp)
 
     def wrap(name: str, layer: nn.Module) -> nn.Module:
@@ -50,11 +51,12 @@ def place_on(compute: Compute) -> WrapLayer:
 
 
 class ReplicatedEngine(BaseEngine):
-    """Stage 0: nothing is sharded, and DeepSpeed all-reduces the gradients. Clipping and the update are ours, because
-    DeepSpeed's do not skip non-finite steps at this stage."""
+    """ZeRO stage 0: nothing is sharded, and DeepSpeed all-reduces the gradients. hpclm clips and updates, because DeepSpeed does not
+    skip non-finite steps at this stage."""
 
     def __init__(self, config: EngineSettings, compute: Compute):
-        mesh, device = compute.mesh, compute.device
+        mesh = compute.mesh
+        device = compute.device
         library.begin(device)
         tree = settings(config, library.NAMES[compute.dtype])
         model = stack(config, compute, place_on(compute))
@@ -80,7 +82,7 @@ class ReplicatedEngine(BaseEngine):
 
 
 class WrappedEngine(BaseEngine):
-    """The update is DeepSpeed's: its ZeRO optimizer wraps ours, reduces, clips, and skips what is not finite."""
+    """DeepSpeed updates: its ZeRO optimizer wraps ours, reduces, clips, and skips steps that are not finite."""
 
     engine: Any
     state: PartitionedState
@@ -90,28 +92,29 @@ class WrappedEngine(BaseEngine):
         library.destroy(self.engine)
 
     def update(self, loss: Tensor, scale: float) -> dict[str, Tensor | float]:
-        """DeepSpeed's update; of its norm and of overflows the host knows."""
+        """DeepSpeed's update, after which the host knows the norm and any overflow."""
         self.engine.step()
         return self.outcome()
 
     def outcome(self) -> dict[str, Tensor | float]:
-        """grad_norm and skipped of the step that DeepSpeed has just done."""
-        norm = self.engine.get_global_grad_norm()  # a tensor in CPU memory, if the optimizer is offloaded
+        """grad_norm and skipped of DeepSpeed's last step."""
+        norm = self.engine.get_global_grad_norm()  # a CPU tensor if the optimizer is offloaded
         norm = norm.to(self.engine.device) if isinstance(norm, torch.Tensor) else norm
         return {"grad_norm": norm, "skipped": float(self.engine.optimizer.overflow)}
 
     def overflowed(self, result: StepResult) -> bool:
-        """Whether DeepSpeed skipped the step; the host knows."""
+        """Whether DeepSpeed skipped the step; known on the host."""
         return bool(self.engine.optimizer.overflow)
 
 
 class ZeroEngine(WrappedEngine):
-    """Stages 1 to 3."""
+    """ZeRO stages 1 to 3."""
 
     def __init__(self, config: EngineSettings, compute: Compute):
         if config.engine.offload_folder:
             library.check_disks()
-        mesh, device = compute.mesh, compute.device
+        mesh = compute.mesh
+        device = compute.device
         library.begin(device)
         tree = settings(config, library.NAMES[compute.dtype])
         stage = stage_of(config.engine)
@@ -120,32 +123,34 @@ class ZeroEngine(WrappedEngine):
         weights = [ShardedParameter(name, p, model.placements[name]) for name, p in model.weights()]
         library.mark_split(weights)
         super().__init__(config, compute, model, weights)
-        optimizer, optim = self.optimizer, config.optim
+        optimizer = self.optimizer
+        optim = config.optim
         group_weights = [list(group["params"]) for group in optimizer.param_groups]
         self.engine = library.initialize(model=model, optimizer=optimizer, config=tree, mpu=library.MeshView(mesh))
-        self.forward, wrapper = self.engine, self.engine.optimizer
+        self.forward = self.engine
+        wrapper = self.engine.optimizer
         if stage == 3:
             self.state = PartitionedWeights(wrapper, optimizer, optim, mesh.shard)
         else:
             self.state = PartitionedOptimizer(wrapper, optimizer, optim, group_weights, mesh.dp)
         self.mean_over = mesh.dp.size if stage == 3 else 1
-        """DeepSpeed averages gradients, rather than sums them, over this many replicas."""
+        """Number of replicas over which DeepSpeed averages gradients instead of summing them."""
         self.divisor = 1.0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside this context, backward passes accumulate gradients; DeepSpeed reduces them as its stage says."""
+        """Inside this context, backward passes accumulate gradients; DeepSpeed reduces them as its stage requires."""
         self.engine.set_gradient_accumulation_boundary(False)
         yield
         self.engine.set_gradient_accumulation_boundary(True)
 
     def loss_factor(self, scale: float) -> float:
-        """All that DeepSpeed divides gradients by at the end. In fp16 the backward pass must see no more than the scale, or it overflows
-        sooner."""
+        """The product of all factors by which DeepSpeed divides gradients. In fp16 the backward pass must see no more than the loss
+        scale, or it overflows sooner."""
         return scale if self.scale else float(self.mean_over)
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:
-        """As the base engine."""
+        """See BaseEngine.forward_backward."""
         self.engine.set_gradient_accumulation_boundary(True)
         if self.scale:
             self.divisor = inputs.factor / self.mean_over
@@ -153,7 +158,7 @@ class ZeroEngine(WrappedEngine):
         return super().forward_backward(inputs)
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of one micro-batch; DeepSpeed multiplies by what it will divide by."""
+        """The backward pass of one micro-batch, multiplied by the factor that DeepSpeed divides by later."""
         self.engine.backward(finite_or_nan(loss) / self.divisor, scale_wrt_gas=False)
 
     def finish_backward(self) -> None:
@@ -161,25 +166,27 @@ class ZeroEngine(WrappedEngine):
 
 
 def finite_or_nan(loss: Tensor) -> Tensor:
-    """``loss``; if it is not finite, its gradients are NaN too, so that the step is skipped."""
+    """``loss`` unchanged, but with NaN gradients if it is not finite, so that the step is skipped."""
     return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
 
 def partition(tree: dict[str, Any], compute: Compute) -> WrapLayer:
-    """Stage 3: shard each layer as soon as it is built; one layer at a time is whole."""
-    shared: dict[str, Any] = {}  # shared by all layers: the NVMe swapper, and hpZ's process groups
+    """ZeRO stage 3: shard each layer as soon as it is built, so that only one layer at a time is whole."""
+    shared: dict[str, Any] = {}  # shared by all layers: the NVMe swapper and hpZ's process groups
     mesh = compute.mesh
-    view, group, materialize = library.MeshView(mesh), library.group(mesh.dp), materialize_on(compute.device, mesh.tp)
+    view = library.MeshView(mesh)
+    group = library.group(mesh.dp)
+    materialize = materialize_on(compute.device, mesh.tp)
 
     def wrap(name: str, layer: nn.Module) -> nn.Module:
         materialize(name, layer)
-        for weight in layer.parameters():  # DeepSpeed shards a weight in the type that it has
+        for weight in layer.parameters():  # DeepSpeed keeps the type of a weight when it shards it
             weight.data = weight.data.to(compute.dtype)
         with library.refusals():
             initialized = deepspeed.zero.Init(
                 module=layer, data_parallel_group=group, mpu=view, config_dict_or_path=tree, **shared
             )
-        # without these, DeepSpeed would make a swapper with its buffers, and process groups, for every layer
+        # otherwise DeepSpeed would create a swapper with its buffers, and process groups, for every layer
         shared.update(
             param_swapper=initialized.param_swapper, zero_param_parallel_group=initialized.zero_param_process_group
         )

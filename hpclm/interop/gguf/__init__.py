@@ -1,1 +1,1 @@
-"""GGUF, the file of llama.cpp and of the programs that are built on it."""
+"""GGUF, the file format of llama.cpp and the programs built on it."""

@@ -1,4 +1,4 @@
-"""Write a run's checkpoint as one GGUF file, with the gguf library, which only this file imports."""
+"""Write a run's checkpoint as one GGUF file; the only file that imports the gguf library."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -36,20 +36,21 @@ KINDS = {
 
 
 def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", allow_nan: bool = False) -> str:
-    """Export to the file ``target``, with matrices of ``dtype`` and other tensors in fp32; the network's name in llama.cpp.
+    """Export to the file ``target``, with matrices in ``dtype`` and other tensors in fp32; returns the network's name in llama.cpp.
 
-    ConfigError if llama.cpp would compute other logits, or encode text in another way; and for weights that are too large for
-    fp16, or not finite without ``allow_nan``.
+    ConfigError if llama.cpp would compute other logits or encode text differently, if weights are too large for fp16, or if they are not
+    finite without ``allow_nan``.
     """
     config = canonical(checkpoint.config.model)
     network = networks.of_network(config)
     run_tokenizer = tokenizer.of_run(checkpoint.config.data)
     if run_tokenizer is None:
         raise ConfigError(
-            "a GGUF file contains the tokenizer, and this run names none; give data.tokenizer and data.tokenizer_files"
+            "a GGUF file contains the tokenizer, but this run names none; give data.tokenizer and data.tokenizer_files"
         )
     paths = files_of_run(checkpoint.config.data)
-    chat, (template, _) = checkpoint.chat, special_tokens.chat_of_run(checkpoint.run, paths)
+    chat = checkpoint.chat
+    (template, _) = special_tokens.chat_of_run(checkpoint.run, paths)
     template = chat.template if chat else template
     text = replace(run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, run_tokenizer), chat=chat)
     words = vocabulary.keys(text, vocabulary.sentencepiece_of(text, paths), template)
@@ -61,7 +62,8 @@ def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", all
             _add(writer, f"{network.name}.{key}", value)
         for key, value in words.items():
             _add(writer, f"tokenizer.{key}", value)
-        extra, rules = network.extra(config), list(network.rules(config))
+        extra = network.extra(config)
+        rules = list(network.rules(config))
         with Exported(checkpoint, rules, allow_nan) as weights:
             for name, tensor in (*extra.items(), *weights.planned()):
                 kind = _kind(tensor, dtype)
@@ -77,18 +79,18 @@ def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", all
 
 
 def _kind(tensor: Tensor, dtype: str) -> torch.dtype:
-    """What a tensor is written as: llama.cpp computes with vectors in fp32."""
+    """The type in which a tensor is written; llama.cpp computes with vectors in fp32."""
     return TYPES[dtype] if tensor.ndim > 1 else torch.float32
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
-    """The bits of a tensor; numpy has no bf16."""
+    """The bits of a tensor, viewed as int16 for bf16, which NumPy lacks."""
     whole = tensor.contiguous()
     return (whole.view(torch.int16) if whole.dtype == torch.bfloat16 else whole).numpy()
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Add metadata, typed as ``value``: whole numbers are unsigned, as llama.cpp reads them."""
+    """Add metadata with the type of ``value``; llama.cpp reads whole numbers as unsigned."""
     match value:
         case bool():
             writer.add_bool(key, value)

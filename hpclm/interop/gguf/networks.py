@@ -1,7 +1,7 @@
-"""The networks that llama.cpp runs: their names in a GGUF file, the names of their weights, and what they cannot compute.
+"""The networks that llama.cpp runs: their names in a GGUF file, the names of their weights, and their limits.
 
-Sources: llama.cpp, src/models/*.cpp and src/llama-arch.cpp; the specification of GGUF. Checked against the llama.cpp in
-llama-cpp-python 0.3.36.
+Sources: llama.cpp, src/models/*.cpp and src/llama-arch.cpp; the specification of GGUF. Checked against the llama.cpp in llama-cpp-python
+0.3.36.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,39 +34,39 @@ MODULES = {
     "post_norm2": "post_ffw_norm",
     "norm": "output_norm",
 }
-"""Our module -> llama.cpp's; the output projection has the same name."""
+"""Maps our modules to llama.cpp's; the output projection has the same name."""
 GATED = {"mlp.up": ("ffn_gate", "ffn_up")}
 Keys = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network of llama.cpp, as far as it computes what classes of transformers do."""
+    """A network of llama.cpp, limited to features that the classes of transformers share."""
 
     name: str
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Settings of ours that the class leaves open, and the values that llama.cpp has."""
+    """Our settings that the class of transformers leaves open, with the values that llama.cpp supports."""
     fused: bool = False
     """Whether q, k and v are one tensor."""
     joined: bool = False
     """Whether gate and up projection of the MLP are one tensor."""
     neighbours: bool = False
-    """Whether rotary positions turn pairs of neighbouring features, and not the first half of a head with the second."""
+    """Whether rotary positions rotate pairs of neighbouring features instead of the two halves of a head."""
     untied: bool = False
-    """Whether the output projection must be in the file, even if it is the embedding."""
+    """Whether the file must contain the output projection even if it is tied to the embedding."""
     scalings: tuple[str, ...] = ("linear", "yarn")
-    """Kinds of scaled rotary positions."""
+    """Supported kinds of scaled rotary positions."""
     windows: bool = False
     """Whether some layers may have a window."""
     biased: bool = False
     """Whether attention's output projection and the MLP may have biases."""
     keys: Callable[[ModelConfig], Keys] = lambda config: {}
-    """Metadata that only this network has."""
+    """Metadata of this network alone."""
     more: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
-    """More reasons why llama.cpp does not compute a network."""
+    """Further reasons why llama.cpp cannot compute a network."""
 
     def rules(self, config: ModelConfig) -> Iterator[Rule]:
-        """How each weight is converted."""
+        """The conversion rule of each weight."""
         gated = GATED if config.gated and not self.joined else {}
         for rule in of_modules(config, {**MODULES, **gated}, "blk.{}."):
             if ".attention.qkv." in rule.ours and self.fused:
@@ -79,7 +79,8 @@ class Network:
                 yield rule
 
     def metadata(self, config: ModelConfig) -> Keys:
-        """The keys of the file that describe the network, without the prefix of its name."""
+        """The file's keys that describe the network, without the prefix of its name."""
+        epsilon = "attention.layer_norm_rms_epsilon" if config.norm == "rmsnorm" else "attention.layer_norm_epsilon"
         metadata: Keys = {
             "vocab_size": config.vocab_size,
             "context_length": config.context,
@@ -90,44 +91,45 @@ class Network:
             "attention.head_count_kv": config.groups,
             "attention.key_length": config.head_width,
             "attention.value_length": config.head_width,
-            "attention.layer_norm_rms_epsilon"
-            if config.norm == "rmsnorm"
-            else "attention.layer_norm_epsilon": config.norm_eps,
+            epsilon: config.norm_eps,
         }
         if config.positions == "rope":
             metadata |= {"rope.dimension_count": config.rotated, "rope.freq_base": config.rope_base, **_scaling(config)}
         return metadata | self.keys(config)
 
     def extra(self, config: ModelConfig) -> dict[str, Tensor]:
-        """Tensors that are no weights: by what Llama 3.1 divides each rotary frequency."""
+        """Tensors that are not weights: Llama 3.1's divisors of the rotary frequencies."""
         if rope_type(config) != "llama3":
             return {}
-        width, base, context, cpu = config.rotated, config.rope_base, config.context, torch.device("cpu")
+        width = config.rotated
+        base = config.rope_base
+        context = config.context
+        cpu = torch.device("cpu")
         plain, _ = frequencies(width, base, {}, context, context, cpu)
         scaled, _ = frequencies(width, base, config.rope_scaling, context, context, cpu)
         return {"rope_freqs.weight": plain / scaled}
 
     def obstacles(self, config: ModelConfig) -> Iterator[str]:
-        """Why llama.cpp does not compute a network that transformers' class covers."""
+        """Reasons why llama.cpp cannot compute a network that transformers' class covers."""
         for name, values in self.needs.items():
             if getattr(config, name) not in values:
-                yield f"model.{name}={getattr(config, name)}, where it has {' or '.join(map(str, values))}"
+                yield f"model.{name}={getattr(config, name)}, but it needs {' or '.join(map(str, values))}"
         kinds = {config.window_of(config.kind(i)) for i in range(config.layers)}
         if config.window and not (self.windows and None in kinds):
             few = "some layers" if self.windows else "its layers"
-            yield f"model.window={config.window}, where {few} attend to everything before a token"
+            yield f"model.window={config.window}, but {few} have full attention"
         if any(config.biases[1:]) and not self.biased:
-            yield "biases of attention's output projection or the MLP, where it has none"
+            yield "biases of attention's output projection or the MLP, but it needs none"
         given = rope_type(config)
         if given and given not in self.scalings:
-            yield f"model.rope_scaling.rope_type={given}, where it has {' or '.join(self.scalings) or 'none'}"
+            yield f"model.rope_scaling.rope_type={given}, but it needs {' or '.join(self.scalings) or 'none'}"
         if given == "yarn" and config.rope_scaling.keys() & {
             "mscale",
             "mscale_all_dim",
             "truncate",
             "attention_factor",
         }:
-            yield "model.rope_scaling with mscale, mscale_all_dim, truncate or attention_factor, which it does not have"
+            yield "model.rope_scaling with mscale, mscale_all_dim, truncate or attention_factor, which it does not support"
         yield from self.more(config)
 
 
@@ -149,37 +151,37 @@ def _scaling(config: ModelConfig) -> Keys:
 
 
 def _twice(rule: Rule) -> Rule:
-    """The rule for an embedding that is the output projection, too."""
+    """The rule for an embedding that also serves as output projection."""
     return replace(rule, theirs=(*rule.theirs, "output.weight"), split=lambda x: [*rule.split(x)] * 2)
 
 
 def _windows(config: ModelConfig) -> Keys:
-    """Which layers have a window."""
+    """The keys for layers with a window."""
     pattern = [config.window_of(config.kind(i)) is not None for i in range(config.layers)]
     return {"attention.sliding_window": config.window or config.context, "attention.sliding_window_pattern": pattern}
 
 
 def _scaled_windows(config: ModelConfig, scaled: bool) -> Iterator[str]:
     if config.window and config.rope_scaling and config.window_rope_scaled != scaled:
-        yield f"model.window_rope_scaled={config.window_rope_scaled}, where it has {scaled}"
+        yield f"model.window_rope_scaled={config.window_rope_scaled}, but it needs {scaled}"
 
 
 def _smollm3(config: ModelConfig) -> Iterator[str]:
     kinds = [config.kind(i) for i in range(config.layers)]
     if kinds != ["full" if (i + 1) % 4 else "nope" for i in range(config.layers)]:
-        yield f"model.pattern={config.pattern}, where every fourth layer is without positions"
+        yield f"model.pattern={config.pattern}, but it needs every fourth layer without positions"
 
 
 def _gemma(config: ModelConfig, largest: int) -> Iterator[str]:
     if config.score_scale not in (None, config.head_width**-0.5) or config.layers == largest:
-        yield f"model.score_scale={config.score_scale} in {config.layers} layers, where it has 1 / sqrt(size of a head)"
+        yield f"model.score_scale={config.score_scale} in {config.layers} layers, but it needs 1 / sqrt(size of a head)"
 
 
 def _gemma2(config: ModelConfig) -> Iterator[str]:
     yield from _gemma(config, 46)
     yield from _scaled_windows(config, True)
     if not (config.score_cap and config.logit_cap and config.window):
-        yield "no model.score_cap, model.logit_cap or model.window, where it has all three"
+        yield "no model.score_cap, model.logit_cap or model.window, but it needs all three"
 
 
 def _gemma3(config: ModelConfig) -> Iterator[str]:
@@ -187,10 +189,18 @@ def _gemma3(config: ModelConfig) -> Iterator[str]:
     yield from _scaled_windows(config, False)
 
 
+def _gemma3_keys(config: ModelConfig) -> Keys:
+    keys = _windows(config) if config.window else {}
+    keys["rope.freq_base_swa"] = config.window_rope_base or config.rope_base
+    if config.logit_cap:
+        keys["final_logit_softcapping"] = config.logit_cap
+    return keys
+
+
 def _olmo2(config: ModelConfig) -> Iterator[str]:
     yield from _scaled_windows(config, False)
     if config.window_rope_base not in (None, config.rope_base):
-        yield f"model.window_rope_base={config.window_rope_base}, where it has one base for all layers"
+        yield f"model.window_rope_base={config.window_rope_base}, but it needs one base for all layers"
 
 
 SWIGLU = {"activation": ("swiglu",)}
@@ -226,11 +236,7 @@ GEMMA3 = replace(
     name="gemma3",
     needs={"activation": ("geglu_tanh",)},
     more=_gemma3,
-    keys=lambda c: (
-        (_windows(c) if c.window else {})
-        | {"rope.freq_base_swa": c.window_rope_base or c.rope_base}
-        | ({"final_logit_softcapping": c.logit_cap} if c.logit_cap else {})
-    ),
+    keys=_gemma3_keys,
 )
 NETWORKS = {
     "GPT2LMHeadModel": GPT2,
@@ -249,11 +255,11 @@ NETWORKS = {
     "ArceeForCausalLM": Network("arcee", neighbours=True),
     "Glm4ForCausalLM": Network("glm4", SWIGLU, neighbours=True, joined=True),
 }
-"""Class of transformers -> the network of llama.cpp that computes the same."""
+"""Maps classes of transformers to llama.cpp's equivalent network."""
 
 
 def of_network(config: ModelConfig) -> Network:
-    """llama.cpp's network; ConfigError, with the reason, for one whose logits it is not known to compute."""
+    """llama.cpp's network for ``config``; ConfigError with the reason if it may compute other logits."""
     kind = families.of_network(config).architecture
     if kind not in NETWORKS:
         names = ", ".join(dict.fromkeys(network.name for network in NETWORKS.values()))

@@ -1,4 +1,4 @@
-"""The run's tokenizer as a GGUF file has it: the same ids in llama.cpp, or a reason why not.
+"""The run's tokenizer for a GGUF file, such that llama.cpp gives the same ids; or the reason why that is impossible.
 
 Source: llama.cpp, src/llama-vocab.cpp.
 """
@@ -19,26 +19,29 @@ from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, parameters
 from hpclm.errors import ConfigError
 
 log = logging.getLogger(__name__)
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""Types of tokens; those of sentencepiece's pieces have the same numbers."""
+NORMAL = 1
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+"""Types of tokens; sentencepiece numbers the types of its pieces in the same way."""
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {(WORDS % r"\p{N}{1,3}", True): "llama-bpe", (WORDS % r"\p{N}", False): "qwen2"}
-"""Pattern that splits a text, and whether a word that is a token is never split -> llama.cpp's name."""
+"""Maps (pattern that splits a text, whether words that are tokens are never split) to llama.cpp's name."""
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Keys of tokens that end a text, all of which llama.cpp stops at."""
-NO_MERGES = ["\u0100 \u0100"]  # an array must not be empty; no token is two bytes 0
+"""Keys of tokens that end a text; llama.cpp stops at all of them."""
+NO_MERGES = ["\u0100 \u0100"]  # an array must not be empty; no token consists of two zero bytes
 Keys = dict[str, Any]
 
 
 def sentencepiece_of(text: RunText, paths: Sequence[str]) -> SentencePiece | None:
-    """The sentencepiece model from which an import made the run's tokenizer.json, beside its files ``paths``; None if there is none."""
+    """The sentencepiece model from which an import made the run's tokenizer.json, next to its files ``paths``; None without one."""
     if not (text.imported and isinstance(text.tokenizer, Library) and paths):
         return None
     for path in (Path(paths[0]).with_name(name) for name in ("tokenizer.model", "spiece.model")):
         if path.is_file():
             try:
                 pieces = SentencePiece([str(path)])
-            except ConfigError:  # a file of tiktoken's has this name as well
+            except ConfigError:  # tiktoken files can have this name too
                 continue
             if all(token_text(pieces, id) == token_text(text.tokenizer, id) for id in range(pieces.size)):
                 return pieces
@@ -46,9 +49,10 @@ def sentencepiece_of(text: RunText, paths: Sequence[str]) -> SentencePiece | Non
 
 
 def keys(text: RunText, pieces: SentencePiece | None, template: str | None) -> Keys:
-    """The keys of the file, without "tokenizer.". ``text``: of the run; ``pieces``: as of ``sentencepiece_of``; ``template``: for
-    chats. ConfigError if llama.cpp would give other ids."""
-    tokenizer, size = text.tokenizer, text.vocabulary
+    """The tokenizer's keys of the file, without the prefix "tokenizer.". ``text``: the run's; ``pieces``: see ``sentencepiece_of``;
+    ``template``: the chat template. ConfigError if llama.cpp would give other ids."""
+    tokenizer = text.tokenizer
+    size = text.vocabulary
     if isinstance(tokenizer, Library) and pieces is not None:
         entries = _of_sentencepiece(pieces)
         _add_tokens(entries, tokenizer, pieces.size)
@@ -61,33 +65,37 @@ def keys(text: RunText, pieces: SentencePiece | None, template: str | None) -> K
     else:
         raise _refused(tokenizer, "llama.cpp has no such kind")
     spare = range(tokenizer.size, size)
-    for name, more in (("tokens", [f"[PAD{id}]" for id in spare]), ("token_type", [UNUSED] * len(spare))):
-        entries[name] += more
+    entries["tokens"] += [f"[PAD{id}]" for id in spare]
+    entries["token_type"] += [UNUSED] * len(spare)
     if "scores" in entries:
         entries["scores"] += [-10000.0] * len(spare)
     entries |= _special(text)
     words: Keys = {f"ggml.{name}": value for name, value in entries.items()}
-    return words | ({"chat_template": without_marks(template)} if template else {})
+    if template:
+        words["chat_template"] = without_marks(template)
+    return words
 
 
 def _special(text: RunText) -> Keys:
     """The tokens that begin and end a text, and whether a text gets them."""
-    ids, end = text.ids, text.tokenizer.eod
-    of_chat = text.chat.named if text.chat else {}  # its template must write here what it wrote for training
+    ids = text.ids
+    end = text.tokenizer.eod
+    of_chat = text.chat.named if text.chat else {}  # the template must write the same text here as in training
     begin = special_tokens.first(ids["bos_token_id"])
     ends = special_tokens.listed(ids["eos_token_id"])
-    of_answers, named_end = (
-        text.chat.ends.values() if text.chat else (),
-        token_id(text.tokenizer, of_chat.get("eos_token")),
-    )
+    of_answers = text.chat.ends.values() if text.chat else ()
+    named_end = token_id(text.tokenizer, of_chat.get("eos_token"))
     if named_end is not None:
         end = named_end
         ends = [end, *(id for id in ends if id != end)]
-    ends = sorted(ends, key=lambda id: (id != end, id not in of_answers))  # of documents, then of answers
-    begin, ends = (text.before or (begin,))[0], [*text.after[-1:], *(id for id in ends if id not in text.after[-1:])]
+    # ends of documents first, then ends of answers
+    ends = sorted(ends, key=lambda id: (id != end, id not in of_answers))
+    begin = (text.before or (begin,))[0]
+    ends = [*text.after[-1:], *(id for id in ends if id not in text.after[-1:])]
     if text.before not in ((), (begin,)) or text.after not in ((), tuple(ends[:1])):
         raise _refused(
-            text.tokenizer, "its template adds several tokens before or after a text, and llama.cpp one of each"
+            text.tokenizer,
+            "its template adds several tokens before or after a text, but llama.cpp adds only one of each",
         )
     padding = special_tokens.first(ids["pad_token_id"])
     token_ids = {"bos_token_id": begin, "padding_token_id": padding}
@@ -99,29 +107,36 @@ def _special(text: RunText) -> Keys:
 
 
 def _add_tokens(entries: Keys, tokenizer: Library, size: int) -> None:
-    """Add the tokens that a tokenizer.json has beyond the ``size`` pieces of the model from which it was made."""
+    """Add the tokens of a tokenizer.json beyond the ``size`` pieces of the model it was made from."""
     added = {id: token for id, token in tokenizer.model.get_added_tokens_decoder().items() if id >= size}
     for id in range(size, tokenizer.size):
         token = added.get(id)
         entries["tokens"].append(token.content if token else f"[PAD{id}]")
         entries["scores"].append(-1000.0)
-        entries["token_type"].append((CONTROL if token.special else USER_DEFINED) if token else UNUSED)
+        entries["token_type"].append(_type(token))
+
+
+def _type(token: Any) -> int:
+    """The type of an added token; UNUSED for None."""
+    if token is None:
+        return UNUSED
+    return CONTROL if token.special else USER_DEFINED
 
 
 def _of_library(tokenizer: Library) -> Keys:
-    """A byte-level BPE, with a pattern that llama.cpp knows."""
+    """Keys for a byte-level BPE with a pattern that llama.cpp knows."""
     tree = json.loads(tokenizer.model.to_str())
     model = tree["model"]
     if model["type"] != "BPE":
-        raise _refused(tokenizer, f"it is a {model['type']}, and llama.cpp has byte-level BPE")
+        raise _refused(tokenizer, f"it is a {model['type']}, but llama.cpp supports byte-level BPE")
     unlike = [name for name in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
     splits = _splits(tree["pre_tokenizer"], bool(model.get("ignore_merges")))
     if unlike or splits is None or (tree["normalizer"] or {}).get("type") not in (None, "NFC"):
         what = ", ".join(unlike) or "normalizer and pre_tokenizer"
-        raise _refused(tokenizer, f"llama.cpp knows no {what} as in its tokenizer.json")
+        raise _refused(tokenizer, f"llama.cpp does not know the {what} in its tokenizer.json")
     if tree["normalizer"]:
         log.warning(
-            "llama.cpp does not normalise text to NFC, as the tokenizer does: ids of decomposed characters will differ"
+            "llama.cpp does not normalise text to NFC as the tokenizer does: ids of decomposed characters will differ"
         )
     tokens = {id: text for text, id in model["vocab"].items()}
     added = {token["id"]: token for token in tree["added_tokens"]}
@@ -137,7 +152,7 @@ def _of_library(tokenizer: Library) -> Keys:
 
 
 def _splits(tree: Any, whole: bool) -> str | None:
-    """llama.cpp's name for a pre_tokenizer; ``whole``: words that are tokens are never split. None: it has none."""
+    """llama.cpp's name for a pre_tokenizer, or None. ``whole``: words that are tokens are never split."""
     steps = tree["pretokenizers"] if tree and tree["type"] == "Sequence" else [tree]
     match [(step["type"], step) for step in steps if step]:
         case [("ByteLevel", {"use_regex": True, "add_prefix_space": False})] if not whole:
@@ -156,7 +171,7 @@ def _splits(tree: Any, whole: bool) -> str | None:
 
 
 def _of_sentencepiece(tokenizer: SentencePiece) -> Keys:
-    """A BPE of which llama.cpp does all, or a unigram model."""
+    """Keys for a unigram model, or for a BPE whose features llama.cpp supports."""
     given = parameters(tokenizer)
     if given.kind not in ("bpe", "unigram") or not given.plain:
         raise _refused(
@@ -181,7 +196,7 @@ def _of_sentencepiece(tokenizer: SentencePiece) -> Keys:
 
 
 def _of_bytes() -> Keys:
-    """Bytes, as a byte-level BPE that merges nothing."""
+    """Keys for bytes, as a byte-level BPE without merges."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     letters = [chr(byte if byte in shown else next(others)) for byte in range(256)]  # as GPT-2 writes bytes

@@ -1,4 +1,4 @@
-"""A folder's tokenizer as transformers' AutoTokenizer reads it, with all added tokens and its template; only this file asks for it."""
+"""A folder's tokenizer as transformers' AutoTokenizer reads it, with added tokens and template; the only file that uses AutoTokenizer."""
 
 import json
 import logging
@@ -15,16 +15,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AutoTokenizer:
-    """What transformers makes of a folder's tokenizer."""
+    """A folder's tokenizer as transformers reads it."""
 
     encode: Callable[[str], list[int]]
-    """Ids of a text, with what the template adds."""
+    """Ids of a text, including tokens that the template adds."""
     named: dict[str, str]
-    """bos_token, eos_token and others that a template may name, those that there are."""
+    """The existing ones of bos_token, eos_token and other tokens that a template may name."""
     added: dict[str, int]
     """Added tokens, and their ids."""
     text: str | None
-    """All of it as a tokenizer.json; None if it is of a class that has none."""
+    """The tokenizer as a tokenizer.json; None for classes without one."""
 
 
 def opened(folder: Path) -> AutoTokenizer | None:
@@ -37,7 +37,7 @@ def opened(folder: Path) -> AutoTokenizer | None:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
             str(folder.absolute()), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever its many classes raise
+    except Exception as error:  # its many classes raise any exception
         reason = (str(error).splitlines() or [""])[0]
         log.warning("transformers cannot open the tokenizer of %s: %s: %s", folder, type(error).__name__, reason[:200])
         return None
@@ -53,7 +53,7 @@ def opened(folder: Path) -> AutoTokenizer | None:
 
 
 def declared(folder: Path) -> Iterator[str]:
-    """The added tokens that the files of ``folder`` name."""
+    """The added tokens named in the files of ``folder``."""
     if (folder / "added_tokens.json").is_file():
         yield from json_object(folder / "added_tokens.json")
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -71,7 +71,7 @@ def _several(tree: dict[str, Any]) -> list[Any]:
 
 
 def within(text: str, entries: int) -> tuple[str, list[str]]:
-    """A tokenizer.json without added tokens whose ids are not below ``entries``, truncation and padding; and those tokens."""
+    """A tokenizer.json without truncation, padding, and added tokens with ids >= ``entries``; and those tokens."""
     tree = json.loads(text)
     tree["truncation"] = tree["padding"] = None
     beyond = [token["content"] for token in tree["added_tokens"] if token["id"] >= entries]
@@ -80,7 +80,7 @@ def within(text: str, entries: int) -> tuple[str, list[str]]:
 
 
 def texts_with(tokens: Sequence[str]) -> Iterator[str]:
-    """Texts in which all of some added tokens stand alone, between words and next to each other."""
+    """Texts in which added ``tokens`` stand alone, between words and next to each other."""
     for begin in range(0, len(tokens), 64):
         some = tokens[begin : begin + 64]
         yield "".join(some)

@@ -1,4 +1,4 @@
-"""transformers' Ernie4_5_MoeForCausalLM, Dots1ForCausalLM and Glm4MoeForCausalLM: the choice of experts has a bias, and some are shared."""
+"""transformers' Ernie4_5_MoeForCausalLM, Dots1ForCausalLM and Glm4MoeForCausalLM: a bias on the choice of experts, and shared experts."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ SPLIT = ("shared_ffn", "mlp_pattern")
 
 
 def shared(tree: Json, key: str, width: str, fewest: int = 0) -> dict[str, Any]:
-    """The inner size of the shared experts, of which ``key`` is the number and ``width`` the size of each."""
+    """The total inner size of the shared experts: ``key`` is their number, ``width`` the size of each."""
     count = tree[key]
     if type(count) is not int or count < fewest:
         raise ConfigError(f"{key}={count} must be a whole number of at least {fewest}")
@@ -29,18 +29,18 @@ def shared(tree: Json, key: str, width: str, fewest: int = 0) -> dict[str, Any]:
 
 
 def more(config: ModelConfig, fewest: int = 1) -> Iterator[str]:
-    """Why these classes, which have at least ``fewest`` shared experts, do not cover a network."""
+    """Reasons why these classes, with at least ``fewest`` shared experts, do not cover a network."""
     yield from experts.absent(config)
     if not config.experts:
         return
     if config.shared_ffn % config.expert_width:
-        yield f"model.shared_ffn={config.shared_ffn}, where it has a multiple of the experts' width of {config.expert_width}"
+        yield f"model.shared_ffn={config.shared_ffn}, but it needs a multiple of the experts' width of {config.expert_width}"
     elif config.shared_ffn < fewest:
-        yield f"model.shared_ffn={config.shared_ffn}, where it has shared experts"
+        yield f"model.shared_ffn={config.shared_ffn}, but it needs shared experts"
 
 
 def ernie_rules(config: ModelConfig) -> Iterable[Rule]:
-    """How each weight of an ERNIE 4.5 is converted; it turns pairs of neighbours, and its bias is [1, E]."""
+    """The conversion rule of each weight of an ERNIE 4.5, which rotates pairs of neighbours and has a bias [1, E]."""
     for rule in experts.rules(config, ERNIE_NAMES):
         if rule.ours.endswith(".choice_bias"):
             yield replace(rule, split=lambda x: [x[None]], join=lambda tensors: tensors[0].flatten())
@@ -53,7 +53,7 @@ def _sparse(first: int, last: int, interval: int, count: int) -> list[bool]:
 
 
 def ernie(tree: Json) -> dict[str, Any]:
-    """Settings that follow from several keys: experts are in every moe_layer_interval-th of some consecutive layers."""
+    """Settings that depend on several keys: every moe_layer_interval-th of some consecutive layers has experts."""
     names = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
     first, last, interval = (tree[name] for name in names)
     if not type(first) is type(last) is type(interval) is int or interval < 1:
@@ -62,16 +62,19 @@ def ernie(tree: Json) -> dict[str, Any]:
         )
     count = max(1, shape.whole(tree, "num_hidden_layers"))
     sparse = _sparse(first, count - 1 if last == -1 else last, interval, count)
-    settings = llama.read(tree, NONE, 500000.0) | shared(tree, "moe_num_shared_experts", "moe_intermediate_size")
+    settings = llama.read_settings(tree, NONE, 500000.0) | shared(
+        tree, "moe_num_shared_experts", "moe_intermediate_size"
+    )
     return settings | experts.mlp_pattern(sparse)
 
 
 def described_ernie_layers(config: ModelConfig) -> dict[str, int] | None:
-    """The keys for layers with experts; None if there are none for these."""
+    """The keys for layers with experts; None if no keys describe these."""
     sparse = [config.has_experts(i) for i in range(config.layers)]
     if not any(sparse):
         return None
-    first, last = sparse.index(True), config.layers - 1 - sparse[::-1].index(True)
+    first = sparse.index(True)
+    last = config.layers - 1 - sparse[::-1].index(True)
     intervals = range(1, config.layers + 1)
     interval = next((n for n in intervals if _sparse(first, last, n, config.layers) == sparse), None)
     keys = dict(moe_layer_start_index=first, moe_layer_end_index=last)
@@ -85,15 +88,15 @@ def described_ernie(config: ModelConfig) -> dict[str, Any]:
 
 
 def more_ernie(config: ModelConfig) -> Iterator[str]:
-    """Why an ERNIE 4.5 does not cover a network."""
+    """Reasons why an ERNIE 4.5 does not cover a network."""
     yield from shape.bias_obstacles(config, NONE)
     yield from more(config, fewest=0)
     if config.experts and described_ernie_layers(config) is None:
-        yield f"model.mlp_pattern={config.mlp_pattern}, where experts are in every n-th of consecutive layers"
+        yield f"model.mlp_pattern={config.mlp_pattern}, but it needs experts in every n-th of consecutive layers"
 
 
 def ernie_left_out(tree: Json, name: str) -> bool:
-    """Whether a tensor is of layers for multi-token prediction."""
+    """Whether a tensor belongs to layers for multi-token prediction."""
     return "mtp_" in name
 
 
@@ -133,7 +136,7 @@ SIGMOID_KEYS = {
 
 
 def sigmoid(tree: Json) -> dict[str, Any]:
-    """What dots1 and GLM 4.5 have in common: the first layers are dense, all others have experts chosen by sigmoids in groups."""
+    """Settings common to dots1 and GLM 4.5: the first layers are dense, the others have experts chosen by sigmoids in groups."""
     dense = tree["first_k_dense_replace"]
     if type(dense) is not int or dense < 0:
         raise ConfigError(f"first_k_dense_replace={dense} must be a whole number of at least 0")
@@ -143,7 +146,7 @@ def sigmoid(tree: Json) -> dict[str, Any]:
     for ours in ("router_groups", "router_top_groups"):
         key = SIGMOID_KEYS[ours]
         groups = 1 if tree[key] is None else tree[key]
-        # of no groups, transformers takes experts without regard to their scores
+        # without groups, transformers chooses experts regardless of their scores
         if type(groups) is not int or groups < 1:
             raise ConfigError(f"{key}={groups} must be a whole number of at least 1")
         settings[ours] = groups
@@ -157,14 +160,14 @@ def described_sigmoid(config: ModelConfig) -> dict[str, Any]:
 
 
 def more_sigmoid(config: ModelConfig) -> Iterator[str]:
-    """Why these classes do not cover a network."""
+    """Reasons why these classes do not cover a network."""
     yield from more(config)
     if any(config.has_experts(i) != (i >= config.dense_layers) for i in range(config.layers)):
-        yield f"model.mlp_pattern={config.mlp_pattern}, where all layers but the first have experts"
+        yield f"model.mlp_pattern={config.mlp_pattern}, but it needs experts in all layers after the first ones"
 
 
 def dots1(tree: Json) -> dict[str, Any]:
-    """Settings that follow from several keys; layers from max_window_layers on have a window."""
+    """Settings that depend on several keys; layers from max_window_layers on have a window."""
     first = tree["max_window_layers"]
     if type(first) is not int:
         raise ConfigError(f"max_window_layers={first} must be a whole number")
@@ -202,7 +205,7 @@ DOTS1 = replace(
 
 
 def glm4_moe(tree: Json) -> dict[str, Any]:
-    """Settings that follow from several keys; without partial_rotary_factor half of each head is rotated."""
+    """Settings that depend on several keys; without partial_rotary_factor, half of each head is rotated."""
     rope = shape.rope(tree, part=0.5) | shape.biases(tree, GLM_BIASES)
     return rope | sigmoid(tree) | dict(qk_norm=bool(tree["use_qk_norm"]))
 
@@ -214,8 +217,9 @@ def described_glm4_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def glm_left_out(tree: Json, name: str) -> bool:
-    """Whether a tensor is of layers for multi-token prediction, which come after the others."""
-    layer, layers = NUMBERED.match(name), shape.whole(tree, "num_hidden_layers")
+    """Whether a tensor belongs to the layers for multi-token prediction after the others."""
+    layer = NUMBERED.match(name)
+    layers = shape.whole(tree, "num_hidden_layers")
     count = tree.get("num_nextn_predict_layers", 1)
     return layer is not None and type(count) is int and layers <= int(layer[1]) < layers + count
 

@@ -36,19 +36,19 @@ NEOX_MODULES = IN_BLOCK | {
 
 
 def more(config: ModelConfig) -> Iterator[str]:
-    """The MLP of a Bloom has a fixed width."""
+    """A Bloom's MLP has a fixed width."""
     if config.ffn_width != 4 * config.hidden:
-        yield f"model.ffn={config.ffn}, where it has 4 x model.hidden = {4 * config.hidden}"
+        yield f"model.ffn={config.ffn}, but it needs 4 x model.hidden = {4 * config.hidden}"
 
 
 def wrong(tree: Json) -> Iterator[str]:
-    """What in a GPT-NeoX hpclm does not support."""
+    """Features of a GPT-NeoX that hpclm does not support."""
     if tree["use_parallel_residual"]:
-        yield "use_parallel_residual=true, and in hpclm the MLP reads what attention has added to"
+        yield "use_parallel_residual=true, but in hpclm the MLP reads the residual stream after attention"
 
 
 def neox_rope(tree: Json) -> dict[str, Any]:
-    """Settings for rotary positions, whose keys have other names than in other classes."""
+    """Settings for rotary positions, whose keys differ from other classes'."""
     tree = {key: value for key, value in tree.items() if key not in ("rope_theta", "partial_rotary_factor")}
     base = shape.number({"rotary_emb_base": 10000.0, **tree}, "rotary_emb_base")
     return shape.rope(tree, base, shape.number({"rotary_pct": 0.25, **tree}, "rotary_pct"))

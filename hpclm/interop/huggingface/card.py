@@ -1,4 +1,4 @@
-"""The model card of an export, README.md: how to load it, what came of the run, and what it was trained on and how."""
+"""The model card of an export, README.md: how to load the model, its results, and its data and settings."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -26,30 +26,31 @@ ALWAYS = {
     "batch": {"global_size"},
     "optim": {"name", "lr", "min_lr", "schedule", "betas", "weight_decay", "clip"},
 }
-"""Settings in every card; others only where they are not the defaults."""
+"""Settings in every card; others appear only if they differ from the defaults."""
 CONTINUED = ('ids = tokenizer(input("Prompt: "), return_tensors="pt", return_token_type_ids=False)',)
 ASKED = (
     'messages = [{"role": "user", "content": input("Question: ")}]',
     'ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
 )
-"""How a card shows the use of a model, and of one that was tuned on conversations."""
+"""Examples in a card: text completion, or a conversation for a model tuned on conversations."""
 Row = tuple[str, Any]
 
 
 def written(
     checkpoint: RunCheckpoint, target: Path, architecture: str, own_code: bool, tokenizer: bool, dtype: str
 ) -> str:
-    """The card of an export to ``target``, with weights of ``dtype``; ``own_code``: its class comes with it, ``tokenizer``: so does its
-    tokenizer.
+    """The card of an export to ``target`` with weights in ``dtype``. ``own_code``, ``tokenizer``: whether the class or the tokenizer is
+    exported too.
 
-    Folders of this machine are not named, but those between the current one and ``target``, for the code is typed here first.
+    It names no folders of this machine except those between the current one and ``target``, since the code is first run here.
     """
     config = checkpoint.config
     size = count.described(replace(config.model, vocab_multiple=1))  # the padding of the vocabulary is not exported
     about = (
         f"A language model ({architecture}) of {size}, exported by hpclm {__version__} from step {checkpoint.step:,}."
     )
-    chat, tokens = tokenizer and checkpoint.chat is not None, min(20, config.model.context // 2)
+    chat = tokenizer and checkpoint.chat is not None
+    tokens = min(20, config.model.context // 2)
     use = _use(_seen_from_here(target), own_code, tokenizer, chat, tokens)
     parts = [HEAD, f"# {_line(checkpoint.run.absolute().name)}", about, "## Use", use]
     parts += ["## Results", _table(_results(checkpoint)), "## Data and settings", _table(_settings(checkpoint, dtype))]
@@ -58,16 +59,18 @@ def written(
 
 def _seen_from_here(target: Path) -> str:
     """The path of ``target`` from the current folder, or its name if it is elsewhere."""
-    target, here = target.absolute(), Path.cwd()
+    target = target.absolute()
+    here = Path.cwd()
     return str(target.relative_to(here) if target.is_relative_to(here) else target.name)
 
 
 def _use(path: str, own_code: bool, tokenizer: bool, chat: bool, tokens: int) -> str:
     more = ", trust_remote_code=True" if own_code else ""
-    where = f"`{_line(path)}` is this folder, from where it was made; give the path to it from where Python runs."
+    where = f"`{_line(path)}` is the path of this folder where it was exported; replace it with yours."
     lines = [where, ""]
-    lines += ["Read `modeling_hpclm.py` before you load it: it is run.", ""] if own_code else []
-    lines += ["```python", "from transformers import AutoModelForCausalLM" + ", AutoTokenizer" * tokenizer, ""]
+    lines += ["Read `modeling_hpclm.py` before you load it: transformers runs it.", ""] if own_code else []
+    classes = "AutoModelForCausalLM, AutoTokenizer" if tokenizer else "AutoModelForCausalLM"
+    lines += ["```python", f"from transformers import {classes}", ""]
     lines += [f"model = AutoModelForCausalLM.from_pretrained({path!r}{more})"]
     if tokenizer:
         lines += [
@@ -75,12 +78,13 @@ def _use(path: str, own_code: bool, tokenizer: bool, chat: bool, tokens: int) ->
             *(ASKED if chat else CONTINUED),
             f"print(tokenizer.decode(model.generate(**ids, max_new_tokens={tokens})[0]))",
         ]
-    without = [] if tokenizer else ["", "The run's tokenizer has no Hugging Face form, so none is here."]
+    without = [] if tokenizer else ["", "The run's tokenizer has no Hugging Face form and is not included."]
     return "\n".join([*lines, "```", *without])
 
 
 def _results(checkpoint: RunCheckpoint) -> Iterator[Row]:
-    step, past = checkpoint.step, history.read(checkpoint.run)
+    step = checkpoint.step
+    past = history.read(checkpoint.run)
     samples = int(checkpoint.manifest.progress.get("samples", 0))
     yield "steps", f"{step:,}"
     yield "tokens seen", f"{samples * checkpoint.config.model.context:,}"
@@ -100,9 +104,10 @@ def _results(checkpoint: RunCheckpoint) -> Iterator[Row]:
 
 
 def _settings(checkpoint: RunCheckpoint, dtype: str) -> Iterator[Row]:
-    config, fingerprint = checkpoint.config, checkpoint.manifest.fingerprint.get("data", {})
+    config = checkpoint.config
+    fingerprint = checkpoint.manifest.fingerprint.get("data", {})
     if not fingerprint:
-        yield "data", "not known: the weights were imported"
+        yield "data", "unknown: the weights were imported"
     elif config.data.source != "indexed":
         yield "data", config.data.source
     else:
@@ -113,7 +118,8 @@ def _settings(checkpoint: RunCheckpoint, dtype: str) -> Iterator[Row]:
         yield "end of an answer", ", ".join(chat.ends) or "no single token"
     sections = ("model", "batch", "optim") if checkpoint.step else ("model",)
     for name in sections:
-        used, defaults = vars(getattr(config, name)), vars(getattr(RunConfig(), name))
+        used = vars(getattr(config, name))
+        defaults = vars(getattr(RunConfig(), name))
         yield from (
             (f"{name}.{key}", value)
             for key, value in used.items()
@@ -131,6 +137,6 @@ def _table(rows: Iterable[Row]) -> str:
 
 
 def _line(value: Any) -> str:
-    """A value inside a table: one line without Markdown's marks."""
+    """A value for a table cell: one line without Markdown characters."""
     text = "".join(char if char.isprintable() else " " for char in str(value))
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

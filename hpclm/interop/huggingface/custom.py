@@ -1,4 +1,4 @@
-"""Networks without a class in transformers: modeling_hpclm.py, written next to the weights, has the class."""
+"""Networks without a class in transformers: the class is in modeling_hpclm.py, which is written next to the weights."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -38,12 +38,13 @@ MODULES = {
     "mlp.up": "up",
     "mlp.down": "down",
 }
-"""Ours and theirs; all others have the same name."""
+"""Maps our modules to theirs; all others have the same name."""
 
 
 def wrong(tree: Json) -> Iterator[str]:
     """transformers saves head_dim, which follows from two other keys."""
-    heads, hidden = tree.get("num_attention_heads"), tree.get("hidden_size")
+    heads = tree.get("num_attention_heads")
+    hidden = tree.get("hidden_size")
     given = tree.get("head_dim")
     if heads and hidden and given and given * heads != hidden:
         yield f"head_dim={given} x num_attention_heads={heads} is not hidden_size={hidden}"

@@ -1,4 +1,4 @@
-"""What a key that is missing in config.json means: the default of its class in transformers (5.24)."""
+"""Defaults of keys that are missing in config.json, for each class in transformers (5.24)."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ DEFAULTS: dict[str, Keys] = {
         hidden_size=64,
         n_layer=2,
         n_head=8,
-        seq_length=2048,  # of the published models; transformers does not read it
+        seq_length=2048,  # in the published models; transformers does not read it
         layer_norm_epsilon=1e-5,
         hidden_dropout=0.0,
         tie_word_embeddings=True,
@@ -261,11 +261,11 @@ DEFAULTS: dict[str, Keys] = {
         use_qk_norm=False,
         **SIGMOID,
     ),
-    "internlm3": COMMON  # not in transformers: its sizes must be there
+    "internlm3": COMMON  # not in transformers: config.json must give its sizes
     | BIASES
     | dict(hidden_act="silu", head_dim=128, num_key_value_heads=2, max_position_embeddings=32768, rms_norm_eps=1e-5),
 }
-"""By model_type. None: it follows from other keys."""
+"""By model_type. None: the value follows from other keys."""
 NULLABLE = {
     "llama": "attention_dropout",
     "mistral": "num_key_value_heads sliding_window",
@@ -288,4 +288,4 @@ NULLABLE = {
     "dots1": "num_key_value_heads n_group topk_group first_k_dense_replace norm_topk_prob attention_dropout sliding_window max_window_layers",
     "internlm3": "num_key_value_heads head_dim",
 }
-"""Keys that may be null though their default is another value."""
+"""Keys that may be null although their default is another value."""

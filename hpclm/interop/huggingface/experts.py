@@ -1,4 +1,4 @@
-"""What classes of transformers with experts have in common: names of their weights, and keys of config.json.
+"""Common to transformers' classes with experts: names of their weights, and keys of config.json.
 
 E experts, F inner width of an expert, C hidden size.
 """
@@ -22,19 +22,19 @@ KEYS = dict(
     expert_ffn="moe_intermediate_size",
     router_normalize="norm_topk_prob",
 )
-"""Our settings, and the keys that most classes have for them."""
+"""Maps our settings to the keys of most classes."""
 LOSSES = "router_aux_loss_coef output_router_logits"
-"""Keys of the loss that balances experts while transformers trains; no setting of ours follows from them, see remark()."""
+"""Keys of the loss that balances experts while transformers trains; hpclm has no such setting (see remark())."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """Where the weights of a layer's router and experts are; most classes have these names."""
+    """Names of a layer's router and expert weights; the defaults are those of most classes."""
 
     router: str = "mlp.gate"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts.{}."
-    """With the number of an expert; a name of ``up`` or ``down`` follows."""
+    """Formatted with the number of an expert; a name of ``up`` or ``down`` follows."""
     shared: str = "mlp.shared_experts."
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: tuple[str, ...] = ("down_proj",)
@@ -44,7 +44,7 @@ NAMES = Names()
 
 
 def rules(config: ModelConfig, names: Names = NAMES, more: Mapping[str, Any] | None = None) -> Iterator[Rule]:
-    """How each weight is converted. ``more``: our modules outside the experts, and theirs, where a class differs from Llama."""
+    """The conversion rule of each weight. ``more``: maps our modules outside the experts to theirs where a class differs from Llama."""
     modules = {
         "mlp.router": names.router,
         "mlp.shared.up": [names.shared + name for name in names.up],
@@ -68,8 +68,8 @@ def rules(config: ModelConfig, names: Names = NAMES, more: Mapping[str, Any] | N
 
 
 def per_expert(ours: str, theirs: Sequence[str], experts: int) -> Rule:
-    """A weight [E, rows, ...] or bias [E, rows] of all experts, and tensors of each expert that share its rows out evenly, such as
-    gate and up projection; those of the first expert come first."""
+    """Rule for a weight [E, rows, ...] or bias [E, rows] of all experts, stored as several tensors for each expert. These divide its
+    rows evenly, such as gate and up projection; those of the first expert come first."""
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
         first = tensors[0].shape
@@ -84,7 +84,7 @@ def per_expert(ours: str, theirs: Sequence[str], experts: int) -> Rule:
 
 
 def interleaved(ours: str, theirs: str) -> Rule:
-    """The gate's rows and those of the up projection [E, 2F, ...], and one tensor there in which they take turns."""
+    """Rule for gate and up projection [E, 2F, ...], stored as one tensor with alternating rows."""
 
     def split(x: Tensor) -> list[Tensor]:
         return [x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)]
@@ -93,7 +93,7 @@ def interleaved(ours: str, theirs: str) -> Rule:
 
 
 def mlp_pattern(sparse: Sequence[bool]) -> dict[str, Any]:
-    """Our setting for which layers have experts."""
+    """Our setting for the layers with experts."""
     return dict(mlp_pattern=shape.period(["experts" if experts else "dense" for experts in sparse]))
 
 
@@ -103,16 +103,16 @@ def dense_layers(config: ModelConfig) -> list[int]:
 
 
 def absent(config: ModelConfig) -> Iterator[str]:
-    """Why a class with experts does not cover a network without them."""
+    """The reason why a class with experts does not cover a network without them."""
     if not config.experts:
-        yield "model.experts=0, where it has some"
+        yield "model.experts=0, but it needs experts"
 
 
 def remark(tree: Json) -> str | None:
-    """What does not become a setting: the balance loss of transformers."""
+    """A warning that the balance loss of transformers does not become a setting."""
     if not tree.get("router_aux_loss_coef"):
         return None
     return (
-        f"router_aux_loss_coef={tree['router_aux_loss_coef']} is not taken over: transformers multiplies the shares of all layers "
-        "together, hpclm those of each layer. Training balances experts if you set model.balance_sequence or another of model.balance_…"
+        f"router_aux_loss_coef={tree['router_aux_loss_coef']} is ignored: transformers multiplies the shares of all layers "
+        "together, hpclm those of each layer. To balance experts in training, set model.balance_sequence or another model.balance_…"
     )

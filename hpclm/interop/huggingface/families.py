@@ -34,7 +34,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN
 
 
 def of_network(config: ModelConfig) -> Family:
-    """The class for a network: one of transformers, or else ours; ConfigError for a user-defined block."""
+    """The class for a network: transformers' or hpclm's; ConfigError for a user-defined block."""
     family = next((family for family in WRITTEN if not family.obstacles(config)), custom.FAMILY)
     obstacles = family.obstacles(config)
     if obstacles:
@@ -44,7 +44,7 @@ def of_network(config: ModelConfig) -> Family:
 
 
 def why_own(config: ModelConfig) -> str:
-    """Why none of the nearest classes of transformers covers a network."""
+    """Reasons why the nearest classes of transformers do not cover a network."""
     obstacles = [(family, family.obstacles(config)) for family in WRITTEN]
     fewest = min(len(wrong) for _, wrong in obstacles)
     nearest = [(family, wrong) for family, wrong in obstacles if len(wrong) == fewest]
@@ -52,7 +52,7 @@ def why_own(config: ModelConfig) -> str:
 
 
 def without_ignored(tree: Json, ignored: Collection[str]) -> Json:
-    """A config.json without keys that the user wants ignored; ConfigError for one that is not there, or that hpclm reads."""
+    """A config.json without the ``ignored`` keys; ConfigError for keys that do not exist or that hpclm reads."""
     family = FAMILIES.get(str(tree.get("model_type")), custom.FAMILY)
     needed = {*family.keys.values()} | {"model_type", "vocab_size", *family.read.split()}
     inner = [name for name in ignored if "." in name and name not in tree]
@@ -64,7 +64,7 @@ def without_ignored(tree: Json, ignored: Collection[str]) -> Json:
 
 
 def _without_parameter(tree: Json, name: str, outer: Sequence[str], key: str) -> Json:
-    """``tree`` without the key ``key`` of the mapping below the keys ``outer``, which is a parameter of scaled positions."""
+    """``tree`` without the parameter ``key`` of scaled positions, which is below the keys ``outer``."""
     if not outer:
         parameters = " ".join(word for kind in KINDS.values() for word in kind).split()
         return without(tree, [key], {*parameters, *shape.OUTSIDE}, f"parameter ({name})")
@@ -75,7 +75,7 @@ def _without_parameter(tree: Json, name: str, outer: Sequence[str], key: str) ->
 
 
 def of_config(tree: Json) -> Family:
-    """The class that a config.json describes; ConfigError if hpclm does not support the network."""
+    """The class described by a config.json; ConfigError if hpclm does not support the network."""
     kind = tree.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         what = unsupported.lacking(tree)
@@ -84,7 +84,7 @@ def of_config(tree: Json) -> Family:
     family = FAMILIES[kind]
     wrong = family.problems(tree)
     if tree.get("quantization_config") is not None:
-        wrong.append("its weights are quantized, and hpclm reads fp32, bf16 and fp16")
+        wrong.append("its weights are quantized, but hpclm reads only fp32, bf16 and fp16")
     if wrong:
         raise ConfigError(wrong)
     return family

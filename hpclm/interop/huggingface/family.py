@@ -1,4 +1,4 @@
-"""A class of models in transformers: which networks it covers, its config.json, and the names of its weights."""
+"""A model class in transformers: the networks that it covers, its config.json, and the names of its weights."""
 
 import json
 import logging
@@ -27,28 +27,28 @@ WITHOUT_EFFECT = """
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
     begin_suppress_tokens"""
-"""Keys of config.json that no class's logits depend on, or that are read elsewhere (quantization_config, vocab_size)."""
+"""Keys of config.json that no class's logits depend on, or that other code reads (quantization_config, vocab_size)."""
 UNSET = """
     add_cross_attention cross_attention_hidden_size is_decoder is_encoder_decoder tie_encoder_decoder pruned_heads head_dim rope_scaling
     layer_types sliding_window use_sliding_window attention_bias mlp_bias summary_use_proj summary_proj_to_labels
     use_bidirectional_attention attn_logit_softcapping"""
-"""Keys without effect as long as they are false or empty."""
+"""Keys without effect while they are false or empty."""
 CAUSAL = {"is_causal": (True,)}
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
 GELUS |= dict(gelu_fast="gelu_tanh", gelu_accurate="gelu_tanh", gelu_python_tanh="gelu_tanh", gelu_python="gelu")
-"""transformers' names of activations, and ours."""
+"""Maps transformers' names of activations to ours."""
 LAYERNORM = dict(norm=("layernorm",), activation=("gelu", "gelu_tanh", "relu", "relu2"), bias=(True,))
-"""Settings that older classes need."""
+"""Settings required by older classes."""
 ELSEWHERE = {"vocab_size", "vocab_multiple", "dropout", "attention_dropout", "init_std", "kernels", "attention", "tied"}
 ELSEWHERE |= {"kv_heads", "ffn", "head_dim", "hidden", "heads", "layers", "context", *COEFFICIENTS}
-"""Settings that no class is chosen by, or that have checks of their own."""
+"""Settings that do not affect the choice of a class, or that are checked separately."""
 DIVIDED = {
     f"{name}ForCausalLM"
     for name in ("Llama", "Arcee", "Gemma2", "Gemma3", "VaultGemma", "Cwm", "HyperCLOVAX", "Jais2", "InternLM3")
 }
-"""Classes that refuse a hidden size that is not a multiple of the number of heads, even where head_dim is set."""
+"""Classes that refuse a hidden size that is not a multiple of the number of heads, even if head_dim is set."""
 DERIVED = ("ffn", "kv_heads", "attention_dropout")
-"""Settings with a value of their own where config.json has null."""
+"""Settings that take a default if config.json has null."""
 DIVISORS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "vocab_size")
 DEFAULTS = vars(ModelConfig())
 
@@ -62,50 +62,50 @@ class Family:
     keys: Mapping[str, str]
     """Our setting -> its key in config.json."""
     rules: Callable[[ModelConfig], Iterable[Rule]]
-    """How each weight is converted."""
+    """The conversion rule of each weight."""
     prefix: str
-    """Begins the names of all tensors except the output projection; missing in files of the bare model."""
+    """Prefix of all tensor names except the output projection; missing in files of the bare model."""
     needs: Mapping[str, tuple[Any, ...]]
-    """Settings of ours, and the values that the class supports."""
+    """Our settings, and the values that the class supports."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys of config.json, and the values that hpclm supports; the first is the value if the key is missing."""
+    """Keys of config.json, and the values that hpclm supports; the first is the default for a missing key."""
     constant: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
-    """More keys to write to config.json."""
+    """Additional keys to write to config.json."""
     activations: Mapping[str, str] = field(default_factory=lambda: GELUS)
-    """Names of activations in config.json, and ours."""
+    """Maps names of activations in config.json to ours."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Keys of old config.json files, and their current names."""
+    """Maps keys of old config.json files to their current names."""
     read: str = ""
     """Keys of config.json that ``wrong`` and ``remark`` check."""
     unread: str = ""
     """Keys of config.json that this class's logits do not depend on."""
     more: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
-    """More reasons why a network is not covered."""
+    """Further reasons why the class does not cover a network."""
     grouped: bool = False
     """Whether there may be fewer key/value heads than heads."""
     buffers: tuple[str, ...] = ()
-    """Endings of tensor names in old files that are not weights."""
+    """Suffixes of tensor names in old files that are not weights."""
     left_out: Callable[[Json, str], bool] = lambda tree, name: False
-    """Whether a tensor is of layers for multi-token prediction, which an import leaves out, as transformers does."""
+    """Whether a tensor belongs to layers for multi-token prediction, which imports omit, as transformers does."""
     wrong: Callable[[Json], Iterable[str]] = lambda tree: ()
-    """What else in a config.json hpclm does not support."""
+    """Further features of a config.json that hpclm does not support."""
     remark: Callable[[Json], str | None] = lambda tree: None
     """A warning about a config.json."""
     shape: Callable[[Json], dict[str, Any]] = lambda tree: {}
-    """Settings that follow from several keys of a config.json; ConfigError for what hpclm does not have."""
+    """Settings that depend on several keys of a config.json; ConfigError for features that hpclm lacks."""
     covers: tuple[str, ...] = ()
-    """Settings that ``shape`` and ``constant`` translate. A network with any other setting than those, the ones in ``keys`` and in
-    ``needs`` has no form in this class unless the setting has its default."""
+    """Settings translated by ``shape`` and ``constant``. Any setting outside these, ``keys`` and ``needs`` must have its default, or the
+    class does not cover the network."""
     width: bool = False
     """Whether the heads may be wider or narrower than hidden / heads."""
 
     @property
     def theirs(self) -> dict[str, str]:
-        """Our setting -> its key in config.json, with those that all classes have."""
+        """Maps our settings to keys in config.json, including the keys that all classes share."""
         return {"vocab_size": "vocab_size", "init_std": "initializer_range", **self.keys}
 
     def described(self, config: ModelConfig) -> dict[str, Any]:
-        """config.json of a network."""
+        """The config.json of a network."""
         names = {ours: theirs for theirs, ours in reversed([*self.activations.items()])}
         derived = {
             "ffn": config.ffn_width,
@@ -118,7 +118,7 @@ class Family:
         return {"model_type": self.model_type, **values, **self.constant(config), **described_context(config)}
 
     def settings(self, tree: Json) -> dict[str, Any]:
-        """Settings of the network that a config.json describes."""
+        """Settings of the network described by a config.json."""
         tree = self.completed(tree)
         missing = [key for key in self.theirs.values() if key not in tree]
         if missing:
@@ -132,9 +132,10 @@ class Family:
         if wrong:
             raise ConfigError(wrong)
         if "activation" in values:
-            key, theirs = self.keys["activation"], values["activation"]
+            key = self.keys["activation"]
+            theirs = values["activation"]
             if not isinstance(theirs, str) or theirs not in self.activations:
-                raise ConfigError(f"{key}={_shown(theirs)}, and hpclm has {', '.join(self.activations)}")
+                raise ConfigError(f"{key}={_shown(theirs)}, but hpclm supports {', '.join(self.activations)}")
             values["activation"] = self.activations[theirs]
         derived = {"ffn": 4 * values["hidden"], "kv_heads": values["heads"], "attention_dropout": 0.0}
         values |= {name: value for name, value in derived.items() if name in values and values[name] is None}
@@ -144,35 +145,35 @@ class Family:
         return values | self.shape(tree)
 
     def completed(self, tree: Json) -> dict[str, Any]:
-        """A config.json under current names, with the class's defaults for what is missing."""
+        """A config.json with current names, and with the class's defaults for missing keys."""
         named = {self.aliases.get(key, key): value for key, value in tree.items() if self.aliases.get(key) not in tree}
         return {**MISSING.get(self.model_type, {}), **named}
 
     def obstacles(self, config: ModelConfig) -> list[str]:
-        """Why this class does not cover a network."""
+        """Reasons why this class does not cover a network."""
         reasons = [
-            f"model.{name}={_shown(getattr(config, name))}, where it has {' or '.join(map(_shown, values))}"
+            f"model.{name}={_shown(getattr(config, name))}, but it needs {' or '.join(map(_shown, values))}"
             for name, values in self.needs.items()
             if getattr(config, name) not in values
         ]
         supported_fields = {*self.keys, *self.needs, *self.covers, *ELSEWHERE}
         reasons += [
-            f"model.{name}={_shown(value)}, which it does not have"
+            f"model.{name}={_shown(value)}, which it does not support"
             for name, value in vars(config).items()
             if name not in supported_fields and value != DEFAULTS[name]
         ]
         if not self.width and config.attention_width != config.hidden:
-            reasons.append(f"model.head_dim={config.head_dim}, where it has model.hidden / model.heads")
+            reasons.append(f"model.head_dim={config.head_dim}, but it needs model.hidden / model.heads")
         if self.architecture in DIVIDED and config.hidden % config.heads:
-            reasons.append(f"model.heads={config.heads}, where it has a divisor of model.hidden={config.hidden}")
+            reasons.append(f"model.heads={config.heads}, but it needs a divisor of model.hidden={config.hidden}")
         if not self.grouped and config.groups != config.heads:
-            reasons.append(f"model.kv_heads={config.kv_heads}, where it has as many as model.heads={config.heads}")
+            reasons.append(f"model.kv_heads={config.kv_heads}, but it needs as many as model.heads={config.heads}")
         return [*reasons, *self.more(config)]
 
     def problems(self, tree: Json) -> list[str]:
-        """What in a config.json hpclm does not support."""
+        """Features of a config.json that hpclm does not support."""
         reasons = [
-            f"{key}={_shown(tree.get(key, values[0]))}, and hpclm has {' or '.join(map(_shown, values))}"
+            f"{key}={_shown(tree.get(key, values[0]))}, but hpclm supports {' or '.join(map(_shown, values))}"
             for key, values in {**CAUSAL, **self.fixed}.items()
             if tree.get(key, values[0]) not in values
         ]
@@ -196,7 +197,8 @@ class Family:
             if default is not None and key not in nullable and key in tree and tree[key] is None
         ]
         whole = self.completed(tree)
-        heads, hidden = whole.get("num_attention_heads"), whole.get("hidden_size")
+        heads = whole.get("num_attention_heads")
+        hidden = whole.get("hidden_size")
         if (
             self.architecture in DIVIDED
             and isinstance(heads, int)
@@ -218,14 +220,15 @@ def described_context(config: ModelConfig) -> dict[str, Any]:
 
 
 def _expected(name: str, value: Any) -> str:
-    """Which kind of value the setting model.``name`` takes; empty if ``value`` is one."""
+    """The kind of value that the setting model.``name`` takes; empty if ``value`` is valid."""
     kind = type_of(f"model.{name}")
-    inner, least = required(kind), name in DIVISORS
+    inner = required(kind)
+    least = name in DIVISORS
     if inner not in (int, float, bool) or (value is None and (inner is not kind or name in DERIVED)):
         return ""
     if isinstance(value, bool) == (inner is bool) and isinstance(value, (inner, int)) and (value >= 1 or not least):
         return ""
-    return type_text(kind) + " of at least 1" * least
+    return f"{type_text(kind)} of at least 1" if least else type_text(kind)
 
 
 def _shown(value: Any) -> str:

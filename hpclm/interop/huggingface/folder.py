@@ -33,16 +33,16 @@ log = logging.getLogger(__name__)
 SHAPED = dict(sliding_window="window", final_logit_softcapping="logit_cap", attn_logit_softcapping="score_cap")
 SHAPED |= dict(residual_dropout="dropout", logits_scaling="logit_multiplier")
 SHAPED |= dict(partial_rotary_factor="rope_fraction", rotary_pct="rope_fraction")
-"""Keys of config.json that only a class's ``shape`` reads, and the settings that they become."""
+"""Keys of config.json that only a class's ``shape`` reads, with the settings that they become."""
 CHOICE_BIAS = ".e_score_correction_bias"
 
 
 def export_run(
     checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", limit: float = math.inf, allow_nan: bool = False
 ) -> str:
-    """Export to ``target``, with weights of ``dtype`` in files of at most ``limit`` bytes; the class in transformers.
+    """Export to ``target``, with weights in ``dtype`` and files of at most ``limit`` bytes; returns the class in transformers.
 
-    ConfigError if the network has no Hugging Face form, or a weight is too large for fp16, or not finite without ``allow_nan``.
+    ConfigError if the network has no Hugging Face form, if a weight is too large for fp16, or if it is not finite without ``allow_nan``.
     """
     config = canonical(checkpoint.config.model)
     family = families.of_network(config)
@@ -52,12 +52,13 @@ def export_run(
         with Exported(checkpoint, rules, allow_nan) as exported:
             sizes = [math.prod(exported.shapes[rule.ours]) * TYPES[dtype].itemsize for rule in rules]
             parts = (exported.tensors(part) for part in _divided(rules, sizes, limit))
-            # transformers keeps the bias of the choice of experts in fp32
+            # transformers keeps the bias on the choice of experts in fp32
             types = lambda name: "fp32" if name.endswith(CHOICE_BIAS) else dtype  # noqa: E731
             shards.write(
                 staging_dir, [((name, cast(name, x, TYPES[types(name)])) for name, x in part) for part in parts]
             )
-        paths, chat = files_of_run(checkpoint.config.data), checkpoint.chat
+        paths = files_of_run(checkpoint.config.data)
+        chat = checkpoint.chat
         text = None
         if run_tokenizer is None:
             imported_tokens = special_tokens.of_run(checkpoint.run, paths) or {}
@@ -87,7 +88,7 @@ def export_run(
 
 
 def config_json(config: ModelConfig, ids: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The folder's config.json; ``ids``: of special tokens."""
+    """The folder's config.json. ``ids``: ids of special tokens."""
     family = families.of_network(config)
     kind = str(TYPES[dtype]).removeprefix("torch.")
     return {"architectures": [family.architecture], **family.described(config)} | dict(
@@ -100,14 +101,16 @@ def config_json(config: ModelConfig, ids: Mapping[str, Any], dtype: str) -> dict
 
 
 def _recorded_end(checkpoint: RunCheckpoint) -> int | None:
-    """Id of the end-of-document token of a checkpoint whose tokenizer's files are missing."""
+    """The end-of-document token id of a checkpoint whose tokenizer files are missing."""
     noted = checkpoint.manifest.fingerprint.get("data", {}).get("tokenizer") or {}
     return special_tokens.first(noted.get("eod"))
 
 
 def _divided(rules: Sequence[Rule], sizes: Sequence[int], limit: float) -> list[list[Rule]]:
-    """Consecutive rules whose weights, of ``sizes`` bytes, have at most ``limit`` bytes together; at least one in each part."""
-    parts, filled = [list[Rule]()], 0
+    """Consecutive groups of ``rules`` whose weights, of ``sizes`` bytes, take at most ``limit`` bytes together; at least one rule in
+    each."""
+    parts = [list[Rule]()]
+    filled = 0
     for rule, size in zip(rules, sizes, strict=True):
         if parts[-1] and filled + size > limit:
             parts.append([])
@@ -133,7 +136,7 @@ class Prefixed:
         if not (config.tied or heads):
             raise ConfigError(
                 "config.json does not tie the output to the embedding, but the weights have no matrix for the output; give model.tied=true "
-                "if the embedding is the output, too"
+                "if the embedding is also the output projection"
             )
         heads = heads if config.tied else []
         for head in heads:  # some files contain the embedding twice
@@ -150,14 +153,14 @@ class Prefixed:
         return set(self._names)
 
     def read(self, name: str) -> Tensor:
-        """One of them."""
+        """The tensor ``name``."""
         return self._reader.read(self._names[name])
 
 
 def import_folder(
     folder: Path, target: Path, overrides: list[str], pickle: bool = False, ignored: Sequence[str] = ()
 ) -> ModelConfig:
-    """Import ``folder`` as the run directory ``target``; ``overrides``: model.… settings that override config.json.
+    """Import ``folder`` as the run directory ``target``. ``overrides``: model.… settings that override config.json.
 
     ``ignored``: keys of config.json that are not checked. ConfigError if hpclm does not support the network, or if config.json and
     weights do not match.

@@ -1,4 +1,4 @@
-"""transformers' Gemma2ForCausalLM and Gemma3ForCausalLM (text): norms before and after sublayers, with weights that 1 is added to."""
+"""transformers' Gemma2ForCausalLM and Gemma3ForCausalLM (text): norms before and after sublayers, with weights stored minus 1."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ CAPS = dict(score_cap="attn_logit_softcapping", logit_cap="final_logit_softcappi
 
 
 def rules(config: ModelConfig) -> Iterable[Rule]:
-    """How each weight is converted."""
+    """The conversion rule of each weight."""
     for rule in llama.rules(config, MODULES):
         yield shifted(rule) if "norm" in rule.ours else rule
 
@@ -40,16 +40,18 @@ def _described(config: ModelConfig) -> dict[str, Any]:
 
 
 def _more(config: ModelConfig) -> Iterator[str]:
-    """Why a Gemma does not cover a network."""
+    """Reasons why a Gemma does not cover a network."""
     yield from shape.bias_obstacles(config, llama.ALL_ATTENTION)
     if not isinstance(_scalar(config), int):
-        yield f"model.score_scale={config.score_scale}, where it has 1 / sqrt(a whole number)"
+        yield f"model.score_scale={config.score_scale}, but it needs 1 / sqrt(a whole number)"
 
 
 def _scalar(config: ModelConfig) -> int | float:
     """query_pre_attn_scalar, which must be whole."""
     scalar = config.head_width if config.score_scale is None else config.score_scale**-2
-    return round(scalar) if scalar > 0.5 and abs(scalar - round(scalar)) < 1e-6 * scalar else scalar
+    if scalar > 0.5 and abs(scalar - round(scalar)) < 1e-6 * scalar:
+        return round(scalar)
+    return scalar
 
 
 def _second(i: int) -> str:
@@ -80,8 +82,8 @@ GEMMA2 = replace(
 )
 
 
-def read(tree: Json) -> dict[str, Any]:
-    """Gemma 3's settings: layers with windows have a base of their own, and only the others are scaled."""
+def read_settings(tree: Json) -> dict[str, Any]:
+    """Gemma 3's settings: layers with a window have their own rotary base, and only the others are scaled."""
     every = int(shape.number({"sliding_window_pattern": 6, **tree}, "sliding_window_pattern"))
     common = _read(tree, lambda i: "sliding_attention" if (i + 1) % every else "full_attention")
     full, near = shape.by_kind(tree)
@@ -91,7 +93,7 @@ def read(tree: Json) -> dict[str, Any]:
 
 
 def described(config: ModelConfig) -> dict[str, Any]:
-    """The keys that read() reads."""
+    """The keys that read_settings() reads."""
     if "truncate" in config.rope_scaling:
         return _described(config) | shape.described_by_kind(config)
     local = {"rope_local_base_freq": config.window_rope_base or config.rope_base}
@@ -104,7 +106,7 @@ GEMMA3 = replace(
     model_type="gemma3_text",
     needs={**GEMMA2.needs, "qk_norm": (True,), "score_cap": (None,)},
     constant=described,
-    shape=read,
+    shape=read_settings,
     covers=(*GEMMA2.covers, *shape.WINDOW_SETTINGS),
     read=f"{llama.LLAMA.read} query_pre_attn_scalar final_logit_softcapping rope_local_base_freq sliding_window_pattern "
     "_sliding_window_pattern",

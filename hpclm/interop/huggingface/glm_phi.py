@@ -21,24 +21,24 @@ GLM4_BIASES = ("attention_bias", False, False)
 PHI3_MODULES = {"mlp.up": "mlp.gate_up_proj", "attention.qkv": "self_attn.qkv_proj"}
 NONE = (False, False, False)
 TURNED = {name: values for name, values in llama.LLAMA.needs.items() if name != "rope_fraction"}
-"""What both need; they may turn a part of each head."""
+"""Requirements of both classes; they may rotate a part of each head."""
 
 
 def interleaved(config: ModelConfig) -> torch.Tensor:
-    """Where our features of a head are there: GLM turns pairs of neighbours, we the first half with the second."""
+    """Positions of a head's features in a GLM, which rotates pairs of neighbours, ours being the two halves."""
     half = config.rotated // 2
     pairs = torch.arange(config.rotated).view(half, 2).t().flatten()
     return torch.cat([pairs, torch.arange(config.rotated, config.head_width)])
 
 
 def glm4_rules(config: ModelConfig) -> Iterable[Rule]:
-    """How each weight of a GLM 4 is converted."""
+    """The conversion rule of each weight of a GLM 4."""
     for rule in llama.rules(config, GLM4_MODULES):
         yield reordered(rule, interleaved(config)) if ".attention.qkv." in rule.ours else rule
 
 
 def phi3_rules(config: ModelConfig) -> Iterable[Rule]:
-    """How each weight of a Phi 3 is converted."""
+    """The conversion rule of each weight of a Phi 3."""
     for rule in of_modules(config, llama.modules(config, PHI3_MODULES), llama.LAYER):
         yield in_one(rule.ours, rule.theirs[0], config) if ".attention.qkv." in rule.ours else rule
 
@@ -50,22 +50,22 @@ GLM4 = replace(
     rules=glm4_rules,
     needs=TURNED | {"norm_order": ("sandwich",)},
     constant=lambda config: llama.described(config, GLM4_BIASES) | {"partial_rotary_factor": config.rope_fraction},
-    shape=lambda tree: llama.read(tree, GLM4_BIASES),
-    more=llama.of(GLM4_BIASES),
+    shape=lambda tree: llama.read_settings(tree, GLM4_BIASES),
+    more=llama.bias_reasons(GLM4_BIASES),
 )
 
 
 def phi3(tree: Json) -> dict[str, Any]:
-    """Settings that follow from several keys; Phi 3 has one way to scale, under three names."""
+    """Settings that depend on several keys; Phi 3 has one scaling under three names."""
     tree = dict(tree)
     for key in ("rope_scaling", "rope_parameters"):
         given = shape.mapping(tree.get(key), key)
         if given.get("rope_type", given.get("type")) in ("su", "yarn"):
             tree[key] = {**given, "rope_type": "longrope"}
     window = shape.layers({**tree, "layer_types": None})
-    settings = llama.read(tree, NONE)
+    settings = llama.read_settings(tree, NONE)
     if (kind := settings["rope_scaling"].get("rope_type")) not in (None, "longrope"):
-        raise ConfigError(f"rope_type={kind}, and Phi3ForCausalLM has longrope")
+        raise ConfigError(f"rope_type={kind}, but Phi3ForCausalLM supports only longrope")
     return settings | window | dict(dropout=tree["resid_pdrop"])
 
 
@@ -81,17 +81,17 @@ def described_phi3(config: ModelConfig) -> dict[str, Any]:
 
 
 def wrong_phi3(tree: Json) -> Iterator[str]:
-    """transformers 5 leaves out embd_pdrop, so that dropout is not quite ours."""
+    """transformers 5 does not apply embd_pdrop, so its dropout may differ from ours."""
     if tree["embd_pdrop"] != tree["resid_pdrop"]:
-        yield "embd_pdrop and resid_pdrop differ, and hpclm has one model.dropout for both"
+        yield "embd_pdrop and resid_pdrop differ, but hpclm has one model.dropout for both"
 
 
 def more_phi3(config: ModelConfig) -> Iterator[str]:
-    """Why a Phi 3 does not cover a network."""
+    """Reasons why a Phi 3 does not cover a network."""
     yield from shape.bias_obstacles(config, NONE)
     kind = config.rope_scaling.get("rope_type")
     if kind not in (None, "longrope") or (kind is None and config.rope_fraction == 1.0):
-        yield f"model.rope_scaling.rope_type={kind or 'null'}, where it has longrope"
+        yield f"model.rope_scaling.rope_type={kind or 'null'}, but it needs longrope"
 
 
 PHI3 = replace(

@@ -20,13 +20,13 @@ MODULES = {
 
 
 def remark(tree: Json) -> str | None:
-    """hpclm has one setting for two dropouts."""
+    """A warning if two dropouts differ, for which hpclm has one setting."""
     embedded, added = (tree[name] for name in ("embd_pdrop", "resid_pdrop"))
     if embedded == added:
         return None
     return (
-        f"embd_pdrop={embedded} and resid_pdrop={added}: hpclm has one model.dropout for both, and takes resid_pdrop; give "
-        "model.dropout=... for another"
+        f"embd_pdrop={embedded} and resid_pdrop={added}: hpclm has one model.dropout for both and uses resid_pdrop; give "
+        "model.dropout=... for another value"
     )
 
 

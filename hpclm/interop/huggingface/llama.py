@@ -1,4 +1,4 @@
-"""transformers' LlamaForCausalLM, and those that differ from it in biases, norms of q and k, windows, multipliers or activation."""
+"""transformers' LlamaForCausalLM, and classes that differ in biases, norms of q and k, windows, multipliers or activation."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,33 +34,33 @@ SQUARED = {"relu2": "relu2"}
 
 
 def modules(config: ModelConfig, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Our module -> theirs; ``more``: where a class differs."""
+    """Maps our modules to theirs. ``more``: the modules where a class differs."""
     up = ("mlp.gate_proj", "mlp.up_proj") if config.gated else "mlp.up_proj"
     return {**ALWAYS, "mlp.up": up, **(more or {})}
 
 
 def rules(config: ModelConfig, more: Mapping[str, Any] | None = None) -> Iterable[Rule]:
-    """How each weight is converted."""
+    """The conversion rule of each weight."""
     return of_modules(config, modules(config, more), LAYER)
 
 
-def read(tree: Json, biases: Sequence[str | bool] = ALL, theta: float = 10000.0) -> dict[str, Any]:
-    """Settings that follow from several keys."""
+def read_settings(tree: Json, biases: Sequence[str | bool] = ALL, theta: float = 10000.0) -> dict[str, Any]:
+    """Settings that depend on several keys."""
     return shape.rope(tree, theta) | shape.biases(tree, biases)
 
 
 def windowed(tree: Json, biases: Sequence[str | bool], **given: Any) -> dict[str, Any]:
-    """As read(), for a class that has windows; ``given``: see shape.layers()."""
-    return read(tree, biases) | shape.layers(tree, **given)
+    """read_settings() for a class with windows. ``given``: see shape.layers()."""
+    return read_settings(tree, biases) | shape.layers(tree, **given)
 
 
 def described(config: ModelConfig, biases: Sequence[str | bool] = ALL) -> dict[str, Any]:
-    """The keys that read() reads."""
+    """The keys that read_settings() reads."""
     return shape.described_rope(config) | shape.described_biases(config, biases)
 
 
 def last_windowed(tree: Json) -> dict[str, Any]:
-    """How Qwen 2 and 3 say which layers have a window: those from max_window_layers on, if use_sliding_window is set."""
+    """Qwen 2's and 3's layers with a window: those from max_window_layers on, if use_sliding_window is set."""
     first = tree["max_window_layers"]
     if type(first) is not int:
         raise ConfigError(f"max_window_layers={first} must be a whole number")
@@ -69,8 +69,9 @@ def last_windowed(tree: Json) -> dict[str, Any]:
 
 
 def no_rope(tree: Json) -> dict[str, Any]:
-    """SmolLM 3's: layers without positions, and windows in these only."""
-    count, every = shape.whole(tree, "num_hidden_layers"), int(shape.number(tree, "no_rope_layer_interval"))
+    """SmolLM 3's settings: some layers have no positions, and only these have a window."""
+    count = shape.whole(tree, "num_hidden_layers")
+    every = int(shape.number(tree, "no_rope_layer_interval"))
     turned = tree.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(count)]
     if not isinstance(turned, list) or len(turned) != count:
         raise ConfigError(f"no_rope_layers={turned} must be a list with a number for each of {count} layers")
@@ -87,8 +88,8 @@ def described_no_rope(config: ModelConfig) -> dict[str, Any]:
     return shape.described_layers(config) | {"no_rope_layers": turned}
 
 
-def of(biases: Sequence[str | bool]) -> Any:
-    """Reasons why a class with these keys of biases does not cover a network."""
+def bias_reasons(biases: Sequence[str | bool]) -> Any:
+    """Returns a function that gives the reasons why a class with these bias keys does not cover a network."""
     return partial(shape.bias_obstacles, keys=biases)
 
 
@@ -114,7 +115,7 @@ LLAMA = Family(
         positions=("rope",), norm=("rmsnorm",), activation=("swiglu", "geglu", "geglu_tanh"), rope_fraction=(1.0,)
     ),
     constant=described,
-    shape=read,
+    shape=read_settings,
     covers=(*shape.ROPE_SETTINGS, *shape.BIASES, "bias"),
     activations=SILU,
     grouped=True,
@@ -123,29 +124,30 @@ LLAMA = Family(
     read=f"{shape.ROPE} {shape.LAYERS} attention_bias mlp_bias",
     unread="pretraining_tp max_window_layers",
     wrong=lambda tree: window_unread(tree),
-    more=of(ALL),
+    more=bias_reasons(ALL),
 )
 
 
 def window_unread(tree: Json) -> Iterator[str]:
-    """Keys of windows in a class that has none."""
+    """Window keys in a class without windows."""
     if set(tree.get("layer_types") or []) - {"full_attention"}:
-        yield f"layer_types={tree['layer_types']}, and this class attends to everything before a token"
-    window, context = tree.get("sliding_window"), tree["max_position_embeddings"]
+        yield f"layer_types={tree['layer_types']}, but this class has full attention in all layers"
+    window = tree.get("sliding_window")
+    context = tree["max_position_embeddings"]
     on = window and tree.get("use_sliding_window", True)
     if on and not (isinstance(window, int) and isinstance(context, int) and window >= context):
-        yield f"sliding_window={window}, and this class attends to everything before a token"
+        yield f"sliding_window={window}, but this class has full attention in all layers"
 
 
 def other_layers(tree: Json) -> Iterator[str]:
-    """Kinds of layers in a class that has one kind, and does not read them."""
+    """Kinds of layers that a class with a single kind does not read."""
     kind = "full_attention" if tree["sliding_window"] is None else "sliding_attention"
     if set(tree.get("layer_types") or []) - {kind}:
-        yield f"layer_types={tree['layer_types']}, and with sliding_window={tree['sliding_window']} this class has {kind} in all layers"
+        yield f"layer_types={tree['layer_types']}, but with sliding_window={tree['sliding_window']} this class has {kind} in all layers"
 
 
 NARROW = {name: key for name, key in LLAMA.keys.items() if name != "head_dim"}
-"""Of classes whose heads are hidden / heads wide."""
+"""Keys of classes with heads of width hidden / heads."""
 WINDOWED = replace(LLAMA, covers=(*LLAMA.covers, *shape.WINDOW_SETTINGS[:2]), wrong=lambda tree: (), unread="")
 MISTRAL = replace(
     WINDOWED,
@@ -155,7 +157,7 @@ MISTRAL = replace(
     constant=lambda config: described(config, (False,) * 3) | {"sliding_window": config.window},
     shape=lambda tree: windowed({**tree, "layer_types": None}, (False,) * 3),
     wrong=lambda tree: other_layers(tree),
-    more=of((False,) * 3),
+    more=bias_reasons((False,) * 3),
 )
 QWEN2_BIASES = (True, False, False)
 QWEN2 = replace(
@@ -164,9 +166,9 @@ QWEN2 = replace(
     model_type="qwen2",
     keys=NARROW,
     constant=lambda config: described(config, QWEN2_BIASES) | shape.described_layers(config) | {"max_window_layers": 0},
-    shape=lambda tree: read(tree, QWEN2_BIASES) | last_windowed(tree),
+    shape=lambda tree: read_settings(tree, QWEN2_BIASES) | last_windowed(tree),
     read=f"{LLAMA.read} max_window_layers",
-    more=of(QWEN2_BIASES),
+    more=bias_reasons(QWEN2_BIASES),
     width=False,
 )
 QWEN3 = replace(
@@ -178,8 +180,8 @@ QWEN3 = replace(
     constant=lambda config: (
         described(config, ALL_ATTENTION) | shape.described_layers(config) | {"max_window_layers": 0}
     ),
-    shape=lambda tree: read(tree, ALL_ATTENTION) | last_windowed(tree),
-    more=of(ALL_ATTENTION),
+    shape=lambda tree: read_settings(tree, ALL_ATTENTION) | last_windowed(tree),
+    more=bias_reasons(ALL_ATTENTION),
     width=True,
 )
 SMOLLM3 = replace(
@@ -187,7 +189,7 @@ SMOLLM3 = replace(
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
     constant=lambda config: described(config) | described_no_rope(config),
-    shape=lambda tree: read(tree, theta=2e6) | no_rope(tree),
+    shape=lambda tree: read_settings(tree, theta=2e6) | no_rope(tree),
     read=f"{LLAMA.read} no_rope_layers no_rope_layer_interval",
     unread="pretraining_tp max_window_layers",
 )
@@ -208,7 +210,7 @@ GRANITE = replace(
             attention_multiplier=config.score_scale or config.head_width**-0.5,
         )
     ),
-    shape=lambda tree: read(tree) | dict(logit_multiplier=1 / shape.number(tree, "logits_scaling")),
+    shape=lambda tree: read_settings(tree) | dict(logit_multiplier=1 / shape.number(tree, "logits_scaling")),
     covers=(*LLAMA.covers, "logit_multiplier"),
     read=f"{LLAMA.read} logits_scaling",
 )
@@ -225,10 +227,10 @@ SEED_OSS = replace(
     architecture="SeedOssForCausalLM",
     model_type="seed_oss",
     constant=lambda config: described(config, SEED_BIASES) | dict(residual_dropout=config.dropout),
-    shape=lambda tree: read(tree, SEED_BIASES) | dict(dropout=tree["residual_dropout"]),
+    shape=lambda tree: read_settings(tree, SEED_BIASES) | dict(dropout=tree["residual_dropout"]),
     covers=(*LLAMA.covers, "dropout"),
     read=f"{LLAMA.read} attention_out_bias residual_dropout",
-    more=of(SEED_BIASES),
+    more=bias_reasons(SEED_BIASES),
 )
 APERTUS_SCALING = dict(
     rope_type="llama3",
@@ -239,11 +241,13 @@ APERTUS_SCALING = dict(
     high_freq_factor=4.0,
 )
 APERTUS_MODULES = {"norm1": "attention_layernorm", "norm2": "feedforward_layernorm"}
-BETA, EPS = 0.5, -1e-6  # of every Apertus: the slope of xIELU at 0, and where its exponential ends
+# xIELU in every Apertus: the slope at 0, and where the exponential is clamped
+BETA = 0.5
+EPS = -1e-6
 
 
 def apertus_rules(config: ModelConfig) -> Iterable[Rule]:
-    """How each weight is converted; theirs has two constants among the weights, which transformers does not set itself."""
+    """The conversion rule of each weight. Theirs has two constants among the weights, which transformers itself does not set."""
     for rule in rules(config, APERTUS_MODULES):
         if not rule.ours.endswith(".alpha_n"):
             yield rule
@@ -270,14 +274,8 @@ APERTUS = replace(
         described(config, ALL_ATTENTION)
         | {"rope_parameters": {"rope_type": "default", **shape.scaling(config), "rope_theta": config.rope_base}}
     ),
-    shape=lambda tree: read(
-        tree
-        if tree.get("rope_parameters") or tree.get("rope_scaling")
-        else {**tree, "rope_parameters": APERTUS_SCALING},
-        ALL_ATTENTION,
-        12e6,
-    ),
+    shape=lambda tree: read_settings(shape.with_default_scaling(tree, APERTUS_SCALING), ALL_ATTENTION, 12e6),
     activations={"xielu": "xielu"},
-    more=of(ALL_ATTENTION),
+    more=bias_reasons(ALL_ATTENTION),
 )
 ALL_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, ARCEE, SEED_OSS, APERTUS)

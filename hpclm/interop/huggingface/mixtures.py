@@ -32,7 +32,7 @@ MIXTRAL = replace(
     needs={**llama.MISTRAL.needs, **EVERY_LAYER, "router_normalize": (True,)},
     fixed=dict(router_jitter_noise=(0.0,)),
     aliases={"num_experts": "num_local_experts"},
-    shape=lambda tree: llama.read(tree, NONE, 1e6) | shape.layers({**tree, "layer_types": None}),
+    shape=lambda tree: llama.read_settings(tree, NONE, 1e6) | shape.layers({**tree, "layer_types": None}),
     unread=experts.LOSSES,
     remark=experts.remark,
     more=lambda config: [*shape.bias_obstacles(config, NONE), *experts.absent(config)],
@@ -40,8 +40,9 @@ MIXTRAL = replace(
 
 
 def qwen3_moe(tree: Json) -> dict[str, Any]:
-    """Settings that follow from several keys: Qwen 3's experts are in every decoder_sparse_step-th layer, but for mlp_only_layers."""
-    step, dense = tree["decoder_sparse_step"], tree["mlp_only_layers"] or []
+    """Settings that depend on several keys: every decoder_sparse_step-th layer of a Qwen 3 has experts, except mlp_only_layers."""
+    step = tree["decoder_sparse_step"]
+    dense = tree["mlp_only_layers"] or []
     if type(step) is not int or step < 1:
         raise ConfigError(f"decoder_sparse_step={step} must be a whole number of at least 1")
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
@@ -49,7 +50,7 @@ def qwen3_moe(tree: Json) -> dict[str, Any]:
     count = max(1, shape.whole(tree, "num_hidden_layers"))
     layers = shape.layers({**tree, "layer_types": None}, switched=True)
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(count)]
-    return llama.read(tree, llama.ALL_ATTENTION) | layers | experts.mlp_pattern(sparse)
+    return llama.read_settings(tree, llama.ALL_ATTENTION) | layers | experts.mlp_pattern(sparse)
 
 
 def described_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
@@ -83,7 +84,7 @@ QWEN3_MOE = replace(
 
 
 def wrong_layers(tree: Json) -> Iterator[str]:
-    """Kinds of layers in a class that has one kind, and does not read them."""
+    """Kinds of layers that a class with a single kind does not read."""
     window = tree["sliding_window"] if tree["use_sliding_window"] else None
     yield from llama.other_layers({**tree, "sliding_window": window})
 
@@ -123,7 +124,7 @@ GPT_OSS_NAMES = {
 
 
 def gpt_oss_rules(config: ModelConfig) -> Iterable[Rule]:
-    """How each weight of a gpt-oss is converted: rows of gate and up projection take turns, and matrices are [in, out]."""
+    """The conversion rule of each weight of a gpt-oss: rows of gate and up projection alternate, and matrices are [in, out]."""
     for rule in llama.rules(config, {"attention": "self_attn"}):
         match = LOGICAL.fullmatch(rule.ours)
         assert match is not None
@@ -150,10 +151,9 @@ def _every_other(i: int) -> str:
 
 
 def gpt_oss(tree: Json) -> dict[str, Any]:
-    """Settings that follow from several keys; without scaled positions in config.json, transformers has those of the published models."""
-    scaled = tree.get("rope_parameters") or tree.get("rope_scaling")
-    tree = tree if scaled else {**tree, "rope_parameters": GPT_OSS_SCALING}
-    return llama.read(tree, GPT_OSS_BIASES, 150000.0) | shape.layers(tree, _every_other, turned=True)
+    """Settings that depend on several keys. If config.json does not scale positions, transformers applies the published models' scaling."""
+    tree = shape.with_default_scaling(tree, GPT_OSS_SCALING)
+    return llama.read_settings(tree, GPT_OSS_BIASES, 150000.0) | shape.layers(tree, _every_other, turned=True)
 
 
 def described_gpt_oss(config: ModelConfig) -> dict[str, Any]:
@@ -166,14 +166,15 @@ def described_gpt_oss(config: ModelConfig) -> dict[str, Any]:
 
 
 def wrong_gpt_oss(tree: Json) -> Iterator[str]:
-    """The published models have the number of chosen experts twice."""
-    one, other = tree["num_experts_per_tok"], tree.get("experts_per_token")
+    """The published models give the number of chosen experts twice."""
+    one = tree["num_experts_per_tok"]
+    other = tree.get("experts_per_token")
     if other not in (None, one):
         yield f"experts_per_token={other} and num_experts_per_tok={one}: two names of one setting"
 
 
 def more_gpt_oss(config: ModelConfig) -> Iterator[str]:
-    """Why a gpt-oss does not cover a network."""
+    """Reasons why a gpt-oss does not cover a network."""
     yield from shape.bias_obstacles(config, GPT_OSS_BIASES)
     yield from experts.absent(config)
     yield from shape.only(config, "full", "window")

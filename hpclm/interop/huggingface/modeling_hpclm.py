@@ -74,7 +74,8 @@ class Norm(nn.Module):
 
     def __init__(self, config: HpclmConfig, width: int):
         super().__init__()
-        self.rms, self.eps = config.norm_kind == "rmsnorm", config.norm_eps
+        self.rms = config.norm_kind == "rmsnorm"
+        self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if config.use_bias and not self.rms else None
 
@@ -90,7 +91,9 @@ class Attention(nn.Module):
 
     def __init__(self, config: HpclmConfig, layer: int):
         super().__init__()
-        self.layer, self.dropout, self.width = layer, config.attention_dropout, config.head_dim
+        self.layer = layer
+        self.dropout = config.attention_dropout
+        self.width = config.head_dim
         self.groups = config.num_key_value_heads
         self.per_group = config.num_attention_heads // self.groups
         fused = (config.num_attention_heads + 2 * self.groups) * self.width
@@ -105,9 +108,11 @@ class Attention(nn.Module):
         q, k, v = heads.split([self.per_group, 1, 1], 3)
         q, k, v = (z.flatten(2, 3).transpose(1, 2) for z in (q, k, v))  # [B, H or G, T, D]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if turn is not None:
-            q, k = _turned(q, *turn), _turned(k, *turn)
+            q = _turned(q, *turn)
+            k = _turned(k, *turn)
         if past is not None:
             k, v = past.update(k, v, self.layer)
         k, v = (z.repeat_interleave(self.per_group, 1) for z in (k, v))
@@ -121,9 +126,11 @@ class HpclmBlock(nn.Module):
 
     def __init__(self, config: HpclmConfig, layer: int):
         super().__init__()
-        self.dropout, self.activation = config.hidden_dropout, ACTIVATIONS[config.hidden_act]
+        self.dropout = config.hidden_dropout
+        self.activation = ACTIVATIONS[config.hidden_act]
         self.gated = config.hidden_act in GATED
-        self.norm1, self.attention = Norm(config, config.hidden_size), Attention(config, layer)
+        self.norm1 = Norm(config, config.hidden_size)
+        self.attention = Attention(config, layer)
         self.norm2 = Norm(config, config.hidden_size)
         self.up = nn.Linear(config.hidden_size, config.intermediate_size * (1 + self.gated), config.use_bias)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, config.use_bias)

@@ -16,7 +16,7 @@ MODULES = {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
 
 
 def rules(config: ModelConfig) -> Iterable[Rule]:
-    """How each weight is converted. Its rotation turns the other way round, which it does not if the halves change places."""
+    """The conversion rule of each weight. Its rotation has the opposite sign, which swapping the halves of a head undoes."""
     half = config.head_width // 2
     swapped = torch.arange(config.head_width).roll(half)
     shapes = placements(config)
@@ -28,14 +28,14 @@ def rules(config: ModelConfig) -> Iterable[Rule]:
 
 
 def scaled(rope_scaling: Mapping[str, str]) -> Iterator[str]:
-    """Scalings of rotary positions that also multiply q and k: NanoChat's norms come after the rotation, and undo that."""
+    """Scalings of rotary positions that also multiply q and k; NanoChat's norms come after the rotation and undo that."""
     if (kind := rope_scaling.get("rope_type")) in ("yarn", "longrope"):
-        yield f"rotary positions scaled by rope_type={kind}, which scales q and k after their norms here and before them there"
+        yield f"rotary positions scaled by rope_type={kind}, which scales q and k after their norms in hpclm but before them in NanoChat"
 
 
-def read(tree: Json) -> dict[str, Any]:
-    """Settings that follow from several keys."""
-    settings = llama.read(tree, llama.ALL_ATTENTION)
+def read_settings(tree: Json) -> dict[str, Any]:
+    """Settings that depend on several keys."""
+    settings = llama.read_settings(tree, llama.ALL_ATTENTION)
     if wrong := list(scaled(settings["rope_scaling"])):
         raise ConfigError(wrong)
     return settings | dict(logit_cap=tree["final_logit_softcapping"])
@@ -51,7 +51,7 @@ NANOCHAT = replace(
     constant=lambda config: (
         llama.described(config, llama.ALL_ATTENTION) | dict(final_logit_softcapping=config.logit_cap)
     ),
-    shape=read,
+    shape=read_settings,
     covers=(*llama.LLAMA.covers, "logit_cap"),
     activations=llama.SQUARED,
     read=f"{shape.ROPE} {shape.LAYERS} attention_bias final_logit_softcapping",

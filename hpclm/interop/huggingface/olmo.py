@@ -19,8 +19,8 @@ OLMO2 = replace(
     rules=partial(llama.rules, more=MODULES),
     needs={**llama.LLAMA.needs, "norm_order": ("post",), "qk_norm": (True,), "qk_norm_span": ("projection",)},
     constant=lambda config: llama.described(config, llama.ALL_ATTENTION),
-    shape=partial(llama.read, biases=llama.ALL_ATTENTION),
-    more=llama.of(llama.ALL_ATTENTION),
+    shape=partial(llama.read_settings, biases=llama.ALL_ATTENTION),
+    more=llama.bias_reasons(llama.ALL_ATTENTION),
     width=False,
 )
 
@@ -29,8 +29,8 @@ def _three_of_four(i: int) -> str:
     return "full_attention" if (i + 1) % 4 == 0 else "sliding_attention"
 
 
-def read(tree: Json) -> dict[str, Any]:
-    """OLMo 3's settings: its layers with windows have their own rotary positions, which are not scaled in its own models."""
+def read_settings(tree: Json) -> dict[str, Any]:
+    """OLMo 3's settings: layers with a window have their own rotary positions, unscaled in its own models."""
     full, near = shape.by_kind(tree)
     layers = shape.layers(tree, _three_of_four, turned=True)
     far = shape.rope(tree, THETA, parameters=full)
@@ -38,7 +38,7 @@ def read(tree: Json) -> dict[str, Any]:
 
 
 def described(config: ModelConfig) -> dict[str, Any]:
-    """The keys that read() reads; transformers 5 reads one rope_theta for one kind of layers only."""
+    """The keys that read_settings() reads; transformers 5 applies one rope_theta to one kind of layers only."""
     return (
         shape.described_biases(config, llama.ALL_ATTENTION)
         | {"layer_types": shape.layer_types(config), "sliding_window": config.window}
@@ -47,10 +47,10 @@ def described(config: ModelConfig) -> dict[str, Any]:
 
 
 def wrong(tree: Json) -> Iterator[str]:
-    """transformers 5 gives layers with a window another base than config.json says."""
+    """transformers 5 gives layers with a window another base than config.json states."""
     theta = tree.get("rope_theta")
     if theta not in (None, THETA) and not tree.get("rope_parameters"):
-        yield f"rope_theta={theta} without rope_parameters: transformers takes {THETA:g} for layers with a window; write both"
+        yield f"rope_theta={theta} without rope_parameters: transformers uses {THETA:g} for layers with a window; write both"
 
 
 OLMO3 = replace(
@@ -58,7 +58,7 @@ OLMO3 = replace(
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
     constant=described,
-    shape=read,
+    shape=read_settings,
     covers=(*OLMO2.covers, *shape.WINDOW_SETTINGS),
     wrong=wrong,
 )

@@ -1,4 +1,4 @@
-"""Classes of transformers that combine what Llama, Granite, OLMo and Gemma have: windows, layers without positions, norms, sinks."""
+"""transformers' classes that combine features of Llama, Granite, OLMo and Gemma: windows, layers without positions, norms, sinks."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -41,7 +41,7 @@ MINISTRAL = replace(
     constant=lambda config: (
         llama.described(config, NONE) | {"layer_types": shape.layer_types(config), "sliding_window": config.window}
     ),
-    shape=lambda tree: llama.read(tree, NONE) | shape.layers(tree),
+    shape=lambda tree: llama.read_settings(tree, NONE) | shape.layers(tree),
     covers=WINDOWS,
     unread="auto_map",
     wrong=lambda tree: (),
@@ -58,13 +58,7 @@ CWM = replace(
         | {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base, **shape.scaling(config)}}
     ),
     shape=lambda tree: (
-        llama.read(
-            tree
-            if tree.get("rope_parameters") or tree.get("rope_scaling")
-            else {**tree, "rope_parameters": CWM_SCALING},
-            CWM_BIASES,
-            1e6,
-        )
+        llama.read_settings(shape.with_default_scaling(tree, CWM_SCALING), CWM_BIASES, 1e6)
         | shape.layers(tree, _first_of_four)
     ),
     unread="auto_map pretraining_tp",
@@ -88,17 +82,18 @@ INTERNLM3 = replace(
 
 
 def _two_biases(tree: Json) -> Iterator[str]:
-    """What transformers refuses of the biases of an InternLM 3."""
+    """Biases of an InternLM 3 that transformers refuses."""
     attention, mlp = (
         tree.get(key, tree.get(old)) for key, old in (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))
     )
     if bool(attention) != bool(mlp):
-        yield f"qkv_bias={attention} and bias={mlp}, of which transformers reads one for all"
+        yield f"qkv_bias={attention} and bias={mlp}, but transformers reads one of them for both"
 
 
 def exaone4(tree: Json) -> dict[str, Any]:
-    """EXAONE 4's settings: where there are windows, the other layers have no positions."""
-    every, window = tree.get("sliding_window_pattern", 4), tree.get("sliding_window", 4096)
+    """EXAONE 4's settings: if some layers have a window, the others have no positions."""
+    every = tree.get("sliding_window_pattern", 4)
+    window = tree.get("sliding_window", 4096)
     if not tree.get("layer_types") and (window is None or type(every) is not int or every < 1):
         raise ConfigError(
             f"sliding_window_pattern={every} and sliding_window={window} need layer_types, which config.json lacks"
@@ -106,7 +101,7 @@ def exaone4(tree: Json) -> dict[str, Any]:
     kinds = shape.layers(tree, lambda i: "sliding_attention" if (i + 1) % every else "full_attention", turned=True)
     if window is not None:
         kinds["pattern"] = ["nope" if kind == "full" else kind for kind in kinds["pattern"]]
-    return llama.read(tree, NONE) | kinds
+    return llama.read_settings(tree, NONE) | kinds
 
 
 def described_exaone4(config: ModelConfig) -> dict[str, Any]:
@@ -117,7 +112,7 @@ def described_exaone4(config: ModelConfig) -> dict[str, Any]:
 
 
 def more_exaone4(config: ModelConfig) -> Iterator[str]:
-    """Why an EXAONE 4 does not cover a network."""
+    """Reasons why an EXAONE 4 does not cover a network."""
     yield from shape.bias_obstacles(config, NONE)
     yield from shape.only(config, *(("full",) if config.pattern == ["full"] else ("window", "nope")))
 
@@ -153,7 +148,7 @@ HYPERCLOVAX = replace(
         )
     ),
     shape=lambda tree: (
-        llama.read(tree)
+        llama.read_settings(tree)
         | dict(
             norm_order="sandwich" if tree.get("use_post_norm", True) else "pre",
             logit_multiplier=tree.get("logits_scaling", 1.0),
@@ -172,14 +167,14 @@ JAIS2 = replace(
         "context": "max_position_embeddings",
     },
     needs={**llama.ARCEE.needs, "norm": ("layernorm",), "bias": (True,)},
-    shape=lambda tree: llama.read(tree),
+    shape=lambda tree: llama.read_settings(tree),
     fixed=dict(attention_bias=(True,), mlp_bias=(True,)),
     unread="auto_map",
 )
 
 
 def vault_rules(config: ModelConfig) -> Iterable[Rule]:
-    """How each weight of a VaultGemma is converted."""
+    """The conversion rule of each weight of a VaultGemma."""
     for rule in llama.rules(config, {"norm2": "pre_feedforward_layernorm"}):
         yield shifted(rule) if "norm" in rule.ours else rule
 
@@ -195,8 +190,8 @@ VAULTGEMMA = replace(
 
 
 def granite_swa(tree: Json) -> dict[str, Any]:
-    """Granite SWA's settings: each layer has a rotary base, or no positions where that is 0."""
-    common = llama.read(tree)
+    """Granite SWA's settings: each layer has a rotary base, where 0 means no positions."""
+    common = llama.read_settings(tree)
     kinds = shape.layers(tree, _first_of_four, turned=True)
     count = tree["num_hidden_layers"]
     bases = tree.get("layer_rope_theta") or [common["rope_base"]] * count
@@ -229,10 +224,10 @@ def described_granite_swa(config: ModelConfig) -> dict[str, Any]:
 
 
 def more_granite_swa(config: ModelConfig) -> Iterator[str]:
-    """Why a Granite SWA does not cover a network."""
+    """Reasons why a Granite SWA does not cover a network."""
     yield from shape.bias_obstacles(config, llama.ALL)
     if "window" in config.pattern and config.rope_scaling and not config.window_rope_scaled:
-        yield "model.window_rope_scaled=false, where it scales all layers"
+        yield "model.window_rope_scaled=false, but it scales all layers"
 
 
 GRANITE_SWA = replace(

@@ -1,4 +1,4 @@
-"""Rotary positions, kinds of layers and biases in a config.json of transformers, and in our settings."""
+"""Translates rotary positions, kinds of layers and biases between transformers' config.json and our settings."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from hpclm.errors import ConfigError
 Json = Mapping[str, Any]
 KEPT = {"full_attention": "full", "sliding_attention": "window"}
 OUTSIDE = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
-"""Keys of rope_parameters that are not parameters of a scaling."""
+"""Keys of rope_parameters that do not belong to a scaling."""
 BETAS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 ROPE = "rope_theta rope_parameters rope_scaling partial_rotary_factor original_max_position_embeddings"
 """Keys of config.json that rope() reads."""
@@ -26,27 +26,35 @@ BIASES = ("qkv_bias", "out_bias", "mlp_bias")
 
 
 def mapping(value: Any, key: str) -> Json:
-    """ConfigError unless a value of config.json is a mapping, or missing."""
+    """A mapping in config.json; empty if missing. ConfigError for any other value."""
     if not isinstance(value or {}, Mapping):
         raise ConfigError(f"{key}={value if isinstance(value, str) else json.dumps(value)} must be a mapping")
     return value or {}
 
 
 def number(tree: Json, key: str) -> float:
-    """A number of config.json that is more than 0; ConfigError."""
+    """A positive number in config.json; ConfigError for any other value."""
     value = tree[key]
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ConfigError(f"{key}={json.dumps(value)} must be a finite number of more than 0")
     return float(value)
 
 
-def rope(tree: Json, theta: float = 10000.0, part: float = 1.0, parameters: Json | None = None) -> dict[str, Any]:
-    """Our settings for rotary positions. ``theta`` and ``part``: what is missing in config.json.
+def with_default_scaling(tree: Json, parameters: Json) -> Json:
+    """``tree``, with rope_parameters ``parameters`` if it does not scale positions."""
+    if tree.get("rope_parameters") or tree.get("rope_scaling"):
+        return tree
+    return {**tree, "rope_parameters": parameters}
 
-    ``parameters``: of one kind of layers; None: rope_parameters as transformers 5 writes them, or rope_scaling, which it takes where
-    there are both (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``).
+
+def rope(tree: Json, theta: float = 10000.0, part: float = 1.0, parameters: Json | None = None) -> dict[str, Any]:
+    """Our settings for rotary positions. ``theta`` and ``part``: defaults for missing keys.
+
+    ``parameters``: those of one kind of layers. None: rope_parameters as transformers 5 writes them, or rope_scaling, which takes
+    precedence (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``).
     """
-    nested, both = parameters is not None, mapping(tree.get("rope_parameters"), "rope_parameters")
+    nested = parameters is not None
+    both = mapping(tree.get("rope_parameters"), "rope_parameters")
     given = parameters or ({} if nested else mapping(tree.get("rope_scaling"), "rope_scaling") or both)
     if kinds := [key for key in given if key in KEPT]:
         raise ConfigError(
@@ -54,9 +62,10 @@ def rope(tree: Json, theta: float = 10000.0, part: float = 1.0, parameters: Json
         )
     kind = given.get("rope_type", given.get("type", "default"))
     scaling = {key: value for key, value in given.items() if key not in OUTSIDE}
-    if kind == "yarn" and nested:  # transformers reads this parameter outside of those of a kind of layers
+    if kind == "yarn" and nested:  # transformers reads this parameter outside those of a kind of layers
         scaling.pop("truncate", None)
-        scaling |= {"truncate": both["truncate"]} if "truncate" in both else {}
+        if "truncate" in both:
+            scaling["truncate"] = both["truncate"]
     base = given if "rope_theta" in given else {"rope_theta": theta, **tree}
     return dict(
         rope_base=number(base, "rope_theta"),
@@ -66,17 +75,21 @@ def rope(tree: Json, theta: float = 10000.0, part: float = 1.0, parameters: Json
 
 
 def _scaling(tree: Json, kind: Any, given: Json, nested: bool) -> dict[str, str]:
-    """model.rope_scaling for parameters of config.json; ConfigError for those that transformers ignores."""
-    context, original, scaling = tree.get("max_position_embeddings"), "original_max_position_embeddings", dict(given)
+    """model.rope_scaling for parameters in config.json; ConfigError for parameters that transformers ignores."""
+    context = tree.get("max_position_embeddings")
+    original = "original_max_position_embeddings"
+    scaling = dict(given)
     if kind in ("yarn", "llama3", "longrope"):
-        scaling[original] = tree[original] if original in tree and not nested else scaling.get(original, context)
-    if kind == "dynamic":  # transformers goes by max_position_embeddings
+        scaling.setdefault(original, context)
+        if original in tree and not nested:
+            scaling[original] = tree[original]
+    if kind == "dynamic":  # transformers uses max_position_embeddings
         scaling[original] = context
     if kind in ("yarn", "longrope"):
         if "factor" in scaling and scaling["factor"] is None:
             scaling["factor"] = number(tree, "max_position_embeddings") / number(scaling, original)
         absent = {key for key in ("attention_factor", *BETAS) if key in scaling and scaling[key] is None}
-        absent |= {key for key in BETAS if scaling.get(key) == 0}  # which transformers takes as not given
+        absent |= {key for key in BETAS if scaling.get(key) == 0}  # transformers treats 0 as missing
         scaling = {key: value for key, value in scaling.items() if key not in absent}
     if "truncate" in scaling:
         scaling["truncate"] = bool(scaling["truncate"])
@@ -91,7 +104,7 @@ def _scaling(tree: Json, kind: Any, given: Json, nested: bool) -> dict[str, str]
 
 
 def _place(tree: Json, key: str) -> str:
-    """Where in config.json a parameter of scaled positions stands, to come before it."""
+    """Path of a scaling parameter in config.json, as a prefix for its name."""
     places = {"rope_scaling.": tree.get("rope_scaling"), "rope_parameters.": tree.get("rope_parameters")}
     both = places["rope_parameters."] or {}
     places |= {f"rope_parameters.{kind}.": both.get(kind) for kind in KEPT}
@@ -105,7 +118,7 @@ def described_rope(config: ModelConfig) -> dict[str, Any]:
 
 
 def scaling(config: ModelConfig) -> dict[str, Any]:
-    """rope_scaling, with numbers."""
+    """rope_scaling with numeric values."""
     return parsed(config.rope_scaling)
 
 
@@ -115,17 +128,20 @@ def layers(
     switched: bool = False,
     turned: bool = False,
 ) -> dict[str, Any]:
-    """Our settings for kinds of layers. ``kind``: of a layer, without layer_types; None: windowed where there is a window.
-    ``switched``: use_sliding_window turns windows on. ``turned``: layers with a window have rotary positions of their own, also where
-    it covers the context."""
+    """Our settings for kinds of layers. ``kind``: gives a layer's kind without layer_types; None: all layers have the window, if any.
+    ``switched``: use_sliding_window turns windows on. ``turned``: layers with a window have their own rotary positions, even if the
+    window covers the context."""
     window = None if switched and not tree["use_sliding_window"] else tree["sliding_window"]
-    context, count = whole(tree, "max_position_embeddings"), whole(tree, "num_hidden_layers")
+    context = whole(tree, "max_position_embeddings")
+    count = whole(tree, "num_hidden_layers")
     if window is not None and type(window) is not int:
         raise ConfigError(f"sliding_window={window} must be a whole number")
     every = "full_attention" if window is None else "sliding_attention"
-    types = tree.get("layer_types") or [
-        kind(i) if kind and (window is not None or turned) else every for i in range(count)
-    ]
+    types = tree.get("layer_types")
+    if not types:
+        types = [every] * count
+        if kind and (window is not None or turned):
+            types = [kind(i) for i in range(count)]
     if (
         not isinstance(types, list)
         or len(types) != count
@@ -140,20 +156,20 @@ def layers(
         **mapping(tree.get("rope_scaling"), "rope_scaling"),
     }
     dynamic = "dynamic" in (scaled.get("rope_type"), scaled.get("type"))  # such a model reads longer texts
-    covers = window is not None and window >= context and not dynamic  # then it is no window
+    covers = window is not None and window >= context and not dynamic  # then it has no effect
     if window is None or "window" not in kinds or (covers and not turned):
         return dict(pattern=["full"], window=None)
     return dict(pattern=period(kinds), window=window)
 
 
 def whole(tree: Json, key: str) -> int:
-    """A number of config.json that is checked elsewhere; 0 if it is none."""
+    """A number in config.json that is checked elsewhere; 0 if it is not valid."""
     value = tree.get(key)
     return value if type(value) is int and value < MAX_LAYERS * MAX_LAYERS else 0
 
 
 def period(kinds: Sequence[str]) -> list[str]:
-    """The shortest pattern that repeats itself to these kinds."""
+    """The shortest pattern that repeats to ``kinds``."""
     sizes = range(1, len(kinds) + 1)
     size = next(n for n in sizes if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
     return list(kinds[:size])
@@ -166,7 +182,7 @@ def layer_types(config: ModelConfig) -> list[str]:
 
 
 def described_by_kind(config: ModelConfig) -> dict[str, Any]:
-    """rope_parameters of a class with rotary positions for each kind of layers, whose truncate transformers reads outside of these."""
+    """rope_parameters of a class with rotary positions for each kind of layers; transformers reads truncate outside these."""
     full = {"rope_type": "default", "rope_theta": config.rope_base, **scaling(config)}
     near = {"rope_type": "default", "rope_theta": config.window_rope_base or config.rope_base}
     near |= scaling(config) if config.window_rope_scaled else {}
@@ -175,7 +191,7 @@ def described_by_kind(config: ModelConfig) -> dict[str, Any]:
 
 
 def canonical(config: ModelConfig) -> ModelConfig:
-    """``config`` as most classes describe the same network: with the shortest pattern, and no window that no layer uses."""
+    """``config`` as most classes describe the same network: with the shortest pattern, and without an unused window."""
     kinds = [config.kind(i) for i in range(config.layers)]
     if not any("window" in kind for kind in kinds):
         config = replace(config, pattern=["full"], window=None, window_rope_base=None, window_rope_scaled=True)
@@ -195,7 +211,7 @@ def described_layers(config: ModelConfig) -> dict[str, Any]:
 
 
 def biases(tree: Json, keys: Sequence[str | bool]) -> dict[str, Any]:
-    """Our settings for biases. ``keys``: of q, k and v, of the output projection and of the MLP, or what they always are."""
+    """Our settings for biases. ``keys``: keys for the biases of qkv, the output projection and the MLP, or their fixed values."""
     values = [key if isinstance(key, bool) else bool(tree[key]) for key in keys]
     if len(set(values)) == 1:
         return dict(bias=values[0])
@@ -208,12 +224,12 @@ def described_biases(config: ModelConfig, keys: Sequence[str | bool]) -> dict[st
 
 
 def bias_obstacles(config: ModelConfig, keys: Sequence[str | bool]) -> Iterator[str]:
-    """Why config.json cannot describe the biases of a network."""
+    """Reasons why config.json cannot describe the biases of a network."""
     for i, (name, key, value) in enumerate(zip(BIASES, keys, config.biases, strict=True)):
         if isinstance(key, bool) and key != value:
-            yield f"model.{name}={str(value).lower()}, where it has {str(key).lower()}"
+            yield f"model.{name}={str(value).lower()}, but it needs {str(key).lower()}"
         elif key in keys[:i] and value != config.biases[keys.index(key)]:
-            yield f"model.{name}={str(value).lower()}, where it has one value for this and model.{BIASES[keys.index(key)]}"
+            yield f"model.{name}={str(value).lower()}, but it needs one value for this and model.{BIASES[keys.index(key)]}"
 
 
 def _first(*values: Any) -> float:
@@ -221,7 +237,7 @@ def _first(*values: Any) -> float:
 
 
 def by_kind(tree: Json) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parameters of rotary positions in layers that see everything, and in those with a window, where a class has both."""
+    """Parameters of rotary positions in layers with full attention and in layers with a window, for a class that has both."""
     both, scaled = (mapping(tree.get(key), key) for key in ("rope_parameters", "rope_scaling"))
     if both and scaled and not isinstance(both.get("full_attention"), Mapping):
         raise ConfigError("rope_scaling changes rope_parameters.full_attention, which is missing")
@@ -232,8 +248,8 @@ def by_kind(tree: Json) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def near(tree: Json, given: Json, far: Json, kinds: Json, theta: float) -> dict[str, Any]:
-    """Our settings for the rotary positions of layers with a window, of which ``given`` are the parameters and ``far`` those of the
-    others; ``kinds``: what layers() gave. ConfigError if they are scaled in another way."""
+    """Our settings for the rotary positions of layers with a window. ``given``: their parameters; ``far``: settings of the other layers;
+    ``kinds``: the result of layers(). ConfigError if the scaling differs in another way."""
     window_rope = rope(tree, theta, parameters={"rope_theta": theta, **given})
     if kinds["window"] is None:  # then no layer uses them
         return {}
@@ -241,19 +257,19 @@ def near(tree: Json, given: Json, far: Json, kinds: Json, theta: float) -> dict[
         {},
         far["rope_scaling"],
     ):
-        raise ConfigError("rope_parameters: layers with a window are scaled in another way than the others")
+        raise ConfigError("rope_parameters: layers with a window are scaled differently from the others")
     base = window_rope["rope_base"] if window_rope["rope_base"] != far["rope_base"] else None
     return dict(window_rope_base=base, window_rope_scaled=window_rope["rope_scaling"] == far["rope_scaling"])
 
 
 def only(config: ModelConfig, *kinds: str) -> Iterator[str]:
-    """Why a class with these kinds of layers does not cover a network."""
+    """Reasons why a class with these kinds of layers does not cover a network."""
     others = sorted(set(config.pattern) - set(kinds))
     if others:
-        yield f"model.pattern has {', '.join(others)}, where it has {' and '.join(kinds)}"
+        yield f"model.pattern has {', '.join(others)}, but it needs {' and '.join(kinds)}"
 
 
 def unscaled_windows(config: ModelConfig) -> Iterator[str]:
-    """Why a class does not cover a network whose layers with a window are scaled."""
+    """The reason why a class does not cover a network whose layers with a window are scaled."""
     if config.window and config.rope_scaling and config.window_rope_scaled:
-        yield "model.window_rope_scaled=true, where it scales other layers only"
+        yield "model.window_rope_scaled=true, but it scales only other layers"

@@ -14,12 +14,14 @@ from hpclm.config.reading import json_object
 from hpclm.errors import ConfigError, HpclmError
 from hpclm.interop import pickles
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 
 def write(folder: Path, parts: Sequence[Iterable[tuple[str, Tensor]]]) -> None:
-    """Write a file for each of ``parts``, named tensors, with one part in memory; and an index if there are several."""
+    """Write one file for each of ``parts`` (named tensors), with one part in memory at a time, and an index if there are several."""
     weight_map: dict[str, str] = {}
     total = 0
     for number, part in enumerate(parts, 1):
@@ -27,9 +29,9 @@ def write(folder: Path, parts: Sequence[Iterable[tuple[str, Tensor]]]) -> None:
         tensors = {name: tensor.contiguous() for name, tensor in part}
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # raised for a full disk
+        except SafetensorError as error:  # a full disk raises it
             raise HpclmError(f"{file} could not be written: {error}") from error
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # the umask's; save_file makes it private
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # respects the umask; save_file makes the file private
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if len(parts) > 1:
@@ -50,7 +52,7 @@ class Reader:
         return set(self._files)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, whole."""
+        """The whole tensor ``name``."""
         file = self._file(self._files[name])
         tensor: Tensor = file[name] if isinstance(file, dict) else file.get_tensor(name)
         return tensor

@@ -1,4 +1,4 @@
-"""The tokenizer next to the weights, with special tokens and chat template: export for transformers, and import from its folders."""
+"""The tokenizer next to the weights, with special tokens and chat template: exported for transformers, imported from its folders."""
 
 import json
 import logging
@@ -36,7 +36,8 @@ PROBES = (
     "The quick brown fox jumps over the lazy dog; so it goes, and then it comes back again.",
 )  # fmt: skip
 """Texts on which tokenizers tend to differ."""
-WIDTH, CHUNKS = 16, 256
+WIDTH = 16
+CHUNKS = 256
 """The vocabulary is tested in up to CHUNKS runs of WIDTH consecutive ids."""
 KINDS = (
     ("json", ("tokenizer.json",)),
@@ -44,7 +45,7 @@ KINDS = (
     ("sentencepiece", ("tokenizer.model",)),
     ("sentencepiece", ("spiece.model",)),
 )
-"""Our kinds, and their files in a Hugging Face folder; the first that exists is used."""
+"""Maps our kinds of tokenizers to their files in a Hugging Face folder; the first existing file counts."""
 
 
 def of_run(data: DataConfig) -> Tokenizer | None:
@@ -59,9 +60,9 @@ def of_run(data: DataConfig) -> Tokenizer | None:
 
 
 def write(folder: Path, text: RunText, paths: list[str], context: int) -> None:
-    """Write the tokenizer for transformers' AutoTokenizer into ``folder``; ``paths`` are its own files.
+    """Write the tokenizer for transformers' AutoTokenizer into ``folder``. ``paths``: its own files.
 
-    The result is tested on many texts, with a warning if ids differ.
+    The result is tested on many texts; a warning reports differing ids.
     """
     tokenizer = text.tokenizer
     kind = tokenizer.fingerprint["kind"]
@@ -98,7 +99,7 @@ def write(folder: Path, text: RunText, paths: list[str], context: int) -> None:
     settings |= {} if text.imported else {"bos_token": end}
     settings |= {name: value for name, value in text.imported_tokens.items() if is_text(name)}
     settings |= {"eos_token": end} if end else {}
-    if text.chat:  # its template must write here what it wrote for training
+    if text.chat:  # the template must write the same text here as in training
         settings = {name: value for name, value in settings.items() if not chat_record.names(text.chat.template, name)}
         tokens = {name: token for name, token in text.chat.tokens.items() if _has(tokenizer, token)}
         named = {name: token for name, token in text.chat.named.items() if name in tokens}
@@ -109,13 +110,14 @@ def write(folder: Path, text: RunText, paths: list[str], context: int) -> None:
     if theirs is None:
         return
     # gpt2, wordpiece and sentencepiece read the text of a special token as ordinary text
-    added, avoided = ([*theirs.added], []) if kind == "json" else ([], [*theirs.added])
+    added = [*theirs.added] if kind == "json" else []
+    avoided = [] if kind == "json" else [*theirs.added]
     if wrong := differing(partial(text.encode, template=True), theirs.encode, tokenizer, added, avoided):
         log.warning("transformers will return other ids for some texts: %s", wrong)
 
 
 def _added_ends(text: RunText) -> dict[str, bool]:
-    """The options that say what the template adds, where it adds no other tokens than those of begin and end."""
+    """The options for tokens added by the template, if it adds only those that begin and end a text."""
     named = (run_text.token_id(text.tokenizer, text.imported_tokens.get(name)) for name in ("bos_token", "eos_token"))
     begin, end = ((id,) if id is not None else () for id in named)
     if not text.imported or text.before not in ((), begin) or text.after not in ((), end):
@@ -130,9 +132,9 @@ def differing(
     added: Sequence[str] = (),
     avoided: Sequence[str] = (),
 ) -> str | None:
-    """The first test text for which ``theirs`` returns other ids than ``ours``, with both; None if there is none.
+    """The first test text for which ``theirs`` returns other ids than ``ours``, with both ids; None if all agree.
 
-    ``tokenizer``: of the vocabulary whose texts are tested, besides those of ``added`` tokens, and without those of ``avoided`` ones.
+    ``tokenizer``: its vocabulary supplies test texts, besides texts of ``added`` tokens and without texts of ``avoided`` tokens.
     """
     size = tokenizer.size
     pieces = (range(begin, min(begin + WIDTH, size)) for begin in range(0, size, max(WIDTH, size // CHUNKS)))
@@ -140,7 +142,8 @@ def differing(
     for text in (*PROBES, *auto_tokenizer.texts_with(added), *written, *_characters()):
         if any(token in text for token in avoided):
             continue
-        here, there = ours(text), theirs(text)
+        here = ours(text)
+        there = theirs(text)
         if here != there:
             pairs = enumerate(zip_longest(here, there))
             first = next(place for place, (one, other) in pairs if one != other)
@@ -151,7 +154,7 @@ def differing(
 
 @cache
 def _characters() -> tuple[str, ...]:
-    """Texts with every character that normalisation may change, as it is and decomposed, in both cases."""
+    """Texts with every character that normalisation may change, as it is and decomposed, in upper and lower case."""
     changed = (c for c in map(chr, range(0x80, sys.maxunicode)) if unicodedata.decomposition(c) or c.lower() != c)
     forms = [
         form
@@ -166,11 +169,11 @@ def _characters() -> tuple[str, ...]:
 def take(
     folder: Path, entries: int, staging_dir: Path, final: Path, folder_tokens: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Take the tokenizer of a Hugging Face folder into the run ``staging_dir``, as transformers' AutoTokenizer reads it; the data
-    settings that name it, and its special tokens.
+    """Copy the tokenizer of a Hugging Face folder into the run ``staging_dir``, as transformers' AutoTokenizer reads it. Returns the
+    data settings that name it, and its special tokens.
 
-    ``entries``: size of the network's vocabulary. ``final``: final path of the run. ``folder_tokens``: those of the folder. No
-    settings, with a warning, if there is no tokenizer that hpclm supports.
+    ``entries``: size of the network's vocabulary. ``final``: final path of the run. ``folder_tokens``: the folder's special tokens.
+    Without a tokenizer that hpclm supports, warns and returns no settings.
     """
     kinds = [(kind, names) for kind, names in KINDS if all((folder / name).is_file() for name in names)]
     if not kinds:
@@ -186,17 +189,18 @@ def take(
             for name in names:
                 shutil.copyfile(folder / name, place / name)
         else:
-            kind, names = "json", ("tokenizer.json",)
+            kind = "json"
+            names = ("tokenizer.json",)
             _write_json(folder, theirs.text, entries, place)
         tokenizer = _built(kind, [str(place / name) for name in names], tokens)
         if tokenizer.size > entries:
-            raise ConfigError(f"it has {tokenizer.size} entries, but the network {entries}")
+            raise ConfigError(f"it has {tokenizer.size} entries, but the network has {entries}")
     except ConfigError as error:
         log.warning("the tokenizer in %s is left out: %s", folder, "; ".join(error.problems))
         shutil.rmtree(place)
         return {}, dict(folder_tokens)
     if kind == "json":
-        for model in ("tokenizer.model", "spiece.model"):  # from which the tokenizer.json was made; GGUF needs it
+        for model in ("tokenizer.model", "spiece.model"):  # the model from which tokenizer.json was made; GGUF needs it
             if (folder / model).is_file():
                 shutil.copyfile(folder / model, place / model)
     _warn_of_differences(folder, tokenizer, theirs, tokens, entries)
@@ -207,11 +211,11 @@ def take(
 
 
 def _write_json(folder: Path, text: str, entries: int, place: Path) -> None:
-    """Write the tokenizer.json ``text`` into ``place``: the folder's own file, to the byte, if that says the same."""
+    """Write the tokenizer.json ``text`` into ``place``; copies the folder's own file, byte for byte, if it is equivalent."""
     text, beyond = auto_tokenizer.within(text, entries)
     if beyond:
         some = ", ".join(map(repr, beyond[:5])) + (f" and {len(beyond) - 5} more" if len(beyond) > 5 else "")
-        log.warning("the network has no entries for the added tokens %s of %s; they are left out", some, folder)
+        log.warning("the network has no entries for the added tokens %s of %s; omitting them", some, folder)
     original = folder / "tokenizer.json"
     if original.is_file() and alike(files.read_text(original), text):
         shutil.copyfile(original, place / original.name)
@@ -222,7 +226,7 @@ def _write_json(folder: Path, text: str, entries: int, place: Path) -> None:
 def _warn_of_differences(
     folder: Path, tokenizer: Tokenizer, theirs: AutoTokenizer | None, tokens: Mapping[str, Any], entries: int
 ) -> None:
-    """Warn of what the run will encode in another way than transformers encodes it with the folder."""
+    """Warn of texts that the run will encode differently from transformers."""
     lost = sorted({token for token in auto_tokenizer.declared(folder) if not _has(tokenizer, token)})
     if lost and (theirs is None or theirs.text is None):
         log.warning(
@@ -273,14 +277,15 @@ def special_tokens_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def keep_special_tokens(place: Path, tokens: Mapping[str, Any]) -> None:
-    """Write them into the folder ``place``, which is created if necessary."""
+    """Write ``tokens`` into the folder ``place``, which is created if necessary."""
     place.mkdir(exist_ok=True)
     (place / FILE).write_text(json.dumps(tokens, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def keep_chat(folder: Path, place: Path) -> None:
-    """Keep the chat template and the settings of generation of a Hugging Face folder in the folder ``place``."""
-    template, generation = template_in(folder), folder / GENERATION
+    """Copy the chat template and generation settings of a Hugging Face folder into the folder ``place``."""
+    template = template_in(folder)
+    generation = folder / GENERATION
     for name, text in ((TEMPLATE, template), (GENERATION, read_text(generation) if generation.is_file() else None)):
         if text is not None:
             place.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Classes of transformers with arithmetic that hpclm does not have, so that a refusal says what it is."""
+"""Classes of transformers that need computations hpclm lacks, so that an error can name them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,17 +21,17 @@ LACKING = {
     "values of another width than keys": "mimo_v2_flash",
     "attention and MLP side by side": "cohere cohere2 cohere2_moe phi falcon",
 }
-"""What hpclm lacks, and the model_types that need it."""
+"""Features that hpclm lacks, and the model_types that need them."""
 KEYS = {
     LATENT: ("kv_lora_rank",),
     RECURRENT: ("mamba_", "ssm_", "state_size", "conv_L_cache", "linear_num_", "linear_key_", "linear_conv_"),
     EXPERTS: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
 }
-"""Beginnings of keys of config.json by which other classes show what they need."""
+"""Prefixes of config.json keys that reveal such a feature in other classes."""
 
 
 def lacking(tree: Mapping[str, Any]) -> str | None:
-    """What the network of a config.json, of a class that hpclm does not read, has and hpclm lacks; None if that is not known."""
+    """The missing feature that the network of an unsupported config.json needs; None if unknown."""
     kind = tree.get("model_type")
     by_name = next((what for what, kinds in LACKING.items() if kind in kinds.split()), None)
     by_key = (what for what, starts in KEYS.items() if any(key.startswith(starts) and tree[key] for key in tree))

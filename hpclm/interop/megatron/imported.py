@@ -47,8 +47,10 @@ class Merged:
     """The weights of a checkpoint under our names, with the shards of all tensor-parallel ranks merged."""
 
     def __init__(self, state: MegatronState, config: ModelConfig, moment: str | None = None):
-        """``moment``: that of Adam's in place of the weights."""
-        self.state, self.config, self.placements = state, config, placements(config)
+        """``moment``: read this one of Adam's moments instead of the weights."""
+        self.state = state
+        self.config = config
+        self.placements = placements(config)
         self.parts = state.moments[moment] if moment else state.parts
         self._names = {ours(name): name for name in self.parts}
         if config.tied:  # the last stage has a copy of the embedding
@@ -59,7 +61,7 @@ class Merged:
         return set(self._names)
 
     def read(self, name: str) -> Tensor:
-        """One of them; an embedding without padding."""
+        """The tensor ``name``; embeddings without padding."""
         parts = self.parts[self._names[name]]
         if ".qkv." in name:
             parts = [reordered(part, self.state.version, self.config) for part in parts]
@@ -81,7 +83,7 @@ def merged(parts: Sequence[Tensor], placement: Placement, swap: bool = False) ->
 
 
 def reordered(x: Tensor, version: float, config: ModelConfig) -> Tensor:
-    """A rank's fused projection in current order, heads x (q, k, v) x D: (q, k, v) is first in version 0, last in 1."""
+    """A rank's fused projection in current order, heads x (q, k, v) x D. In version 0, (q, k, v) comes first; in version 1, last."""
     width = config.head_width
     if version >= 2:
         return x
@@ -99,10 +101,10 @@ def reordered(x: Tensor, version: float, config: ModelConfig) -> Tensor:
 def convert(
     folder: Path, target: Path, overrides: list[str], ignored: Sequence[str] = (), weights_only: bool = False
 ) -> ModelConfig:
-    """Import the checkpoint in ``folder`` as the run directory ``target``; ``overrides``: more model.… settings.
+    """Import the checkpoint in ``folder`` as the run directory ``target``. ``overrides``: additional model.… settings.
 
-    ``ignored``: options in the checkpoint that are not checked. ConfigError if hpclm does not support the network or, unless
-    ``weights_only``, the training of a run that would continue here, or if settings and weights do not match.
+    ``ignored``: options in the checkpoint that are not checked. ConfigError if hpclm does not support the network, if settings and
+    weights do not match, or, without ``weights_only``, if hpclm cannot continue the training.
     """
     state = torch_dist.read(folder, weights_only) if distributed(folder) else read(folder)
     if state.unread:
@@ -149,7 +151,7 @@ def _training(args: Namespace, config: ModelConfig) -> list[str]:
 
 
 def ours(name: str) -> str:
-    """Our name of a weight; unchanged if there is none."""
+    """Our name of a weight; ``name`` itself if there is no match."""
     layer = re.fullmatch(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.*)", name)
     inner, table = (layer[2], IN_LAYER) if layer else (name, OURS)
     for pattern, replacement in table:

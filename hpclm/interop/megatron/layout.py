@@ -1,8 +1,8 @@
 """The files of a Megatron checkpoint, and the part of the network in each.
 
-Megatron-DeepSpeed's pipeline saves a file for each layer and tensor-parallel rank, and another one with the settings; without
-the pipeline it saves one for each tensor-parallel rank. Megatron-LM saves one for each tensor- and pipeline-parallel rank, with the
-settings and, under model0, model1, …, the parts of an interleaved pipeline: part 0 of every stage comes before part 1 of the first.
+Megatron-DeepSpeed's pipeline saves a file for each layer and tensor-parallel rank, and another one with the settings; without the
+pipeline it saves one for each tensor-parallel rank. Megatron-LM saves one for each tensor- and pipeline-parallel rank, with the settings
+and, under model0, model1, …, the parts of an interleaved pipeline: part 0 of every stage comes before part 1 of the first.
 """
 
 import re
@@ -23,7 +23,7 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DEEPSPEED_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 LAYER = re.compile(r"^(input_layernorm|self_attention|attention)\.")
-"""How names in a layer's own file begin."""
+"""Prefixes of names in a layer's file."""
 NO_WEIGHTS = re.compile(r"(\._extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)$")
 OUTER = re.compile(r"^(module\.)*(model\.)?(language_model\.)?")
 MAX_TRACKER_BYTES = 1 << 10  # bytes of a file that names the newest checkpoint
@@ -34,23 +34,23 @@ class MegatronState:
     """The contents of a checkpoint."""
 
     parts: Mapping[str, list[Tensor]] = field(default_factory=dict)
-    """Megatron-core's name of each tensor, with global layer numbers -> its shards on the tensor-parallel ranks."""
+    """Maps Megatron-core's tensor names, with global layer numbers, to the shards on the tensor-parallel ranks."""
     args: Namespace | None = None
-    """The training arguments, if there are any."""
+    """The training arguments; None if the checkpoint has none."""
     version: float = 3.0
-    """checkpoint_version: determines the order in the fused projection."""
+    """checkpoint_version, which determines the order in the fused projection."""
     unread: str | None = None
-    """Why the arguments could not be read."""
+    """The reason why the arguments could not be read."""
     moments: Mapping[str, Mapping[str, list[Tensor]]] = field(default_factory=dict)
-    """Adam's moments, by their name and the weight's, if they are imported."""
+    """Adam's moments by their name and the weight's name, if imported."""
     steps: int = 0
-    """Of the optimizer."""
+    """Steps of the optimizer."""
     iteration: int = 0
-    """Of the run."""
+    """Iteration of the run."""
 
 
 def recognised(source: Path) -> Path | None:
-    """The folder of a checkpoint: ``source``, or the newest one in it; None if it is not from Megatron."""
+    """The folder of a Megatron checkpoint: ``source``, or the newest checkpoint in it; None for other sources."""
     folder = source
     for note, pattern in (("latest_checkpointed_iteration.txt", "iter_{:07d}"), ("latest", None)):
         if (source / note).is_file():
@@ -74,27 +74,29 @@ def distributed(folder: Path) -> bool:
 
 
 def read(folder: Path) -> MegatronState:
-    """The checkpoint in ``folder``, unless it is a distributed one; tensors are memory-mapped."""
+    """Read the checkpoint in ``folder``, which must not be a distributed one; tensors are memory-mapped."""
     return _layers(folder) if any(folder.glob("layer_*-model_*-model_states.pt")) else _ranks(folder)
 
 
 def _layers(folder: Path) -> MegatronState:
-    """Megatron-DeepSpeed's layer files; the names in a file show what the layer is."""
+    """Read Megatron-DeepSpeed's layer files; the names in a file reveal the kind of layer."""
     by_layer: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.glob("layer_*")):
         match = LAYER_FILE.fullmatch(path.name)
         if not match:
             raise ConfigError(f"{path} is not a supported layer file; experts are not supported")
         by_layer.setdefault(int(match[1]), {})[int(match[2])] = path
-    state, blocks = MegatronState(), 0
+    state = MegatronState()
+    blocks = 0
     for paths in _complete(by_layer, folder):
         held = [_tensors(_saved(path)) for path in paths]
         names = held[0].keys()
         if any(LAYER.search(name) for name in names):
-            prefix, blocks = f"decoder.layers.{blocks}.", blocks + 1
+            prefix = f"decoder.layers.{blocks}."
+            blocks += 1
         elif any(name.startswith("word_embeddings.") for name in names):
             prefix = "embedding."
-            if "embedding.word_embeddings.weight" in state.parts:  # a copy, as tied output projection
+            if "embedding.word_embeddings.weight" in state.parts:  # a copy, used as tied output projection
                 continue
         elif names <= {"weight", "bias"} and all(tensor.ndim == 1 for tensor in held[0].values()):
             prefix = "decoder.final_layernorm."
@@ -104,21 +106,23 @@ def _layers(folder: Path) -> MegatronState:
     for note in sorted(folder.glob("mp_rank_*_model_states.pt"))[:1]:
         try:
             saved = _saved(note)
-            state.args, state.version = _args(saved), _version(saved, 3.0)
+            state.args = _args(saved)
+            state.version = _version(saved, 3.0)
         except ConfigError as error:  # the layers may not need it
             state.unread = str(error)
     return state
 
 
 def _ranks(folder: Path) -> MegatronState:
-    """Rank files of Megatron-LM, and of Megatron-DeepSpeed without a pipeline."""
+    """Read rank files of Megatron-LM, or of Megatron-DeepSpeed without a pipeline."""
     by_stage: dict[int, dict[int, Path]] = {}
     for (tensor, stage), path in _rank_files(folder).items():
         by_stage.setdefault(stage, {})[tensor] = path
     stages = [[_saved(path) for path in paths] for paths in _complete(by_stage, folder)]
     first = stages[0][0]
     # Megatron assumes version 0 if a file has none
-    state, blocks = MegatronState(args=_args(first), version=_version(first, 0.0)), 0
+    state = MegatronState(args=_args(first), version=_version(first, 0.0))
+    blocks = 0
     chunks = sorted(
         (key for key in first if re.fullmatch(r"model\d*|module", str(key))), key=lambda key: (len(key), key)
     )

@@ -1,6 +1,6 @@
-"""What becomes of each of Megatron's options, by options.yaml: read, checked, or known to be without effect.
+"""Classification of Megatron's options by options.yaml: read, checked, or known to have no effect.
 
-An option in none of its groups must not be set.
+An option in none of these groups must not be set.
 """
 
 from argparse import Namespace
@@ -23,7 +23,8 @@ PREFIXES = tuple(name.rstrip("*") for name in WITHOUT_EFFECT if name.endswith("*
 
 
 def plain(value: Any) -> Any:
-    """An option's value: an enum member's for a stand-in, None for an empty container, text for anything but a number."""
+    """An option's value in plain form: an enum member's value for a stand-in, None for an empty container, text for anything but a
+    number."""
     if isinstance(value, StandIn):
         value = "an object" if value.value is None else value.value
     if value is None or isinstance(value, bool | int | float):
@@ -37,7 +38,7 @@ def is_classified(name: str) -> bool:
 
 
 def of_network(args: Namespace) -> Iterator[str]:
-    """Why hpclm does not support the network; an option that it does not know may be one of the network."""
+    """Reasons why hpclm does not support the network; an unknown option may change it."""
     yield from _wrong(args, "network")
     for name, value in vars(args).items():
         if not is_classified(name) and plain(value):
@@ -48,7 +49,7 @@ def of_network(args: Namespace) -> Iterator[str]:
 
 
 def of_training(args: Namespace) -> Iterator[str]:
-    """Why a run cannot continue here."""
+    """Reasons why hpclm cannot continue the run."""
     return _wrong(args, "training")
 
 
@@ -56,7 +57,7 @@ def _wrong(args: Namespace, kind: str) -> Iterator[str]:
     for name, supported in GROUPS[f"{kind}_values"].items():
         value = plain(getattr(args, name, None))
         if value is not None and value not in supported:
-            yield f"{name}={value}, and hpclm has {' or '.join(str(other) for other in supported if other is not None)}"
+            yield f"{name}={value}, but hpclm supports {' or '.join(str(other) for other in supported if other is not None)}"
     for name in GROUPS[f"{kind}_unset"].split():
         if value := plain(getattr(args, name, None)):
             yield f"{name}={value} is not supported"

@@ -7,18 +7,20 @@ from hpclm.errors import ConfigError
 from hpclm.interop.megatron import options
 from hpclm.interop.pickles import StandIn
 
-ROTARY, ALIBI = 1, 3  # BigScience's PositionEmbeddingType
+# BigScience's PositionEmbeddingType
+ROTARY = 1
+ALIBI = 3
 
 
 def settings(args: Namespace) -> dict[str, Any]:
-    """Model settings; ConfigError if hpclm does not support the network."""
+    """Model settings for ``args``; ConfigError if hpclm does not support the network."""
     wrong = [*options.of_network(args)]
     lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not argument(args, name)]
-    wrong += [f"it does not say {name}" for name in lacking]
+    wrong += [f"it does not give {name}" for name in lacking]
     if not lacking:
         width = args.hidden_size // args.num_attention_heads
         if argument(args, "kv_channels", default=width) != width:
-            wrong.append(f"kv_channels={args.kv_channels}, where hidden_size / num_attention_heads = {width}")
+            wrong.append(f"kv_channels={args.kv_channels}, but hidden_size / num_attention_heads = {width}")
     if wrong:
         raise ConfigError(wrong)
     grouped = argument(args, "group_query_attention", default=False)
@@ -52,7 +54,7 @@ def swapped(args: Namespace | None) -> bool:
 
 
 def argument(args: Namespace, *names: str, default: Any = None) -> Any:
-    """The first of ``names`` that the arguments have a value for; ``default`` if there is none."""
+    """The value of the first of ``names`` that is set in the arguments; ``default`` if none is."""
     given = (getattr(args, name, None) for name in names)
     plain = (value.value if isinstance(value, StandIn) else value for value in given)
     return next((value for value in plain if value is not None), default)
@@ -72,7 +74,7 @@ def _positions(args: Namespace) -> str:
 
 
 def _activation(args: Namespace) -> str:
-    """The fused bias-GELU is the tanh approximation, as is --openai-gelu."""
+    """The activation's name. The fused bias-GELU and --openai-gelu are the tanh approximation."""
     glu = argument(args, "glu_activation")
     if glu or argument(args, "swiglu", default=False):
         return glu or "swiglu"

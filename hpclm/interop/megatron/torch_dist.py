@@ -1,8 +1,8 @@
 """Megatron-core's torch_dist checkpoints: PyTorch's distributed format (DCP), read without running its pickles.
 
-.metadata says for each tensor its shape, its chunks, and the file and bytes of each chunk; PyTorch reads the chunks from *.distcp
-files, and merges them, so it does not matter how the run was split. common.pt has the arguments and the optimizer's step count.
-A tensor of all layers has them stacked along its first dimension.
+.metadata gives the shape and chunks of each tensor, and the file and bytes of each chunk. PyTorch reads and merges the chunks from
+*.distcp files, so the layout of the run does not matter. common.pt has the arguments and the optimizer's step count. Layers of equal
+shape are stacked in one tensor along its first dimension.
 """
 
 import io
@@ -38,14 +38,14 @@ CLASSES = {
     "BytesStorageMetadata MetadataIndex _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
 }
-"""What a .metadata may name: classes without behaviour that describe tensors."""
+"""The names allowed in a .metadata: classes without behaviour that describe tensors."""
 IGNORED = re.compile(r"torch\.distributed\.(checkpoint|_shard)(\.\w+)*|megatron(\.\w+)*")
-"""Modules whose other classes are replaced by an ``Ignored``, and never imported."""
+"""Modules whose other classes are replaced by ``Ignored``, and never imported."""
 STACKED = re.compile(r"((?:encoder|transformer|decoder)\.layers)\.(?!\d)(.+)")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 NO_TENSORS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
 MOMENTS = tuple(OPTIMIZERS["adamw"].state(*EXAMPLES[0], OptimConfig()))
-MAX_LAYER_TENSORS = 1 << 20  # tensors of single layers; the largest networks have thousands
+MAX_LAYER_TENSORS = 1 << 20  # limit on tensors of single layers; the largest networks have thousands
 
 Shape = tuple[int, ...]
 
@@ -61,10 +61,10 @@ class Ignored:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes containers, numbers, texts and descriptions of tensors, and refuses everything else."""
+    """Creates containers, numbers, texts and descriptions of tensors; refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle names."""
+        """The class for a name in the pickle."""
         if name in CLASSES.get(module, "").split():
             return getattr(import_module(module), name)
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
@@ -77,9 +77,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _read(folder: Path, metadata: Metadata, names: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors ``names``, each merged from its chunks; ConfigError if one cannot be read, or is anything but data."""
+    """The tensors ``names``, each merged from its chunks; ConfigError if one cannot be read or contains anything but data."""
     described = {name: metadata.state_dict_metadata[name] for name in names}
-    tensors = {  # a value that no chunk holds stays NaN, which an import refuses
+    tensors = {  # values that no chunk holds stay NaN, which an import refuses
         name: torch.full(
             one.size, math.nan if one.properties.dtype.is_floating_point else 0, dtype=one.properties.dtype
         )
@@ -98,7 +98,7 @@ def _read(folder: Path, metadata: Metadata, names: Iterable[str]) -> dict[str, T
 def _parts(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[str, list[Tensor]]:
     """Tensors by Megatron-core's names with layer numbers, each in one part.
 
-    ``shapes``: of the weights, which the optimizer may keep in another form.
+    ``shapes``: of the weights, which the optimizer may store in another form.
     """
     parts: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():
@@ -111,7 +111,7 @@ def _parts(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[s
 
 
 def _unflattened(name: str, stored: Tensor, shape: Shape) -> Tensor:
-    """A tensor that the distributed optimizer of Megatron-core before 0.15 has flattened: [blocks along each dimension …, values]."""
+    """Restore a tensor flattened by the distributed optimizer of Megatron-core before 0.15: [blocks along each dimension …, values]."""
     blocks = stored.shape[:-1]
     fits = len(blocks) == len(shape) and all(n and not whole % n for whole, n in zip(shape, blocks, strict=True))
     if not fits or stored.numel() != math.prod(shape):
@@ -122,7 +122,7 @@ def _unflattened(name: str, stored: Tensor, shape: Shape) -> Tensor:
 
 
 def read(folder: Path, weights_only: bool = False) -> MegatronState:
-    """The checkpoint in ``folder``; ConfigError if it is incomplete, or contains anything but data."""
+    """The checkpoint in ``folder``; ConfigError if it is incomplete or contains anything but data."""
     metadata = _metadata(folder)
     described: Mapping[str, Any] = metadata.state_dict_metadata
     weights = [key for key in described if not (NO_TENSORS.match(key) or NO_WEIGHTS.search(key))]
@@ -157,7 +157,7 @@ def read(folder: Path, weights_only: bool = False) -> MegatronState:
         state.iteration = _whole(common.get("iteration"))
     elif any(re.match(r"(chained_\d+\.)?optimizer\.", key) for key in described) or "optimizer" in common:
         log.warning(
-            "%s: only the weights are imported, since its optimizer state is in a form that only fits the run that saved it; save once "
+            "%s: only the weights are imported, because its optimizer state fits only the layout of the run that saved it; save once "
             "with --dist-ckpt-optim-fully-reshardable to import that too",
             folder,
         )
@@ -165,7 +165,7 @@ def read(folder: Path, weights_only: bool = False) -> MegatronState:
 
 
 def _metadata(folder: Path) -> Metadata:
-    """The description of all tensors; ConfigError if it is not complete, or says what the files cannot hold."""
+    """The description of all tensors; ConfigError if it is incomplete or contradicts the files."""
     path = folder / ".metadata"
     if not path.is_file():
         raise ConfigError(f"{folder} has no .metadata: it was not saved completely")
@@ -174,7 +174,7 @@ def _metadata(folder: Path) -> Metadata:
         tensors = {
             name: one for name, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)
         }
-        ends: dict[str, int] = {}  # of the files
+        ends: dict[str, int] = {}  # size that each file must have
         for name, one in tensors.items():
             _check(str(name), one, metadata.storage_data, ends)
         described: Any = tensors
@@ -197,20 +197,21 @@ def _metadata(folder: Path) -> Metadata:
 
 
 def _check(name: str, tensor: TensorStorageMetadata, places: Mapping[MetadataIndex, Any], ends: dict[str, int]) -> None:
-    """ValueError if chunks do not fill a tensor, or what they are said to hold cannot be there; adds to the ``ends`` of files."""
+    """ValueError if chunks do not fill a tensor, or if a file cannot contain a chunk; updates ``ends``, the required size of each file."""
     shape = _sizes(tensor.size)
     if not isinstance(tensor.properties.dtype, torch.dtype):
         raise ValueError(f"{name} has no type")
     filled = 0
     for chunk in tensor.chunks:
-        start, size = _sizes(chunk.offsets), _sizes(chunk.sizes)
+        start = _sizes(chunk.offsets)
+        size = _sizes(chunk.sizes)
         place = places[MetadataIndex(name, chunk.offsets)]
         if any(a + n > whole for a, n, whole in zip(start, size, shape, strict=True)):
             raise ValueError(f"{name} has a chunk outside its shape")
         if Path(place.relative_path).name != place.relative_path or getattr(place, "transform_descriptors", None):
             raise ValueError(f"{name} is in another folder, or compressed")
         offset, length = _sizes((place.offset, place.length))
-        if math.prod(size) > length:  # a value takes at least a byte
+        if math.prod(size) > length:  # a value takes at least one byte
             raise ValueError(f"{name} has a chunk of {math.prod(size)} values in {length} bytes")
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), offset + length)
         filled += math.prod(size)
@@ -226,15 +227,20 @@ def _sizes(values: Iterable[Any]) -> Shape:
 
 
 def _steps(optimizer: Any) -> int:
-    """The optimizer's step count; 0 if it is not there."""
+    """The optimizer's step count; 0 if unknown."""
     if not isinstance(optimizer, dict):
         return 0
     state = optimizer.get("state")
     groups = optimizer.get("param_groups")
-    counts = [state.get("common_step")] if isinstance(state, dict) else []
-    counts += [group.get("step") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    given = next((_whole(count) for count in counts if _whole(count)), 0)
-    return given or next((steps for inner in optimizer.values() if (steps := _steps(inner))), 0)
+    counts = []
+    if isinstance(state, dict):
+        counts.append(state.get("common_step"))
+    if isinstance(groups, list):
+        counts += [group.get("step") for group in groups if isinstance(group, dict)]
+    for steps in (*map(_whole, counts), *map(_steps, optimizer.values())):
+        if steps:
+            return steps
+    return 0
 
 
 def _whole(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""How a Megatron run continues here: its progress, and the training settings for its arguments."""
+"""Continue a Megatron run in hpclm: its progress, and the training settings for its arguments."""
 
 import logging
 from argparse import Namespace
@@ -26,7 +26,7 @@ DATA = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "split")
 
 
 def progress(state: MegatronState) -> Progress:
-    """How far the run had come when it saved."""
+    """The run's progress at the time of the save."""
     args = state.args or Namespace()
     size = argument(args, "global_batch_size", default=0)
     samples = argument(args, "consumed_train_samples", default=state.iteration * size)
@@ -35,9 +35,9 @@ def progress(state: MegatronState) -> Progress:
 
 
 def overrides(args: Namespace, model: ModelConfig) -> list[str]:
-    """Settings of optimizer, schedule, batches and precision, as key=value; what the arguments do not say is left out.
+    """Settings of optimizer, schedule, batches and precision as key=value; settings that the arguments do not give are omitted.
 
-    ConfigError if the run was trained in a way that hpclm does not have.
+    ConfigError if hpclm lacks a feature that the run was trained with.
     """
     wrong = [*options.of_training(args)]
     length = argument(args, "seq_length", default=model.context)
@@ -47,13 +47,14 @@ def overrides(args: Namespace, model: ModelConfig) -> list[str]:
         raise ConfigError(wrong)
     by_samples = bool(argument(args, "train_samples"))
     unit = "samples" if by_samples else "iters"
+    steps_or_samples = "samples" if by_samples else "steps"
     warmup = argument(args, f"lr_warmup_{unit}", default=0)
     style = argument(args, "lr_decay_style")
     fraction = argument(args, "lr_warmup_fraction")
     values: dict[str, Any] = {f"optim.{ours}": argument(args, theirs) for ours, theirs in OPTIM.items()}
     values |= {f"data.{name}": argument(args, name) for name in DATA}
     if not argument(args, "create_attention_mask_in_dataloader", default=True):
-        values["data.reset_attention_mask"] = False  # Megatron then masks nothing but what comes later
+        values["data.reset_attention_mask"] = False  # Megatron then masks only later tokens
     if model.positions == "rope":
         values["data.reset_position_ids"] = False  # Megatron's rotary positions count from the start of the sample
     if argument(args, "train_data_path"):
@@ -70,7 +71,7 @@ def overrides(args: Namespace, model: ModelConfig) -> list[str]:
     values |= {
         "optim.betas": betas if None not in betas else None,
         "optim.schedule": SCHEDULES.get(str(style)) if style else None,
-        "optim.unit": "samples" if by_samples else "steps",
+        "optim.unit": steps_or_samples,
         "optim.warmup": warmup if not fraction else None,
         "optim.warmup_fraction": fraction,
         "optim.warmup_start": argument(args, "lr_warmup_init") if warmup or fraction else None,
@@ -78,9 +79,7 @@ def overrides(args: Namespace, model: ModelConfig) -> list[str]:
         "batch.global_size": argument(args, "global_batch_size"),
         "batch.micro_size": argument(args, "micro_batch_size"),
         "batch.rampup": [int(value) for value in ramp] if ramp else None,
-        "budget.samples" if by_samples else "budget.steps": argument(
-            args, "train_samples" if by_samples else "train_iters"
-        ),
+        f"budget.{steps_or_samples}": argument(args, f"train_{unit}"),
         "seed": argument(args, "seed"),
         "engine.precision": _precision(args),
     }

@@ -1,1 +1,1 @@
-"""Attention: what it sees of a micro-batch, its scores, the kernels that compute them, and the layer."""
+"""Attention: the inputs derived from a micro-batch, scores, the kernels that compute them, and the layer."""

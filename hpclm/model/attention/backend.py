@@ -1,4 +1,4 @@
-"""Which kernel computes attention on a GPU: cuDNN's, FlashAttention, FlexAttention or plain matrix products."""
+"""Chooses the kernel that computes attention on a GPU: cuDNN's, FlashAttention, FlexAttention or plain matrix products."""
 
 import logging
 from collections.abc import Collection
@@ -15,34 +15,33 @@ from hpclm.config import ModelConfig
 from hpclm.node import process_state
 
 log = logging.getLogger(__name__)
-CUDNN, FLASH, EFFICIENT, MATH = (
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)
+CUDNN = SDPBackend.CUDNN_ATTENTION
+FLASH = SDPBackend.FLASH_ATTENTION
+EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
+MATH = SDPBackend.MATH
 NAMES = {CUDNN: "cuDNN", FLASH: "FlashAttention", EFFICIENT: "memory-efficient", MATH: "math"}
 # on Hopper, FlashAttention 2 in place of cuDNN's kernels costs an estimated 7% of a step
 CUDNN_FIRST = (CUDNN, FLASH, EFFICIENT, MATH)
 FLASH_FIRST = (FLASH, CUDNN, EFFICIENT, MATH)
-FAST_CUDNN = 91500  # from here on its kernels are the fastest on Hopper and later
-WIDE_CUDNN = 92200  # from here on they take heads wider than 128
-NARROWEST_FLEX = 16  # FlexAttention's kernels take no narrower heads
+FAST_CUDNN = 91500  # from this version on, its kernels are the fastest on Hopper and later
+WIDE_CUDNN = 92200  # from this version on, they support heads wider than 128
+NARROWEST_FLEX = 16  # FlexAttention's kernels support no narrower heads
 FLASH_3 = "flash_attn_interface"  # the package of FlashAttention 3, for Hopper
-FLASH_4 = "flash_attn", "cute/interface.py"  # FlashAttention 4, for Hopper and Blackwell: a package, and a file of it
+# FlashAttention 4, for Hopper and Blackwell: a package, and one of its files
+FLASH_4 = ("flash_attn", "cute/interface.py")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Kernels in order of preference, why the best one is not first, and FlashAttention's version."""
+    """Kernels in order of preference, the reason if the best one is not first, and FlashAttention's version."""
 
     order: tuple[SDPBackend, ...]
     warning: str | None = None
     flash: str | None = None
-    """An implementation that PyTorch is to use in place of its own FlashAttention 2."""
+    """The implementation for PyTorch to use in place of its built-in FlashAttention 2."""
 
     def __str__(self) -> str:
-        """The order in words."""
+        """The kernels in order, for messages."""
         names = [
             f"{NAMES[FLASH]} {self.flash.removeprefix('FA')}" if b is FLASH and self.flash else NAMES[b]
             for b in self.order
@@ -54,7 +53,8 @@ def choose(
     model: ModelConfig, capability: tuple[int, int], cudnn: int | None, installed: Collection[str] = ()
 ) -> Choice:
     """The kernels for a GPU of this compute capability, with this version of cuDNN (91500 is 9.15) and these FlashAttentions."""
-    asked, flash = model.attention, newest_flash(model, capability, installed)
+    asked = model.attention
+    flash = newest_flash(model, capability, installed)
     if asked == "math":
         return Choice((MATH,))
     # FlashAttention 2 and cuDNN's kernels need Ampere
@@ -64,7 +64,7 @@ def choose(
     wrong = refused(model, cudnn)
     if asked == "cudnn":
         return Choice(CUDNN_FIRST, wrong and f"model.attention=cudnn: {wrong}", flash)
-    # cuDNN's kernels are the faster ones only from Hopper on
+    # cuDNN's kernels are faster only from Hopper on
     if asked == "flash" or capability < (9, 0):
         return Choice(FLASH_FIRST, flash=flash)
     if wrong:
@@ -73,15 +73,15 @@ def choose(
 
 
 def newest_flash(model: ModelConfig, capability: tuple[int, int], installed: Collection[str]) -> str | None:
-    """FA3 on Hopper, FA4 on Blackwell and on Hopper without FA3; None: PyTorch's own FlashAttention 2."""
-    if model.attention_dropout:  # neither has any
+    """FA3 on Hopper; FA4 on Blackwell, and on Hopper without FA3; None: PyTorch's built-in FlashAttention 2."""
+    if model.attention_dropout:  # neither supports dropout
         return None
     made_for = {"FA3": capability[0] == 9, "FA4": capability[0] in (9, 10) and model.head_width <= 128}
     return next((name for name, suits in made_for.items() if suits and name in installed), None)
 
 
 def installed_flash() -> set[str]:
-    """FA3 and FA4, if they are installed; nothing is imported."""
+    """The installed ones of FA3 and FA4; imports nothing."""
     package, file = FLASH_4
     spec = util.find_spec(package)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
@@ -90,7 +90,7 @@ def installed_flash() -> set[str]:
 
 
 def refused(model: ModelConfig, cudnn: int | None) -> str | None:
-    """Why cuDNN's attention cannot be used, or is slow."""
+    """The reason why cuDNN's attention cannot be used, or is slow; None if it is fine."""
     if cudnn is None:
         return "this PyTorch has no cuDNN"
     if model.attention_dropout * 16 % 1:
@@ -107,12 +107,12 @@ def refused(model: ModelConfig, cudnn: int | None) -> str | None:
 
 
 def version(number: int) -> str:
-    """91500 as 9.15."""
+    """Format 91500 as 9.15."""
     return f"{number // 10000}.{number // 100 % 100}"
 
 
 def use(model: ModelConfig, device: torch.device) -> Choice | None:
-    """Set the order for this process; None on a CPU, where there is nothing to choose but plain matrix products."""
+    """Set the kernels for this process; None on a CPU, where plain matrix products are the only choice."""
     if device.type != "cuda":
         return prefer(Choice((MATH,))) if model.attention == "math" else None
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
@@ -120,7 +120,7 @@ def use(model: ModelConfig, device: torch.device) -> Choice | None:
 
 
 def prefer(choice: Choice) -> Choice:
-    """Let scaled_dot_product_attention take the first of these kernels that can do what it is asked for; what it was given."""
+    """Let scaled_dot_product_attention use the first of these kernels that supports its arguments; returns ``choice``, or a fallback."""
     order = attention.sdpa_kernel(list(choice.order), set_priority=True)
     order.__enter__()
     process_state.undo_later(partial(order.__exit__, None, None, None))
@@ -136,8 +136,8 @@ def prefer(choice: Choice) -> Choice:
 
 
 def flexible(model: ModelConfig, compiled: bool, device: torch.device, masked: bool) -> bool:
-    """Whether FlexAttention computes it, in compiled blocks on GPUs. ``masked``: there are documents, windows or biases, for which
-    other kernels need a mask of length x length; none of them caps scores or has sinks."""
+    """Whether FlexAttention computes attention: in compiled blocks on GPUs. ``masked``: there are documents, windows or biases, for
+    which other kernels need a mask of length x length. Only FlexAttention caps scores and supports sinks."""
     masked = masked or model.score_cap is not None or model.attention_sinks
     asked = model.attention == "flex" or (model.attention == "auto" and masked)
     able = model.head_width >= NARROWEST_FLEX and not model.attention_dropout

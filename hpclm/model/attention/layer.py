@@ -1,8 +1,8 @@
 """Causal self-attention with grouped queries.
 
-T tokens, t of them on this process between layers, B sequences, C hidden size, D size of one head; H query heads and G
-key/value heads on this process. With context parallelism T are the tokens of this process's part, whose layers are alike; only
-the core sees the keys and values of whole sequences.
+T tokens, t of them on this process between layers, B sequences, C hidden size, D size of one head; H query heads and G key/value heads
+on this process. With context parallelism, T is the number of tokens in this process's part of each sequence; only the core sees the keys
+and values of whole sequences.
 """
 
 import torch
@@ -22,19 +22,22 @@ from hpclm.parallel.placement import Placement
 class Attention(TensorParallelModule):
     """[t, B, C] -> [t, B, C].
 
-    The fused projection stores, for each key/value head, its query heads, its key and its value next to each other
-    (Megatron's layout), so that a slice along dimension 0 is a complete attention over fewer heads.
+    For each key/value head, the fused projection stores its query heads, its key and its value next to each other (Megatron's layout).
+    So a slice along dimension 0 is a complete attention over fewer heads.
     """
 
     largest: Tensor | None = None
-    """[H] fp32: raised to the largest score of each head in training, for QK-clip; None: not measured."""
+    """[H] fp32: running maximum of each head's scores in training, for QK-clip; None: not measured."""
 
     def __init__(self, config: ModelConfig, recompute_core: bool, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
-        self.per_group, self.width = config.heads // config.groups, config.head_width
+        self.per_group = config.heads // config.groups
+        self.width = config.head_width
         self.how = Scores(config.score_scale, config.score_cap)
-        self.dropout, self.recompute_core = config.attention_dropout, recompute_core
-        fused, (qkv_bias, out_bias, _) = (config.heads + 2 * config.groups) * config.head_width, config.biases
+        self.dropout = config.attention_dropout
+        self.recompute_core = recompute_core
+        fused = (config.heads + 2 * config.groups) * config.head_width
+        (qkv_bias, out_bias, _) = config.biases
         self.qkv = ColumnLinear(config, fused, qkv_bias, generator, tp)
         self.out = RowLinear(config, config.attention_width, out_bias, generator, tp)
         self.q_norm: ProjectionNorm | Norm | None = None
@@ -51,11 +54,15 @@ class Attention(TensorParallelModule):
         """[t, B, C] -> [t, B, C]."""
         heads = self.qkv(x).unflatten(-1, (-1, self.per_group + 2, self.width))  # [T, B, G, H/G + 2, D]
         q, k, v = heads.split([self.per_group, 1, 1], 3)
-        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)  # [T, B, H or G, D]
+        q = q.flatten(2, 3)  # [T, B, H, D]
+        k = k.squeeze(3)  # [T, B, G, D]
+        v = v.squeeze(3)  # [T, B, G, D]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if metadata.cos is not None and metadata.sin is not None:
-            q, k = rotate(q, metadata.cos, metadata.sin), rotate(k, metadata.cos, metadata.sin)
+            q = rotate(q, metadata.cos, metadata.sin)
+            k = rotate(k, metadata.cos, metadata.sin)
         if self.largest is not None and self.training:
             keys = k if metadata.part is None else metadata.part.whole(k.detach())
             now = largest_scores(q.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), self.how.scale, metadata)
@@ -63,8 +70,8 @@ class Attention(TensorParallelModule):
         how = self.how._replace(dropout=self.dropout if self.training else 0.0, sinks=self.sinks)
         if metadata.cache is not None:
             y = metadata.cache.attend(self, q, k, v, metadata.mask, how)
-        elif self.recompute_core and self.training and metadata.flex is None:  # FlexAttention keeps no scores
-            # attention dropout draws from PyTorch's generator, which the recomputation must find as it was
+        elif self.recompute_core and self.training and metadata.flex is None:  # FlexAttention stores no scores
+            # attention dropout draws from PyTorch's generator, whose state the recomputation must restore
             random = bool(self.dropout)
             y = checkpoint(_core, q, k, v, metadata, how, use_reentrant=False, preserve_rng_state=random)
         else:
@@ -73,7 +80,7 @@ class Attention(TensorParallelModule):
 
 
 def _core(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, how: Scores) -> Tensor:
-    """[T, B, H or G, D] -> [T, B, H x D]: scores, softmax and weighted values."""
+    """Scores, softmax and weighted values: [T, B, H or G, D] -> [T, B, H x D]."""
     if metadata.part is not None:
         # keys and values in one gather, not two
         k, v = metadata.part.whole(torch.cat([k, v], 2)).chunk(2, 2)

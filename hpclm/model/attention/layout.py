@@ -1,4 +1,4 @@
-"""Positions, masks, documents, windows and parts of sequences of a micro-batch, made once for each kind of layer.
+"""Positions, masks, documents, windows and sequence parts of a micro-batch, computed once for each kind of layer.
 
 T tokens in a sequence, t of them on this process, B sequences, H heads of this process.
 """
@@ -18,11 +18,11 @@ from hpclm.parallel.mesh import Axis
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.parallel.sequence import SequencePart, pieces, row_blocks
 
-ROWS_PER_BLOCK = 128  # rows of scores that are computed together
+ROWS_PER_BLOCK = 128  # rows of scores computed together
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens (``model/cache.py``)."""
+    """Keys and values of earlier tokens (see ``model/cache.py``)."""
 
     def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Any) -> Tensor:
         """[T, B, H or G, D] queries, keys and values of the new tokens of ``layer`` -> [T, B, H x D]."""
@@ -30,33 +30,43 @@ class Cache(Protocol):
 
 
 class AttentionMetadata(NamedTuple):
-    """Positions and masks of a micro-batch; made once for each kind of layer."""
+    """Positions and masks of a micro-batch, computed once for each kind of layer."""
 
-    positions: (
-        Tensor | None
-    )  # [B or 1, t] if they restart inside a sample, or this process holds a part; None: 0 .. T-1
-    mask: Tensor | None  # [B or 1, 1 or H, T, T]: True where attention is allowed, or added to the scores; None: causal
-    cos: Tensor | None  # [T, B or 1, 1, rotated features], for rotary positions
+    positions: Tensor | None
+    """[B or 1, t] if they restart inside a sample, or this process holds a part; None: 0 .. T-1."""
+    mask: Tensor | None
+    """[B or 1, 1 or H, T, T]: True where attention is allowed, or values to add to the scores; None: causal."""
+    cos: Tensor | None
+    """[T, B or 1, 1, rotated features], for rotary positions."""
     sin: Tensor | None
-    seed: int | None = None  # seeds dropout in this micro-batch; None: no dropout
-    flex: "Flex | None" = None  # for FlexAttention, in place of a mask
-    keys: Tensor | None = (
-        None  # [DROPOUT_SITES] int64, of the layer that runs, for dropout by counters; None: PyTorch's generator
-    )
-    cache: Cache | None = None  # keys and values of earlier tokens, when text is generated
-    window: int | None = None  # a token attends to this many, itself included; without a mask, as the next three
-    documents: Tensor | None = None  # [B, T] the document of each token, which attention does not cross
-    starts: tuple[int, ...] | None = None  # for each block of rows, the first column of its documents
-    slopes: Tensor | None = None  # [H] of ALiBi
-    part: SequencePart | None = None  # of each sequence, that this process holds; None: all
-    weights: Tensor | None = None  # [t, B] fp32 weights of this process's tokens in the loss; None: no loss
-    reports: "Reports | None" = None  # what the layer reports (``model/reports.py``)
+    seed: int | None = None
+    """Dropout seed in this micro-batch; None without dropout."""
+    flex: "Flex | None" = None
+    """For FlexAttention, in place of a mask."""
+    keys: Tensor | None = None
+    """[DROPOUT_SITES] int64 keys of the current layer for counter-based dropout; None: PyTorch's generator."""
+    cache: Cache | None = None
+    """Keys and values of earlier tokens, in generation."""
+    window: int | None = None
+    """Number of tokens that a token attends to, itself included. Without a mask, like the next three."""
+    documents: Tensor | None = None
+    """[B, T] the document of each token; attention does not cross documents."""
+    starts: tuple[int, ...] | None = None
+    """For each block of rows, the first column of its documents."""
+    slopes: Tensor | None = None
+    """[H] slopes of ALiBi."""
+    part: SequencePart | None = None
+    """The part of each sequence that this process holds; None: all."""
+    weights: Tensor | None = None
+    """[t, B] fp32 weights of this process's tokens in the loss; None without a loss."""
+    reports: "Reports | None" = None
+    """Receives the layer's reports (``model/reports.py``)."""
 
 
 class Reports:
-    """What one layer reports of one micro-batch.
+    """The reports of one layer on one micro-batch.
 
-    A dict would not do: libraries that wrap a layer take dicts and tuples among its arguments apart, and may hand it copies.
+    Not a dict: libraries that wrap a layer unpack dicts and tuples among its arguments, and may pass copies.
     """
 
     def __init__(self) -> None:
@@ -64,16 +74,16 @@ class Reports:
 
 
 class Flex(NamedTuple):
-    """A micro-batch's masks for FlexAttention, which makes no [T, T] tensor."""
+    """A micro-batch's masks for FlexAttention, which needs no [T, T] tensor."""
 
     blocks: Any
-    """BlockMask: which blocks of 128 x 128 scores have any that count, and which scores in them do."""
+    """BlockMask: the blocks of 128 x 128 scores with any allowed score, and the allowed scores in them."""
     slopes: Tensor | None
     """[H] ALiBi slopes of this process's heads."""
     rows: Tensor | None = None
-    """As SequencePart.places."""
+    """See SequencePart.places."""
     alone: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
-    """Compiles FlexAttention on its own; None: it is compiled with its block."""
+    """Compiles FlexAttention separately; None: it is compiled with its block."""
 
 
 class ActivationSpec(NamedTuple):
@@ -86,22 +96,22 @@ class ActivationSpec(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What is there already when the layout of a micro-batch is made."""
+    """Precomputed inputs for attention metadata."""
 
     slopes: Tensor | None = None
     """ALiBi slopes."""
     flex: "Flex | None" = None
-    """In place of a mask."""
+    """Replaces a mask."""
     starts: tuple[int, ...] | None = None
-    """As of AttentionMetadata, and ``part``."""
+    """See AttentionMetadata; likewise ``part``."""
     part: SequencePart | None = None
     rates: Rates | None = None
     """rotary_rates()."""
 
 
 class Layouts:
-    """Makes the layouts of a stack's micro-batches. What they have in common is made once, since a copy from the host in every
-    micro-batch would wait for the device."""
+    """Computes the layouts of a stack's micro-batches. Their common parts are computed once: a copy from the host in every micro-batch
+    would wait for the device."""
 
     def __init__(
         self,
@@ -112,18 +122,17 @@ class Layouts:
         compilation: StackCompilation,
     ):
         """``layers``: kinds of the layers. ``mesh``: the tensor-parallel and the context-parallel axis."""
-        self.config, self.dtype, self.layers, self.compilation = (
-            config,
-            dtype,
-            tuple(dict.fromkeys(layers)),
-            compilation,
-        )
+        self.config = config
+        self.dtype = dtype
+        self.layers = tuple(dict.fromkeys(layers))
+        self.compilation = compilation
         self.tp, self.cp = mesh
         self._made: dict[Any, Any] = {}
 
     def of(self, batch: MicroBatch) -> dict[str, AttentionMetadata]:
         """The layout of a micro-batch for each kind of layer."""
-        length, device = batch.tokens.shape[1] * self.cp.size, batch.tokens.device
+        length = batch.tokens.shape[1] * self.cp.size
+        device = batch.tokens.device
         kind = ActivationSpec(length, self.dtype, device)
         part = self._once(("part", kind), lambda: SequencePart.of(self.cp, length, device))
         starts = self._starts(kind, batch.documents)
@@ -133,13 +142,15 @@ class Layouts:
         )
         weights = batch.weights
         if weights is not None:
-            # the slice of the sequence that this rank holds between layers, as scatter() divides it
+            # this rank's slice of the sequence between layers, as scatter() divides it
             weights = weights.t().chunk(self.tp.size)[self.tp.rank]
-        # layers with one window share a mask, of which only documents make another in every micro-batch
+        # layers with the same window share a mask; only with documents does it change from one micro-batch to the
+        # next
         masks = cache(partial(self._block_mask, kind, batch.documents, part))
         layouts = {}
         for layer in self.layers:
-            window, flex = seen(self.config, layer, length), None
+            window = seen(self.config, layer, length)
+            flex = None
             special = (batch.documents, slopes, window) != (None, None, None)
             if self._is_flexible(device, special, part):
                 run = None if self.compilation.works else self.compilation.attention_alone
@@ -150,34 +161,34 @@ class Layouts:
         return layouts
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned the first time."""
+        """The cached result of ``make`` for ``key``."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def _starts(self, kind: ActivationSpec, documents: Tensor | None) -> tuple[int, ...] | None:
-        """Of each block of rows, the first column of its documents. Only on CPUs, since a GPU, even a simulated one, would wait; and not in
-        compiled layers, which would be compiled again for other numbers."""
+        """For each block of rows, the first column of its documents. CPUs only: a GPU, even a simulated one, would wait. Not in compiled
+        layers, which other numbers would recompile."""
         reads = kind.device.type == "cpu" and not torch.cuda.is_available()
         if documents is None or not reads or self.compilation.works:
             return None
         return block_starts(documents, [begin for begin, _ in row_blocks(pieces(self.cp, kind.length), ROWS_PER_BLOCK)])
 
     def _is_flexible(self, device: torch.device, special: bool, part: SequencePart | None) -> bool:
-        """Whether FlexAttention computes a kind of layers; ``special``: with documents, slopes or a window."""
-        # uncompiled, scaled_dot_product_attention takes parts of sequences piece by piece
+        """Whether FlexAttention computes a kind of layer. ``special``: it has documents, slopes or a window."""
+        # uncompiled, scaled_dot_product_attention computes parts of sequences piece by piece
         alone = self.compilation.compiles_attention and (special or part is None)
         return flexible(self.config, self.compilation.works or alone, device, special or part is not None)
 
     def _block_mask(
         self, kind: ActivationSpec, documents: Tensor | None, part: SequencePart | None, window: int | None
     ) -> Any:
-        """As block_mask(); made once, without documents."""
+        """See block_mask(); cached if there are no documents."""
         make = partial(block_mask, kind, documents, window, part)
         return make() if documents is not None else self._once((kind, window), make)
 
     def _rates(self, kind: ActivationSpec, layer: str) -> Rates | None:
-        """Of rotary positions; longrope's are a copy from the host."""
+        """Rotary rates, cached because longrope's are copied from the host."""
         if not rotates(self.config, layer):
             return None
         make = partial(rotary_rates, self.config, layer, kind.length, kind.device)
@@ -193,15 +204,19 @@ def attention_metadata(
     layer: str = "full",
     prepared: Prepared = Prepared(),  # noqa: B008 - it is a tuple
 ) -> AttentionMetadata:
-    """The layout of a micro-batch, for layers of kind ``layer``."""
-    positions, documents, (slopes, flex, starts, part, rates) = batch.positions, batch.documents, prepared
+    """The layout of a micro-batch for layers of kind ``layer``."""
+    positions = batch.positions
+    documents = batch.documents
+    slopes, flex, starts, part, rates = prepared
     length, dtype, device = kind
-    window, cos, sin = seen(config, layer, length), None, None
+    window = seen(config, layer, length)
+    cos = None
+    sin = None
     if part is not None and positions is None:
         positions = part.places[None]
     if rotates(config, layer):
         places = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
-        # rounded only here: bf16 has no more than 8 bits, so positions above 256 would fall together
+        # rounded only here: bf16 has 8 bits of precision, so positions above 256 would coincide
         cos, sin = (x.to(dtype) for x in rotary(places, config, layer, length, rates))
     metadata = AttentionMetadata(positions, None, cos, sin, batch.seed, flex, part=part)
     biased = POSITIONS[config.positions].slopes is not None
@@ -215,7 +230,7 @@ def attention_metadata(
 
 
 def seen(config: ModelConfig, layer: str, length: int) -> int | None:
-    """Tokens that a layer of kind ``layer`` attends to; None: all before it."""
+    """Number of tokens that a layer of kind ``layer`` attends to; None: all earlier ones."""
     window = config.window_of(layer)
     return None if window is None or window >= length else window
 
@@ -228,7 +243,7 @@ def dense_mask(
     slopes: Tensor | None,
     window: int | None = None,
 ) -> Tensor | None:
-    """As AttentionMetadata.mask; only needed for attention dropout, and for ALiBi."""
+    """See AttentionMetadata.mask; only needed for attention dropout and ALiBi."""
     length, dtype, device = kind
     mask = None
     if documents is not None:
@@ -238,12 +253,14 @@ def dense_mask(
         mask = near if mask is None else mask & near
     if POSITIONS[config.positions].slopes:
         bias = alibi(config.heads, length, device, tp, slopes)
-        mask = bias.masked_fill(~(causal(length, device) if mask is None else mask), -torch.inf).to(dtype)
+        seen = causal(length, device) if mask is None else mask
+        mask = bias.masked_fill(~seen, -torch.inf).to(dtype)
     return mask
 
 
 def block_starts(documents: Tensor, begins: Sequence[int]) -> tuple[int, ...]:
-    """Of the blocks of rows that begin there, the first column that has a document of one. [B, T] indices that do not fall."""
+    """For the blocks of rows beginning at ``begins``, the first column that shares a document with one of them. ``documents``: [B, T],
+    non-decreasing."""
     first = documents[:, list(begins)]
     return tuple((documents[:, :, None] < first[:, None, :]).sum(1).amin(0).tolist())
 
@@ -251,7 +268,7 @@ def block_starts(documents: Tensor, begins: Sequence[int]) -> tuple[int, ...]:
 def block_mask(
     kind: ActivationSpec, documents: Tensor | None, window: int | None = None, part: SequencePart | None = None
 ) -> Any:
-    """FlexAttention's mask: causal, inside ``documents`` [B, T] if there are any, and inside a ``window``; of a ``part``'s rows."""
+    """FlexAttention's mask: causal, within ``documents`` [B, T] if given, within a ``window``, and for the rows of a ``part``."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     rows = None if part is None else part.places
@@ -263,7 +280,8 @@ def block_mask(
             mask = mask & (q - k < window)
         return mask if documents is None else mask & (documents[b, q] == documents[b, k])
 
-    length, cuda = kind.length, kind.device.type == "cuda"
+    length = kind.length
+    cuda = kind.device.type == "cuda"
     create: Any = create_block_mask
     sequences = None if documents is None else len(documents)
     make = partial(create, allowed, sequences, None, length if rows is None else len(rows), length, device=kind.device)
@@ -272,7 +290,7 @@ def block_mask(
     try:
         # uncompiled, create_block_mask evaluates the mask as a [B, T, T] tensor
         return make(_compile=True)
-    except failures():  # then blocks cannot be compiled either, and the next micro-batch has a dense mask
+    except failures():  # then blocks cannot be compiled either, and the next micro-batch uses a dense mask
         return make()
 
 

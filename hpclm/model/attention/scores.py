@@ -1,6 +1,7 @@
-"""From queries, keys and values to attention's output, with all that a layer may do to its scores.
+"""From queries, keys and values to attention's output, with all operations on scores.
 
-T tokens, t of them with queries on this process, B sequences, D size of one head; H query heads and G key/value heads on this process, P = H / G.
+T tokens, t of them with queries on this process, B sequences, D size of one head; H query heads and G key/value heads on this process, P
+= H / G.
 """
 
 from collections.abc import Iterator
@@ -18,20 +19,20 @@ MAX_SAVED_CONTEXT = 512  # beyond it, the probabilities that blocked() saves for
 
 
 class Scores(NamedTuple):
-    """What a layer does to its scores."""
+    """Operations of a layer on its scores."""
 
     scale: float | None = None
     """Factor; None: 1 / sqrt(D)."""
     cap: float | None = None
-    """They become cap x tanh(score / cap) (Gemma 2)."""
+    """Scores become cap x tanh(score / cap) (Gemma 2)."""
     dropout: float = 0.0
-    """Of the attention weights."""
+    """Dropout probability of the attention weights."""
     sinks: Tensor | None = None
-    """[H] logits that take part in the softmax and add nothing to the output (gpt-oss)."""
+    """[H] logits that enter the softmax but add nothing to the output (gpt-oss)."""
 
     @property
     def plain(self) -> bool:
-        """Whether PyTorch's scaled_dot_product_attention can do it."""
+        """Whether PyTorch's scaled_dot_product_attention supports these operations."""
         return self.cap is None and self.sinks is None
 
 
@@ -39,7 +40,7 @@ PLAIN = Scores()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, how: Scores = PLAIN) -> Tensor:
-    """[B, H, t, D] queries, [B, G, T, D] keys and values -> [B, H, t, D], by the kernel that the metadata are made for."""
+    """[B, H, t, D] queries, [B, G, T, D] keys and values -> [B, H, t, D], by the kernel that ``metadata`` was prepared for."""
     if metadata.flex is not None:
         alone = metadata.flex.alone
         run = flex_attention if alone is None else alone(flex_attention)
@@ -74,22 +75,25 @@ def whole_kernels(q: Tensor) -> bool:
 
 def by_pieces(q: Tensor, k: Tensor, v: Tensor, how: Scores, part: SequencePart) -> Tensor:
     """Causal attention of a part of the rows, [B, H, t, D] queries and [B, G, T, D] keys and values -> [B, H, t, D]."""
-    from torch.nn.attention import bias  # not above: it imports torch._dynamo, which takes every process a second
+    from torch.nn.attention import bias  # not at the top: it imports torch._dynamo, which takes every process a second
 
     out = []
     for rows, (begin, end) in zip(q.chunk(len(part.pieces), 2), part.pieces, strict=True):
         # is_causal would align the mask with the first key; these queries are the last rows of their keys
-        mask, keys, values = bias.causal_lower_right(end - begin, end), k[:, :, :end], v[:, :, :end]
+        mask = bias.causal_lower_right(end - begin, end)
+        keys = k[:, :, :end]
+        values = v[:, :, :end]
         grouped = q.shape[1] != k.shape[1]
         out.append(F.scaled_dot_product_attention(rows, keys, values, mask, scale=how.scale, enable_gqa=grouped))
     return torch.cat(out, 2)
 
 
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, flex: Flex, how: Scores = PLAIN) -> Tensor:
-    """As dot_product_attention, without dropout and without a [T, T] tensor; only fast where it is compiled."""
+    """See dot_product_attention; without dropout and without a [T, T] tensor. Fast only when compiled."""
     from torch.nn.attention import flex_attention as library
 
-    slopes, cap = flex.slopes, how.cap
+    slopes = flex.slopes
+    cap = how.cap
 
     def changed(score: Tensor, b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
         score = score if cap is None else cap * torch.tanh(score / cap)
@@ -106,15 +110,15 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, flex: Flex, how: Scores = PL
         y: Tensor = library.flex_attention(q, k, v, **given)
         return y
     y, more = library.flex_attention(q, k, v, **given, return_aux=library.AuxRequest(lse=True))
-    # with a sink s, softmax has exp(lse) / (exp(lse) + exp(s)) = sigmoid(lse - s) of what it has without
+    # with a sink s, softmax is scaled by exp(lse) / (exp(lse) + exp(s)) = sigmoid(lse - s)
     return y * torch.sigmoid(more.lse - how.sinks[:, None])[..., None].to(y.dtype)
 
 
 def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: AttentionMetadata | None = None) -> Tensor:
     """Causal attention by plain matrix products, one block of rows at a time, skipping columns that no row attends to.
 
-    On CPUs this takes three quarters of the time of PyTorch's flash kernel, forward and backward, at 256 tokens. Longer sequences
-    compute each block again in the backward pass, so that no [T, T] tensor exists.
+    On CPUs, forward and backward at 256 tokens take three quarters of the time of PyTorch's flash kernel. For longer sequences, each
+    block is recomputed in the backward pass, so that no [T, T] tensor exists.
     """
     scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
     q, k, v = (z.contiguous() for z in (q * scale, k, v))  # otherwise each product copies its operands
@@ -129,14 +133,14 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: Atte
 
 
 def _by_blocks(q: Tensor, k: Tensor, metadata: AttentionMetadata | None) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Begin and end of each block of at most ROWS_PER_BLOCK rows, and their queries."""
+    """Begin and end of each block of at most ROWS_PER_BLOCK rows, with its queries."""
     part = None if metadata is None else metadata.part
     blocks = list(row_blocks(((0, k.shape[2]),) if part is None else part.pieces, ROWS_PER_BLOCK))
     return zip(blocks, q.split([end - begin for begin, end in blocks], 2), strict=True)
 
 
 def _first(number: int, begin: int, metadata: AttentionMetadata | None) -> int:
-    """The first column that block ``number`` of the rows, from ``begin`` on, attends to, a multiple of ROWS_PER_BLOCK."""
+    """The first column that block ``number`` of the rows, from ``begin`` on, attends to, rounded down to a multiple of ROWS_PER_BLOCK."""
     if metadata is None:
         return 0
     document = metadata.starts[number] if metadata.starts else 0
@@ -145,13 +149,13 @@ def _first(number: int, begin: int, metadata: AttentionMetadata | None) -> int:
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, begin: int, how: Scores, metadata: AttentionMetadata | None) -> Tensor:
-    """The output of the rows from ``begin`` on, whose queries ``q`` are; ``k`` and ``v`` end with the last of these rows."""
+    """The output of the rows from ``begin`` on with queries ``q``; ``k`` and ``v`` end with the last of these rows."""
     end = begin + q.shape[2]
     first = end - k.shape[2]
     scores = grouped_scores(q, k, how)
     rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
     if metadata is None or (metadata.window, metadata.documents, metadata.slopes) == (None, None, None):
-        # only the square on the diagonal has anything to hide; columns before it are visible to every row of the block
+        # only the square on the diagonal needs a mask; earlier columns are visible to every row of the block
         scores[..., begin - first :].masked_fill_(columns[begin - first :] > rows[:, None], -torch.inf)
         return weighted(scores, v, None, how)
     if metadata.slopes is not None:
@@ -160,7 +164,7 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, begin: int, how: Scores, metadata: At
 
 
 def _hidden(rows: Tensor, columns: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """[B or 1, 1 or H, rows, columns]: True where a row does not attend to a column. Both are consecutive indices."""
+    """[B or 1, 1 or H, rows, columns]: True where a row does not attend to a column. Rows and columns are consecutive indices."""
     hidden = (columns > rows[:, None])[None, None]
     if metadata.window is not None:
         hidden = hidden | (columns <= rows[:, None] - metadata.window)
@@ -171,12 +175,13 @@ def _hidden(rows: Tensor, columns: Tensor, metadata: AttentionMetadata) -> Tenso
 
 
 def largest_scores(q: Tensor, k: Tensor, scale: float | None, metadata: AttentionMetadata) -> Tensor:
-    """[B, H, t, D] queries, [B, G, T, D] keys -> [H] the largest score of each head that the softmax sees, in fp32, before caps and
-    biases; no gradient.
+    """[B, H, t, D] queries, [B, G, T, D] keys -> [H] the largest score of each head in the softmax, in fp32, before caps and biases;
+    without gradient.
 
-    An extra product in blocks of rows, whichever kernel attends: those of scaled_dot_product_attention do not return it.
+    An extra product in blocks of rows, since the kernels of scaled_dot_product_attention do not return it.
     """
-    q, k = q.detach(), k.detach()
+    q = q.detach()
+    k = k.detach()
     largest = q.new_full(q.shape[1:2], -torch.inf)
     for number, ((begin, end), queries) in enumerate(_by_blocks(q, k, metadata)):
         first = _first(number, begin, metadata)

@@ -18,25 +18,19 @@ from hpclm import files, folders, own_code, paths, shipped
 from hpclm.config import length, reading, run_file
 from hpclm.config.fields import as_yaml, keys, leaves, nested, path_separator, split_key, type_of
 from hpclm.config.hints import mistakes
+from hpclm.config.job import JobConfig
 from hpclm.config.merge import inserts_settings, literal, merge
 from hpclm.config.schema import RunConfig
+from hpclm.config.section import all_fields
+from hpclm.config.setting import declared
 from hpclm.config.settings import Setting, is_override, of_file, of_words
 from hpclm.errors import ConfigError
 
 SITE_SECTIONS = ("job", "cluster")
 LENGTHS = ("budget.steps", "budget.samples", "budget.tokens", "budget.epochs")
-NAMES_CODE = (
-    "model.block",
-    "data.source",
-    "data.tokenizer",
-    "optim.name",
-    "optim.schedule",
-    "engine.name",
-    "log.sinks",
-    "job.cluster",
-)
+NAMES_CODE = tuple(key for key, entry in all_fields(RunConfig) if declared(entry).names is not None)
 """Settings that may name a user's own class or function, as module:name."""
-RUNS_CODE = ("setup", "env", "options", "venv", "conda", "modules", "container", "mounts", "hostfile")
+RUNS_CODE = tuple(entry.name for _, entry in all_fields(JobConfig) if declared(entry).runs_code)
 """Settings of job that determine which programs run."""
 
 

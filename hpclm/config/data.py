@@ -10,6 +10,11 @@ from hpclm.config.setting import setting
 from hpclm.errors import ConfigError
 
 SOURCES = {"indexed": "hpclm.data.corpus:corpus", "synthetic": "hpclm.data.synthetic:synthetic"}
+FILES = "data.source=indexed|own"
+SPLIT = "not data.train: only data.prefix and data.blend are split"
+UNSPLIT = "data.train: data.split divides the others"
+NO_LINES = "not data.break_mode"
+UNPACKED = "data.order!=packed: it pads samples and masks the loss between documents"
 TOKENIZERS = {
     "bytes": "hpclm.datasets.tokenizers.plain:Bytes",
     "fairseq": "hpclm.datasets.tokenizers.fairseq:Fairseq",
@@ -43,90 +48,71 @@ class DataConfig(Section, key="data"):
     source: str = setting(
         "indexed", "indexed: Megatron's .bin/.idx; synthetic: no files; or package.module:name.", names=SOURCES
     )
-    prefix: str | None = setting(
-        None,
-        "Path of the dataset without .bin or .idx.",
-        path=True,
-        only_with=("data.source=indexed|own", "not data.train: only data.prefix and data.blend are split"),
-    )
+    prefix: str | None = setting(None, "Path of the dataset without .bin or .idx.", path=True, only_with=(FILES, SPLIT))
     blend: list[str] = setting(
         [],
         "Datasets: weights and paths, [0.3, a, 0.7, b], or paths only, each read completely.",
         path=True,
-        only_with=("data.source=indexed|own", "not data.train: only data.prefix and data.blend are split"),
+        only_with=(FILES, SPLIT),
     )
     split: str = setting(
         "969,30,1",
         "Proportions of the documents, or tokens, of data.prefix or data.blend for training, validation and test.",
-        only_with=("data.source=indexed|own", "not data.train: only data.prefix and data.blend are split"),
+        only_with=(FILES, SPLIT),
     )
     split_by: Literal["documents", "tokens"] | None = setting(
         None,
         "Divide each dataset between documents, or inside them: its first tokens train; null: tokens where "
         "documents would leave less than one sample for training or validation, decided when a run begins.",
-        only_with=("data.source=indexed|own", "not data.train: only data.prefix and data.blend are split"),
+        only_with=(FILES, SPLIT),
     )
-    train: list[str] = setting(
-        [], "Training datasets, as in data.blend but not split.", path=True, only_with="data.source=indexed|own"
-    )
-    valid: list[str] = setting(
-        [],
-        "Validation datasets.",
-        path=True,
-        only_with=("data.source=indexed|own", "data.train: data.split divides the others"),
-    )
-    test: list[str] = setting(
-        [],
-        "Test datasets.",
-        path=True,
-        only_with=("data.source=indexed|own", "data.train: data.split divides the others"),
-    )
+    train: list[str] = setting([], "Training datasets, as in data.blend but not split.", path=True, only_with=FILES)
+    valid: list[str] = setting([], "Validation datasets.", path=True, only_with=(FILES, UNSPLIT))
+    test: list[str] = setting([], "Test datasets.", path=True, only_with=(FILES, UNSPLIT))
     validation: list[str] = setting(
         [],
         "More validation datasets, evaluated separately: [law=/data/law, code=/data/code]. A repeated name adds "
         "to its set.",
         path="=",
-        only_with="data.source=indexed|own",
+        only_with=FILES,
     )
     order: Literal["mcore", "bigscience", "dse", "packed"] = setting(
         "mcore",
         "Sample order of Megatron-core, BigScience or Megatron-LM v1.1.5 (dse); packed: whole documents, as many "
         "as fit.",
-        only_with=("data.source=indexed|own", "not data.break_mode"),
+        only_with=(FILES, NO_LINES),
     )
     break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = setting(
-        None,
-        "fairseq's --sample-break-mode: padded blocks of lines; null: Megatron's samples.",
-        only_with="data.source=indexed|own",
+        None, "fairseq's --sample-break-mode: padded blocks of lines; null: Megatron's samples.", only_with=FILES
     )
     keep_partial: bool = setting(
         False,
         "Keep the rest of validation and test data as one padded, masked sample.",
         only_with=(
-            "data.source=indexed|own",
-            "not data.break_mode",
-            "data.order!=packed: it pads samples and masks the loss between documents",
+            FILES,
+            NO_LINES,
+            UNPACKED,
         ),
     )
     short_part: Literal["refuse", "repeat"] = setting(
         "refuse",
         "Refuse or, as Megatron does, repeat a part with fewer tokens than one sample.",
         only_with=(
-            "data.source=indexed|own",
-            "not data.break_mode",
-            "data.order!=packed: it pads samples and masks the loss between documents",
+            FILES,
+            NO_LINES,
+            UNPACKED,
         ),
     )
     loss_mask: Literal["auto", "require", "ignore"] = setting(
         "auto",
         "Use the dataset PREFIX_loss, which marks the tokens that count in the loss; auto: if there is one.",
-        only_with="data.source=indexed|own",
+        only_with=FILES,
     )
     index_cache: str | None = setting(
         None,
         "Folder for indices of the sample order; null: PREFIX.index beside each large dataset.",
         path=True,
-        only_with=("data.source=indexed|own", "not data.break_mode"),
+        only_with=(FILES, NO_LINES),
     )
     workers: int = setting(1, "Threads that prefetch samples; 0: none.", at_least=0, unit="threads")
     tokenizer: str | None = setting(
@@ -134,7 +120,7 @@ class DataConfig(Section, key="data"):
         "bytes, fairseq, gpt2, json, sentencepiece, whitespace, wordpiece, wordpiece_lower, or "
         "package.module:Name; null: the dataset's.",
         names=TOKENIZERS,
-        only_with="data.source=indexed|own",
+        only_with=FILES,
     )
     tokenizer_files: list[str] = setting(
         [],
@@ -146,13 +132,9 @@ class DataConfig(Section, key="data"):
     eod: str | None = setting(
         None,
         "End-of-document token; null: the tokenizer's default.",
-        only_with=("data.source=indexed|own", "data.tokenizer: a dataset's own tokenizer is used with its own token"),
+        only_with=(FILES, "data.tokenizer: a dataset's own tokenizer is used with its own token"),
     )
-    eod_mask_loss: bool = setting(
-        False,
-        "Mask the loss of the token after an end of document.",
-        only_with="data.order!=packed: it pads samples and masks the loss between documents",
-    )
+    eod_mask_loss: bool = setting(False, "Mask the loss of the token after an end of document.", only_with=UNPACKED)
     reset_position_ids: bool = setting(False, "Restart positions at each document.")
     reset_attention_mask: bool = setting(False, "Attend only within a document.")
 

@@ -11,6 +11,7 @@ from hpclm.config.setting import setting
 from hpclm.config.supports import SUPPORTS, Supports
 from hpclm.errors import ConfigError
 
+STAGES = "parallel.pipeline>1"
 ENGINES = {name: supports.path for name, supports in SUPPORTS.items()}
 
 
@@ -40,16 +41,13 @@ class ParallelConfig(Section, key="parallel"):
         advice="to shard nothing, set parallel.shard=null engine.name=native engine.zero_stage=0",
     )
     partition: Literal["parameters", "blocks", "time"] = setting(
-        "parameters", "Balance stages by parameters, blocks, or measured time.", only_with="parallel.pipeline>1"
+        "parameters", "Balance stages by parameters, blocks, or measured time.", only_with=STAGES
     )
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = setting(
-        "1f1b", "Pipeline schedule.", only_with="parallel.pipeline>1"
+        "1f1b", "Pipeline schedule.", only_with=STAGES
     )
     chunks: int = setting(
-        1,
-        "Stages per process.",
-        at_least=1,
-        only_with=("parallel.pipeline>1", "parallel.schedule=interleaved|zero_bubble"),
+        1, "Stages per process.", at_least=1, only_with=(STAGES, "parallel.schedule=interleaved|zero_bubble")
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -117,7 +115,6 @@ class EngineConfig(Section, key="engine"):
         None,
         "Size of gradient buckets in MB; null: the library's; native: 25, more on GPUs of several nodes.",
         more_than=0,
-        unit="MB",
     )
     gradients: Literal["auto", "fp32", "compute"] = setting(
         "auto",
@@ -153,11 +150,7 @@ class EngineConfig(Section, key="engine"):
         "none", "Activation checkpointing: whole blocks (full), or the attention core (selective)."
     )
     recompute_every: int = setting(
-        1,
-        "Blocks that are recomputed together.",
-        at_least=1,
-        unit="blocks",
-        only_with="engine.recompute=full",
+        1, "Blocks that are recomputed together.", at_least=1, unit="blocks", only_with="engine.recompute=full"
     )
     offload_activations: bool = setting(False, "Keep activations in CPU memory until the backward pass; GPUs only.")
     loss_chunk: int | None = setting(

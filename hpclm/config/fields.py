@@ -13,6 +13,7 @@ from hpclm.config import reading
 from hpclm.config.schema import RunConfig
 from hpclm.config.setting import Declared, declared
 
+UNITS = ("seconds", "minutes", "hours", "steps", "samples", "tokens", "epochs")
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -86,8 +87,9 @@ def type_text(kind: Any) -> str:
 
 
 def kind_text(entry: Field) -> str:
-    """The type of a field in plain words, with its unit."""
-    inner, unit = required(entry.type), declared(entry).unit
+    """The type of a field in plain words, with its unit, which its name may end with."""
+    inner, last = required(entry.type), entry.name.rpartition("_")[2]
+    unit = declared(entry).unit or ("MB" if last == "mb" else last if last in UNITS else "")
     if not unit or inner not in (int, float):
         return type_text(entry.type)
     return f"{type_text(inner)} of {unit}{' or null' if inner is not entry.type else ''}"

@@ -83,9 +83,10 @@ class JobConfig(Section, key="job"):
         {},
         "Other options of sbatch by long names: {account: me, qos: high, mail-type: END}; flags have an empty value.",
         secret=True,
+        runs_code=True,
     )
     warn_seconds: int = setting(
-        120, "Seconds before the time limit at which Slurm sends USR2, to save; 0: never.", at_least=0, unit="seconds"
+        120, "Seconds before the time limit at which Slurm sends USR2, to save; 0: never.", at_least=0
     )
     requeue: bool = setting(True, "Let Slurm requeue the job after preemption or a node failure.")
     restarts: int = setting(
@@ -97,20 +98,24 @@ class JobConfig(Section, key="job"):
     template: Literal["srun", "mpirun", "torchrun"] = setting(
         "srun", "What starts the ranks of a job: srun, mpirun, or torchrun on each node."
     )
-    modules: list[str] = setting([], "Environment modules to load.")
+    modules: list[str] = setting([], "Environment modules to load.", runs_code=True)
     venv: str | None = setting(
         None,
         "Virtual environment to activate; null: that of hpclm submit.",
         path=True,
         only_with="not job.container: the image has its own Python",
+        runs_code=True,
     )
     conda: str | None = setting(
         None,
         "conda environment to activate, by name or path.",
         path=True,
         only_with="not job.container: the image has its own Python",
+        runs_code=True,
     )
-    setup: list[str] = setting([], "Shell commands of the job script, run verbatim before the processes start.")
+    setup: list[str] = setting(
+        [], "Shell commands of the job script, run verbatim before the processes start.", runs_code=True
+    )
     notify: list[str] = setting(
         [],
         "Whom to notify when the run fails, finishes or restarts: a webhook, or $NAME of a variable that holds "
@@ -127,19 +132,27 @@ class JobConfig(Section, key="job"):
         {},
         "Environment variables of all processes, verbatim. Secrets are refused: export them before you submit.",
         secret=True,
+        runs_code=True,
     )
-    container: str | None = setting(None, "Image to run in: a .sif file or an image name.", path=True, url=True)
+    container: str | None = setting(
+        None, "Image to run in: a .sif file or an image name.", path=True, url=True, runs_code=True
+    )
     runtime: Literal["apptainer", "pyxis", "docker"] = setting(
         "apptainer", "Container runtime.", warn_without="job.container"
     )
     mounts: list[str] = setting(
-        [], "Folders to mount in the container: /data, or /outside:/inside.", path=":", only_with="job.container"
+        [],
+        "Folders to mount in the container: /data, or /outside:/inside.",
+        path=":",
+        only_with="job.container",
+        runs_code=True,
     )
     hostfile: str | None = setting(
         None,
         'Machines for mpirun, in DeepSpeed\'s syntax: a line "host slots=8" for each.',
         path=True,
         warn_without="job.cluster=auto|mpirun",
+        runs_code=True,
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -230,22 +243,15 @@ def _variable(name: str, value: str) -> Iterator[str]:
 class ClusterConfig(Section, key="cluster"):
     """Start-up, timeouts and checks of the processes."""
 
-    start_seconds: int = setting(
-        300, "Seconds for all processes to connect; missing ones are named.", at_least=1, unit="seconds"
-    )
+    start_seconds: int = setting(300, "Seconds for all processes to connect; missing ones are named.", at_least=1)
     timeout_minutes: float = setting(
-        10.0,
-        "Timeout of collective operations, which ends the run.",
-        more_than=0,
-        at_most=LONGEST_TIMEOUT,
-        unit="minutes",
+        10.0, "Timeout of collective operations, which ends the run.", more_than=0, at_most=LONGEST_TIMEOUT
     )
     hang_minutes: float = setting(
         5.0,
         "Minutes without progress that end a run, with all stacks and the blocking rank; six times as long for "
         "start-up, first step, evaluations and saves. 0: off.",
         at_least=0,
-        unit="minutes",
     )
     interface: str | None = setting(
         None,

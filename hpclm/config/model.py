@@ -10,6 +10,8 @@ from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
 
 BLOCKS = {"gpt": "hpclm.model.gpt:Block"}
+EXPERTS = "model.experts"
+ROPE = "model.positions=rope"
 LAYER_KINDS = ("full", "window", "nope", "window_nope")
 MAX_LAYERS, MAX_WIDTH, MAX_TOKENS = 10_000, 1 << 24, 1 << 31
 """Limits that keep a wrong number from building layers for hours, and products of sizes within 64 bits."""
@@ -40,18 +42,14 @@ class ModelConfig(Section, key="model"):
     positions: Literal["learned", "sinusoidal", "rope", "alibi", "none"] = setting(
         "learned", "Position embeddings; sinusoidal is fairseq's table."
     )
-    rope_base: float = setting(10000.0, "Base of rotary frequencies.", more_than=1, only_with="model.positions=rope")
+    rope_base: float = setting(10000.0, "Base of rotary frequencies.", more_than=1, only_with=ROPE)
     rope_fraction: float = setting(
-        1.0,
-        "Rotated part of each head (GPT-NeoX's rotary_pct).",
-        more_than=0,
-        at_most=1,
-        only_with="model.positions=rope",
+        1.0, "Rotated part of each head (GPT-NeoX's rotary_pct).", more_than=0, at_most=1, only_with=ROPE
     )
     rope_scaling: dict[str, str] = setting(
         {},
         "Keys of rope_parameters in transformers: rope_type (linear, dynamic, yarn, llama3, longrope), factor, ...",
-        only_with="model.positions=rope",
+        only_with=ROPE,
     )
     pattern: list[str] = setting(
         ["full"],
@@ -62,10 +60,7 @@ class ModelConfig(Section, key="model"):
         None, "Tokens that a window layer attends to, itself included.", at_least=1, unit="tokens"
     )
     window_rope_base: float | None = setting(
-        None,
-        "rope_base of window layers; null: the same.",
-        more_than=1,
-        only_with=("model.positions=rope", "model.window"),
+        None, "rope_base of window layers; null: the same.", more_than=1, only_with=(ROPE, "model.window")
     )
     window_rope_scaled: bool = setting(
         True, "Apply rope_scaling to window layers too.", only_with="model.window", warn_without="model.rope_scaling"
@@ -108,78 +103,72 @@ class ModelConfig(Section, key="model"):
         at_least=0,
         at_most=MAX_EXPERTS,
     )
-    experts_per_token: int = setting(
-        2, "Experts that compute each token (top-k).", at_least=1, only_with="model.experts"
-    )
-    expert_ffn: int | None = setting(
-        None, "Inner size of an expert; null: same as ffn.", at_least=1, only_with="model.experts"
-    )
+    experts_per_token: int = setting(2, "Experts that compute each token (top-k).", at_least=1, only_with=EXPERTS)
+    expert_ffn: int | None = setting(None, "Inner size of an expert; null: same as ffn.", at_least=1, only_with=EXPERTS)
     shared_ffn: int = setting(
         0,
         "Total inner size of the shared experts, which compute every token; 0: no shared experts.",
         at_least=0,
-        only_with="model.experts",
+        only_with=EXPERTS,
     )
     mlp_pattern: list[str] = setting(
         ["experts"],
         "MLPs of the layers, repeated: experts or dense; or a list with one entry per layer.",
-        only_with="model.experts",
+        only_with=EXPERTS,
     )
     router_score: Literal["softmax", "sigmoid"] = setting(
-        "softmax", "How router logits become scores.", only_with="model.experts"
+        "softmax", "How router logits become scores.", only_with=EXPERTS
     )
     router_normalize: bool = setting(
         True,
         "Divide the scores of a token's experts by their sum; must be false with experts_per_token=1.",
-        only_with="model.experts",
+        only_with=EXPERTS,
     )
     router_scale: float = setting(
-        1.0, "Factor of the chosen experts' scores (routed_scaling_factor).", more_than=0, only_with="model.experts"
+        1.0, "Factor of the chosen experts' scores (routed_scaling_factor).", more_than=0, only_with=EXPERTS
     )
     router_groups: int = setting(
         1,
         "Groups of experts; a token first chooses router_top_groups by the sum of a group's two best scores "
         "(DeepSeek-V3).",
         at_least=1,
-        only_with="model.experts",
+        only_with=EXPERTS,
     )
-    router_top_groups: int = setting(
-        1, "Groups from which a token chooses experts.", at_least=1, only_with="model.experts"
-    )
-    router_bias: bool = setting(False, "Bias of the router's logits (gpt-oss).", only_with="model.experts")
+    router_top_groups: int = setting(1, "Groups from which a token chooses experts.", at_least=1, only_with=EXPERTS)
+    router_bias: bool = setting(False, "Bias of the router's logits (gpt-oss).", only_with=EXPERTS)
     router_choice_bias: bool = setting(
         False,
         "Add a bias, which no gradient moves, to the scores when experts are chosen, not when they are weighted "
         "(DeepSeek-V3).",
-        only_with="model.experts",
+        only_with=EXPERTS,
     )
     balance_bias: float = setting(
         0.0,
         "Balance: how far a step moves the choice bias, up for experts with fewer tokens than the mean, down for others.",
         at_least=0,
-        only_with=("model.experts", "model.router_choice_bias: it moves that bias"),
+        only_with=(EXPERTS, "model.router_choice_bias: it moves that bias"),
     )
     balance_sequence: float = setting(
-        0.0, "Balance: coefficient of a loss over each sequence (DeepSeek-V3).", at_least=0, only_with="model.experts"
+        0.0, "Balance: coefficient of a loss over each sequence (DeepSeek-V3).", at_least=0, only_with=EXPERTS
     )
     balance_step: float = setting(
         0.0,
         "Balance: coefficient of a loss from the token counts of the previous step, over the global batch.",
         at_least=0,
-        only_with="model.experts",
+        only_with=EXPERTS,
     )
     balance_micro_batch: float = setting(
         0.0,
         "Balance: coefficient of a loss over each micro-batch (Mixtral). Results depend on batch.micro_size, "
         "which a resumed run must keep.",
         at_least=0,
-        only_with="model.experts",
+        only_with=EXPERTS,
     )
     router_z_loss: float = setting(
         0.0,
         "Coefficient of the square of the logarithm of the router's normaliser (Zoph et al. 2022).",
         at_least=0,
-        only_with="model.experts",
+        only_with=EXPERTS,
     )
     dropout: float = setting(0.0, "Dropout of embeddings and sublayers.", at_least=0, less_than=1)
     attention_dropout: float = setting(0.0, "Dropout of attention weights.", at_least=0, less_than=1)

@@ -68,7 +68,6 @@ class ProfileConfig(Section, key="profile"):
         "[first, last]: rank 0 records these steps, as profile/rank-00000.json (for Perfetto) and a table of the "
         "ten most expensive operations.",
         at_least=1,
-        unit="steps",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -17,6 +17,7 @@ _NAMES = (
 )
 SCHEDULES = {name: f"hpclm.optim.schedules:{name}" for name in _NAMES.split()}
 
+FP16 = "engine.precision=fp16"
 ENDLESS = ("constant", "fairseq_inverse_sqrt")
 """Schedules without an end, to which min_lr and schedule_length mean nothing."""
 
@@ -235,24 +236,17 @@ def _unusable(entry: Mapping[str, Any]) -> Iterator[str]:
 class ScalerConfig(Section, key="scaler"):
     """Loss scale for fp16: doubles after a quiet window, halves on overflow."""
 
-    initial: float = setting(65536.0, "First loss scale.", more_than=0, only_with="engine.precision=fp16")
-    window: int = setting(
-        1000, "Steps without overflow until it doubles.", at_least=1, unit="steps", only_with="engine.precision=fp16"
-    )
-    hysteresis: int = setting(
-        2, "Overflows before it halves.", at_least=1, unit="overflows", only_with="engine.precision=fp16"
-    )
+    initial: float = setting(65536.0, "First loss scale.", more_than=0, only_with=FP16)
+    window: int = setting(1000, "Steps without overflow until it doubles.", at_least=1, unit="steps", only_with=FP16)
+    hysteresis: int = setting(2, "Overflows before it halves.", at_least=1, unit="overflows", only_with=FP16)
     consecutive: bool = setting(
         False,
         "Count only overflows in a row.",
-        only_with="engine.precision=fp16",
+        only_with=FP16,
         warn_without="scaler.hysteresis>1: every overflow halves the loss scale",
     )
     minimum: float = setting(
-        1.0,
-        "Lowest loss scale; overflows there count towards optim.nonfinite_limit.",
-        more_than=0,
-        only_with="engine.precision=fp16",
+        1.0, "Lowest loss scale; overflows there count towards optim.nonfinite_limit.", more_than=0, only_with=FP16
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -20,6 +20,7 @@ from hpclm.config.section import Rule, Section, all_fields, broken
 from hpclm.config.setting import setting
 from hpclm.errors import ConfigError
 
+SAVES = "checkpoint.enabled: nothing is saved"
 MAX_BUDGET = 10**9  # epochs, or hours
 BESIDE_TRAINING = ("log", "job")
 """Sections of settings whose code does not run in the processes that train, or only reads what they measure."""
@@ -69,9 +70,9 @@ class BatchConfig(Section, key="batch"):
 class BudgetConfig(Section, key="budget"):
     """How long to train: until the first limit. A length on the command line replaces those of the file or run. Samples read with other batch sizes before a resume count."""
 
-    steps: int | None = setting(None, "Optimizer steps.", at_least=1, unit="steps")
-    samples: int | None = setting(None, "Samples; an incomplete last batch is dropped.", at_least=1, unit="samples")
-    tokens: int | None = setting(None, "Tokens: samples x model.context.", at_least=1, unit="tokens")
+    steps: int | None = setting(None, "Optimizer steps.", at_least=1)
+    samples: int | None = setting(None, "Samples; an incomplete last batch is dropped.", at_least=1)
+    tokens: int | None = setting(None, "Tokens: samples x model.context.", at_least=1)
     epochs: float | None = setting(
         None,
         "Passes over the training data; with a weighted data.blend until the first dataset is exhausted.",
@@ -83,7 +84,6 @@ class BudgetConfig(Section, key="budget"):
         "Hours of training steps over all attempts, without start-up, evaluations and saves.",
         more_than=0,
         at_most=MAX_BUDGET,
-        unit="hours",
     )
 
     @property
@@ -101,57 +101,29 @@ class CheckpointConfig(Section, key="checkpoint"):
         1000, "Steps between saves; 0: only on exit. The last step is always saved.", at_least=0, unit="steps"
     )
     minutes: float | None = setting(
-        None,
-        "Also save when the last save is this many minutes ago.",
-        more_than=0,
-        unit="minutes",
-        warn_without="checkpoint.enabled: nothing is saved",
+        None, "Also save when the last save is this many minutes ago.", more_than=0, warn_without=SAVES
     )
-    epochs: float | None = setting(
-        None,
-        "Also save after this many epochs.",
-        more_than=0,
-        unit="epochs",
-        warn_without="checkpoint.enabled: nothing is saved",
-    )
-    background: bool = setting(
-        True,
-        "Write while training continues, from a copy in CPU memory.",
-        warn_without="checkpoint.enabled: nothing is saved",
-    )
+    epochs: float | None = setting(None, "Also save after this many epochs.", more_than=0, warn_without=SAVES)
+    background: bool = setting(True, "Write while training continues, from a copy in CPU memory.", warn_without=SAVES)
     file_mb: float = setting(
         16.0,
         "Ranks that hold the same weights each write at least this many MB; 0: all write.",
         at_least=0,
-        unit="MB",
-        warn_without="checkpoint.enabled: nothing is saved",
+        warn_without=SAVES,
     )
     keep_last: int = setting(
         3,
         "How many healthy periodic checkpoints to keep; the two newest are always kept, and the last one saved on "
         "exit until the next periodic one.",
         at_least=2,
-        warn_without="checkpoint.enabled: nothing is saved",
+        warn_without=SAVES,
     )
     keep_every: int = setting(
-        0,
-        "Also keep steps that are a multiple of this; 0: none.",
-        at_least=0,
-        unit="steps",
-        warn_without="checkpoint.enabled: nothing is saved",
+        0, "Also keep steps that are a multiple of this; 0: none.", at_least=0, unit="steps", warn_without=SAVES
     )
-    keep_best: int = setting(
-        0,
-        "Also keep this many with the lowest validation loss.",
-        at_least=0,
-        warn_without="checkpoint.enabled: nothing is saved",
-    )
+    keep_best: int = setting(0, "Also keep this many with the lowest validation loss.", at_least=0, warn_without=SAVES)
     keep_epochs: int = setting(
-        0,
-        "Also keep this many of checkpoint.epochs.",
-        at_least=0,
-        only_with="checkpoint.epochs",
-        warn_without="checkpoint.enabled: nothing is saved",
+        0, "Also keep this many of checkpoint.epochs.", at_least=0, only_with="checkpoint.epochs", warn_without=SAVES
     )
     resume: Literal["auto", "require", "never"] = setting(
         "auto",
@@ -166,7 +138,6 @@ class CheckpointConfig(Section, key="checkpoint"):
         "Seconds from TERM to KILL (Slurm's GraceTime or KillWait); longer saves are not started.",
         more_than=0,
         infinite=True,
-        unit="seconds",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -221,7 +192,6 @@ class RunConfig(Section):
         None,
         "Save and exit this many minutes after the attempt's processes started; imports and set-up count.",
         more_than=0,
-        unit="minutes",
     )
     kill_switch: str | None = setting(
         None, "Save and exit when this file exists; it must belong to you or root, and is not deleted.", path=True

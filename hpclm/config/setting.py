@@ -103,6 +103,8 @@ class Declared:
     """The text that separates paths in a value, empty if the value is one path; None if it is not a path."""
     url: bool = False
     """Whether a URL is allowed in place of a path."""
+    runs_code: bool = False
+    """Whether the value determines which programs run, so that nobody else may have written it."""
     secret: bool = False
     """Whether messages must not show the value."""
     names: Mapping[str, Any] | None = None

@@ -126,8 +126,7 @@ def checked(function: Function) -> Function:
         try:
             return function(*bound.args, **bound.kwargs)
         except ConfigError as error:
-            texts = (terminal.line(problem.removesuffix(" (command line)")) for problem in error.problems)
-            raise ConfigError(texts) from None
+            raise ConfigError(map(terminal.line, error.problems)) from None
         except OSError as error:
             if error.errno not in (*MACHINE, *REFUSED):
                 raise

@@ -16,6 +16,7 @@ from hpclm.api.dataset import Data
 from hpclm.config import RunConfig
 from hpclm.config.checks import shown
 from hpclm.config.fields import as_word, required, type_of, type_text
+from hpclm.config.settings import UnplacedWord
 from hpclm.errors import ConfigError
 from hpclm.node import environment
 from hpclm.rundir import folder
@@ -96,10 +97,10 @@ def words(changes: Iterable[Change]) -> list[str]:
     typed: list[str] = []
     for change in changes:
         if isinstance(change, str):
-            typed.append(str.__str__(change))
+            typed.append(UnplacedWord(str.__str__(change)))
         elif isinstance(change, Mapping):
             with readable("a change"):
-                typed += [f"{key}={word(key, value)}" for key, value in leaves(change)]
+                typed += [UnplacedWord(f"{key}={word(key, value)}") for key, value in leaves(change)]
         else:
             raise ConfigError(
                 f'a change must be a mapping such as {{"optim.lr": 1e-3}}, or "optim.lr=1e-3", not {type(change).__name__}'

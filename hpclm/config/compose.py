@@ -238,7 +238,7 @@ def _from_site(path: Path, problems: list[str]) -> list[Setting]:
             allowed.append(setting)
         else:
             only = " and ".join(SITE_SECTIONS)
-            problems.append(f"{setting.key} cannot be set in a site file, only {only} ({reading.place(setting.at)})")
+            problems.append(f"{setting.key} cannot be set in a site file, only {only}{reading.where(setting.at)}")
     return allowed
 
 

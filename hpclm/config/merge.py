@@ -16,7 +16,7 @@ from hpclm.config import hints
 from hpclm.config.checks import shown, texts
 from hpclm.config.fields import declaration_of, keys, leaves, nested, path_separator, required, split_key, type_of
 from hpclm.config.optim import Group
-from hpclm.config.reading import is_null, node, place, plain, scalar, with_texts
+from hpclm.config.reading import is_null, node, plain, scalar, where, with_texts
 from hpclm.config.schema import RunConfig
 from hpclm.config.section import build
 from hpclm.config.settings import Setting
@@ -80,7 +80,7 @@ def _checked(setting: Setting) -> Setting:
     """The setting, with environment variables in paths; ConfigError if it does not exist, or not with such a value."""
     wrong = _wrong(setting, type_of(setting.key), plain(setting.node))
     if wrong:
-        raise ConfigError(f"{wrong} ({place(setting.at)})")
+        raise ConfigError(f"{wrong}{where(setting.at)}")
     if path_separator(setting.key) is None:
         return setting
 
@@ -92,7 +92,7 @@ def _checked(setting: Setting) -> Setting:
             node=with_texts(setting.node, lambda text: paths.with_variables(text, is_for_omegaconf))
         )
     except ConfigError as error:
-        raise ConfigError(f"{setting.name}={error} ({place(setting.at)})") from None
+        raise ConfigError(f"{setting.name}={error}{where(setting.at)}") from None
 
 
 def _wrong(setting: Setting, kind: Any, value: Any) -> str:
@@ -142,7 +142,7 @@ def _value(setting: Setting) -> Any:
             [_with_home(part, separator) for part in value] if isinstance(value, list) else _with_home(value, separator)
         )
     except ConfigError as error:
-        raise ConfigError(f"{setting.name}={problem} ({place(setting.at)})" for problem in error.problems) from None
+        raise ConfigError(f"{setting.name}={problem}{where(setting.at)}" for problem in error.problems) from None
 
 
 def _with_home(text: str, separator: str) -> str:
@@ -188,6 +188,4 @@ def _resolving(setting: Setting) -> Iterator[None]:
             reason = "${...} is not complete; write \\${ for these characters"
         if isinstance(error, InterpolationKeyError):
             reason += ": ${...} inserts another setting, such as ${name}; environment variables are expanded in paths and in job.setup"
-        raise ConfigError(
-            f"{shown_setting(setting.name, plain(setting.node))}: {reason} ({place(setting.at)})"
-        ) from None
+        raise ConfigError(f"{shown_setting(setting.name, plain(setting.node))}: {reason}{where(setting.at)}") from None

@@ -95,6 +95,11 @@ def place(node: yaml.Node) -> str:
     return COMMAND_LINE if node.start_mark.name == COMMAND_LINE else f"{node.start_mark.name}:{line(node)}"
 
 
+def where(node: yaml.Node) -> str:
+    """The place of a node for the end of a message; empty for a value that has none (UnplacedWord)."""
+    return f" ({place(node)})" if node.start_mark.name else ""
+
+
 def line(node: yaml.Node) -> int:
     """The line of a node in its file."""
     return int(node.start_mark.line) + 1
@@ -112,20 +117,20 @@ def _clean(node: yaml.Node, at: yaml.Node, seen: dict[int, bool], problems: list
     """
     if id(node) in seen:
         if not seen[id(node)]:
-            problems.append(f"aliases (*name) are not supported; repeat the value ({place(at)})")
+            problems.append(f"aliases (*name) are not supported; repeat the value{where(at)}")
         seen[id(node)] = True
         return False
     seen[id(node)] = False
     if node.tag not in TAGS:
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-        problems.append(f"tags ({tag}) are not supported; leave it out ({place(node)})")
+        problems.append(f"tags ({tag}) are not supported; leave it out{where(node)}")
     if isinstance(node, yaml.SequenceNode):
         node.value = [entry for entry in node.value if _clean(entry, at, seen, problems)]
     elif isinstance(node, yaml.MappingNode):
         pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
             if wrong := _wrong_key(key, pairs):
-                problems.append(f"{wrong} ({place(key)})")
+                problems.append(f"{wrong}{where(key)}")
             elif _clean(value, key, seen, problems):
                 pairs[key.value] = key, value
         node.value = list(pairs.values())

@@ -37,6 +37,10 @@ class Setting(NamedTuple):
     """The key as it is typed there."""
 
 
+class UnplacedWord(str):
+    """A key=value word of a program, not typed on a command line, so that messages name no place."""
+
+
 def is_override(word: str) -> bool:
     """Whether a command-line word is key=value rather than a file name."""
     return re.match(r"[A-Za-z_][\w.-]*\s*=", word) is not None
@@ -47,16 +51,16 @@ def of_words(words: Sequence[str], problems: list[str]) -> list[Setting]:
     settings: list[Setting] = []
     for word in words:
         name, sign, text = word.partition("=")
-        at = reading.scalar(name.strip())
+        at = reading.scalar(name.strip(), "" if isinstance(word, UnplacedWord) else reading.COMMAND_LINE)
         if not sign:
             problems.append(f"{word!r} is not key=value")
             continue
         try:
-            node, wrong = _of_word(at.value, text)
+            node, wrong = _of_word(at.value, text, at.start_mark)
         except yaml.YAMLError as error:
             shown = shown_setting(at.value, text)
             reason = f": {reading.reason(error)}" if shown != at.value else ""  # which may quote a secret
-            problems.append(f"{shown} is not a YAML value{reason} ({reading.COMMAND_LINE})")
+            problems.append(f"{shown} is not a YAML value{reason}{reading.where(at)}")
             continue
         of_word = _ordered(_flat(at.value, at, node))
         problems += [*(f"{at.value}: {problem}" for problem in wrong), *_repeated(of_word)]
@@ -64,12 +68,12 @@ def of_words(words: Sequence[str], problems: list[str]) -> list[Setting]:
     return settings
 
 
-def _of_word(name: str, text: str) -> tuple[yaml.Node, list[str]]:
+def _of_word(name: str, text: str, mark: yaml.Mark) -> tuple[yaml.Node, list[str]]:
     """The value of a word: verbatim for settings of text, YAML for all others."""
     kind = type_of(RENAMED.get(name, name))
     if required(kind) is str:
-        return reading.scalar(text, quoted=kind is str), []
-    return reading.nodes(text, reading.COMMAND_LINE)
+        return reading.scalar(text, mark, quoted=kind is str), []
+    return reading.nodes(text, mark.name)
 
 
 def of_file(content: reading.Content, problems: list[str]) -> list[Setting]:
@@ -111,6 +115,7 @@ def _repeated(settings: Iterable[Setting]) -> Iterator[str]:
             names = ""
             if setting.key != setting.name:
                 names = "," + " and".join(f" as {name}" for name in dict.fromkeys((first.name, setting.name)))
+            file = setting.at.start_mark.name
             lines = reading.in_lines(*sorted((first.at, setting.at), key=reading.line))
-            yield f"{setting.key} is set twice{names}{lines}; leave one out ({setting.at.start_mark.name})"
+            yield f"{setting.key} is set twice{names}{lines}; leave one out{f' ({file})' if file else ''}"
         before[setting.key] = setting

@@ -11,7 +11,7 @@ import yaml
 
 from hpclm.config.checks import MAX_INTEGER, shown
 from hpclm.config.fields import required, type_text
-from hpclm.config.reading import DIGITS, is_null, nodes, number, place, plain
+from hpclm.config.reading import DIGITS, is_null, nodes, number, plain, where
 from hpclm.errors import ConfigError
 from hpclm.registry import hint
 
@@ -30,7 +30,7 @@ def typed(key: str, node: yaml.Node, kind: Any) -> Any:
         if inner is not kind:
             return None
         word = f"; if you mean the word {node.value}, put quotes around it" if node.value and inner is str else ""
-        raise ConfigError(f"{key} must be {type_text(kind)}, not empty{word} ({place(node)})")
+        raise ConfigError(f"{key} must be {type_text(kind)}, not empty{word}{where(node)}")
     form = typing.get_origin(inner)
     if form in (list, tuple):
         return _elements(key, opened(node), kind)
@@ -69,7 +69,7 @@ def refused(key: str, node: yaml.Node, kind: Any, more: str = "") -> ConfigError
         sentence += f": it has {len(value)} digits, and at most {DIGITS} are allowed"
     else:
         sentence += _as_meant(key, inner, value)
-    return ConfigError(f"{sentence} ({place(node)})")
+    return ConfigError(f"{sentence}{where(node)}")
 
 
 def shown_setting(key: str, value: Any) -> str:

@@ -17,6 +17,7 @@ from hpclm.checkpoint import CheckpointStore, Progress, Retention, directory, ma
 from hpclm.checkpoint.manifest import Manifest
 from hpclm.config import DataConfig, ModelConfig, RunConfig
 from hpclm.config.fields import as_yaml
+from hpclm.config.settings import UnplacedWord
 from hpclm.data import chat_record
 from hpclm.data.chat_record import ChatRecord
 from hpclm.engine import Shard, StateSource
@@ -181,9 +182,8 @@ def network(derived: Mapping[str, Any], overrides: list[str]) -> ModelConfig:
     other = [word for word in overrides if not word.startswith("model.")]
     if other:
         raise ConfigError(f"{other[0]}: an import accepts only model.… settings; give the others to hpclm train")
-    return configs.load(
-        None, [*(f"model.{name}={as_yaml(value)}" for name, value in derived.items()), *overrides]
-    ).model
+    settings = [UnplacedWord(f"model.{name}={as_yaml(value)}") for name, value in derived.items()]
+    return configs.load(None, [*settings, *overrides]).model
 
 
 @contextmanager

@@ -177,7 +177,6 @@ def import_folder(
         config = run.network(settings, overrides)
     except ConfigError as error:
         lines = [re.sub(r"\bmodel\.\w+", lambda name: theirs.get(name[0], name[0]), line) for line in error.problems]
-        lines = [line if "model." in line else line.removesuffix(" (command line)") for line in lines]
         raise ConfigError([f"{folder / 'config.json'}: {line}" for line in lines]) from None
     reader = Reader(folder, pickle)
     left_out = sorted(name for name in reader.names() if family.left_out(tree, name))

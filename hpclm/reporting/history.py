@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from hpclm.errors import MACHINE, unread
 from hpclm.reporting.attempts import Attempt, Signs, attempts
 from hpclm.reporting.experts import ExpertHistory, expert_history
 from hpclm.rundir import events, metric_names, metrics_file
-from hpclm.rundir.rows import Row
+from hpclm.rundir.rows import Row, fits
 
 log = logging.getLogger(__name__)
 FIGURES = {
@@ -173,14 +174,19 @@ class _MetricsReader:
 
     def read(self, out: Path, lost: bool = False) -> None:
         """Read metrics.jsonl of the run in ``out``, or with ``lost`` the file of its lost steps; OSError if that fails."""
-        names = (*self._columns, "memory", *EVALUATION)
-        for block in metrics_file.blocks(out, {name: FIGURES.get(name, float) for name in names}, lost):
+        names = ("step", *EVALUATION)
+        for block in metrics_file.blocks(out, {name: FIGURES[name] for name in names}, lost):
             steps = [row for row in block.rows if "loss" in row]
             if len(steps) < len(block.rows):
                 self.others += [row for row in block.rows if "loss" not in row]
-            for name, column in self._columns.items():
-                column.frombytes(_numbers(steps, name).tobytes())
-            self.memory = float(np.fmax.reduce(_numbers(steps, "memory"), initial=self.memory))
+            try:
+                for name, column in self._columns.items():
+                    column.frombytes(_numbers(steps, name).tobytes())
+                self.memory = float(np.fmax.reduce(_numbers(steps, "memory"), initial=self.memory))
+            except (ValueError, TypeError, OverflowError):
+                for _ in metrics_file.blocks(out, {**dict.fromkeys(self._columns, float), **FIGURES}, lost):
+                    pass  # this raises an error that names the line
+                raise
 
     def steps(self) -> StepTable:
         """The steps read so far."""
@@ -188,11 +194,19 @@ class _MetricsReader:
 
 
 def _numbers(rows: Sequence[Row], name: str) -> Array:
-    """A field of these rows; NaN where it is null or absent."""
+    """A field of these rows; NaN where it is null or absent. An error if a value is not valid.
+
+    ``metrics_file.blocks`` could check the fields too, but this takes half the time.
+    """
     try:
-        return np.fromiter(map(itemgetter(name), rows), np.float64, len(rows))
-    except (KeyError, TypeError):
-        return np.array([row.get(name) for row in rows], np.float64)
+        values = list(map(itemgetter(name), rows))
+    except KeyError:
+        values = [row.get(name) for row in rows]
+    numbers = np.array(values, np.float64)
+    largest = np.fmax.reduce(np.abs(numbers), initial=0.0)
+    if not {*map(type, values)} <= {int, float, NoneType} or not fits(float(largest), float):
+        raise ValueError(name)
+    return numbers
 
 
 def _if_readable(read: Callable[[], Content]) -> Content | None:

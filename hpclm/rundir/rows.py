@@ -108,8 +108,9 @@ def _valid_rows(text: bytes, fields: Mapping[str, Kind], needs: Collection[str])
     Files have millions of lines; read as one array and checked field by field, they take a third of the time.
     """
     with suppress(orjson.JSONDecodeError):
-        rows: list[Any] = orjson.loads(b"[" + text[:-1].replace(b"\n", b",") + b"]")
-        if len(rows) == text.count(b"\n") and _all_sane(rows, fields, needs):
+        count = text.count(b"\n")
+        rows: list[Any] = orjson.loads(b"[%b]" % text.replace(b"\n", b",", count - 1))
+        if len(rows) == count and _all_sane(rows, fields, needs):
             return rows
     return None
 

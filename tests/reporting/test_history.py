@@ -1,5 +1,7 @@
 """What a run's files say of its attempts."""
 
+import re
+
 import pytest
 
 from hpclm import cli
@@ -85,6 +87,18 @@ def test_a_damaged_line_is_named_and_one_that_is_being_written_is_left_out(name,
     assert history.read(out) == whole
     (out / name).write_text(lines + "null\n" + lines)
     with pytest.raises(ConfigError, match=rf"{name}, line {lines.count(chr(10)) + 1}, is damaged"):
+        history.read(out)
+
+
+@pytest.mark.parametrize("value", ['"3.0"', "true", "-1e301", "[]", "1" + "0" * 400])
+@pytest.mark.parametrize("field", ["loss", "memory", "mine"])
+def test_a_value_that_is_not_a_number_is_damage(field, value, tmp_path):
+    out = made.trained(tmp_path / "run", [4.0])
+    row = made.lines([made.row(1, 1, mine=1.0)])
+    key = f'"{field}": '
+    damaged = re.sub(rf"{key}[^,}}]*", key + value, row)
+    (out / "metrics.jsonl").write_text(row * 300 + damaged + row * 300)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 301, is damaged"):
         history.read(out)
 
 

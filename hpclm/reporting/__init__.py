@@ -1,1 +1,1 @@
-"""What a run was, for people: a page of curves and attempts, and a live table of runs."""
+"""Runs shown to people: a page of curves and attempts, images, and a live table of runs."""

@@ -1,8 +1,8 @@
-"""Where a run came from: its model, data, settings, command, code, versions and hardware, as its files say."""
+"""The origin of a run: its model, data, settings, command, code, versions and hardware, as its files say."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.reporting.history import History
 from hpclm.rundir import events, runs
+from hpclm.rundir.rows import Row
+from hpclm.terminal import many
 
 PLACES = ("out", "name", "job", "cluster")
-"""Settings that say where a run is, and not what it is."""
+"""Settings that say where a run is, not what it computes."""
 OF_DATA = ("source", "prefix", "blend", "train", "valid", "validation", "tokenizer", "tokenizer_files")
 UNCOMPARABLE = (*(f"data.{name}" for name in OF_DATA), "data.split", "data.split_by", "model.vocab_size")
 """Settings that decide what a loss measures."""
@@ -27,9 +29,9 @@ Settings = Mapping[str, Any]
 
 
 def settings(out: Path) -> Settings:
-    """The settings of the run in ``out``, but those of PLACES; none if it was never started, or they are damaged.
+    """The settings of the run in ``out`` without PLACES; empty if it was never started, or if they are damaged.
 
-    They are those of its last attempt: config.yaml may already have others, of a job that has not trained.
+    Its last attempt used these settings. config.yaml may already have those of a job that has not trained.
     """
     used = str(runs.read(out).attempt.get("config", ""))
     version = used if VERSION.fullmatch(used) and (out / used).is_file() else NAME
@@ -41,8 +43,10 @@ def settings(out: Path) -> Settings:
 
 
 def shown(value: object) -> str:
-    """The value of a setting."""
-    return f"{value:.6g}" if isinstance(value, float) else "–" if value is None else str(value)
+    """The value of a setting as text."""
+    if value is None:
+        return "–"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def changed(used: Settings) -> dict[str, Any]:
@@ -52,18 +56,19 @@ def changed(used: Settings) -> dict[str, Any]:
 
 
 def differing(by_run: Mapping[str, Settings]) -> dict[str, dict[str, Any]]:
-    """Setting -> run -> value, of the settings in which runs differ."""
+    """Setting -> run -> value, for settings that differ between runs."""
     keys = dict.fromkeys(key for settings in by_run.values() for key in settings)
     rows = {key: {name: settings[key] for name, settings in by_run.items() if key in settings} for key in keys}
     return {key: row for key, row in rows.items() if len({str(value) for value in row.values()}) > 1}
 
 
 def facts(history: History, used: Settings) -> dict[str, str]:
-    """What there is to know about the run, by title."""
-    row: Mapping[str, Any] = {}
-    checked: Mapping[str, Any] = {}
+    """All facts about the run, by title."""
+    row: Row = {}
+    checked: Row = {}
     with suppress(OSError):
-        row = events.whole(history.out, history.attempts[-1].row) if history.attempts else {}
+        if history.attempts:
+            row = events.whole(history.out, history.attempts[-1].row)
         for event in events.of_kind(events.read(history.out), "preflight")[-1:]:
             checked = events.whole(history.out, event)
     model: ModelConfig | None = None
@@ -97,31 +102,40 @@ def _data(used: Settings) -> str:
     return " ".join(f"{name}={shown(value)}" for name, value in values.items() if value)
 
 
-def _code(row: Mapping[str, Any]) -> Iterator[str]:
+def _code(row: Row) -> Iterator[str]:
     for title, key in (("hpclm", "hpclm"), ("git", "git"), ("digest of the files", "digest")):
-        if value := _text(row, key):
+        value = _text(row, key)
+        if value:
             yield f"{title} {value}"
 
 
-def _versions(row: Mapping[str, Any]) -> str:
+def _versions(row: Row) -> str:
     versions = row.get("versions")
-    libraries = versions if isinstance(versions, dict) else {}
-    return ", ".join(f"{name} {value}" for name, value in {"Python": row.get("python"), **libraries}.items() if value)
+    used = {"Python": row.get("python")}
+    if isinstance(versions, dict):
+        used |= versions
+    return ", ".join(f"{name} {value}" for name, value in used.items() if value)
 
 
-def _hardware(row: Mapping[str, Any], checked: Mapping[str, Any]) -> Iterator[str]:
+def _hardware(row: Row, checked: Row) -> Iterator[str]:
     ranks = [rank for rank in checked.get("ranks") or [] if isinstance(rank, dict)]
     devices = Counter(str(rank["device_name"]) for rank in ranks if rank.get("device_name"))
     hosts = row.get("hosts") or []
     yield from (f"{number} × {name}" for name, number in devices.most_common(4))
     if hosts:
-        shown = ", ".join(map(str, hosts[:4])) + f" and {len(hosts) - 4} more" * (len(hosts) > 4)
-        yield f"{row.get('size') or len(hosts)} process{'es' * ((row.get('size') or 1) > 1)} on {shown}"
+        yield f"{many(row.get('size') or len(hosts), 'process')} on {some(hosts, 4)}"
     for title, key in (("driver", "driver"), ("CUDA", "cuda"), ("NCCL", "nccl")):
-        if value := next((_text(rank, key) for rank in ranks if rank.get(key)), ""):
-            yield f"{title} {value}"
+        values = [_text(rank, key) for rank in ranks if rank.get(key)]
+        if values and values[0]:
+            yield f"{title} {values[0]}"
 
 
-def _text(row: Mapping[str, Any], key: str) -> str:
+def some(hosts: Sequence[object], most: int) -> str:
+    """The first hosts, and how many more there are."""
+    shown = ", ".join(map(str, hosts[:most]))
+    return f"{shown} and {len(hosts) - most} more" if len(hosts) > most else shown
+
+
+def _text(row: Row, key: str) -> str:
     value = row.get(key)
     return value if isinstance(value, str) else ""

@@ -17,20 +17,21 @@ from hpclm.rundir.state import State, span
 
 COLUMNS = ("RUN", "STATE", "STEP", "LOSS", "TOKENS/S", "LEFT", "LAST STEP", "CHECKPOINT", "")
 
-CURVE, NOTES = "LOSS CURVE", ""
+CURVE = "LOSS CURVE"
+NOTES = ""
 WORTH = ("RUN", "STATE", "STEP", "LOSS", CURVE, "LEFT", "TOKENS/S", NOTES, "LAST STEP", "CHECKPOINT")
 """Columns, the most important first."""
 NARROWEST = {CURVE: len(CURVE), NOTES: 24}
-"""How narrow a column may become: a curve by fewer points, notes by an ellipsis."""
+"""The least width of a column: a curve loses points, notes end with an ellipsis."""
 GAP = 2
 LIVE_COLUMNS = (*COLUMNS[:4], CURVE, *COLUMNS[4:])
-PRINTED = 5  # last lines of a log that are shown of a run that has failed
+PRINTED = 5  # the number of last lines of a failed run's log
 ORDER = ("running", "starting", "completing", "waiting", "failed", "ended", "unknown")
-"""Of the states, those worth looking at first."""
+"""The states worth looking at first."""
 
 
 def table(statuses: Sequence[State], width: int | None = None) -> Iterator[str]:
-    """A header, and a line for each run. ``width``: columns of the terminal; where the lines are longer, notes go below them."""
+    """A header, and a line for each run. ``width``: columns of the terminal; notes go below lines that are longer."""
     rows = [COLUMNS, *map(row, statuses)]
     lines = terminal.columns(rows)
     if width is None:
@@ -46,7 +47,7 @@ def silent(statuses: Sequence[State]) -> list[str]:
 
 
 def _fitted(rows: Sequence[Sequence[str]], lines: Sequence[str], width: int) -> Iterator[str]:
-    """``lines`` of ``rows``; those that are too long, with their notes on lines of their own."""
+    """``lines`` of ``rows``; if one is too long, its notes follow on separate lines."""
     import wcwidth
 
     bare = [cells[:-1] for cells in rows]
@@ -62,12 +63,14 @@ def _fitted(rows: Sequence[Sequence[str]], lines: Sequence[str], width: int) -> 
 
 def row(status: State) -> tuple[str, ...]:
     """One run's line of the table."""
-    run, speed = status.run, status.run.summary.get("tokens_per_second")
+    run = status.run
+    speed = run.summary.get("tokens_per_second")
+    steps = str(run.step) if run.attempt else "-"
     notes = [status.where() if status.live else status.ending, *status.warnings()]
     cells = (
         files.shown(run.out),
         status.name,
-        f"{run.step}/{run.total}" if run.total else str(run.step) if run.attempt else "-",
+        f"{run.step}/{run.total}" if run.total else steps,
         loss(status) or "-",
         f"{speed:,.0f}" if speed else "-",
         "-" if status.left is None else span(status.left),
@@ -79,7 +82,7 @@ def row(status: State) -> tuple[str, ...]:
 
 
 def detail(status: State) -> Iterator[str]:
-    """Everything about one run, one line each: the columns of the table, and what has no room there."""
+    """Everything about one run, one line each: the columns of the table and more."""
     cells = dict(zip(COLUMNS[:-1], row(status)[:-1], strict=True))
     lines = [(name.lower(), cell) for name, cell in cells.items() if cell != "-"]
     for name, text in (*lines, *_more(status)):
@@ -99,40 +102,53 @@ def detail(status: State) -> Iterator[str]:
 
 
 def _more(status: State) -> Iterator[tuple[str, str]]:
-    run, summary, attempt = status.run, status.run.summary, status.run.attempt
+    run = status.run
+    summary = run.summary
     yield "job", status.where()
     yield "queue", f"unknown ({status.asked})" if status.asked else ""
     yield "ended", "" if status.live else status.ending
     if summary.get("validation_loss") is not None:
         yield "validation", f"{summary['validation_loss']:.4f} at step {summary.get('validation_step')}"
-    if attempt:
-        size, launcher = attempt.get("size"), attempt.get("launcher")
-        by = f" by {launcher}" if launcher not in ("single", "local") else ", launched locally"
-        ranks = f", {size} rank{'s' * (size != 1)}{by}" if size and launcher else ""
-        begun = f"from step {attempt.get('from_step')} on {attempt.get('host')}{ranks}, {attempt.get('time')}"
-        used = f", settings in {attempt['config']}" if attempt.get("config") else ""
-        again = sum(each.ended.get("code") == ExitCode.REQUEUE for each in run.attempts)
-        interrupted = f" ({again} ended by a signal)" if again else ""
-        yield "attempts", f"{len(run.attempts)}{interrupted}, the last {begun}{used}"
+    if run.attempt:
+        yield "attempts", _attempts(run)
     rollback = events.pending_rollback(run.events)
     yield "rollback", "" if rollback is None else f"the next attempt resumes from step {rollback}"
     if status.name in ("failed", "ended"):
         printed = rows.tail(run.job_log() or run.out / "log.txt").splitlines()[-PRINTED:]
-        yield from zip(("printed", *[""] * PRINTED), printed, strict=False)
+        for number, line in enumerate(printed):
+            yield "" if number else "printed", line
     logs = [path for path in (run.out / "log.txt", run.job_log()) if path and files.is_file(path)]
     yield "logs", " · ".join(map(files.shown, logs))
     yield from (("warning", text) for text in status.warnings())
 
 
+def _attempts(run: Run) -> str:
+    """How many attempts a run had, and how the last one began."""
+    attempt = run.attempt
+    text = str(len(run.attempts))
+    interrupted = sum(each.ended.get("code") == ExitCode.REQUEUE for each in run.attempts)
+    if interrupted:
+        text += f" ({interrupted} ended by a signal)"
+    text += f", the last from step {attempt.get('from_step')} on {attempt.get('host')}"
+    launcher = attempt.get("launcher")
+    if attempt.get("size") and launcher:
+        by = ", launched locally" if launcher in ("single", "local") else f" by {launcher}"
+        text += f", {terminal.many(attempt['size'], 'rank')}{by}"
+    text += f", {attempt.get('time')}"
+    return f"{text}, settings in {attempt['config']}" if attempt.get("config") else text
+
+
 def loss(status: State) -> str:
-    """The last step's loss."""
-    value = status.run.summary.get("loss", "")
-    return "not finite" if value is None else f"{value:.4f}" if value != "" else ""
+    """The last step's loss; empty if unknown."""
+    if "loss" not in status.run.summary:
+        return ""
+    value = status.run.summary["loss"]
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def values(status: State) -> dict[str, Any]:
     """One run for programs: times in seconds, null if unknown."""
-    run, summary = status.run, status.run.summary
+    run = status.run
     return {
         "run": str(run.out),
         "state": status.name,
@@ -141,7 +157,7 @@ def values(status: State) -> dict[str, Any]:
         "process": status.process,
         "step": run.step,
         "total_steps": run.total,
-        **{name: summary.get(name) for name in ("loss", "tokens_per_second", "step_seconds")},
+        **{name: run.summary.get(name) for name in ("loss", "tokens_per_second", "step_seconds")},
         "seconds_left": status.left,
         "last_step_age": status.age,
         "checkpoint": run.checkpoint[0] if run.checkpoint else None,
@@ -157,8 +173,7 @@ def values(status: State) -> dict[str, Any]:
 
 
 def fitted(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """The lines of the header, then of each row, ``width`` columns wide. A name that takes more than half of that is on a line of
-    its own."""
+    """The lines of the header, then of each row, ``width`` columns wide. A name longer than half of that has a separate line."""
     above = [[row[0]] if terminal.width(row[0]) > width // 2 else [] for row in rows]
     rest = [("", *row[1:]) if name else row for name, row in zip(above, rows, strict=True)]
     header, *lines = _lines([heads, *rest], width)
@@ -172,9 +187,10 @@ def _lines(table: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 def _widths(table: Sequence[Sequence[str]], width: int) -> dict[str, int]:
-    """The columns that there is room for, and how wide each is."""
+    """The columns that fit, and their widths."""
     whole = {column[0]: max(map(terminal.width, column)) for column in zip(*table, strict=True)}
-    widths, room = {}, width + GAP
+    widths: dict[str, int] = {}
+    room = width + GAP
     for name in WORTH:
         narrowest = min(whole.get(name, 0), NARROWEST.get(name, width))
         if narrowest and narrowest + GAP <= room:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from hpclm.reporting.attempts import KINDS, Attempt
 from hpclm.reporting.history import History
 from hpclm.reporting.html import table, text
+from hpclm.reporting.provenance import some
 from hpclm.rundir.state import moment, span
 from hpclm.terminal import many
 
@@ -101,15 +102,12 @@ def _row(attempt: Attempt) -> list[str]:
     row = attempt.row
     job = f"job {row['job_id']}, " if row.get("job_id") else ""
     hosts = row.get("hosts") or [row.get("host", "")]
-    shown = ", ".join(map(str, hosts[:3]))
-    if len(hosts) > 3:
-        shown += f" and {len(hosts) - 3} more"
     return [
         str(attempt.number),
         f"{attempt.first} → {attempt.last}",
         str(attempt.lost) if attempt.lost else "",
         _moment(moment(row["time"]) or 0.0),
-        job + shown,
+        job + some(hosts, 3),
         *(seconds(attempt.seconds(kind)) for kind in ("queued", "starting", "training")),
     ]
 

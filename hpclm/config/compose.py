@@ -109,8 +109,8 @@ def _without_other_lengths(given: Sequence[Setting]) -> list[Setting]:
 
 
 def of_run(folder: Path, overrides: Sequence[str], version: str = run_file.NAME) -> RunConfig:
-    """The settings of the run in ``folder`` with ``overrides`` on top, without its job settings: for verbs that only read its
-    model, as they stand in ``version`` of its config.yaml. ConfigError if it is not a run directory."""
+    """The settings of the run in ``folder`` with ``overrides`` on top, without its job settings: for commands that only read
+    its model. ConfigError if it is not a run directory. ``version``: config.yaml, or an earlier version of it."""
     problems: list[str] = []
     path, settings, content = _of_folder(folder, version, problems)
     settings = [setting for setting in settings if not setting.key.startswith("job.")]
@@ -120,8 +120,9 @@ def of_run(folder: Path, overrides: Sequence[str], version: str = run_file.NAME)
 
 
 def flat_of_run(folder: Path, version: str = run_file.NAME) -> dict[str, Any]:
-    """The settings of the run in ``folder`` as section.name: value, as they stand in ``version`` of its config.yaml; ConfigError
-    without it."""
+    """The settings of the run in ``folder`` as section.name: value; ConfigError if it is not a run directory.
+
+    ``version``: config.yaml, or an earlier version of it."""
     problems: list[str] = []
     settings = _of_folder(folder, version, problems)[1]
     if problems:
@@ -146,7 +147,7 @@ def _of_folder(folder: Path, version: str, problems: list[str]) -> tuple[Path, l
 
 
 def missing_code(run: RunConfig) -> list[str]:
-    """What settings name of the user's own code and does not exist, as far as that is known before it is imported."""
+    """Problems for the user's code that settings name and that does not exist; nothing is imported."""
     problems: list[str] = []
     for key in NAMES_CODE:
         value = attrgetter(key)(run)
@@ -192,7 +193,9 @@ def _as_read(key: str, value: Any) -> Any:
         return value or "auto"
     if path_separator(key) is None:
         return literal(value) if inserts_settings(key) else value
-    return [_as_read(key, part) for part in value] if isinstance(value, list) else value and paths.literal(value)
+    if isinstance(value, list):
+        return [paths.literal(part) for part in value]
+    return value and paths.literal(value)
 
 
 def named(arguments: list[str]) -> list[str]:
@@ -201,8 +204,9 @@ def named(arguments: list[str]) -> list[str]:
 
 
 def _settings_file(path: str | Path) -> Path:
-    """``path``, or if there is no such file the preset of that name, which may be written with or without configs/ and .yaml."""
-    presets, file = shipped.presets(), Path(path)
+    """``path`` if it exists, or else the preset of that name, with or without configs/ and .yaml."""
+    presets = shipped.presets()
+    file = Path(path)
     if run_file.is_run(file):
         return file / run_file.NAME
     if file.exists() and not file.is_dir():

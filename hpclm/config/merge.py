@@ -26,40 +26,48 @@ from hpclm.errors import ConfigError
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 
 
+DEFAULT_OUT = Setting("out", scalar(RunConfig.out, quoted=True), scalar("out"), "out")
+"""The only default that refers to another setting."""
+
+
 def merge(settings: Sequence[Setting], problems: list[str], base: RunConfig | None = None) -> RunConfig:
     """``base``, or the defaults, with all ``settings`` in their order; ConfigError with ``problems`` and everything else that is wrong."""
     values = dict(leaves(base or RunConfig()))
-    default_out = Setting("out", scalar(RunConfig.out, quoted=True), scalar("out"), "out")
-    settings = settings if base else [default_out, *settings]
     refused: set[str] = set()
     references: dict[str, Setting] = {}
     for setting in settings:
         field, name = split_key(setting.key)
-        try:
+        with _collected(field, problems, refused):
             setting = _checked(setting)
             references.pop(setting.key, None)
             if inserts_settings(field) and _has_reference(plain(setting.node)):
                 references[setting.key] = _with_reference(setting)
                 continue
             value = _value(setting)
-        except ConfigError as error:
-            problems += error.problems
-            refused.add(setting.key)
-            continue
-        values[field] = value if name is None else {**values[field], name: value}
+            values[field] = value if name is None else {**values[field], name: value}
+    if base is None and all(setting.key != "out" for setting in settings):
+        references["out"] = DEFAULT_OUT
     tree = _tree(values, {key: plain(setting.node) for key, setting in references.items()})
-    for key in sorted(references, key=lambda key: references[key].at is default_out.at):
-        try:
-            values[key] = _value(_resolved(references[key], tree))
-        except ConfigError as error:
-            follows = bool(problems) and references[key].at is default_out.at
-            problems += [] if follows else error.problems
-            refused.add(key)
-    run, wrong = build(RunConfig, values, {split_key(key)[0] for key in refused})
+    for key, setting in references.items():
+        if setting is DEFAULT_OUT and problems:  # it would repeat a problem of the name
+            continue
+        with _collected(key, problems, refused):
+            values[key] = _value(_resolved(setting, tree))
+    run, wrong = build(RunConfig, values, refused)
     problems += wrong
     if problems:
         raise ConfigError(problems)
     return run
+
+
+@contextmanager
+def _collected(key: str, problems: list[str], refused: set[str]) -> Iterator[None]:
+    """Add the problems that the block raises for a setting to ``problems``, and its key to ``refused``."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+        refused.add(key)
 
 
 def inserts_settings(key: str) -> bool:
@@ -111,10 +119,11 @@ def _wrong(setting: Setting, kind: Any, value: Any) -> str:
     if name and ":" in name and is_null(setting.node):  # {NAME:value} is one name
         return f"{mapping} has no space after the ':' of {name.partition(':')[0]}, which YAML needs (value not shown)"
     if any(re.search("[\0\ud800-\udfff]", text) for text in texts({key: value})):  # NUL bytes and lone surrogates
+        problem = f"{shown_setting(key, value)} contains a character that cannot be stored in a file"
         encoding = sys.getfilesystemencoding()
-        unread = f": this process reads {encoding}, not UTF-8; export PYTHONUTF8=1 or LC_ALL=C.UTF-8"
-        ways = "" if encoding == "utf-8" else unread
-        return f"{shown_setting(key, value)} contains a character that cannot be stored in a file{ways}"
+        if encoding != "utf-8":
+            problem += f": this process reads {encoding}, not UTF-8; export PYTHONUTF8=1 or LC_ALL=C.UTF-8"
+        return problem
     if key == "batch.micro_size" and value == 0:
         return "batch.micro_size=0 must be at least 1, or auto"
     return ""
@@ -131,24 +140,23 @@ def _unknown(key: str) -> str:
 
 def _value(setting: Setting) -> Any:
     """The typed value of a setting, with home folders in paths."""
-    auto = setting.key == "batch.micro_size" and plain(setting.node) == "auto"
-    value: Any = 0 if auto else typed(setting.name, setting.node, type_of(setting.key))
+    if setting.key == "batch.micro_size" and plain(setting.node) == "auto":
+        return 0
+    value = typed(setting.name, setting.node, type_of(setting.key))
     declaration = declaration_of(setting.key)
-    separator = None if declaration is None else declaration.path
-    if declaration is None or separator is None or not value or (declaration.url and "://" in value):
+    if not value or declaration is None or declaration.path is None or (declaration.url and "://" in value):
         return value
     try:
-        return (
-            [_with_home(part, separator) for part in value] if isinstance(value, list) else _with_home(value, separator)
-        )
+        if isinstance(value, list):
+            return [_with_home(path, declaration.path) for path in value]
+        return _with_home(value, declaration.path)
     except ConfigError as error:
         raise ConfigError(f"{setting.name}={problem}{where(setting.at)}" for problem in error.problems) from None
 
 
 def _with_home(text: str, separator: str) -> str:
-    return (
-        separator.join(paths.with_home(part) for part in text.split(separator)) if separator else paths.with_home(text)
-    )
+    parts = text.split(separator) if separator else [text]
+    return separator.join(map(paths.with_home, parts))
 
 
 def _tree(values: dict[str, Any], references: dict[str, Any]) -> Any:

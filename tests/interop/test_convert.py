@@ -63,7 +63,7 @@ def test_from_an_import_one_can_evaluate_and_generate(tmp_path):
 def test_mistakes_end_with_the_documented_codes_and_no_traceback(tmp_path):
     made.run(tmp_path / "run", made.NETWORKS["gpt2"][1])
     cases = {(tmp_path / "run",): (64, "exists; remove it, or choose another target"), ("/proc/hf",): (64, "/proc/hf")}
-    cases[tmp_path / "hf", "--shard-gb", "0"] = (2, "--shard-gb must be more than 0")
+    cases[tmp_path / "hf", "--shard-gb", "0"] = (2, "argument --shard-gb: '0' is not a number above 0")
     for words, (code, answer) in cases.items():
         done = hpclm("convert", tmp_path / "run", *words, check=code)
         assert answer in done.stderr and "Traceback" not in done.stderr, words

@@ -292,7 +292,7 @@ def made_tokenizer(kind, folder):
 SAME = ["json", "llama 3", "qwen", "digits", "dropout", "bytes", "our bpe", "unigram"]
 OTHER = {
     "prefix": "does not know the normalizer and pre_tokenizer in its tokenizer.json",
-    "own pattern": "no normalizer and pre_tokenizer",
+    "own pattern": "does not know the normalizer and pre_tokenizer",
     "wordpiece": "it is a WordPiece",
     "bpe": "neither normalises text nor merges spaces",
     "bpe, own pieces": "with user-defined pieces",

@@ -242,7 +242,7 @@ CHANGES = {
     "endless": (
         "llama",
         dict(num_hidden_layers=10**9),
-        "config.json: num_hidden_layers=1000000000 must be at most 10000",
+        "config.json: num_hidden_layers=1000000000 must be from 1 to 10000",
     ),
     "too deep": ("llama", dict(num_hidden_layers=10**4), "has 21 tensors, too few for the 10000 layers"),
     "huge": ("llama", dict(hidden_size=6 << 20, head_dim=1 << 20), "gives tokens.weight of shape (128, 48), but"),
@@ -250,7 +250,7 @@ CHANGES = {
     "beyond limits": (
         "llama",
         dict(vocab_size=10**12),
-        "config.json: vocab_size=1000000000000 must be at most 2147483648",
+        "config.json: vocab_size=1000000000000 must be from 1 to 2,147,483,648",
     ),
     "head width": ("llama", dict(head_dim=16), "gives block0.attention.qkv.weight of shape (144, 48), but"),
     "half biases": ("llama", dict(attention_bias=True), "has no model.layers.0.self_attn.k_proj.bias"),

@@ -341,7 +341,7 @@ REFUSED = {
     "head width": (dict(kv_channels=16), "kv_channels=16, but hidden_size / num_attention_heads = 6"),
     "unit gain": (dict(apply_layernorm_1p=True), "apply_layernorm_1p=True"),
     "positions": (dict(position_embedding_type="mrope"), "position_embedding_type=mrope"),
-    "layers": (dict(num_layers=None), "does not say num_layers"),
+    "layers": (dict(num_layers=None), "does not give num_layers"),
     "more layers": (dict(num_layers=5), "has no block4."),
     "endless": (dict(num_layers=10**4), "tensors, too few for the 10000 layers"),
     "a tensor too many": (dict(num_layers=3), "that this network does not use: block3."),

@@ -131,7 +131,7 @@ def test_a_tokenizer_that_cannot_be_converted_is_skipped_with_a_warning(tmp_path
     assert run_settings.settings(tmp_path / "back", []).data.tokenizer is None
     (tmp_path / "hf/tokenizer.json").write_bytes(train_bpe([f"{n**4:x}" for n in range(2000)], 420))
     convert(tmp_path / "hf", tmp_path / "more")
-    assert "it has 420 entries, but the network 400" in caplog.text
+    assert "it has 420 entries, but the network has 400" in caplog.text
 
 
 @pytest.mark.parametrize("option, warned", [("dropout", True), ("truncation", False)])

@@ -1,7 +1,7 @@
-"""Which rank this process is, from the environment variables of its launcher.
+"""Detect the rank of this process from the environment variables of its launcher.
 
-Variables leak: a job submitted from inside a step, or srun under mpirun, inherits those of the outer launcher.
-Contradictions are refused here, before anything waits for processes that will never come.
+Variables leak: a job submitted from inside a step, or srun under mpirun, inherits those of the outer launcher. Contradictions are refused
+here, before anything waits for processes that will never start.
 """
 
 import os
@@ -19,7 +19,7 @@ Env = Mapping[str, str]
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the run."""
+    """The position of this process among all processes of the run."""
 
     launcher: str
     rank: int
@@ -29,22 +29,22 @@ class World:
     run_id: str = ""
     """Identifies this start of the run: the same for all ranks, different at the next start."""
     hosts: tuple[str, ...] = ()
-    """The host of each rank, if the launcher names them."""
+    """The host of each rank; empty if the launcher does not name them."""
     masters: tuple[str, ...] = ()
-    """Names and addresses of rank 0's node, or of torchrun's store; a rank that looks for it tries them all."""
+    """Names and addresses of rank 0's node, or of torchrun's store. The other ranks try them all."""
     began: float = field(default_factory=time.time, compare=False)
-    """When this process began to train, in seconds since 1970: for a command, when the process started."""
+    """When training began in this process, in seconds since 1970; for a command, when the process started."""
 
 
 def detect(env: Env = os.environ, alone: bool = True) -> World:
     """The world of this process; ConfigError if the launcher's variables contradict each other.
 
-    ``alone=False``: refuse a process in a Slurm job of several tasks that no launcher started, since its peers are
-    missing.
+    ``alone=False``: refuse a process that no launcher started in a Slurm job of several tasks, because its peers are missing.
     """
-    launched = (read for variable, read in LAUNCHERS if variable in env)
-    world = next(launched, lambda _: World("single", 0, 1))(env)
-    if problems := list(_contradictions(world, env, alone)):
+    launchers = (read for variable, read in LAUNCHERS if variable in env)
+    world = next(launchers, lambda _: World("single", 0, 1))(env)
+    problems = list(_contradictions(world, env, alone))
+    if problems:
         raise ConfigError(problems)
     return world
 
@@ -56,9 +56,9 @@ SRUN = "Slurm"
 def _torchrun(env: Env) -> World:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = _values("torchrun", env, int, *names)
-    # torchrun keeps its id over restarts of the ranks, whose keys in the store must not be taken for this start's
+    # torchrun keeps its id when it restarts the ranks, but keys of the last start must not count for this one
     run_id = f"{env['TORCHELASTIC_RUN_ID']}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    launcher = "local" if env.get("HPCLM_LAUNCHER") == "local" else "torchrun"  # hpclm's own, on one machine
+    launcher = "local" if env.get("HPCLM_LAUNCHER") == "local" else "torchrun"  # local: started by hpclm on one machine
     return World(launcher, rank, size, local_rank, local_size, run_id, masters=(env.get("MASTER_ADDR", ""),))
 
 
@@ -72,18 +72,21 @@ def _hydra(env: Env) -> World:
 
 
 def _srun(env: Env) -> World:
-    # of the step, not of the job: srun may use fewer nodes, and that of its tasks is stale after a requeue with other nodes
+    # variables of the step, not of the job: srun may use fewer nodes, and those of the job are stale after a requeue
     rank, size, local_rank, node = _values(SRUN, env, int, *slurm.NUMBERS_OF_RANK)
     nodes, tasks, _ = _values(SRUN, env, str, slurm.NODES_OF_STEP, slurm.TASKS_OF_NODES, slurm.JOB)
-    counts, names = slurm.tasks_per_node(tasks), slurm.expand(nodes)
+    counts = slurm.tasks_per_node(tasks)
+    names = slurm.expand(nodes)
     if len(names) != len(counts) or node >= len(counts):
         raise ConfigError(
             f"{slurm.NODES_OF_STEP}={nodes}, {slurm.TASKS_OF_NODES}={tasks} and {slurm.NODE_OF_STEP}={node} contradict each other"
         )
     order = env.get(slurm.DISTRIBUTION, "block")
-    hosts = [name for name, count in zip(names, counts, strict=True) for _ in range(count)] * order.startswith("block")
-    # a host file may put rank 0 on any node
-    masters = [*(names if order == "arbitrary" else names[:1]), *slurm.addresses(env)]
+    hosts: list[str] = []
+    if order.startswith("block"):
+        hosts = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    masters = names if order == "arbitrary" else names[:1]  # a host file may put rank 0 on any node
+    masters = [*masters, *slurm.addresses(env)]
     return World(SRUN, rank, size, local_rank, counts[node], slurm.run_id(env), tuple(hosts), tuple(masters))
 
 
@@ -103,27 +106,28 @@ OF_MPI = ("Open MPI", "MPI")
 
 OTHERS = {
     SRUN: (slurm.TASKS,),
-    **dict.fromkeys(OF_MPI, (slurm.TASKS_OF_STEP,)),  # of mpirun's daemons there are no more than of its ranks
+    **dict.fromkeys(OF_MPI, (slurm.TASKS_OF_STEP,)),  # mpirun has at most as many daemons as ranks
     **dict.fromkeys(("torchrun", "local"), ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")),
     "single": ("WORLD_SIZE", "PMI_SIZE"),
 }
-"""Variables of other launches: if one counts more processes than this launch has, it has leaked into this environment."""
+"""Variables of other launches, by launcher: if one counts more processes than this launch has, it has leaked."""
 
 
 def _contradictions(world: World, env: Env, alone: bool) -> Iterator[str]:
-    launcher, size = world.launcher, world.size
+    launcher = world.launcher
+    size = world.size
     if not (0 <= world.rank < size and 0 <= world.local_rank < world.local_size <= size):
         yield (
             f"{launcher} says rank {world.rank} of {size}, and {world.local_rank} of {world.local_size} on this host, "
             "which is impossible"
         )
     if (launcher != "single" or not alone) and slurm.number(env, slurm.COMPONENTS) > 1:
-        yield "this is a heterogeneous Slurm job, of which the run would use one component; submit one job of equal nodes"
+        yield "this is a heterogeneous Slurm job, but a run uses only one component; submit one job of equal nodes"
     for name in OTHERS.get(launcher, ()):
         if (count := slurm.number(env, name)) > size:
-            launch = (
-                "no launcher started this process" if launcher == "single" else f"{launcher} started {size} processes"
-            )
+            launch = f"{launcher} started {size} processes"
+            if launcher == "single":
+                launch = "no launcher started this process"
             yield (
                 f"{launch}, but {name}={count}: use one of srun, mpirun and torchrun, or clear the variables of another launch that "
                 f"have leaked into this process's environment (env -u {name} ...)"
@@ -136,7 +140,8 @@ def _contradictions(world: World, env: Env, alone: bool) -> Iterator[str]:
         )
 
 
-def _values(launcher: str, env: Env, kind: type, *names: str) -> Any:  # as many as names
+def _values(launcher: str, env: Env, kind: type, *names: str) -> Any:
+    """The values of these variables, each converted to ``kind``."""
     try:
         return [kind(env[name]) for name in names]
     except KeyError as missing:
@@ -147,9 +152,12 @@ def _values(launcher: str, env: Env, kind: type, *names: str) -> Any:  # as many
 
 
 def lost_code(launcher: str, job: OwnJob, env: Env = os.environ) -> int:
-    """Exit code of the other ranks if one is killed: the scheduler can requeue the job, and may not know that a node is down.
+    """Exit code of the other ranks if one is killed.
 
-    Not if torchrun's agent restarts the ranks, which it does not after an exit with 85.
+    In a job it asks for a requeue, because the scheduler may not know that a node is down. It does not if torchrun's agent can restart the
+    ranks, which the agent does only after another exit code.
     """
-    restarts = slurm.number(env, "TORCHELASTIC_RESTART_COUNT") < slurm.number(env, "TORCHELASTIC_MAX_RESTARTS")
-    return ExitCode.REQUEUE if job.id and launcher != "local" and not restarts else ExitCode.FAILED
+    agent_restarts = slurm.number(env, "TORCHELASTIC_RESTART_COUNT") < slurm.number(env, "TORCHELASTIC_MAX_RESTARTS")
+    if job.id and launcher != "local" and not agent_restarts:
+        return ExitCode.REQUEUE
+    return ExitCode.FAILED

@@ -1,4 +1,4 @@
-"""The processes of a run as one object: collectives, work on rank 0, and a common end."""
+"""The processes of a run as one object: collectives, work on rank 0, and a joint exit."""
 
 import gc
 import json
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-DISCONNECT = 60.0  # seconds that ranks which have done their work have to disconnect from one another
-UNLIMITED = timedelta(days=7)  # for a collective in which one rank may arrive hours after another
+DISCONNECT = 60.0  # seconds for ranks that have done their work to disconnect from one another
+UNLIMITED = timedelta(days=7)  # time limit if one rank may arrive hours after another
 
 
 def waits_in(name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """For a method that waits for other ranks: tells the watchdog so, which takes ranks that wait for no culprits of a hang."""
+    """Decorator of a method that waits for other ranks: the watchdog does not blame a waiting rank for a hang."""
 
     def decorator(method: Callable[..., T]) -> Callable[..., T]:
         @wraps(method)
@@ -54,7 +54,7 @@ def waits_in(name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 class DistributedContext:
-    """This rank among its peers. With one process there is no process group, and everything here is free."""
+    """This rank and its peers. A single process needs no process group, and every method returns at once."""
 
     def __init__(
         self,
@@ -64,24 +64,28 @@ class DistributedContext:
         store: "TCPStore | None" = None,
         job: OwnJob | None = None,
     ):
-        self.launcher, self.rank, self.size = world.launcher, world.rank, world.size
-        self.local_rank, self.local_size = world.local_rank, world.local_size
-        self.began = world.began
-        """When this rank began, in seconds since 1970."""
-        self.ranks, self.watchdog, self.job = ranks, watchdog, job or OwnJob()
+        self.launcher = world.launcher
+        self.rank = world.rank
+        self.size = world.size
+        self.local_rank = world.local_rank
+        self.local_size = world.local_size
+        self.began = world.began  # when this rank began, in seconds since 1970
+        self.ranks = ranks
+        self.watchdog = watchdog
         self.ending = watchdog.ending
-        self._stragglers: Stragglers | None = None
+        self.job = job or OwnJob()
         self.hosts = tuple({info.node: info.host for info in ranks}.values())
-        """The host name of every node, in the order of ranks; several nodes may have the same one."""
+        """The host name of every node, in the order of ranks; several nodes may have the same name."""
         me = ranks[world.rank]
-        # by the process table, not the host's name: containers and cloned machines may share one
+        # by the process table, not the host name: containers and cloned machines may share one
         self.first_on_node = next(info.rank for info in ranks if info.process_table == me.process_table)
         """The lowest rank of this rank's node."""
-        self._store = store
-        self.failure: BaseException | None = None
-        """What this rank alone has raised."""
         self.exit_code: int = ExitCode.DONE
-        """Of this process, once its work is done."""
+        """Exit code of this process once its work is done."""
+        self.failure: BaseException | None = None
+        """An error of this rank alone, not shared by all ranks."""
+        self._store = store
+        self._stragglers: Stragglers | None = None
 
     @property
     def is_main(self) -> bool:
@@ -93,14 +97,11 @@ class DistributedContext:
         self.all_gather(None)
 
     def all_gather(self, value: Any, unlimited: bool = False) -> list[Any]:
-        """Every rank's ``value`` (JSON), in rank order, on every rank.
-
-        ``unlimited``: without a time limit, since one rank may arrive hours after another.
-        """
+        """Every rank's ``value`` (JSON), in rank order, on every rank. ``unlimited``: without a time limit."""
         return self._gather(value, unlimited, everywhere=True)
 
     def gather(self, value: Any, unlimited: bool = False) -> list[Any]:
-        """Every rank's ``value`` (JSON), in rank order, on rank 0; an empty list on the others, which receive nothing."""
+        """Every rank's ``value`` (JSON), in rank order, on rank 0; an empty list on the others."""
         return self._gather(value, unlimited, everywhere=False)
 
     def _gather(self, value: Any, unlimited: bool, everywhere: bool) -> list[Any]:
@@ -118,41 +119,44 @@ class DistributedContext:
 
     @waits_in("all_gather")
     def _exchange(self, tensor: "torch.Tensor", unlimited: bool, everywhere: bool = True) -> "list[torch.Tensor]":
-        """Every rank's tensor, on every rank or, unless ``everywhere``, on rank 0; on the others an empty list."""
+        """Every rank's tensor, on every rank; unless ``everywhere``, only on rank 0, and an empty list on the others."""
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
         group: Any = dist.group.WORLD
-        # the limit is the operation's: a second group with a longer one would connect all ranks with each other again
         options: Any = AllgatherOptions() if everywhere else dist.GatherOptions()
-        if unlimited:
+        if unlimited:  # for this operation: a second group with a longer limit would connect all ranks once more
             options.timeout = UNLIMITED
-        parts = [tensor.new_zeros(tensor.shape) for _ in range(self.size)] if everywhere or self.is_main else []
-        (group.allgather if everywhere else group.gather)([parts] if parts else [], [tensor], options).wait()
+        gather = group.allgather if everywhere else group.gather
+        parts: list[torch.Tensor] = []
+        if everywhere or self.is_main:
+            parts = [tensor.new_zeros(tensor.shape) for _ in range(self.size)]
+        gather([parts] if parts else [], [tensor], options).wait()
         return parts
 
     @waits_in("all_reduce")
     def all_reduce_max(self, *values: float) -> list[float]:
-        """The maximum over all ranks of the first values, of the second ones, …, on every rank."""
+        """The maximum of each value over all ranks, on every rank."""
         self.watchdog.tick()
         if self.size == 1:
             return list(values)
         import torch
         import torch.distributed as dist
 
-        # float64, so that steps, bytes and times come back as they were
+        # float64 holds steps, bytes and times exactly
         vector = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(vector, dist.ReduceOp.MAX)
         return vector.tolist()
 
     def run_on_main(self, act: Callable[[], T]) -> T:
-        """``act()`` on rank 0 only; its result (JSON), or its HpclmError, on every rank."""
+        """Call ``act`` on rank 0 only. Every rank returns its result (JSON), or raises its HpclmError."""
         self.watchdog.tick()
         if self.size == 1:
             return act()
         import torch
 
-        message, failed = b"", None
+        message = b""
+        failed: HpclmError | None = None
         result: Any = None
         if self.is_main:
             try:
@@ -170,27 +174,33 @@ class DistributedContext:
                 failed = getattr(errors, received["error"], HpclmError)(received["problems"])
             result = received.get("result")
         if failed:
-            # all ranks raise it, so that exit_on_error() need not tell anybody
-            failed.shared = True
+            failed.shared = True  # every rank raises it, so exit_on_error() need not tell the others
             raise failed
         return result
+
+    def keep_on_main(self, act: Callable[[], T]) -> T | None:
+        """Call ``act`` on rank 0 only. Rank 0 returns its result, of any type, the others None; every rank raises its HpclmError."""
+        results: list[T] = []
+        self.run_on_main(lambda: results.append(act()))
+        return results[0] if results else None
 
     @waits_in("run_on_main")
     def _broadcast(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """Rank 0's tensor, on every rank."""
         import torch.distributed as dist
 
-        options, group = dist.BroadcastOptions(), dist.group.WORLD
-        options.rootRank, options.timeout = 0, UNLIMITED  # rank 0 may write, or read, for hours
-        group.broadcast([tensor], options).wait()  # type: ignore[union-attr]
+        group: Any = dist.group.WORLD
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = UNLIMITED  # rank 0 may read or write for hours
+        group.broadcast([tensor], options).wait()
         return tensor
 
     def init_process_group(self, device: "torch.device", minutes: float, logs: Path | None = None) -> None:
-        """Set up PyTorch's process group: gloo between CPUs, and NCCL beside it, with its flight recorder, between
-        GPUs. It is the only gloo group of a run on GPUs: gloo connects all its members with each other at once.
+        """Set up PyTorch's process group: gloo between CPUs and, on GPUs, also NCCL with its flight recorder.
 
-        A collective that takes longer than ``minutes`` raises, except those that are called unlimited here; PyTorch then
-        writes the recorder's content to ``logs``.
+        A run on GPUs has no other gloo group, because gloo connects all members with each other at once. A collective that takes longer
+        than ``minutes`` raises, unless it is called unlimited; PyTorch then writes the recorder's content to ``logs``.
         """
         if self._store is None:
             return
@@ -201,14 +211,13 @@ class DistributedContext:
 
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         limit = timedelta(minutes=minutes)
-        # new groups wait for their members in the store, by the store's limit
-        self._store.set_timeout(limit)
-        # without device_id: a new group would be split off by ncclCommSplit, in which all ranks must take part, and hang,
-        # because only its members make it (GroupOptions, which connects each group before the first step)
+        self._store.set_timeout(limit)  # new groups wait for their members in the store, up to its limit
+        # without device_id: PyTorch would then create new groups by ncclCommSplit, which needs all ranks and would hang, because only a
+        # group's members create it (see GroupOptions, which connects each group before the first step)
         dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
 
     def write_to(self, out: Path, record: Callable[..., object], stages: int = 1) -> None:
-        """From now on the run directory ``out`` is open. ``record``: adds an event to its record; ``stages``: of the pipeline."""
+        """Use the run directory ``out``, which is now open. ``record``: adds an event to its record. ``stages``: pipeline stages."""
         self.ending.write_to(out, record)
         if self.ending.folder:
             self.watchdog.write_to(self.ending.folder)
@@ -216,7 +225,7 @@ class DistributedContext:
             self._stragglers = Stragglers(self.ranks, record, stages)
 
     def compare_work(self, step: int) -> None:
-        """Called by all ranks before each step: every few steps, rank 0 learns how much each of them works, and names the slow ones."""
+        """Every few steps, compare the work of all ranks; rank 0 logs the slow ones. All ranks call it before each step."""
         timer = self.watchdog.timer
         if self.size > 1 and timer.steps and timer.steps % EVERY == 0:
             rows = self.gather([timer.work, timer.seconds])
@@ -225,9 +234,9 @@ class DistributedContext:
 
     @contextmanager
     def exit_on_error(self) -> Iterator[None]:
-        """A failure of this rank in the block is left for the others, and reported once.
+        """If this rank fails in the block, leave the cause for the others and report it once.
 
-        An error that all ranks raise (``HpclmError.shared``) needs none of this. If a connection was lost, the cause is raised instead.
+        If a connection was lost, the cause is raised instead. An error that all ranks raise (``HpclmError.shared``) is passed on.
         """
         try:
             yield
@@ -240,19 +249,17 @@ class DistributedContext:
             raise self.failure from None
 
     def finish(self) -> None:
-        """Disconnect from the other ranks once all are here. The work is done: where that fails or takes too long, this process ends
-        as it would have."""
+        """Disconnect from the other ranks, once all have arrived. The work is done, so if this fails or takes too long, the exit code stays."""
         self.watchdog.leave()
         import torch.distributed as dist
 
-        gc.collect()  # what still holds the process group would abort at exit
+        gc.collect()  # objects that still hold the process group would abort at exit
         late = threading.Timer(DISCONNECT, self._leave_the_others)
         late.daemon = True
         late.start()
         try:
             if dist.is_initialized():
-                # the first to disconnect would break connections that others still use
-                dist.barrier()
+                dist.barrier()  # the first to disconnect would break connections that others still use
                 dist.destroy_process_group()
         except RuntimeError as error:  # another rank is gone
             log.warning("%s had done its work: %s", self.ranks[self.rank], str(error).partition("\n")[0])
@@ -261,14 +268,14 @@ class DistributedContext:
             ends.tidy(self.ending.folder)
 
     def _leave_the_others(self) -> None:
-        """End this process, whose main thread waits for another rank and may do so forever."""
+        """Exit although the main thread waits for another rank, which may take forever."""
         waited = f"could not disconnect from the other ranks within {DISCONNECT:.0f} s"
         text = f"{self.ranks[self.rank]} had done its work, and {waited}; it ends with exit code {self.exit_code}"
         self.ending.done(text, self.exit_code)
 
 
 def single(settings: ClusterConfig | None = None, job: OwnJob | None = None) -> DistributedContext:
-    """The context of a process without peers; ``settings``: for its watchdog, ``job``: that it is part of."""
+    """The context of a process without peers. ``settings``: for its watchdog. ``job``: the job of this process."""
     world = World("single", 0, 1)
     ranks = (RankInfo.of(world),)
     watchdog = Watchdog(settings or ClusterConfig(hang_minutes=0), Ending(ranks[0], ranks))
@@ -277,17 +284,17 @@ def single(settings: ClusterConfig | None = None, job: OwnJob | None = None) -> 
 
 @contextmanager
 def join(world: World, settings: ClusterConfig, job: OwnJob | None = None) -> Iterator[DistributedContext]:
-    """Connect to the other ranks of ``world``, in the job ``job``, and disconnect at the end of the block.
+    """Connect to the other ranks of ``world``, all in ``job``, and disconnect at the end of the block.
 
-    ConfigError if the ranks contradict each other, HpclmError if some do not arrive. An error that all ranks raise is
-    printed by rank 0 only.
+    ConfigError if the ranks contradict each other, HpclmError if some do not arrive. Only rank 0 prints an error that all ranks raise.
     """
     job = job or OwnJob()
     if world.launcher != "single":
-        processes.adopt_orphans()  # so that orphans of its children end with this rank
+        processes.adopt_orphans()  # so that they end with this rank
     if world.size == 1:
         context = single(settings, job)
-        context.launcher, context.began = world.launcher, world.began
+        context.launcher = world.launcher
+        context.began = world.began
         context.watchdog.start()
         try:
             yield context
@@ -301,14 +308,13 @@ def join(world: World, settings: ClusterConfig, job: OwnJob | None = None) -> It
     context.watchdog.start()
     try:
         with context.exit_on_error():
-            # inside exit_on_error(): an interface that one node lacks is this rank's failure
-            network.use_interface(settings.interface, met.interface)
+            network.use_interface(settings.interface, met.interface)  # only this node may lack it
             yield context
             sys.stdout.flush()
             context.finish()
     except HpclmError as error:
         with suppress(ValueError):  # not in the main thread
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank to end has its launcher end the others
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # after the first rank's exit the launcher ends the others
         context.watchdog.leave()
         ends.note(error.exit_code, str(error))
         if not context.is_main and error is not context.failure:
@@ -319,7 +325,7 @@ def join(world: World, settings: ClusterConfig, job: OwnJob | None = None) -> It
 
 
 def _text_tensor(text: bytes, width: int) -> "torch.Tensor":
-    """[width] bytes of ``text``, filled up with spaces."""
+    """[width] bytes: ``text`` padded with spaces."""
     import torch
 
     return torch.frombuffer(bytearray(text.ljust(width)), dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""How a rank ends that has failed: it leaves the cause in a file, reports it unless another rank has, and ends itself.
+"""How a failed rank ends: it leaves the cause in a file, reports it unless another rank has, and exits.
 
-What started the ranks ends the others.
+The launcher of the ranks ends the others.
 """
 
 import logging
@@ -25,48 +25,51 @@ from hpclm.node.ends import End
 from hpclm.terminal import plain
 
 log = logging.getLogger(__name__)
-CAUSE = 3.0  # seconds for the rank that is the cause to say so, before one that lost its connection reports that
-OTHERS = 10.0  # seconds for all ranks of a run that hangs to say where they are
+CAUSE = (
+    3.0  # seconds for the rank at fault to leave the cause, before a rank that lost its connection reports only that
+)
+OTHERS = 10.0  # seconds for all ranks of a hanging run to leave their positions
 LATEST = 15.0  # seconds until this process exits, even if a lock, a collective or a dead disk blocks it
-POLL = 0.1
+POLL = 0.1  # seconds between two looks at the files
 
 
 class Ending:
-    """The end of this rank. One of its threads ends it."""
+    """Ends this rank. Several threads may want to; the first one does."""
 
     def __init__(self, me: RankInfo, ranks: Sequence[RankInfo], lost_code: int = ExitCode.FAILED):
-        """``lost_code``: exit code when another rank is gone."""
-        self.me, self.ranks, self.lost_code = me, ranks, lost_code
+        """``lost_code``: exit code if another rank is lost."""
+        self.me = me
+        self.ranks = ranks
+        self.lost_code = lost_code
         self.folder = ends.folder()
-        """For the files of the ranks; None until the run directory is open, if nothing has handed one over."""
+        """Folder of the ranks' files. Unless the launcher has set one, it is None until the run directory is open."""
         self.out: Path | None = None
         self.record: Callable[..., object] = lambda kind, **facts: None
         """Adds an event to the run's record."""
         self.listeners: list[Callable[[str], None]] = []
-        """Hear of the cause on the rank that reports it, and pass it on within seconds."""
-        self._once = threading.Lock()
-        self._urged = False
-        """Whether its launcher has told this rank to end."""
+        """Called with the cause on the rank that reports it; each must return within seconds."""
+        self._claimed = threading.Lock()
+        self._told_to_end = False
         if self.folder and me.rank == 0:
             ends.announce(self.folder, [_row(info) for info in ranks])
 
     def write_to(self, out: Path, record: Callable[..., object]) -> None:
-        """From now on the run directory is open: the cause goes into its log, and ``record`` adds events to its record."""
-        self.out, self.record = out, record
+        """Write causes to the log of the run directory ``out``, which is now open. ``record`` adds an event to its record."""
+        self.out = out
+        self.record = record
         if self.folder is None:
             self.folder = out / "logs" / "errors" / self.ranks[0].start
             if self.me.rank == 0 and len(self.ranks) > 1:
                 ends.announce(self.folder, [_row(info) for info in self.ranks])
 
     def claim(self) -> bool:
-        """Whether the calling thread is the one that ends this process."""
-        # main thread and watchdog may both want to end the process, with different reasons; the first one's counts
-        return self._once.acquire(blocking=False)
+        """Whether the calling thread is the first that wants to end this process, and so the one that does."""
+        return self._claimed.acquire(blocking=False)
 
     def explained(self, error: BaseException) -> BaseException:
-        """Leave and report why this rank ends with ``error``. The error to raise: where a connection was lost, the cause of that."""
+        """Leave and report why this rank ends with ``error``. Returns the error to raise: the cause, if only a connection was lost."""
         if not self.claim():
-            time.sleep(LATEST)  # in which the watchdog ends this process
+            time.sleep(LATEST)  # the watchdog's thread is ending this process
         if failure.lost_a_peer(error):
             error = self._lost(str(error).strip().partition("\n")[0])
             code: int = error.exit_code
@@ -74,7 +77,7 @@ class Ending:
             code, text = failure.described(error)
             text = f"{self.me} failed: {failure.shortened(secrets.Redactor()(text))}"  # a traceback may show a token
             self._leave(code, text)
-            # the command line need not say it again
+            # tells the command line not to print it again
             error.logged = self.report(text) and self.me.rank == 0  # type: ignore[attr-defined]
             error.reported = True  # type: ignore[attr-defined]
             if isinstance(error, SystemExit):
@@ -84,53 +87,55 @@ class Ending:
         return error
 
     def _lost(self, why: str) -> LostRankError:
-        """The error of a rank that has lost a connection, once the cause is known or has had time to be."""
+        """Wait up to CAUSE seconds for the cause of a lost connection, and report it; returns the error to raise."""
         self._leave(self.lost_code, why, symptom=True)
-        where, found = self.folder, None
-        if where:
-            # a launcher that has told this rank to end may kill it a second later
-            processes.wait_until(lambda: self._urged or ends.first(ends.read(where).values()), CAUSE, POLL)
-            found = failure.verdict(where)
+        folder = self.folder
+        verdict = None
+        if folder:
+            # once the launcher has told this rank to end, it may kill it a second later
+            processes.wait_until(lambda: self._told_to_end or ends.first(ends.read(folder).values()), CAUSE, POLL)
+            verdict = failure.verdict(folder)
         lost = f"{self.me} lost its connection to another rank"
-        if found is None:
+        if verdict is None:
             error = LostRankError(f"{lost} ({why}); see the output of the others", self.lost_code)
             self.report(str(error))
         else:
-            error = LostRankError(f"{lost}: {found.text}", found.exit_code or self.lost_code)
-            self.report(found.text)
+            error = LostRankError(f"{lost}: {verdict.text}", verdict.exit_code or self.lost_code)
+            self.report(verdict.text)
         return error
 
-    def told(self) -> None:
+    def told_to_end(self) -> None:
         """Leave a trace that this rank was alive when its launcher told it to end."""
-        self._urged = True
+        self._told_to_end = True
         if self.folder:
             ends.leave_trace(self.folder, self.me.rank)
 
     def answer(self) -> None:
-        """Leave a trace that this rank is alive, if others have failed: it may be the last to hear of that."""
+        """If others have failed, leave a trace that this rank is alive: it may be the last to notice."""
         if self.folder and ends.read(self.folder):
             ends.leave_trace(self.folder, self.me.rank)
 
     def hang(self, state: RankState) -> None:
-        """End this rank, which makes no progress: once all ranks have said where they are, or have had time to."""
+        """End this rank, which makes no progress, once all ranks have left their positions or OTHERS seconds have passed."""
         if not self.claim():
             return
-        exit_after(OTHERS + LATEST, ExitCode.REQUEUE)  # a disk may be why it hangs
-        states, where = {self.me.rank: state}, self.folder
-        if where:
+        exit_after(OTHERS + LATEST, ExitCode.REQUEUE)  # a disk may be the reason for the hang
+        states = {self.me.rank: state}
+        folder = self.folder
+        if folder:
             with suppress(OSError):
-                hang.write_stacks(where, self.me, state)
+                hang.write_stacks(folder, self.me, state)
             self._leave(ExitCode.REQUEUE, f"{self.me} made no progress for {state.idle:.0f} s", hang=state)
-            processes.wait_until(lambda: len(ends.read(where)) == len(self.ranks), OTHERS, POLL)
-            states |= {rank: RankState(**end.hang) for rank, end in ends.read(where).items() if end.hang}
-        text = hang.report(states, self.ranks, where)
+            processes.wait_until(lambda: len(ends.read(folder)) == len(self.ranks), OTHERS, POLL)
+            states |= {rank: RankState(**end.hang) for rank, end in ends.read(folder).items() if end.hang}
+        text = hang.report(states, self.ranks, folder)
         if self.report(text, text.partition("\n")[0]):
             with suppress(OSError):
                 self.record("hang", **hang.facts(text, states, self.ranks))
         self._exit(ExitCode.REQUEUE)
 
     def stop(self, text: str, code: int = ExitCode.REQUEUE) -> None:
-        """End this rank with ``code`` for a reason that is said completely; any thread may call this."""
+        """Report ``text`` and end this rank with ``code``; any thread may call this."""
         if self.claim():
             exit_after(LATEST, code)
             self._leave(code, text)
@@ -138,7 +143,7 @@ class Ending:
             self._exit(code)
 
     def done(self, text: str, code: int) -> None:
-        """End this rank, which has done its work, although its main thread waits for another rank."""
+        """End this rank after its work, although its main thread still waits for another rank; ``text`` is only logged."""
         if self.claim():
             exit_after(LATEST, code)
             log.warning(text)
@@ -146,7 +151,7 @@ class Ending:
             self._exit(code)
 
     def report(self, text: str, short: str = "") -> bool:
-        """Log why the run ends, and tell the listeners in one line, ``short``; False if another process has done so."""
+        """Log why the run ends, and call the listeners with one line, ``short``; False if another process has done so."""
         if self.folder and not ends.claim_report(self.folder):
             return False
         if self.me.rank == 0 or self.out is None:
@@ -165,7 +170,7 @@ class Ending:
 
     def _exit(self, code: int) -> NoReturn:
         processes.kill_children()
-        with suppress(OSError, ValueError):  # the launcher, which read them, may be gone
+        with suppress(OSError, ValueError):  # the launcher, which read the streams, may be gone
             sys.stdout.flush()
             sys.stderr.flush()
         # not sys.exit: the interpreter would wait for the main thread, which may hang in a collective
@@ -180,8 +185,8 @@ def exit_after(seconds: float, code: int) -> None:
 
 
 def append_to_log(out: Path, text: str) -> None:
-    """Append an error to the log of a run whose rank 0 does not."""
-    # no link: one in place of the log could lead anywhere
+    """Append an error to the run's log, for a rank other than 0."""
+    # links are not followed: one in place of the log could lead anywhere
     handle = files.opened(out / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
     with os.fdopen(handle, "ab") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E {plain(text)}\n".encode(errors="backslashreplace"))

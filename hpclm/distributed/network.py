@@ -1,4 +1,4 @@
-"""Ports and network interfaces: where rank 0 listens, and which interface leads to the other nodes."""
+"""Ports and network interfaces: the port that rank 0 listens on, and the interface that leads to the other nodes."""
 
 import fcntl
 import hashlib
@@ -14,19 +14,16 @@ from pathlib import Path
 from hpclm.errors import ConfigError, HpclmError
 
 PORTS = range(10_240, 32_000)
-"""Below the ephemeral range (Linux: 32768 and up), from which any outgoing connection may take a port."""
-CANDIDATES = 32
-DISCARD = 9
-"""A port on which usually nothing listens."""
-# with a short queue, connections were reset when 128 ranks came at once
-BACKLOG = 4096
+"""Below the ephemeral range (Linux: 32768 and up): any outgoing connection may take a port there."""
+CANDIDATES = 32  # ports to try
+DISCARD = 9  # a port on which usually nothing listens
+BACKLOG = 4096  # with a short queue, connections were reset when 128 ranks connected at once
 SIOCGIFADDR = 0x8915
 
 
 def candidates(seed: str) -> list[int]:
-    """Ports to try one after another: the same on every host for the same ``seed``."""
+    """Ports to try one after another. Every rank knows the ``seed``, so all get the same ports without communication."""
     number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "big")
-    # drawn from what all ranks know, so that they agree on the ports without talking to each other
     return random.Random(number).sample(PORTS, CANDIDATES)
 
 
@@ -37,7 +34,7 @@ def listen(ports: Sequence[int], address: str = "") -> socket.socket:
     """
     for port in ports:
         with suppress(OSError):
-            # bound before it is announced, so that no other process can take the port in between
+            # bound before the port is announced, so that no other process can take it in between
             return socket.create_server((address, port), family=socket.AF_INET, backlog=BACKLOG)
     raise HpclmError(f"no free port on {socket.gethostname()}: {', '.join(map(str, ports))} are all in use")
 
@@ -50,7 +47,7 @@ def resolved(host: str) -> str:
 
 
 def answers(host: str, port: int, seconds: float) -> bool | None:
-    """Whether a server accepts a connection; None if the machine does not even refuse it within ``seconds``."""
+    """Whether a server accepts a connection; None if the machine neither accepts nor refuses it within ``seconds``."""
     try:
         socket.create_connection((host, port), timeout=seconds).close()
     except OSError as error:
@@ -80,12 +77,12 @@ def addresses() -> dict[str, str]:
 
 
 def without_ipv4() -> bool:
-    """Whether this machine has no IPv4 address but loopback's."""
+    """Whether this machine has no IPv4 address other than loopback's."""
     return all(address.startswith("127.") for address in addresses().values())
 
 
 def own_address(host: str) -> str:
-    """The address of ``host``, a name of this machine, for other machines; empty if only loopback is known."""
+    """The address by which other machines reach ``host``, a name of this machine; empty if only loopback is known."""
     with suppress(OSError):
         local = set(addresses().values())
         for *_, (address, *_) in socket.getaddrinfo(host, None, socket.AF_INET):
@@ -95,7 +92,7 @@ def own_address(host: str) -> str:
 
 
 def own_addresses(first: str | None) -> list[str]:
-    """This machine's addresses for other machines, that of the interface ``first`` first, and its name."""
+    """The addresses by which other machines reach this one, starting with the interface ``first``, then its host name."""
     outward = {name: address for name, address in addresses().items() if not address.startswith("127.")}
     return [outward[name] for name in sorted(outward, key=lambda name: name != first)] + [socket.gethostname()]
 
@@ -103,8 +100,7 @@ def own_addresses(first: str | None) -> list[str]:
 def address_towards(host: str) -> str:
     """This machine's address on the route to ``host``; nothing is sent. Empty without a route."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # a datagram socket's connect() only looks up the route
-        probe.connect((host, DISCARD))
+        probe.connect((host, DISCARD))  # for a datagram socket, this only looks up the route
         return str(probe.getsockname()[0])
     return ""
 
@@ -115,18 +111,25 @@ def interface_of(address: str) -> str | None:
 
 
 def check_interface(chosen: str | None, env: Mapping[str, str] = os.environ) -> None:
-    """ConfigError if this machine lacks the interface ``chosen`` by cluster.interface, or what gloo's own variable names instead."""
-    names, variable = [name for _, name in socket.if_nameindex()], env.get("GLOO_SOCKET_IFNAME")
-    setting = f"GLOO_SOCKET_IFNAME={variable}" if variable else f"cluster.interface={chosen}"
-    if (variable or chosen) and any(name not in names for name in (variable or chosen or "").split(",")):
-        way_out = " (it may be left over from another machine: unset it, or set cluster.interface)" if variable else ""
+    """ConfigError if this machine lacks the interface that GLOO_SOCKET_IFNAME or else cluster.interface, ``chosen``, names."""
+    names = [name for _, name in socket.if_nameindex()]
+    variable = env.get("GLOO_SOCKET_IFNAME")
+    if variable:
+        used = variable
+        setting = f"GLOO_SOCKET_IFNAME={variable}"
+        way_out = " (it may be left over from another machine: unset it, or set cluster.interface)"
+    else:
+        used = chosen or ""
+        setting = f"cluster.interface={chosen}"
+        way_out = ""
+    if used and any(name not in names for name in used.split(",")):
         raise ConfigError(f"{setting}: {socket.gethostname()} has only {', '.join(names)}{way_out}")
 
 
 def use_interface(chosen: str | None, outward: str | None, env: MutableMapping[str, str] = os.environ) -> None:
     """Set the interface that gloo and NCCL use; ConfigError if this machine lacks it.
 
-    ``chosen`` (by the user) is for both; ``outward`` (leads to the other nodes) for gloo only: NCCL finds the fastest
+    ``chosen`` by the user counts for both. ``outward`` leads to the other nodes, and counts for gloo only: NCCL finds the fastest interface
     itself, and reads /etc/nccl.conf.
     """
     check_interface(chosen, env)
@@ -137,8 +140,10 @@ def use_interface(chosen: str | None, outward: str | None, env: MutableMapping[s
 
 
 def record_collectives(logs: Path, env: MutableMapping[str, str] = os.environ) -> None:
-    """Switch NCCL's flight recorder on, unless the user chose otherwise: if a collective times out, PyTorch writes the last
-    ones of each process to ``logs``. Its default is a predictable name in /tmp."""
+    """Switch NCCL's flight recorder on, unless the user chose otherwise.
+
+    If a collective times out, PyTorch writes the last ones of each process to ``logs``; by default to a predictable name in /tmp.
+    """
     # TORCH_NCCL_ASYNC_ERROR_HANDLING keeps its default, 3: PyTorch's watchdog reports an NCCL error, sleeps for four times
     # TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC (60 s; ProcessGroupNCCL.cpp, Watchdog::runLoop) and aborts the process. By then
     # hpclm's watchdog has named a lost rank. With 0, an error that no lost rank explains would hang until hang_minutes.
@@ -148,8 +153,8 @@ def record_collectives(logs: Path, env: MutableMapping[str, str] = os.environ) -
 
 
 def hide_lookup_warnings(env: MutableMapping[str, str] = os.environ) -> None:
-    """Have PyTorch, when it is imported, log errors only, unless the user chose a level.
+    """Have PyTorch log errors only, unless the user chose a level; call it before PyTorch is imported.
 
-    Its store warns of every host whose address has no name, as where compute nodes have no DNS; nothing needs the name.
+    Its store warns of every address without a host name, as on compute nodes without DNS, but nothing needs the names.
     """
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -28,29 +28,35 @@ class RankInfo:
     address: str = ""
     """Its IPv4 address on the route to rank 0."""
     machine: str = ""
-    """Where its PID means the same (``files.here``): a machine, or a container on it."""
+    """The machine, or container, that its PID belongs to (``files.here``)."""
     networks: str = ""
-    """All IPv4 addresses of its machine but loopback's: a machine that was cloned while it ran keeps even the ID of its boot."""
+    """All IPv4 addresses of its machine except loopback's. Clones of a running machine share even its boot ID, but not these."""
     start: str = ""
-    """A name for this start of the run that is a part of a folder's name; rank 0's counts."""
+    """A name for this start of the run, to be used in folder names; rank 0's counts."""
 
     @classmethod
     def of(cls, world: World, address: str = "") -> "RankInfo":
-        """This process."""
-        numbers = (world.rank, world.size, world.local_rank, world.local_size)
-        networks = " ".join(sorted(ipv4 for ipv4 in network.addresses().values() if not ipv4.startswith("127.")))
-        start = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        machine = files.here()
-        return cls(*numbers, pid=os.getpid(), address=address, machine=machine, networks=networks, start=start)
+        """This process, as a rank of ``world``."""
+        return cls(
+            world.rank,
+            world.size,
+            world.local_rank,
+            world.local_size,
+            pid=os.getpid(),
+            address=address,
+            machine=files.here(),
+            networks=" ".join(sorted(ipv4 for ipv4 in network.addresses().values() if not ipv4.startswith("127."))),
+            start=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+        )
 
     @property
     def node(self) -> tuple[str, str, str]:
-        """The machine, as far as networks are concerned: ranks with the same one share a loopback interface."""
+        """Ranks with the same value share a loopback interface."""
         return self.host, files.network_of(self.machine), self.networks
 
     @property
     def process_table(self) -> tuple[str, str]:
-        """Ranks with the same one have PIDs of one table."""
+        """Ranks with the same value share a process table."""
         return self.machine, self.networks
 
     def __str__(self) -> str:
@@ -58,7 +64,7 @@ class RankInfo:
 
 
 def named(some: Sequence[int], ranks: Sequence[RankInfo]) -> str:
-    """Ranks and their hosts, for the log."""
+    """The ranks ``some`` and their hosts, for the log."""
     if len(some) == 1:
         return str(ranks[some[0]])
     hosts = sorted({ranks[rank].host for rank in some})

@@ -145,5 +145,5 @@ def test_what_may_take_any_time_is_no_hang(phase, hangs):
     watchdog.enter(phase)
     for seconds, late in ((5, False), (121, hangs)):
         watchdog.now += seconds
-        watchdog._look()
+        watchdog._check()
         assert bool(found) == late

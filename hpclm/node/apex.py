@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 def norms() -> dict[str, Callable[..., Any]]:
     """The fused norms, by PyTorch's names; empty without apex.
 
-    layer_norm(x, weight, bias, shape, eps) and rms_norm(x, weight, shape, eps) normalise x over its last dimensions, which have this
-    shape.
+    layer_norm(x, weight, bias, shape, eps) and rms_norm(x, weight, shape, eps) normalise x over its last dimensions, of this shape.
     """
     try:
         import fused_layer_norm_cuda  # noqa: F401 (otherwise imported at the first call)

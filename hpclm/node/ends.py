@@ -1,4 +1,4 @@
-"""How ranks end: each leaves a file, in which the other ranks, and what started the ranks, find the cause."""
+"""Files in which ranks leave how they end, so that the other ranks and the launcher find the cause."""
 
 import json
 import math
@@ -15,11 +15,11 @@ from hpclm.node import slurm
 
 Env = Mapping[str, str]
 FOLDER = "HPCLM_ERRORS"
-"""Variable with the folder of the ranks' files, set by what starts the ranks."""
+"""Variable with the folder of the ranks' files, set by the launcher."""
 RESTARTED = "HPCLM_RESTARTED"
-"""Variable that says why torchrun has restarted the ranks."""
+"""Variable with the reason why torchrun has restarted the ranks."""
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", slurm.NUMBERS_OF_RANK[0])
-"""Variables with a process's rank; launchers nest, so the innermost comes first."""
+"""Variables with the rank of a process; launchers nest, so the innermost comes first."""
 ANNOUNCED = "ranks.json"
 REPORTED = "reported"
 MAX_CAUSE = 500  # characters
@@ -32,22 +32,22 @@ class End:
     rank: int
     exit_code: int
     cause: str
-    """One line; empty where another rank says it."""
+    """One line; empty if another rank has the cause."""
     time: float
     """In seconds since 1970."""
     symptom: bool = False
-    """Whether it only lost its connection to another rank."""
+    """Whether the rank only lost its connection to another one."""
     hang: dict[str, Any] | None = None
-    """What it was doing when it made no progress (``distributed.hang.RankState``); None if it did not hang."""
+    """Position of a rank that made no progress (``distributed.hang.RankState``); None if it did not hang."""
 
 
 def folder(env: Env = os.environ) -> Path | None:
-    """The folder of the ranks' files; None if nothing has set one."""
+    """The folder of the ranks' files; None if the launcher has set none."""
     return Path(env[FOLDER]) if env.get(FOLDER) else None
 
 
 def note(code: int, cause: str = "", env: Env = os.environ) -> None:
-    """Leave this rank's exit code and the cause, unless the code is 0 or this rank has left one before."""
+    """Leave this rank's exit code and the cause, unless the code is 0 or this rank has left a file before."""
     where = folder(env)
     if code and where:
         rank = next((slurm.number(env, name) for name in RANKS if name in env), 0)
@@ -55,7 +55,7 @@ def note(code: int, cause: str = "", env: Env = os.environ) -> None:
 
 
 def leave(where: Path, end: End) -> None:
-    """Write the file of a rank, unless there is one."""
+    """Write the file of a rank, unless it exists."""
     path = _file(where, end.rank)
     with suppress(OSError):
         if not path.exists():
@@ -64,9 +64,11 @@ def leave(where: Path, end: End) -> None:
 
 
 def one_line(cause: str) -> str:
-    """The first and the last line of ``cause``: of a traceback, who failed and the exception."""
+    """The first and the last line of ``cause``. In a traceback these are the rank that failed and the exception."""
     lines = cause.strip().splitlines()
-    text = f"{lines[0]} ... {lines[-1].strip()}" if len(lines) > 1 else "".join(lines)
+    text = "".join(lines)
+    if len(lines) > 1:
+        text = f"{lines[0]} ... {lines[-1].strip()}"
     return "".join(character if character.isprintable() else " " for character in text[:MAX_CAUSE])
 
 
@@ -93,14 +95,14 @@ def traces(where: Path) -> set[int]:
 
 
 def first(ends: Iterable[End]) -> End | None:
-    """The earliest end that is a cause: those after it may be consequences. Of equal exit codes, the first with a text."""
+    """The earliest end that is a cause: later ones may be consequences. Among those with its exit code, the first with a text wins."""
     causes = sorted((end for end in ends if not end.symptom), key=lambda end: end.time)
-    told = [end for end in causes if end.cause and end.exit_code == causes[0].exit_code]
-    return next(iter(told or causes), None)
+    with_text = [end for end in causes if end.cause and end.exit_code == causes[0].exit_code]
+    return next(iter(with_text or causes), None)
 
 
 def announce(where: Path, ranks: list[dict[str, Any]]) -> None:
-    """Begin a start of the ranks: rank 0 writes who they are, and nothing has been reported yet."""
+    """Start a new record: rank 0 writes the list of ranks, and removes the traces of an earlier start."""
     with suppress(OSError):
         make_folder(where)
         for path in (where / REPORTED, *where.glob("alive-*")):
@@ -116,7 +118,7 @@ def announced(where: Path) -> list[dict[str, Any]]:
 
 
 def claim_report(where: Path) -> bool:
-    """Whether the caller is the first, of all processes, that wants to report how this start of the ranks ended."""
+    """Whether the caller is the first of all processes to report how this start of the ranks ended."""
     with suppress(OSError):
         os.close(files.opened(where / REPORTED, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         return True
@@ -124,7 +126,7 @@ def claim_report(where: Path) -> bool:
 
 
 def tidy(where: Path) -> None:
-    """Remove the folder of a start in which no rank has left a file."""
+    """Remove the folder of a start if no rank has left a file."""
     with suppress(OSError):
         if not read(where):
             for path in (where / ANNOUNCED, *where.glob("alive-*")):
@@ -134,7 +136,7 @@ def tidy(where: Path) -> None:
 
 
 def forget(where: Path, ranks: Iterable[int]) -> None:
-    """Remove the files of ``ranks``, which are started again."""
+    """Remove the files of ``ranks``, which will be restarted."""
     for rank in ranks:
         with suppress(OSError):
             _file(where, rank).unlink()
@@ -146,7 +148,7 @@ def inside_the_job(env: Env = os.environ) -> str:
 
 
 def make_folder(where: Path) -> None:
-    """Make the folder OUT/logs/errors/START, each of them for its owner only, whatever the umask."""
+    """Make the folder OUT/logs/errors/START and its parents, accessible to the owner only, whatever the umask."""
     for folder in (*reversed(where.parents[:3]), where):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 

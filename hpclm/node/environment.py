@@ -1,4 +1,4 @@
-"""The environment of this process: what it passes on to what it starts, and the user's own files that it names."""
+"""The environment of this process: variables for its children, and the user's files that variables name."""
 
 import os
 import re
@@ -19,7 +19,7 @@ SNAPSHOT = "HPCLM_SNAPSHOT"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 """Where torch.compile keeps compiled code."""
 INDUCTOR_FOLDER = "hpclm-inductor"
-"""The beginning of the name of hpclm's folder for compiled code."""
+"""Prefix of the name of hpclm's folder for compiled code."""
 LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_ERRORS", parent.PID)
 """Set by hpclm for its ranks; a launch inside another must not inherit them."""
 NOWHERE = "/proc/self"
@@ -33,7 +33,7 @@ COMPUTING = ("TORCH", "PYTORCH", "TRITON", "NVIDIA_", "CUBLAS", "CUDNN", "NCCL_"
 
 
 def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of what hpclm starts (``python.safe_env``), without the variables of an outer launch by hpclm or torchrun."""
+    """The environment for processes that hpclm starts (``python.safe_env``), without variables of an outer launch by hpclm or torchrun."""
     return python.safe_env({k: v for k, v in env.items() if k not in LAUNCH and not TORCHRUN.fullmatch(k)})
 
 
@@ -51,7 +51,7 @@ def forget(names: Iterable[str]) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """After the block, the environment of this process is as before it."""
+    """Restore the environment of this process after the block."""
     before = dict(os.environ)
     try:
         yield
@@ -69,8 +69,8 @@ def snapshot(env: Mapping[str, str] = os.environ) -> Path | None:
 def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMapping[str, str] = os.environ) -> None:
     """Set the device that DeepSpeed uses in this process, number ``index`` of ``kind``; call it before DeepSpeed is imported.
 
-    ``builds``: DeepSpeed will compile extensions. A job then does so in a separate folder on each node: a process that is
-    killed during the build leaves a lock behind, and every later run would wait for it forever. HpclmError if it cannot be made.
+    ``builds``: DeepSpeed will compile extensions. A job then does so in its own folder on each node: a process that is killed during the
+    build leaves a lock, and every later run would wait for it forever. HpclmError if the folder cannot be made.
     """
     env["DS_ACCELERATOR"] = kind
     env["LOCAL_RANK"] = str(index)
@@ -85,14 +85,14 @@ def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMappi
 
 
 def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set where torch.compile keeps compiled code on this node, unless the user chose a folder.
+    """Set the folder in which torch.compile keeps compiled code on this node, unless the user chose one.
 
-    PyTorch's own default may be another user's folder. The variable may hold that default without the user's doing, since
-    importing torch._dynamo writes it there, or hpclm's folder on the machine that submitted the job.
-    PyTorch keeps precompiled headers for C++ in its default folder whatever the variable says, so they are switched off.
+    PyTorch's default may be another user's folder. The variable may hold that default although the user did not set it, because importing
+    torch._dynamo does; or hpclm's folder on the machine that submitted the job. PyTorch keeps precompiled headers for C++ in its default
+    folder whatever the variable says, so they are switched off.
 
-    OSError or ConfigError if the folder cannot be made, or others could replace it. Then nothing can be compiled, but torch._dynamo
-    can be imported, which makes the folder that the variable names.
+    OSError or ConfigError if the folder cannot be made, or others could replace it. Then nothing can be compiled, but torch._dynamo, which
+    makes the folder that the variable names, can be imported.
     """
     env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     folder = Path(env.get(INDUCTOR_CACHE) or NOWHERE)
@@ -110,18 +110,18 @@ def for_code_that_may_compile(env: MutableMapping[str, str] = os.environ) -> Non
 
 
 def of_a_job(options: Iterable[str], env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment in which sbatch is called; ``options``: those that the job sets itself.
+    """The environment in which sbatch is called. ``options``: the options that the job sets itself.
 
-    It lacks the variables that override a script's options, and those of a launch around this process, since sbatch passes
-    all on to the job. It has the variables that Slurm's commands need to find a cluster and log in to it.
+    sbatch passes its environment on to the job, so it lacks variables that override a script's options, and those of a launch around this
+    process. It has the variables by which Slurm's commands find a cluster and log in to it.
     """
     in_mpi = "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env or "PMI_RANK" in env
     kept = {"HPCLM_SITE"} | slurm.kept_for_sbatch(options, env)
-    if not in_mpi:  # OMPI_MCA_* and the like were then set by the user
+    if not in_mpi:  # then the user has set OMPI_MCA_* and the like
         kept |= {name for name in env if MPI.fullmatch(name) and not name.startswith("PMI_")}
     launchers = (slurm.VARIABLES, MPI, TORCHRUN)
-    unset = {name for name in env if name.startswith("HPCLM_") or any(each.fullmatch(name) for each in launchers)}
-    return {name: value for name, value in env.items() if name in kept or name not in unset}
+    removed = {name for name in env if name.startswith("HPCLM_") or any(each.fullmatch(name) for each in launchers)}
+    return {name: value for name, value in env.items() if name in kept or name not in removed}
 
 
 def settings(words: Sequence[str], typed: Sequence[str] = ()) -> "RunConfig":
@@ -149,7 +149,7 @@ def site_file(env: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def user_cache(env: Mapping[str, str] = os.environ) -> Path:
-    """The folder of what hpclm remembers for its user, which may not exist."""
+    """The folder for hpclm's cache of this user, which may not exist."""
     return Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME") or "/nonexistent", ".cache"), "hpclm")
 
 

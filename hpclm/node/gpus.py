@@ -1,4 +1,4 @@
-"""GPU models as their vendors describe them, and how many GPUs this machine has; nothing here loads PyTorch."""
+"""GPU models by their vendors' data sheets, and the number of GPUs of this machine; nothing here loads PyTorch."""
 
 import re
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ class Kind:
     peak: float
     """Dense FLOP/s of 16-bit matrix products (not the sparse figure, which is double)."""
     memory: float
-    """GiB that programs can use, which is less than what the name says."""
+    """GiB that programs can use, which is less than the name says."""
     bandwidth: float
     """Bytes/s between its memory and its processors."""
     link: float
     """Bytes/s in one direction to the other GPUs of a node: NVLink, or PCI Express."""
     network: float
-    """Bytes/s in one direction to other nodes, a GPU's share: a property of the cluster, here of the usual one."""
+    """A GPU's share of the bytes/s in one direction to other nodes, on a usual cluster."""
     family: str
     """Generation of the architecture."""
     bf16: bool = True
@@ -68,11 +68,11 @@ def with_fp8() -> list[str]:
 
 
 SLICE = re.compile(r"\bMIG\b|-\d+[ABCQ]\b")
-"""In the names of parts of a GPU: NVIDIA's MIG slices, and virtual GPUs such as GRID A100-10C."""
+"""Matches the names of parts of a GPU: NVIDIA's MIG slices, and virtual GPUs such as GRID A100-10C."""
 
 
 def named(name: str) -> Kind | None:
-    """The kind of the GPU that calls itself ``name``; None if it is not known, or only a part of one."""
+    """The kind of the GPU that calls itself ``name``; None if it is unknown, or only a part of a GPU."""
     models = [model for model in KINDS if re.search(rf"\b{model}\b", name)]
     if SLICE.search(name) or not models:
         return None
@@ -85,9 +85,9 @@ COUNT = "import json, torch; print(json.dumps({'gpus': torch.cuda.device_count()
 
 
 def count(env: Mapping[str, str], root: Path = Path("/")) -> int:
-    """GPUs that PyTorch sees in the environment ``env``.
+    """The number of GPUs that PyTorch sees in the environment ``env``.
 
-    PyTorch is asked in a separate process, which takes seconds, and only if there is a GPU's device file below ``root``.
+    PyTorch counts them in a separate process, which takes seconds, and only if a GPU's device file exists below ``root``.
     """
     if not any(next(root.glob(pattern), None) for pattern in DEVICE_FILES):
         return 0

@@ -1,4 +1,4 @@
-"""The device of this process: which one, its precision, how matrix products run, and its peak."""
+"""The device of this process, its precision, its matrix products, and its peak performance."""
 
 import ctypes
 import os
@@ -22,12 +22,12 @@ NAMES = {kind: name for name, kind in TYPES.items()}
 def device(
     config: EngineConfig, local_rank: int, local_size: int = 1, env: Mapping[str, str] = os.environ
 ) -> torch.device:
-    """The device of this process, one of ``local_size`` on its host, made ready.
+    """Choose and set up the device of this process, one of ``local_size`` on its host.
 
-    ConfigError if the settings ask for a device that does not exist, or if there are fewer GPUs than processes.
+    ConfigError if the settings ask for a device that does not exist, or the host has fewer GPUs than processes.
     """
     if threads.quota() < torch.get_num_threads() and not env.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(threads.quota())  # PyTorch counts the cores
+        torch.set_num_threads(threads.quota())  # PyTorch counts cores, not the quota
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
         _check_that_none_was_requested(config, env)
@@ -42,7 +42,7 @@ def device(
 
 
 def _check_that_none_was_requested(config: EngineConfig, env: Mapping[str, str]) -> None:
-    """Refuse to train without a GPU if the settings, the job or CUDA_VISIBLE_DEVICES ask for one."""
+    """ConfigError or HpclmError if the settings, the job or CUDA_VISIBLE_DEVICES ask for a GPU."""
     if config.device == "cuda":
         raise ConfigError(next(config.problems_without_gpu()))
     if config.device == "cpu":
@@ -64,18 +64,18 @@ def _check_that_none_was_requested(config: EngineConfig, env: Mapping[str, str])
 def use(device: torch.device) -> None:
     """Have the calling thread use ``device``.
 
-    In PyTorch every thread begins with the first GPU. If it pins or allocates memory there, it opens a context of some hundred
-    megabytes on a GPU that may be another rank's.
+    In PyTorch every thread starts with the first GPU. If it pins or allocates memory there, it opens a context of some hundred megabytes on
+    a GPU that may be another rank's.
     """
     if device.type == "cuda" and device.index is not None:  # PyTorch takes no device without a number
         torch.cuda.set_device(device)
 
 
 def gpu_of(local_rank: int, local_size: int, gpus: int, visible: str | None) -> int:
-    """Which of the ``gpus`` that this process sees it uses; ConfigError if there are too few.
+    """The index of this process's GPU among the ``gpus`` that it sees; ConfigError if they are too few.
 
-    A launcher may make a single GPU visible to each process (``visible`` is CUDA_VISIBLE_DEVICES); the preflight check
-    finds out if it is the same one for all.
+    A launcher may make a single GPU visible to each process (``visible`` is CUDA_VISIBLE_DEVICES); the preflight check detects processes
+    that share one.
     """
     if gpus >= local_size:
         return local_rank
@@ -125,7 +125,7 @@ def problems_of_fp8(config: EngineConfig, device: torch.device) -> Iterator[str]
 
 
 def set_matmul(device: torch.device) -> str:
-    """Let fp32 products run fast where that keeps their precision; returns what was chosen and why."""
+    """Let fp32 products run fast if that keeps their precision; returns the choice and the reason, for the log."""
     torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
         return "exact: TF32 would round fp32 products"
@@ -147,7 +147,7 @@ def _product_error(size: int = 256) -> float:
 
 
 def slow_type(device: torch.device, dtype: torch.dtype) -> str | None:
-    """A hint about 16-bit types on CPUs, few of which have instructions for them; None for other devices and types."""
+    """A hint about 16-bit types on CPUs, because few CPUs have instructions for them; None for other devices and types."""
     if device.type != "cpu" or dtype == torch.float32:
         return None
     name = NAMES[dtype]
@@ -173,7 +173,7 @@ def keep_freed_memory() -> None:
 
 
 def describe(device: torch.device) -> str:
-    """The device in words."""
+    """The device, for the log."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} ({device})"
     return f"CPU, {many(torch.get_num_threads(), 'thread')}"

@@ -23,7 +23,7 @@ REQUIRED = (
 """The libraries that hpclm needs, by the names that are imported (setup.cfg)."""
 WAY_OUT = "take its folder out of PYTHONPATH, or set PYTHONNOUSERSITE=1 if it is in ~/.local"
 LINKING = ("LD_LIBRARY_PATH", "LD_PRELOAD")
-"""Variables that make the dynamic linker load other shared libraries than those that a Python package brings."""
+"""Variables that make the dynamic linker load shared libraries other than those of a Python package."""
 
 
 def explained(error: BaseException) -> str | None:
@@ -94,7 +94,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 def _suspects(error: Exception) -> list[str]:
-    """Modules that may be the cause of ``error``, the most likely first: those being imported, and those that it names."""
+    """Modules that may be the cause of ``error``, the most likely first: those being imported, and those named in it."""
     text = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "<module>":
@@ -108,7 +108,7 @@ def _suspects(error: Exception) -> list[str]:
 
 
 def _importer(error: Exception) -> str:
-    """The top-level module with the statement that raised ``error``; empty without one."""
+    """The top-level module of the statement that raised ``error``; empty if unknown."""
     modules = [
         str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
     ]

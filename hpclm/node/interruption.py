@@ -1,4 +1,4 @@
-"""How INT, TERM and HUP end a command: by an exception, so that it removes its unfinished files, or at once."""
+"""INT, TERM and HUP end a command by an exception, so that it removes its unfinished files, or at once."""
 
 import signal
 import threading
@@ -16,7 +16,7 @@ def leave(number: int, _: FrameType | None) -> None:
 
 
 REPLACED = (signal.SIG_DFL, signal.default_int_handler, leave)
-"""The handlers that the functions here replace; others are somebody else's."""
+"""The handlers that the functions here replace; any other handler belongs to the caller."""
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def raising() -> Iterator[None]:
 def at_once() -> Iterator[None]:
     """In the block INT, TERM and HUP end the process at once.
 
-    It is for long calls of a library, which delay Python's handlers until they return, while no file is unfinished.
+    For long calls into a library, which delay Python's handlers until they return. No file may be unfinished.
     """
     with _handled(signal.SIG_DFL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield
@@ -38,7 +38,7 @@ def at_once() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: Any, *numbers: int) -> Iterator[None]:
-    """In the block of the main thread, ``handler`` receives these signals unless somebody else handles them."""
+    """In the block, ``handler`` receives these signals unless the caller handles them; only in the main thread."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         for number in numbers:

@@ -1,4 +1,4 @@
-"""The job that this process is part of, and jobs as their schedulers show them; no scheduler is known here."""
+"""The job of this process, and jobs as schedulers show them. This file knows no scheduler."""
 
 import logging
 import socket
@@ -19,30 +19,30 @@ RUNNING = frozenset(["RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING",
 
 @dataclass(frozen=True)
 class OwnJob:
-    """The job of this process, and what its processes ask of their scheduler. Outside a job, its ``id`` is empty and nothing is asked.
+    """The job of this process, and requests to its scheduler. Outside a job ``id`` is empty and nothing is requested.
 
-    The process has something more important to do: a question that fails is only logged.
+    A failed request is only logged, because the process has more important work.
     """
 
     scheduler: str = ""
-    """What people call the scheduler: Slurm, or the name of a class of the user's own."""
+    """Name of the scheduler: Slurm, or the class of a user-defined one."""
     id: str = ""
-    """What the scheduler's commands call this job and nothing but it: 12, or 12_3 for a task of the array 12."""
+    """The id by which the scheduler's commands select this job alone: 12, or 12_3 for a task of the array 12."""
     restart: int = 0
-    """How often the scheduler has started it again."""
+    """How often the scheduler has restarted the job."""
     array_task: str = ""
-    """Its index among the tasks of an array; empty without one."""
+    """Its index among the tasks of an array; empty without an array."""
     hosts: tuple[str, ...] = ()
-    """The nodes it has in this start, by their names in the scheduler; empty if unknown."""
+    """The nodes of this start, by their names in the scheduler; empty if unknown."""
     node: str = field(default_factory=socket.gethostname)
-    """The node of this process, by its name in the scheduler, otherwise by its host name."""
+    """The node of this process, by its name in the scheduler or else its host name."""
     deadline: float | None = None
-    """When its time limit ends it, in seconds since 1970; None without a limit, or if unknown."""
+    """When the time limit ends the job, in seconds since 1970; None without a limit, or if unknown."""
     asked: Any = field(default=None, compare=False, repr=False)
-    """The ``hpclm.launch.schedulers.Scheduler`` that started it."""
+    """The ``hpclm.launch.schedulers.Scheduler`` of the job."""
 
     def __str__(self) -> str:
-        """As the log names it: job 12 of Slurm, start 2, on node1, node2, until 2026-11-27 14:03."""
+        """For the log: job 12 of Slurm, start 2, on node1, node2, until 2026-11-27 14:03."""
         start = f", start {self.restart + 1}" if self.restart else ""
         nodes = f", on {', '.join(self.hosts[:SHOWN_HOSTS])}" if self.hosts else ""
         more = f" and {len(self.hosts) - SHOWN_HOSTS} more" if len(self.hosts) > SHOWN_HOSTS else ""
@@ -54,48 +54,50 @@ class OwnJob:
         return {"job_id": self.id, "restart": self.restart} if self.id else {}
 
     def requeue(self, without: Sequence[str] = ()) -> bool:
-        """Have the job start again, on other nodes than ``without``; whether it will. This may end the calling process."""
+        """Requeue the job, avoiding the nodes ``without``; returns whether it was requeued. This may end the calling process."""
         with self._failures_logged():
             return self.requeue_or_raise(without)
         return False
 
     def requeue_or_raise(self, without: Sequence[str] = ()) -> bool:
-        """As ``requeue``; NoAnswerError if the scheduler does not answer."""
+        """Requeue the job like ``requeue``, but raise NoAnswerError if the scheduler does not respond."""
         return bool(self.asked and self.asked.requeue(self, without))
 
     def requeue_if_abandoned(self) -> str:
-        """Requeue the job if nothing else will, although its exit code asks for that; why that was necessary, or empty."""
+        """Requeue the job if nothing else will, although its exit code asks for it; returns why that was necessary, or ""."""
         with self._failures_logged():
             why: str = self.asked.abandoned(self) if self.asked else ""
             return why if why and self.requeue() else ""
         return ""
 
     def ending(self, warned: float) -> str:
-        """Why the scheduler ends this start of the job; empty if it does not, or does not say.
+        """Why the scheduler ends this start of the job; empty if it does not, or the reason is unknown.
 
-        ``warned``: the most seconds by which a warning comes before the time limit.
+        ``warned``: the longest time in seconds between a warning and the time limit.
         """
         with self._failures_logged():
-            return str(self.asked.ending(self, warned)) if self.asked else ""
+            if self.asked:
+                return str(self.asked.ending(self, warned))
         return ""
 
     def end_step(self, code: int) -> None:
-        """End what waits for this process, which exits with ``code``: the scheduler's own process that started it is dead."""
+        """End the job step of this process, which exits with ``code`` and whose parent, the scheduler's own process, is dead."""
         with self._failures_logged():
             if self.asked:
                 self.asked.end_step(self, code)
 
     def troubles(self, hosts: Sequence[str], seconds: float = 5.0) -> list[str]:
-        """The problems of those nodes that have one, as the scheduler knows them."""
+        """The problems of these nodes that the scheduler knows."""
         with self._failures_logged():
-            return list(self.asked.troubles(hosts, seconds)) if self.asked else []
+            if self.asked:
+                return list(self.asked.troubles(hosts, seconds))
         return []
 
     @contextmanager
     def _failures_logged(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # the scheduler may be the user's own
+        except Exception as error:  # a user-defined scheduler may raise anything
             log.warning("%s: %s", self.scheduler, str(error).partition("\n")[0] or type(error).__name__)
 
 
@@ -104,7 +106,7 @@ class Job:
     """A job as its scheduler shows it; the names of states are Slurm's."""
 
     id: str
-    """Job ID; of an array task 12_3."""
+    """Job ID; 12_3 for an array task."""
     name: str
     """PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, CANCELLED, TIMEOUT, …"""
     elapsed: str = ""
@@ -120,7 +122,7 @@ class Job:
     script: str = ""
     """Path of its script, as it was submitted; "" if unknown."""
     cluster: str = ""
-    """The cluster that it is on, where the scheduler has several."""
+    """The cluster of the job, if the scheduler has several."""
 
     def __str__(self) -> str:
         reason = f": {self.reason}" if self.reason not in ("", "None") else ""

@@ -1,4 +1,4 @@
-"""Tell people that a run has failed, finished or restarted: by webhook (job.notify)."""
+"""Webhooks that notify people when a run fails, finishes or restarts (job.notify)."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ from hpclm.errors import LockedError
 from hpclm.node import secrets
 
 log = logging.getLogger(__name__)
-SECONDS = 2.0  # that a run may wait for a message when it ends; it is killed soon after
+SECONDS = 2.0  # that a run waits for a message as it ends; it may be killed soon after
 MAX_MESSAGE_CHARACTERS = 4000
 EVENTS = {"failed": "has failed", "finished": "has finished", "restarted": "was restarted"}
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
@@ -30,7 +30,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class Notifier:
-    """Sends an attempt's messages; as a context manager also that of an error. None of its methods raises."""
+    """Sends an attempt's messages. As a context manager it also reports an error of the block. Its methods never raise."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Notifier:
             self.failed(str(error) or type(error).__name__)
 
     def begin(self, attempt: int, step: int, reason: str) -> None:
-        """Note the number of the attempt, which begins at ``step``; a restart is sent, with its ``reason``."""
+        """Note the number of the attempt. If it is a restart from ``step``, send that with its ``reason``."""
         self._about["attempt"] = attempt
         if attempt > 1:
             message = f"attempt {attempt} resumes from step {step}"
@@ -63,13 +63,13 @@ class Notifier:
             self.send("restarted", message, seconds=0)
 
     def failed(self, message: str) -> None:
-        """The run ends with this error; sent once."""
+        """Send the error with which the run ends, once."""
         if not self._failed:
             self._failed = True
             self.send("failed", message)
 
     def send(self, event: Literal["failed", "finished", "restarted"], message: str, seconds: float = SECONDS) -> None:
-        """Send to all targets at once, and wait ``seconds`` for them; with 0 it continues in the background."""
+        """Send to all targets in parallel, and wait at most ``seconds``; sending continues in the background."""
         message = secrets.Redactor(self.env)(message)[:MAX_MESSAGE_CHARACTERS]
         text = f"hpclm: {self._about['run']} {EVENTS[event]} ({self._about['out']} on {self._about['host']}): {message}"
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -90,7 +90,7 @@ class Notifier:
 
 
 def missing(targets: Sequence[str], env: Mapping[str, str] = os.environ) -> list[str]:
-    """Problems of the targets on this machine: variables that do not hold a webhook."""
+    """The problems of targets on this machine: environment variables that do not hold a webhook."""
     return [
         f"job.notify={target}: the environment variable {target[1:]} must hold https://...; export it where you start "
         "or submit the run"
@@ -100,7 +100,7 @@ def missing(targets: Sequence[str], env: Mapping[str, str] = os.environ) -> list
 
 
 def _address(target: str, env: Mapping[str, str]) -> str | None:
-    """The webhook that ``target`` is or, as $NAME, that the variable holds; None for anything else."""
+    """The webhook ``target``, or the one in the variable that ``target`` names as $NAME; None if it is not a webhook."""
     if target.startswith("$"):
         target = env.get(target[1:], "")
     if target.startswith("$") or not NOTIFY.fullmatch(target):
@@ -109,7 +109,7 @@ def _address(target: str, env: Mapping[str, str]) -> str | None:
 
 
 def _deliver(target: str, content: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    """Send to one target; a failure is a warning, which does not show the path of a webhook."""
+    """Send to one target. A failure is logged, without the secret path of the webhook."""
     try:
         address = _address(target, env)
         if address is None:
@@ -118,7 +118,7 @@ def _deliver(target: str, content: Mapping[str, Any], env: Mapping[str, str]) ->
         request = urllib.request.Request(address, json.dumps(content).encode(), headers)
         post = urllib.request.build_opener(_NoRedirects).open
         post(request, timeout=30).close()
-    except Exception as error:  # of a network, a server or a program
+    except Exception as error:  # network and server may fail in any way
         if "://" in target:
             target = target.split("/")[2]
         log.warning("job.notify: %s was not notified that the run %s: %s", target, content["event"], error)

@@ -1,6 +1,6 @@
-"""A rank ends with the process that started it: nothing else would stop the rank or start it again.
+"""A rank ends with the process that started it, because nothing else would stop or restart it.
 
-The kernel sees to it. Tasks of Slurm are left to Slurm, and processes without a launcher may have been detached on purpose (nohup, setsid).
+The kernel sends the signal. Slurm ends its tasks itself, and processes without a launcher may be detached on purpose (nohup, setsid).
 """
 
 import ctypes
@@ -16,13 +16,13 @@ from hpclm.errors import shell_code
 PID = "HPCLM_LAUNCHER_PID"
 """Variable with torchrun's run ID and the PID of the agent that starts the ranks, set by hpclm's launchers."""
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
-"""Variables of which a rank of torchrun or mpirun has one (``bootstrap.LAUNCHERS``, without Slurm)."""
+"""Variables set by torchrun and mpirun for their ranks (``bootstrap.LAUNCHERS`` without Slurm)."""
 LOOPBACK = re.compile(r"tcp4?://127\.0\.0\.1:(\d+)")
 PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher(verb: str, env: Mapping[str, str] = os.environ) -> None:
-    """Have this process end with its launcher if it is a rank of the verb ``train``; the first act of its main thread."""
+    """Make this process end with its launcher if it is a rank of the command ``train``; its main thread calls this first."""
     if verb != "train" or not any(name in env for name in LAUNCHED):
         return
     run_id, _, recorded = env.get(PID, "").rpartition(" ")
@@ -33,32 +33,32 @@ def end_with_launcher(verb: str, env: Mapping[str, str] = os.environ) -> None:
 
 
 def end_with(parent: int, number: int) -> None:
-    """Have the kernel send this process the signal ``number`` when process ``parent``, which started it, ends."""
+    """Make the kernel send this process the signal ``number`` when its parent, process ``parent``, ends."""
     signal_at_death_of_parent(number)
     if os.getppid() != parent:  # it ended before
         os._exit(shell_code(-signal.SIGKILL))
 
 
 def signal_at_death_of_parent(number: int) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends (Linux)."""
+    """Make the kernel send this process a signal when the thread that started it ends (Linux)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _launcher_answers(env: Mapping[str, str]) -> bool:
-    """Whether the launcher still lives, as far as is known: it may have ended before this process looked for its parent."""
+    """False if the launcher is known to be dead: it may have ended before this process looked for its parent."""
     for endpoint in _served(env):
         try:
             socket.create_connection(endpoint, 5.0).close()
         except ConnectionRefusedError:
             return False
-        except OSError:  # the rendezvous says what is wrong
+        except OSError:  # the rendezvous will report it
             continue
     return True
 
 
 def _served(env: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Addresses on this machine at which the launcher listens as long as it lives: of torchrun's store, and of Open MPI's daemon."""
+    """Addresses on this machine on which a live launcher listens: torchrun's store, or Open MPI's daemon."""
     local = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_WORLD_SIZE") == "1"
     if local and env.get("MASTER_PORT", "").isdecimal():
         yield env.get("MASTER_ADDR", ""), int(env["MASTER_PORT"])

@@ -1,8 +1,7 @@
-"""Catch the signals that announce the end, so that the loop finishes its step before it saves and exits.
+"""Catch the signals that warn of the end, so that the training loop finishes its step, saves and exits.
 
-Which signal comes depends on the cluster: TERM on plain preemption, USR1 or USR2 if the job asked for it. Ctrl-C counts too;
-a second Ctrl-C ends the process at once. HUP means that the terminal was closed, unless nohup ignores it, XCPU that the limit of CPU time
-is near.
+The signal depends on the cluster: TERM on plain preemption, USR1 or USR2 if the job asked for it. Ctrl-C counts too; a second Ctrl-C ends
+the process at once. HUP means that the terminal was closed, unless nohup ignores it; XCPU that the limit of CPU time is near.
 """
 
 import os
@@ -19,17 +18,17 @@ WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signa
 
 
 class Start:
-    """Handles warnings from the first line of a process on: there is nothing to save yet, so it ends at once, with 85.
+    """Handles warnings during the start: with nothing to save yet, the process exits at once with 85.
 
     Once the ranks have met, a warning waits for ``Preemption``, which makes all of them exit together.
     """
 
     def __init__(self) -> None:
-        self.alone = True
-        self.when: dict[str, float] = {}
+        self.alone = True  # the ranks have not met yet
+        self.when: dict[str, float] = {}  # when each signal first came, by time.monotonic
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Note a signal, and exit if the ranks have not met."""
         name = signal.Signals(number).name
         self.when.setdefault(name, time.monotonic())
         if self.alone:
@@ -39,21 +38,21 @@ class Start:
 
 
 def catch_from_the_start(verb: str) -> None:
-    """Handle warnings by ``Start`` in the verbs ``train`` and ``submit``; called before imports that take a while.
+    """Let ``Start`` handle warnings in the commands ``train`` and ``submit``; called before imports that take a while.
 
-    ``submit`` leaves Ctrl-C to Python until it has started something.
+    In ``submit``, Python handles Ctrl-C until the command has started something.
     """
     if verb in ("train", "submit"):
         end_at_once([number for number in WARNINGS if verb == "train" or number != signal.SIGINT])
 
 
 def end_at_once(numbers: Sequence[signal.Signals] = WARNINGS) -> None:
-    """Handle warnings by ``Start`` until another handler is installed."""
+    """Let ``Start`` handle warnings until another handler is installed."""
     _install(Start(), numbers)
 
 
 def ranks_have_met() -> dict[str, float]:
-    """From now on the loop acts on a warning, not ``Start``; those received so far, with when they were."""
+    """Let warnings wait for the training loop from now on. Returns when those so far came, by time.monotonic."""
     start = signal.getsignal(signal.SIGTERM)
     if not isinstance(start, Start):
         return {}
@@ -63,7 +62,7 @@ def ranks_have_met() -> dict[str, float]:
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """While the block runs, ``handler`` receives these signals. A hang-up that nohup has silenced stays so."""
+    """In the block, ``handler`` receives the warnings; HUP stays ignored if nohup ignores it."""
     before = _install(handler)
     try:
         yield
@@ -75,13 +74,13 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
 def _install(
     handler: Callable[[int, FrameType | None], object], numbers: Sequence[signal.Signals] = WARNINGS
 ) -> dict[int, Any]:
-    """Have ``handler`` receive the signals; the handlers before it."""
-    heard = [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
+    """Install ``handler`` for these signals; returns the earlier handlers. HUP stays ignored if nohup ignores it."""
+    caught = [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in caught}
 
 
 class Preemption:
-    """Remembers a warning signal until the loop is ready for it."""
+    """Remembers warning signals until the training loop acts on them."""
 
     def __init__(self) -> None:
         self._when: dict[str, float] = {}
@@ -106,10 +105,12 @@ class Preemption:
             raise KeyboardInterrupt
         first = not self._when
         self._when.setdefault(name, time.monotonic())
-        if first:  # os.write and no log line: signals come in bursts, and a log is not reentrant
+        if first:  # os.write, because signals come in bursts and logging is not reentrant
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, f"{name}: finishing this step if there is time, then saving and exiting\n".encode())
 
     def seconds(self, name: str) -> float:
-        """Seconds since the first signal of that name, more than 0; 0 if none has arrived."""
-        return max(time.monotonic() - self._when[name], 1e-9) if name in self._when else 0.0
+        """Seconds since the first signal of that name, more than 0; 0 before the first."""
+        if name not in self._when:
+            return 0.0
+        return max(time.monotonic() - self._when[name], 1e-9)

@@ -1,4 +1,4 @@
-"""The state of a process that uses hpclm as a library: what hpclm sets for itself is undone when the call returns."""
+"""The state of a process that uses hpclm as a library: changes by hpclm are undone when the call returns."""
 
 import atexit
 import gc
@@ -19,11 +19,11 @@ import torch
 from hpclm.node import environment
 
 UNDO: ContextVar[ExitStack | None] = ContextVar("UNDO", default=None)
-"""The functions that are called when the outermost ``preserved`` block ends."""
+"""The functions to call when the outermost ``preserved`` block ends."""
 
 
 def undo_later(undo: Callable[[], object]) -> None:
-    """Have ``undo`` called when the caller gets its process back, or when the process ends, if that is hpclm's own."""
+    """Call ``undo`` when the outermost ``preserved`` block ends; without one, when the process exits."""
     stack = UNDO.get()
     if stack is None:
         atexit.register(undo)
@@ -32,7 +32,7 @@ def undo_later(undo: Callable[[], object]) -> None:
 
 
 def change(module: Any, name: str, value: object) -> None:
-    """Set an attribute of a library's module; ``undo_later``."""
+    """Set an attribute of a library's module, and undo that later."""
     before = getattr(module, name)
     if before != value:
         undo_later(partial(setattr, module, name, before))
@@ -41,10 +41,10 @@ def change(module: Any, name: str, value: object) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Compute in the block as in a new process, and leave this one as it was, however the block ends.
+    """Compute in the block as in a new process, and restore this process's state, however the block ends.
 
-    That is random generators, numeric settings of PyTorch and NumPy, the environment, warnings filters, and what is open: the memory
-    and the files of a run are freed.
+    The state is random generators, numeric settings of PyTorch and NumPy, the environment and warnings filters. Memory and open files of
+    a run are freed.
     """
     with ExitStack() as stack:
         stack.enter_context(environment.preserved())
@@ -65,7 +65,7 @@ def preserved() -> Iterator[None]:
 
 
 def _preserve_python(stack: ExitStack) -> None:
-    """Settings of Python that libraries change when they are first used."""
+    """Restore settings of Python that libraries change when they are first used."""
     if multiprocessing.get_start_method(allow_none=True) is None:
         stack.callback(multiprocessing.set_start_method, None, force=True)
     stack.callback(sys.path.__setitem__, slice(None), sys.path[:])
@@ -73,7 +73,7 @@ def _preserve_python(stack: ExitStack) -> None:
 
 
 def _preserve_generators(stack: ExitStack) -> None:
-    """Random generators of Python, NumPy and PyTorch, on the CPU and on all GPUs."""
+    """Restore the random generators of Python, NumPy and PyTorch, on the CPU and on all GPUs."""
     stack.callback(random.setstate, random.getstate())
     stack.callback(np.random.set_state, np.random.get_state())
     if torch.cuda.is_initialized():
@@ -86,7 +86,7 @@ def _preserve_generators(stack: ExitStack) -> None:
 
 
 def _preserve_numerics(stack: ExitStack) -> None:
-    """How PyTorch computes; from here on as in a new process."""
+    """Restore PyTorch's numeric settings, and set them as in a new process until then."""
     backends: Any = torch.backends
     for module, name in (
         (backends.cuda.matmul, "fp32_precision"),
@@ -97,7 +97,7 @@ def _preserve_numerics(stack: ExitStack) -> None:
         stack.callback(setattr, module, name, getattr(module, name))
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the caller has set fp32_precision, and the older function then refuses to answer
+    except RuntimeError:  # the older function raises if the caller has set fp32_precision
         precision = "highest"
     stack.callback(torch.set_float32_matmul_precision, precision)
     stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
@@ -114,7 +114,7 @@ def _preserve_numerics(stack: ExitStack) -> None:
 
 
 def _free(error: BaseException | None) -> None:
-    """Free what the frames of ``error`` hold: a notebook would keep models, and a GPU's memory, with its last traceback."""
+    """Clear the frames of ``error``: with its last traceback, a notebook would keep models and GPU memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

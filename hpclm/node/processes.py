@@ -1,5 +1,7 @@
-"""Processes of this machine: find them, check that a PID still is the process that was recorded, end them;
-run programs that may be missing, hang or fail, each with a time limit."""
+"""Processes of this machine: find them, check that a PID still is the recorded process, end them.
+
+Also run programs that may be missing, hang or fail, each with a time limit.
+"""
 
 import ctypes
 import os
@@ -19,14 +21,14 @@ import psutil
 from hpclm.errors import HpclmError
 from hpclm.node.parent import signal_at_death_of_parent
 
-OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # an argument of our command lines: hpclm, its path, or the module after -m
-TOLERANCE = 60  # seconds by which a process may seem younger than its record: clocks are adjusted
+OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # an argument of hpclm's command lines: hpclm, its path, or the module after -m
+TOLERANCE = 60  # seconds by which a process may seem younger than its record, because clocks are adjusted
 PR_SET_CHILD_SUBREAPER = 36
 Env = Mapping[str, str]
 
 
 def started(pid: int) -> float | None:
-    """When a process started, in seconds since 1970; None if there is none, or only a zombie."""
+    """When a process started, in seconds since 1970; None if it does not exist or is a zombie."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
@@ -35,9 +37,9 @@ def started(pid: int) -> float | None:
 
 
 def is_ours(pid: int, recorded: str) -> bool:
-    """Whether ``pid`` is the process of hpclm that was recorded at the time ``recorded`` (``time.strftime`` with %z).
+    """Whether ``pid`` is still the process of hpclm that was recorded at the time ``recorded`` (``time.strftime`` with %z).
 
-    The PID may have been reused since: that process is younger, or has another command line.
+    A process that has reused the PID is younger, or has another command line.
     """
     start = started(pid)
     if start is None:
@@ -64,7 +66,7 @@ def send_signal(pid: int, number: int = signal.SIGTERM) -> None:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, pause: float = 0.05) -> bool:
-    """Whether ``condition()`` becomes true within ``seconds``; it is evaluated once in any case, and after every ``pause``."""
+    """Whether ``condition()`` becomes true within ``seconds``. It is called at least once, and after every ``pause``."""
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
@@ -89,11 +91,12 @@ def terminate_children(grace: float) -> None:
 
 
 def children_with(variable: str) -> list[int]:
-    """Children of this process whose environment has ``variable``."""
+    """Children of this process with ``variable`` in their environment."""
     children = []
     for child in psutil.Process().children():
         with suppress(psutil.Error, OSError):
-            children += [child.pid] if variable in child.environ() else []
+            if variable in child.environ():
+                children.append(child.pid)
     return children
 
 
@@ -111,13 +114,13 @@ def kill_children() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent exits, so that ``kill_children`` finds them (Linux)."""
+    """Adopt descendants when their parent exits, so that ``kill_children`` finds them (Linux)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def when_orphaned(parent: int, act: Callable[[], object]) -> None:
-    """Call ``act`` as soon as this process's parent, process ``parent``, has ended (Linux); it takes SIGALRM."""
+    """Call ``act`` as soon as this process's parent, process ``parent``, has ended (Linux); uses SIGALRM."""
     signal.signal(signal.SIGALRM, lambda *_: act())
     signal_at_death_of_parent(signal.SIGALRM)
     if os.getppid() != parent:
@@ -125,7 +128,7 @@ def when_orphaned(parent: int, act: Callable[[], object]) -> None:
 
 
 def memory_kills() -> int:
-    """How many processes of this job, or of this process's control group, the kernel has killed for want of memory (cgroup v2)."""
+    """How many processes of this job, or of this process's control group, the kernel's OOM killer has killed (cgroup v2)."""
     with suppress(OSError, ValueError, IndexError):
         group = Path(Path("/proc/self/cgroup").read_text().partition("::")[2].strip())
         job = next((parent for parent in group.parents if parent.name.startswith("job_")), group)
@@ -153,15 +156,14 @@ def ask(
 
 
 def killed_by(number: int) -> str:
-    """That a signal killed a process, and the likely cause."""
+    """For messages: the signal that killed a process, and the likely cause."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number == signal.SIGKILL:
         return f"killed by {name}; perhaps out of memory, or kill -9"
-    if number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
-        return (
-            f"killed by {name}: a crash inside a library"
-            + ", a full /dev/shm, or a file that was cut while it was read" * (number == signal.SIGBUS)
-        )
+    if number == signal.SIGBUS:
+        return f"killed by {name}: a crash inside a library, a full /dev/shm, or a file that was cut while it was read"
+    if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
+        return f"killed by {name}: a crash inside a library"
     return f"killed by {name}"
 
 
@@ -176,7 +178,7 @@ def start(words: Sequence[str], env: Env = os.environ, keep: Sequence[int] = ())
 
 
 def finish(process: subprocess.Popen[bytes], seconds: float, text: str = "") -> tuple[int, str, str]:
-    """As ``ask``, for a program that was started before."""
+    """Wait for a program that ``start`` has started, and return the same as ``ask``."""
     try:
         output, errors = process.communicate(text.encode(), timeout=max(0, seconds))
         return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")

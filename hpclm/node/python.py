@@ -1,4 +1,4 @@
-"""Start Python processes that import only what PYTHONPATH or an install names, never what lies in the current folder."""
+"""Start Python processes that import from PYTHONPATH and installed packages only, never from the current folder."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from hpclm.node import processes, slurm
 from hpclm.node.processes import NoAnswerError
 
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", slurm.STEPS)
-"""Prefixes of variables that make a library take a process for a launcher's rank."""
+"""Prefixes of variables by which a library recognises a rank of a launcher."""
 SAFE_PATH = "PYTHONSAFEPATH"
 """Variable that keeps the current folder out of Python's search path, as its option -P does."""
 USER_SITE = "PYTHONNOUSERSITE"
@@ -26,10 +26,10 @@ def command(module: str, *words: str) -> tuple[str, ...]:
 
 
 def safe_env(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """``base`` for processes that hpclm starts, and for those that libraries start in them.
+    """The environment ``base``, made safe for processes that hpclm and libraries in them start.
 
-    Python finds this copy of hpclm first, unless that is installed. The user's site, which comes before the environment's packages,
-    is hidden unless ``base`` has PYTHONNOUSERSITE or hpclm itself is installed there.
+    Python finds this copy of hpclm first, unless it is installed. The user's site, which would come before the environment's packages, is
+    hidden unless ``base`` has PYTHONNOUSERSITE or hpclm itself is installed there.
     """
     folders = base.get("PYTHONPATH", "").split(os.pathsep)
     if not shipped.installed():
@@ -44,9 +44,9 @@ def safe_env(base: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def ask(code: str, env: Mapping[str, str], seconds: float = 30) -> dict[str, Any]:
-    """Run ``code`` with this interpreter, without the launcher's variables; the JSON that it prints, or {"error": reason}."""
+    """Run ``code`` with this interpreter, without the launcher's variables; returns the JSON that it prints, or {"error": reason}."""
     kept = {name: value for name, value in env.items() if not name.startswith(LAUNCHERS)}
-    clean = safe_env({USER_SITE: "", **kept})  # it sees what this process sees
+    clean = safe_env({USER_SITE: "", **kept})  # so that it finds the same packages as this process
     try:
         status, output, errors = processes.ask([sys.executable, "-P", "-c", code], seconds, clean)
     except NoAnswerError as error:

@@ -46,7 +46,7 @@ class Redactor:
     """Replaces every secret in a text by ``***``."""
 
     def __init__(self, env: Env = os.environ):
-        """``env``: the variables to take secrets from."""
+        """``env``: the variables that may hold secrets."""
         values = {value for name, value in env.items() if is_secret(name) and not os.path.exists(value)}  # noqa: PTH110
         for value in env.values():
             for _, _, password, token in _URL.findall(value):
@@ -59,7 +59,7 @@ class Redactor:
             if len(text) >= SHORTEST:
                 forms |= {text, quote(text, safe=""), json.dumps(text)[1:-1], repr(text)[1:-1]}
         longest_first = sorted(forms, key=lambda form: (-len(form), form))
-        self._values = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # which matches nothing
+        self._values = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) matches nothing
 
     def __call__(self, text: str) -> str:
         """``text`` without values of secret variables, passwords of URLs, webhooks and known kinds of tokens."""
@@ -70,7 +70,7 @@ class Redactor:
 
 
 def problems(settings: Mapping[str, Any], env: Env = os.environ) -> list[str]:
-    """Nested ``settings`` that contain a secret: a run writes its settings to a file."""
+    """A message for each of the nested ``settings`` that contains a secret: a run writes its settings to a file."""
     redact = Redactor(env)
     found = []
     for key, text in _leaves(settings):
@@ -79,11 +79,11 @@ def problems(settings: Mapping[str, Any], env: Env = os.environ) -> list[str]:
         if shown == text:
             continue
         variables = [f"the value of ${name}" for name in env if Redactor({name: env[name]})(text) != Redactor({})(text)]
-        what = variables[0] if variables else "a secret"
+        secret = variables[0] if variables else "a secret"
         way_out = "export it as an environment variable where you start or submit the run; a job inherits it"
         if section == "job.notify":
             way_out += ", and the setting takes its name: 'job.notify=[$TEAM_HOOK]'"
-        found.append(f"{key} contains {what} ({shown}), and a run writes its settings to config.yaml; {way_out}")
+        found.append(f"{key} contains {secret} ({shown}), and a run writes its settings to config.yaml; {way_out}")
     return found
 
 

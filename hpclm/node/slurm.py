@@ -1,6 +1,6 @@
-"""The variables that Slurm sets for the processes of a job: which job it is, what it may use, and what others must not inherit.
+"""The variables that Slurm sets for the processes of a job: its identity, its resources, and variables that others must not inherit.
 
-No other file below launch/ reads them; Slurm's commands are called in ``hpclm.launch.schedulers`` only.
+No other file below launch/ reads them; only ``hpclm.launch.schedulers`` calls Slurm's commands.
 """
 
 import os
@@ -11,54 +11,64 @@ from collections.abc import Iterable, Mapping
 from hpclm.node.job import OwnJob
 
 Env = Mapping[str, str]
-JOB, STEP = "SLURM_JOB_ID", "SLURM_STEP_ID"
-"""STEP, unlike SLURM_PROCID, is set by srun and not in a batch script; under mpirun SLURM_PROCID is that of the daemon which
-started the rank."""
-NODES, TASKS_OF_A_NODE, NODE_NAME = "SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE", "SLURMD_NODENAME"
+JOB = "SLURM_JOB_ID"
+STEP = "SLURM_STEP_ID"
+"""Set by srun and not in a batch script, unlike SLURM_PROCID, which under mpirun is that of the daemon that started the rank."""
+NODES = "SLURM_JOB_NUM_NODES"
+TASKS_OF_A_NODE = "SLURM_NTASKS_PER_NODE"
+NODE_NAME = "SLURMD_NODENAME"
 CORES_PER_TASK = "SLURM_CPUS_PER_TASK"
 FIRST_START = re.compile("SLURM_(NTASKS|NPROCS)")
-"""Counts of a job's first start; one that starts again may have other nodes."""
+"""Counts of a job's first start; after a requeue it may have other nodes."""
 EXPORT_ALL = dict.fromkeys(("SLURM_EXPORT_ENV", "SRUN_EXPORT_ENV"), "ALL")
-"""Variables by which a step gets the environment of what starts it, whatever the job's own --export says."""
+"""Variables that give a step the environment of the process that starts it, whatever the job's --export says."""
 STEPS = "SLURM_STEP"
-"""How the variables of a step begin."""
-TASKS, TASKS_OF_STEP, COMPONENTS = "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_HET_SIZE"
+"""Prefix of the variables of a step."""
+TASKS = "SLURM_NTASKS"
+TASKS_OF_STEP = "SLURM_STEP_NUM_TASKS"
+COMPONENTS = "SLURM_HET_SIZE"
 NUMBERS_OF_RANK = ("SLURM_PROCID", TASKS_OF_STEP, "SLURM_LOCALID", "SLURM_NODEID")
-"""Rank, ranks, local rank and number of the node among those of the step."""
-NODES_OF_STEP, TASKS_OF_NODES, NODE_OF_STEP = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"
+"""Rank, number of ranks, local rank, and index of the node in the step."""
+NODES_OF_STEP = "SLURM_STEP_NODELIST"
+TASKS_OF_NODES = "SLURM_STEP_TASKS_PER_NODE"
+NODE_OF_STEP = "SLURM_NODEID"
 DISTRIBUTION = "SLURM_DISTRIBUTION"
-"""How srun deals ranks out to nodes; not set for its default, block by block."""
+"""The order in which srun assigns ranks to nodes; not set for the default, block by block."""
 ADDRESSES = "SLURM_HPCLM_ADDRESSES"
-"""All addresses of the job's first node, set by the job's script: the node's name may lead to none of them."""
+"""All addresses of the job's first node, set by the job's script, because the node's name may not resolve to any of them."""
 GPUS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
 """Variables of a job that has GPUs."""
 VARIABLES = re.compile(
     r"(SLURM|SLURMD|SRUN|SBATCH|SALLOC)_\w+|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
 )
 """Set by Slurm for the processes that it starts, and by its users for its commands."""
-CLUSTERS, CLUSTERS_OF_SBATCH = "SLURM_CLUSTERS", "SBATCH_CLUSTERS"
-"""Variables that name the clusters that the commands ask, and the one that sbatch submits to."""
+CLUSTERS = "SLURM_CLUSTERS"
+"""Variable with the clusters that Slurm's commands ask."""
+CLUSTERS_OF_SBATCH = "SBATCH_CLUSTERS"
+"""Variable with the cluster that sbatch submits to."""
 TOKEN = "SLURM_JWT"
-"""Variable with a token by which the commands log in."""
+"""Variable with a token with which Slurm's commands log in."""
 FINDS_CLUSTER = ("SLURM_CONF", TOKEN)
-"""Variables by which all its commands find a cluster and log in to it."""
+"""Variables with which Slurm's commands find a cluster and log in to it."""
 OPTIONS = {
     f"SBATCH_{option.upper()}": option
     for option in ("account", "clusters", "constraint", "partition", "qos", "reservation", "wckey")
 }
-"""Variables that a user may set for all jobs; they count unless the job's own settings give the option."""
+"""Variables that a user may set for all jobs, and their options; a job's own settings override them."""
 
 
 def own_job(env: Env = os.environ) -> OwnJob | None:
     """The job of a process with these variables; None outside Slurm."""
     if JOB not in env:
         return None
-    array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID", "0")
+    array = env.get("SLURM_ARRAY_JOB_ID")
+    task = env.get("SLURM_ARRAY_TASK_ID", "0")
     ends = env.get("SLURM_JOB_END_TIME", "")
     hosts = tuple(expand(env.get("SLURM_JOB_NODELIST", "")))
-    # MPICH hands the variables of its first node on to all ranks
     host = socket.gethostname()
-    node = host.partition(".")[0] if "MPI_LOCALRANKID" in env else env.get(NODE_NAME, "")
+    node = env.get(NODE_NAME, "")
+    if "MPI_LOCALRANKID" in env:  # MPICH passes the variables of its first node to all ranks
+        node = host.partition(".")[0]
     return OwnJob(
         scheduler="Slurm",
         id=f"{array}_{task}" if array else env[JOB],  # the array's own number means all tasks
@@ -77,17 +87,17 @@ def start_of_job(env: Env = os.environ) -> str:
 
 def run_id(env: Env) -> str:
     """A name for the present start of the step."""
-    # a requeued job keeps its number: without the count, ranks that outlive a dead slurmd could join the next attempt
+    # a requeued job keeps its id: without the count, ranks that outlive a dead slurmd could join the next attempt
     return ".".join([env[JOB], env[STEP], env.get("SLURM_RESTART_COUNT", "0")])
 
 
 def addresses(env: Env = os.environ) -> list[str]:
-    """The IPv4 addresses of the job's first node, if its script says them."""
+    """The IPv4 addresses of the job's first node; empty if its script has not set them."""
     return [address for address in env.get(ADDRESSES, "").split() if ":" not in address]
 
 
 def cores_per_task(env: Env) -> int:
-    """The cores that the job asked for each of its tasks; 0 if it did not."""
+    """Cores per task that the job asked for; 0 if it did not."""
     return number(env, CORES_PER_TASK)
 
 
@@ -97,7 +107,7 @@ def cores_on_node(env: Env) -> int:
 
 
 def asked_gpus(env: Env) -> str:
-    """The variable that says that this job asked for GPUs, as NAME=VALUE; empty if it did not."""
+    """The variable that shows that this job asked for GPUs, as NAME=VALUE; empty if it did not."""
     return next((f"{name}={env[name]}" for name in GPUS if env.get(name) and JOB in env), "")
 
 
@@ -106,7 +116,8 @@ def kept_for_sbatch(options: Iterable[str], env: Env) -> set[str]:
 
     SBATCH_* variables and SLURM_CLUSTERS override a script's options.
     """
-    options, kept = set(options), set(FINDS_CLUSTER)
+    options = set(options)
+    kept = set(FINDS_CLUSTER)
     if JOB not in env:
         kept |= {name for name, option in OPTIONS.items() if option not in options}
         kept |= {name for name in env if name.endswith("_VISIBLE_DEVICES")}

@@ -1,4 +1,4 @@
-"""How many threads each process of a machine uses, and what every process sets for itself before PyTorch is loaded."""
+"""The number of threads for each process of a machine, and settings to make before PyTorch is loaded."""
 
 import os
 import resource
@@ -19,7 +19,7 @@ BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 def per_process(local_size: int, env: Mapping[str, str] = os.environ, system: Path = SYS) -> int:
     """Threads for this process, one of ``local_size`` on its host: OMP_NUM_THREADS, or its share of the physical cores.
 
-    Set the number as OMP_NUM_THREADS before torch is loaded, or by torch.set_num_threads afterwards.
+    Set it as OMP_NUM_THREADS before PyTorch is loaded, or by torch.set_num_threads afterwards.
     """
     chosen = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if chosen.isdigit() and int(chosen):
@@ -43,7 +43,7 @@ def bound(allowed: Collection[int], env: Mapping[str, str] = os.environ) -> bool
     """
     if not any(name in env for name in (slurm.STEP, "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")):
         return False
-    if "TORCHELASTIC_RUN_ID" in env:  # started by one process of such a step
+    if "TORCHELASTIC_RUN_ID" in env:  # torchrun, itself one process of the step, started it
         return False
     machine = os.cpu_count() or 1
     return len(allowed) < min(slurm.cores_on_node(env) or machine, machine)
@@ -61,17 +61,17 @@ def physical(cores: Collection[int], system: Path = SYS) -> int:
 
 
 def usable() -> int:
-    """How many cores this process may use: those that it may run on, or fewer if its cgroup has less time on the CPU."""
+    """The number of cores that this process may use: its allowed cores, or fewer by the CPU quota of its cgroup."""
     return min(len(os.sched_getaffinity(0)), quota())
 
 
 def quota(system: Path = SYS, groups: Path = GROUPS) -> int:
-    """How many whole cores the CPU quotas of this process's cgroups (version 2) are worth, at least 1; sys.maxsize without a quota."""
+    """The CPU quota of this process's cgroups (version 2) in whole cores, at least 1; sys.maxsize without a quota."""
     cores = sys.maxsize
     with suppress(OSError, StopIteration):
         name = next(line[3:] for line in groups.read_text().splitlines() if line.startswith("0::"))
         folder = system / "fs/cgroup" / name.lstrip("/")
-        for level in (folder, *folder.parents):  # the groups above limit it too; a container sees only the root
+        for level in (folder, *folder.parents):  # parent groups limit it too; a container sees only the root
             with suppress(OSError, ValueError):  # the root has no file, and "max" is not a number
                 time, period = (level / "cpu.max").read_text().split()
                 cores = min(cores, int(time) // int(period))
@@ -79,9 +79,9 @@ def quota(system: Path = SYS, groups: Path = GROUPS) -> int:
 
 
 def available(env: Mapping[str, str] = os.environ) -> int:
-    """How many cores of this machine the processes of the job may use, whatever this one is bound to."""
+    """The number of cores of this machine that the processes of the job may use, whatever this one is bound to."""
 
-    def ask() -> None:  # a thread of its own, since it would stay unbound
+    def ask() -> None:  # in a separate thread, because the thread stays unbound
         with suppress(OSError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         allowed.update(os.sched_getaffinity(0))
@@ -94,10 +94,10 @@ def available(env: Mapping[str, str] = os.environ) -> int:
 
 
 def set_openmp() -> None:
-    """Let idle OpenMP threads sleep, unless the user chose otherwise, and leave binding to the launcher; before PyTorch is loaded.
+    """Let idle OpenMP threads sleep, unless the user chose otherwise, and leave binding to the launcher; call it before PyTorch is loaded.
 
-    Spinning threads that share their core with another process make a step ten times as slow. An OpenMP runtime that binds
-    threads binds the main thread too, to the same core in all processes of a node, and all that this thread starts.
+    Spinning threads that share their core with another process make a step ten times as slow. An OpenMP runtime that binds threads also
+    binds the main thread, and the processes that it starts, to the same core in all processes of a node.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in BINDING:
@@ -105,7 +105,7 @@ def set_openmp() -> None:
 
 
 def prepare() -> None:
-    """``set_openmp``, and raise soft limits, which may be a login shell's, to the hard ones."""
+    """Set OpenMP up, and raise soft resource limits, which may be a login shell's, to the hard limits."""
     set_openmp()
     for name in ("CPU", "FSIZE", "NOFILE", "NPROC", "AS", "DATA", "RSS", "MEMLOCK"):
         limit = getattr(resource, f"RLIMIT_{name}")

@@ -175,7 +175,7 @@ def test_a_refusal_costs_no_time_for_pytorch(run):
 def test_each_attempt_says_which_version_of_the_settings_it_used(tmp_path, tiny):
     (tmp_path / "run").mkdir()
     for lr in ("1e-3", "1e-3", "2e-3"):
-        records.start(from_cli(tiny("run", f"optim.lr={lr}")), single(), 4, records.Beginning(0, 12), None)
+        records.start(from_cli(tiny("run", f"optim.lr={lr}")), single(), None, {"from_step": 0, "micro_size": 4})
     found = [each["config"] for each in began(tmp_path / "run")]
     assert found == ["config-history/0001.yaml"] * 2 + ["config-history/0002.yaml"]
     assert (tmp_path / "run" / found[2]).read_bytes() == (tmp_path / "run/config.yaml").read_bytes()
@@ -192,9 +192,9 @@ def test_a_path_that_is_written_in_another_way_is_not_a_changed_setting(tiny, tm
 
     first = attempted(tmp_path)
     for changes, folder in (({"out": "run", "kill_switch": "k"}, ""), ({"out": "../run", "kill_switch": "../k"}, "x")):
-        records.tell_changes(out, first, attempted(tmp_path / folder, **changes), 0)
+        records.log_changes(out, first, attempted(tmp_path / folder, **changes), 0)
     assert not caplog.records
-    records.tell_changes(out, first, attempted(tmp_path, out="run", kill_switch="x/k"), 0)
+    records.log_changes(out, first, attempted(tmp_path, out="run", kill_switch="x/k"), 0)
     [record] = caplog.records
     assert record.getMessage() == f"settings have changed since the last attempt: kill_switch=x/k (was {tmp_path}/k)"
 

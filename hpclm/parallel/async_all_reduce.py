@@ -1,5 +1,6 @@
 """Named numbers of all ranks, reduced in one vector on the device while the next step is queued, and read later."""
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -83,19 +84,19 @@ class Reduction:
             return bool(self._copied.query())
         return self._work is None or bool(self._work.is_completed())
 
-    def age(self) -> float:
-        """Seconds by the device's clock since the vector, which has been read, was complete; 0 on CPUs.
+    def completed(self) -> float:
+        """When the vector, which is ``done``, was complete, by time.perf_counter.
 
-        The host may read late: it waits while the device's queue of kernels is full.
+        On a GPU the device's clock decides: the host may come late, because it waits while the device's queue of kernels is full.
         """
-        if self._copied is None:
-            return 0.0
-        with suppress(RuntimeError):  # only the time of a step in the log depends on it
-            now = torch.cuda.Event(enable_timing=True)
-            now.record(self._idle)
-            now.synchronize()
-            return max(0.0, float(self._copied.elapsed_time(now)) / 1000)
-        return 0.0
+        age = 0.0
+        if self._copied is not None:
+            with suppress(RuntimeError):  # only the time of a step in the log depends on it
+                now = torch.cuda.Event(enable_timing=True)
+                now.record(self._idle)
+                now.synchronize()
+                age = max(0.0, float(self._copied.elapsed_time(now)) / 1000)
+        return time.perf_counter() - age
 
     def read(self) -> dict[str, float]:
         """The maximum over all ranks, by name; waits for it."""

@@ -1,4 +1,4 @@
-"""Losses on held-out data, which evaluations measure while the run trains."""
+"""Evaluation while the run trains: losses on held-out data."""
 
 import logging
 import math
@@ -16,39 +16,41 @@ class Evaluator:
 
     def __init__(self, run: OpenRun):
         self.run = run
-        self.losses = dict(run.losses)
-        """Losses by step and part."""
+        begin = run.data.begin.step
+        self.losses = {(begin, part): loss for part, loss in run.losses.items()}
+        """Losses by step and part; None if not finite."""
         self._unmeasurable: set[str] = set()
-        """Parts in which no token counts in the loss."""
+        """Parts whose loss mask excludes every token."""
 
     def evaluate(self, progress: Progress, every: int, is_leaving: Callable[[], bool]) -> None:
-        """Measure the parts that have no loss for this step yet, until ``is_leaving()``, which is called ``every`` micro-batches."""
-        left = False
+        """Measure the parts that have no loss for this step yet. Stop once ``is_leaving()``, which is called every ``every`` micro-batches."""
+        interrupted = False
 
         def until_leaving(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-            nonlocal left
+            nonlocal interrupted
             for number, batch in enumerate(batches):
-                if number and number % every == 0 and is_leaving():
-                    left = True
+                interrupted = number > 0 and number % every == 0 and is_leaving()
+                if interrupted:
                     return
                 yield batch
 
-        for held in self.run.data.held_out:
-            if (progress.step, held.part) in self.losses or held.part in self._unmeasurable:
+        for held_out in self.run.data.held_out:
+            part = held_out.part
+            if (progress.step, part) in self.losses or part in self._unmeasurable:
                 continue
-            loss = self.run.engine.evaluate(until_leaving(held.batches.take(0, held.size)))
-            if left:
+            loss = self.run.engine.evaluate(until_leaving(held_out.batches.take(0, held_out.size)))
+            if interrupted:
                 return
             if loss is None:
                 text = (
                     "%s skipped: the loss mask excludes every token of the %d samples read; increase evaluate.batches"
                 )
-                log.warning(text, held.part, held.size)
-                self._unmeasurable.add(held.part)
+                log.warning(text, part, held_out.size)
+                self._unmeasurable.add(part)
                 continue
-            self.losses[progress.step, held.part] = loss
+            self.losses[progress.step, part] = loss
             if self.run.meter:
-                self.run.meter.evaluated(progress.step, progress.samples, loss, held.part)
+                self.run.meter.evaluated(progress.step, progress.samples, loss, part)
 
     def is_complete(self, step: int) -> bool:
         """Whether every part that can be measured has a loss for ``step``."""
@@ -56,10 +58,12 @@ class Evaluator:
         return all((step, part) in self.losses for part in parts)
 
     def measured(self, step: int) -> list[float | None]:
-        """The losses of all parts at ``step``; None for those that are not finite."""
+        """The losses of all parts at ``step``; None for a loss that is not finite."""
         return [loss for (at, _), loss in self.losses.items() if at == step]
 
     def validation(self, step: int) -> float | None:
-        """The mean loss of the parts at ``step``; None unless all that are known are finite."""
+        """The mean of the parts' losses at ``step``; None if none is known, or one is infinite or NaN."""
         losses = [loss for loss in self.measured(step) if loss is not None]
-        return sum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else None
+        if not losses or not all(map(math.isfinite, losses)):
+            return None
+        return sum(losses) / len(losses)

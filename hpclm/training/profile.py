@@ -1,4 +1,4 @@
-"""A torch.profiler trace of some steps, and a table of what they spent their time on (profile.steps)."""
+"""A torch.profiler trace of some steps, and a table of their most expensive operations (profile.steps)."""
 
 import logging
 from pathlib import Path
@@ -19,39 +19,44 @@ class Profile:
 
     def __init__(self, config: ProfileConfig, out: Path, rank: int, device: torch.device):
         self.steps = config.steps if rank == 0 else None
-        self.path, self.cuda = out / "profile" / f"rank-{rank:05d}.json", device.type == "cuda"
+        self.path = out / "profile" / f"rank-{rank:05d}.json"
+        self.cuda = device.type == "cuda"
         self._recording: Any = None
+        self._first = 0  # the first step that is recorded
         self._side = SidePath(f"the profile of {self.path} cannot be written")
-        self._first = 0
 
     def __enter__(self) -> "Profile":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._recording is not None:  # the run ends inside the steps that were asked for
+        if self._recording is not None:  # the run ends before the last of the steps
             self._finish(None)
 
     def before(self, step: int) -> None:
-        """Begin to record where ``step``, which comes now, is one of them."""
+        """Start recording if ``step``, which begins now, is one of the steps."""
         if self.steps is not None and self._recording is None and self.steps[0] <= step <= self.steps[1]:
             self._side.attempt(lambda: self._start(step))
             if self._recording is None:
                 self.steps = None
 
     def _start(self, step: int) -> None:
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        kinds += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
-        recording = torch.profiler.profile(activities=kinds, profile_memory=True)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.cuda:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        recording = torch.profiler.profile(activities=activities, profile_memory=True)
         recording.start()
-        self._recording, self._first = recording, step
+        self._recording = recording
+        self._first = step
 
     def after(self, step: int) -> None:
-        """Write what was recorded where ``step``, which is done, was the last of them."""
+        """Write the trace if ``step``, which is done, was the last of the steps."""
         if self._recording is not None and self.steps is not None and step >= self.steps[1]:
             self._finish(step)
 
     def _finish(self, last: int | None) -> None:
-        recorded, self._recording, self.steps = self._recording, None, None
+        recorded = self._recording
+        self._recording = None
+        self.steps = None
 
         def write() -> None:
             recorded.stop()

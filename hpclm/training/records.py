@@ -1,4 +1,4 @@
-"""What was run: the settings, and for every attempt its command, versions and git revision."""
+"""The record of a run: its settings, and for every attempt its command, versions and git revision."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,44 +32,85 @@ LIBRARIES = (
     *("tokenizers", "gigatoken", "sentencepiece", "omegaconf"),
 )
 OF_FIRST_STEP = ("model.init_std", "scaler.initial", "checkpoint.init_from")
-"""Settings of the state before the first step."""
-MAX_STARTS = 3  # of a job from one step, without a checkpoint in between
+"""Settings that only affect the state before the first step."""
+MAX_STARTS = 3  # starts of a job from one step, without a checkpoint in between
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """Where an attempt begins."""
+def requested_step(out: Path, step: int | None, job: OwnJob) -> int | None:
+    """The ``step`` that --from names; None if this ``job`` went back to it before the scheduler started it again."""
+    if step is None:
+        return None
+    for event in events.read_or_refuse(out):
+        mine = job.id and event.get("job_id") == job.id
+        if mine and event.get("back_to") == step and (event.get("restart") or 0) < job.restart:
+            return None
+    return step
 
-    step: int
-    """After this one."""
-    steps: int | None
-    """In all."""
-    rolled_back: int | None = None
-    """The step of the checkpoint that it went back to."""
-    restarted: str = ""
-    """What ``tell_restart`` has logged."""
+
+def log_restart(out: Path, context: DistributedContext) -> str:
+    """How the last start ended; empty for the first one. Logged if the scheduler, or torchrun's agent, has restarted the ranks."""
+    job = context.job
+    recorded = events.read_or_refuse(out)
+    attempts = events.attempts(recorded)
+    end = events.last_end(recorded)
+    ending = end.get("ending") or end.get("cause") or (KILLED if attempts else "")
+    by_agent = ends.inside_the_job()
+    by_scheduler = job.restart and context.launcher != "local"
+    if not by_agent and not by_scheduler:
+        return ending
+    if by_agent:
+        ending = by_agent
+    else:
+        hosts = events.whole(out, attempts[-1].began).get("hosts") if attempts else None
+        why = [ending or "it ended before training started", *job.troubles(hosts or [])]
+        ending = f"start {job.restart + 1} of job {job.id}; why the last one ended: {'; '.join(why)}"
+    log.warning("%s", ending)
+    return ending
+
+
+def check_progress(out: Path, step: int, job: OwnJob) -> None:
+    """DivergedError if the scheduler has started this ``job`` MAX_STARTS times from ``step`` and no start reached a checkpoint.
+
+    A start counts however it ended: killed, warned before it had saved anything, or too early to leave a record. A clean exit does not
+    count if the scheduler has not restarted the job since: somebody started it again by hand.
+    """
+    if not job.id:
+        return
+    starts = 0
+    later = job.restart  # the restart count of the start after the one that is looked at
+    for attempt in reversed(events.attempts(events.read_or_refuse(out))):
+        began = attempt.began
+        restart = later if began.get("restart") is None else began["restart"]
+        by_hand = attempt.orderly and restart == later
+        if began.get("job_id") != job.id or began.get("from_step") != step or by_hand:
+            break
+        starts += max(1, later - restart)
+        later = restart
+    if starts >= MAX_STARTS:
+        raise DivergedError(
+            f"job {job.id} has started {starts} times from step {step} and never reached a checkpoint: it is not started again. "
+            f"See {out / 'log.txt'} for how the starts ended, then hpclm resume {files.typed(out)}"
+        )
 
 
 def start(
-    run: config.RunConfig, context: DistributedContext, micro_size: int, begins: Beginning, generation: int | None
+    run: config.RunConfig, context: DistributedContext, generation: int | None, facts: Mapping[str, Any]
 ) -> list[Attempt]:
-    """Write config.yaml and record that an attempt begins; returns all attempts. ``micro_size``: the number in use, where
-    batch.micro_size may be auto. ``generation``: of the lease."""
+    """Write config.yaml and record that an attempt begins; returns all attempts.
+
+    ``generation``: the lease's. ``facts``: more for the record, such as the step that the attempt resumes from.
+    """
     out = Path(run.out)
     _, used = config_history.replace(out, dumped(replace(run, data=absolute(run.data))))
-    facts = {
+    line = {
         "generation": generation,
-        "from_step": begins.step,
-        **({} if begins.rolled_back is None else {"back_to": begins.rolled_back}),
-        "steps": begins.steps,
+        **facts,
         "config": used,
-        "micro_size": micro_size,
         "launcher": context.launcher,
         "size": context.size,
         "nodes": len(context.hosts),
         "hosts": list(context.hosts),
         **context.job.row(),
-        **({"after": begins.restarted} if begins.restarted else {}),
         "began": round(context.began, 3),
         "command": _command(),
         "folder": str(Path.cwd()),
@@ -83,124 +124,14 @@ def start(
         "versions": versions(),
     }
     for last in events.attempts(events.read(out))[-1:]:
-        warn_of_other_code(last.began, facts)
-        tell_changes(out, last.began, facts, begins.step)
-    events.append(out, "began", **facts)
+        warn_of_other_code(last.began, line)
+        log_changes(out, last.began, line, facts["from_step"])
+    events.append(out, "began", **line)
     return events.attempts(events.read(out))
 
 
-def tell_changes(out: Path, last: Mapping[str, Any], line: Mapping[str, Any], step: int) -> None:
-    """Log the settings that differ between two attempts, and warn of those that change nothing after ``step``; nothing if they cannot be
-    read.
-
-    ``last`` and ``line``: how the attempts began."""
-    with suppress(ConfigError):
-        old, new = (compose.flat_of_run(out, str(attempt.get("config", ""))) for attempt in (last, line))
-        before, now = (Path(str(attempt.get("folder", ""))) for attempt in (last, line))
-        changed = {
-            key: value
-            for key, value in new.items()
-            if old.get(key, value) != value and _from_folder(before, key, old[key]) != _from_folder(now, key, value)
-        }
-        if changed:
-            words = (f"{key}={_typed(value)} (was {_typed(old[key])})" for key, value in changed.items())
-            log.info("settings have changed since the last attempt: %s", ", ".join(words))
-        if step and (idle := [f"{key}={_typed(changed[key])}" for key in OF_FIRST_STEP if key in changed]):
-            log.warning(
-                "%s has no effect: the run resumes from step %d, whose state it restores", ", ".join(idle), step
-            )
-
-
-def _command() -> str:
-    """The command line of this process, without secrets."""
-    if any("kernel_launcher" in word for word in sys.orig_argv):
-        return "hpclm.train in a notebook"
-    return shlex.join(map(secrets.Redactor(), [sys.executable, *sys.orig_argv[1:]]))
-
-
-def _from_folder(folder: Path, key: str, value: Any) -> Any:
-    """The value of a setting, with paths that are relative to ``folder`` made absolute."""
-    separator = path_separator(key)
-    if separator is None or not value:
-        return value
-    if isinstance(value, list):
-        return [_from_folder(folder, key, part) for part in value]
-    parts = str(value).split(separator) if separator else [str(value)]
-    return [os.path.normpath(folder / part) for part in parts]
-
-
-def _typed(value: Any) -> Any:
-    return "null" if value is None else value
-
-
-def warn_of_other_code(before: Mapping[str, Any], line: Mapping[str, Any]) -> None:
-    """Warn where the code is not the one that the last attempt, ``before``, ran."""
-    if before.get("digest", line["digest"]) == line["digest"]:
-        return
-    if before.get("git") != line["git"]:
-        change = f"git {before.get('git')}, now {line['git']}"
-    else:
-        change = "files have changed" + (f", at git {line['git']}" if line["git"] else "")
-    log.warning(
-        "the code is not the one that the last attempt ran: %s; job.snapshot=true keeps a job to the code it was submitted with",
-        change,
-    )
-
-
-def requested_step(out: Path, step: int | None, job: OwnJob) -> int | None:
-    """The step to go back to, which --from named; None if ``job``, this one, has gone back to it before it was started again."""
-    if step is None:
-        return None
-    for event in events.read_or_refuse(out):
-        mine = job.id and event.get("job_id") == job.id
-        if mine and event.get("back_to") == step and (event.get("restart") or 0) < job.restart:
-            return None
-    return step
-
-
-def tell_restart(out: Path, context: DistributedContext) -> str:
-    """How the last start ended; empty for the first one. It is logged if that is why the scheduler has started this job again, or
-    torchrun's agent the ranks."""
-    job = context.job
-    happened = events.read_or_refuse(out)
-    attempts, end = events.attempts(happened), events.last_end(happened)
-    ending = end.get("ending") or end.get("cause") or (KILLED if attempts else "")
-    if inside := ends.inside_the_job():
-        ending = inside
-    elif job.restart and context.launcher != "local":
-        hosts = events.whole(out, attempts[-1].began).get("hosts") if attempts else None
-        why = [ending or "it ended before training started", *context.job.troubles(hosts or [])]
-        ending = f"start {job.restart + 1} of job {job.id}; why the last one ended: {'; '.join(why)}"
-    else:
-        return ending
-    log.warning("%s", ending)
-    return ending
-
-
-def check_progress(out: Path, step: int, job: OwnJob) -> None:
-    """DivergedError when the scheduler has started this very ``job`` again and again from ``step``, and no start lived to a checkpoint.
-
-    A start counts however it ended: killed, warned before it had saved anything, or so early that it left no row. One that exited
-    cleanly does not where the scheduler has not started the job again: somebody did so by hand.
-    """
-    failed = 0
-    later = job.restart
-    for attempt in reversed(events.attempts(events.read_or_refuse(out))):
-        began = attempt.began
-        restart = later if began.get("restart") is None else began["restart"]
-        by_hand = attempt.orderly and restart == later
-        if not job.id or began.get("job_id") != job.id or began.get("from_step") != step or by_hand:
-            break
-        failed, later = failed + max(1, later - restart), restart
-    if job.id and failed >= MAX_STARTS:
-        raise DivergedError(
-            f"job {job.id} has started {failed} times from step {step} and never reached a checkpoint: it is not started again. "
-            f"See {out / 'log.txt'} for how the starts ended, then hpclm resume {files.typed(out)}"
-        )
-
-
 def absolute(data: config.DataConfig) -> config.DataConfig:
-    """``data`` with paths that mean the same from any folder."""
+    """``data`` with absolute paths."""
 
     def whole(path: str) -> str:
         return str(Path(path).absolute())
@@ -222,8 +153,15 @@ def absolute(data: config.DataConfig) -> config.DataConfig:
     )
 
 
+def _command() -> str:
+    """The command line of this process, without secrets."""
+    if any("kernel_launcher" in word for word in sys.orig_argv):
+        return "hpclm.train in a notebook"
+    return shlex.join(map(secrets.Redactor(), [sys.executable, *sys.orig_argv[1:]]))
+
+
 def versions() -> dict[str, str]:
-    """Installed versions of the libraries that decide a run's numbers."""
+    """Installed versions of the libraries that affect a run's numbers."""
     installed: dict[str, str] = {}
     for name in LIBRARIES:
         try:
@@ -231,3 +169,54 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return installed
+
+
+def warn_of_other_code(before: Mapping[str, Any], line: Mapping[str, Any]) -> None:
+    """Warn if this attempt runs other code than the last one; ``before`` and ``line``: how they began."""
+    if before.get("digest", line["digest"]) == line["digest"]:
+        return
+    if before.get("git") != line["git"]:
+        change = f"git {before.get('git')}, now {line['git']}"
+    else:
+        change = "files have changed" + (f", at git {line['git']}" if line["git"] else "")
+    log.warning(
+        "the code is not the one that the last attempt ran: %s; job.snapshot=true keeps a job to the code it was submitted with",
+        change,
+    )
+
+
+def log_changes(out: Path, last: Mapping[str, Any], line: Mapping[str, Any], step: int) -> None:
+    """Log the settings that differ between two attempts, and warn of those without effect after ``step``.
+
+    ``last`` and ``line``: the records of how the attempts began. Settings that cannot be read are not compared.
+    """
+    with suppress(ConfigError):
+        old, new = (compose.flat_of_run(out, str(attempt.get("config", ""))) for attempt in (last, line))
+        before, now = (Path(str(attempt.get("folder", ""))) for attempt in (last, line))
+        changed = {
+            key: value
+            for key, value in new.items()
+            if old.get(key, value) != value and _from_folder(before, key, old[key]) != _from_folder(now, key, value)
+        }
+        if changed:
+            changes = (f"{key}={_typed(value)} (was {_typed(old[key])})" for key, value in changed.items())
+            log.info("settings have changed since the last attempt: %s", ", ".join(changes))
+        without_effect = [f"{key}={_typed(changed[key])}" for key in OF_FIRST_STEP if key in changed]
+        if step and without_effect:
+            text = "%s has no effect: the run resumes from step %d, whose state it restores"
+            log.warning(text, ", ".join(without_effect), step)
+
+
+def _from_folder(folder: Path, key: str, value: Any) -> Any:
+    """The value of a setting, with paths that are relative to ``folder`` made absolute."""
+    separator = path_separator(key)
+    if separator is None or not value:
+        return value
+    if isinstance(value, list):
+        return [_from_folder(folder, key, part) for part in value]
+    parts = str(value).split(separator) if separator else [str(value)]
+    return [os.path.normpath(folder / part) for part in parts]
+
+
+def _typed(value: Any) -> Any:
+    return "null" if value is None else value

@@ -1,10 +1,11 @@
-"""What a run reads: each rank opens its data, and the ranks check that all nodes have the same."""
+"""The data of a run: each rank opens its part, and the ranks check that all nodes have the same."""
 
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from hpclm.checkpoint import Progress
 from hpclm.checkpoint.fingerprint import differences
@@ -22,90 +23,97 @@ from hpclm.parallel.mesh import Compute
 from hpclm.training import messages
 from hpclm.training.start import RunStart
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Samples of one part, always the same ones."""
+    """One part of the held-out data. Every evaluation reads the same samples."""
 
     part: str
     batches: Batches
-    size: int
-    """Samples an evaluation reads."""
+    size: int  # samples that an evaluation reads
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a rank reads."""
+    """The data of a run, as this rank reads them."""
 
     plan: Plan
     length: Length
-    begin: Progress
-    """Where the attempt begins; ``planned`` samples of the training data are in order."""
+    begin: Progress  # at which the attempt begins; the sample order is built for its ``planned`` samples
     source: Source
-    train: Batches
-    """The micro-batches of this rank's replica."""
+    train: Batches  # the micro-batches of this rank's replica
     held_out: list[HeldOut]
-    """What evaluations read."""
 
     def after(self, config: RunConfig, begin: Progress) -> "RunData":
-        """These data for an attempt that begins at ``begin``: elsewhere, if the newest checkpoint was bad."""
+        """The same data for an attempt that begins at ``begin``, which is earlier if the newest checkpoint was bad."""
         length, begin = _planned(config, self.source, begin)
         if begin.planned != self.begin.planned:
             self.train.samples = self.source.samples("train", begin.planned)
         return replace(self, length=length, begin=begin)
 
+    def samples_per_save(self, epochs: float | None) -> float:
+        """Samples between two saves, for ``epochs`` of checkpoint.epochs; infinity without it."""
+        return math.inf if epochs is None else epochs * self.source.per_epoch("train")
 
-def on_main(context: DistributedContext, act: Callable[[], T]) -> T | None:
-    """``act()`` on rank 0, where its result stays, whatever it is; its HpclmError on every rank."""
-    results: list[T] = []
-    context.run_on_main(lambda: results.append(act()))
-    return results[0] if results else None
+
+def _planned(config: RunConfig, source: Source, begin: Progress) -> tuple[Length, Progress]:
+    """The end of a run that begins at ``begin``, and ``begin`` with the number of samples to order.
+
+    It keeps the checkpoint's number if that suffices, because the order depends on it.
+    """
+    length = run_length(config, samples_per_epoch(source), begin.step, begin.samples)
+    if length.samples is None or length.samples > (begin.planned or 0):
+        begin = replace(begin, planned=length.samples)
+    return length, begin
 
 
 @contextmanager
 def open_data(config: RunConfig, context: DistributedContext, compute: Compute, start: RunStart) -> Iterator[RunData]:
     """Open the data of a run, for the replica of this rank. ``start``: with the source that rank 0 has checked.
 
-    Rank 0 reads the files first, and writes the index cache; then the first rank of each other node; all others only open
-    what they train on. ConfigError if the data of another node differ from rank 0's.
+    Rank 0 reads the files first and writes the index cache; then the first rank of each other node reads them. All others only open
+    the files that they train on. ConfigError if the data of another node differ from rank 0's.
     """
     begin = Progress.of(context.run_on_main(lambda: asdict(start.begin)))
+    plan = config.plan(context.size)
 
-    def build(source: Source) -> RunData:
-        return build_data(config, config.plan(context.size), compute, source, begin)
+    def opened(facts: SharedFacts) -> RunData:
+        source = sources.build(config.data, config.model, config.seed, facts)
+        return build_data(config, plan, compute, source, begin)
 
-    def opened(facts: SharedFacts) -> Source:
-        return sources.build(config.data, config.model, config.seed, facts)
-
-    def first() -> RunData:
+    def read_first() -> RunData:
         assert start.source is not None
-        built = build(start.source)
-        for line in sources.check_content(built.source):
+        data = build_data(config, plan, compute, start.source, begin)
+        for line in sources.check_content(data.source):
             log.info(line)
-        return built
+        return data
 
-    built = on_main(context, first)
+    data = context.keep_on_main(read_first)
     main_facts = context.run_on_main(lambda: start.facts.values)
-    facts = start.facts if context.is_main else SharedFacts()
+    facts = start.facts
     problems: list[str] = []
-    # a source without facts: all at once
-    if built is None and (context.rank == context.first_on_node or not main_facts):
+    # the user's own source may have no facts to share: then all ranks read at once
+    reads_files = context.rank == context.first_on_node or not main_facts
+    if reads_files and not context.is_main:
+        facts = SharedFacts()
         try:
-            built = build(opened(facts))
+            data = opened(facts)
             problems = _differences(main_facts.get("fingerprint", {}), facts.values.get("fingerprint", {}))
         except ConfigError as error:
             problems = error.problems
-    other = facts.values if built and facts.values != main_facts else None  # such as the dates of a node's own copies
-    gathered = context.all_gather((problems, other), unlimited=True)
-    for info, (wrong, _) in zip(context.ranks, gathered, strict=True):
-        if wrong:
-            failed = ConfigError([f"the data on {info.host} cannot be used:", *wrong])
+    # facts of a node may differ, such as the dates of its own copies
+    differing = facts.values if data and facts.values != main_facts else None
+    gathered = context.all_gather((problems, differing), unlimited=True)
+    for info, (found, _) in zip(context.ranks, gathered, strict=True):
+        if found:
+            failed = ConfigError([f"the data on {info.host} cannot be used:", *found])
             failed.shared = True
             raise failed
-    data = built or build(opened(SharedFacts(gathered[context.first_on_node][1] or main_facts)))
+    if data is None:
+        _, of_node = gathered[context.first_on_node]
+        data = opened(SharedFacts(of_node or main_facts))
     if context.is_main:
         messages.log_start(config, data.plan, context, data.length, len(data.train.samples))
         messages.without_effect(start.without_effect())
@@ -115,37 +123,37 @@ def open_data(config: RunConfig, context: DistributedContext, compute: Compute, 
         data.train.close()
 
 
-def _planned(config: RunConfig, source: Source, begin: Progress) -> tuple[Length, Progress]:
-    """The end of a run that begins at ``begin``; and ``begin`` with the samples that are put in order: as many as before if they suffice,
-    because the order depends on their number."""
-    length = run_length(config, samples_per_epoch(source), begin.step, begin.samples)
-    suffice = length.samples is not None and length.samples <= (begin.planned or 0)
-    return length, begin if suffice else replace(begin, planned=length.samples)
-
-
 def build_data(config: RunConfig, plan: Plan, compute: Compute, source: Source, begin: Progress) -> RunData:
-    """Build what this rank's replica reads of ``source`` from ``begin`` on, without asking other ranks."""
+    """The data of ``source`` from ``begin`` on, as this rank's replica reads them. Not a collective."""
     length, begin = _planned(config, source, begin)
 
     def batches(part: str, count: int | None) -> Batches:
         samples = source.samples(part, count)
         return Batches(samples, plan, config.data, config.model, source.eod, compute)
 
-    train, held_out = batches("train", begin.planned), []
-    if config.evaluate.every and not source.held_out:
-        log.info("no evaluation: the data settings keep nothing for it")
-    for part in source.held_out if config.evaluate.every else ():
-        size = config.evaluation_samples(source.per_epoch(part))
-        try:
-            held_out.append(HeldOut(part, batches(part, size), size))
-        except ConfigError as error:
-            raise without_evaluation(source, part, error) from None
+    train = batches("train", begin.planned)
+    held_out: list[HeldOut] = []
+    if config.evaluate.every:
+        if not source.held_out:
+            log.info("no evaluation: the data settings keep nothing for it")
+        for part in source.held_out:
+            size = config.evaluation_samples(source.per_epoch(part))
+            try:
+                held_out.append(HeldOut(part, batches(part, size), size))
+            except ConfigError as error:
+                raise without_evaluation(source, part, error) from None
     return RunData(plan, length, begin, source, train, held_out)
 
 
 def _differences(main: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """How the data of this node differ from those of the node of rank 0, by their fingerprints."""
-    clash = mismatch(main.get("tokenizer") or {}, here.get("tokenizer") or {})
-    lines = [*([clash] if clash else []), *differences({"data": main}, {"data": here})]
-    head = "they are not those of rank 0's node; copy the same files to every node. Differences (rank 0 → this node):"
-    return [head, *lines] if lines else []
+    """How the data of this node differ from those of rank 0's node, by their fingerprints."""
+    lines = differences({"data": main}, {"data": here})
+    tokenizers_differ = mismatch(main.get("tokenizer") or {}, here.get("tokenizer") or {})
+    if tokenizers_differ:
+        lines = [tokenizers_differ, *lines]
+    if not lines:
+        return []
+    return [
+        "they are not those of rank 0's node; copy the same files to every node. Differences (rank 0 → this node):",
+        *lines,
+    ]

@@ -1,7 +1,7 @@
-"""A start of a run: its checks, each stated once with what it needs, and what they read, each read once.
+"""The start of a run: a table of checks with their requirements, and the values they read, each read once.
 
-``hpclm submit`` runs the checks that need no ranks before anything is written or queued. A process that trains runs them all: a single one
-before it imports PyTorch, and of several rank 0 once they have met. What needs all ranks, or the device, is in opening.py.
+``hpclm submit`` runs the checks that need no ranks, before anything is written or queued. Training runs them all: a single process before
+it imports PyTorch, otherwise rank 0 once the ranks have met. Checks that need all ranks, or the device, are in opening.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -32,23 +32,24 @@ from hpclm.rundir import config_history, events, folder
 from hpclm.training import records
 
 HAS = {
-    "python": "the libraries of this environment are those of the run",
-    "run": "it continues the run in its directory, which a trial with --debug does not",
-    "processes": "their number is known",
+    "python": "the run uses the libraries of this environment",
+    "run": "the start continues the run in its directory, which a trial with --debug does not",
+    "processes": "the number of processes is known",
     "files": "files may be read",
-    "dataset": "it has been written",
+    "dataset": "the dataset has been written",
     "own source": "the user's own data source may be built",
     "now": "the run starts at once",
     "queued": "another job of the run may be in the queue",
 }
-"""What a check may need of a start, and the meaning of each."""
+"""Properties of a start that a check may need, and their meaning."""
 SETTINGS = frozenset(("python", "run"))
-"""Enough to check the settings alone, which every rank does."""
+"""Properties of a start that only checks the settings, as every rank does."""
 TRAINS = frozenset(HAS) - {"queued"}
+"""Properties of a start that trains."""
 
 
 class RunStart:
-    """A start of a run. What is read for it is read when it is first needed, and kept."""
+    """The start of a run. Values are read when first needed, and kept."""
 
     def __init__(
         self,
@@ -58,88 +59,94 @@ class RunStart:
         processes: int | None = None,
         has: Collection[str] = TRAINS,
     ):
-        """``resume_step``: the step of the checkpoint to continue from; None: the newest. ``job``: that this process is part of.
-        ``processes``: None: those of the job's settings. ``has``: what checks may need, see HAS."""
+        """``resume_step``: the step of the checkpoint to continue from, by --from; None: the newest. ``job``: the job of this process.
+        ``processes``: their number; None: job.nodes x job.gpus. ``has``: the properties of the start, see HAS."""
         self.run = run
         self.out = Path(run.out)
         self.processes = processes or run.job.nodes * run.job.gpus
         self.has = has
-        self.facts = SharedFacts()
-        """Facts that opening the source has found."""
-        self.checked = False
-        """All checks have passed."""
-        self.checkpoint: Candidate | None = None
-        """The checkpoint that the run resumes from, once checked."""
-        self.source: Source | None = None
-        """The data, once checked, unless the user's own source must not be built; no index is built, and no samples are read."""
-        self._asked = resume_step
+        self._from_step = resume_step
         self._job = job or OwnJob()
+        self.checked = False  # whether all checks have passed
+        self.checkpoint: Candidate | None = None  # set by _check_checkpoint: the checkpoint that the run resumes from
+        self.source: Source | None = (
+            None  # set by _check_data, without an index or samples, unless it must not be built
+        )
+        self.facts = SharedFacts()  # filled by _check_data: facts found while the data were opened
 
     def check(self, more: Sequence["Check"] = ()) -> None:
-        """ConfigError with every problem that CHECKS, and then ``more`` of them, find; nothing if all have passed before."""
+        """Run CHECKS, then ``more``, unless all have passed before; ConfigError with every problem."""
         if self.checked:
             return
-        problems, passed = list[str](), set(self.has)
+        problems: list[str] = []
+        met = set(self.has)
         for check in (*CHECKS, *more):
-            if check.needs <= passed:
-                try:
-                    wrong = list(check.find(self) or ())
-                except ConfigError as error:
-                    wrong = error.problems
-                if not wrong:
-                    passed.add(check.name)
-                problems += wrong
+            if not check.needs <= met:
+                continue
+            try:
+                found = list(check.find(self) or ())
+            except ConfigError as error:
+                found = error.problems
+            if not found:
+                met.add(check.name)
+            problems += found
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
         self.checked = True
 
     @cached_property
     def resume_step(self) -> int | None:
-        """The step to go back to; None if this job has gone back to it before it was started again."""
-        return records.requested_step(self.out, self._asked, self._job)
+        """The step to go back to; None if the scheduler has restarted this job since it went back."""
+        return records.requested_step(self.out, self._from_step, self._job)
 
     @property
     def begin(self) -> Progress:
-        """The progress that the run resumes from, by its checkpoint."""
-        return Progress.of(self.checkpoint[1].progress) if self.checkpoint else Progress()
+        """The progress that the run resumes from."""
+        if self.checkpoint is None:
+            return Progress()
+        _, manifest = self.checkpoint
+        return Progress.of(manifest.progress)
 
     @cached_property
     def settings(self) -> RunConfig:
-        """The settings, with data.split_by as the data decide it; ConfigError if they cannot be opened."""
+        """The settings, with data.split_by decided by the data; ConfigError if the data cannot be opened."""
         return split_by.resolved(self.run)
 
     def length(self, source: Source) -> Length:
-        """The end of the run with the data ``source``."""
+        """The end of the run on the data ``source``."""
         return run_length(self.run, samples_per_epoch(source), self.begin.step, self.begin.samples)
 
     def fingerprint(self) -> dict[str, Any]:
-        """The fingerprint of the run; without its data if they are not known."""
+        """The fingerprint of the run; without that of its data if they are not open."""
         run = self.run
         data = None if self.source is None else self.source.fingerprint
         return fingerprint(run.model, run.seed, data, run.optim.name, self._micro_size())
 
     def _micro_size(self) -> int | str | None:
-        """The micro-batch that the run will use: auto, if it will choose another than the last start used; None if that is unknown."""
-        size = self.run.batch.micro_size or config_history.micro_size(self.out)
-        if self.run.batch.micro_size or not size or "processes" not in self.has:
-            return size
-        try:
-            replace(self.run, batch=replace(self.run.batch, micro_size=size)).plan(self.processes)
-        except ConfigError:
-            return "auto"
-        return size
+        """The micro-batch that the run will use; "auto" if it must choose another than the last start used; None if unknown."""
+        if self.run.batch.micro_size:
+            return self.run.batch.micro_size
+        last = config_history.micro_size(self.out)
+        if last and "processes" in self.has:
+            try:
+                replace(self.run, batch=replace(self.run.batch, micro_size=last)).plan(self.processes)
+            except ConfigError:
+                return "auto"
+        return last
 
     def without_effect(self) -> list[str]:
-        """The settings that are known to change nothing, a sentence for each."""
-        run, source, begin = self.run, self.source, self.begin
+        """A sentence for each setting that is known to change nothing."""
+        run = self.run
+        source = self.source
         reasons = list(no_effect.by_settings(run))
         known: dict[str, Any] = {}
-        with suppress(ConfigError):  # of a number of processes that is not the job's, as with --debug
+        with suppress(ConfigError):  # with --debug, the number of processes may not be the job's
             known["plan"] = run.plan(self.processes)
         per_epoch = source.per_epoch("train") if source else 0
-        length = run_length(run, per_epoch or None, begin.step, begin.samples)
-        if short := inside_warmup(run, length):
-            reasons.insert(0, short)
+        length = run_length(run, per_epoch or None, self.begin.step, self.begin.samples)
+        too_short = inside_warmup(run, length)
+        if too_short:
+            reasons.insert(0, too_short)
         if source:
             known |= dict(length=length, per_epoch=per_epoch, held_out=source.held_out)
             reasons += sources.without_effect(source)
@@ -147,16 +154,16 @@ class RunStart:
 
 
 class Check(NamedTuple):
-    """Something that may be wrong with a start."""
+    """A row of CHECKS."""
 
     name: str
     needs: set[str]
-    """Entries of HAS that the start must have, and checks that must have passed."""
+    """Properties in HAS that the start must have, and names of checks that must have passed; otherwise it is skipped."""
     find: Callable[[RunStart], Iterable[str] | None]
-    """The problems; it may also raise ConfigError."""
+    """Returns the problems, or raises ConfigError."""
 
 
-def _plan(start: RunStart) -> None:
+def _check_plan(start: RunStart) -> None:
     job = start.run.job
     try:
         start.run.plan(start.processes)
@@ -165,53 +172,58 @@ def _plan(start: RunStart) -> None:
         raise ConfigError(problem + hint for problem in error.problems) from None
 
 
-def _events(start: RunStart) -> None:
-    """ConfigError if the record of the run is damaged."""
+def _check_events(start: RunStart) -> None:
+    """ConfigError if the run's record of events is damaged."""
     events.read_or_refuse(start.out)
 
 
-def _checkpoint(start: RunStart) -> None:
-    """Find the checkpoint to resume from; ConfigError if the one that was asked for is missing."""
+def _check_checkpoint(start: RunStart) -> None:
+    """Find the checkpoint to resume from; ConfigError if the one named by --from is missing."""
     start.checkpoint = resumable.candidate(start.out, start.resume_step)
 
 
-def _data(start: RunStart) -> list[str]:
-    """Open the data; problems of what the run reads from its begin on."""
-    run, own = start.run, start.run.data.source not in SOURCES
-    if own and "own source" not in start.has:  # to build it may take long
+def _check_data(start: RunStart) -> list[str]:
+    """Open the data; returns problems of the samples that the run will read."""
+    run = start.run
+    is_own = run.data.source not in SOURCES
+    if is_own and "own source" not in start.has:  # building it may take long
         lookup("data.source", run.data.source, SOURCES, sources.CHECK)
         return []
     source = sources.build(start.settings.data, run.model, run.seed, start.facts)
-    problems = [] if own else [*sources.needs_eod(run.data, source.eod), *_samples(start, source)]
+    problems: list[str] = []
+    if not is_own:
+        problems = [*sources.needs_eod(run.data, source.eod), *_problems_of_samples(start, source)]
     if not problems:
         start.source = source
     return problems
 
 
-def _samples(start: RunStart, source: Source) -> Iterator[str]:
-    """Problems of the samples that the run reads from ``source``."""
+def _problems_of_samples(start: RunStart, source: Source) -> Iterator[str]:
     run = start.run
     try:
         sources.check_part(source, "train", start.length(source).samples)
     except ConfigError as error:
         yield from error.problems
-    for part in source.held_out if run.evaluate.every else ():
+    if not run.evaluate.every:
+        return
+    for part in source.held_out:
         try:
             sources.check_part(source, part, run.evaluation_samples(source.per_epoch(part)))
         except ConfigError as error:
             yield from without_evaluation(source, part, error).problems
 
 
-def _init_from(start: RunStart) -> None:
+def _check_init_from(start: RunStart) -> None:
     """ConfigError if the run cannot start from checkpoint.init_from."""
-    if "dependency" in start.run.job.options and "now" not in start.has:  # a job before it may make the checkpoint
+    if "dependency" in start.run.job.options and "now" not in start.has:  # an earlier job may make the checkpoint
         return
     check_init_from(start.run.checkpoint.init_from, start.out / "checkpoints", start.fingerprint())
 
 
-def _history(start: RunStart) -> None:
-    """ConfigError if the settings do not fit the run's checkpoints, or a job of it that has saved nothing yet."""
-    run, path = start.run, start.out / "config.yaml"
+def _check_history(start: RunStart) -> None:
+    """ConfigError if the settings do not fit the run's checkpoints, or its queued job that has saved nothing yet."""
+    run = start.run
+    path = start.out / "config.yaml"
     resumable.check_resumable(start.checkpoint, run.checkpoint.resume, start.fingerprint())
     if start.checkpoint:
         if start.source:
@@ -231,17 +243,17 @@ CHECKS = (
     Check("notify", set(), lambda start: notify.missing(start.run.job.notify)),
     Check("libraries", {"python"}, lambda start: start.run.missing_libraries()),
     Check("code", set(), lambda start: missing_code(start.run)),
-    Check("plan", {"processes"}, _plan),
+    Check("plan", {"processes"}, _check_plan),
     Check("folder", {"files"}, lambda start: folder.check(start.out)),
-    Check("events", {"run", "folder"}, _events),
-    Check("checkpoint", {"run", "folder"}, _checkpoint),
-    Check("data", {"dataset", "complete", "code"}, _data),
-    Check("init_from", {"files"}, _init_from),
-    Check("history", {"checkpoint"}, _history),
+    Check("events", {"run", "folder"}, _check_events),
+    Check("checkpoint", {"run", "folder"}, _check_checkpoint),
+    Check("data", {"dataset", "complete", "code"}, _check_data),
+    Check("init_from", {"files"}, _check_init_from),
+    Check("history", {"checkpoint"}, _check_history),
     Check(
         "fresh",
         {"now", "checkpoint"},
         lambda start: resumable.check_fresh_start(start.out / "checkpoints", start.run.checkpoint.resume),
     ),
 )
-"""All checks that need neither other processes nor a device, in this order. A check is left out if one that it needs has failed."""
+"""All checks that need neither other processes nor a device, in the order in which they run."""

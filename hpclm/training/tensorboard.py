@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpclm import files
+from hpclm.checkpoint import Progress
 from hpclm.rundir import metric_names
 from hpclm.rundir.rows import Row
 from hpclm.side_path import SidePath, is_at
@@ -34,36 +35,36 @@ TAGS = {
     "validation_loss": "lm-loss-validation/lm loss validation",
     "validation_perplexity": "lm-loss-validation/lm loss validation ppl",
 }
-FLUSH_SECONDS = 20.0  # that TensorBoard may lag behind, where log lines are further apart
+FLUSH_SECONDS = 20.0  # at most between two flushes, even if log lines are further apart
 
 
 class TensorBoard:
-    """A run's scalars by step and by samples. Failures cost a warning, and what could not be written."""
+    """A run's scalars, by step and by samples. Failures are logged; the scalars that could not be written are lost."""
 
-    def __init__(self, out: Path, start: tuple[int, int]):
-        """``start``: the step and samples the run resumes from."""
+    def __init__(self, out: Path, begin: Progress):
+        """``begin``: the progress that the run resumes from."""
         self.folder = out / "tensorboard"
-        self.start = start
+        self.begin = begin
         self._files: tuple[EventFile, EventFile] | None = None
         self._flushed = time.monotonic()
         self._writing = SidePath(f"TensorBoard's files in {self.folder} cannot be written")
         self._scalars = SidePath("a scalar cannot be written for TensorBoard")
 
-    def begin(self) -> None:
-        """Begin the files."""
+    def start(self) -> None:
+        """Open the files."""
         self._writing.attempt(self._open)
 
     def _open(self) -> None:
-        # the samples in a separate folder, since TensorBoard hides what lies past a step whatever the tag counts
-        step, samples = self.start
-        self._files = EventFile(self.folder, step), EventFile(self.folder / "samples", samples)
+        # samples go to a separate folder: TensorBoard hides values past a step, even of tags that count samples
+        by_step = EventFile(self.folder, self.begin.step)
+        self._files = by_step, EventFile(self.folder / "samples", self.begin.samples)
         self._write()
 
     def row(self, row: Row, part: str = "") -> None:
-        """A row of metrics.jsonl; ``part``: the name of the held-out data, if there are several parts."""
+        """Add the scalars of a row of metrics.jsonl. ``part``: the name of the held-out data; empty if there is only one part."""
         suffix = f" {part}" if part else ""
         if suffix and any(tag + suffix in TAGS.values() for tag in TAGS.values()):
-            suffix = f" ({part})"  # of a part named "ppl"
+            suffix = f" ({part})"  # a part named "ppl" would get the tag of the perplexity
         for key, tag in TAGS.items():
             self.scalar(tag + suffix, row.get(key), row)
         for name, value in metric_names.reported(row).items():
@@ -72,14 +73,14 @@ class TensorBoard:
             self.flush()
 
     def scalar(self, tag: str, value: float | None, row: Row) -> None:
-        """A scalar at the step of ``row``; nothing if there is no value."""
+        """Add a scalar at the step and samples of ``row``, unless ``value`` is None."""
         if self._files and value is not None:
             by_step, by_samples = self._files
             self._scalars.attempt(lambda: by_step.add(tag, value, row["step"]), now=True)
             self._scalars.attempt(lambda: by_samples.add(f"{tag} vs samples", value, row["samples"]), now=True)
 
     def flush(self) -> None:
-        """Write what was added; it is lost if that fails."""
+        """Write the scalars added so far; they are lost if that fails."""
         self._flushed = time.monotonic()
         if not self._writing.attempt(self._write):
             self._close()
@@ -89,7 +90,7 @@ class TensorBoard:
             file.flush()
 
     def close(self) -> None:
-        """Write what was added, and close the files."""
+        """Flush and close the files."""
         self.flush()
         self._close()
 
@@ -99,31 +100,35 @@ class TensorBoard:
 
 
 class EventFile:
-    """Scalars in a folder; use it in one thread. An error of the disk is raised by ``flush``, after which a new file is begun.
+    """A file of scalars in a folder; use it in one thread. ``flush`` raises errors of the disk, and the next one starts a new file.
 
     TensorBoard's own writer has a thread that dies of such an error.
     """
 
     def __init__(self, folder: Path, start: int):
-        """``start``: the step that the run resumes from; TensorBoard hides what earlier files have of later ones."""
+        """``start``: the step that the run resumes from; TensorBoard hides later steps of earlier files."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = Event, Summary
-        self._records = RecordWriter(buffer := io.BytesIO())
-        self._buffer, self._folder, self._number = buffer, folder, 0
-        self._path, self._handle = folder, -1
+        self._event = Event
+        self._summary = Summary
+        self._buffer = io.BytesIO()
+        self._records = RecordWriter(self._buffer)
+        self._folder = folder
+        self._number = 0
+        self._path = folder
+        self._handle = -1
         begin = SessionLog(status=SessionLog.START)
         self._first = Event(wall_time=time.time(), step=start + 1, session_log=begin)
 
     def add(self, tag: str, value: float, step: int) -> None:
-        """A scalar, for the next ``flush``."""
+        """Add a scalar, for the next ``flush``."""
         summary = self._summary(value=[self._summary.Value(tag=tag, simple_value=value)])
         self._records.write(self._event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
 
     def flush(self) -> None:
-        """Write what was added; OSError if that fails, and what was added is lost."""
+        """Write the scalars added so far; OSError if that fails, and they are lost."""
         scalars = self._buffer.getvalue()
         self._discard()
         try:
@@ -137,19 +142,19 @@ class EventFile:
             raise
 
     def close(self) -> None:
-        """Close the file; what was added since the last ``flush`` is lost."""
+        """Close the file; scalars added since the last ``flush`` are lost."""
         self._discard()
-        handle, self._handle = self._handle, -1
-        with suppress(OSError):
-            if handle >= 0:
-                os.close(handle)
+        if self._handle >= 0:
+            with suppress(OSError):
+                os.close(self._handle)
+            self._handle = -1
 
     def _discard(self) -> None:
         self._buffer.seek(0)
         self._buffer.truncate()
 
     def _begin(self) -> None:
-        """Begin a file, which comes after the earlier ones in the order of names."""
+        """Start a new file, whose name sorts after all earlier ones."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._number += 1
         # TensorBoard reads files by their names: two attempts may begin in one second, and clocks may go back
@@ -164,10 +169,10 @@ class EventFile:
         head = self._buffer.getvalue()
         self._discard()
         self._write(head)
-        self._first = None  # only the first file of an attempt hides anything
+        self._first = None  # only the first file of an attempt hides later steps
 
     def _write(self, content: bytes) -> None:
-        """Append all of ``content``, or nothing: TensorBoard reads no further than an incomplete record."""
+        """Append all of ``content`` or nothing: TensorBoard stops reading at an incomplete record."""
         size = os.fstat(self._handle).st_size
         try:
             written = 0

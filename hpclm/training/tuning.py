@@ -1,5 +1,5 @@
-"""What a run is tuned with, kept in its directory: the chat template of its data, and what the model that it starts from says of its
-special tokens and of generation."""
+"""Files for tuned models, kept in the run directory: the chat template of the data, and the special tokens and generation settings of the
+model that the run starts from."""
 
 import logging
 from dataclasses import replace
@@ -16,27 +16,28 @@ from hpclm.errors import ConfigError, unwritten
 log = logging.getLogger(__name__)
 SPECIAL_TOKENS = "special_tokens.json"
 IMPORTED = ("chat_template.jinja", "generation_config.json", SPECIAL_TOKENS)
-"""What an import keeps beside the tokenizer's files; the last one marks an imported tokenizer."""
+"""Files that an import keeps beside the tokenizer's; the last one marks an imported tokenizer."""
 
 
 def keep(run: RunConfig, source: Source, step: int) -> None:
-    """Keep it, as an attempt begins after ``step``."""
+    """Keep these files for an attempt that begins after ``step``."""
     if run.checkpoint.init_from and not step:
         keep_imported(run, Path(run.checkpoint.init_from))
     keep_chat(run, chat(source), step)
 
 
 def keep_chat(run: RunConfig, chat: ChatRecord | None, step: int) -> None:
-    """Keep in the run directory what the run is tuned with: ``chat`` of its data; without one, what it was tuned with before, or the
-    run that it starts from. ``step``: where the attempt begins.
+    """Keep the chat template in the run directory: ``chat`` of its data, otherwise that of the run so far, or of the run it starts from.
+
+    ``step``: the attempt begins after it.
     """
     out = Path(run.out)
-    begun = out if step else run.checkpoint.init_from and chat_record.owner(Path(run.checkpoint.init_from))
-    before = chat_record.of_run(begun) if begun else None
-    if chat and before:  # an answer may end as it did before
+    origin = out if step else run.checkpoint.init_from and chat_record.owner(Path(run.checkpoint.init_from))
+    before = chat_record.of_run(origin) if origin else None
+    if chat and before:  # an answer may still end as it did before
         chat = replace(chat, ends={**before.ends, **chat.ends})
-    now, kept = chat or before, chat_record.of_run(out)
-    if now == kept:
+    now = chat or before
+    if now == chat_record.of_run(out):
         return
     chat_record.keep(out, now)
     if now is None:
@@ -52,9 +53,12 @@ def keep_chat(run: RunConfig, chat: ChatRecord | None, step: int) -> None:
 
 
 def keep_imported(run: RunConfig, begun: Path) -> None:
-    """Keep what the import of ``begun``, the run or checkpoint that a run starts from, said of special tokens and generation, where the
-    run has its tokenizer from elsewhere, such as one with added tokens. Nothing where its ids mean other tokens."""
-    owner, beside = chat_record.owner(begun), [Path(path).parent for path in tokenizers.files_of_run(run.data)[:1]]
+    """Keep the special tokens and generation settings of ``begun``, the imported run or checkpoint that a run starts from.
+
+    Needed if the run has its tokenizer from elsewhere, such as one with added tokens. Nothing is kept if the ids mean other tokens.
+    """
+    owner = chat_record.owner(begun)
+    beside = [Path(path).parent for path in tokenizers.files_of_run(run.data)[:1]]
     kept = Path(run.out) / "tokenizer"
     if not beside or not (owner / "config.yaml").is_file():
         return
@@ -70,7 +74,7 @@ def keep_imported(run: RunConfig, begun: Path) -> None:
         for name in IMPORTED:
             if (place / name).is_file():
                 files.write_bytes(kept / name, files.read_bytes(place / name))
-    except ConfigError as error:  # such as files of its tokenizer that are gone
+    except ConfigError as error:  # its tokenizer's files may be gone
         log.warning("special tokens and settings of generation of %s are not taken over: %s", owner, error)
     except OSError as error:
         raise unwritten(error, kept, "choose another out, or free some space") from error

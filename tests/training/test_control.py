@@ -16,11 +16,11 @@ from hpclm.errors import HpclmError
 from hpclm.node.preemption import Preemption
 from hpclm.optim.stability import Health
 from hpclm.parallel.mesh import Compute
-from hpclm.training.control import Control, ControlState, due
+from hpclm.training.control import Control, ControlState
 from hpclm.training.loop import TrainingLoop
 from hpclm.training.opening import OpenRun
 from hpclm.training.run_data import HeldOut, RunData
-from hpclm.training.saver import Saver
+from hpclm.training.saver import Saver, due
 from tests.checkpoint.state import State
 
 CPU = Compute(torch.device("cpu"), torch.float32)
@@ -102,7 +102,7 @@ def test_a_step_that_outlasts_what_a_signal_leaves_ends_the_process(since, end, 
     ],
 )
 def test_a_run_is_finished_at_its_last_step_at_stop_at_or_when_its_hours_are_over(words, progress, finished, tmp_path):
-    assert loop_of(tmp_path, *words)[0].milestones.finished(progress) == finished
+    assert loop_of(tmp_path, *words)[0].finished(progress) == finished
 
 
 def test_an_attempt_leaves_at_multiples_of_exit_interval_but_not_where_it_began(tmp_path):
@@ -164,7 +164,7 @@ def test_a_save_waits_while_steps_are_skipped(tmp_path):
 )
 def test_answers_are_read_late_only_where_time_to_save_remains_after_three_steps(micro_batch, count, late, tmp_path):
     loop, _ = loop_of(tmp_path)
-    loop.control.news = ControlState(micro_batch=micro_batch)
+    loop.control.news = ControlState(micro_batch_seconds=micro_batch)
     assert loop.stepper.signals_can_wait(count) == late  # of checkpoint.grace_seconds=30
 
 
@@ -204,10 +204,10 @@ def test_a_save_that_fails_costs_no_training_and_at_the_exit_no_run_that_starts_
     saver = saver_of(tmp_path / "in the way")
     saver.save(State(), Progress(3), None, ControlState())
     assert caplog.messages[-1].endswith("training continues; the checkpoints before it are untouched")
-    saver.exit(State(), Progress(4), None, ControlState(), again=True)
+    saver.exit(State(), Progress(4), None, ControlState(), requeue=True)
     assert caplog.messages[-1].endswith("the steps after 0 will be repeated")
     with pytest.raises(HpclmError):
-        saver.exit(State(), Progress(4), None, ControlState(), again=False)
+        saver.exit(State(), Progress(4), None, ControlState(), requeue=False)
 
 
 def test_a_save_may_take_half_as_long_again_as_the_longest_one(tmp_path):
@@ -238,8 +238,8 @@ def control_of(out, *words, began=0.0):
     settings = config.load(None, ["data.source=synthetic", f"out={out}", *words])
     context = single()
     context.began = time.time() - began
-    store = CheckpointStore(out, Retention(), {})
-    return Control(settings, context, CPU, State(), store, Preemption(), trained=5.0)
+    data = RunData(settings.plan(), Length(100, None), Progress(seconds=5.0), None, None, [])
+    return Control(OpenRun(settings, context, CPU, data, State(), CheckpointStore(out, Retention(), {}), Preemption()))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def control_of(out, *words, began=0.0):
 )
 def test_the_time_of_an_attempt_counts_from_the_start_of_its_processes(words, began, over, tmp_path):
     state = control_of(tmp_path, *words, began=began).poll()
-    assert state.out_of_time == over and state.trained == 5.0 and state.written and not state.since
+    assert state.out_of_time == over and state.trained_seconds == 5.0 and state.written and not state.since
 
 
 @pytest.mark.parametrize(
@@ -271,11 +271,11 @@ def test_the_loop_stops_for_other_work_only_where_something_may_have_to_be_done(
     loop, _ = loop_of(tmp_path, "checkpoint={every: 7, background: true}", "evaluate.every=5")
 
     def stops(step, **news):
-        loop.control.news = ControlState(micro_batch=1e-3, **news)
+        loop.control.news = ControlState(micro_batch_seconds=1e-3, **news)
         return loop.work_is_due(Progress(step))
 
     assert loop.work_is_due(Progress(1))  # nothing is known of an attempt's first step
-    loop.control.state = ControlState(micro_batch=1e-3)
+    loop.control.state = ControlState(micro_batch_seconds=1e-3)
     assert not loop.work_is_due(Progress(1))
     assert [step for step in (1, 2, 5, 7, 10, 14, 99, 100) if stops(step)] == [5, 7, 10, 14, 100]
     asked = {"stop": "stop", "since": {"SIGTERM": 1.0}, "save": True, "lost": True, "out_of_time": True}

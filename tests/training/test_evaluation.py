@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from hpclm import cli
+from hpclm.checkpoint import Progress
 from hpclm.training import step
 from hpclm.training.control import Control
 from hpclm.training.evaluation import Evaluator
+from hpclm.training.run_data import RunData
 from tests.runs import PATIENCE, losses
 
 
@@ -21,8 +23,9 @@ from tests.runs import PATIENCE, losses
     ],
 )
 def test_the_loss_of_several_parts_is_their_mean_where_all_are_finite(losses, mean):
-    run = SimpleNamespace(losses=losses)
-    assert Evaluator(run).validation(5) == mean
+    evaluator = Evaluator(SimpleNamespace(losses={}, data=RunData(None, None, Progress(), None, None, [])))
+    evaluator.losses |= losses
+    assert evaluator.validation(5) == mean
 
 
 def test_an_evaluation_asks_the_ranks_no_more_often_than_is_due(tiny, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpclm import cli, config
+from hpclm.checkpoint import Progress
 from hpclm.checkpoint import store as stores
 from hpclm.model import count
 from hpclm.training import metrics
@@ -65,7 +66,7 @@ def test_log_lines_are_means_since_the_last_one_and_steps_without_a_loss_are_war
     steps = {1: 9.0, 2: 2.0, 3: 4.0, 4: 5.0, 5: math.nan, 6: math.nan}
     with (
         caplog.at_level(logging.INFO),
-        Meter(tmp_path, run.log, (0, 0), 6, Speed(run.model, run.engine, None), summary) as meter,
+        Meter(tmp_path, run.log, Progress(), 6, Speed(run.model, run.engine, None), summary) as meter,
     ):
         for step, loss in steps.items():
             measured = {
@@ -88,7 +89,7 @@ def test_log_lines_are_means_since_the_last_one_and_steps_without_a_loss_are_war
     ]
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [text.partition(":")[0] for text in warned] == ["step 2", "step 5 has no loss"]
-    assert "step 2: 2 of the micro-batches of one replica have no token that counts in the loss" in warned[0]
+    assert "step 2: the loss mask excludes every token of 2 micro-batches of one replica" in warned[0]
     assert summary.steps == [*steps] and len(meter.path.read_text().splitlines()) == 6
 
 
@@ -159,7 +160,7 @@ def test_work_is_done_in_order_by_another_thread_and_flush_waits_for_it():
 
 
 def test_more_work_than_may_wait_waits(monkeypatch):
-    monkeypatch.setattr(metrics, "MAX_WAITING", 2)
+    monkeypatch.setattr(metrics, "MAX_QUEUED", 2)
     door, given = threading.Event(), []
     with WriterThread() as write:
 

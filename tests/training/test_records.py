@@ -68,7 +68,7 @@ def test_settings_that_have_changed_are_told_with_what_they_were_and_those_of_th
         config.dump(run, tmp_path / name)
     last, line = {"config": "old.yaml", "folder": "/a"}, {"config": "config.yaml", "folder": "/b"}
     with caplog.at_level(logging.INFO):
-        records.tell_changes(tmp_path, last, line, step)
+        records.log_changes(tmp_path, last, line, step)
     told, *warned = caplog.messages
     assert told == "settings have changed since the last attempt: " + ", ".join(
         ["stop_at=7 (was null)", "model.init_std=0.1 (was 0.02)", "optim.lr=0.002 (was 0.001)"]

@@ -64,9 +64,9 @@ def test_a_step_without_a_token_that_counts_has_no_loss(tmp_path):
 def test_empty_micro_batches_lower_the_mean_of_means_as_in_megatron_and_are_counted(tmp_path):
     words = ["batch.global_size=6", "budget.steps=1", "evaluate.every=0"]
     said, [row], _ = train(tmp_path, "means", *words, "batch.loss_norm=microbatch")
-    assert row["empty_micro_batches"] == 4 and "4 of the micro-batches of one replica have no token that counts" in said
+    assert row["empty_micro_batches"] == 4 and "every token of 4 micro-batches of one replica" in said
     said, [tokens], _ = train(tmp_path, "tokens", *words)
-    assert "empty_micro_batches" not in tokens and "no token that counts in the loss. With" not in said
+    assert "empty_micro_batches" not in tokens and "micro-batches of one replica" not in said
     assert row["loss"] == pytest.approx(tokens["loss"] * 2 / 6, rel=1e-6)  # both samples that count have 7 tokens
 
 

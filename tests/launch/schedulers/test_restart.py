@@ -41,11 +41,11 @@ def test_a_job_that_slurm_started_again_says_how_the_last_start_ended_and_what_i
     (tmp_path / "scontrol").chmod(0o755)
     context = single()
     context.launcher = "Slurm"
-    assert records.tell_restart(tmp_path, context) == KILLED
+    assert records.log_restart(tmp_path, context) == KILLED
     note(tmp_path, "ended", code=137, cause="rank 1 on node1 was killed")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     context.job = current_job(env={"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
-    told = records.tell_restart(tmp_path, context)
+    told = records.log_restart(tmp_path, context)
     drained = "node1 is MIXED+DRAIN (a broken GPU [root@2026])"
     assert told == f"start 2 of job 7; why the last one ended: rank 1 on node1 was killed; {drained}"
     assert (tmp_path / "asked").read_text() == "show node --oneliner node1,node2\n"  # once for all nodes

@@ -174,17 +174,18 @@ SUPPORTS = {
 
 
 class Feature(NamedTuple):
-    """Something that settings may ask of an engine. The functions get what the engine supports, and the run."""
+    """Something that settings may ask of an engine."""
 
+    key: str
+    """The setting that asks for it."""
     asked: Callable[[Any], Any]
     """Whether a run asks for it."""
     has: Callable[[Supports, Any], Any]
     """Whether an engine has it for this run."""
-    text: str | Callable[[Supports, Any], str]
-    """What is asked for: the key of a setting, or a text."""
     instead: Callable[[Supports, Any], str] = lambda can, run: ""
     """What the engine has in its place, in words; empty for nothing."""
-    reason: str = ""
+    detail: Callable[[Supports, Any], str] = lambda can, run: ""
+    """Other settings that it depends on, or why an engine does not have it."""
 
     def lacks(self, can: Supports, run: Any) -> bool:
         """Whether the run asks for it in vain; False if it depends on a setting that is refused."""
@@ -193,84 +194,89 @@ class Feature(NamedTuple):
         except RefusedError:
             return False
 
-    def ways(self, can: Supports, run: Any) -> str:
-        """The end of a sentence about what the engine has in its place."""
+    def sentence(self, can: Supports, run: Any) -> str:
+        """That the engine of the run does not have it."""
         instead = self.instead(can, run)
-        return f"; it supports {instead}" if instead else ""
-
-    def name(self, can: Supports, run: Any) -> str:
-        """What the run asks for, as it is typed."""
-        return named(run, self.text) if isinstance(self.text, str) else self.text(can, run)
+        way_out = f"; it supports {instead}" if instead else ""
+        return f"engine {run.engine.name!r} does not support {named(run, self.key)}{self.detail(can, run)}{way_out}"
 
 
-def _of_pipeline(text: str, run: Any) -> str:
-    return f"{text} with {named(run, 'parallel.pipeline')}" if run.parallel.pipeline > 1 else text
+def _at_stage_of(can: Supports, run: Any) -> str:
+    return f" at engine.zero_stage={can.stage(run)}"
+
+
+def _of_pipeline(can: Supports, run: Any) -> str:
+    return f" with {named(run, 'parallel.pipeline')}" if run.parallel.pipeline > 1 else ""
 
 
 def _option(name: str) -> Feature:
     """A setting of engine.* that only some engines support; False asks for nothing."""
     return Feature(
+        f"engine.{name}",
         lambda run: run.engine.changed(name) and getattr(run.engine, name) is not False,
         lambda can, run: name in can.options,
-        f"engine.{name}",
     )
 
 
 FEATURES = (
-    Feature(lambda run: run.parallel.pipeline > 1, lambda can, run: can.pipeline_stages, "parallel.pipeline"),
+    Feature("parallel.pipeline", lambda run: run.parallel.pipeline > 1, lambda can, run: can.pipeline_stages),
     Feature(
+        "parallel.pipeline",
         lambda run: run.parallel.pipeline == 1,
         lambda can, run: can.alone,
-        "parallel.pipeline",
         lambda can, run: "2 or more",
     ),
     Feature(
+        "engine.zero_stage",
         lambda run: run.engine.zero_stage is not None,
         lambda can, run: run.engine.zero_stage in can.stages(run.parallel.pipeline) or not can.divides(run),
-        lambda can, run: _of_pipeline(named(run, "engine.zero_stage"), run),
         lambda can, run: _stages(can.stages(run.parallel.pipeline)),
+        _of_pipeline,
     ),
     Feature(
+        "parallel.shard",
         lambda run: run.parallel.shard is not None,
         lambda can, run: run.parallel.pipeline == 1 and can.stage(run) in can.hybrid,
-        lambda can, run: _of_pipeline(f"{named(run, 'parallel.shard')} at engine.zero_stage={can.stage(run)}", run),
         lambda can, run: f"it at {_stages(can.hybrid)} without a pipeline" if can.hybrid else "",
+        lambda can, run: _at_stage_of(can, run) + _of_pipeline(can, run),
     ),
     Feature(
+        "parallel.schedule",
         lambda run: run.parallel.pipeline > 1,
         lambda can, run: run.parallel.schedule in can.schedules or not can.divides(run),
-        "parallel.schedule",
         lambda can, run: ", ".join(can.schedules),
     ),
     Feature(
+        "engine.offload",
         lambda run: run.engine.offload != "none",
         lambda can, run: (run.engine.offload, can.stage(run)) in can.offload,
-        lambda can, run: f"{named(run, 'engine.offload')} at engine.zero_stage={can.stage(run)}",
         lambda can, run: ", ".join(f"{what} at zero_stage={stage}" for what, stage in can.offload),
+        _at_stage_of,
     ),
-    Feature(lambda run: run.parallel.context > 1, lambda can, run: can.context, "parallel.context"),
-    Feature(lambda run: run.parallel.expert > 1, lambda can, run: can.splits_by_replica, "parallel.expert"),
+    Feature("parallel.context", lambda run: run.parallel.context > 1, lambda can, run: can.context),
+    Feature("parallel.expert", lambda run: run.parallel.expert > 1, lambda can, run: can.splits_by_replica),
     Feature(
+        "engine.recompute",
         lambda run: run.engine.recompute == "full" and run.parallel.tensor > 1,
         lambda can, run: can.recompute_with_tensor,
-        lambda can, run: f"engine.recompute=full with {named(run, 'parallel.tensor')}",
         lambda can, run: "selective",
+        lambda can, run: f" with {named(run, 'parallel.tensor')}",
     ),
     *map(_option, OPTIONAL),
     # what one of the user's own needs is not known before it is imported (hpclm.engine.user_optimizers)
     Feature(
+        "optim.name",
         lambda run: run.optim.name in OPTIMIZERS,
         lambda can, run: run.optim.name in can.optimizers(run.optim),
-        "optim.name",
         lambda can, run: ", ".join(can.optimizers(run.optim)),
     ),
     Feature(
+        "optim.guard",
         lambda run: run.optim.guard != "none",
         lambda can, run: can.guards,
-        "optim.guard",
-        reason=", since its updates are the library's",
+        detail=lambda can, run: ", since its updates are the library's",
     ),
-    Feature(lambda run: run.optim.qk_clip is not None, lambda can, run: can.clips_qk, "optim.qk_clip"),
+    Feature("optim.qk_clip", lambda run: run.optim.qk_clip is not None, lambda can, run: can.clips_qk),
 )
 """Everything that only some engines support."""
 
@@ -281,10 +287,8 @@ def unsupported(run: Asking, can: Supports) -> list[str]:
     if not lacking:
         return _more(can, run)
     able = list(_able(run))
-    problems = []
-    for feature in lacking:
-        problem = f"engine {run.engine.name!r} does not support {feature.name(can, run)}{feature.reason}{feature.ways(can, run)}"
-        problems.append(f"{problem}; engines that do: {', '.join(able)}" if able else problem)
+    way_out = f"; engines that do: {', '.join(able)}" if able else ""
+    problems = [f"{feature.sentence(can, run)}{way_out}" for feature in lacking]
     if not able:
         others = (_lacking(name, other, run) for name, other in SUPPORTS.items() if name != run.engine.name)
         problems.append(f"no engine supports all that these settings ask for: {'; '.join(others)}")
@@ -322,10 +326,8 @@ def _stages(stages: Sequence[int]) -> str:
 
 def _lacking(name: str, can: Supports, run: Any) -> str:
     """What another engine lacks for a run."""
-    features = [feature for feature in FEATURES if feature.lacks(can, run)]
-    if not features:
-        return f"{name}: {' and '.join(_more(can, run))}"
-    return f"{name} lacks {', '.join(feature.name(can, run) for feature in features)}"
+    settings = [named(run, feature.key) for feature in FEATURES if feature.lacks(can, run)]
+    return f"{name} lacks {', '.join(settings)}" if settings else f"{name}: {' and '.join(_more(can, run))}"
 
 
 def _more(can: Supports, run: Any) -> list[str]:

@@ -101,8 +101,7 @@ def test_a_condition_holds_or_does_not(text, value, holds):
         [
             "engine 'native' does not support parallel.pipeline=2",
             "no engine supports all that these settings ask for: deepspeed lacks parallel.expert=2; fairscale lacks "
-            "parallel.pipeline=2, parallel.expert=2; fsdp2 lacks parallel.pipeline=2; pipelining lacks engine.zero_stage=1 "
-            "with parallel.pipeline=2",
+            "parallel.pipeline=2, parallel.expert=2; fsdp2 lacks parallel.pipeline=2; pipelining lacks engine.zero_stage=1",
         ],
     ),
     (

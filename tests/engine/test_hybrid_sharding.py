@@ -84,10 +84,10 @@ def test_native_shards_its_optimizer_within_a_group_and_sums_between_groups_once
 
 
 REFUSED = {
-    "engine.name=native": "engine 'native' at engine.zero_stage=0 does not support parallel.shard=2; set parallel.shard=null",
-    "engine.name=deepspeed engine.zero_stage=3": "engine.name=fsdp2 engine.zero_stage=3, engine.name=fsdp2 engine.zero_stage=2",
-    "engine.name=fairscale": "engine 'fairscale' at engine.zero_stage=3 does not support parallel.shard=2",
-    "engine.name=pipelining parallel.pipeline=2": "engine 'pipelining' at engine.zero_stage=0 and parallel.pipeline=2",
+    "engine.name=native": "engine 'native' does not support parallel.shard=2 at engine.zero_stage=0; it supports it at stage 1 without a pipeline",
+    "engine.name=deepspeed engine.zero_stage=3": "at engine.zero_stage=3; engines that do: fsdp2",
+    "engine.name=fairscale": "engine 'fairscale' does not support parallel.shard=2 at engine.zero_stage=3; engines that do: native with engine.zero_stage=1, fsdp2",
+    "engine.name=pipelining parallel.pipeline=2": "engine 'pipelining' does not support parallel.shard=2 at engine.zero_stage=0 with parallel.pipeline=2",
     "engine.name=fsdp2 parallel.shard=1": "parallel.shard=1 must be at least 2",
 }
 

@@ -108,10 +108,10 @@ def test_a_run_resumes_to_the_last_bit_and_a_skipped_step_clips_nothing():
 @pytest.mark.parametrize(
     "own, error",
     [
-        (dict(model=dict(GPT2, qk_norm=True)), r"optim\.qk_clip has no effect with model\.qk_norm=true"),
+        (dict(model=dict(GPT2, qk_norm=True)), r"optim\.qk_clip=100\.0 has no effect with model\.qk_norm=true"),
         (
             dict(engine=dict(name="deepspeed")),
-            r"engine 'deepspeed' does not support optim\.qk_clip=100; engines that do: native",
+            r"engine 'deepspeed' does not support optim\.qk_clip=100\.0; engines that do: native",
         ),
         (dict(engine=dict(name="fairscale")), r"engine 'fairscale' does not support optim\.qk_clip=100"),
         (dict(model=dict(GPT2, block="my.mod:Block")), r"optim\.qk_clip cannot measure .* model\.block=my\.mod:Block"),

@@ -60,6 +60,8 @@ class Supports:
     """Whether it supports blocks of which data-parallel ranks hold different weights (Placement.data_ranks)."""
     clips_qk: bool = False
     """Whether it supports optim.qk_clip."""
+    simulated: bool = False
+    """Whether it runs on fake tensors; DeepSpeed and FairScale read values back and take tensors' memory apart."""
     recompute_with_tensor: bool = True
     """Whether it supports engine.recompute=full with parallel.tensor."""
     counts: Callable[[int, int, str], str | None] | None = None
@@ -74,8 +76,10 @@ class Supports:
     """module:name of a function that says why it cannot run with the PyTorch that is installed, or returns None."""
 
     def stages(self, pipeline: int) -> tuple[int, ...]:
-        """Values of engine.zero_stage with this parallel.pipeline; the first is the default."""
-        return self.pipeline_stages if pipeline > 1 else self.zero_stages
+        """Values of engine.zero_stage with this parallel.pipeline; the first is the default. Empty without such pipelines."""
+        if pipeline > 1:
+            return self.pipeline_stages
+        return self.zero_stages if self.alone else ()
 
     def divides(self, run: Any) -> bool:
         """Whether it has the pipeline that a run asks for, if any."""
@@ -126,6 +130,7 @@ SUPPORTS = {
         clips_qk=True,
         splits_by_replica=True,
         context=True,
+        simulated=True,
     ),
     "deepspeed": Supports(
         "hpclm.engine.deepspeed:build",
@@ -155,6 +160,7 @@ SUPPORTS = {
         clips_qk=True,
         splits_by_replica=True,
         context=True,
+        simulated=True,
     ),
     "pipelining": Supports(
         "hpclm.engine.pipelining:PipeliningEngine",
@@ -169,6 +175,7 @@ SUPPORTS = {
         clips_qk=True,
         splits_by_replica=True,
         context=True,
+        simulated=True,
     ),
 }
 

@@ -118,8 +118,7 @@ def zero_stage(engine: EngineConfig, pipeline: int) -> int:
     if engine.zero_stage is not None:
         return engine.zero_stage
     can = SUPPORTS.get(engine.name, SUPPORTS["native"])
-    stages = can.pipeline_stages if pipeline > 1 else can.zero_stages
-    return stages[0] if stages else 0
+    return next(iter(can.stages(pipeline)), 0)
 
 
 def _native(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:

@@ -10,6 +10,7 @@ import torch
 
 from hpclm.config import RunConfig
 from hpclm.config.engine import ENGINES
+from hpclm.config.supports import SUPPORTS, with_feature
 from hpclm.engine import CHECK, unavailable
 from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Compute, Mesh
@@ -17,8 +18,6 @@ from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.planning.fake_gpu import CUDA, Collective, fake_gpu, peak_memory
 from hpclm.registry import lookup
 
-SIMULATED = ("native", "fsdp2", "pipelining")
-"""Engines that run on fake tensors. DeepSpeed and FairScale read values back and split up tensors' memory."""
 SHORT = 3
 """Micro-batches to run without a pipeline: the first, one that represents all in the middle, and the last."""
 DTYPES = {"bf16": torch.bfloat16, "auto": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -66,9 +65,10 @@ class Simulation:
 def simulate(run: RunConfig, rank: int = 0) -> Simulation:
     """Simulate the second optimizer step of a rank of job.nodes x job.gpus; ConfigError if the engine cannot be simulated."""
     world = run.job.nodes * run.job.gpus
-    if run.engine.name not in SIMULATED or run.engine.offload_activations:
+    can = SUPPORTS.get(run.engine.name)
+    if can is None or not can.simulated or run.engine.offload_activations:
         raise ConfigError(
-            f"a rank can be simulated with engine.name={', '.join(SIMULATED)} without offloading, not with this engine "
+            f"a rank can be simulated with engine.name={with_feature(lambda can: can.simulated)} without offloading, not with this engine "
             f"({run.engine.name}); hpclm planner estimates its memory and speed"
         )
     if run.parallel.schedule == "zero_bubble":  # PyTorch's memory tracker does not support backward passes in two parts

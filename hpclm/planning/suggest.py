@@ -102,10 +102,7 @@ def _engines(run: RunConfig, tensor: int, pipeline: int) -> Iterator[tuple[dict,
     parallel.shard as set, over a node if there are several, or over all replicas."""
     shards = {run.parallel.shard or 1, run.job.gpus // tensor if run.job.nodes > 1 else 1} - {1}
     for name, can in SUPPORTS.items():
-        stages = can.zero_stages if can.alone else ()
-        if pipeline > 1:
-            stages = can.pipeline_stages
-        for stage in stages:
+        for stage in can.stages(pipeline):
             engine = dict(name=name, zero_stage=stage)
             if pipeline == 1:
                 for shard in (None, *sorted(shards)) if stage in can.hybrid else (None,):

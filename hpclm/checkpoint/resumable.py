@@ -93,7 +93,7 @@ def listed(saved: list[Path]) -> str:
 
 
 def roll_back(out: Path) -> int | None:
-    """Carry out a pending rollback in the run directory ``out``, whose lease this process holds; returns the step, or None."""
+    """Carry out a pending rollback in the run directory ``out``; this process holds its lease. Returns the step, or None."""
     step = events.rollback(out)
     if step is None:
         return None

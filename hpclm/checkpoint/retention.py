@@ -84,7 +84,7 @@ class CompleteCheckpoints:
         self._known: dict[Path, tuple[int, Manifest]] = {}
 
     def among(self, folders: Iterable[Path]) -> list[tuple[Path, Manifest]]:
-        """The complete checkpoints, whose files all have the right size, with their manifests (without the tensors).
+        """The checkpoints with all files of the right size, with their manifests (without the tensors).
 
         A bad one is set aside. One that cannot be read now, or that another version of hpclm wrote, is left alone.
         """

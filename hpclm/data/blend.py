@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 MAX_DATASETS = 2**15 - 1  # their indices are int16
 NUMBERS_PER_BLOCK = 1 << 20  # numbers held at a time
 SECONDS = 1e-6  # time per sample, whatever the number of datasets
-SAMPLES_WORTH_A_LINE = 5_000_000  # samples from which a blend deserves a log line
+SAMPLES_WORTH_A_LINE = 5_000_000  # minimum number of samples for a log line
 SURPLUS = 1.005  # the other projects request half a percent more than needed from each dataset
 
 
@@ -48,7 +48,7 @@ def weighted(weights: Sequence[float], total: int) -> BlendIndex:
 
 
 def exhaustive(sizes: Sequence[int]) -> BlendIndex:
-    """A blend in which every sample of every dataset occurs once. ``sizes``: samples of each."""
+    """A blend with every sample of every dataset once. ``sizes``: samples of each."""
     total = sum(sizes)
     return _blended(np.array(sizes) / total, np.array(sizes), total)
 

@@ -1,4 +1,4 @@
-"""The chat settings with which conversations were rendered: recorded beside their dataset, kept by a run tuned on it, carried by its
+"""The chat settings that conversations were rendered with: recorded beside their dataset, kept by a run tuned on it, carried by its
 exports.
 
 Stored in PREFIX.json under "chat", and in a run directory in chat.json. Neither exists without tuning.
@@ -28,7 +28,7 @@ SHOWN = 40  # characters of a template in a message
 
 @dataclass(frozen=True)
 class ChatRecord:
-    """The chat settings with which the conversations of a dataset were rendered."""
+    """The chat settings that the conversations of a dataset were rendered with."""
 
     template: str
     tokens: Mapping[str, str]
@@ -75,7 +75,7 @@ def of_dataset(prefix: str | Path) -> ChatRecord | None:
 
 
 def of_run(run: Path) -> ChatRecord | None:
-    """The chat settings with which the run in the directory ``run`` was tuned, or None."""
+    """The chat settings that the run in the directory ``run`` was tuned with, or None."""
     path = run / FILE
     if not path.is_file():
         return None

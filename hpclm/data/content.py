@@ -84,7 +84,7 @@ def check_some(dataset: IndexedDataset, content: DatasetContent, count: int, rng
 
 
 def differing(dataset: IndexedDataset, expected: DatasetContent, blocks: str) -> ConfigError:
-    """The error for tokens whose block hashes are ``blocks``."""
+    """The error for tokens with the block hashes ``blocks``."""
     count = max(len(blocks), len(expected.blocks)) // DIGEST
     return damaged(
         dataset, [n for n in range(count) if blocks[DIGEST * n : DIGEST * (n + 1)] != expected.block(n)], count
@@ -100,7 +100,7 @@ def index_damaged(dataset: IndexedDataset) -> ConfigError:
 
 
 def damaged(dataset: IndexedDataset, wrong: Sequence[int], checked: int) -> ConfigError:
-    """The error for tokens whose blocks ``wrong``, out of ``checked``, do not match."""
+    """The error for the ``wrong`` blocks out of ``checked``."""
     if not wrong:
         return ConfigError(
             f"{dataset.bin_path} does not have the length that was hashed: it was replaced, or belongs to another dataset"

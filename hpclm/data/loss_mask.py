@@ -51,7 +51,7 @@ def opened(dataset: IndexedDataset, settings: DataConfig) -> IndexedDataset | No
 
 
 def without_counted(mask: IndexedDataset, span: range) -> int:
-    """Number of sequences of ``span`` in which no token counts as a label; the first token of a sequence is not a label."""
+    """Number of sequences of ``span`` without a token that counts as a label; the first token of a sequence is not a label."""
 
     def count() -> int:
         counted = 0

@@ -51,9 +51,9 @@ class Output(Writer):
         self.skipped = self.cut = self.dropped = 0  # empty documents, long conversations
         self.inner = 0  # end-of-document tokens in the text itself
         self.text_bytes = 0  # of text that became tokens
-        self.endless = 0  # conversations in which no end of a turn is learned
+        self.endless = 0  # conversations without an end of a turn that is learned
         self.ends: set[str] = set()  # tokens learned as the end of an answer
-        self.spanning = 0  # conversations in which a token spans a prompt and its answer
+        self.spanning = 0  # conversations with a token that spans a prompt and its answer
         self.bad: Counter[str] = Counter()  # unreadable lines, by reason
 
     def add(self, column: Column) -> None:

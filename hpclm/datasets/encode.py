@@ -72,11 +72,11 @@ class Column(NamedTuple):
     dropped: int = 0
     """Number of conversations omitted because they are too long, or because nothing is left to learn when cut."""
     endless: int = 0
-    """Number of conversations in which no end of a turn counts."""
+    """Number of conversations without an end of a turn that counts."""
     ends: frozenset[str] = frozenset()
     """Counted tokens that end the answers of conversations."""
     spanning: int = 0
-    """Number of conversations in which a token spans a prompt and its answer."""
+    """Number of conversations with a token that spans a prompt and its answer."""
     text_bytes: int = 0
     """Bytes of the text in UTF-8; 0 for conversations."""
     is_piece: bool = False
@@ -136,7 +136,7 @@ def read_texts(
 def _records(
     chunk: InputChunk, read: Callable[[bytes], Record], on_error: OnError | None
 ) -> tuple[list[Record], list[tuple[int, UnreadableLineError]]]:
-    """The results of ``read`` for each line, and the lines for which it raises; ConfigError as in ``read_texts``."""
+    """The results of ``read`` for each line, and the lines that it raises for; ConfigError as in ``read_texts``."""
     records = []
     errors = []
     for number, line in enumerate(chunk.lines):

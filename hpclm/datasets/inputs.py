@@ -59,7 +59,7 @@ class Input:
     columns: tuple[str, ...] = ()
     """Columns to read of a table, which has at least one of them; empty: all."""
     rows_of: str = ""
-    """The Python value whose rows are the lines of this file; empty for a user's file."""
+    """The Python value that supplies the lines of this file as its rows; empty for a user's file."""
 
     @property
     def name(self) -> str:

@@ -190,7 +190,7 @@ def _refuse_unreadable(path: str, content: bytes) -> None:
 
 
 def _refuse_unlikely(path: str, suffix: str, content: bytes) -> None:
-    """ConfigError if a file is binary, or a table or page whose separators or tags would become text."""
+    """ConfigError if a file is binary, or if it is a table or page: its separators or tags would become text."""
     if suffix in CSV:
         convert = f"pandas.read_csv({path!r}{CSV[suffix]}).to_json('OUT.jsonl', orient='records', lines=True)"
         raise ConfigError(

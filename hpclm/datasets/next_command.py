@@ -72,7 +72,7 @@ def next_tuning_command(prefix: Path, run: str, chat: bool) -> str:
 
 
 def _smaller_batch(batch: BatchConfig, samples: int) -> list[str]:
-    """Batch settings with which ``samples`` last for several steps; empty if those of ``batch`` suffice."""
+    """Batch settings that let ``samples`` last for several steps; empty if those of ``batch`` suffice."""
     size = batch.global_size
     micro = batch.micro_size
     while size > 1 and samples < STEPS * size:
@@ -83,7 +83,7 @@ def _smaller_batch(batch: BatchConfig, samples: int) -> list[str]:
 
 
 def dataset_settings(prefix: Path, vocab_size: int, context: int) -> list[str]:
-    """Settings with which a run of ``context`` reads one dataset, divided so that enough is left for validation."""
+    """Settings that let a run of ``context`` read one dataset, divided so that enough is left for validation."""
     named = [f"data.prefix={paths.literal(prefix)}", f"model.vocab_size={vocab_size}"]
     return next([*named, *words] for words, _, valid in _splits(prefix) if valid is None or samples_in(valid, context))
 

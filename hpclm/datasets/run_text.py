@@ -41,7 +41,7 @@ class RunText:
     after: tuple[int, ...] = ()
     """Ids that the template adds before and after every text."""
     chat: ChatRecord | None = None
-    """The chat settings with which the run was tuned."""
+    """The chat settings that the run was tuned with."""
 
     @property
     def ids(self) -> dict[str, Any]:

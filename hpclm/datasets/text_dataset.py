@@ -49,7 +49,7 @@ class NamedDataset:
     text: Text | None = None
     """None: ``data=`` is the prefix."""
     divided: tuple[str, ...] = ()
-    """Settings with which a run that has begun with this dataset divides it."""
+    """The division of this dataset in a run that has begun with it, as settings."""
 
     @property
     def preprocess(self) -> str:
@@ -87,7 +87,7 @@ class NamedDataset:
             raise
 
     def settings(self, run: RunConfig) -> list[str]:
-        """The settings with which ``run`` trains on this dataset; without data.split if it has not been written."""
+        """The settings of ``run`` to train on this dataset; without data.split if it has not been written."""
         lists = [f"data.{name}=[]" for name in LISTS if getattr(run.data, name)]  # set by the file or preset
         return ["data.source=indexed", *lists, *self._settings(run), *self.divided]
 

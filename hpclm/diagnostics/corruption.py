@@ -70,7 +70,7 @@ class CorruptionFinding:
     advice: str = ""
     """The change to make if a program is at fault."""
     group: Group | None = None
-    """The group whose state differs."""
+    """The group with differing state."""
     weights: tuple[str, ...] = ()
     """Names of the weights that differ, or that have differing optimizer state."""
 
@@ -166,7 +166,7 @@ class Verifier:
         ]
 
     def _differing(self, group: Group) -> tuple[str, ...]:
-        """The weights of a group whose values or optimizer state differ between its ranks; a collective."""
+        """The weights of a group that differ between its ranks, in values or optimizer state; a collective."""
         digests = {weight.name: self._digest(self._shared_tensors([weight])) for weight in self._shared.get(group, ())}
         if group == self._all_ranks:
             digests |= {name: self._digest(tensors) for name, tensors in self._routers.items()}
@@ -269,7 +269,7 @@ def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Corrupti
 
 
 def _outvoted(answers: Sequence[Mapping[str, Any]]) -> Iterator[CorruptionFinding]:
-    """Ranks whose state differs from the majority's; without a majority, all ranks that hold the state."""
+    """Ranks that differ from the majority in their state; without a majority, all ranks that hold the state."""
     groups: dict[Group, dict[int, str]] = {}
     for rank, answer in enumerate(answers):
         for first, count, everywhere, digest in answer["shared"]:

@@ -13,11 +13,11 @@ from hpclm.parallel.mesh import Axis, Compute
 SENT = 1 << 18  # numbers in each message
 WHOLE = 251  # sums of whole numbers below this are exact in every type
 TYPES = (torch.bfloat16, torch.float32)
-"""Types in which optimizers exchange matrices."""
+"""Types of matrices that optimizers exchange."""
 
 
 def wrong_sums(compute: Compute) -> Iterator[str]:
-    """The process groups in which known numbers arrive changed."""
+    """The process groups that change known numbers."""
     mesh = compute.mesh
     axes = {name: getattr(mesh, name) for name in ("world", "pp", "dp", "ep", "shard", "replicate", "tp", "model")}
     numbers = (torch.arange(SENT) % 251 + 1).to(compute.device)

@@ -46,7 +46,7 @@ from hpclm.rundir import code
 log = logging.getLogger(__name__)
 FILE = "self-check.json"
 AS_SET = "as set"
-SNAPSHOT_BYTES = 1 << 30  # bytes of state whose two snapshots are compared
+SNAPSHOT_BYTES = 1 << 30  # bytes of state that are compared in two snapshots
 SNAPSHOT_MOVES = (
     "a snapshot taken while the device computes differs from the state at rest: saves are not made in the background"
 )

@@ -49,7 +49,7 @@ class BaseEngine:
     backward_timer = "backward"
     """The phase of log.timers that includes the reduction of gradients."""
     kept_gradients: Collection[nn.Parameter] = ()
-    """Weights whose gradients keep their memory between steps."""
+    """Weights with gradients that keep their memory between steps."""
     gradients: GradientBuckets | None = None
     """Reduces the gradients over the replicas, unless finish_backward() does it in another way."""
 
@@ -97,7 +97,7 @@ class BaseEngine:
 
         deferred = any(isinstance(m, TensorParallelModule) and m.defer_tp_grad_sum for m in model.modules())
         self.deferred = [w for w in self.weights if deferred and w.placement.dim is None]
-        """Weights whose gradients are summed over the tensor-parallel ranks after the backward pass."""
+        """Weights with gradients to be summed over the tensor-parallel ranks after the backward pass."""
 
     @property
     def compilations(self) -> list[Compilation]:

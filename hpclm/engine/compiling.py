@@ -40,7 +40,7 @@ def shared_by_all(settings: EngineSettings, device: torch.device, context: Distr
         )
         settings = replace(settings, engine=replace(settings.engine, compile=False))
     without = [rank for rank, (_, lacks) in enumerate(everyone) if lacks]
-    if 0 < len(without) < context.size:  # replicas whose updates round differently would drift apart
+    if 0 < len(without) < context.size:  # replicas that round updates differently would drift apart
         log.warning(
             "optim.name=apex_adam: NVIDIA apex is not usable on %s; all ranks use PyTorch's fused AdamW",
             context.ranks[without[0]],
@@ -115,7 +115,7 @@ class AgreedCompilations:
         self.agreed = True
 
     def error(self) -> HpclmError:
-        """The error that ends a run in which a rank failed to compile a part after the agreement. A collective."""
+        """The error that ends a run after a rank failed to compile a part that all had agreed on. A collective."""
         late = {name: why for name, why in failed(self.compilations).items() if name not in self._before}
         everyone = self.context.all_gather(next(iter(late.values()), ""))
         rank, why = next((rank, why) for rank, why in enumerate(everyone) if why)

@@ -121,7 +121,7 @@ def _cast(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _castable(module: TensorParallelModule) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters to copy: all but those whose gradients are summed over tensor-parallel ranks in fp32 in every backward pass."""
+    """The parameters to copy: all but those with gradients that every backward pass sums over tensor-parallel ranks in fp32."""
     for name, weight in list(module.named_parameters(recurse=False)):
         if module.tp.size == 1 or module.defer_tp_grad_sum or module.placements[name].dim is not None:
             yield name, weight

@@ -26,7 +26,7 @@ MIN_BUCKETS = 4  # buckets on several nodes, so that most of the communication o
 
 
 class Bucket:
-    """A flat buffer, and the parameters whose gradients are views of it."""
+    """A flat buffer, and the parameters that have views of it as gradients."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, starts: Sequence[int] = (), size: int = 0):
         """``axis``: the ranks that sum the gradients. ``starts``: each gradient's offset in the buffer of ``size`` values; by default

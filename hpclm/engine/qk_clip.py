@@ -1,4 +1,4 @@
-"""QK-clip (with Muon, MuonClip; Kimi Team 2025): scales down queries and keys whose attention scores grow too large.
+"""QK-clip (with Muon, MuonClip; Kimi Team 2025): scales down queries and keys with too large attention scores.
 
 S is the largest score of a head in a step, and tau = optim.qk_clip. After the update, the weights of the head's queries and of its key
 are multiplied by min(1, sqrt(tau / S)). As in Megatron-core (SelfAttention.clip_qk), S is the maximum over the heads that share a key.
@@ -44,7 +44,7 @@ class QKClip:
 
     @torch.no_grad()
     def clip(self, skipped: Tensor) -> dict[str, Tensor]:
-        """Scale down weights whose scores exceeded the limit, unless the update was ``skipped``. Returns the largest score of all heads.
+        """Scale down weights with scores above the limit, unless the update was ``skipped``. Returns the largest score of all heads.
         A collective."""
         # over all replicas: otherwise each would scale its copy of a weight differently
         largest = all_reduce_max(self.largest, self.mesh.dp)

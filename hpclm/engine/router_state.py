@@ -63,8 +63,7 @@ class RouterState:
             self.bias.add_(torch.where(changed, moved, 0.0))
 
     def most_received(self) -> Iterator[str]:
-        """With parallel.expert: the layer whose experts on this process received the most rows in the last step, if more than an even
-        load."""
+        """A message on the layer with the most rows for this process's experts in the last step, if more than an even load."""
         received = {name: router.received for name, router in self.routers.items() if router.received}
         for name in sorted(received, key=received.__getitem__)[-1:]:
             rows, even = received[name]

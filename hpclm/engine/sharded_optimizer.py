@@ -55,7 +55,7 @@ class ShardedOptimizerEngine(BaseEngine):
         self.buckets = [
             ShardedBucket([(m, leaves[m]) for m in group], home)
             for home, members in by_mesh({m: model.placements[name] for name, _, m in named}, mesh)
-            # one type for each bucket, whose weights are gathered as one tensor
+            # one type for each bucket: its weights are gathered as one tensor
             for kind in dict.fromkeys(leaves[m].dtype for m in members)
             for group in grouped((m for m in reversed(members) if leaves[m].dtype == kind), size)
         ]

@@ -24,7 +24,7 @@ from hpclm.rundir.state import StateOf
 log = logging.getLogger(__name__)
 POLL = 10.0  # seconds between checks for new checkpoints
 OVER = ("done", "stopped", "exited", "failed", "ended")
-"""Statuses in which nothing trains the run or is going to."""
+"""Statuses of a run that nothing trains or is going to train."""
 
 
 class Interrupted(Exception):

@@ -11,7 +11,7 @@ from hpclm.inference.generation_settings import Sampling
 from hpclm.model.cache import KeyValueCache
 from hpclm.model.stack import Stack
 
-MIN_TOKENS_TO_TRANSPOSE = 16  # minimum number of new tokens for which a transposed copy of the output weights pays off
+MIN_TOKENS_TO_TRANSPOSE = 16  # with fewer new tokens, a transposed copy of the output weights costs more than it saves
 
 Ended = Callable[[int, list[int]], bool]
 """Called with a sequence's number and its new tokens after each of them; returns whether it ends here."""
@@ -70,7 +70,7 @@ class Batch:
         self.cached = model.config.block in BLOCKS
         self._cache: KeyValueCache | None = None
         self._starts: list[int] = []
-        self._output: Tensor | None = None  # [C, V], with which CPUs multiply a few rows in half the time
+        self._output: Tensor | None = None  # [C, V]; CPUs multiply a few rows with this in half the time
 
     def logits(self) -> Tensor:
         """[rows, V] logits of each sequence's next token."""

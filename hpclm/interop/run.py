@@ -73,7 +73,7 @@ class RunCheckpoint:
 
     @property
     def chat(self) -> ChatRecord | None:
-        """The chat settings with which the weights were tuned; None at step 0, where they are still the imported weights."""
+        """The chat settings that the weights were tuned with; None at step 0, where they are still the imported weights."""
         return chat_record.of_run(self.run) if self.step else None
 
 

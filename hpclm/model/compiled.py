@@ -46,7 +46,7 @@ class Compilation:
 
     def of(self, function: Callable[..., Any], plain: Callable[..., Any], whole: bool = True) -> Callable[..., Any]:
         """``function`` compiled, as one graph if ``whole``; after a failure, the equivalent ``plain``."""
-        # a graph for each shape, of which there are few (VARIANTS)
+        # a graph for each shape; there are few (VARIANTS)
         compiled = torch.compile(function, dynamic=False, fullgraph=whole, backend=self.backend)
 
         def attempt(*args: Any, **kwargs: Any) -> Any:

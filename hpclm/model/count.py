@@ -3,7 +3,7 @@
 from hpclm.config import ModelConfig, fp8
 
 CHUNK = 4096
-"""Tokens whose logits any GPU computes at a time: enough for fast matrix products."""
+"""Tokens that any GPU computes logits of at a time: enough for fast matrix products."""
 ROOM = 4 << 30
 """Bytes for logits and their intermediates in the loss on a large GPU. Fewer chunks accumulate into the gradient of the embedding less
 often."""
@@ -46,7 +46,7 @@ def embedding(config: ModelConfig) -> int:
 
 
 def block(config: ModelConfig, with_experts: bool = False) -> int:
-    """Parameters of one block, whose MLP is dense or consists of experts."""
+    """Parameters of one block with a dense MLP or with experts."""
     c = config.hidden
     (qkv, out, _) = config.biases
     fused = (config.heads + 2 * config.groups) * config.head_width

@@ -74,7 +74,7 @@ class InitSpec:
                 yield a - shift, self._columns(drawn, [piece] if by_rows else pieces)
 
     def _band(self, number: int, rows: int) -> Tensor:
-        # on the CPU even for weights on a GPU, whose generator draws other numbers
+        # on the CPU even for weights on a GPU: its generator draws other numbers
         generator = torch.Generator().manual_seed(self.seed + number)
         drawn = torch.empty((rows, *self.placement.shape[1:]), device="cpu")
         return drawn.normal_(self.mean, self.std, generator=generator)
@@ -93,7 +93,7 @@ class InitSpec:
 
 
 class TensorParallelModule(nn.Module):
-    """A module whose weights may be split over ``tp``, and which records how to initialise them."""
+    """A module that may split its weights over ``tp``, and records how to initialise them."""
 
     defer_tp_grad_sum = False
     """Whether the engine sums the gradients of replicated weights over ``tp``, once a step."""

@@ -345,7 +345,7 @@ def _gradient(name: str, number: int, device: torch.device) -> Tensor:
 
 
 def _drawn(name: str, number: int, device: torch.device) -> Tensor:
-    """Values whose sizes differ between rows and columns, so that a norm of a part is not that of the whole."""
+    """Values of different sizes in rows and columns, so that a norm of a part is not that of the whole."""
     shape = SHAPES[name]
     draw = torch.Generator().manual_seed(10 * list(SHAPES).index(name) + number)
     values = torch.randn(shape, generator=draw)

@@ -163,7 +163,7 @@ class UserOptimizer(torch.optim.Optimizer):
         self.inner.share(exchange, model)  # type: ignore[attr-defined]
 
     def step(self, closure: Any = None) -> Any:
-        """One update, without a closure; counts steps of weights for which ``inner`` does not."""
+        """One update, without a closure; counts steps of weights if ``inner`` does not."""
         updated = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         with self._only(self.param_groups):
             self.inner.step()

@@ -69,7 +69,7 @@ class FP8:
     def operands(
         self, a: Tensor, b: Tensor, types: tuple[torch.dtype, torch.dtype], summed: bool
     ) -> tuple[Quantized, Quantized]:
-        """The operands [m, k] and [n, k] of a product. ``summed``: whether ranks hold parts of k, whose products are summed."""
+        """The operands [m, k] and [n, k] of a product. ``summed``: whether ranks hold parts of k and sum their products."""
         dims = (1,) if self.rowwise else (0, 1)
         largest = [operand.abs().amax(dims, keepdim=True).float() for operand in (a, b)]
         if summed or not self.rowwise:

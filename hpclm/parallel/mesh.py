@@ -51,7 +51,7 @@ class Axis:
     """Global ranks of its processes, in order."""
 
     name: str = ""
-    """The group's name, by which compiled code finds it."""
+    """The group's name; compiled code finds it by this."""
     options: GroupOptions = GroupOptions()
     """Options of its group, and of groups of some of its ranks."""
 
@@ -218,7 +218,7 @@ def _name(group: Any) -> str:
 
 @dataclass(frozen=True)
 class Compute:
-    """The device, type and mesh with which this rank computes."""
+    """The device, type and mesh of this rank."""
 
     device: torch.device
     dtype: torch.dtype
@@ -227,7 +227,7 @@ class Compute:
 
     @property
     def alone(self) -> "Compute":
-        """The same with one replica, whose weights and sequences are whole; stages and tensor-parallel slices remain."""
+        """The same with one replica of whole weights and sequences; stages and tensor-parallel slices remain."""
         mesh = self.mesh
         alone = replace(
             mesh,

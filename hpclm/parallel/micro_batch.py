@@ -38,7 +38,7 @@ class MicroBatch:
     """Dropout seed; None without dropout."""
 
     def part(self, axis: Axis) -> "MicroBatch":
-        """The part of one process of ``axis``, whose processes divide each sequence."""
+        """The part of one process of ``axis``; its processes divide each sequence."""
         if axis.size == 1:
             return self
         given = self.tokens, self.labels, self.loss_mask, self.positions, self.weights

@@ -31,7 +31,7 @@ class Placement:
     dim: int | None = None
     """None: replicated on every tensor-parallel rank."""
     parts: int = 1
-    """2 for the first weight of a gated MLP, whose gate and up blocks are each split over the processes."""
+    """2 for the first weight of a gated MLP: its gate and up blocks are each split over the processes."""
     data_dim: int = 0
     """A dimension other than ``dim``."""
     data_ranks: int = 1

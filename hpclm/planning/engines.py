@@ -56,7 +56,7 @@ class EngineCosts:
     staged: bool = False
     """Whether a pipeline stage keeps its outputs, and has a receive buffer for each micro-batch of a step."""
     loss_chunk: int | None = None
-    """Tokens whose logits exist at a time; None: the number that a GPU with ``memory`` bytes chooses."""
+    """Tokens with logits in memory at a time; None: the number that a GPU with ``memory`` bytes chooses."""
     memory: float = 0
     logit: int = 10
     """Bytes per logit: the logit, log-probabilities and gradient."""

@@ -51,7 +51,7 @@ class Forecast:
 
     @cached_property
     def step(self) -> Step | None:
-        """Seconds of a step; None if it computes in fp32, for which no peak rates are known."""
+        """Seconds of a step; None in fp32: its peak rates are unknown."""
         kind = optimizer.kind(self.costs.optim)
         optim = self.costs.optim
         of_matrices = kind.cost(optim, [(1, 1)]).element if kind.matrices else 0

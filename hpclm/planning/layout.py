@@ -193,7 +193,7 @@ def block(model: ModelConfig, layout: Layout, with_experts: bool) -> float:
 
 
 def micro_batches_held(layout: Layout, stage: Stage) -> float:
-    """Largest number of micro-batches whose activations a stage holds at once.
+    """Largest number of micro-batches with activations in a stage at once.
 
     1F1B: the number of stages from here to the end (Narayanan et al. 2021, section 2.2); GPipe: all of them; interleaved: 1 + (p - 1) /
     (p v) times as many as 1F1B's in the first stage (Korthikanti et al. 2022, section 4.2.3).

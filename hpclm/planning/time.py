@@ -84,7 +84,7 @@ class Volume:
 
 
 def idle(layout: Layout) -> float:
-    """Micro-batches for which a pipeline waits while it fills and drains: p - 1 over v chunks (Narayanan et al. 2021, section 2.2).
+    """The waiting time of a pipeline while it fills and drains, in micro-batches: p - 1 over v chunks (Narayanan et al. 2021, section 2.2).
 
     A zero-bubble schedule (ZB-H1 of Qi et al. 2023) fills two thirds of it with gradients of weights.
     """
@@ -249,7 +249,7 @@ def _rate(layout: Layout, kind: Kind, size: int, stride: int) -> float:
 
 
 def _all_to_all_rate(layout: Layout, kind: Kind) -> float:
-    """Bytes/s that a GPU sends to those with which it divides the experts: limited by the slower of its link and its share of the
+    """Bytes/s that a GPU sends to those that it divides the experts with: limited by the slower of its link and its share of the
     network."""
     peers = layout.expert - 1
     within = min(layout.expert, max(1, layout.node // layout.tensor))

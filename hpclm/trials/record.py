@@ -59,7 +59,7 @@ class Record:
 
 
 class ObservedEngine:
-    """An engine whose steps are recorded; the process is killed at the beginning of step number ``kill_at``."""
+    """Records the steps of an engine; the process is killed at the beginning of step number ``kill_at``."""
 
     def __init__(self, engine: Engine, record: Record, kill_at: int | None):
         self.inner = engine

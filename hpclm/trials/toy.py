@@ -1,11 +1,11 @@
-"""The toy that trains, and the layouts in which each kind of code is tried."""
+"""The toy that trains, and the layouts to try each kind of code in."""
 
 from dataclasses import dataclass
 
 from hpclm.trials.verdict import SETTINGS
 
 STEPS = 4
-SAVED = 2  # step of the checkpoint from which a killed run resumes
+SAVED = 2  # step of the checkpoint that a killed run resumes from
 TOY = (
     *("model.vocab_size=64", "model.vocab_multiple=16", "model.layers=2", "model.hidden=32", "model.heads=4"),
     *("model.context=16", "model.init_std=0.1", "model.bias=false"),
@@ -21,7 +21,7 @@ ADAM = ("optim.eps=1e-5",)
 
 @dataclass(frozen=True)
 class Trial:
-    """A layout in which the toy trains."""
+    """A layout for the toy."""
 
     name: str
     processes: int = 1

@@ -17,7 +17,7 @@ SETTINGS = {
 """Maps kinds of code to the settings that name them."""
 INDENT = " " * 26
 UNCOMPARED = "in evaluation only: in training it draws different random numbers, so gradients could not be compared"
-"""Note for a layout in which training draws different random numbers, as with dropout."""
+"""Note for a layout that draws other random numbers, for dropout for example."""
 
 
 @dataclass(frozen=True)

@@ -100,9 +100,11 @@ def test_each_kind_of_row_has_its_numbers_and_its_place():
 
 
 def test_the_settings_refuse_a_sink_that_is_unknown_or_not_installed(tiny, monkeypatch, capsys):
-    assert cli.main(["train", *tiny("run", "log.sinks=[wandbb, wandb, wandb]")]) == 64
+    assert cli.main(["train", *tiny("run", "log.sinks=[wandbb]")]) == 64
     told = capsys.readouterr().err
-    assert "unknown sink 'wandbb'" in told and "Did you mean 'wandb'?" in told and "log.sinks has 'wandb' twice" in told
+    assert "unknown log.sinks 'wandbb'" in told and "Did you mean 'wandb'?" in told
+    assert cli.main(["train", *tiny("run", "log.sinks=[wandb, wandb]")]) == 64
+    assert "log.sinks has 'wandb' twice" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "mlflow", None)
     for verb in (["train"], ["submit", "--cluster", "local"]):
         assert cli.main([*verb, *tiny("run", "log.sinks=[mlflow]")]) == 64

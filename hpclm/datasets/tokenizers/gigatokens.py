@@ -73,7 +73,7 @@ def why_unsuitable() -> str | None:
 
 
 class Fast:
-    """Encodes with gigatoken, but with ``exact`` for texts whose ids may differ."""
+    """Encodes with gigatoken; uses ``exact`` for texts that gigatoken may encode differently."""
 
     def __init__(self, settings: str, exact: Encode, markers: list[str]):
         self._settings = settings

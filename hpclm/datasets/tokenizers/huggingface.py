@@ -275,7 +275,7 @@ def alike(one: str, other: str) -> bool:
 
 
 def without_template(text: str) -> str:
-    """A tokenizer.json whose template adds nothing to a text."""
+    """A tokenizer.json with a template that adds nothing to a text."""
     from tokenizers import Tokenizer
 
     model = Tokenizer.from_str(text)

@@ -101,7 +101,7 @@ def initialize(**arguments: Any) -> Any:
 
 
 def destroy(engine: Any) -> None:
-    """Remove the hooks and attributes with which DeepSpeed keeps weights in memory; its output is suppressed."""
+    """Remove the hooks and attributes that keep DeepSpeed's weights in memory; its output is suppressed."""
     weights = list(engine.module.parameters())
     modules = list(engine.module.modules())
     with contextlib.redirect_stdout(io.StringIO()):

@@ -79,7 +79,7 @@ def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", all
 
 
 def _kind(tensor: Tensor, dtype: str) -> torch.dtype:
-    """The type in which a tensor is written; llama.cpp computes with vectors in fp32."""
+    """The type that a tensor is written in; llama.cpp computes with vectors in fp32."""
     return TYPES[dtype] if tensor.ndim > 1 else torch.float32
 
 

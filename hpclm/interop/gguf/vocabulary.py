@@ -171,7 +171,7 @@ def _splits(tree: Any, whole: bool) -> str | None:
 
 
 def _of_sentencepiece(tokenizer: SentencePiece) -> Keys:
-    """Keys for a unigram model, or for a BPE whose features llama.cpp supports."""
+    """Keys for a unigram model, or for a BPE if llama.cpp supports its features."""
     given = parameters(tokenizer)
     if given.kind not in ("bpe", "unigram") or not given.plain:
         raise _refused(

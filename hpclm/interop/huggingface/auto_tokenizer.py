@@ -80,7 +80,7 @@ def within(text: str, entries: int) -> tuple[str, list[str]]:
 
 
 def texts_with(tokens: Sequence[str]) -> Iterator[str]:
-    """Texts in which added ``tokens`` stand alone, between words and next to each other."""
+    """Texts with added ``tokens`` alone, between words and next to each other."""
     for begin in range(0, len(tokens), 64):
         some = tokens[begin : begin + 64]
         yield "".join(some)

@@ -48,7 +48,7 @@ def wrong(tree: Json) -> Iterator[str]:
 
 
 def neox_rope(tree: Json) -> dict[str, Any]:
-    """Settings for rotary positions, whose keys differ from other classes'."""
+    """Settings for rotary positions; their keys differ from other classes'."""
     tree = {key: value for key, value in tree.items() if key not in ("rope_theta", "partial_rotary_factor")}
     base = shape.number({"rotary_emb_base": 10000.0, **tree}, "rotary_emb_base")
     return shape.rope(tree, base, shape.number({"rotary_pct": 0.25, **tree}, "rotary_pct"))

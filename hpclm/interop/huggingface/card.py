@@ -20,7 +20,7 @@ pipeline_tag: text-generation
 tags:
 - hpclm
 ---"""
-LAST = 100  # steps whose mean is the training loss
+LAST = 100  # the training loss is the mean of this number of steps
 ALWAYS = {
     "model": {"vocab_size", "layers", "hidden", "heads", "context", "positions", "norm", "activation"},
     "batch": {"global_size"},

@@ -29,7 +29,7 @@ OLDER = (gpt2.FAMILY, bloom_neox.BLOOM, bloom_neox.NEOX)
 NEWER = (olmo.OLMO2, olmo.OLMO3, gemma.GEMMA2, gemma.GEMMA3, glm_phi.GLM4, nanochat.NANOCHAT)
 EXPERTS = (*mixtures.ALL_FAMILIES, *biased_mixtures.ALL_FAMILIES)
 WRITTEN = (*OLDER, glm_phi.PHI3, *llama.ALL_FAMILIES, *NEWER, *relatives.ALL_FAMILIES, *EXPERTS)
-"""Classes for an export, in the order in which they are tried."""
+"""Classes for an export, in the order they are tried in."""
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, custom.FAMILY)}
 
 

@@ -101,7 +101,7 @@ def config_json(config: ModelConfig, ids: Mapping[str, Any], dtype: str) -> dict
 
 
 def _recorded_end(checkpoint: RunCheckpoint) -> int | None:
-    """The end-of-document token id of a checkpoint whose tokenizer files are missing."""
+    """The end-of-document token id of a checkpoint without tokenizer files."""
     noted = checkpoint.manifest.fingerprint.get("data", {}).get("tokenizer") or {}
     return special_tokens.first(noted.get("eod"))
 

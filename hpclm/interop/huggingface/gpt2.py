@@ -20,7 +20,7 @@ MODULES = {
 
 
 def remark(tree: Json) -> str | None:
-    """A warning if two dropouts differ, for which hpclm has one setting."""
+    """A warning if two dropouts differ: hpclm has one setting for both."""
     embedded, added = (tree[name] for name in ("embd_pdrop", "resid_pdrop"))
     if embedded == added:
         return None

@@ -270,6 +270,6 @@ def only(config: ModelConfig, *kinds: str) -> Iterator[str]:
 
 
 def unscaled_windows(config: ModelConfig) -> Iterator[str]:
-    """The reason why a class does not cover a network whose layers with a window are scaled."""
+    """The reason why a class does not cover a network with scaled positions in layers with a window."""
     if config.window and config.rope_scaling and config.window_rope_scaled:
         yield "model.window_rope_scaled=true, but it scales only other layers"

@@ -132,7 +132,7 @@ def differing(
     added: Sequence[str] = (),
     avoided: Sequence[str] = (),
 ) -> str | None:
-    """The first test text for which ``theirs`` returns other ids than ``ours``, with both ids; None if all agree.
+    """The first test text that ``theirs`` and ``ours`` encode differently, with both ids; None if all agree.
 
     ``tokenizer``: its vocabulary supplies test texts, besides texts of ``added`` tokens and without texts of ``avoided`` tokens.
     """
@@ -200,7 +200,7 @@ def take(
         shutil.rmtree(place)
         return {}, dict(folder_tokens)
     if kind == "json":
-        for model in ("tokenizer.model", "spiece.model"):  # the model from which tokenizer.json was made; GGUF needs it
+        for model in ("tokenizer.model", "spiece.model"):  # the source of tokenizer.json; GGUF needs it
             if (folder / model).is_file():
                 shutil.copyfile(folder / model, place / model)
     _warn_of_differences(folder, tokenizer, theirs, tokens, entries)

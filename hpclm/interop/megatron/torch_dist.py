@@ -40,7 +40,7 @@ CLASSES = {
 }
 """The names allowed in a .metadata: classes without behaviour that describe tensors."""
 IGNORED = re.compile(r"torch\.distributed\.(checkpoint|_shard)(\.\w+)*|megatron(\.\w+)*")
-"""Modules whose other classes are replaced by ``Ignored``, and never imported."""
+"""Modules that are never imported; their other classes are replaced by ``Ignored``."""
 STACKED = re.compile(r"((?:encoder|transformer|decoder)\.layers)\.(?!\d)(.+)")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 NO_TENSORS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")

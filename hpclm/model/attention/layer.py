@@ -71,7 +71,7 @@ class Attention(TensorParallelModule):
         if metadata.cache is not None:
             y = metadata.cache.attend(self, q, k, v, metadata.mask, how)
         elif self.recompute_core and self.training and metadata.flex is None:  # FlexAttention stores no scores
-            # attention dropout draws from PyTorch's generator, whose state the recomputation must restore
+            # attention dropout draws from PyTorch's generator: recomputation must restore its state
             random = bool(self.dropout)
             y = checkpoint(_core, q, k, v, metadata, how, use_reentrant=False, preserve_rng_state=random)
         else:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hpclm import paths, shipped
-from hpclm.errors import ArgumentError, ConfigError, ExitCode, UsageError
-from hpclm.node import gpus, secrets
+from hpclm.errors import ArgumentError, ExitCode, UsageError
+from hpclm.node import secrets
 from hpclm.registry import hint
 from hpclm.terminal import line, say
 
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
     """argparse's parser. Its messages, which quote arguments, are one safe line, and the one for an unknown option says what was meant."""
 
     given: Sequence[str] = ()
-    """All arguments."""
+    """All arguments that ``values`` parses."""
     others: Callable[[], Mapping[str, Collection[str]]] = staticmethod(dict)
     """The options of all commands, which cli sets."""
 
@@ -75,6 +75,7 @@ class Parser(argparse.ArgumentParser):
 
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
         """The values of the arguments by their names; exits with 2 if they are wrong."""
+        self.given = argv
         parse = self.parse_known_intermixed_args if self._intermixed else self.parse_known_args
         values, unknown = parse(argv)
         if unknown:
@@ -108,7 +109,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_gpus_kind(self, help: str) -> None:
         """The option --gpus-kind."""
-        self.add_argument("--gpus-kind", type=_kind_of_gpu, default="H100", metavar="KIND", help=help)
+        self.add_argument("--gpus-kind", default="H100", metavar="KIND", help=help)
 
     def add_json(self, help: str) -> None:
         """The option --json."""
@@ -132,15 +133,6 @@ class Parser(argparse.ArgumentParser):
         from_0 = number(lambda value: 0 <= value < math.inf, "a number of seconds from 0")
         self.add_argument("--wait", type=from_0, default=300, metavar="SECONDS", help=f"{help} (default: 300)")
 
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """See argparse; remembers all arguments."""
-        self.given = self.given or list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, namespace)
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """See argparse."""
-        super().exit(status, message and line(message.rstrip("\n")) + "\n")
-
     def error(self, message: str) -> NoReturn:
         """See argparse, which complains of missing arguments before unknown ones."""
         if message.startswith("the following arguments are required") and (unknown := self._unknown_options()):
@@ -152,10 +144,11 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, message: str) -> NoReturn:
         """Exit with 2, after a message that a long usage does not hide."""
-        if self.format_usage().count("\n") <= USAGE:
-            super().error(message)
-        say(f"usage: {self.prog} --help shows all options", file=sys.stderr)
-        self.exit(ExitCode.USAGE, f"{self.prog}: error: {message}")
+        usage = self.format_usage()
+        if usage.count("\n") > USAGE:
+            usage = f"usage: {self.prog} --help shows all options\n"
+        say(f"{usage}{self.prog}: error: {line(message)}", file=sys.stderr)
+        raise SystemExit(ExitCode.USAGE)
 
     def options(self) -> list[str]:
         """The options that the help shows."""
@@ -246,11 +239,3 @@ def number(allowed: Callable[[float], bool], description: str) -> Callable[[str]
         return value
 
     return parse
-
-
-def _kind_of_gpu(text: str) -> str:
-    try:
-        gpus.kind_named(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text

@@ -86,7 +86,7 @@ MISTAKES = {
     ("cancel", "x", "--wait", "nan"): "argument --wait: 'nan' is not a number of seconds from 0\n",
     ("request", "x", "stop", "--wait", "-1"): "argument --wait: '-1' is not a number of seconds from 0\n",
     ("submit", "debug", "--dry-run", "--ranks", "0,x"): "argument --ranks: '0,x' must be ranks such as 0,511 or 0-3\n",
-    ("submit", "debug", "--dry-run", "--ranks", "0", "--gpus-kind", "X"): "unknown kind of GPU 'X'; choose one of B200",
+    ("submit", "debug", "--dry-run", "--ranks", "0", "--gpus-kind", "X"): "--gpus-kind 'X' is an unknown kind of GPU; choose one of B200",
     ("submit", "debug", "--nodes", "x"): "job.nodes='x' must be a whole number",
     ("data", "inspect", "x", "--tokenizer-files", "t.json"): "--tokenizer-files goes with --tokenizer\n",
     ("data", "inspect", "x", "--histogram", "a.jpg"): "--histogram a.jpg must end in .svg or .png\n",

@@ -187,7 +187,7 @@ def test_what_cannot_be_planned_is_told(words, message, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--gpus-kind", "A1000"], "unknown kind of GPU 'A1000'; choose one of .*A100"),
+        (["--gpus-kind", "A1000"], "--gpus-kind 'A1000' is an unknown kind of GPU; choose one of .*A100"),
         *(
             (["--memory", value], f"argument --memory: '{value}' is not a number above 0")
             for value in ("0", "-1", "nan")

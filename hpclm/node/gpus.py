@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpclm.errors import ConfigError, HpclmError
+from hpclm.errors import ArgumentError, HpclmError
 from hpclm.node import python
 from hpclm.registry import hint
 
@@ -55,10 +55,11 @@ KINDS = {
 
 
 def kind_named(name: str) -> Kind:
-    """The GPU model of that name, in upper or lower case; ConfigError if it is unknown."""
+    """The GPU model of that name, in upper or lower case; ArgumentError if it is unknown."""
     kind = {key.lower(): kind for key, kind in KINDS.items()}.get(name.lower())
     if kind is None:
-        raise ConfigError(f"unknown kind of GPU {name!r}; choose one of {', '.join(KINDS)}.{hint(name, list(KINDS))}")
+        rule = f"is an unknown kind of GPU; choose one of {', '.join(KINDS)}.{hint(name, list(KINDS))}"
+        raise ArgumentError([("gpus_kind", name, rule)])
     return kind
 
 

@@ -61,7 +61,7 @@ VERBS = {verb: text for group in GROUPS.values() for verb, text in group.items()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``hpclm VERB ...``."""
+    """Run ``hpclm VERB ...``; return the exit code."""
     return failures.run(_dispatch, argv)
 
 
@@ -85,7 +85,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _unknown(word: str, rest: list[str]) -> str:
-    """What is wrong with ``word``, which is not a command, and the command that was meant."""
+    """The answer to ``word``, which is not a command: the command that was meant."""
     from hpclm import shipped
     from hpclm.config import elsewhere
     from hpclm.rundir.runs import RUNS, is_run
@@ -94,12 +94,12 @@ def _unknown(word: str, rest: list[str]) -> str:
         return f"there is no hpclm {word}: {meant}"
     if word.startswith("-"):
         after = next((other for other in rest if other in VERBS), "VERB")
-        return f"the verb comes first: hpclm {after} {word}"
+        return f"the command comes first: hpclm {after} {word}"
     if word in shipped.presets() or word.endswith((".yaml", ".yml")) or re.match(r"[a-z]\w*(\.\w+)*=", word):
-        return f"{word} is no verb; to train with it: hpclm train {word}"
+        return f"{word} is not a command; to train with it: hpclm train {word}"
     if any(map(is_run, (Path(word), RUNS / word))):
-        return f"{word} is a run and no verb: hpclm status {word} shows it, hpclm train {word} continues it"
-    return f"unknown verb {word!r}; choose one of {', '.join(VERBS)}.{hint(word, list(VERBS))}"
+        return f"{word} is a run, not a command: hpclm status {word} shows it, hpclm train {word} continues it"
+    return f"unknown command {word!r}; choose one of {', '.join(VERBS)}.{hint(word, list(VERBS))}"
 
 
 def _listed() -> str:

@@ -1,7 +1,7 @@
-"""Completion: scripts with which a shell completes verbs, options, presets, settings and names of runs.
+"""Scripts for completion of commands, options, presets, settings and names of runs in a shell.
 
-shtab makes them from the parsers of all verbs; the functions here add what only the shell or the settings know. A script has everything
-but the names of runs in it, so that no Python starts at a Tab.
+shtab makes them from the parsers of all commands; the functions here add names of runs, settings and presets. Only names of runs are looked
+up at a Tab; all others are in the script, so that no Python starts.
 """
 
 import re
@@ -17,7 +17,7 @@ ZSH_FIXES = {
     r':"$': r':_files"',  # one that nothing completes: a file, as in bash
     r"== eval \]\]": "== (eval|file) ]]",  # a script that is sourced, too
 }
-"""Corrections of what shtab writes."""
+"""Corrections of shtab's scripts."""
 COMMON = r"""
 _hpclm_run_names() {  # of the runs below the folder of --runs
   local folder=runs previous= word mark
@@ -83,10 +83,10 @@ _hpclm_topics() { compadd -- @TOPICS; }
 PREAMBLES = {"bash": COMMON + BASH, "zsh": COMMON + ZSH}
 
 
-def script(shell: str, verbs: Parser, topics: Iterable[str]) -> str:
-    """The script for ``shell``, with what hpclm has now; ConfigError without shtab.
+def script(shell: str, commands: Parser, topics: Iterable[str]) -> str:
+    """The script for ``shell``; ConfigError without shtab.
 
-    ``verbs``: a parser that has every verb as a command; ``topics``: those of hpclm docs.
+    ``commands``: a parser with every command as a subcommand; ``topics``: those of hpclm docs.
     """
     with extras.needed_for("hpclm completion"):
         import shtab
@@ -100,7 +100,7 @@ def script(shell: str, verbs: Parser, topics: Iterable[str]) -> str:
         ("@TOPICS", topics),
     ):
         preamble = preamble.replace(name, _quoted(words))
-    text = shtab.complete(verbs, shell, preamble=preamble)
+    text = shtab.complete(commands, shell, preamble=preamble)
     if shell == "bash":
         return text + BASH_END
     for pattern, correction in ZSH_FIXES.items():

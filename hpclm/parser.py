@@ -33,7 +33,7 @@ DATA = """data:  data=TEXT         train on a text: a file or folder that hpclm 
 
 
 def exit_codes(meanings: Mapping[ExitCode, str]) -> str:
-    """A line for --help with the exit codes of a verb; ``meanings``: those that mean something else than elsewhere."""
+    """A line for --help with the exit codes of a command; ``meanings``: those with another meaning than usual."""
     shown = {ExitCode.DONE: ExitCode.DONE.meaning, ExitCode.USAGE: ExitCode.USAGE.meaning, **meanings}
     return "exit codes: " + " · ".join(f"{code} {meaning}" for code, meaning in sorted(shown.items()))
 
@@ -42,7 +42,7 @@ EPILOG = textwrap.fill(
     exit_codes({code: code.meaning for code in ExitCode if code is not ExitCode.INTERRUPTED})
     + " · 128+n ended by signal n",
     width=110,
-    subsequent_indent=" " * len("exit codes: "),
+    subsequent_indent=" " * 12,  # below the first code
 )
 
 
@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         return vars(values)
 
     def add_settings(self, help: str, files: bool = False, **options: Any) -> None:
-        """The argument ``settings``: key=value words, after the name of a file with ``files``."""
+        """The argument for key=value words; ``files``: and for settings files."""
         metavar = "FILE | key=value" if files else "key=value"
         settings = self.add_argument("settings", **{"nargs": "*", "metavar": metavar} | options, help=help)
         completed(settings, "presets" if files else "settings")
@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(typed=[])
 
     def add_run(self, help: str = ONE, **options: Any) -> None:
-        """The arguments ``run``, for one run or several, and --runs."""
+        """The argument for one run or several, and --runs."""
         completed(self.add_argument("run", **{"type": paths.option} | options, help=help), "runs")
         self.add_runs_folder()
 
@@ -211,7 +211,7 @@ def completed(argument: argparse.Action, words: str) -> None:
 
 
 def setting(key: str) -> dict[str, Any]:
-    """For add_argument: an option that is the setting ``key``. All such options are in one list of key=value words, ``job``."""
+    """Parameters of add_argument for an option that sets ``key``. The value ``job`` is the key=value words of all such options."""
     return dict(dest="job", action="append", default=[], type=f"{key}={{}}".format)
 
 

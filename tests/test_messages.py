@@ -68,14 +68,14 @@ MISTAKES = {
     ("submit", "--sbatch", "hetjob"): "a run is trained by one job; its nodes must be alike",
     # verbs
     ("trian", "debug"): "Did you mean 'train'?",
-    ("xyzzy",): "unknown verb 'xyzzy'; choose one of",
+    ("xyzzy",): "unknown command 'xyzzy'; choose one of",
     ("ls",): "there is no hpclm ls: use hpclm status\n",
     ("preflight",): "there is no hpclm preflight: every run begins with it; hpclm doctor checks a machine without a run\n",
     ("Eval", "runs/x"): "there is no hpclm Eval: use hpclm evaluate RUN\n",
-    ("small", "optim.lr=1"): "small is no verb; to train with it: hpclm train small\n",
-    ("optim.lr=1",): "optim.lr=1 is no verb; to train with it: hpclm train optim.lr=1\n",
-    ("--dry-run", "x"): "the verb comes first: hpclm VERB --dry-run\n",
-    ("--dry-run", "submit", "small"): "the verb comes first: hpclm submit --dry-run\n",
+    ("small", "optim.lr=1"): "small is not a command; to train with it: hpclm train small\n",
+    ("optim.lr=1",): "optim.lr=1 is not a command; to train with it: hpclm train optim.lr=1\n",
+    ("--dry-run", "x"): "the command comes first: hpclm VERB --dry-run\n",
+    ("--dry-run", "submit", "small"): "the command comes first: hpclm submit --dry-run\n",
     ("data", "verfy", "x"): "invalid choice: 'verfy' (choose from", ("data", "vrify", "x"): ". Did you mean 'verify'?\n",
     ("convert", "a", "b", "--dtype", "bf61"): ". Did you mean 'bf16'?\n",
     # options of other verbs
@@ -294,7 +294,7 @@ def test_the_name_of_a_run_is_no_verb_and_the_answer_has_those_that_take_it(name
     monkeypatch.chdir(tmp_path)
     assert cli.main([name]) == 2
     verbs = f"hpclm status {name} shows it, hpclm train {name} continues it"
-    assert capsys.readouterr().err == f"error: {name} is a run and no verb: {verbs}\n"
+    assert capsys.readouterr().err == f"error: {name} is a run, not a command: {verbs}\n"
 
 
 def test_a_request_or_an_end_is_waited_for_as_long_as_the_help_says():

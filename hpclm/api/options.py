@@ -140,7 +140,7 @@ def word(key: str, value: Any) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value may stand for text, as numbers do; not True, and not nan, with which pandas marks missing values."""
+    """Whether a value can be text: numbers can, True and nan, pandas' missing value, cannot."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, (str, int)) and not isinstance(value, bool)

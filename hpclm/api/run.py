@@ -80,7 +80,7 @@ class Run(os.PathLike[str]):
         """The run directory, absolute."""
 
     def __fspath__(self) -> str:
-        """The run directory, relative where it is inside the current folder."""
+        """The run directory, relative if it is inside the current folder."""
         here = Path.cwd()
         return files.shown(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
 
@@ -277,11 +277,11 @@ class Run(os.PathLike[str]):
     def cancel(self, now: bool = False, wait: float = 300) -> "Run":
         """Have the run's jobs or processes save and exit, and wait until they have, as `hpclm cancel` does; `resume` continues it.
 
-        Of a run that is not running it says how it stands. ConfigError for one that this process trains: interrupt the call instead.
+        If the run is not running, its status is printed. ConfigError if this process trains it: interrupt the call instead.
 
         Args:
             now: end it without saving.
-            wait: for so many seconds at most; HpclmError after them.
+            wait: for this many seconds at most, then raise HpclmError.
         """
         from hpclm.launch import cancel
 

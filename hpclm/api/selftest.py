@@ -1,4 +1,4 @@
-"""``hpclm.selftest``: the test of the user's own code, in separate processes."""
+"""``hpclm.selftest``: tests user code in separate processes."""
 
 import json
 import os
@@ -17,7 +17,7 @@ LONGEST = 3600.0  # seconds that a test may take
 
 @checked
 def selftest(name: str, *changes: Change, kind: str | None = None, only: Sequence[str] = ()) -> Result:
-    """Try a block, optimizer, data source or other code of your own in every layout of processes, as `hpclm selftest` does.
+    """Test your block, optimizer, data source or other code in every layout of processes, as `hpclm selftest` does.
 
     >>> hpclm.selftest("mine:GatedBlock", {"model.hidden": 64}).agrees
     True
@@ -25,14 +25,14 @@ def selftest(name: str, *changes: Change, kind: str | None = None, only: Sequenc
     Args:
         name: the code as module:name; the module is found as Python finds it here.
         changes: settings of the toy that trains.
-        kind: what it is, where that cannot be seen from it: "block", "optimizer", "source", "schedule", "engine", "tokenizer" or "sink".
-        only: names of the layouts to try, such as "tensor 2"; all without any.
+        kind: the kind of code, if it is ambiguous: "block", "optimizer", "source", "schedule", "engine", "tokenizer" or "sink".
+        only: names of the layouts to test, such as "tensor 2"; all by default.
 
     Returns:
-        What came of each layout; it is shown as on the command line.
+        The result of each layout; shown as on the command line.
 
     Raises:
-        ConfigError: there is no such code, or it does not work in one process.
+        ConfigError: the code cannot be found, or does not work in one process.
     """
     arguments = [name, *words(changes), "--json"]
     if kind:

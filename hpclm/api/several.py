@@ -55,8 +55,8 @@ def sweep(
         values: the values of each setting, as {"optim.lr": [1e-3, 3e-3], "seed": [1, 2]}, which is four runs, or "optim.lr=1e-3,3e-3".
         changes: settings of all runs.
         out: the common part of the run directories (out); by default runs/NAME. Each ends in its values: runs/small-lr-0.001.
-        parallel: train so many runs at a time, in processes of their own, each on its own GPU or its share of the CPU cores, instead of
-            in this process.
+        parallel: how many runs to train at a time, in separate processes, each on separate GPUs or CPU cores, instead of in this
+            process.
 
     Returns:
         The runs, in the order of the values.

@@ -8,7 +8,7 @@ from hpclm.rundir import runs
 
 
 def main(run: list[str], runs_folder: Path, now: bool, wait: float) -> int:
-    """End runs."""
+    """End runs, and wait until they have ended."""
     return cancel.cancel(runs.choose(run, runs_folder), now, wait)
 
 

@@ -29,7 +29,7 @@ def _all_commands() -> Parser:
     whole = Parser(prog="hpclm")
     whole.add_argument("--version", action="version", version=__version__)
     commands = whole.add_subparsers()
-    commands.add_parser("help", help="show the options of a verb").add_argument("verb", choices=list(cli.VERBS))
+    commands.add_parser("help", help="show the options of a command").add_argument("verb", choices=list(cli.VERBS))
     parsers = {verb: cli.parser(verb) for verb in cli.VERBS}
     parsers["resume"] = _of_resume()
     parsers["request"] = _of_request()

@@ -25,7 +25,7 @@ appears only when it is complete. Nothing is downloaded, and no code that comes 
 
 
 def main(source: Path, target: Path, settings: list[str], runs_folder: Path, **options: Any) -> int:
-    """Convert weights, and print what was made of what."""
+    """Convert weights, and print the result."""
     say(converted(runs.located(source, runs_folder), target, settings, Options(**options)))
     return 0
 
@@ -47,7 +47,7 @@ def parser() -> Parser:
     size = number(lambda value: value > 0, "a number above 0")
     add("--shard-gb", type=size, metavar="GB", help=f"start another file beyond this (default: {SHARD_GB:g})")
     add("--allow-nan", action="store_true", help="export weights that are not finite, too")
-    pickled = "read pytorch_model.bin where there is no safetensors: tensors, nothing else"
+    pickled = "read pytorch_model.bin if safetensors is missing; only tensors are loaded"
     add("--pickle", action="store_true", help=pickled)
     ignore = "import although hpclm does not know or support this option of Megatron's, or key of config.json; may be repeated"
     add("--ignore", action="append", default=[], metavar="NAME", help=ignore)

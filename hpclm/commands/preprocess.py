@@ -97,7 +97,7 @@ def parser() -> Parser:
     add("--too-long", choices=["cut", "drop"], help=too_long)
 
     add = options.add_argument_group("tokenizer").add_argument
-    kinds = f"{', '.join(sorted(TOKENIZERS))}, package.module:Name, or a run directory whose tokenizer is used"
+    kinds = f"{', '.join(sorted(TOKENIZERS))}, package.module:Name, or a run directory, to use its tokenizer"
     add("--tokenizer", type=paths.option, metavar="KIND", help=kinds)
     add(
         "--tokenizer-files",
@@ -205,7 +205,7 @@ def _fairseq_mistakes(options: Options) -> Iterator[str]:
     if options.srcdict and options.tokenizer:
         yield "--srcdict has no effect with --tokenizer"
     if not (options.tokenizer or options.srcdict or options.trainpref):
-        yield "without --trainpref there is no text to count words in; give --srcdict dict.txt"
+        yield "words are counted in the text of --trainpref, which is missing; give --srcdict dict.txt"
     if options.trainpref and "," in options.trainpref:
         yield f"--trainpref {options.trainpref}: fairseq's options allow one training text; concatenate the files first"
 

@@ -30,7 +30,7 @@ def parser() -> Parser:
     options = Parser(
         prog="hpclm report",
         description="Write one HTML page about a run: where it came from, its curves, every attempt and what ended it; or a comparison "
-        "of several runs, the best first, with the settings in which they differ. It needs no network, and no other file.",
+        "of several runs, the best first, with the settings that differ. It needs no network, and no other file.",
     )
     options.add_run(SEVERAL, nargs="+")
     options.add_argument(

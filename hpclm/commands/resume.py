@@ -13,7 +13,7 @@ from hpclm.rundir import runs
 
 
 def main(run: str, runs_folder: Path, resume_step: str | None, rest: list[str]) -> int:
-    """Submit runs again."""
+    """Submit runs again, with the changes that follow their names."""
     named, changes = resume.split([run, *rest], runs_folder)
     if resume_step is not None:
         changes = ["--from", resume_step, *changes]

@@ -36,8 +36,8 @@ def parser() -> Parser:
     """The parser of ``hpclm selftest``."""
     options = Parser(
         prog="hpclm selftest",
-        description="Train a toy for a few steps on the CPU with a block, optimizer, data source, schedule, engine, tokenizer or sink of your "
-        "own: in one process, on tensor, pipeline and data ranks, with ZeRO 1 and fsdp2, and killed and resumed. Says which layouts agree, "
+        description="Train a toy for a few steps on the CPU with your block, optimizer, data source, schedule, engine, tokenizer or "
+        "sink: in one process, on tensor, pipeline and data ranks, with ZeRO 1 and fsdp2, and killed and resumed. Says which layouts agree, "
         "and where one does not, which weight differs, by how much, and the usual cause.",
         epilog=exit_codes(
             {

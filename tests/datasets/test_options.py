@@ -90,7 +90,7 @@ WRONG = {
     PAIR: "give --only-source",
     f"{PAIR} --only-source --tokenizer bytes --srcdict a.txt": "--srcdict has no effect with --tokenizer",
     "--only-source --destdir d": "give --trainpref FILE",
-    "--only-source --destdir d --validpref v.txt": "no text to count words in",
+    "--only-source --destdir d --validpref v.txt": "words are counted in the text of --trainpref, which is missing",
     "--only-source --destdir d --trainpref a.txt,v.txt": "allow one training text",
 }
 

@@ -1,7 +1,7 @@
-"""What long runs, many runs and many checkpoints cost the commands that read them: seconds, CPU seconds and peak memory.
+"""The cost of long runs, many runs and many checkpoints for the commands that read them: seconds, CPU seconds and peak memory.
 
-``rows``: a run with N rows of metrics is resumed by rank 0 (its metrics only), reported, and read. ``runs``: a folder of N runs.
-``checkpoints``: a run with N checkpoints without tensors. All are made up in a temporary folder.
+``rows``: a run of N steps is resumed by rank 0 (its metrics only), read, reported and shown; ``--own M`` adds M own metrics.
+``runs``: a folder of N runs. ``checkpoints``: a run with N checkpoints without tensors. All are made up in a temporary folder.
 
     python tools/bench_rundir.py rows --count 2_000_000
     python tools/bench_rundir.py runs --count 5_000
@@ -46,14 +46,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["rows", "runs", "checkpoints"])
     parser.add_argument("--count", type=int, required=True, metavar="N")
+    parser.add_argument("--own", type=int, default=0, metavar="M")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-rundir-") as folder:
-        {"rows": rows, "runs": runs, "checkpoints": checkpoints}[args.what](Path(folder), args.count)
+    with tempfile.TemporaryDirectory(prefix="bench-rundir-") as name:
+        folder = Path(name)
+        if args.what == "rows":
+            rows(folder, args.count, args.own)
+        elif args.what == "runs":
+            runs(folder, args.count)
+        else:
+            checkpoints(folder, args.count)
 
 
-def rows(folder: Path, count: int) -> None:
-    """Read a run of ``count`` steps."""
-    out = make_run(folder / "run", count)
+def rows(folder: Path, count: int, own: int) -> None:
+    """Read a run of ``count`` steps with this number of own metrics."""
+    out = make_run(folder / "run", count, own=own)
     print(f"{count:,} rows, {(out / 'metrics.jsonl').stat().st_size / 1e6:,.0f} MB")
     measure("resume, nothing to drop", ["-c", RESUME.format(out=str(out), step=count)])
     measure("history", ["-c", HISTORY.format(out=str(out))])
@@ -80,8 +87,8 @@ def checkpoints(folder: Path, count: int) -> None:
     measure("hpclm status", ["-m", "hpclm", "status", str(out)])
 
 
-def make_run(out: Path, steps: int, state: str = "done") -> Path:
-    """A run with made-up figures; ``state``: as its summary says."""
+def make_run(out: Path, steps: int, state: str = "done", own: int = 0) -> Path:
+    """A run with made-up figures; ``state``: in its summary. ``own``: the number of own metrics."""
     out.mkdir(parents=True, mode=0o700)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(BEGAN))
     job = dict(kind="submitted", cluster="slurm", job_id="7", host="login", nodes=1, tasks_per_node=8, log="")
@@ -98,7 +105,8 @@ def make_run(out: Path, steps: int, state: str = "done") -> Path:
     (out / "logs" / "job-7.log").write_text("12:00:00 I step 3\n" * 100)
     with (out / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
-            file.write(json.dumps(step_row(step)) + "\n")
+            row = step_row(step) | {f"own_{number}": random.random() for number in range(own)}
+            file.write(json.dumps(row) + "\n")
             if step % 1000 == 0:
                 evaluation = dict(step=step, samples=64 * step, part="valid", validation_loss=3.0 + random.random())
                 file.write(json.dumps(evaluation) + "\n")
@@ -136,7 +144,7 @@ def make_checkpoints(folder: Path, count: int) -> None:
 
 
 def measure(name: str, words: list[str]) -> None:
-    """Run Python in a process of its own, and say what it took."""
+    """Run Python in a separate process, and print its time and memory."""
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)

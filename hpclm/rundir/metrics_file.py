@@ -21,7 +21,7 @@ from typing import Any
 from hpclm import files
 from hpclm.errors import LockedError
 from hpclm.rundir import rows
-from hpclm.rundir.rows import Block, Kind, Row, fits
+from hpclm.rundir.rows import Block, Kind, Row, all_fit, fits
 from hpclm.side_path import AppendedFile
 
 log = logging.getLogger(__name__)
@@ -33,19 +33,18 @@ EXPERTS = "experts.jsonl"
 
 def are_scores(value: Any) -> bool:
     """Whether ``value`` has scores at tasks: task -> metric -> number, or None where it is not finite."""
-    tables = value.values() if isinstance(value, dict) else [None]
-    return all(isinstance(table, dict) and all(fits(score, float) for score in table.values()) for table in tables)
+    if not isinstance(value, dict) or not all(isinstance(table, dict) for table in value.values()):
+        return False
+    return all(fits(score, float) for table in value.values() for score in table.values())
 
 
 def are_counts(value: Any) -> bool:
-    """Whether ``value`` has counts for experts: block -> a count for each, of which every block has as many."""
-    lists = [*value.values()] if isinstance(value, dict) else []
-    alike = all(isinstance(counts, list) and len(counts) == len(lists[0]) > 0 for counts in lists)
-    return (
-        alike
-        and bool(lists)
-        and all({*map(type, counts)} == {int} and fits(min(counts), int) and fits(max(counts), int) for counts in lists)
-    )
+    """Whether ``value`` has a count for each expert: block -> counts, the same number for every block."""
+    lists = list(value.values()) if isinstance(value, dict) else []
+    if not lists or not all(isinstance(counts, list) and counts for counts in lists):
+        return False
+    same = len({*map(len, lists)}) == 1
+    return same and all(None not in counts and all_fit(counts, int) for counts in lists)
 
 
 STEP: dict[str, Kind] = {

@@ -119,10 +119,10 @@ def _all_sane(rows: Sequence[Any], fields: Mapping[str, Kind], needs: Collection
     """``sane`` for all ``rows``, checked field by field."""
     if {*map(type, rows)} != {dict} or any(None in [row.get(name) for row in rows] for name in needs):
         return False
-    return all(_all_fit([row[name] for row in rows if name in row], kind) for name, kind in fields.items())
+    return all(all_fit([row[name] for row in rows if name in row], kind) for name, kind in fields.items())
 
 
-def _all_fit(values: Sequence[Any], kind: Kind) -> bool:
+def all_fit(values: Sequence[Any], kind: Kind) -> bool:
     """``fits`` for all ``values``; among numbers the lowest and the highest decide."""
     types = {*map(type, values)}
     if types and types <= NUMBERS.get(kind, set()):

@@ -350,7 +350,7 @@ def test_an_unwritable_run_directory_is_refused_with_its_reason(tiny, tmp_path):
     (tmp_path / "file").write_text("")
     done = hpclm("train", *tiny("file/run"), check=64)
     assert f"run directory {tmp_path / 'file/run'}: Not a directory (errno 20); choose another out" in done.stderr
-    assert "/proc/run cannot be written in /proc: " in hpclm("train", *tiny("x", "out=/proc/run"), check=64).stderr
+    assert "run directory /proc/run cannot be written: " in hpclm("train", *tiny("x", "out=/proc/run"), check=64).stderr
     itself = hpclm("train", *tiny("x", f"out={tmp_path / 'file'}"), check=64).stderr
     assert f"run directory {tmp_path / 'file'} is a file; choose another out" in itself
 

@@ -26,8 +26,8 @@ NOTABLE = 0.2  # fraction of a step's time that a slow rank must cost
 class WorkTimer:
     """Measures the steps of this rank and its work in them.
 
-    On a CPU, work is the time in which the main thread runs, could run, or reads data. On a GPU the host cannot tell work from waiting, so
-    only reading data counts, and the time in which the main thread could run but does not.
+    On a CPU, work is the time in which the main thread runs, could run, or reads data. On a GPU the host cannot tell work from
+    waiting. So only the time counts in which the main thread reads data, or could run but does not.
     """
 
     def __init__(self) -> None:

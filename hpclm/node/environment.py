@@ -112,8 +112,8 @@ def for_code_that_may_compile(env: MutableMapping[str, str] = os.environ) -> Non
 def of_a_job(options: Iterable[str], env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment in which sbatch is called. ``options``: the options that the job sets itself.
 
-    sbatch passes its environment on to the job, so it lacks variables that override a script's options, and those of a launch around this
-    process. It has the variables by which Slurm's commands find a cluster and log in to it.
+    sbatch passes its environment on to the job. So it lacks variables that override a script's options, and variables of a launch around
+    this process. It has the variables with which Slurm's commands find a cluster and log in to it.
     """
     in_mpi = "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env or "PMI_RANK" in env
     kept = {"HPCLM_SITE"} | slurm.kept_for_sbatch(options, env)

@@ -97,7 +97,7 @@ def set_openmp() -> None:
     """Let idle OpenMP threads sleep, unless the user chose otherwise, and leave binding to the launcher; call it before PyTorch is loaded.
 
     Spinning threads that share their core with another process make a step ten times as slow. An OpenMP runtime that binds threads also
-    binds the main thread, and the processes that it starts, to the same core in all processes of a node.
+    binds the main thread: to the same core in all processes of a node, and so all that it starts.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in BINDING:

@@ -63,6 +63,7 @@ class Meter:
         self.path = self._file.path
         self._rows = SidePath(f"{self.path} cannot be written")
         self._scores = metrics_file.NewScores(out)
+        self._copied = set[Any]()  # keys of the scores that metrics.jsonl has
         self._experts = experts
         self._board = TensorBoard(out, begin) if config.tensorboard else None
         self._display = SidePath("the progress of the run cannot be shown")
@@ -73,8 +74,7 @@ class Meter:
         self._warned: set[str] = set()
 
     def __enter__(self) -> "Meter":
-        copied = set[Any]()  # keys of the scores in metrics.jsonl
-        self.summary.resume(self._resumed(copied))
+        self.summary.resume(self._resumed())
         self._open.callback(self._close)
         self._rows.attempt(self._file.flush)
         if self._board:
@@ -85,17 +85,17 @@ class Meter:
         except OSError as error:
             log.warning("%s cannot be rewritten: %s; training continues", error.filename, error.strerror)
         for row in self._scores.rows():
-            if metrics_file.scores_key(row) not in copied:
+            if metrics_file.scores_key(row) not in self._copied:
                 self._scored(row)
         self._open.enter_context(self._writer)
         return self
 
-    def _resumed(self, copied: set[Any]) -> Iterator[Row]:
-        """Remove the rows past the step that the run resumes from; yields the others, and adds the keys of their scores to ``copied``."""
+    def _resumed(self) -> Iterator[Row]:
+        """Remove the rows past the step that the run resumes from; yields the others, and notes their losses and scores."""
         try:
             for row in metrics_file.forget_after(self.out, self.start):
                 if "tasks" in row:
-                    copied.add(metrics_file.scores_key(row))
+                    self._copied.add(metrics_file.scores_key(row))
                 elif "validation_loss" in row and row["step"] == self.start:
                     self.losses[row.get("part", "valid")] = row["validation_loss"]
                 yield row

@@ -150,21 +150,23 @@ def differing(
     everyone = context.gather([_squares(run, in_type, exact), sorted(exact)])
 
     def judge() -> tuple[str, str]:
+        # gather() sends JSON, which has no named tuples
+        ranks = [{name: Squares(*squares) for name, squares in of_rank.items()} for of_rank, _ in everyone]
         total: dict[str, Squares] = {}
-        for of_rank, _ in everyone:
+        for of_rank in ranks:
             for name, squares in of_rank.items():
                 before = total.get(name, Squares(0.0, 0.0, 0.0, 0.0, 0))
-                total[name] = Squares(*(a + b for a, b in zip(before, squares, strict=True)))
+                total[name] = Squares._make(a + b for a, b in zip(before, squares, strict=True))
         missing = sorted({name for _, names in everyone for name in names} - total.keys())
         if missing:
             return f"{missing[0]} is missing", ""
         wrong, closest = _judged(total, tolerance)
         alone = []
-        for of_rank, _ in everyone:
+        for of_rank in ranks:
             many = {name: squares for name, squares in of_rank.items() if squares.number >= JUDGED_ALONE}
             alone.append(_judged(many, tolerance)[0])
         bad = [rank for rank, problem in enumerate(alone) if problem]
-        if bad and 2 * len(bad) < len(everyone):
+        if bad and 2 * len(bad) < len(ranks):
             wrong = f"{alone[bad[0]]}, on {', '.join(str(context.ranks[rank]) for rank in bad[:4])} alone"
         return wrong, closest
 

@@ -78,7 +78,7 @@ def test_a_run_that_shrinks_and_grows_reads_the_same_samples_at_every_step(tiny,
     {
         "parallel.tensor=3": "model.heads=4 must be a multiple of parallel.tensor=3",
         "parallel.pipeline=2": "engine 'native' does not support parallel.pipeline=2",
-        "engine.name=pipelining": "set it, or engine.name=native",
+        "engine.name=pipelining": "it supports 2 or more; engines that do: native, ",
         "engine.name=pipelining parallel.pipeline=8": "8 stages, but model.layers=4",
         "engine.name=fsdp2 engine.zero_stage=1": "it supports stages 2, 3",
         "engine.name=fairscale engine.recompute=full parallel.tensor=2": "does not support engine.recompute=full with parallel.tensor",
@@ -141,5 +141,5 @@ def test_a_block_and_an_engine_of_ones_own_are_divided_like_ours(tiny, tmp_path)
 def test_an_engine_of_ones_own_that_declares_nothing_is_not_asked_for_more_than_replicas_and_tensor_ranks(words):
     run = config.from_cli(["debug", "engine.name=tests.engine.sharded:Measured", *words], None).for_engine(2)
     with pytest.raises(ConfigError) as refused:
-        check_supports(run.engine, run.parallel, run.optim, Measured)
+        check_supports(run, Measured)
     assert words[0] in str(refused.value) and "says what else it supports in `supports`" in str(refused.value)

@@ -58,7 +58,7 @@ READERS = {
     "events.jsonl": [
         runs.read,
         events.read,
-        lambda out: records.check_progress(out, 0, OwnJob()),
+        lambda out: records.check_progress(out, 0, OwnJob("Slurm", "7")),
     ],
     "metrics.jsonl": [lambda out: list(forget_after(out, 1))],
     "log.txt": [lambda out: rows.tail(out / "log.txt"), lambda out: last(out / "log.txt", 1)],

@@ -131,9 +131,9 @@ def test_packed_datasets_are_blended_by_weight(tmp_path):
 
 
 REFUSED = {
-    ("keep_partial=true",): "data.keep_partial=True has no effect with data.order=packed",
+    ("keep_partial=true",): "data.keep_partial=true has no effect with data.order=packed",
     ("short_part=repeat",): "data.short_part=repeat has no effect with data.order=packed",
-    ("eod_mask_loss=true",): "data.eod_mask_loss=True has no effect with data.order=packed",
+    ("eod_mask_loss=true",): "data.eod_mask_loss=true has no effect with data.order=packed",
     ("break_mode=eos",): "data.order=packed has no effect with data.break_mode=eos",
     ("source=synthetic",): "data.order=packed has no effect with data.source=synthetic",
 }

@@ -153,7 +153,7 @@ def test_commands_work_with_any_value_in_a_field(name, tmp_path):
         write(tmp_path, name, change, times)
         told(tmp_path)
         with suppress(ConfigError):  # the file is damaged
-            records.check_progress(tmp_path, 0, OwnJob())
+            records.check_progress(tmp_path, 0, OwnJob("Slurm", "7"))
             list(metrics_file.forget_after(tmp_path, 100))
 
     whatever()
@@ -168,4 +168,4 @@ def test_a_damaged_record_makes_a_run_unknown_and_the_commands_name_the_line(tmp
     standing = told(tmp_path)
     assert (standing.name, standing.ending) == ("unknown", damage)
     with pytest.raises(ConfigError, match=damage):
-        records.check_progress(tmp_path, 0, OwnJob())
+        records.check_progress(tmp_path, 0, OwnJob("Slurm", "7"))

@@ -1,4 +1,4 @@
-"""Build hpclm with what is beside the package in a clone (hpclm/shipped.py), and with a README for a package index."""
+"""Build hpclm with what is beside the package in a clone (hpclm/base/shipped.py), and with a README for a package index."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 class BuildPackage(build_py):
-    """Also copies the shipped folders; hpclm/shipped.py finds them. An editable install reads them where they are."""
+    """Also copies the shipped folders; hpclm/base/shipped.py finds them. An editable install reads them where they are."""
 
     def run(self):
         """Build the package as usual, then add the folders."""

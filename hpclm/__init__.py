@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from hpclm.api.run import Run
     from hpclm.api.selftest import selftest
     from hpclm.api.several import compare, report, sweep
+    from hpclm.base.errors import ConfigError, HpclmError
     from hpclm.config import RunConfig
-    from hpclm.errors import ConfigError, HpclmError
 
 _WHERE = {
     **dict.fromkeys(("open", "settings", "submit", "train"), "hpclm.api.functions"),
@@ -62,7 +62,7 @@ _WHERE = {
     "Run": "hpclm.api.run",
     "selftest": "hpclm.api.selftest",
     "RunConfig": "hpclm.config",
-    **dict.fromkeys(("ConfigError", "HpclmError"), "hpclm.errors"),
+    **dict.fromkeys(("ConfigError", "HpclmError"), "hpclm.base.errors"),
 }
 """Where the interface is; it is loaded when it is used."""
 

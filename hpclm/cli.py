@@ -11,12 +11,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpclm import __version__, failures
-from hpclm.errors import ExitCode
-from hpclm.node import interruption
+from hpclm import __version__
+from hpclm.base.errors import ExitCode
+from hpclm.base.registry import hint
+from hpclm.base.terminal import say
+from hpclm.node import failures, interruption
 from hpclm.parser import EPILOG, Parser
-from hpclm.registry import hint
-from hpclm.terminal import say
 
 GROUPS = {
     "start": {
@@ -86,7 +86,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _unknown(word: str, rest: list[str]) -> str:
     """The answer to ``word``, which is not a command: the command that was meant."""
-    from hpclm import shipped
+    from hpclm.base import shipped
     from hpclm.config import elsewhere
     from hpclm.rundir.runs import RUNS, is_run
 

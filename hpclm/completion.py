@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Iterable
 
-from hpclm import extras, shipped
+from hpclm.base import extras, shipped
 from hpclm.config import fields
 from hpclm.parser import Parser
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hpclm import paths, shipped
-from hpclm.errors import ArgumentError, ExitCode, UsageError
+from hpclm.base import paths, shipped
+from hpclm.base.errors import ArgumentError, ExitCode, UsageError
+from hpclm.base.registry import hint
+from hpclm.base.terminal import line, say
 from hpclm.node import secrets
-from hpclm.registry import hint
-from hpclm.terminal import line, say
 
 if TYPE_CHECKING:
     from hpclm.config import hints

@@ -12,6 +12,7 @@ if __name__ == "__main__":
     from hpclm.node import preemption
 
     preemption.catch_from_the_start("submit")  # before the other imports, which take a while
-    from hpclm import cli, failures
+    from hpclm import cli
+    from hpclm.node import failures
 
     raise SystemExit(failures.run(cli.function("submit")))

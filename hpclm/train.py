@@ -13,8 +13,8 @@ if __name__ == "__main__":
 
     parent.end_with_launcher("train")
     preemption.catch_from_the_start("train")  # before the other imports, which take a while
-    from hpclm import cli, failures
-    from hpclm.node import ends
+    from hpclm import cli
+    from hpclm.node import ends, failures
 
     ended = failures.run(cli.function("train"))
     ends.note(ended)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from tests import sizes
 from tests.slurm import cluster, group, session_cluster  # noqa: F401 - fixtures
 

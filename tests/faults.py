@@ -9,11 +9,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from hpclm.base.registry import load
 from hpclm.config.data import SOURCES
 from hpclm.data.synthetic import synthetic
 from hpclm.distributed import context
 from hpclm.model.gpt import Block
-from hpclm.registry import load
 
 
 def watched(source, before, part="train", rank="1", after=None):

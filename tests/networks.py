@@ -3,9 +3,9 @@
 import math
 import random
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.model import LAYER_KINDS
-from hpclm.errors import ConfigError
 
 SHAPE = dict(vocab_size=257, vocab_multiple=8, layers=3, hidden=32, heads=4, context=24)
 LLAMA = dict(SHAPE, positions="rope", norm="rmsnorm", activation="swiglu", bias=False, tied=False, kv_heads=2, ffn=48)

@@ -82,7 +82,7 @@ def _one(rank, size, store, answer, work, args):
     import torch
     import torch.distributed as dist
 
-    from hpclm.errors import HpclmError
+    from hpclm.base.errors import HpclmError
 
     torch.set_num_threads(1)
     try:

@@ -23,7 +23,7 @@ import pytest
 import hpclm
 from hpclm import cli
 from hpclm.api import dataset as api_dataset
-from hpclm.errors import LockedError
+from hpclm.base.errors import LockedError
 from tests.runs import ROOT, until
 
 TINY = {"model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}, "evaluate.every": 4}

@@ -10,6 +10,7 @@ import torch
 
 from hpclm import cli
 from hpclm.api.run import Run
+from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig, load
 from hpclm.data import chat_record
 from hpclm.data.chat_record import ChatRecord
@@ -17,7 +18,6 @@ from hpclm.data.corpus import corpus
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets import run_text
 from hpclm.datasets.tokenizers.huggingface import TokenizerJson
-from hpclm.errors import ConfigError
 from hpclm.training import tuning
 from tests.datasets.chats import MARKED, PLAIN, said, tokenizer
 from tests.forks import hpclm

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from hpclm import cli, parser, shipped
+from hpclm import cli, parser
+from hpclm.base import shipped
 from hpclm.config import documentation, fields, search
 from tests.runs import exit_code
 

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import cli, config, failures, shipped
+from hpclm import cli, config
+from hpclm.base import shipped
 from hpclm.commands import submit
 from hpclm.config.fields import keys
 from hpclm.config.settings import is_override
 from hpclm.datasets import command_line
 from hpclm.launch import arguments
+from hpclm.node import failures
 from hpclm.parser import Parser
 from tests.events import began
 from tests.runs import ROOT

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from hpclm import errors, extras
-from hpclm.errors import (
+from hpclm.base import errors, extras
+from hpclm.base.errors import (
     ConfigError,
     ExitCode,
     HpclmError,
@@ -16,7 +16,7 @@ from hpclm.errors import (
     unread,
     unwritten,
 )
-from hpclm.failures import PerRunErrors
+from hpclm.node.failures import PerRunErrors
 from tests.runs import ROOT
 
 

@@ -96,7 +96,11 @@ WRONG = {
         ["model.block=mine:Block"],
         "has no effect with model.block=mine:Block, which has its own MLP",
     ),
-    "a bias that is not there": (1, ["model.balance_bias=0.1"], "with model.router_choice_bias=false: it moves that bias"),
+    "a bias that is not there": (
+        1,
+        ["model.balance_bias=0.1"],
+        "with model.router_choice_bias=false: it moves that bias",
+    ),
     "no layer": (1, ["model.mlp_pattern=[dense]"], "no layer of model.mlp_pattern=[dense] is of kind experts"),
     "an odd width": (2, ["model.expert_ffn=25", "parallel.tensor=2"], "or set parallel.split_experts=false"),
     "not a number": (1, ["model.balance_sequence=nan"], "model.balance_sequence=nan must be at least 0 and finite"),

@@ -7,10 +7,11 @@ from importlib import metadata
 
 import pytest
 
-from hpclm import cli, extras
+from hpclm import cli
+from hpclm.base import extras
+from hpclm.base.errors import ConfigError
 from hpclm.datasets import build, inputs
 from hpclm.datasets.encode import Job
-from hpclm.errors import ConfigError
 from tests.runs import ROOT
 from tests.test_house import NAMES, imported
 

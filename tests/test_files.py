@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hpclm import files
+from hpclm.base import files
 
 
 def test_a_file_whose_size_is_not_known_before_is_refused_as_too_large_too(tmp_path):

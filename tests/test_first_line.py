@@ -101,7 +101,7 @@ def test_a_current_folder_that_was_deleted_is_one_message(words, tmp_path):
 @pytest.mark.parametrize("act", ["threading.Thread(target=print).start()", "subprocess.run(['true'])"])
 def test_a_user_who_may_start_no_process_is_told_so(act):
     code = (
-        "import os, resource, subprocess, threading\nfrom hpclm import failures\n"
+        "import os, resource, subprocess, threading\nfrom hpclm.node import failures\n"
         "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))\n"
         "os.setgid(65534)\nos.setuid(65534)\n"  # root is exempt
         f"raise SystemExit(failures.run(lambda _: {act}, []))\n"

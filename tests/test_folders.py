@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from hpclm import folders
-from hpclm.errors import ConfigError
+from hpclm.base import folders
+from hpclm.base.errors import ConfigError
 
 
 @pytest.fixture

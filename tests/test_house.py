@@ -14,16 +14,10 @@ FILES = sorted(HOUSE.rglob("*.py"))
 
 # Each floor may import from its own room and from the floors below it.
 FLOORS = [
-    {"errors", "terminal"},
-    {"files", "extras", "paths", "shipped"},
-    {"folders"},
-    {"side_path"},
-    {"registry", "progress"},
-    {"log"},
-    {"own_code"},
+    {"base"},
     {"config"},
     {"node"},
-    {"failures", "parser"},
+    {"parser"},
     {"completion"},
     {"distributed"},
     {"rundir"},
@@ -145,7 +139,7 @@ def test_the_core_imports_no_leaf():
 
 
 def test_no_file_keeps_global_state_or_reads_the_environment_outside_its_places():
-    places = ("node/", "distributed/", "launch/", "diagnostics/", "rundir/", "paths.py")
+    places = ("node/", "distributed/", "launch/", "diagnostics/", "rundir/", "base/paths.py")
     for name, nodes in ((name, nodes_of(name)) for name in NAMES):
         assert not any(isinstance(node, ast.Global) for node in nodes), name
         written = {id(n.value) for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)}
@@ -228,7 +222,7 @@ OF_THE_KERNEL = (
     "distributed/stragglers.py",
     "datasets/tokenizers/gigatokens.py",
 )
-FOLDERS_AND_NULL = {"failures.py": 3, "checkpoint/format.py": 1}
+FOLDERS_AND_NULL = {"node/failures.py": 3, "checkpoint/format.py": 1}
 """How often a file opens a folder, /dev/null, or a file that must not be there yet."""
 
 
@@ -236,8 +230,8 @@ def test_only_files_py_opens_files_to_read_or_to_append():
     for file in NAMES:
         made = calls(file)
         low = sum(name == "os.open" for _, name in made)
-        assert file == "files.py" or low == FOLDERS_AND_NULL.get(file, 0), file
-        if file in (*OF_THE_KERNEL, "files.py"):
+        assert file == "base/files.py" or low == FOLDERS_AND_NULL.get(file, 0), file
+        if file in (*OF_THE_KERNEL, "base/files.py"):
             continue
         for call, name in made:
             assert name.startswith("files.") or not name.endswith((".read_text", ".read_bytes")), f"{file}: {name}"
@@ -248,7 +242,7 @@ def test_only_files_py_opens_files_to_read_or_to_append():
 
 def test_what_verbs_say_is_made_harmless_for_terminals():
     """Beside ``terminal.say``, only text of hpclm's own and JSON are printed."""
-    for file in NAMES.keys() - SAFE.keys() - {"terminal.py"}:
+    for file in NAMES.keys() - SAFE.keys() - {"base/terminal.py"}:
         for text, call in [(ast.unparse(call), call) for call, name in calls(file) if name == "print"]:
             own = all(isinstance(word, ast.Constant) for word in call.args)
             assert own or any(each in text for each in ("json.dumps", "terminal.", "__version__")), f"{file}: {text}"
@@ -256,7 +250,7 @@ def test_what_verbs_say_is_made_harmless_for_terminals():
 
 SAFE = {
     "cli.py": "its own verbs",
-    "failures.py": "names of functions and numbers",
+    "node/failures.py": "names of functions and numbers",
     "commands/generate.py": "into a pipe or a file",
     "commands/status.py": "lines whose cells are plain already",
     "commands/data.py": "numbers",

@@ -3,8 +3,8 @@
 import pytest
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.engine import check_supports
-from hpclm.errors import ConfigError
 from tests.engine.sharded import Measured
 from tests.forks import Ranks, hpclm
 from tests.runs import figures, lines

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from hpclm import log
-from hpclm.errors import HpclmError
+from hpclm.base import log
+from hpclm.base.errors import HpclmError
 
 RECORD = logging.LogRecord("x", logging.WARNING, __file__, 0, "so \x1b", (), None)
 

@@ -12,7 +12,7 @@ from tests.runs import ROOT
 
 LIMITED = """
 import resource, sys
-from hpclm import failures
+from hpclm.node import failures
 def verb(_):
     resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
     bytearray(1 << 31)

@@ -5,9 +5,10 @@ import re
 import pytest
 
 import hpclm
-from hpclm import cli, config, shipped
+from hpclm import cli, config
+from hpclm.base import shipped
+from hpclm.base.errors import ConfigError
 from hpclm.config import elsewhere, fields
-from hpclm.errors import ConfigError
 from tests.rundir.test_runs import make
 from tests.runs import exit_code
 

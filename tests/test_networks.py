@@ -13,10 +13,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.config import ClusterConfig, ModelConfig
 from hpclm.diagnostics import self_check
 from hpclm.distributed.context import single
-from hpclm.errors import ConfigError
 from hpclm.inference.generation import Batch, window_start
 from hpclm.inference.scoring import Document, score, windows
 from hpclm.model import count

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpclm import own_code, registry
+from hpclm.base import own_code, registry
 
 SOURCES = {
     "own_plain": "import json as other\n\ndef block(): pass\n\nvalue = 1\n",

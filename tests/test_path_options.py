@@ -6,8 +6,8 @@ import pytest
 
 import hpclm
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.config import compose, load
-from hpclm.errors import ConfigError
 from hpclm.launch import container, resume, setup
 from hpclm.node import environment
 from hpclm.rundir import runs

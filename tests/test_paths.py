@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import paths
-from hpclm.errors import ConfigError
+from hpclm.base import paths
+from hpclm.base.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hpclm import cli, failures
+from hpclm import cli
 from hpclm.model import count
-from hpclm.node import environment
+from hpclm.node import environment, failures
 from hpclm.planning import forecast, suggest, tables
 from tests.forks import hpclm
 from tests.runs import ROOT, exit_code
@@ -212,7 +212,7 @@ def test_a_head_that_tensor_cores_do_not_like_is_told(capsys):
 
 def test_a_whole_forecast_loads_neither_torch_nor_numpy():
     code = (
-        "import sys; from hpclm import cli, failures; code = failures.run(cli.function('planner')); "
+        "import sys; from hpclm import cli; from hpclm.node import failures; code = failures.run(cli.function('planner')); "
         "print({'torch', 'numpy'} & set(sys.modules)); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code, LLAMA, "--gpus=8"], capture_output=True, text=True, cwd=ROOT)

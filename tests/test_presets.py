@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hpclm import config, shipped
+from hpclm import config
+from hpclm.base import shipped
+from hpclm.base.extras import EXTRAS
 from hpclm.config import ModelConfig, compose
-from hpclm.extras import EXTRAS
 from hpclm.interop.huggingface import families
 from hpclm.interop.rules import placements
 from hpclm.rundir import config_history

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import wcwidth
 
-from hpclm.progress import MIN_COLUMNS, ProgressBar
+from hpclm.base.progress import MIN_COLUMNS, ProgressBar
 
 TOLD = ("loss 3.2134", "412,345 tokens/s", "MFU 45.1%", "lr 0.0006")
 

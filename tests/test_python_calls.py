@@ -16,8 +16,8 @@ from hpclm.api.live import Snapshot
 from hpclm.api.options import Options
 from hpclm.api.run import Report
 from hpclm.api.selftest import _folders
+from hpclm.base.errors import Interrupted
 from hpclm.config.checks import MAX_INTEGER
-from hpclm.errors import Interrupted
 from hpclm.rundir.lease import Lease
 from tests.checkpoint import state
 from tests.rundir.test_runs import make

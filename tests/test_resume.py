@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import CheckpointStore, Retention
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.config import dump, from_cli
@@ -15,7 +16,6 @@ from hpclm.config.compose import dumped
 from hpclm.data import sources
 from hpclm.datasets.writer import Writer
 from hpclm.distributed.context import single
-from hpclm.errors import ConfigError
 from hpclm.launch import resume
 from hpclm.rundir import config_history, runs
 from hpclm.training import loop, records

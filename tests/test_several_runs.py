@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 
 from hpclm import cli, config
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.rundir import runs
 from tests.events import submit
 from tests.forks import hpclm

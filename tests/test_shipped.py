@@ -1,6 +1,6 @@
 """What comes along with the package."""
 
-from hpclm import shipped
+from hpclm.base import shipped
 from tests.runs import ROOT
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpclm import side_path
-from hpclm.side_path import AppendedFile, SidePath, cause
+from hpclm.base import side_path
+from hpclm.base.side_path import AppendedFile, SidePath, cause
 
 
 def failing():

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from hpclm import cli
+from hpclm.base.errors import DivergedError
 from hpclm.checkpoint.directory import steps
 from hpclm.config import from_cli
 from hpclm.distributed.context import single
-from hpclm.errors import DivergedError
 from hpclm.launch.jobs import state
 from hpclm.launch.schedulers import current_job
 from hpclm.rundir import runs

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hpclm import files
+from hpclm.base import files
 from hpclm.rundir.lease import Lease
 from tests import forks, traced
 from tests.events import note, submit
@@ -247,7 +247,7 @@ def test_a_run_on_a_disk_that_is_gone_hides_no_other(error, tmp_path):
 @pytest.mark.parametrize("number, code", [("ESTALE", 1), ("EIO", 1), ("ENOSPC", 1), ("EACCES", 64), ("ELOOP", 64)])
 def test_a_fault_of_a_disk_or_of_its_rights_is_one_line(number, code):
     fault = f"raise OSError(errno.{number}, os.strerror(errno.{number}), '/disk/file')"
-    verb = f"import errno, os, sys\nfrom hpclm import failures\ndef verb(_):\n    {fault}\nsys.exit(failures.run(verb, []))"
+    verb = f"import errno, os, sys\nfrom hpclm.node import failures\ndef verb(_):\n    {fault}\nsys.exit(failures.run(verb, []))"
     done = subprocess.run([sys.executable, "-c", verb], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == code and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith(f"error: /disk/file: {os.strerror(getattr(errno, number))}; ")

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import cli, config, files, folders
+from hpclm import cli, config
+from hpclm.base import files, folders
+from hpclm.base.errors import ConfigError, HpclmError
+from hpclm.base.log import also_to, instead_to
 from hpclm.checkpoint import directory
 from hpclm.checkpoint import manifest as manifests
 from hpclm.distributed.bootstrap import World
-from hpclm.errors import ConfigError, HpclmError
 from hpclm.launch import process
-from hpclm.log import also_to, instead_to
 from hpclm.node.job import OwnJob
 from hpclm.rundir import events, folder, lease, rows, runs
 from hpclm.rundir.lease import Lease

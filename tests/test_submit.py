@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import compose
 from hpclm.diagnostics import report
-from hpclm.errors import ConfigError
 from hpclm.launch import arguments
 from hpclm.node import environment
 from tests.events import note, of_kind

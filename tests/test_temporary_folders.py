@@ -8,15 +8,13 @@ import sys
 
 import pytest
 
-from hpclm import files, folders
-from hpclm.errors import HpclmError
+from hpclm.base import files, folders
+from hpclm.base.errors import HpclmError
 from hpclm.node import environment
 from tests.runs import ROOT
 from tests.test_trust import NOBODY
 
-HOLD = (
-    "from hpclm import folders\nwith folders.temporary_folder() as folder:\n    print(folder.name, flush=True); input()"
-)
+HOLD = "from hpclm.base import folders\nwith folders.temporary_folder() as folder:\n    print(folder.name, flush=True); input()"
 
 
 def holder(folder):

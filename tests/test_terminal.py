@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpclm import cli, terminal
+from hpclm import cli
+from hpclm.base import terminal
 from tests.checkpoint import state
 from tests.events import submit
 from tests.rundir.test_runs import make

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from hpclm import cli, config
+from hpclm.base.errors import ConfigError
+from hpclm.base.folders import exposed
 from hpclm.config import DataConfig, JobConfig, LogConfig, ModelConfig, OptimConfig, compose
 from hpclm.config.engine import EngineConfig
 from hpclm.data import sources, tokenizers
 from hpclm.engine import engine_class
-from hpclm.errors import ConfigError
-from hpclm.folders import exposed
 from hpclm.model import gpt
 from hpclm.optim import schedules
 

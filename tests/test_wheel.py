@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import shipped
-from hpclm.extras import EXTRAS
+from hpclm.base import shipped
+from hpclm.base.extras import EXTRAS
 from tests.events import began
 from tests.runs import PATIENCE, ROOT
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
 from hpclm.data.tokenizers import build
 from hpclm.datasets.writer import Writer
-from hpclm.errors import ConfigError
 
 STEPS = 3
 BATCH = 64  # samples

@@ -53,7 +53,7 @@ def counting(counts: Counter[str]) -> Iterator[None]:
     import xxhash
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from hpclm import files
+    from hpclm.base import files
 
     class Collectives(TorchDispatchMode):
         """Adds up the largest argument of each collective on floating-point tensors."""

@@ -28,7 +28,7 @@ from differential_cases import Case
 from differential_compare import SIDES, compared
 from differential_worker import RefusedError, Sides
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 
 EXPLAINED: dict[str, tuple[Callable[[Case, str], bool], Case]] = {
     "Megatron-core's rotary positions do not restart with those of documents": (

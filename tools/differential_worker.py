@@ -182,7 +182,7 @@ def hpclm(case: dict[str, Any], inputs: dict[str, Any], rank: int) -> dict[str, 
     """hpclm's own engine, loaded as from a checkpoint and stepped as the training loop does."""
     from hpclm import config
     from hpclm import engine as engines
-    from hpclm.errors import ConfigError
+    from hpclm.base.errors import ConfigError
     from hpclm.parallel.mesh import Compute, Mesh
     from hpclm.parallel.micro_batch import MicroBatch
 

@@ -10,12 +10,12 @@ from inspect import Parameter, signature
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
-from hpclm import terminal
+from hpclm.base import terminal
+from hpclm.base.errors import MACHINE, REFUSED, ArgumentError, ConfigError, HpclmError, Interrupted
+from hpclm.base.registry import hint
 from hpclm.config import elsewhere, fields, hints
 from hpclm.config.checks import MAX_INTEGER, shown
-from hpclm.errors import MACHINE, REFUSED, ArgumentError, ConfigError, HpclmError, Interrupted
 from hpclm.node import import_errors
-from hpclm.registry import hint
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 BYTES = (bytes, bytearray, memoryview)

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpclm import folders
 from hpclm.api.checked import PATH, UnfitError, fitted
+from hpclm.base import folders
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig, compose
 from hpclm.config.checks import shown
-from hpclm.errors import ConfigError
 
 
 class TextDataset(Protocol):

@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
-from hpclm import paths
 from hpclm.api import live
 from hpclm.api.checked import checked
 from hpclm.api.dataset import Data
 from hpclm.api.options import Base, Change, Options
 from hpclm.api.run import Run
+from hpclm.base import paths
 from hpclm.config import RunConfig
 from hpclm.rundir import runs
 

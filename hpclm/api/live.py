@@ -10,9 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpclm import extras
+from hpclm.base import extras
+from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.config import RunConfig
-from hpclm.errors import ConfigError, HpclmError
 from hpclm.launch import process
 from hpclm.node import environment, threads
 from hpclm.reporting import history, images

@@ -13,11 +13,11 @@ from hpclm import config
 from hpclm.api import dataset
 from hpclm.api.checked import PATH, UnfitError, fitted, plain
 from hpclm.api.dataset import Data
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
 from hpclm.config.checks import shown
 from hpclm.config.fields import as_word, required, type_of, type_text
 from hpclm.config.settings import UnplacedWord
-from hpclm.errors import ConfigError
 from hpclm.node import environment
 from hpclm.rundir import folder
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hpclm import config, extras, files, paths
+from hpclm import config
 from hpclm.api import live
 from hpclm.api.checked import TEXTS, UnfitError, checked, fitted, positive
 from hpclm.api.options import Change, Options, words
+from hpclm.base import extras, files, paths
+from hpclm.base.errors import ConfigError, unread
 from hpclm.config import RunConfig
 from hpclm.config.checks import is_utf8, shown
-from hpclm.errors import ConfigError, unread
 from hpclm.launch import jobs
 from hpclm.rundir.state import State
 

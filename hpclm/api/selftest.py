@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpclm.api.checked import checked
 from hpclm.api.options import Change, words
-from hpclm.errors import ConfigError, ExitCode, HpclmError
+from hpclm.base.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node import processes, python
 from hpclm.trials.verdict import Result, Verdict
 

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpclm import extras, files, paths, terminal
 from hpclm.api import live
 from hpclm.api.checked import PATH, UnfitError, checked, fitted, plain, positive
 from hpclm.api.dataset import Data
 from hpclm.api.options import Base, Change, Options, leaves, readable, word
 from hpclm.api.run import PATIENCE, Report, Run
+from hpclm.base import extras, files, paths, terminal
+from hpclm.base.errors import ConfigError, HpclmError, Interrupted
 from hpclm.config import RunConfig
 from hpclm.config.checks import shown
 from hpclm.config.fields import as_word
-from hpclm.errors import ConfigError, HpclmError, Interrupted
 from hpclm.launch.jobs import States
 from hpclm.rundir import runs as run_folders
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import REFUSED, ConfigError, HpclmError, NoCheckpointError
 from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest, check_sizes
-from hpclm.errors import REFUSED, ConfigError, HpclmError, NoCheckpointError
 
 log = logging.getLogger(__name__)
 

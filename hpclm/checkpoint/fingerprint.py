@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.experts import COEFFICIENTS
 from hpclm.config.optimizers import row
 from hpclm.data.tokenizers import mismatch
-from hpclm.errors import ConfigError
 
 FREE = {"dropout", "attention_dropout", "init_std", "kernels", "attention", *COEFFICIENTS}
 """Model settings that may change when a run is resumed."""

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hpclm import files
+from hpclm.base import files
 from hpclm.checkpoint.manifest import BadCheckpoint, FileInfo, Manifest, check_sizes
 
 NAMES = {

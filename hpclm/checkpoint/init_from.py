@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory, manifest
 from hpclm.checkpoint.fingerprint import differences, tokenizer_clash
 from hpclm.checkpoint.manifest import Manifest
 from hpclm.distributed.context import DistributedContext
-from hpclm.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,12 +5,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpclm import files, terminal
+from hpclm.base import files, terminal
+from hpclm.base.errors import ConfigError, HpclmError, NoCheckpointError
+from hpclm.base.progress import Bar
 from hpclm.checkpoint import directory, retention
 from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
-from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
-from hpclm.progress import Bar
 
 MAX_REASON_BYTES = 1 << 16  # bytes of a reason
 USABLE = ("good", "complete")

@@ -15,8 +15,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
-from hpclm.errors import ConfigError
+from hpclm.base import files
+from hpclm.base.errors import ConfigError
 from hpclm.optim.stability import Health
 from hpclm.rundir import rows
 

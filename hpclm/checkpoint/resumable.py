@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, NoCheckpointError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.fingerprint import check_fingerprint
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest, Progress
-from hpclm.errors import ConfigError, NoCheckpointError
 from hpclm.rundir import events, metrics_file
 
 Candidate = tuple[Path, Manifest]

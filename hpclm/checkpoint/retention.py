@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpclm.base.errors import HpclmError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
-from hpclm.errors import HpclmError
 
 log = logging.getLogger(__name__)
 MIN_COMPLETE = 2  # complete checkpoints: one may become corrupt

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpclm import files, folders
+from hpclm.base import files, folders
+from hpclm.base.errors import ConfigError, HpclmError, NoCheckpointError
 from hpclm.checkpoint import directory, staging
 from hpclm.checkpoint.fingerprint import check_fingerprint
 from hpclm.checkpoint.manifest import NAME, BadCheckpoint, Manifest, Progress, many_objects
@@ -21,7 +22,6 @@ from hpclm.checkpoint.staging import Snapshot
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.engine import Engine, StateSource
-from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
 from hpclm.rundir.lease import Lease
 
 log = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpclm.base.errors import HpclmError
 from hpclm.checkpoint.directory import unreadable
 from hpclm.checkpoint.format import File
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
-from hpclm.errors import HpclmError
 
 Span = tuple[int, int]
 AT_ONCE = 128  # open files; a process may have 1,024, and a checkpoint has one or more per rank

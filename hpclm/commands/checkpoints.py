@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
+from hpclm.base.errors import ConfigError, ExitCode
+from hpclm.base.terminal import say
 from hpclm.checkpoint import listing
-from hpclm.errors import ConfigError, ExitCode
 from hpclm.parser import Parser, exit_codes
 from hpclm.rundir import runs
-from hpclm.terminal import say
 
 
 def main(run: str, runs_folder: Path, no_verify: bool, as_json: bool) -> int:

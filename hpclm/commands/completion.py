@@ -1,10 +1,10 @@
 """``hpclm completion``: print a script for completion in bash or zsh."""
 
 from hpclm import __version__, cli
+from hpclm.base.terminal import say
 from hpclm.completion import PREAMBLES, script
 from hpclm.config.documentation import topics
 from hpclm.parser import Parser, completed
-from hpclm.terminal import say
 
 
 def main(shell: str) -> int:

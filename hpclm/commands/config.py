@@ -2,11 +2,11 @@
 
 import argparse
 
+from hpclm.base.errors import ExitCode
+from hpclm.base.terminal import say
 from hpclm.config.documentation import explained, reference
 from hpclm.datasets import command_line
-from hpclm.errors import ExitCode
 from hpclm.parser import Parser
-from hpclm.terminal import say
 
 
 def main(

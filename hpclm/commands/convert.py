@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from hpclm import paths
-from hpclm.errors import ExitCode
+from hpclm.base import paths
+from hpclm.base.errors import ExitCode
+from hpclm.base.terminal import say
 from hpclm.interop.convert import SHARD_GB, Options, converted
 from hpclm.parser import Parser, completed, exit_codes, number
 from hpclm.rundir import runs
-from hpclm.terminal import say
 
 DESCRIPTION = """Convert weights. SOURCE sets the direction:
 

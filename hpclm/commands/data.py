@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from hpclm import paths
-from hpclm.errors import ConfigError, UsageError
+from hpclm.base import paths
+from hpclm.base.errors import ConfigError, UsageError
+from hpclm.base.terminal import many, say
 from hpclm.parser import Parser, whole
-from hpclm.terminal import many, say
 
 DTYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64", "uint32", "uint64"]
 

@@ -4,10 +4,11 @@ import pydoc
 import shutil
 import sys
 
-from hpclm import cli, terminal
+from hpclm import cli
+from hpclm.base import terminal
+from hpclm.base.terminal import say
 from hpclm.config.documentation import text_on
 from hpclm.parser import Parser, completed
-from hpclm.terminal import say
 
 
 def main(topics: list[str]) -> int:

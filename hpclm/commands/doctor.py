@@ -3,12 +3,12 @@
 import json
 import logging
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.terminal import say
 from hpclm.diagnostics import facts, verdict
 from hpclm.distributed import bootstrap
-from hpclm.errors import ConfigError
 from hpclm.launch.schedulers import current_job
 from hpclm.parser import Parser
-from hpclm.terminal import say
 
 
 def main(as_json: bool, ranks: bool) -> int:

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from hpclm import config, paths
-from hpclm.errors import UsageError
+from hpclm import config
+from hpclm.base import paths
+from hpclm.base.errors import UsageError
+from hpclm.base.terminal import say
 from hpclm.inference import evaluation
 from hpclm.inference.evaluation import TaskRequest
 from hpclm.launch import jobs
@@ -14,7 +16,6 @@ from hpclm.launch.schedulers import current_job
 from hpclm.parser import Parser, whole
 from hpclm.rundir import runs
 from hpclm.rundir.rows import finite
-from hpclm.terminal import say
 
 PATIENCE = 5.0  # seconds a scheduler may take
 

@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from hpclm import paths
-from hpclm.errors import UsageError
+from hpclm.base import paths
+from hpclm.base.errors import UsageError
+from hpclm.base.terminal import say
 from hpclm.inference import texts
 from hpclm.inference.generation_settings import Limits, Sampling
 from hpclm.parser import Parser, whole
 from hpclm.rundir import runs
-from hpclm.terminal import say
 
 
 def main(

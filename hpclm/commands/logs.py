@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-from hpclm import terminal
+from hpclm.base import terminal
 from hpclm.launch import jobs
 from hpclm.parser import Parser, whole
 from hpclm.rundir import logs

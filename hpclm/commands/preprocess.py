@@ -5,17 +5,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpclm import log, paths
+from hpclm.base import log, paths
+from hpclm.base.errors import UsageError
+from hpclm.base.terminal import say
 from hpclm.config.data import TOKENIZERS
 from hpclm.datasets import next_command, parts
 from hpclm.datasets.encode import tokenizer_of
 from hpclm.datasets.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
 from hpclm.datasets.options import Options, Request, share_of, with_tokenizer_of
 from hpclm.datasets.options import request as build_request
-from hpclm.errors import UsageError
 from hpclm.node import interruption
 from hpclm.parser import Parser, whole
-from hpclm.terminal import say
 
 # Megatron's --tokenizer-type: our kind, and the options that name its files
 MEGATRON_TYPES = {

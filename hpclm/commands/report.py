@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from hpclm import paths
-from hpclm.errors import UsageError
+from hpclm.base import paths
+from hpclm.base.errors import UsageError
+from hpclm.base.terminal import say
 from hpclm.inference.samples import samples_of_runs
 from hpclm.parser import SEVERAL, Parser
 from hpclm.reporting.page import PAGE, write
 from hpclm.rundir import runs as folders
-from hpclm.terminal import say
 
 
 def main(run: list[str], runs_folder: Path, output: Path | None, samples: str | None, no_png: bool) -> int:

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from hpclm.errors import ExitCode, UsageError
+from hpclm.base.errors import ExitCode, UsageError
+from hpclm.base.registry import hint
 from hpclm.launch.jobs import States
 from hpclm.parser import SEVERAL, STOP_OR_CANCEL, Parser, exit_codes
-from hpclm.registry import hint
 from hpclm.rundir import control_files, runs
 
 REQUESTS = {

@@ -4,8 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hpclm import cli, paths
-from hpclm.errors import UsageError
+from hpclm import cli
+from hpclm.base import paths
+from hpclm.base.errors import UsageError
 from hpclm.launch import resume
 from hpclm.node import environment
 from hpclm.parser import SEVERAL, Parser

@@ -3,10 +3,10 @@
 import json
 from dataclasses import asdict
 
-from hpclm.errors import ExitCode
+from hpclm.base.errors import ExitCode
+from hpclm.base.progress import ProgressBar
+from hpclm.base.terminal import say
 from hpclm.parser import Parser, exit_codes
-from hpclm.progress import ProgressBar
-from hpclm.terminal import say
 from hpclm.trials.verdict import SETTINGS, Verdict, conclusion, lines
 
 

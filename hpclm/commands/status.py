@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+from hpclm.base.terminal import say
 from hpclm.launch.jobs import States
 from hpclm.node import processes
 from hpclm.parser import SEVERAL, Parser
 from hpclm.reporting.run_table import detail, table, values
 from hpclm.rundir import runs as folders
-from hpclm.terminal import say
 
 DEADLINE = 0.75  # seconds after the start of this process by which squeue must have answered
 MIN_SECONDS = 0.3  # seconds that it always has

@@ -4,11 +4,11 @@ import argparse
 import re
 from typing import Any
 
-from hpclm import paths
+from hpclm.base import paths
+from hpclm.base.errors import UsageError
 from hpclm.config import JobConfig
 from hpclm.config.fields import docs
 from hpclm.config.sbatch import OPTIONS, Option
-from hpclm.errors import UsageError
 from hpclm.launch import submit
 from hpclm.launch.arguments import Request
 from hpclm.parser import DATA, EPILOG, Parser, completed, setting

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from hpclm import failures, files
+from hpclm.base import files
+from hpclm.base.errors import ConfigError
 from hpclm.config import compose
-from hpclm.errors import ConfigError
+from hpclm.node import failures
 from hpclm.parser import Parser
 from hpclm.rundir import runs
 from hpclm.sinks.feed import send_rest

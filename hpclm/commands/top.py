@@ -5,12 +5,12 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm import paths
+from hpclm.base import paths
+from hpclm.base.terminal import quit_key, say
 from hpclm.launch.jobs import States
 from hpclm.parser import Parser, number
 from hpclm.reporting.run_table import TopScreen
 from hpclm.rundir import runs as folders
-from hpclm.terminal import quit_key, say
 
 PATIENCE = 0.75  # seconds that a scheduler has for an answer, again and again
 CLEAR = "\x1b[H\x1b[2J"

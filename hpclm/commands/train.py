@@ -3,9 +3,9 @@
 import os
 import sys
 
+from hpclm.base.errors import ConfigError, UsageError
 from hpclm.config.compose import named
 from hpclm.datasets import command_line
-from hpclm.errors import ConfigError, UsageError
 from hpclm.launch import process
 from hpclm.node import processes
 from hpclm.parser import DATA, EPILOG, Parser

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from hpclm import log, paths
+from hpclm.base import log, paths
+from hpclm.base.terminal import say
 from hpclm.datasets.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
 from hpclm.datasets.tokenizers.sentencepieces import SENTENCES
 from hpclm.datasets.train_tokenizer import TokenizerRequest, train
 from hpclm.parser import Parser, whole
-from hpclm.terminal import say
 
 
 def main(**options: Any) -> int:

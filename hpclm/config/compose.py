@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from hpclm import files, folders, own_code, paths, shipped
+from hpclm.base import files, folders, own_code, paths, shipped
+from hpclm.base.errors import ConfigError
 from hpclm.config import length, reading, run_file
 from hpclm.config.fields import as_yaml, keys, leaves, nested, path_separator, split_key, type_of
 from hpclm.config.hints import mistakes
@@ -24,7 +25,6 @@ from hpclm.config.schema import RunConfig
 from hpclm.config.section import all_fields
 from hpclm.config.setting import declared
 from hpclm.config.settings import Setting, is_override, of_file, of_words
-from hpclm.errors import ConfigError
 
 SITE_SECTIONS = ("job", "cluster")
 LENGTHS = ("budget.steps", "budget.samples", "budget.tokens", "budget.epochs")

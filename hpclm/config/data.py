@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from hpclm.base.errors import ConfigError
 from hpclm.config.reading import number
 from hpclm.config.section import Rule, Section, problems_of
 from hpclm.config.setting import setting
-from hpclm.errors import ConfigError
 
 SOURCES = {"indexed": "hpclm.data.corpus:corpus", "synthetic": "hpclm.data.synthetic:synthetic"}
 FILES = "data.source=indexed|own"

@@ -5,13 +5,13 @@ from typing import Any
 
 import yaml
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import hint
 from hpclm.config import reading
 from hpclm.config.engine import EngineConfig
 from hpclm.config.fields import flattened, nested
 from hpclm.config.model import BLOCKS
 from hpclm.config.schema import EngineSettings, RunConfig
-from hpclm.errors import ConfigError
-from hpclm.registry import hint
 
 Flat = dict[str, Any]
 

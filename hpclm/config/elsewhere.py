@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from hpclm import files
+from hpclm.base import files
 from hpclm.config.fields import required, type_of
 
 SEE = "hpclm docs migrating lists other projects' options"

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hpclm import extras
+from hpclm.base import extras
+from hpclm.base.errors import ConfigError
 from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
 from hpclm.config.supports import SUPPORTS, Supports
-from hpclm.errors import ConfigError
 
 STAGES = "parallel.pipeline>1"
 ENGINES = {name: supports.path for name, supports in SUPPORTS.items()}

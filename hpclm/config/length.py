@@ -1,8 +1,8 @@
 """Where a run ends, by its budgets; and whether that is inside its warm-up."""
 
+from hpclm.base.errors import ConfigError
 from hpclm.config.plan import Length
 from hpclm.config.schema import RunConfig
-from hpclm.errors import ConfigError
 
 MAX_SAMPLES = 2**53 - 1  # samples; larger integers do not mean the same to every program that reads JSON
 

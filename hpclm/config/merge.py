@@ -11,7 +11,8 @@ from typing import Any, get_origin
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConfBaseException
 
-from hpclm import paths
+from hpclm.base import paths
+from hpclm.base.errors import ConfigError
 from hpclm.config import hints
 from hpclm.config.checks import shown, texts
 from hpclm.config.fields import declaration_of, keys, leaves, nested, path_separator, required, split_key, type_of
@@ -21,7 +22,6 @@ from hpclm.config.schema import RunConfig
 from hpclm.config.section import build
 from hpclm.config.settings import Setting
 from hpclm.config.typed import shown_setting, typed
-from hpclm.errors import ConfigError
 
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 

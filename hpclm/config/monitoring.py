@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hpclm import extras
+from hpclm.base import extras
 from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
 

@@ -11,6 +11,7 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.config.checks import RefusedError, named, value_at
 from hpclm.config.compose import of_run
 from hpclm.config.data import mixture
@@ -20,7 +21,6 @@ from hpclm.config.optim import ENDLESS
 from hpclm.config.schema import RunConfig
 from hpclm.config.section import Rule, broken, no_effect, warnings
 from hpclm.config.supports import SUPPORTS
-from hpclm.errors import ConfigError
 
 GUARD_STEPS = 64
 """Steps before optim.guard judges."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import gcd
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

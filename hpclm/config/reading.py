@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from hpclm import files, folders
-from hpclm.errors import ConfigError, unread
+from hpclm.base import files, folders
+from hpclm.base.errors import ConfigError, unread
 
 MAX_SETTINGS_BYTES = 4 << 20  # bytes of a settings file
 DIGITS = 400  # of a number; the largest float has 309

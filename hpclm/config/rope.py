@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hpclm.base.registry import hint
 from hpclm.config.reading import number
-from hpclm.registry import hint
 
 KINDS: dict[str, tuple[str, str]] = {
     "linear": ("factor", ""),

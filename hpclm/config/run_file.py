@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 from hpclm import __version__
+from hpclm.base.errors import ConfigError
 from hpclm.config import reading
 from hpclm.config.fields import keys, split_key
 from hpclm.config.reading import Content
 from hpclm.config.sbatch import OPTIONS
 from hpclm.config.settings import Setting, of_file
-from hpclm.errors import ConfigError
 
 FIRST = f"# Every setting of a run of hpclm {__version__}, resolved: a site file is not read again for it; ~ and $NAME are expanded in paths.\n"
 COUNT = "# {} settings\n"

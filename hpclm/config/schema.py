@@ -7,6 +7,7 @@ import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import rules
 from hpclm.config.checks import keyed_texts, texts, value_at
 from hpclm.config.data import DataConfig
@@ -18,7 +19,6 @@ from hpclm.config.optim import OptimConfig, ScalerConfig
 from hpclm.config.plan import Plan
 from hpclm.config.section import Rule, Section, all_fields, broken
 from hpclm.config.setting import setting
-from hpclm.errors import ConfigError
 
 SAVES = "checkpoint.enabled: nothing is saved"
 MAX_BUDGET = 10**9  # epochs, or hours

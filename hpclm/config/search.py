@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpclm import files
+from hpclm.base import files
 
 PAGES = 8  # at most
 WIDTH = 100  # columns of a line that is shown

@@ -11,10 +11,10 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import problem
 from hpclm.config.checks import RefusedError, named, typed, value_at
 from hpclm.config.setting import Condition, declared
-from hpclm.errors import ConfigError
-from hpclm.registry import problem
 
 S = TypeVar("S", bound="Section")
 _KEY = re.compile(r"\{([a-z][\w.]*)\}")

@@ -14,8 +14,8 @@ from dataclasses import Field, dataclass, field
 from functools import partial
 from typing import Any
 
+from hpclm.base.registry import OWN
 from hpclm.config.checks import typed
-from hpclm.registry import OWN
 
 _KEY = "declared"
 _FORM = re.compile(r"(not )?([a-z][\w.]*)(?:(=|!=|>)([^:]+))?(?:: (.+))?")

@@ -5,9 +5,9 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from hpclm.base.registry import load
 from hpclm.config.checks import RefusedError, named
 from hpclm.config.optimizers import OPTIMIZERS
-from hpclm.registry import load
 
 
 class Asking(Protocol):

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import hint
 from hpclm.config.checks import MAX_INTEGER, shown
 from hpclm.config.fields import required, type_text
 from hpclm.config.reading import DIGITS, is_null, nodes, number, plain, where
-from hpclm.errors import ConfigError
-from hpclm.registry import hint
 
 BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 NOT_FINITE = re.compile(r"[-+]?\.?(inf|nan)", re.IGNORECASE)

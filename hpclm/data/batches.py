@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig, ModelConfig, Plan
 from hpclm.data.sources import PADDING, Samples, needs_eod
-from hpclm.errors import ConfigError
 from hpclm.node import hardware
 from hpclm.parallel.mesh import Compute
 from hpclm.parallel.micro_batch import MicroBatch

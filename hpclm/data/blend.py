@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 
 log = logging.getLogger(__name__)
 MAX_DATASETS = 2**15 - 1  # their indices are int16

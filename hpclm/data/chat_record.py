@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpclm.base.errors import ConfigError, unwritten
+from hpclm.base.files import write_text
 from hpclm.config.reading import json_object
 from hpclm.data.indexed import files, sidecar
-from hpclm.errors import ConfigError, unwritten
-from hpclm.files import write_text
 
 log = logging.getLogger(__name__)
 KEY = "chat"  # in PREFIX.json

@@ -14,8 +14,8 @@ from typing import Any
 
 import xxhash
 
+from hpclm.base.errors import ConfigError
 from hpclm.data.indexed import IndexedDataset, files, sidecar, whereabouts
-from hpclm.errors import ConfigError
 
 HASH_BLOCK_BYTES = 1 << 20  # bytes
 DIGEST = 16  # characters of a block's hash

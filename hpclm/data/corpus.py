@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import typed
 from hpclm.config import DataConfig
 from hpclm.config.data import Mixture, mixture, named
 from hpclm.data import chat_record, loss_mask, tokenizers
@@ -16,8 +18,6 @@ from hpclm.data.order import split_bounds, split_parts
 from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import NEED_EOD, Samples
 from hpclm.data.splits import DatasetSlice, SampleSettings, Split
-from hpclm.errors import ConfigError
-from hpclm.files import typed
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")

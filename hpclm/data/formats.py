@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.errors import ConfigError, unread
-from hpclm.files import reader
+from hpclm.base.errors import ConfigError, unread
+from hpclm.base.files import reader
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.files import aside, fingerprint, locked, read_text, reader, sweep, sync
 from hpclm.data.scan import SharedFacts
-from hpclm.files import aside, fingerprint, locked, read_text, reader, sweep, sync
 
 FORMAT = 1  # version of entries, and of the way to build indices
 Arrays = dict[str, NDArray[Any]]

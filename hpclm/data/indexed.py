@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.errors import ConfigError, unread
+from hpclm.base.files import fingerprint, read_text, readable
 from hpclm.data.formats import mapped, read_index
 from hpclm.data.scan import SharedFacts, check_all, check_ends
-from hpclm.errors import ConfigError, unread
-from hpclm.files import fingerprint, read_text, readable
 
 SCANNED = 1 << 20  # sequences or documents that are all checked when a dataset is opened: some 10 ms
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig
 from hpclm.data.content import noted
 from hpclm.data.indexed import IndexedDataset, files, sidecar
-from hpclm.errors import ConfigError
 
 KEY = "loss_mask"  # in PREFIX.json
 DTYPE = np.dtype(np.uint8)

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.errors import ConfigError
 from hpclm.data.blend import BlendIndex
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import Blocks, SampleIndex
 from hpclm.data.packing import Packing
 from hpclm.data.sources import PADDING
-from hpclm.errors import ConfigError
 
 WIDE = np.dtype(np.int64)
 

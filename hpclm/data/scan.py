@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.errors import ConfigError
 from hpclm.data.formats import IndexFile
-from hpclm.errors import ConfigError
 
 ITEMS_PER_CHECK = 1 << 18  # sequences or document bounds checked at a time
 T = TypeVar("T")

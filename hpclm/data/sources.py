@@ -7,12 +7,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import function_check, lookup
 from hpclm.config import DataConfig, ModelConfig
 from hpclm.config.data import SOURCES
 from hpclm.data.chat_record import ChatRecord
 from hpclm.data.scan import SharedFacts
-from hpclm.errors import ConfigError
-from hpclm.registry import function_check, lookup
 
 CHECK = function_check("data", "context", "seed", "vocab_size")
 NEED_EOD = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")

@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig, compose, run_file
 from hpclm.config.data import Mixture, mixture
 from hpclm.data import loss_mask
 from hpclm.data.corpus import SPLITS, open_dataset
 from hpclm.data.order import samples_in, split_bounds, split_parts
 from hpclm.data.scan import SharedFacts
-from hpclm.errors import ConfigError
 from hpclm.rundir import events
 
 SplitBy = Literal["documents", "tokens"]

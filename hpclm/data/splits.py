@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig
 from hpclm.data import blend, index_cache, loss_mask
 from hpclm.data.content import noted
@@ -16,7 +17,6 @@ from hpclm.data.order import Blocks, Order, SampleIndex, blocks, build_index, in
 from hpclm.data.packing import SHORTEST, Packing, pack
 from hpclm.data.samples import BlendedSamples, BlockSamples, DocumentSamples, PackedSamples, Sequences
 from hpclm.data.sources import Samples
-from hpclm.errors import ConfigError
 
 WORTH_KEEPING = 1 << 20  # entries of an index; smaller ones are built in less time than files take
 MANY_PASSES = 100  # over one split; up to this number, an index may have any size

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig
-from hpclm.errors import ConfigError
 
 STRIDES = (1, 3, 5, 7)
 SPLITS = ("train", "valid", "test")

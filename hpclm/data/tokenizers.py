@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import read_bytes
+from hpclm.base.registry import class_check, lookup
 from hpclm.config.data import TOKENIZERS, DataConfig
 from hpclm.data.indexed import sidecar
-from hpclm.errors import ConfigError
-from hpclm.files import read_bytes
-from hpclm.registry import class_check, lookup
 
 END = "<|endoftext|>"
 PROBE = "The quick brown fox jumps over the lazy dog; so it goes, and then it comes back again. " * 4

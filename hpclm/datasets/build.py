@@ -17,7 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from hpclm import extras, terminal
+from hpclm.base import extras, terminal
+from hpclm.base.errors import ConfigError, unwritten
+from hpclm.base.files import read_text, readable, write_text
+from hpclm.base.terminal import many, say
 from hpclm.data import chat_record, loss_mask, tokenizers
 from hpclm.data.indexed import files
 from hpclm.datasets.encode import LONG_TOKEN, Column, Job, encode, may_cut, read_texts, tokenizer_of
@@ -28,9 +31,6 @@ from hpclm.datasets.run_text import token_id
 from hpclm.datasets.tokenizers.fairseq import dictionary_of
 from hpclm.datasets.workers import ordered
 from hpclm.datasets.writer import Writer
-from hpclm.errors import ConfigError, unwritten
-from hpclm.files import read_text, readable, write_text
-from hpclm.terminal import many, say
 
 log = logging.getLogger(__name__)
 SHOWN = 5  # unreadable lines described in the log
@@ -197,7 +197,7 @@ def write(
     The result does not depend on the number of workers, and memory does not grow with the input. ``more`` goes into PREFIX.json.
     ConfigError for unreadable input, or input without tokens.
     """
-    from hpclm.progress import ProgressBar
+    from hpclm.base.progress import ProgressBar
 
     job = request.job
     size = sum(source.size for source in corpus.inputs) // share.parts

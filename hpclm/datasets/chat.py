@@ -12,11 +12,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import read_text, readable
 from hpclm.config.reading import json_object
 from hpclm.data.chat_record import ChatRecord, names
 from hpclm.datasets.lines import UnreadableLineError, read_object, text_of
-from hpclm.errors import ConfigError
-from hpclm.files import read_text, readable
 
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
 SHAREGPT = ROLES | {"human": "user", "gpt": "assistant"}

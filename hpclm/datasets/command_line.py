@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig, compose
 from hpclm.config.settings import is_override
-from hpclm.errors import ConfigError
 from hpclm.node import environment, interruption, preemption
 from hpclm.rundir import folder
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.errors import ConfigError
 from hpclm.config.data import TOKENIZERS
 from hpclm.data import tokenizers
 from hpclm.data.indexed import token_dtype
@@ -17,7 +18,6 @@ from hpclm.data.loss_mask import DTYPE
 from hpclm.datasets.chat import Chat, learned_ends, read_conversation, rendered
 from hpclm.datasets.inputs import CONTEXT, InputChunk, MayCut
 from hpclm.datasets.lines import UnreadableLineError, read_line
-from hpclm.errors import ConfigError
 
 Record = TypeVar("Record")
 

@@ -7,9 +7,9 @@ import json
 import re
 from pathlib import Path
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import read_text
 from hpclm.datasets.kinds import JSON_LINES, TABLES, suffix_and_storage
-from hpclm.errors import ConfigError
-from hpclm.files import read_text
 
 KINDS = (*JSON_LINES, *TABLES)
 TEXT = ".txt"

@@ -18,10 +18,10 @@ from glob import glob
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import readable, reader
 from hpclm.datasets import folders, tables
 from hpclm.datasets.kinds import BOM, Format, PlainFormat, Storage, decompressed, kind_of
-from hpclm.errors import ConfigError
-from hpclm.files import readable, reader
 
 CHUNK = 1 << 19  # bytes of text in a chunk, unless a single line is longer
 BESIDE = 1 << 11  # bytes examined on both sides of a cut

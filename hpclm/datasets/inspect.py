@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.errors import ConfigError, unwritten
+from hpclm.base.files import typed, write_bytes
+from hpclm.base.terminal import many
 from hpclm.config.data import DataConfig
 from hpclm.data import chat_record, tokenizers
 from hpclm.data.content import noted
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets.verify import check_index
-from hpclm.errors import ConfigError, unwritten
-from hpclm.files import typed, write_bytes
-from hpclm.terminal import many
 
 SHOWN = 300  # characters shown of a document
 READ = 4 * SHOWN  # tokens decoded for them: a character has at most 4 bytes of UTF-8

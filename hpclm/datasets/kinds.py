@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from hpclm import extras
-from hpclm.errors import ConfigError
-from hpclm.files import reader, typed
+from hpclm.base import extras
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import reader, typed
 
 Format = Literal["jsonl", "lines", "files"]
 PlainFormat = Literal["lines", "files"]

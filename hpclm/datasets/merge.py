@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from hpclm.base.errors import ConfigError, unwritten
+from hpclm.base.folders import writable_folder
 from hpclm.data import loss_mask, tokenizers
 from hpclm.data.content import KEY, noted
 from hpclm.data.formats import DTYPES, FAIRSEQ_ONLY
 from hpclm.data.indexed import IndexedDataset, files, sidecar
 from hpclm.datasets.hashing import TokenReader
 from hpclm.datasets.writer import Layout, Writer
-from hpclm.errors import ConfigError, unwritten
-from hpclm.folders import writable_folder
 
 COUNTS = ("documents", "tokens", "skipped")  # summed over the PREFIX.json of all datasets
 
@@ -33,7 +33,7 @@ def merge(
     the same tokenizer in every PREFIX.json; otherwise these are ignored. ConfigError, and nothing is written, if the datasets cannot be
     merged.
     """
-    from hpclm.progress import Bar
+    from hpclm.base.progress import Bar
 
     _check_places(Path(out), prefixes, overwrite)
     layouts = set[Layout]()

@@ -5,7 +5,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpclm import config, paths
+from hpclm import config
+from hpclm.base import paths
 from hpclm.config import BatchConfig
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import samples_in, split_bounds

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.data import chat_record, tokenizers
 from hpclm.data.loss_mask import prefix_of
 from hpclm.datasets.chat import READ, Chat, chat_of, with_end
@@ -15,7 +16,6 @@ from hpclm.datasets.inputs import MAX_LINE_MB, MB, Input, Share, find, refuse_re
 from hpclm.datasets.kinds import Format, PlainFormat
 from hpclm.datasets.run_text import token_text
 from hpclm.distributed import bootstrap
-from hpclm.errors import ConfigError
 
 # the languages of Megatron's --lang, by NLTK's names
 LANGUAGES = dict(

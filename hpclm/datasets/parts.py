@@ -10,6 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from hpclm.base.errors import ConfigError, unwritten
+from hpclm.base.files import locked, read_text, write_text
+from hpclm.base.folders import writable_folder
+from hpclm.base.terminal import say
 from hpclm.data import chat_record
 from hpclm.data.indexed import IndexedDataset, files, sidecar
 from hpclm.datasets.build import (
@@ -23,10 +27,6 @@ from hpclm.datasets.build import (
 )
 from hpclm.datasets.merge import copy
 from hpclm.datasets.options import Request
-from hpclm.errors import ConfigError, unwritten
-from hpclm.files import locked, read_text, write_text
-from hpclm.folders import writable_folder
-from hpclm.terminal import say
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig
 from hpclm.config.checks import is_utf8
 from hpclm.data import chat_record, tokenizers
@@ -17,7 +18,6 @@ from hpclm.data.tokenizers import Tokenizer
 from hpclm.datasets import special_tokens
 from hpclm.datasets.tokenizers.huggingface import Library
 from hpclm.datasets.tokenizers.sentencepieces import SentencePiece
-from hpclm.errors import ConfigError
 
 UNCHANGED: dict[str, Any] = {
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None,

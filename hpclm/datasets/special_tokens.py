@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.config.reading import json_object
 from hpclm.datasets.chat import template_in
-from hpclm.errors import ConfigError
 
 log = logging.getLogger(__name__)
 FILE = "special_tokens.json"

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 
 ROWS = 1 << 8  # rows decoded at a time
 PARQUET_MAGIC = b"PAR1"

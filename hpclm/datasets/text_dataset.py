@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpclm import folders, paths
+from hpclm.base import folders, paths
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import OWN
 from hpclm.config import RunConfig, compose
 from hpclm.data import tokenizers
 from hpclm.datasets import build, options
 from hpclm.datasets.encode import tokenizer_of
 from hpclm.datasets.next_command import dataset_settings
 from hpclm.datasets.options import InputCorpus, Request
-from hpclm.errors import ConfigError
-from hpclm.registry import OWN
 from hpclm.rundir import events
 
 TOKENIZER = "bytes"

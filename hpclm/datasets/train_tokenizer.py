@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hpclm.base.errors import ConfigError, UsageError
+from hpclm.base.files import write_bytes
+from hpclm.base.folders import writable_folder
 from hpclm.data import tokenizers
 from hpclm.datasets.encode import LONG_TOKEN, read_texts
 from hpclm.datasets.inputs import MAX_LINE_MB, MB, chunks, find
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from hpclm.datasets.tokenizers.sentencepieces import SENTENCES, train_sentencepiece
-from hpclm.errors import ConfigError, UsageError
-from hpclm.files import write_bytes
-from hpclm.folders import writable_folder
 from hpclm.node import interruption
 
 log = logging.getLogger(__name__)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from hpclm.base.errors import ConfigError, unwritten
+from hpclm.base.files import typed, write_text
+from hpclm.base.terminal import many
 from hpclm.data.content import KEY, DatasetContent, index_damaged, noted
 from hpclm.data.indexed import IndexedDataset, files, sidecar, whereabouts
 from hpclm.datasets.hashing import TokenReader
-from hpclm.errors import ConfigError, unwritten
-from hpclm.files import typed, write_text
-from hpclm.terminal import many
 
 
 def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def prefixes(names: Sequence[str]) -> list[str]:
 
 def check_index(dataset: IndexedDataset) -> None:
     """Check every entry of the index, with a progress bar; ConfigError for the first wrong one."""
-    from hpclm.progress import Bar
+    from hpclm.base.progress import Bar
 
     with Bar(total=len(dataset) + dataset.document_count, unit_scale=True, disable=None, desc="index") as bar:
         dataset.check(bar.update)
@@ -105,7 +105,7 @@ def _check_tokens(
     dataset: IndexedDataset, recorded: DatasetContent | None, size: int | None
 ) -> tuple[int | None, DatasetContent]:
     """The highest token (None without tokens), and the hashes; ConfigError for tokens outside [0, ``size``), or other hashes."""
-    from hpclm.progress import Bar
+    from hpclm.base.progress import Bar
 
     reader = TokenReader(dataset, recorded)
     highest = None

@@ -20,9 +20,9 @@ from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpclm.errors import HpclmError
-from hpclm.files import reader
-from hpclm.folders import temporary_folder
+from hpclm.base.errors import HpclmError
+from hpclm.base.files import reader
+from hpclm.base.folders import temporary_folder
 from hpclm.node import environment, python, threads
 
 Work = TypeVar("Work")

@@ -14,12 +14,12 @@ from typing import IO, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import aside, locked, sweep, sync
 from hpclm.data.content import KEY, DatasetContent
 from hpclm.data.formats import DTYPES, FAIRSEQ_HEADER, FAIRSEQ_ONLY, HEADER, MAGIC, VERSION
 from hpclm.data.indexed import files
 from hpclm.datasets.hashing import HashedFile
-from hpclm.errors import ConfigError
-from hpclm.files import aside, locked, sweep, sync
 
 MAX_SEQUENCE_TOKENS = 2**31 - 1  # tokens in a sequence: sizes are int32
 ITEMS_PER_WRITE = 1 << 20  # sequences or tokens written at a time

@@ -24,19 +24,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import CorruptedError, DivergedError
+from hpclm.base.side_path import SidePath
 from hpclm.diagnostics import facts
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.checksum import checksums, counts, local_tensors, pieces
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.errors import CorruptedError, DivergedError
 from hpclm.node import hardware
 from hpclm.parallel.mesh import Mesh
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.rundir import events
-from hpclm.side_path import SidePath
 
 log = logging.getLogger(__name__)
 MAX_TIME_FRACTION = 0.003

@@ -15,11 +15,12 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpclm import __version__, extras, files
+from hpclm import __version__
+from hpclm.base import extras, files
+from hpclm.base.terminal import many, ranges
 from hpclm.distributed import network
 from hpclm.distributed.bootstrap import World
 from hpclm.node import environment, import_errors, python, secrets, threads
-from hpclm.terminal import many, ranges
 
 if TYPE_CHECKING:
     import torch

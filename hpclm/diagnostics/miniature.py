@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpclm import engine as engines
+from hpclm.base.errors import ConfigError
 from hpclm.config import EngineConfig, EngineSettings, ModelConfig, OptimConfig, ParallelConfig
 from hpclm.config.experts import MLP_KINDS
 from hpclm.config.optimizers import OPTIMIZERS, row
@@ -26,7 +27,6 @@ from hpclm.config.section import broken
 from hpclm.diagnostics.samples import EPS, Sample, Samples, of_matrices, of_update, of_weights, sample, sample_of
 from hpclm.engine.base import BaseEngine, optimizer_for
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.model.experts import Experts
 from hpclm.model.layers import ColumnLinear, RowLinear

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, HpclmError
+from hpclm.base.terminal import many
 from hpclm.diagnostics import facts, probes, verdict
 from hpclm.diagnostics.verdict import Link
-from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import code, events
-from hpclm.terminal import many
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpclm import files
+from hpclm.base import files
 from hpclm.node import processes
 
 PATIENCE = 5.0  # seconds within which a shared file system must show one node what another wrote

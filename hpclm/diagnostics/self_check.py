@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from hpclm import engine as engines
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import HpclmError
 from hpclm.checkpoint.staging import Snapshot
 from hpclm.config import EngineSettings, RunConfig
 from hpclm.config.model import BLOCKS
@@ -37,7 +38,6 @@ from hpclm.diagnostics.samples import OF_UPDATES, Samples, Tolerance, differing,
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Shard, compiling
 from hpclm.engine.base import BaseEngine
-from hpclm.errors import HpclmError
 from hpclm.model.attention import backend as attention_backend
 from hpclm.node import environment
 from hpclm.parallel.mesh import Compute

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from statistics import median_high
 from typing import Any
 
+from hpclm.base.terminal import ranges
 from hpclm.diagnostics.facts import DECISIVE, Facts
 from hpclm.node.import_errors import WAY_OUT
-from hpclm.terminal import ranges
 
 AGREE = ("hpclm", "python", "torch", "cuda", "nccl", *DECISIVE, "driver", "device_name")
 SHM = 32 << 20  # bytes of /dev/shm for each process: NCCL and MPI keep their buffers there

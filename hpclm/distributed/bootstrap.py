@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpclm.errors import ConfigError, ExitCode
+from hpclm.base.errors import ConfigError, ExitCode
 from hpclm.node import slurm
 from hpclm.node.job import OwnJob
 

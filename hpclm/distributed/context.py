@@ -13,7 +13,8 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpclm import errors
+from hpclm.base import errors
+from hpclm.base.errors import ConfigError, ExitCode, HpclmError
 from hpclm.config import ClusterConfig
 from hpclm.distributed import bootstrap, network
 from hpclm.distributed.bootstrap import World
@@ -22,7 +23,6 @@ from hpclm.distributed.ranks import RankInfo
 from hpclm.distributed.rendezvous import connect
 from hpclm.distributed.stragglers import EVERY, Stragglers
 from hpclm.distributed.watchdog import Watchdog
-from hpclm.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node import ends, preemption, processes
 from hpclm.node.job import OwnJob
 

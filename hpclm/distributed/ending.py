@@ -14,15 +14,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import ExitCode
+from hpclm.base.terminal import plain
 from hpclm.distributed import failure, hang
 from hpclm.distributed.failure import LostRankError
 from hpclm.distributed.hang import RankState
 from hpclm.distributed.ranks import RankInfo
-from hpclm.errors import ExitCode
 from hpclm.node import ends, processes, secrets
 from hpclm.node.ends import End
-from hpclm.terminal import plain
 
 log = logging.getLogger(__name__)
 CAUSE = (

@@ -9,11 +9,11 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpclm import errors, files
+from hpclm.base import errors, files
+from hpclm.base.errors import ExitCode, HpclmError
 from hpclm.distributed import hang
 from hpclm.distributed.hang import RankState
 from hpclm.distributed.ranks import RankInfo, named
-from hpclm.errors import ExitCode, HpclmError
 from hpclm.node import ends, processes
 
 MAX_TEXT_CHARACTERS = 1 << 16  # a longer text of a failure is shortened

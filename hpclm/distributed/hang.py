@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpclm.base.errors import ExitCode
+from hpclm.base.terminal import ranges
 from hpclm.distributed.ranks import RankInfo, named
-from hpclm.errors import ExitCode
 from hpclm.node import ends
-from hpclm.terminal import ranges
 
 COLLECTIVES = ("torch.distributed.", "hpclm.parallel.")
 """Modules with functions that wait for other ranks. DistributedContext notes its own collectives (``context.waits_in``)."""

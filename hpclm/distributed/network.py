@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm.errors import ConfigError, HpclmError
+from hpclm.base.errors import ConfigError, HpclmError
 
 PORTS = range(10_240, 32_000)
 """Below the ephemeral range (Linux: 32768 and up): any outgoing connection may take a port there."""

@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hpclm import __version__, files
+from hpclm import __version__
+from hpclm.base import files
+from hpclm.base.terminal import ranges
 from hpclm.distributed import network
 from hpclm.distributed.bootstrap import World
-from hpclm.terminal import ranges
 
 SHOWN_HOSTS = 8
 

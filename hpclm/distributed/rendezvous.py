@@ -20,12 +20,12 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hpclm import extras
+from hpclm.base import extras
+from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.config import ClusterConfig
 from hpclm.distributed import network
 from hpclm.distributed.bootstrap import OF_MPI, World
 from hpclm.distributed.ranks import RankInfo
-from hpclm.errors import ConfigError, HpclmError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

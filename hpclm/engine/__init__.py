@@ -15,19 +15,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import class_check, load, lookup
 from hpclm.config import EngineSettings, OptimConfig
 from hpclm.config.engine import ENGINES
 from hpclm.config.model import BLOCKS
 from hpclm.config.supports import OPTIONAL, SUPPORTS, Asking, Supports, unsupported
 from hpclm.engine.user_optimizers import check_optimizer
-from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.gpt import LayerSpec
 from hpclm.node import hardware
 from hpclm.optim.optimizers import rate_and_decay
 from hpclm.parallel.mesh import Compute
 from hpclm.parallel.micro_batch import MicroBatch
-from hpclm.registry import class_check, load, lookup
 
 log = logging.getLogger(__name__)
 

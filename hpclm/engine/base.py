@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import OWN
 from hpclm.config import EngineSettings
 from hpclm.config.model import BLOCKS
 from hpclm.config.optimizers import OPTIMIZERS
@@ -24,7 +26,6 @@ from hpclm.engine.scalars import check_scalars
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState, UnsavableStateError
 from hpclm.engine.step import GlobalNorm, StepInputs, Timers, mean_loss, seed_step, step_inputs
-from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.compiled import Compilation
 from hpclm.model.init import TensorParallelModule
@@ -38,7 +39,6 @@ from hpclm.optim.user_optimizer import UserOptimizer
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, union
 from hpclm.parallel.mesh import SINGLE, Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, Output, add
-from hpclm.registry import OWN
 
 
 class BaseEngine:

@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 
 from hpclm import engine as engines
+from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.config import EngineSettings
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine
-from hpclm.errors import ConfigError, HpclmError
 from hpclm.model.compiled import Compilation
 from hpclm.node import apex
 

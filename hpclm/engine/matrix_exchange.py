@@ -12,9 +12,9 @@ from math import prod
 import torch.distributed as dist
 from torch import Tensor
 
+from hpclm.base.errors import ConfigError
 from hpclm.config.optimizers import stacked
 from hpclm.engine.sharded_parameter import ShardedParameter, blocks
-from hpclm.errors import ConfigError
 from hpclm.optim.optimizers import Matrix
 from hpclm.parallel.collectives import all_to_all
 from hpclm.parallel.mesh import Axis, Mesh

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import EngineSettings, fp8
 from hpclm.config.model import BLOCKS
 from hpclm.config.supports import SUPPORTS, with_feature
-from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.experts import ExpertAxes
 from hpclm.model.gpt import LayerSpec

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import EngineSettings
 from hpclm.config.engine import torch_too_old
 from hpclm.engine.base import BaseEngine
@@ -28,7 +29,6 @@ from hpclm.engine.models import defer_tp_grad_sum, layers_of, stack_of
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.stages import stages
 from hpclm.engine.step import StepInputs
-from hpclm.errors import ConfigError
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack, Stages
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 
 IMPORTED = {"optimizer_steps"}
 """The only scalars of imported weights; the engine's initial values serve for the others."""

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import OptimConfig
 from hpclm.config.optimizers import State, Where, tensors_held
 from hpclm.engine import SavedState, Shard
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.errors import ConfigError
 from hpclm.optim.adamw import set_state, steps_by_group, steps_taken
 from hpclm.optim.optimizers import kind_of
 from hpclm.optim.user_optimizer import UserOptimizer

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import EngineSettings, ModelConfig, OptimConfig
 from hpclm.config.optimizers import OPTIMIZERS, Shape
 from hpclm.config.supports import Supports, with_feature
-from hpclm.errors import ConfigError
 from hpclm.optim import user_optimizer
 from hpclm.optim.trial import RANDOM
 from hpclm.optim.user_optimizer import LoadedOptimizer

@@ -4,11 +4,11 @@ import re
 import sys
 from dataclasses import replace
 
-from hpclm import terminal
+from hpclm.base import terminal
+from hpclm.base.registry import hint
+from hpclm.base.terminal import say
 from hpclm.inference.completion import Completer
 from hpclm.inference.generation_settings import Limits, Sampling
-from hpclm.registry import hint
-from hpclm.terminal import say
 
 COMMANDS = {"/help": "show this", "/clear": "begin a new text", "/exit": "exit, as Ctrl-D does"}
 """Commands, typed alone on a line."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpclm import extras, log
+from hpclm.base import extras, log
 from hpclm.inference import texts
 from hpclm.node import secrets
 from hpclm.node.job import OwnJob
@@ -111,19 +111,19 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
 
     ``samples``: number of samples to read of the part; None: one pass. ConfigError if the loss is not finite.
     """
+    from hpclm.base.errors import ConfigError
     from hpclm.data import sources, split_by
-    from hpclm.errors import ConfigError
     from hpclm.inference import run_settings
 
     config = split_by.resolved(run_settings.check(run, overrides, reads_text=False))
     source = sources.build(config.data, config.model, config.seed)
 
+    from hpclm.base.progress import Bar
     from hpclm.data.batches import Batches
     from hpclm.engine.step import mean_loss
     from hpclm.inference import run_model
     from hpclm.inference.scoring import perplexity
     from hpclm.parallel.mesh import SINGLE
-    from hpclm.progress import Bar
 
     compute = run_model.place(config)
     model, progress = run_model.load_model(run, config, source.fingerprint.get("tokenizer"), compute)
@@ -156,8 +156,8 @@ def on_documents(
 
     ``max_tokens``: tokens after which to stop; ``format``: of the text, "text" or "jsonl". ConfigError if the loss is not finite.
     """
+    from hpclm.base.errors import ConfigError
     from hpclm.data import indexed, loss_mask, tokenizers
-    from hpclm.errors import ConfigError
     from hpclm.inference import run_settings
 
     content = "" if text is None else texts.text_of(text)
@@ -177,9 +177,9 @@ def on_documents(
         dataset = indexed.IndexedDataset(Path(prefix or ""))
         mask = loss_mask.opened(dataset, replace(data, order="packed"))  # as a training run would read it
 
+    from hpclm.base.progress import Bar
     from hpclm.datasets import run_text
     from hpclm.inference import run_model, scoring
-    from hpclm.progress import Bar
 
     of_run = run_text.of_run(run, data, config.model.vocab_size, tokenizer) if tokenizer else None
     if text is not None and of_run is not None:
@@ -199,7 +199,7 @@ def on_documents(
 def _finite(figures: Figures) -> Figures:
     """Return ``figures``; ConfigError if the loss is not finite."""
     if not math.isfinite(float(figures["loss"])):
-        from hpclm.errors import ConfigError
+        from hpclm.base.errors import ConfigError
         from hpclm.inference.generation import NOT_FINITE
 
         raise ConfigError(f"the loss is {figures['loss']}: {NOT_FINITE}")

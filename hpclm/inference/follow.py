@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import ExitCode, HpclmError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.manifest import BadCheckpoint
 from hpclm.data import chat_record
 from hpclm.datasets import run_text
-from hpclm.errors import ExitCode, HpclmError
 from hpclm.inference import run_model
 from hpclm.inference.harness import Tasks
 from hpclm.node.job import OwnJob

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hpclm.base.errors import ConfigError
 from hpclm.config.model import BLOCKS
-from hpclm.errors import ConfigError
 from hpclm.inference.generation_settings import Sampling
 from hpclm.model.cache import KeyValueCache
 from hpclm.model.stack import Stack

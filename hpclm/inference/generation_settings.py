@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hpclm.base.errors import ArgumentError
 from hpclm.config.checks import is_utf8
-from hpclm.errors import ArgumentError
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs, postprocess_gen
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from hpclm import folders
+from hpclm.base import folders
+from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.datasets.run_text import RunText
-from hpclm.errors import ConfigError, HpclmError
 from hpclm.inference import task_names
 from hpclm.inference.generation import continue_all
 from hpclm.inference.generation_settings import Sampling

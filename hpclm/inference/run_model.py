@@ -4,12 +4,12 @@ import logging
 from pathlib import Path
 from typing import Any, Protocol
 
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.fingerprint import tokenizer_clash
 from hpclm.checkpoint.manifest import Manifest, Progress
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.config import DataConfig, EngineConfig, ModelConfig
-from hpclm.errors import ConfigError
 from hpclm.inference import run_settings
 from hpclm.model import gpt
 from hpclm.model.loss import TokenLoss

@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpclm import config as configs
+from hpclm.base.errors import ConfigError, NoCheckpointError
 from hpclm.checkpoint import directory, manifest
 from hpclm.config import EngineConfig, OptimConfig, ParallelConfig, RunConfig
 from hpclm.config.optimizers import OPTIMIZERS, row
 from hpclm.data import tokenizers
-from hpclm.errors import ConfigError, NoCheckpointError
 from hpclm.rundir import config_history
 
 

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpclm.errors import HpclmError
+from hpclm.base.errors import HpclmError
+from hpclm.base.terminal import say
 from hpclm.inference import run_settings
 from hpclm.inference.generation_settings import Limits, Sampling
-from hpclm.terminal import say
 
 SAMPLE_TOKENS = 80
 SAMPLED_CHECKPOINTS = 4  # checkpoints of a run

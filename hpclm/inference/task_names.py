@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpclm import files
-from hpclm.errors import ConfigError
-from hpclm.registry import hint
+from hpclm.base import files
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import hint
 
 WORD = re.compile(rb"[^\s\"'\[\],#{}]+")
 NAME = re.compile(r"^[\s-]*(?:task|group|tag)\s*:\s*[\"']?([\w.:-]+)", re.MULTILINE)

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpclm import config, extras, files
+from hpclm import config
+from hpclm.base import extras, files
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import manifest
-from hpclm.errors import ConfigError
 
 SHARD_GB = 5.0
 IMPORTABLE = re.compile(r"config\.json|latest.*|layer_.*|mp_rank_.*|.*\.distcp")

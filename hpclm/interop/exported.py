@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.progress import Bar
 from hpclm.checkpoint.tensors import Tensors
-from hpclm.errors import ConfigError
 from hpclm.interop.rules import Rule, check_names
 from hpclm.interop.run import RunCheckpoint, finite
-from hpclm.progress import Bar
 
 
 class Exported:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpclm import files
-from hpclm.errors import ConfigError
+from hpclm.base import files
+from hpclm.base.errors import ConfigError
 
 REPLACED = re.compile(r"(megatron|deepspeed|pathlib)\.[\w.]+|_io\.BytesIO")
 """Classes in Megatron's files other than weights and settings: replaced by ``StandIn``, and never imported."""

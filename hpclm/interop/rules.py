@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import EngineConfig, ModelConfig
-from hpclm.errors import ConfigError
 from hpclm.model import gpt
 from hpclm.model.stack import Stack
 from hpclm.parallel.placement import Placement

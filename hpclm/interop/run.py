@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from hpclm import config as configs
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, unwritten
+from hpclm.base.progress import Bar
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, directory, manifest
 from hpclm.checkpoint.manifest import Manifest
 from hpclm.config import DataConfig, ModelConfig, RunConfig
@@ -21,9 +23,7 @@ from hpclm.config.settings import UnplacedWord
 from hpclm.data import chat_record
 from hpclm.data.chat_record import ChatRecord
 from hpclm.engine import Shard, StateSource
-from hpclm.errors import ConfigError, unwritten
 from hpclm.interop.rules import Rule, check_depth, check_names, placements
-from hpclm.progress import Bar
 
 
 class TensorSource(Protocol):

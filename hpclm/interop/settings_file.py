@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import ConfigError
 from hpclm.config import elsewhere
 from hpclm.config.elsewhere import LEFT_OUT, MEGATRON, NANOGPT
 from hpclm.config.fields import as_yaml, keys, required, type_of
 from hpclm.config.supports import SUPPORTS
-from hpclm.errors import ConfigError
 from hpclm.interop import shell
 from hpclm.interop.megatron import options
 from hpclm.interop.shell import Flag

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpclm import paths, shipped
+from hpclm.base import paths, shipped
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
 from hpclm.config.settings import is_override
 from hpclm.datasets import command_line
 from hpclm.diagnostics import report
-from hpclm.errors import ConfigError
 from hpclm.training import records
 
 if TYPE_CHECKING:

@@ -8,11 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpclm import failures, files
-from hpclm.errors import HpclmError
+from hpclm.base import files
+from hpclm.base.errors import HpclmError
+from hpclm.base.terminal import say
 from hpclm.launch import send
 from hpclm.launch.jobs import jobs_by_scheduler, state
 from hpclm.launch.schedulers import Scheduler, named
+from hpclm.node import failures
 from hpclm.node.job import Job
 from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import control_files, events
@@ -20,7 +22,6 @@ from hpclm.rundir import runs as folders
 from hpclm.rundir.lease import HolderWatch, is_here
 from hpclm.rundir.runs import Run
 from hpclm.rundir.state import process_here
-from hpclm.terminal import say
 
 PATIENCE = 10.0  # seconds for squeue to answer
 POLL = 0.5  # seconds between checks

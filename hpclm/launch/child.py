@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
-from hpclm.errors import ConfigError, ExitCode, shell_code
+from hpclm.base.errors import ConfigError, ExitCode, shell_code
+from hpclm.base.terminal import say
 from hpclm.node import preemption, processes
-from hpclm.terminal import say
 
 SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1)
 """srun and mpirun forward USR1 to the ranks (srun and Open MPI also USR2); at others they end them within a second."""

@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpclm import shipped
+from hpclm.base import shipped
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
-from hpclm.errors import ConfigError
 from hpclm.node import python
 
 HANDED_ON = r"^((SLURM|PMI|PMIX|NCCL|GLOO|UCX|OMP|MKL|CUDA|TORCH|HF|WANDB|HPCLM)_|PYTHON(SAFEPATH|NOUSERSITE)$)"

@@ -13,16 +13,16 @@ from operator import attrgetter
 from pathlib import Path
 
 from hpclm import config as settings
-from hpclm import folders, paths
+from hpclm.base import folders, paths
+from hpclm.base.errors import ConfigError, HpclmError
+from hpclm.base.terminal import say
 from hpclm.config import DataConfig, RunConfig
 from hpclm.config.fields import as_word
 from hpclm.config.section import default_of
 from hpclm.config.setting import declared
-from hpclm.errors import ConfigError, HpclmError
 from hpclm.launch.schedulers import current_job
 from hpclm.rundir import metrics_file
 from hpclm.rundir.lease import Lease
-from hpclm.terminal import say
 
 log = logging.getLogger(__name__)
 

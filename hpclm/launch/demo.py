@@ -8,12 +8,12 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpclm import files, folders
+from hpclm.base import files, folders
+from hpclm.base.errors import ConfigError, shell_code
+from hpclm.base.terminal import say, sparkline
 from hpclm.config import RunConfig
-from hpclm.errors import ConfigError, shell_code
 from hpclm.node import preemption, python
 from hpclm.rundir import summary
-from hpclm.terminal import say, sparkline
 
 FOLDER = Path("demo")
 PROMPT = 'def read(self, size):\n    """'

@@ -4,8 +4,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
-from hpclm.errors import ConfigError
 from hpclm.launch import arguments
 from hpclm.rundir import runs as folders
 from hpclm.rundir.state import State, state_of

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hpclm import files, folders, paths
+from hpclm.base import files, folders, paths
+from hpclm.base.errors import ExitCode, HpclmError, shell_code
+from hpclm.base.terminal import say
 from hpclm.config import RunConfig
-from hpclm.errors import ExitCode, HpclmError, shell_code
 from hpclm.launch import child, send
 from hpclm.launch.outcome import Outcome
 from hpclm.node import import_errors, parent, preemption, processes, python
 from hpclm.rundir import events
-from hpclm.terminal import say
 
 LAUNCHERS = {"local": "torchrun", "mpirun": "mpirun", "srun": "srun"}
 FLUSH = 5.0  # seconds for the last output to be copied; a left-over process may still hold the pipe

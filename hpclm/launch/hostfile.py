@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from hpclm import files
-from hpclm.errors import ConfigError, unread
-from hpclm.registry import hint
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, unread
+from hpclm.base.registry import hint
 
 Resources = dict[str, list[int]]
 """Slots (GPU numbers) of each host, in the order of the hostfile."""

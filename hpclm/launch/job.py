@@ -17,20 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpclm import failures, folders
+from hpclm.base import folders
+from hpclm.base.errors import ConfigError, DivergedError, ExitCode
+from hpclm.base.terminal import say
 from hpclm.config import RunConfig
 from hpclm.datasets import command_line
 from hpclm.distributed import network
-from hpclm.errors import ConfigError, DivergedError, ExitCode
 from hpclm.launch import child, container, mpi, srun
 from hpclm.launch.outcome import Outcome, by_signal
 from hpclm.launch.schedulers import current_job
-from hpclm.node import ends, environment, import_errors, parent, preemption, slurm
+from hpclm.node import ends, environment, failures, import_errors, parent, preemption, slurm
 from hpclm.node.job import OwnJob
 from hpclm.node.processes import MissingProgramError, NoAnswerError
 from hpclm.parser import EPILOG, Parser
 from hpclm.rundir import events
-from hpclm.terminal import say
 
 MAX_STARTS = 3  # starts in a row that may end before training begins
 PATIENCE = 600.0  # seconds for the scheduler to answer

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.terminal import many
 from hpclm.config import JobConfig, RunConfig
 from hpclm.distributed import network
-from hpclm.errors import ConfigError
 from hpclm.launch import foreground
 from hpclm.launch.foreground import Launch
 from hpclm.node import environment, gpus, threads
-from hpclm.terminal import many
 
 IN_SCRIPTS = ("modules", "venv", "conda", "setup", "container", "runtime", "mounts", "snapshot", "template")
 """Settings that only have an effect in a job script."""

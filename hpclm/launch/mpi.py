@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.terminal import many
 from hpclm.config import RunConfig
-from hpclm.errors import ConfigError
 from hpclm.launch import child, foreground, hostfile, local
 from hpclm.launch.foreground import Launch
 from hpclm.launch.hostfile import Resources
 from hpclm.node import environment, gpus, processes, slurm, threads
 from hpclm.node.processes import NoAnswerError
-from hpclm.terminal import many
 
 Flavour = Literal["Open MPI", "MPICH", "Intel MPI"]
 FLAVOURS: dict[str, Flavour] = {

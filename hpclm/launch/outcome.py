@@ -4,13 +4,13 @@ import sys
 import time
 from pathlib import Path
 
+from hpclm.base.errors import ExitCode
+from hpclm.base.terminal import say
 from hpclm.distributed import ending, failure
-from hpclm.errors import ExitCode
 from hpclm.node import ends
 from hpclm.node.job import OwnJob
 from hpclm.node.processes import memory_kills
 from hpclm.rundir import summary
-from hpclm.terminal import say
 
 SHOWS = 3.0  # seconds for the files of ranks on other nodes to appear: NFS shows them late
 LOST_NODE = 205  # mpirun's exit code when a node is lost

@@ -8,7 +8,11 @@ from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 
-from hpclm import extras, sinks
+from hpclm import sinks
+from hpclm.base import extras
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import lookup
+from hpclm.base.terminal import say
 from hpclm.config import JobConfig, RunConfig
 from hpclm.config.engine import ENGINES
 from hpclm.config.job import seconds_of
@@ -17,13 +21,10 @@ from hpclm.config.monitoring import SINKS
 from hpclm.config.optim import SCHEDULES
 from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.config.supports import SUPPORTS
-from hpclm.errors import ConfigError
 from hpclm.launch import local
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.node.processes import NoAnswerError
-from hpclm.registry import lookup
 from hpclm.rundir import summary
-from hpclm.terminal import say
 from hpclm.training.start import Check, RunStart
 
 WIDEST_BUILT = 2048  # model.hidden up to which a block is built on the login node: 200 MB

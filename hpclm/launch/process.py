@@ -8,15 +8,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpclm import failures, folders, log
+from hpclm.base import folders, log
+from hpclm.base.errors import ConfigError, ExitCode, Interrupted
 from hpclm.config import RunConfig
 from hpclm.config.data import SOURCES
 from hpclm.distributed import bootstrap, network
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
-from hpclm.errors import ConfigError, ExitCode, Interrupted
 from hpclm.launch.schedulers import current_job
-from hpclm.node import ends, preemption, secrets, threads
+from hpclm.node import ends, failures, preemption, secrets, threads
 from hpclm.node.job import OwnJob
 from hpclm.rundir import code, folder
 

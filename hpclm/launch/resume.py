@@ -5,14 +5,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm import failures, files, paths
-from hpclm.errors import ConfigError, LockedError
+from hpclm.base import files, paths
+from hpclm.base.errors import ConfigError, LockedError
+from hpclm.base.terminal import say
 from hpclm.launch.jobs import States
 from hpclm.launch.schedulers import slurm_commands as slurm
+from hpclm.node import failures
 from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import Run
 from hpclm.rundir.state import State
-from hpclm.terminal import say
 
 PATIENCE = 5.0  # seconds for squeue to answer
 SETTING = re.compile(r"[A-Za-z_][\w.-]*\s*=")

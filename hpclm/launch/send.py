@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, LockedError
 from hpclm.checkpoint import resumable
 from hpclm.config import RunConfig
 from hpclm.config.compose import dumped
 from hpclm.config.length import run_length
-from hpclm.errors import ConfigError, LockedError
 from hpclm.launch.schedulers import JobScript, Scheduler
 from hpclm.node.job import Job
 from hpclm.rundir import code, config_history, events, folder, lease, runs

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpclm import paths, shipped
+from hpclm.base import paths, shipped
 from hpclm.config import JobConfig, RunConfig
 from hpclm.node import environment
 from hpclm.rundir import code

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Sequence
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
+from hpclm.base.terminal import many
 from hpclm.launch import child, foreground, local
 from hpclm.launch.foreground import Launch
 from hpclm.node import environment, slurm
-from hpclm.terminal import many
 
 STALE = re.compile(r"SLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK|DISTRIBUTION)")
 """Requests of the allocation, which srun would apply to its step; the step has its own on the command line."""

@@ -11,11 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpclm import config, files, paths
+from hpclm import config
+from hpclm.base import files, paths
+from hpclm.base.errors import ConfigError, HpclmError, LockedError
+from hpclm.base.terminal import many, say
 from hpclm.config import JobConfig, ParallelConfig, RunConfig
 from hpclm.config.job import seconds_of
 from hpclm.config.settings import is_override
-from hpclm.errors import ConfigError, HpclmError, LockedError
 from hpclm.inference.evaluation import TaskRequest
 from hpclm.launch import arguments, container, debug, prechecks, process, send, setup, sweep
 from hpclm.launch.arguments import Request
@@ -26,7 +28,6 @@ from hpclm.node import gpus, secrets
 from hpclm.rundir import events, folder
 from hpclm.rundir import runs as folders
 from hpclm.rundir.state import span
-from hpclm.terminal import many, say
 
 if TYPE_CHECKING:
     from hpclm.datasets.text_dataset import NamedDataset

@@ -16,24 +16,24 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from hpclm import failures, files, folders, paths, terminal
+from hpclm.base import files, folders, paths, terminal
+from hpclm.base.errors import ConfigError, ExitCode, HpclmError, shell_code
+from hpclm.base.terminal import many, say
 from hpclm.config import RunConfig
 from hpclm.datasets import command_line
 from hpclm.distributed import bootstrap
-from hpclm.errors import ConfigError, ExitCode, HpclmError, shell_code
 from hpclm.launch import arguments, prechecks, process, send
 from hpclm.launch.arguments import Variant
 from hpclm.launch.child import Forward
 from hpclm.launch.done import diverged, nothing_left
 from hpclm.launch.jobs import States, state
-from hpclm.node import environment, gpus, parent, preemption, processes, python, secrets, threads
+from hpclm.node import environment, failures, gpus, parent, preemption, processes, python, secrets, threads
 from hpclm.rundir import rows
 from hpclm.rundir import runs as run_folders
-from hpclm.terminal import many, say
 from hpclm.training.start import RunStart
 
 if TYPE_CHECKING:
-    from hpclm.progress import ProgressBar
+    from hpclm.base.progress import ProgressBar
 
 POLL = 0.2  # seconds between looks at the processes
 UPDATE = 1.0  # seconds between updates of a progress bar
@@ -173,7 +173,7 @@ class Child:
         self._shown = time.monotonic()
 
     def _new_bar(self, total: int | None, step: int) -> "ProgressBar":
-        from hpclm.progress import ProgressBar
+        from hpclm.base.progress import ProgressBar
 
         title = f"{self.name}  {self.out.name}  step "
         return ProgressBar(total, initial=step, desc=title, unit="", position=self.row, leave=False)
@@ -322,7 +322,7 @@ def _finish(sweep: Sweep, unfinished: Sequence[Path], code: int) -> int:
 
 def _tell(text: str) -> None:
     """Print a line on standard error, above the progress bars."""
-    from hpclm.progress import Bar  # loads tqdm, which hpclm submit does not need
+    from hpclm.base.progress import Bar  # loads tqdm, which hpclm submit does not need
 
     Bar.write(terminal.line(text), file=sys.stderr)
 

@@ -5,7 +5,7 @@ signals are forwarded to the ranks so that they can save, the exit code says why
 not restarted. Each rank leaves its exit code in a file for that (``ends.note``).
 """
 
-from hpclm import folders
+from hpclm.base import folders
 from hpclm.node import import_errors, preemption, threads
 
 if __name__ == "__main__":  # before the other imports, which take a while
@@ -38,9 +38,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from hpclm.base.errors import ExitCode, shell_code
 from hpclm.distributed import network
 from hpclm.distributed.failure import verdict
-from hpclm.errors import ExitCode, shell_code
 from hpclm.launch.child import Forward
 from hpclm.launch.schedulers import current_job
 from hpclm.node import ends, parent, processes, python, slurm

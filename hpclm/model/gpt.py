@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpclm.base.registry import class_check, lookup
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.model import BLOCKS
 from hpclm.model import own_block
@@ -25,7 +26,6 @@ from hpclm.model.layers import MLP, Norm, VocabParallelEmbedding
 from hpclm.model.position import POSITIONS
 from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.placement import Placement
-from hpclm.registry import class_check, lookup
 
 CHECK = class_check("forward", made_with=("config", "recompute_core", "generator", "tp"), named=True, base=nn.Module)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 
 HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 

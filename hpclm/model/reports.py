@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.model.attention.layout import AttentionMetadata
 from hpclm.rundir.metric_names import is_reserved
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.model import BLOCKS
-from hpclm.errors import ConfigError
 from hpclm.model import init
 from hpclm.model.attention.layout import AttentionMetadata, Layouts, Reports
 from hpclm.model.cache import KeyValueCache

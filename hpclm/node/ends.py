@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
+from hpclm.base import files
 from hpclm.node import slurm
 
 Env = Mapping[str, str]

@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpclm import folders, paths
-from hpclm.errors import ConfigError
+from hpclm.base import folders, paths
+from hpclm.base.errors import ConfigError
 from hpclm.node import parent, python, slurm
 
 if TYPE_CHECKING:

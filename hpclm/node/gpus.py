@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpclm.errors import ArgumentError, HpclmError
+from hpclm.base.errors import ArgumentError, HpclmError
+from hpclm.base.registry import hint
 from hpclm.node import python
-from hpclm.registry import hint
 
 
 @dataclass(frozen=True)

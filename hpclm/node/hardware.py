@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from hpclm.base.errors import ConfigError, HpclmError
+from hpclm.base.terminal import many
 from hpclm.config import EngineConfig
-from hpclm.errors import ConfigError, HpclmError
 from hpclm.node import slurm, threads
 from hpclm.node.gpus import named
-from hpclm.terminal import many
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {kind: name for name, kind in TYPES.items()}

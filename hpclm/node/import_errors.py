@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import TracebackType
 
-from hpclm.errors import ExitCode
+from hpclm.base.errors import ExitCode
 
 REQUIRED = (
     *("torch", "numpy", "omegaconf", "yaml", "submitit", "orjson", "psutil", "tokenizers", "xxhash", "tensorboard"),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from hpclm.errors import shell_code
+from hpclm.base.errors import shell_code
 
 
 def leave(number: int, _: FrameType | None) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
+from hpclm.base.errors import LockedError
 from hpclm.config.job import NOTIFY
-from hpclm.errors import LockedError
 from hpclm.node import secrets
 
 log = logging.getLogger(__name__)

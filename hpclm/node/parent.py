@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from hpclm.errors import shell_code
+from hpclm.base.errors import shell_code
 
 PID = "HPCLM_LAUNCHER_PID"
 """Variable with torchrun's run ID and the PID of the agent that starts the ranks, set by hpclm's launchers."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from hpclm.errors import HpclmError
+from hpclm.base.errors import HpclmError
 from hpclm.node.parent import signal_at_death_of_parent
 
 OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # an argument of hpclm's command lines: hpclm, its path, or the module after -m

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpclm import shipped
+from hpclm.base import shipped
 from hpclm.node import processes, slurm
 from hpclm.node.processes import NoAnswerError
 

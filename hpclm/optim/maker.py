@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import hint
 from hpclm.config.optimizers import Shape
-from hpclm.errors import ConfigError
 from hpclm.optim.adamw import groups
 from hpclm.optim.optimizers import Weight
-from hpclm.registry import hint
 
 if TYPE_CHECKING:
     from hpclm.config import OptimConfig

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hpclm import registry
+from hpclm.base import registry
 from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, dimensions
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hpclm.base.registry import function_check, lookup
 from hpclm.config import OptimConfig, Plan
 from hpclm.config.optim import SCHEDULES
 from hpclm.config.plan import Length
-from hpclm.registry import function_check, lookup
 
 Shape = Callable[[float, float, OptimConfig], float]
 CHECK = function_check("position", "length", "optim")

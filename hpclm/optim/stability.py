@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from hpclm.base.errors import DivergedError
 from hpclm.config import OptimConfig, ScalerConfig
-from hpclm.errors import DivergedError
 
 WINDOW = 100
 MIN_STEPS = 8

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig, OptimConfig
 from hpclm.config.optimizers import Shape, State, StateTensor, dimensions, stacked
-from hpclm.errors import ConfigError
 from hpclm.optim.maker import UserOptimizerMaker
 
 SHAPES: Mapping[str, tuple[int, ...]] = {

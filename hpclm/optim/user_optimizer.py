@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import lookup
 from hpclm.config import OptimConfig
 from hpclm.config.optimizers import EXAMPLES, OptimizerKind, Shape, State, StateTensor, stacked
-from hpclm.errors import ConfigError
 from hpclm.optim import trial
 from hpclm.optim.adamw import bare, groups
 from hpclm.optim.maker import CHECK, UserOptimizerMaker, unknown_arguments
 from hpclm.optim.optimizers import Exchange, Weight
 from hpclm.optim.trial import Trial
-from hpclm.registry import lookup
 
 if TYPE_CHECKING:
     from hpclm.config import ModelConfig

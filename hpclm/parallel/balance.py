@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 
 
 def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None = None) -> list[range]:

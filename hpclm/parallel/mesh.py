@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ParallelConfig
-from hpclm.errors import ConfigError
 
 
 @dataclass(frozen=True)

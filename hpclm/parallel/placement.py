@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.parallel.mesh import Axis
 
 

@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpclm.base.errors import ConfigError, DeviceMemoryError
 from hpclm.config import RunConfig
 from hpclm.distributed.context import DistributedContext
-from hpclm.errors import ConfigError, DeviceMemoryError
 from hpclm.node import gpus, hardware
 from hpclm.node.gpus import Kind
 from hpclm.planning import forecast, suggest

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig, RunConfig
-from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.node import gpus
 from hpclm.node.gpus import Kind

@@ -1,9 +1,9 @@
 """The planner's knowledge of the optimizer."""
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import OptimConfig, RunConfig
 from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, row
 from hpclm.config.supports import SUPPORTS
-from hpclm.errors import ConfigError
 from hpclm.optim.optimizers import kind_of
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
-from hpclm.errors import ConfigError
 from hpclm.node.gpus import Kind
 from hpclm.planning import suggest
 from hpclm.planning.simulate import CollectiveTotal, Simulation, simulate

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import lookup
 from hpclm.config import RunConfig
 from hpclm.config.engine import ENGINES
 from hpclm.config.supports import SUPPORTS, with_feature
 from hpclm.engine import CHECK, unavailable
-from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.planning.fake_gpu import CUDA, Collective, fake_gpu, peak_memory
-from hpclm.registry import lookup
 
 SHORT = 3
 """Micro-batches to run without a pipeline: the first, one that represents all in the middle, and the last."""

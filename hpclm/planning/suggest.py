@@ -8,11 +8,11 @@ from math import gcd
 from types import SimpleNamespace
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
 from hpclm.config.rules import SPLIT
 from hpclm.config.section import broken
 from hpclm.config.supports import SUPPORTS
-from hpclm.errors import ConfigError
 from hpclm.node.gpus import Kind
 from hpclm.planning import forecast
 from hpclm.planning.forecast import GIB, Forecast

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
-from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.node import environment
 from hpclm.node.gpus import Kind, kind_named

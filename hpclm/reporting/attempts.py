@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.errors import ExitCode
+from hpclm.base.errors import ExitCode
 from hpclm.rundir import events, summary
 from hpclm.rundir.rows import Row
 from hpclm.rundir.state import moment

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpclm import terminal
+from hpclm.base import terminal
 from hpclm.reporting import history, provenance
 from hpclm.reporting.history import History
 from hpclm.reporting.provenance import Settings

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.errors import MACHINE, unread
+from hpclm.base.errors import MACHINE, unread
 from hpclm.reporting.attempts import Attempt, Signs, attempts
 from hpclm.reporting.experts import ExpertHistory, expert_history
 from hpclm.rundir import events, metric_names, metrics_file

@@ -8,7 +8,7 @@ import hashlib
 import html
 from collections.abc import Sequence
 
-from hpclm import terminal
+from hpclm.base import terminal
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2127; --soft: #68717a; --line: #d9dee3; --card: #f5f7f9; --ground: #fff; --warn: #b3261e; }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hpclm import extras
+from hpclm.base import extras
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
-from hpclm.errors import ConfigError, unwritten
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, unwritten
 from hpclm.reporting import comparison, history, image_style, images, plots, provenance, timeline
 from hpclm.reporting.charts import Chart, charts, colours
 from hpclm.reporting.comparison import Entry

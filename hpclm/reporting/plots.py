@@ -8,7 +8,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from hpclm import extras
+from hpclm.base import extras
 from hpclm.reporting.charts import Chart
 from hpclm.reporting.experts import HIGHEST, LOADS, LOWEST, NO_TOKEN, RANGE, HeatMap
 

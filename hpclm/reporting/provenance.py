@@ -7,14 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.terminal import many
 from hpclm.config import ModelConfig, RunConfig, compose
 from hpclm.config.run_file import HISTORY, NAME
-from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.reporting.history import History
 from hpclm.rundir import events, runs
 from hpclm.rundir.rows import Row
-from hpclm.terminal import many
 
 PLACES = ("out", "name", "job", "cluster")
 """Settings that say where a run is, not what it computes."""

@@ -8,8 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hpclm import files, terminal
-from hpclm.errors import ExitCode
+from hpclm.base import files, terminal
+from hpclm.base.errors import ExitCode
 from hpclm.rundir import events, rows
 from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import Run

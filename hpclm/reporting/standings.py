@@ -7,7 +7,7 @@ from statistics import median_low
 
 import numpy as np
 
-from hpclm.errors import ExitCode
+from hpclm.base.errors import ExitCode
 from hpclm.reporting.history import History
 
 TAIL = 5  # a run diverged if at least this many of its last steps have no healthy loss

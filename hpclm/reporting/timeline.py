@@ -3,12 +3,12 @@
 import time
 from collections.abc import Collection
 
+from hpclm.base.terminal import many
 from hpclm.reporting.attempts import KINDS, Attempt
 from hpclm.reporting.history import History
 from hpclm.reporting.html import table, text
 from hpclm.reporting.provenance import some
 from hpclm.rundir.state import moment, span
-from hpclm.terminal import many
 
 COLOURS = dict(zip(KINDS, ("#b8bec6", "#8e6bbf", "#2a9d5c", "#d64545"), strict=True))
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}

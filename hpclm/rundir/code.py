@@ -15,8 +15,8 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from hpclm import files, shipped
-from hpclm.errors import ConfigError
+from hpclm.base import files, shipped
+from hpclm.base.errors import ConfigError
 from hpclm.node import environment, processes
 from hpclm.node.processes import NoAnswerError
 

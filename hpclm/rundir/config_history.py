@@ -4,10 +4,10 @@ import re
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.side_path import SidePath
 from hpclm.config.run_file import HISTORY, NAME
 from hpclm.rundir import runs
-from hpclm.side_path import SidePath
 
 VERSION = re.compile(r"(?!0000)([0-9]{4}|[1-9][0-9]{4,8})\.yaml")
 """Names of versions; other files in the folder are somebody else's."""

@@ -8,12 +8,13 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm import failures, files
-from hpclm.errors import ConfigError, HpclmError
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, HpclmError
+from hpclm.base.terminal import say
+from hpclm.node import failures
 from hpclm.rundir import runs
 from hpclm.rundir.lease import HolderWatch
 from hpclm.rundir.state import StateOf
-from hpclm.terminal import say
 
 log = logging.getLogger(__name__)
 NAMES = ("save-now", "stop")

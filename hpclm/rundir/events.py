@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
-from hpclm.errors import ConfigError, unread
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, unread
 from hpclm.rundir import rows
 from hpclm.rundir.rows import Kind, Row, fits
 

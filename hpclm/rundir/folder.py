@@ -7,9 +7,9 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm import files
-from hpclm.errors import MACHINE, ConfigError, unread, unwritten
-from hpclm.folders import OTHERS, check_private, make_folder
+from hpclm.base import files
+from hpclm.base.errors import MACHINE, ConfigError, unread, unwritten
+from hpclm.base.folders import OTHERS, check_private, make_folder
 from hpclm.rundir import events, metrics_file
 
 FILES = (

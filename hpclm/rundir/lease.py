@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from hpclm import files
-from hpclm.errors import MACHINE, HpclmError, LockedError, unread
+from hpclm.base import files
+from hpclm.base.errors import MACHINE, HpclmError, LockedError, unread
 from hpclm.node.job import OwnJob
 from hpclm.rundir import rows
 from hpclm.rundir.events import is_job_id

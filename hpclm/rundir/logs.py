@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from hpclm import files, terminal
-from hpclm.errors import ConfigError
+from hpclm.base import files, terminal
+from hpclm.base.errors import ConfigError
 from hpclm.rundir import runs
 from hpclm.rundir.runs import Run
 from hpclm.rundir.state import State, StateOf

@@ -18,11 +18,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
-from hpclm.errors import LockedError
+from hpclm.base import files
+from hpclm.base.errors import LockedError
+from hpclm.base.side_path import AppendedFile
 from hpclm.rundir import rows
 from hpclm.rundir.rows import Block, Kind, Row, all_fit, fits
-from hpclm.side_path import AppendedFile
 
 log = logging.getLogger(__name__)
 NAME = "metrics.jsonl"

@@ -16,8 +16,8 @@ from typing import Any
 
 import orjson
 
-from hpclm import files
-from hpclm.errors import ConfigError
+from hpclm.base import files
+from hpclm.base.errors import ConfigError
 
 log = logging.getLogger(__name__)
 Row = Mapping[str, Any]

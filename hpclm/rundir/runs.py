@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpclm import files, folders
-from hpclm.errors import MACHINE, ConfigError, unread
+from hpclm.base import files, folders
+from hpclm.base.errors import MACHINE, ConfigError, unread
+from hpclm.base.registry import hint
 from hpclm.node.job import Job
-from hpclm.registry import hint
 from hpclm.rundir import events, lease, rows, summary
 from hpclm.rundir.events import Attempt
 from hpclm.rundir.folder import MARKS, survey_checkpoints

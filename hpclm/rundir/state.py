@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from hpclm import files
-from hpclm.errors import ExitCode
+from hpclm.base import files
+from hpclm.base.errors import ExitCode
+from hpclm.base.terminal import many
 from hpclm.node import processes
 from hpclm.node.job import Job
 from hpclm.rundir import events
@@ -16,7 +17,6 @@ from hpclm.rundir.lease import is_here
 from hpclm.rundir.rows import Row
 from hpclm.rundir.runs import Run, is_job
 from hpclm.rundir.summary import KILLED
-from hpclm.terminal import many
 
 SILENT = 30.0  # seconds without a heartbeat after which a run that cannot be seen from here does not count as running
 BY_SCHEDULER = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "REVOKED")

@@ -10,14 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hpclm import files
-from hpclm.errors import ConfigError, ExitCode, HpclmError
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, ExitCode, HpclmError
+from hpclm.base.side_path import SidePath
 from hpclm.node.secrets import Redactor
 from hpclm.rundir import events, folder, lease, rows
 from hpclm.rundir.folder import survey_checkpoints, unsaved
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.rows import Row
-from hpclm.side_path import SidePath
 
 NAME = "summary.json"
 ENDED = ("done", "stopped", "exited", "failed")

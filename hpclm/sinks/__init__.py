@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpclm import registry
+from hpclm.base import registry
 from hpclm.config.monitoring import SINKS
 
 Row = Mapping[str, Any]

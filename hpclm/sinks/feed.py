@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, HpclmError
+from hpclm.base.terminal import say
 from hpclm.config import compose
-from hpclm.errors import ConfigError, HpclmError
 from hpclm.rundir import events, metrics_file, rows
 from hpclm.sinks import RefusedError, Row, RunInfo, Sink, lookup
-from hpclm.terminal import say
 
 MAX_PENDING_ROWS = 10_000  # rows held at once
 POSITION: dict[str, rows.Kind] = {

@@ -8,7 +8,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from hpclm.errors import ExitCode
+from hpclm.base.errors import ExitCode
 from hpclm.sinks import RefusedError, Row, RunInfo, figures
 from hpclm.sinks.names import TrackerNames, is_path
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm import files
-from hpclm.errors import ExitCode
+from hpclm.base import files
+from hpclm.base.errors import ExitCode
 from hpclm.node import python
 from hpclm.sinks.feed import note
 

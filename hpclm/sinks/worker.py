@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm import files, terminal
+from hpclm.base import files, terminal
 from hpclm.node import secrets
 from hpclm.node.preemption import WARNINGS
 from hpclm.sinks.feed import Feed, cause, note, place

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.side_path import SidePath
 from hpclm.config import ModelConfig
 from hpclm.config.experts import COEFFICIENTS
 from hpclm.rundir import metric_names, metrics_file
 from hpclm.rundir.expert_figures import layer_figures
-from hpclm.side_path import SidePath
 
 log = logging.getLogger(__name__)
 INTERVALS = 5  # log intervals in a row until an expert counts as dead or dominating

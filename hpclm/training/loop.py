@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import DivergedError, ExitCode
 from hpclm.checkpoint import Progress
 from hpclm.diagnostics import corruption
 from hpclm.distributed.context import DistributedContext
-from hpclm.errors import DivergedError, ExitCode
 from hpclm.rundir import folder
 from hpclm.training import messages
 from hpclm.training.control import Control, ControlState

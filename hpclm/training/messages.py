@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Progress
 from hpclm.config import BudgetConfig, ModelConfig, Plan, RunConfig
 from hpclm.config.plan import Length
 from hpclm.data import tokenizers
 from hpclm.distributed.context import DistributedContext
-from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.model.attention import backend as attention_backend
 from hpclm.node import apex, hardware

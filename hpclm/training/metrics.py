@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.errors import unread
+from hpclm.base.log import LIVE
+from hpclm.base.progress import ProgressBar
+from hpclm.base.side_path import SidePath
 from hpclm.checkpoint import Progress
 from hpclm.config import EngineConfig, LogConfig, ModelConfig
-from hpclm.errors import unread
-from hpclm.log import LIVE
 from hpclm.model import count
-from hpclm.progress import ProgressBar
 from hpclm.rundir import metrics_file
 from hpclm.rundir.rows import Row, finite
 from hpclm.rundir.summary import RunSummary
-from hpclm.side_path import SidePath
 from hpclm.training.expert_load import ExpertLoad
 from hpclm.training.tensorboard import TensorBoard
 

@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
-from hpclm import __version__, folders
+from hpclm import __version__
 from hpclm import engine as engines
-from hpclm import log as logs
+from hpclm.base import folders
+from hpclm.base import log as logs
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.config import EngineSettings, RunConfig, compose, no_effect
@@ -21,7 +23,6 @@ from hpclm.config.length import run_length
 from hpclm.diagnostics import preflight, self_check
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine, compiling
-from hpclm.errors import ConfigError
 from hpclm.model import count
 from hpclm.model.attention import backend as attention_backend
 from hpclm.node import environment, hardware, secrets

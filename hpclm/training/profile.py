@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from hpclm import files, folders
+from hpclm.base import files, folders
+from hpclm.base.side_path import SidePath
 from hpclm.config.monitoring import ProfileConfig
-from hpclm.side_path import SidePath
 
 log = logging.getLogger(__name__)
 ROWS = 10  # operations in the table

@@ -13,13 +13,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hpclm import __version__, config, files
+from hpclm import __version__, config
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, DivergedError
 from hpclm.config import compose
 from hpclm.config.compose import dumped
 from hpclm.config.data import mixture
 from hpclm.config.fields import path_separator
 from hpclm.distributed.context import DistributedContext
-from hpclm.errors import ConfigError, DivergedError
 from hpclm.node import ends, secrets
 from hpclm.node.job import OwnJob
 from hpclm.rundir import code, config_history, events

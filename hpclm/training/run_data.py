@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Progress
 from hpclm.checkpoint.fingerprint import differences
 from hpclm.config import Plan, RunConfig
@@ -18,7 +19,6 @@ from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import Source, samples_per_epoch, without_evaluation
 from hpclm.data.tokenizers import mismatch
 from hpclm.distributed.context import DistributedContext
-from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Compute
 from hpclm.training import messages
 from hpclm.training.start import RunStart

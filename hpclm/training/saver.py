@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpclm.base.errors import HpclmError, LockedError
 from hpclm.checkpoint import CheckpointStore, Progress
 from hpclm.config import CheckpointConfig, RunConfig
 from hpclm.distributed.watchdog import Watchdog
 from hpclm.engine import StateSource
 from hpclm.engine.state import UnsavableStateError
-from hpclm.errors import HpclmError, LockedError
 from hpclm.node.preemption import Preemption
 from hpclm.training.control import SIGNALS, ControlState
 

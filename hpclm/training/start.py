@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import lookup
 from hpclm.checkpoint import Progress, resumable
 from hpclm.checkpoint.fingerprint import check_fingerprint, fingerprint
 from hpclm.checkpoint.init_from import check_init_from
@@ -24,10 +26,8 @@ from hpclm.config.plan import Length
 from hpclm.data import sources, split_by
 from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import Source, samples_per_epoch, without_evaluation
-from hpclm.errors import ConfigError
 from hpclm.node import notify, secrets
 from hpclm.node.job import OwnJob
-from hpclm.registry import lookup
 from hpclm.rundir import config_history, events, folder
 from hpclm.training import records
 

@@ -8,11 +8,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.side_path import SidePath, is_at
 from hpclm.checkpoint import Progress
 from hpclm.rundir import metric_names
 from hpclm.rundir.rows import Row
-from hpclm.side_path import SidePath, is_at
 
 NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 # BigScience's names for the same scalars, so that their dashboards keep working.

@@ -5,13 +5,14 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from hpclm import config, files, folders
+from hpclm import config
+from hpclm.base import files, folders
+from hpclm.base.errors import ConfigError, unwritten
 from hpclm.config import RunConfig
 from hpclm.config.reading import json_object
 from hpclm.data import chat_record, tokenizers
 from hpclm.data.chat_record import ChatRecord
 from hpclm.data.sources import Source, chat
-from hpclm.errors import ConfigError, unwritten
 
 log = logging.getLogger(__name__)
 SPECIAL_TOKENS = "special_tokens.json"

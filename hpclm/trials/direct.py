@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from hpclm import sinks
+from hpclm.base.errors import ExitCode, HpclmError
 from hpclm.config import OptimConfig
 from hpclm.data import tokenizers
 from hpclm.data.sources import Source
-from hpclm.errors import ExitCode, HpclmError
 
 SAMPLES = 32  # compared samples of the training data
 LENGTH = 100.0  # of the schedule to try

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpclm.errors import ConfigError
-from hpclm.registry import OWN, lookup
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import OWN, lookup
 from hpclm.trials.verdict import SETTINGS
 
 PARAMETERS = {

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpclm import files
+from hpclm.base import files
 from hpclm.node import preemption
 from hpclm.node.parent import signal_at_death_of_parent
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpclm import config, files, log
+from hpclm import config
+from hpclm.base import files, log
+from hpclm.base.errors import ConfigError, ExitCode, HpclmError
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
-from hpclm.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node.job import OwnJob
 from hpclm.training.loop import TrainingLoop
 from hpclm.training.opening import open_run

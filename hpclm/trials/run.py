@@ -7,9 +7,10 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from hpclm import config, files, folders
+from hpclm import config
+from hpclm.base import files, folders
+from hpclm.base.errors import ConfigError
 from hpclm.engine import unavailable
-from hpclm.errors import ConfigError
 from hpclm.trials import causes, direct, kinds, processes, rank, toy
 from hpclm.trials.compare import Difference, differences
 from hpclm.trials.record import Record

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
+from hpclm.base.errors import ConfigError, HpclmError, NoCheckpointError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.manifest import BadCheckpoint
-from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
 from tests.checkpoint.state import saved
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.checkpoint.init_from import check_init_from
 from hpclm.data.tokenizers import build
-from hpclm.errors import ConfigError
 from tests.checkpoint.state import State
 
 BYTES = {"data": {"tokenizer": build("bytes", []).fingerprint}}

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from hpclm import cli
+from hpclm.base.errors import HpclmError, NoCheckpointError
 from hpclm.checkpoint import CheckpointStore, Retention, listing
-from hpclm.errors import HpclmError, NoCheckpointError
 from tests.checkpoint import state
 from tests.checkpoint.test_retention import keep
 from tests.rundir.test_runs import make

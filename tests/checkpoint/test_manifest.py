@@ -6,11 +6,11 @@ import os
 
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.manifest import digest_of
 from hpclm.checkpoint.staging import write_shards
-from hpclm.errors import ConfigError
 from tests.checkpoint.state import State, progress, saved, store
 
 NAME = "rank-00000.safetensors"

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory, resumable
-from hpclm.errors import ConfigError
 from hpclm.rundir import events
 from hpclm.rundir.metrics_file import forget_after
 from tests import traced

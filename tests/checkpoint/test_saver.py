@@ -7,11 +7,11 @@ import signal
 import pytest
 import torch
 
+from hpclm.base.errors import DivergedError
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.checkpoint.directory import checked, steps
 from hpclm.config import CheckpointConfig, from_cli
 from hpclm.engine import Shard
-from hpclm.errors import DivergedError
 from hpclm.node.job import OwnJob
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.training import records

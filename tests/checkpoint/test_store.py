@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hpclm.base.errors import ConfigError, HpclmError, NoCheckpointError
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, tensors
 from hpclm.checkpoint import format as formats
 from hpclm.checkpoint.directory import newest, steps
 from hpclm.checkpoint.fingerprint import check_fingerprint
-from hpclm.errors import ConfigError, HpclmError, NoCheckpointError
 from tests.checkpoint.state import FINGERPRINT, State, progress, saved, store
 from tests.checkpoint.test_manifest import rewrite, save_as_ranks
 from tests.runs import PATIENCE

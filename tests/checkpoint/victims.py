@@ -5,11 +5,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from hpclm.base.errors import HpclmError
 from hpclm.checkpoint import resumable, staging
 from hpclm.config import from_cli
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
-from hpclm.errors import HpclmError
 from hpclm.training import loop
 from hpclm.training.start import RunStart
 from tests.checkpoint.state import State, progress, store

@@ -4,8 +4,8 @@ import pytest
 
 import hpclm
 from hpclm import cli, config
+from hpclm.base.errors import ConfigError
 from hpclm.config import reading
-from hpclm.errors import ConfigError
 from hpclm.launch import arguments
 
 TYPED = [

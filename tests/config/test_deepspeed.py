@@ -1,9 +1,9 @@
 import pytest
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.config import deepspeed
 from hpclm.config.fields import flattened
-from hpclm.errors import ConfigError
 
 BASE = ["engine.name=deepspeed", "batch.global_size=32", "batch.micro_size=2", "budget.steps=1"]
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpclm import config, shipped
+from hpclm import config
+from hpclm.base import shipped
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Retention
 from hpclm.config import compose, no_effect
 from hpclm.config.deepspeed import settings as deepspeed
@@ -21,7 +23,6 @@ from hpclm.data import sources
 from hpclm.datasets.writer import Writer
 from hpclm.diagnostics.corruption import verifier
 from hpclm.distributed.context import single
-from hpclm.errors import ConfigError
 from hpclm.launch import container, job, setup
 from hpclm.launch.local import unused
 from hpclm.launch.schedulers.slurm_script import render

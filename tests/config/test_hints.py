@@ -3,11 +3,11 @@
 import pytest
 
 from hpclm import cli, config
+from hpclm.base.errors import ConfigError
 from hpclm.config import fields
 from hpclm.config.elsewhere import SEE
 from hpclm.config.hints import hint, mistakes
 from hpclm.config.sbatch import advice
-from hpclm.errors import ConfigError
 
 KEYS = fields.keys()
 MEANT = {

@@ -3,9 +3,9 @@
 import pytest
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.config import no_effect
 from hpclm.config.plan import Length
-from hpclm.errors import ConfigError
 
 
 def run(*words):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpclm import cli, config
+from hpclm.base.errors import ConfigError
 from hpclm.config import fields
-from hpclm.errors import ConfigError
 
 NUMBER = "1" * 100_000
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

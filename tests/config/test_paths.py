@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import cli, config, paths
+from hpclm import cli, config
+from hpclm.base import paths
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
 from hpclm.config.fields import docs, keys, path_separator, type_of
-from hpclm.errors import ConfigError
 from hpclm.launch.arguments import whole
 
 PATH_SETTINGS = [key for key in keys() if path_separator(key) is not None]

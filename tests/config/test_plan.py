@@ -3,9 +3,9 @@
 import pytest
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.config.length import inside_warmup, run_length
 from hpclm.config.plan import Length, Plan, Rampup
-from hpclm.errors import ConfigError
 
 
 @pytest.mark.parametrize(

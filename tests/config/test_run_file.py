@@ -3,10 +3,10 @@
 import pytest
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.config import compose, fields
 from hpclm.config.compose import dumped
 from hpclm.config.run_file import FIRST
-from hpclm.errors import ConfigError
 
 RUN = config.load(None, ["optim.lr=3e-3", "budget.steps=5", "data.source=synthetic", "cluster.preflight=false"])
 TEXT = dumped(RUN)

@@ -6,11 +6,11 @@ from typing import ClassVar, Literal, get_args, get_origin
 import pytest
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
 from hpclm.config.fields import required, type_of
 from hpclm.config.section import Rule, Section, all_fields, build
 from hpclm.config.setting import Condition, declared, setting
-from hpclm.errors import ConfigError
 
 
 @dataclass(frozen=True)

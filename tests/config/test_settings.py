@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 
 from hpclm import cli, config
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig, RunConfig, compose, documentation
 from hpclm.config.fields import docs, keys
 from hpclm.config.length import run_length
 from hpclm.config.plan import Length
-from hpclm.errors import ConfigError
 from tests.forks import hpclm
 from tests.runs import ROOT
 

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import BatchConfig, BudgetConfig, DataConfig, ModelConfig, RunConfig
 from hpclm.data import sources
 from hpclm.data.batches import Batches, Prefetch
 from hpclm.data.sources import PADDING
-from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Axis, Compute, Mesh
 from tests.runs import PATIENCE
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.data import blend
-from hpclm.errors import ConfigError
 
 
 @pytest.mark.parametrize(

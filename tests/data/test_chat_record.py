@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.data import chat_record
 from hpclm.data.chat_record import ChatRecord
-from hpclm.errors import ConfigError
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Progress
 from hpclm.config import DataConfig
 from hpclm.data import sources
 from hpclm.data.corpus import corpus
 from hpclm.data.tokenizers import build
 from hpclm.datasets.writer import Writer
-from hpclm.errors import ConfigError
 
 CONTEXT = 4
 

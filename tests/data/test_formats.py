@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.data.formats import FAIRSEQ_HEADER, HEADER
 from hpclm.data.indexed import SCANNED, IndexedDataset
-from hpclm.errors import ConfigError
 from tests.data.layouts import CODES, longs, pack
 
 SEQUENCES = [[1, 2, 3], [4], [], [70, 6]]

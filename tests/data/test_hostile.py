@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from hpclm.base.errors import ConfigError
 from hpclm.data.indexed import IndexedDataset
 from hpclm.datasets import inspect
 from hpclm.datasets.verify import verify
-from hpclm.errors import ConfigError
 from tests.data.layouts import CODES, longs, pack
 
 EXAMPLES = int(os.environ.get("HPCLM_FUZZ", 1000))

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.data.indexed import IndexedDataset, files, sidecar, token_dtype
 from hpclm.datasets.writer import Writer
-from hpclm.errors import ConfigError
 from tests.data.layouts import append
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import BatchConfig, DataConfig, ModelConfig, RunConfig
 from hpclm.config.data import mixture
 from hpclm.data import loss_mask
@@ -16,7 +17,6 @@ from hpclm.data.indexed import IndexedDataset
 from hpclm.data.packing import pack
 from hpclm.data.sources import PADDING
 from hpclm.datasets.writer import Writer
-from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Compute
 from tests.data.test_samples import dataset, rows
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig
 from hpclm.data.corpus import SPLITS, corpus
 from hpclm.data.indexed import IndexedDataset
@@ -13,7 +14,6 @@ from hpclm.data.order import Order, build_index, split_bounds
 from hpclm.data.samples import PackedSamples
 from hpclm.data.tokenizers import build
 from hpclm.datasets.writer import Writer
-from hpclm.errors import ConfigError
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
 ORDERS = {"mcore": "mcore", "bigscience": "bigscience", "dse": "dse_v1.1.5"}

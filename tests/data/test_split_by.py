@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from hpclm import cli, config
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint.fingerprint import differences
 from hpclm.config import DataConfig
 from hpclm.data import split_by
 from hpclm.data.corpus import corpus
 from hpclm.datasets.writer import Writer
-from hpclm.errors import ConfigError
 from hpclm.inference import evaluation
 
 CONTEXT = 4

@@ -5,9 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig
 from hpclm.data.synthetic import STRIDES, synthetic
-from hpclm.errors import ConfigError
 
 
 def read(samples, index, size=65):

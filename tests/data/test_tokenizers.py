@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig
 from hpclm.data import tokenizers
-from hpclm.errors import ConfigError
 
 BYTES = {"kind": "bytes", "files": {}, "size": 257, "eod": 256}
 

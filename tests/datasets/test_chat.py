@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig
 from hpclm.data.corpus import corpus
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets.chat import chat_of, rendered
 from hpclm.datasets.tokenizers.huggingface import TokenizerJson
 from hpclm.datasets.writer import Writer
-from hpclm.errors import ConfigError
 from tests.datasets.chats import MARKED, PLAIN, said, tokenizer
 from tests.datasets.texts import content, preprocess
 

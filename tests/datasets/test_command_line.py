@@ -8,10 +8,10 @@ import pytest
 
 import hpclm
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.data import split_by
 from hpclm.data.tokenizers import flat
 from hpclm.datasets import command_line
-from hpclm.errors import ConfigError
 from hpclm.launch import arguments, process
 from hpclm.node import preemption
 from tests.runs import hpclm as run_hpclm

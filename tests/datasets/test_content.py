@@ -11,6 +11,7 @@ import pytest
 import xxhash
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint.fingerprint import differences, fingerprint
 from hpclm.config import from_cli
 from hpclm.data import content, sources, tokenizers
@@ -21,7 +22,6 @@ from hpclm.datasets.hashing import Hasher
 from hpclm.datasets.verify import add_hashes, verify
 from hpclm.datasets.writer import Writer
 from hpclm.distributed.context import single
-from hpclm.errors import ConfigError
 from hpclm.training import loop
 from hpclm.training.start import RunStart
 from tests.datasets.test_merge import TOKENIZER, write

@@ -8,8 +8,8 @@ import pytest
 import zstandard
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.datasets.inputs import CHUNK, Share, chunks, find
-from hpclm.errors import ConfigError
 
 LINES = "".join(f"line {i} {'天😀x' * (i % 70)}\n" for i in range(20_000)).encode()
 

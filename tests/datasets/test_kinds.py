@@ -13,9 +13,9 @@ import pytest
 import zstandard
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.commands import generate
 from hpclm.datasets.inputs import chunks, find
-from hpclm.errors import ConfigError
 from hpclm.inference import texts
 from tests.datasets.texts import documents, jsonl, preprocess, write
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.datasets import hashing
 from hpclm.datasets.merge import merge
 from hpclm.datasets.writer import Writer
-from hpclm.errors import ConfigError
 from tests.data.layouts import append, pack
 from tests.data.test_indexed import REFERENCE, needs_reference
 

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.data import tokenizers
 from hpclm.datasets.build import Output, check_job
 from hpclm.datasets.chat import Chat
 from hpclm.datasets.encode import Column, Conversation, Job, _conversations
-from hpclm.errors import ConfigError
 from tests.datasets.texts import documents
 
 CHAT = Chat("{{ x }}", (), 7)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from hpclm.base.errors import HpclmError
+from hpclm.base.files import write_text
 from hpclm.datasets.writer import Writer
-from hpclm.errors import HpclmError
-from hpclm.files import write_text
 from tests import forks
 from tests.datasets.texts import COMMAND, content, jsonl, preprocess, write
 from tests.runs import PATIENCE

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.data import tokenizers
 from hpclm.data.chat_record import ChatRecord
 from hpclm.datasets import run_text, special_tokens
 from hpclm.datasets.run_text import RunText
-from hpclm.errors import ConfigError
 
 
 class Letters:

@@ -12,9 +12,9 @@ import pytest
 import zstandard
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.data.indexed import IndexedDataset
 from hpclm.datasets.inputs import chunks, find
-from hpclm.errors import ConfigError
 from tests.datasets import chats
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from hpclm import config as configs
+from hpclm.base.errors import ConfigError
 from hpclm.datasets.text_dataset import named_dataset, of_text, refuse_second_data
-from hpclm.errors import ConfigError
 from tests.data.layouts import pack
 
 

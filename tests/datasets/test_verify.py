@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.data.formats import HEADER
 from hpclm.data.indexed import SCANNED, IndexedDataset
 from hpclm.datasets.verify import verify
 from hpclm.datasets.writer import Writer
-from hpclm.errors import ConfigError
 from tests.data.layouts import pack
 from tests.datasets.test_merge import TOKENIZER, write
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import ABANDONED
 from hpclm.data.indexed import IndexedDataset
 from hpclm.datasets.writer import Writer
-from hpclm.errors import ConfigError
-from hpclm.files import ABANDONED
 from tests.data.layouts import append
 
 DOCUMENTS = [[[1, 2, 3], [4]], [], [[5, 6]], [[], [7]]]

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from hpclm import config
+from hpclm.base.errors import HpclmError
 from hpclm.diagnostics import preflight
 from hpclm.distributed import bootstrap, context
-from hpclm.errors import HpclmError
 from hpclm.launch.schedulers import current_job
 from tests.forks import Hpclm
 from tests.runs import PATIENCE

@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 
+from hpclm.base.errors import ConfigError, CorruptedError, DivergedError
 from hpclm.diagnostics import corruption
 from hpclm.diagnostics.corruption import Verifier, findings
 from hpclm.diagnostics.report import bad_nodes
 from hpclm.distributed.context import single
 from hpclm.engine.checksum import MIN_PIECE_VALUES, checksums, counts, pieces
 from hpclm.engine.native import NativeEngine
-from hpclm.errors import ConfigError, CorruptedError, DivergedError
 from tests import ranks
 from tests.diagnostics import flips
 from tests.engine.sharded import made

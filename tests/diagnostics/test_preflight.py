@@ -115,9 +115,9 @@ def test_a_folder_without_room_is_refused(tmp_path, monkeypatch):
     import torch
 
     from hpclm import config
+    from hpclm.base.errors import HpclmError
     from hpclm.diagnostics import preflight
     from hpclm.distributed import bootstrap, context
-    from hpclm.errors import HpclmError
 
     settings = config.from_cli(["data.source=synthetic", f"out={tmp_path}"])
     with context.join(bootstrap.World("single", 0, 1), settings.cluster) as alone:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.diagnostics.report import bad_nodes
-from hpclm.errors import ConfigError
 from tests.events import note
 
 

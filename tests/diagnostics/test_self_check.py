@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpclm import config
 from hpclm import engine as engines
+from hpclm.base.errors import HpclmError
 from hpclm.checkpoint import staging
 from hpclm.config import ClusterConfig, ParallelConfig
 from hpclm.config.optimizers import OPTIMIZERS
@@ -21,7 +22,6 @@ from hpclm.diagnostics.known_numbers import lost_matrices
 from hpclm.distributed.context import single
 from hpclm.engine import base, matrix_exchange, models, native
 from hpclm.engine.matrix_exchange import MatrixExchange
-from hpclm.errors import HpclmError
 from hpclm.model import dropout, gpt, loss, stack
 from hpclm.model.attention import scores
 from hpclm.model.compiled import Compilation, compile_layers

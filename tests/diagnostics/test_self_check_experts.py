@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from hpclm import config
+from hpclm.base.errors import HpclmError
 from hpclm.diagnostics import self_check
 from hpclm.engine import router_state
-from hpclm.errors import HpclmError
 from hpclm.model import experts
 from hpclm.parallel.mesh import Compute, Mesh
 from tests import ranks

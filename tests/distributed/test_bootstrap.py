@@ -1,7 +1,7 @@
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.distributed.bootstrap import World, detect
-from hpclm.errors import ConfigError
 
 SLURM = {
     "SLURM_JOB_ID": "7",

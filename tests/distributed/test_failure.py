@@ -2,11 +2,11 @@
 
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.distributed import failure
 from hpclm.distributed.ending import Ending
 from hpclm.distributed.hang import RankState
 from hpclm.distributed.ranks import RankInfo
-from hpclm.errors import ConfigError
 from hpclm.node import ends
 from hpclm.node.ends import End
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpclm import files
+from hpclm.base import files
 from hpclm.launch import jobs
 from hpclm.rundir import runs, state
 from hpclm.rundir.lease import Lease

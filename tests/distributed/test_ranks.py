@@ -14,10 +14,10 @@ from threading import Barrier
 
 import pytest
 
+from hpclm.base.errors import HpclmError
 from hpclm.config import ClusterConfig
 from hpclm.distributed import network, rendezvous
 from hpclm.distributed.bootstrap import World
-from hpclm.errors import HpclmError
 from hpclm.node import python
 from tests import runs
 from tests.forks import Ranks, hpclm

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ClusterConfig
 from hpclm.distributed import rendezvous
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.ranks import RankInfo
-from hpclm.errors import ConfigError
 from tests.runs import PATIENCE
 
 OPERATIONS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set")

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from hpclm import engine as engines
+from hpclm.base.errors import ConfigError
 from hpclm.config import ClusterConfig
 from hpclm.diagnostics import self_check
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.engine import compiling
 from hpclm.engine.compiling import AgreedCompilations
-from hpclm.errors import ConfigError
 from hpclm.model import loss, stack
 from hpclm.model.compiled import Compilation, compile_layers
 from hpclm.parallel.mesh import Compute

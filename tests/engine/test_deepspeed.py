@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from tests import parity, ranks
 from tests.engine import sharded
 from tests.parity import TINY, alone, trained

@@ -7,7 +7,7 @@ import torch
 
 from hpclm import config
 from hpclm import engine as engines
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.model.layers import ColumnLinear, RowLinear
 from tests.engine import sharded
 from tests.parity import TINY, alone, trained

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.engine import sharded_optimizer
-from hpclm.errors import ConfigError
 from tests import ranks
 from tests.engine import sharded
 

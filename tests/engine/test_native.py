@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from hpclm import engine as engines
+from hpclm.base.errors import ConfigError
 from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, like_weight
 from hpclm.data.batches import Batches
 from hpclm.data.synthetic import synthetic
-from hpclm.errors import ConfigError
 from hpclm.model import count, offload, stack
 from hpclm.node import environment
 from hpclm.optim import adamw

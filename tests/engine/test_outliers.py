@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from hpclm.base.errors import ConfigError
 from hpclm.engine.outliers import STEPS, ClipUpdate, SkipStep
 from hpclm.engine.step import GlobalNorm
-from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Mesh
 from tests.engine.test_native import GPT2, settings
 from tests.parity import alone, trained

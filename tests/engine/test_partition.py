@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.parallel.balance import balanced
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from tests.engine.test_native import GPT2, LLAMA, batches_of, engine_of, settings
 from tests.parity import STYLES, alone, trained
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint.manifest import NAME, digest_of
 from hpclm.config.optimizers import OPTIMIZERS
-from hpclm.errors import ConfigError
 from tests.engine.test_native import GPT2, engine_of, settings, train
 from tests.optim import declared
 from tests.states import Kept, state

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hpclm.base.errors import ConfigError
 from hpclm.engine import sharded_optimizer
-from hpclm.errors import ConfigError
 from hpclm.model.gpt import Block
 from hpclm.model.init import InitSpec, TensorParallelModule
 from hpclm.parallel.collectives import gather, scatter

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.engine.stages import owners, parameters, stages
-from hpclm.errors import ConfigError
 from hpclm.model import count, gpt
 from hpclm.parallel.mesh import Compute
 from tests import ranks, weights

@@ -6,7 +6,8 @@ from importlib import metadata
 
 import pytest
 
-from hpclm import cli, extras
+from hpclm import cli
+from hpclm.base import extras
 from hpclm.config.engine import EngineConfig
 from hpclm.config.supports import SUPPORTS
 from hpclm.engine import unavailable

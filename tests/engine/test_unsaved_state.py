@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, like_weight
 from hpclm.engine.state import UnsavableStateError
-from hpclm.errors import ConfigError
 from hpclm.model.gpt import Block
 from hpclm.optim import adamw
 from tests.engine.test_native import GPT2, batches_of, engine_of, settings, train

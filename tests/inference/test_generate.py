@@ -10,10 +10,10 @@ import pytest
 
 import hpclm
 from hpclm import cli
+from hpclm.base.terminal import plain
 from hpclm.inference.completion import Completer
 from hpclm.inference.conversation import converse
 from hpclm.inference.generation_settings import Limits, Sampling
-from hpclm.terminal import plain
 from tests.datasets.texts import documents, preprocess
 from tests.forks import Ranks
 from tests.interop import made

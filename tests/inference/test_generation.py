@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig, load
-from hpclm.errors import ConfigError
 from hpclm.inference import run_model
 from hpclm.inference.generation import Batch, choose, continue_all, window_start
 from hpclm.inference.generation_settings import Sampling

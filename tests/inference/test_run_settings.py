@@ -3,7 +3,7 @@
 import pytest
 
 from hpclm import config as configs
-from hpclm.errors import ConfigError, NoCheckpointError
+from hpclm.base.errors import ConfigError, NoCheckpointError
 from hpclm.inference import run_settings, task_names
 from tests.interop import made
 

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.progress import Bar
 from hpclm.config import load
-from hpclm.errors import ConfigError
 from hpclm.inference import run_model, scoring
 from hpclm.inference.evaluation import TaskScores
 from hpclm.inference.scoring import Document, Window
 from hpclm.parallel.mesh import Compute
-from hpclm.progress import Bar
 from tests.interop import made
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from hpclm import cli
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.interop.huggingface import shards
 from tests.forks import Ranks, hpclm
 from tests.interop import made

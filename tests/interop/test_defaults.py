@@ -7,7 +7,7 @@ import typing
 
 import pytest
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.interop import run
 from hpclm.interop.huggingface import families, relatives
 from hpclm.interop.huggingface.defaults import DEFAULTS, NULLABLE

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig, load
-from hpclm.errors import ConfigError
 from hpclm.inference import generation, run_model, run_settings
 from hpclm.inference.generation_settings import Sampling
 from hpclm.interop.huggingface import experts, families

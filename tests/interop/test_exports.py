@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import families
 from tests.interop import made
 from tests.interop.test_huggingface import trusted  # noqa: F401 - a fixture

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import families
 from tests.interop import made
 from tests.interop.test_huggingface import louder, peer, peer_logits, swept

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.config import ModelConfig
 from hpclm.data import tokenizers
 from hpclm.datasets.run_text import RunText
 from hpclm.datasets.tokenizers.huggingface import train_bpe
 from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
-from hpclm.errors import ConfigError, HpclmError
 from hpclm.interop.gguf import networks, vocabulary
 from hpclm.interop.huggingface.tokenizer import PROBES
 from tests.interop import llamacpp, made

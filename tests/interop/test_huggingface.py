@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError, NoCheckpointError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.config import ModelConfig
-from hpclm.errors import ConfigError, NoCheckpointError
 from hpclm.inference import run_settings
 from hpclm.interop.huggingface import families
 from tests.interop import made

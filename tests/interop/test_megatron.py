@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.config import ModelConfig, load
-from hpclm.errors import ConfigError
 from hpclm.interop.megatron import options
 from tests.interop import made
 from tests.runs import PATIENCE

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.errors import ConfigError
 from hpclm.interop import rules
 from hpclm.interop.run import ImportedWeights, finite
 from tests.interop import made

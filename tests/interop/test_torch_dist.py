@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from hpclm import cli
 from hpclm import engine as engines
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import CheckpointStore, Retention, directory
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.config import ModelConfig, load
-from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch
 from tests.interop import made, mcore_run

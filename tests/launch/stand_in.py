@@ -105,6 +105,6 @@ if __name__ == "__main__":
     verb, *rest = sys.argv[1:]
     if verb == "rank":
         rank(*rest)
-    from hpclm import failures
+    from hpclm.node import failures
 
     sys.exit(failures.run(lambda words: launch(*words), rest))

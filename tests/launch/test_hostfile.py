@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.launch import hostfile
 
 HOSTS = {"a": [0, 1, 2, 3], "b": [0, 1], "c": [0]}

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from hpclm import config
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.launch import job
 from tests.runs import lines
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpclm import config
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.launch import local
 from hpclm.node import gpus
 from tests.events import of_kind

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from hpclm import config
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.launch import mpi
 from tests.events import began, of_kind
 from tests.forks import hpclm

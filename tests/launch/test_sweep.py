@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from hpclm import cli, config
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.launch import sweep
 from hpclm.rundir import runs
 from tests.events import began

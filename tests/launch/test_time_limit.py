@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.launch import prechecks
 from hpclm.launch.schedulers import slurm_commands
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hpclm import cli, config
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.launch import prechecks
 from hpclm.model.gpt import Block
 from tests import parity, ranks

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hpclm import cli, config
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.model.gpt import Block
 from hpclm.model.reports import add_loss, report
 from hpclm.parallel.collectives import copy_to_tp

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.model.stack import check_shapes, groups
 from hpclm.parallel.placement import Placement
 

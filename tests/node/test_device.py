@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.config.engine import EngineConfig
-from hpclm.errors import ConfigError, HpclmError
 from hpclm.node import gpus, hardware
 
 

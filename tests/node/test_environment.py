@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.node import environment
 from tests.runs import ROOT
 

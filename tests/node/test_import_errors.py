@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.distributed import network
-from hpclm.errors import ConfigError
 from hpclm.node import import_errors, python
 from tests.runs import PATIENCE, ROOT
 

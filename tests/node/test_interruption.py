@@ -12,7 +12,7 @@ from tests.runs import PATIENCE
 
 SCRIPT = """
 import hashlib, sys
-from hpclm import failures, folders
+from hpclm.base import folders; from hpclm.node import failures
 from hpclm.node import import_errors, interruption
 
 

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
+from hpclm.base.errors import DivergedError
 from hpclm.config import OptimConfig
-from hpclm.errors import DivergedError
 from hpclm.optim.stability import NonfiniteGuard
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from hpclm.base.errors import ConfigError
 from hpclm.config.optimizers import block_matrix
-from hpclm.errors import ConfigError
 from hpclm.optim.adamw import update
 from hpclm.optim.muon import newton_schulz, parts_of
 from tests.engine.test_native import GPT2, LLAMA, batches_of, engine_of, settings

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig, OptimConfig
 from hpclm.config.supports import SUPPORTS
 from hpclm.engine.state import UnsavableStateError
 from hpclm.engine.user_optimizers import check_optimizer
-from hpclm.errors import ConfigError
 from hpclm.optim.adamw import AdamW, groups
 from hpclm.optim.maker import UserOptimizerMaker
 from hpclm.optim.trial import SHAPES, USUAL, LocalExchange, ToyWeight

@@ -3,9 +3,9 @@
 import pytest
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.config.supports import SUPPORTS
 from hpclm.engine.user_optimizers import check_optimizer
-from hpclm.errors import ConfigError
 from tests.optim.test_user_optimizer import goes_through, named
 from tests.parity import TINY
 

@@ -3,8 +3,8 @@ import itertools
 import pytest
 import torch
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ParallelConfig
-from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import SINGLE, Axis, Compute, Mesh, sub_axis
 
 

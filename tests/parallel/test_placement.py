@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.model.init import BAND, InitSpec
 from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.placement import Placement

@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from hpclm import config
+from hpclm.base.errors import ConfigError, DeviceMemoryError
 from hpclm.config import compose
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
-from hpclm.errors import ConfigError, DeviceMemoryError
 from hpclm.inference import run_settings
 from hpclm.node.gpus import KINDS
 from hpclm.planning import fit, forecast, suggest

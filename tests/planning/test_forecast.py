@@ -3,7 +3,7 @@
 import pytest
 
 from hpclm import config
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.model import count
 from hpclm.node.gpus import KINDS
 from hpclm.planning import forecast

@@ -3,7 +3,7 @@
 import pytest
 
 from hpclm import config
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.planning import ranks
 from hpclm.planning.simulate import CollectiveTotal, Simulation
 

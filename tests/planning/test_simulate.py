@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpclm import config
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.model.layers import RowLinear
 from hpclm.node.gpus import KINDS
 from hpclm.optim.muon import newton_schulz

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpclm import cli
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.reporting import history, images
 from hpclm.reporting.charts import charts
 from hpclm.reporting.experts import COLUMNS, EXPERT_FIGURES, MIN_COLUMNS, expert_history

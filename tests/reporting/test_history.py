@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hpclm import cli
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.reporting import history
 from hpclm.reporting.timeline import state, summary
 from tests.events import rewrite, without

@@ -16,7 +16,8 @@ from subprocess import Popen
 import pytest
 import wcwidth
 
-from hpclm import cli, terminal
+from hpclm import cli
+from hpclm.base import terminal
 from hpclm.launch.jobs import States
 from hpclm.reporting import run_table
 from hpclm.reporting.run_table import TopScreen

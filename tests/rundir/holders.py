@@ -2,7 +2,7 @@
 
 import os
 
-from hpclm.errors import HpclmError, LockedError
+from hpclm.base.errors import HpclmError, LockedError
 from hpclm.node.job import OwnJob
 from hpclm.rundir.lease import Lease
 from tests.checkpoint.state import State, progress, store

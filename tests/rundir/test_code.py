@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpclm import config
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.rundir import code
 from tests.events import began
 from tests.forks import hpclm

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hpclm import cli
-from hpclm.errors import HpclmError
+from hpclm.base.errors import HpclmError
 from hpclm.launch import jobs
 from hpclm.rundir.control_files import KILL_SWITCH, ControlFiles, create, followed
 from hpclm.rundir.lease import Lease

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.rundir import events
 from tests import traced
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.rundir import folder
 
 

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from hpclm.base.errors import LockedError
 from hpclm.checkpoint import directory
-from hpclm.errors import LockedError
 from hpclm.rundir import lease
 from hpclm.rundir.lease import Lease
 from tests import traced

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.rundir import metrics_file, rows
 
 NUMBERS = st.one_of(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint.manifest import Manifest, Progress
-from hpclm.errors import ConfigError
 from hpclm.rundir import runs
 from hpclm.rundir.summary import RunSummary
 from tests import work

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hpclm.errors import DivergedError
+from hpclm.base.errors import DivergedError
 from hpclm.rundir import summary
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import CURVE, LossCurve, RunSummary

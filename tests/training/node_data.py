@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.data import index_cache, indexed
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
-from hpclm.errors import ConfigError
 from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.training.run_data import open_data
 from hpclm.training.start import RunStart

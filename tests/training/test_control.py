@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hpclm import config
+from hpclm.base.errors import HpclmError
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.config import CheckpointConfig
 from hpclm.config.plan import Length
 from hpclm.distributed.context import single
-from hpclm.errors import HpclmError
 from hpclm.node.preemption import Preemption
 from hpclm.optim.stability import Health
 from hpclm.parallel.mesh import Compute

@@ -15,7 +15,8 @@ from unittest import mock
 
 import pytest
 
-from hpclm import cli, side_path
+from hpclm import cli
+from hpclm.base import side_path
 from hpclm.data.synthetic import synthetic
 from tests import faults
 from tests.forks import Ranks

@@ -3,8 +3,8 @@
 import pytest
 
 from hpclm import cli, config
+from hpclm.base.errors import ConfigError
 from hpclm.data import sources
-from hpclm.errors import ConfigError
 from hpclm.training.start import CHECKS, HAS, SETTINGS, TRAINS, Check, RunStart
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import hpclm as api
 from hpclm import cli
-from hpclm.errors import ConfigError, HpclmError
+from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.trials import causes, direct, kinds, processes, run, toy
 from hpclm.trials.compare import Difference, Tensors, differences
 from hpclm.trials.rank import described

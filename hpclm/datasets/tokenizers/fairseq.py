@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import text_reader
 from hpclm.data.tokenizers import fingerprint
 from hpclm.datasets.tokenizers import sentencepieces
 from hpclm.datasets.tokenizers.plain import Words
 from hpclm.datasets.tokenizers.vocabulary import expect, only_end
-from hpclm.errors import ConfigError
-from hpclm.files import text_reader
 
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 EOS = 2

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hpclm import extras
+from hpclm.base import extras
 from hpclm.data.tokenizers import Batch
 
 log = logging.getLogger("hpclm")

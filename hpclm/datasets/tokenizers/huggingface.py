@@ -10,13 +10,13 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import text_reader
 from hpclm.data.tokenizers import END, Batch, fingerprint, flat
 from hpclm.datasets.tokenizers import gigatokens, span_tokens
 from hpclm.datasets.tokenizers.sentencepieces import Parameters
 from hpclm.datasets.tokenizers.span_tokens import Marked
 from hpclm.datasets.tokenizers.vocabulary import expect, id_of_end, load, vocabulary
-from hpclm.errors import ConfigError
-from hpclm.files import text_reader
 
 log = logging.getLogger("hpclm")
 SPACE = "\u2581"  # sentencepiece's space

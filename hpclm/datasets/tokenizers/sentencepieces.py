@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from hpclm import extras
+from hpclm.base import extras
+from hpclm.base.errors import ConfigError
 from hpclm.data.tokenizers import Batch, fingerprint, flat
 from hpclm.datasets.tokenizers.vocabulary import expect, id_of_end, load
-from hpclm.errors import ConfigError
 
 SENTENCES = 1_000_000  # lines that a model is trained on by default
 MIN_SAMPLED_LINES = 101  # minimum number of lines that the library samples from

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from hpclm.errors import ConfigError
-from hpclm.files import read_text, readable
-from hpclm.registry import hint
-from hpclm.terminal import many
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import read_text, readable
+from hpclm.base.registry import hint
+from hpclm.base.terminal import many
 
 T = TypeVar("T")
 

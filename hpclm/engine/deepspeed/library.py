@@ -20,9 +20,9 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from pydantic import ValidationError
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import OptimConfig
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.errors import ConfigError
 from hpclm.node import process_state
 from hpclm.optim.adamw import groups
 from hpclm.optim.optimizers import Weight

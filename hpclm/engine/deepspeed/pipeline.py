@@ -16,6 +16,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import EngineSettings
 from hpclm.config.deepspeed import settings
 from hpclm.engine.deepspeed import library
@@ -25,7 +26,6 @@ from hpclm.engine.models import layers_of, stack_of
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.stages import owners, stages
 from hpclm.engine.step import StepInputs
-from hpclm.errors import ConfigError
 from hpclm.model.gpt import LayerSpec
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import all_reduce, all_reduce_max

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpclm import __version__
+from hpclm.base.errors import ConfigError
 from hpclm.data.tokenizers import files_of_run
 from hpclm.datasets import run_text, special_tokens
-from hpclm.errors import ConfigError
 from hpclm.interop.exported import Exported, cast
 from hpclm.interop.gguf import networks, vocabulary
 from hpclm.interop.huggingface import tokenizer

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig, rope
-from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import families
 from hpclm.interop.huggingface.glm_phi import interleaved
 from hpclm.interop.rules import Rule, in_one, of_modules, reordered

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.data.chat_record import without_marks
 from hpclm.data.tokenizers import END, Tokenizer, describe
 from hpclm.datasets import special_tokens
@@ -16,7 +17,6 @@ from hpclm.datasets.run_text import RunText, token_id, token_text
 from hpclm.datasets.tokenizers.huggingface import Library
 from hpclm.datasets.tokenizers.plain import Bytes
 from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, parameters
-from hpclm.errors import ConfigError
 
 log = logging.getLogger(__name__)
 NORMAL = 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpclm import extras
+from hpclm.base import extras
 from hpclm.config.reading import json_object
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import experts, llama, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.huggingface.glm_phi import TURNED, interleaved

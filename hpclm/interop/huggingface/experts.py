@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import LOGICAL, Rule, same

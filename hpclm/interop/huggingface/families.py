@@ -3,10 +3,10 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.model import BLOCKS
 from hpclm.config.rope import KINDS
-from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import (
     biased_mixtures,
     bloom_neox,

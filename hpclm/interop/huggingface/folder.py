@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.reading import json_object
 from hpclm.data.tokenizers import files_of_run
 from hpclm.datasets import run_text, special_tokens
 from hpclm.datasets.chat import TEMPLATE
-from hpclm.errors import ConfigError
 from hpclm.interop import run
 from hpclm.interop.exported import Exported, cast
 from hpclm.interop.huggingface import card, custom, families, shards, tokenizer

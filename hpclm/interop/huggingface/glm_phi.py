@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import Rule, in_one, of_modules, reordered

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import shape
 from hpclm.interop.huggingface.family import Family, Json
 from hpclm.interop.rules import Rule, of_modules

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import experts, llama, olmo, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import LOGICAL, Rule, same

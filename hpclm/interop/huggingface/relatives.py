@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.errors import ConfigError
 from hpclm.interop.huggingface import gemma, llama, olmo, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import Rule, shifted

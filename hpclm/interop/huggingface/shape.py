@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.model import MAX_LAYERS
 from hpclm.config.rope import KINDS, parsed
-from hpclm.errors import ConfigError
 
 Json = Mapping[str, Any]
 KEPT = {"full_attention": "full", "sliding_attention": "window"}

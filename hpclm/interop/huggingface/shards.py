@@ -9,9 +9,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.config.reading import json_object
-from hpclm.errors import ConfigError, HpclmError
 from hpclm.interop import pickles
 
 WHOLE = "model.safetensors"

@@ -11,7 +11,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import read_text
 from hpclm.config import DataConfig
 from hpclm.config.reading import json_object
 from hpclm.data import chat_record, tokenizers
@@ -22,8 +24,6 @@ from hpclm.datasets.run_text import RunText
 from hpclm.datasets.special_tokens import ADDED, FILE, GENERATION, IDS, first, is_sane, is_text
 from hpclm.datasets.tokenizers.huggingface import Library, alike, encoder, of_sentencepiece, without_template
 from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, parameters
-from hpclm.errors import ConfigError
-from hpclm.files import read_text
 from hpclm.interop.huggingface import auto_tokenizer
 from hpclm.interop.huggingface.auto_tokenizer import AutoTokenizer
 

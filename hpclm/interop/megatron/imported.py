@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hpclm import config as configs
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Progress
 from hpclm.config import ModelConfig
-from hpclm.errors import ConfigError
 from hpclm.interop import run
 from hpclm.interop.megatron import options, torch_dist, training
 from hpclm.interop.megatron.layout import MegatronState, distributed, read

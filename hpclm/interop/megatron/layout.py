@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hpclm import files
-from hpclm.errors import ConfigError, unread
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, unread
 from hpclm.interop.pickles import load
 
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from hpclm import files
+from hpclm.base import files
 from hpclm.interop.pickles import StandIn
 
 GROUPS: dict[str, Any] = yaml.safe_load(files.read_text(Path(__file__).with_name("options.yaml")))

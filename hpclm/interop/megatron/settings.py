@@ -3,7 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.interop.megatron import options
 from hpclm.interop.pickles import StandIn
 

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from hpclm import files
+from hpclm.base import files
+from hpclm.base.errors import ConfigError, unread
 from hpclm.config import OptimConfig
 from hpclm.config.optimizers import EXAMPLES, OPTIMIZERS
-from hpclm.errors import ConfigError, unread
 from hpclm.interop.megatron.layout import NO_WEIGHTS, MegatronState
 from hpclm.interop.pickles import load, refused
 

@@ -4,10 +4,10 @@ import logging
 from argparse import Namespace
 from typing import Any
 
+from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Progress
 from hpclm.config import ModelConfig
 from hpclm.config.fields import as_word
-from hpclm.errors import ConfigError
 from hpclm.interop.megatron import options
 from hpclm.interop.megatron.layout import MegatronState
 from hpclm.interop.megatron.settings import argument

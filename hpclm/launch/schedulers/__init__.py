@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpclm import registry
+from hpclm.base import registry
 from hpclm.node.job import Job, OwnJob
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.launch.schedulers import JobScript, Scheduler
 from hpclm.node import processes
 from hpclm.node.job import Job

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpclm.errors import ConfigError, ExitCode, HpclmError
+from hpclm.base.errors import ConfigError, ExitCode, HpclmError
+from hpclm.base.terminal import say
 from hpclm.launch.schedulers import JobScript, Scheduler
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.node import environment, processes, python
@@ -21,7 +22,6 @@ from hpclm.node import slurm as variables
 from hpclm.node.job import Job, OwnJob
 from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import rows
-from hpclm.terminal import say
 
 if TYPE_CHECKING:
     from hpclm.config import RunConfig

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from hpclm.errors import HpclmError
+from hpclm.base.errors import HpclmError
 from hpclm.node import environment, processes, slurm
 from hpclm.node.job import Job
 from hpclm.node.processes import OURS, Env, NoAnswerError

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpclm import files, folders
+from hpclm.base import files, folders
+from hpclm.base.errors import ConfigError
 from hpclm.config import JobConfig, RunConfig
 from hpclm.config.sbatch import OPTIONS, requesting
-from hpclm.errors import ConfigError
 from hpclm.launch.schedulers import JobScript
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.launch.schedulers.slurm_commands import Options

@@ -3,10 +3,10 @@
 import pytest
 from sentencepiece import SentencePieceTrainer
 
+from hpclm.base.errors import ConfigError
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.tokenizers import build
 from hpclm.datasets.tokenizers.fairseq import dictionary_of
-from hpclm.errors import ConfigError
 from tests.datasets.tokenizers.test_tokenizers import CORPUS, lists
 from tests.shared import shared
 

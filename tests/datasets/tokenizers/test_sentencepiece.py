@@ -5,8 +5,8 @@ import json
 import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
+from hpclm.base.errors import ConfigError
 from hpclm.data.tokenizers import build
-from hpclm.errors import ConfigError
 from tests.datasets.tokenizers.test_tokenizers import CORPUS, TEXTS, lists
 from tests.shared import shared
 

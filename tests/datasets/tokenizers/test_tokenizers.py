@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from hpclm import cli
+from hpclm.base.errors import ConfigError
 from hpclm.config.data import DataConfig
 from hpclm.data.tokenizers import build, describe, end, flat, mismatch, of_run
 from hpclm.datasets.tokenizers.huggingface import switch_off, train_bpe
 from hpclm.datasets.tokenizers.plain import Bytes
 from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
 from hpclm.datasets.writer import Writer
-from hpclm.errors import ConfigError
 from tests.forks import hpclm
 
 SHARED = Path(__file__).parents[3].parent / "shared"

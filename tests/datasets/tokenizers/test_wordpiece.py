@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpclm.base.errors import ConfigError
 from hpclm.data.tokenizers import build
-from hpclm.errors import ConfigError
 from tests.datasets.tokenizers.test_tokenizers import CORPUS, TEXTS, lists
 from tests.shared import shared
 

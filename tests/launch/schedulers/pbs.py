@@ -4,7 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 from hpclm.launch.schedulers import JobScript, Scheduler
 from hpclm.node import processes
 from hpclm.node.job import Job, OwnJob

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpclm.errors import HpclmError
+from hpclm.base.errors import HpclmError
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.node.job import Job
 from hpclm.node.processes import NoAnswerError

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 import pytest
 
 from hpclm import config
+from hpclm.base.errors import ConfigError
 from hpclm.config import settings
-from hpclm.errors import ConfigError
 from hpclm.launch.schedulers import slurm_script as template
 from hpclm.launch.schedulers.slurm_script import of_nodes, options_of
 

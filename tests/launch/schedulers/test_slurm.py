@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpclm.errors import ConfigError, HpclmError
+from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.launch.schedulers.slurm import refused
 
 NOT_CONFIGURED = """sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host

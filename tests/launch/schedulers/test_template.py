@@ -11,13 +11,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from hpclm import config, shipped
+from hpclm import config
+from hpclm.base import shipped
+from hpclm.base.errors import ConfigError
+from hpclm.base.paths import expanded
 from hpclm.config import JobConfig
-from hpclm.errors import ConfigError
 from hpclm.launch import container, setup
 from hpclm.launch.schedulers import slurm_script
 from hpclm.launch.schedulers.slurm_script import name, options_of
-from hpclm.paths import expanded
 from tests.runs import PATIENCE
 
 SHIPPED = sorted(shipped.folder("slurm").glob("*.sbatch"))

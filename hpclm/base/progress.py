@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hpclm import terminal
+from hpclm.base import terminal
 
 MIN_COLUMNS = 10  # columns of the bar
 NARROW = 80  # columns of a terminal that does not say

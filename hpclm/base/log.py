@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from hpclm import files, terminal
-from hpclm.errors import HpclmError
-from hpclm.side_path import AppendedFile, SidePath
+from hpclm.base import files, terminal
+from hpclm.base.errors import HpclmError
+from hpclm.base.side_path import AppendedFile, SidePath
 
 FORMAT = "%(asctime)s %(levelname).1s %(message)s"
 NEVER = logging.CRITICAL + 1
@@ -23,7 +23,7 @@ class Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record, unless a progress bar shows it."""
-        from hpclm.progress import Bar
+        from hpclm.base.progress import Bar
 
         with suppress(Exception):  # a closed terminal must not end the run, which has a log file
             if not (getattr(record, "live", False) and sys.stderr.isatty()):

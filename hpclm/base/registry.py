@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpclm import extras, files
-from hpclm.errors import ConfigError
+from hpclm.base import extras, files
+from hpclm.base.errors import ConfigError
 
 Check = Callable[[Any], str | None]
 """Returns what is wrong with an object, or None."""

@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpclm.errors import FULL, MACHINE, REFUSED, ExitCode, HpclmError, shell_code
+from hpclm.base.errors import FULL, MACHINE, REFUSED, ExitCode, HpclmError, shell_code
+from hpclm.base.terminal import say
 from hpclm.node import ends, import_errors, secrets, threads
-from hpclm.terminal import say
 
 NO_PROCESSES = (
     "error: the system allows no more processes or threads for this user; raise the limit (ulimit -u), or end some, "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm import files
+from hpclm.base import files
 
 log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 1.0

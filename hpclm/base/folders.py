@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hpclm.errors import ConfigError, HpclmError, unwritten
-from hpclm.files import aside, here, sync, typed
+from hpclm.base.errors import ConfigError, HpclmError, unwritten
+from hpclm.base.files import aside, here, sync, typed
 
 log = logging.getLogger(__name__)
 OTHERS = stat.S_IWGRP | stat.S_IWOTH

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from hpclm.errors import ConfigError, unread
+from hpclm.base.errors import ConfigError, unread
 
 log = logging.getLogger(__name__)
 HASHED = 1 << 18  # bytes of each block in a file's fingerprint

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata, util
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 
 EXTRAS = {
     "deepspeed": "deepspeed",

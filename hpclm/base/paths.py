@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from hpclm.errors import ConfigError
+from hpclm.base.errors import ConfigError
 
 _VARIABLE = re.compile(
     r"(?P<escape>\\*)\$(?:(?P<name>[A-Za-z_]\w*)|\{(?P<inside>[^{}]*)\})",

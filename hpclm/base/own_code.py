@@ -6,8 +6,8 @@ import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from hpclm import files
-from hpclm.registry import OWN, hint, in_standard_library, not_loaded, standard
+from hpclm.base import files
+from hpclm.base.registry import OWN, hint, in_standard_library, not_loaded, standard
 
 DYNAMIC = frozenset({"*", "__getattr__", "__path__", "exec", "globals", "modules", "setattr", "vars"})
 """A module with one of these names may have more names than its source shows."""

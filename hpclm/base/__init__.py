@@ -1,0 +1,1 @@
+"""Files, errors, the terminal, and what else any other folder may use; it uses none of them."""

@@ -6,6 +6,7 @@ that was not recorded by its script. A script without a job was never submitted.
 
 import shutil
 import socket
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from hpclm.rundir.rows import Row
 from hpclm.rundir.runs import is_job
 from hpclm.rundir.state import process_here
 
+EXITS = 30.0  # seconds
 LOCK = Path("job", "lock")
 """Held while a run is submitted, or its launch recorded."""
 
@@ -123,11 +125,20 @@ def claimed(config: RunConfig, resume_step: int | None = None) -> Iterator[None]
 
 
 def refuse_in_use(out: Path) -> None:
-    """LockedError if a run is using ``out``, or a launch on this machine with ranks that have not begun."""
+    """LockedError if a run is using ``out``, or a launch on this machine with ranks that have not begun.
+
+    A launch whose run has ended has EXITS seconds to exit.
+    """
     lease.refuse_if_held(out)
-    pid = process_here(runs.read(out))
-    if pid is not None:
-        raise lease.in_use(out, {"pid": pid, "host": socket.gethostname()})
+    until = time.monotonic() + EXITS
+    while True:
+        run = runs.read(out)
+        pid = process_here(run)
+        if pid is None:
+            return
+        if not run.end or time.monotonic() > until:
+            raise lease.in_use(out, {"pid": pid, "host": socket.gethostname()})
+        time.sleep(0.2)
 
 
 def queued(out: Path, scheduler: Scheduler, seconds: float) -> list[Job]:

@@ -345,7 +345,7 @@ def end_run(
         record = SidePath(f"{out / events.NAME} cannot be written")
         record.attempt(lambda: events.append(out, "corrupt", step=step, bad=sorted(bad), text=text))
         way = f"The run resumes from step {saved}, which was good when it was saved" if saved else "Nothing was saved"
-        if bad and context.launcher not in ("single", "local") and context.job.requeue(sorted(bad)):
+        if bad and context.world.launcher not in ("single", "local") and context.job.requeue(sorted(bad)):
             way += f"; {context.job.scheduler} was asked to start the job again without {names}"
         elif bad:
             way += f"; to exclude {names}: hpclm resume {run} --exclude-bad {run}"

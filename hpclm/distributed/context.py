@@ -64,12 +64,9 @@ class DistributedContext:
         store: "TCPStore | None" = None,
         job: OwnJob | None = None,
     ):
-        self.launcher = world.launcher
+        self.world = world
         self.rank = world.rank
         self.size = world.size
-        self.local_rank = world.local_rank
-        self.local_size = world.local_size
-        self.began = world.began  # when this rank began, in seconds since 1970
         self.ranks = ranks
         self.watchdog = watchdog
         self.ending = watchdog.ending
@@ -274,9 +271,11 @@ class DistributedContext:
         self.ending.done(text, self.exit_code)
 
 
-def single(settings: ClusterConfig | None = None, job: OwnJob | None = None) -> DistributedContext:
+def single(
+    settings: ClusterConfig | None = None, job: OwnJob | None = None, world: World | None = None
+) -> DistributedContext:
     """The context of a process without peers. ``settings``: for its watchdog. ``job``: the job of this process."""
-    world = World("single", 0, 1)
+    world = world or World("single", 0, 1)
     ranks = (RankInfo.of(world),)
     watchdog = Watchdog(settings or ClusterConfig(hang_minutes=0), Ending(ranks[0], ranks))
     return DistributedContext(world, ranks, watchdog, job=job)
@@ -292,9 +291,7 @@ def join(world: World, settings: ClusterConfig, job: OwnJob | None = None) -> It
     if world.launcher != "single":
         processes.adopt_orphans()  # so that they end with this rank
     if world.size == 1:
-        context = single(settings, job)
-        context.launcher = world.launcher
-        context.began = world.began
+        context = single(settings, job, world)
         context.watchdog.start()
         try:
             yield context

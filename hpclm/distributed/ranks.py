@@ -21,8 +21,6 @@ class RankInfo:
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int
     host: str = field(default_factory=socket.gethostname)
     pid: int = 0
     version: str = __version__
@@ -41,8 +39,6 @@ class RankInfo:
         return cls(
             world.rank,
             world.size,
-            world.local_rank,
-            world.local_size,
             pid=os.getpid(),
             address=address,
             machine=files.here(),

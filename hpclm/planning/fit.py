@@ -93,7 +93,9 @@ def _on_cpu(config: RunConfig, processes: int) -> int:
 
 def _sized(config: RunConfig, context: DistributedContext) -> RunConfig:
     """``config`` with the nodes and GPUs of this job."""
-    return replace(config, job=replace(config.job, nodes=context.size // context.local_size, gpus=context.local_size))
+    return replace(
+        config, job=replace(config.job, nodes=context.size // context.world.local_size, gpus=context.world.local_size)
+    )
 
 
 @contextmanager
@@ -106,7 +108,7 @@ def memory_errors_explained(config: RunConfig, context: DistributedContext) -> I
             raise
         lines = [str(error).strip().splitlines()[0], *getattr(error, "__notes__", [])]
         with suppress(Exception):  # failures here must not hide the original error
-            device = hardware.device(config.engine, context.local_rank, context.local_size)
+            device = hardware.device(config.engine, context.world.local_rank, context.world.local_size)
             lines += _explanation(_sized(config, context), gpu_kind(device) or MACHINE)
         raise DeviceMemoryError("\n".join(lines)) from error
 

@@ -67,7 +67,7 @@ class Control:
         self.news: ControlState | None = None  # brought by a step since the last ``poll``
         self._vector = AsyncAllReduce(run.compute.mesh.world, run.compute.device)
         self._began = time.monotonic()
-        self._set_up_minutes = max(0.0, time.time() - run.context.began) / 60
+        self._set_up_minutes = max(0.0, time.time() - run.context.world.began) / 60
 
     @property
     def micro_batch_seconds(self) -> float:

@@ -47,7 +47,7 @@ def log_start(config: RunConfig, plan: Plan, context: DistributedContext, length
     if context.job.id:
         logger.info("%s", context.job)
     if context.size > 1:
-        by = "locally" if context.launcher == "local" else f"by {context.launcher}"
+        by = "locally" if context.world.launcher == "local" else f"by {context.world.launcher}"
         started = f"{context.size} processes, launched {by}, on {', '.join(context.hosts)}"
         logger.info("%s; micro-batches of %d, %d a step for each", started, plan.micro_size, plan.accumulation(0))
 

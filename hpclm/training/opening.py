@@ -143,7 +143,7 @@ def open_run(start: RunStart, context: DistributedContext, planner: MemoryPlanne
 
 def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     """Choose this rank's device, set up the process groups, and import the engine; ConfigError if it cannot be used."""
-    device = hardware.device(config.engine, context.local_rank, context.local_size)
+    device = hardware.device(config.engine, context.world.local_rank, context.world.local_size)
     context.init_process_group(device, config.cluster.timeout_minutes, Path(config.out).absolute() / "logs")
     dtype = hardware.compute_type(config.engine, device)
     compiling.check_types(hardware.NAMES[dtype], context)

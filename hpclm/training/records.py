@@ -56,7 +56,7 @@ def log_restart(out: Path, context: DistributedContext) -> str:
     end = events.last_end(recorded)
     ending = end.get("ending") or end.get("cause") or (KILLED if attempts else "")
     by_agent = ends.inside_the_job()
-    by_scheduler = job.restart and context.launcher != "local"
+    by_scheduler = job.restart and context.world.launcher != "local"
     if not by_agent and not by_scheduler:
         return ending
     if by_agent:
@@ -107,12 +107,12 @@ def start(
         "generation": generation,
         **facts,
         "config": used,
-        "launcher": context.launcher,
+        "launcher": context.world.launcher,
         "size": context.size,
         "nodes": len(context.hosts),
         "hosts": list(context.hosts),
         **context.job.row(),
-        "began": round(context.began, 3),
+        "began": round(context.world.began, 3),
         "command": _command(),
         "folder": str(Path.cwd()),
         "host": socket.gethostname(),

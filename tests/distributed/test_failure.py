@@ -10,7 +10,7 @@ from hpclm.distributed.ranks import RankInfo
 from hpclm.node import ends
 from hpclm.node.ends import End
 
-RANKS = [RankInfo(rank, 4, rank % 2, 2, host=f"node{1 + rank // 2}", pid=100 + rank) for rank in range(4)]
+RANKS = [RankInfo(rank, 4, host=f"node{1 + rank // 2}", pid=100 + rank) for rank in range(4)]
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.2]:1234"
 
 

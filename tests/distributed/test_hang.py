@@ -17,7 +17,7 @@ from hpclm.distributed.stragglers import MIN_STEPS, Stragglers, WorkTimer
 from tests import ranks
 from tests.runs import until
 
-EVERYONE = [RankInfo(rank, 4, rank % 2, 2, host=f"node{rank // 2}", pid=100 + rank) for rank in range(4)]
+EVERYONE = [RankInfo(rank, 4, host=f"node{rank // 2}", pid=100 + rank) for rank in range(4)]
 REDUCE = {"location": "hpclm.engine.step:88 in gradient_norm", "waits_in": "all_reduce"}
 GATHER = {"location": "hpclm.training.run_data:60 in on_main", "waits_in": "all_gather"}
 BACKWARD = {"location": "hpclm.engine.step:107 in accumulate", "waits_in": "backward"}

@@ -58,7 +58,7 @@ def test_ranks_with_unequal_versions_are_refused():
     store = dist.HashStore()
 
     def come(rank, version):
-        return rendezvous.introduce(store, RankInfo(rank, 2, 0, 1, version=version), PATIENCE)
+        return rendezvous.introduce(store, RankInfo(rank, 2, version=version), PATIENCE)
 
     with ThreadPoolExecutor(2) as pool:
         coming = [pool.submit(come, rank, version) for rank, version in enumerate(("1.0", "1.1"))]

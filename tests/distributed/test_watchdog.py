@@ -137,7 +137,7 @@ def test_a_slow_rank_is_named_in_the_log_and_the_status_within_twenty_steps(tiny
 def test_what_may_take_any_time_is_no_hang(phase, hangs):
     """Such as the preparation of the data."""
     found = []
-    [me] = ranks = [RankInfo(0, 1, 0, 1)]
+    [me] = ranks = [RankInfo(0, 1)]
     watchdog = Watchdog(
         ClusterConfig(hang_minutes=0.1), SimpleNamespace(me=me, ranks=ranks, hang=found.append, answer=lambda: None)
     )

@@ -12,6 +12,7 @@ from hpclm.base.errors import HpclmError
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.config import CheckpointConfig
 from hpclm.config.plan import Length
+from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import single
 from hpclm.node.preemption import Preemption
 from hpclm.optim.stability import Health
@@ -236,8 +237,7 @@ def test_an_unhealthy_checkpoint_is_told_with_its_reason(tmp_path, caplog):
 def control_of(out, *words, began=0.0):
     """The control of one rank whose process started ``began`` seconds ago."""
     settings = config.load(None, ["data.source=synthetic", f"out={out}", *words])
-    context = single()
-    context.began = time.time() - began
+    context = single(world=World("single", 0, 1, began=time.time() - began))
     data = RunData(settings.plan(), Length(100, None), Progress(seconds=5.0), None, None, [])
     return Control(OpenRun(settings, context, CPU, data, State(), CheckpointStore(out, Retention(), {}), Preemption()))
 

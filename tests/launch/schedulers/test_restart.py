@@ -1,5 +1,6 @@
 """Why a job was started again, according to the run's events and to Slurm."""
 
+from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import single
 from hpclm.launch.schedulers import current_job
 from hpclm.rundir.summary import KILLED
@@ -39,8 +40,7 @@ def test_a_job_that_slurm_started_again_says_how_the_last_start_ended_and_what_i
     note(tmp_path, "began", hosts=["node1.cluster", "node2"])
     (tmp_path / "scontrol").write_text(SCONTROL.replace("FOLDER", str(tmp_path)))
     (tmp_path / "scontrol").chmod(0o755)
-    context = single()
-    context.launcher = "Slurm"
+    context = single(world=World("Slurm", 0, 1))
     assert records.log_restart(tmp_path, context) == KILLED
     note(tmp_path, "ended", code=137, cause="rank 1 on node1 was killed")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

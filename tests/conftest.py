@@ -21,7 +21,7 @@ def tiny(tmp_path):
     """Words of a run that takes well under a second: `hpclm train *tiny("out", ...)`."""
 
     def words(out="run", *more):
-        shape = "model={vocab_size: 64, layers: 2, hidden: 32, heads: 4, context: 16}"
+        shape = "model={vocab_size: 64, layers: 2, hidden: 32, context: 16, attention: {heads: 4}}"
         batch = "batch={global_size: 8, micro_size: 4}"
         rest = ["data.source=synthetic", "budget.steps=12", "optim.lr=3e-3", "optim.min_lr=1e-4", "engine.device=cpu"]
         quiet = ["evaluate.every=0", "checkpoint.every=4", "engine.precision=fp32"]

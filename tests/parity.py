@@ -14,7 +14,7 @@ TINY = [
     "model.vocab_size=60",
     "model.vocab_multiple=16",
     "model.hidden=32",
-    "model.heads=4",
+    "model.attention.heads=4",
     "model.context=16",
     "model.init_std=0.1",
     "data.source=synthetic",
@@ -34,10 +34,10 @@ STYLES = {
         "model.activation=swiglu",
         "model.bias=false",
         "model.tied=false",
-        "model.kv_heads=2",
+        "model.attention.kv_heads=2",
         "model.ffn=48",
     ],
-    "bloom": ["model.positions=alibi", "model.embed_norm=true", "model.activation=gelu", "model.qk_norm=true"]
+    "bloom": ["model.positions=alibi", "model.embed_norm=true", "model.activation=gelu", "model.attention.qk_norm=true"]
     + ["optim.decayed=non_embedding", "optim.z_loss=0.01"],
     "fairseq": ["model.positions=sinusoidal", "model.embed_scale=true", "model.activation=relu", "model.tied=false"]
     + ["optim.groups=[{match: mlp, weight_decay: 0.01, lr: 0.5}, {match: output, lr: 0.25}]"],
@@ -53,26 +53,45 @@ STYLES["llamadocs"] = [*STYLES["llama"], *STYLES["documents"], "batch.loss_norm=
 TODAY = {
     "olmo3": [
         *STYLES["llama"],
-        *("model.norm_order=post", "model.qk_norm=true", "model.qk_norm_span=projection"),
+        *("model.norm_order=post", "model.attention.qk_norm=true", "model.attention.qk_norm_span=projection"),
         *(
-            "model.pattern=[window,full]",
-            "model.window=5",
-            "model.window_rope_base=500",
-            "model.window_rope_scaled=false",
+            "model.attention.pattern=[window,full]",
+            "model.attention.window=5",
+            "model.rope.window_base=500",
+            "model.rope.window_scaled=false",
         ),
-        "model.rope_scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 4}",
-        *("model.score_scale=0.05", "model.embed_multiplier=40"),  # gentle, or rounding errors would grow
+        "model.rope.scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 4}",
+        *("model.attention.score_scale=0.05", "model.embed_multiplier=40"),  # gentle, or rounding errors would grow
     ],
     "gemma2": [
         *STYLES["llama"],
-        *("model.norm_order=sandwich", "model.head_dim=16", "model.activation=geglu_tanh", "model.embed_scale=true"),
-        *("model.score_cap=2", "model.score_scale=0.3", "model.logit_cap=3", "model.logit_multiplier=0.5"),
-        *("model.pattern=[window,full]", "model.window=6", "model.embed_multiplier=8"),  # gentle, too
+        *(
+            "model.norm_order=sandwich",
+            "model.attention.head_dim=16",
+            "model.activation=geglu_tanh",
+            "model.embed_scale=true",
+        ),
+        *(
+            "model.attention.score_cap=2",
+            "model.attention.score_scale=0.3",
+            "model.logit_cap=3",
+            "model.logit_multiplier=0.5",
+        ),
+        *(
+            "model.attention.pattern=[window,full]",
+            "model.attention.window=6",
+            "model.embed_multiplier=8",
+        ),  # gentle, too
     ],
     "sinks": [
         *STYLES["llamadocs"],
-        *("model.attention_sinks=true", "model.pattern=[window_nope,full]", "model.window=6", "model.qkv_bias=true"),
-        *("model.rope_fraction=0.5", "model.residual_multiplier=0.7", "model.embed_multiplier=2"),
+        *(
+            "model.attention.sinks=true",
+            "model.attention.pattern=[window_nope,full]",
+            "model.attention.window=6",
+            "model.attention.qkv_bias=true",
+        ),
+        *("model.rope.fraction=0.5", "model.residual_multiplier=0.7", "model.embed_multiplier=2"),
     ],
     "xielu": [*STYLES["llama"], "model.activation=xielu", "model.mlp_bias=true", "model.logits_fp32=true"],
 }

@@ -25,7 +25,7 @@ import torch
 import hpclm
 
 TINY = {
-    "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16},
+    "model": {"layers": 1, "hidden": 16, "attention": {"heads": 2}, "context": 16},
     "batch": {"global_size": 4, "micro_size": 4},
     "evaluate.every": 4,
     "evaluate.batches": 1,
@@ -161,7 +161,7 @@ def main(folder):
 
     call("settings", lambda: hpclm.settings("small"))
     call("train", lambda: train("runs/a"))
-    call("train with math attention", lambda: train("runs/b", "model.attention=math"))
+    call("train with math attention", lambda: train("runs/b", "model.attention.kernel=math"))
     unusual()
     call("train with unusual settings", lambda: train("runs/c"))
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):

@@ -26,7 +26,7 @@ from hpclm.api import dataset as api_dataset
 from hpclm.base.errors import LockedError
 from tests.runs import ROOT, until
 
-TINY = {"model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}, "evaluate.every": 4}
+TINY = {"model": {"layers": 1, "hidden": 16, "attention": {"heads": 2}, "context": 16}, "evaluate.every": 4}
 LINES = ["Once upon a time there was a number."] * 100
 
 

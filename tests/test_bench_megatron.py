@@ -27,7 +27,7 @@ with mcore_run.OnCPU():
         small = dict(layers=2, hidden=64, heads=4, vocab_size=128)
         small |= dict(kv_heads=2, ffn=128) if shape == "llama-1b" else {}
         for dtype in (torch.float32, torch.bfloat16):
-            step = bench_megatron.stepping(ModelConfig(**SHAPES[shape] | small, context=32), rows, dtype)
+            step = bench_megatron.stepping(ModelConfig.of(SHAPES[shape] | small | {"context": 32}), rows, dtype)
             losses = [step() for _ in range(4)]
             assert 4.6 < losses[0] < 5.2 and losses == sorted(losses, reverse=True), (shape, dtype, losses)
 """

@@ -14,7 +14,7 @@ SMALLEST = [
     "bench_checkpoint.py --megabytes 8 --tensors 8 --rounds 1",
     "bench_checkpoint.py --megabytes 8 --tensors 8 --rounds 2 --training",
     "bench_data.py --documents 10_000 --rounds 1",
-    "bench_generate.py --tokens 4 --batch 1 2 --rounds 1 model.layers=2 model.hidden=64 model.heads=4",
+    "bench_generate.py --tokens 4 --batch 1 2 --rounds 1 model.layers=2 model.hidden=64 model.attention.heads=4",
     "bench_generate.py --llama --tokens 4 --batch 2 --rounds 1",
     "bench_rundir.py rows --count 2000",
     "bench_rundir.py runs --count 8",

@@ -12,7 +12,7 @@ from hpclm import cli
 from hpclm.launch import demo
 from tests.runs import PATIENCE, has_step, hpclm, losses, until
 
-SMALL = ["model={layers: 1, hidden: 32, heads: 2, context: 32}", "batch={global_size: 4, micro_size: 4}"]
+SMALL = ["model={layers: 1, hidden: 32, context: 32, attention: {heads: 2}}", "batch={global_size: 4, micro_size: 4}"]
 SMALL += ["budget.steps=4", "evaluate.every=2", "checkpoint.every=2", "optim.warmup=1", "engine.device=cpu"]
 
 

@@ -11,7 +11,7 @@ from tests.runs import PATIENCE, ROOT
 
 MEGATRON = os.environ.get("HPCLM_MEGATRON_PYTHON")
 DRAWN = ["--count", "3", "--seed", "2", "--processes", "2"]
-CASE = ["model.layers=1", "model.hidden=16", "model.heads=1", "model.context=8", "model.vocab_size=16"]
+CASE = ["model.layers=1", "model.hidden=16", "model.attention.heads=1", "model.context=8", "model.vocab_size=16"]
 CASE += ["optim.weight_decay=1.0", "optim.lr=1e-3", "optim.clip=0.0", "batch.micro_size=1", "model.bias=true"]
 CODE = """
 import functools, json, sys

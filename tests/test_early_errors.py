@@ -12,7 +12,7 @@ from hpclm import config
 from tests.events import note
 from tests.runs import ROOT
 
-SHAPE = "model={layers: 1, hidden: 16, heads: 2, context: 16, vocab_size: 64}"
+SHAPE = "model={layers: 1, hidden: 16, context: 16, vocab_size: 64, attention: {heads: 2}}"
 DATASET = ["data.source=indexed", "data.prefix=missing"]
 SMALL = ["data.source=synthetic", "out=runs/none"]
 OWN = {

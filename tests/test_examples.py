@@ -48,7 +48,7 @@ def examples(page):
 
 RUN = [page for page in PAGES if not page.name.endswith(".zh.md") and page.name not in SEPARATELY and examples(page)]
 
-SMALL = "model.layers=1 model.hidden=16 model.heads=2 model.context=32 batch.global_size=2 batch.micro_size=2 evaluate.every=0"
+SMALL = "model.layers=1 model.hidden=16 model.attention.heads=2 model.context=32 batch.global_size=2 batch.micro_size=2 evaluate.every=0"
 MADE = f"""
 hpclm train-tokenizer --input text.jsonl --output t.json --vocab-size 300
 hpclm train-tokenizer --input text.jsonl --output spm.model --vocab-size 300

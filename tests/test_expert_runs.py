@@ -5,7 +5,12 @@ import pytest
 from hpclm import cli
 from tests.forks import hpclm
 
-EXPERTS = ["model.experts=4", "model.activation=swiglu", "model.balance_micro_batch=0.1", "budget.steps=4"]
+EXPERTS = [
+    "model.experts.count=4",
+    "model.activation=swiglu",
+    "model.experts.balance_micro_batch=0.1",
+    "budget.steps=4",
+]
 
 
 def refused(*command):
@@ -20,12 +25,19 @@ def test_a_resume_with_other_micro_batches_is_refused_where_the_loss_depends_on_
         again = run / "config.yaml", longer, change
         for command in (["train"], ["submit", "--dry-run"], ["submit", "--cluster", "local"]):
             size = change.partition("=")[2]
-            assert f"batch.micro_size was 4 and is now {size}, and model.balance_micro_batch" in refused(
+            assert f"batch.micro_size was 4 and is now {size}, and model.experts.balance_micro_batch" in refused(
                 *command, *again
             )
         assert "batch.micro_size was 4" in refused("resume", run, "--cluster", "local", longer, change)
     hpclm("train", run / "config.yaml", longer, "batch.micro_size=auto", check=0)  # which keeps the 4
-    hpclm("train", run / "config.yaml", "budget.steps=9", "batch.micro_size=2", "model.balance_micro_batch=0", check=0)
+    hpclm(
+        "train",
+        run / "config.yaml",
+        "budget.steps=9",
+        "batch.micro_size=2",
+        "model.experts.balance_micro_batch=0",
+        check=0,
+    )
 
 
 def test_micro_batches_that_a_start_would_choose_anew_are_refused_before_the_queue(tmp_path, tiny):
@@ -37,7 +49,7 @@ def test_micro_batches_that_a_start_would_choose_anew_are_refused_before_the_que
 
 
 def test_every_size_of_micro_batches_may_follow_another_without_such_a_loss(tmp_path, tiny):
-    words = [*EXPERTS, "model.balance_micro_batch=0", "model.balance_sequence=0.1"]
+    words = [*EXPERTS, "model.experts.balance_micro_batch=0", "model.experts.balance_sequence=0.1"]
     hpclm("train", *tiny("run"), *words, check=0)
     for size in (1, 2):
         again = tmp_path / "run" / "config.yaml", "budget.steps=8", f"batch.micro_size={size}", "--gpus", 2
@@ -47,8 +59,8 @@ def test_every_size_of_micro_batches_may_follow_another_without_such_a_loss(tmp_
 WRONG = {
     "6 experts over 4": (
         4,
-        ["model.experts=6", "parallel.expert=4"],
-        "model.experts=6 must be a multiple of parallel.exp",
+        ["model.experts.count=6", "parallel.expert=4"],
+        "model.experts.count=6 must be a multiple of parallel.exp",
     ),
     "3 ranks over 2": (
         3,
@@ -72,22 +84,30 @@ WRONG = {
     ),
     "too many a token": (
         1,
-        ["model.experts_per_token=5"],
-        "model.experts_per_token=5 must be from 1 to model.experts=4\n",
+        ["model.experts.per_token=5"],
+        "model.experts.per_token=5 must be from 1 to model.experts.count=4\n",
     ),
-    "one a token, normalised": (1, ["model.experts_per_token=1"], "needs model.router_normalize=false"),
-    "none a token": (1, ["model.experts_per_token=0"], "model.experts_per_token=0 must be at least 1\n"),
-    "groups": (1, ["model.router_groups=3"], "model.router_groups=3 must be a divisor of model.experts=4"),
+    "one a token, normalised": (1, ["model.experts.per_token=1"], "needs model.experts.router_normalize=false"),
+    "none a token": (1, ["model.experts.per_token=0"], "model.experts.per_token=0 must be at least 1\n"),
+    "groups": (
+        1,
+        ["model.experts.router_groups=3"],
+        "model.experts.router_groups=3 must be a divisor of model.experts.count=4",
+    ),
     "too few in groups": (
         1,
-        ["model.experts=8", "model.router_groups=4", "model.experts_per_token=3"],
-        "model.experts_per_token=3 is more than the 2 experts of model.router_top_groups=1 groups",
+        ["model.experts.count=8", "model.experts.router_groups=4", "model.experts.per_token=3"],
+        "model.experts.per_token=3 is more than the 2 experts of model.experts.router_top_groups=1 groups",
     ),
-    "no experts": (2, ["model.experts=0", "parallel.expert=2"], "parallel.expert=2 has no effect with model.experts=0"),
+    "no experts": (
+        2,
+        ["model.experts.count=0", "parallel.expert=2"],
+        "parallel.expert=2 has no effect with model.experts.count=0",
+    ),
     "no top-k": (
         1,
-        ["model.experts=0", "model.experts_per_token=1"],
-        "model.experts_per_token=1 has no effect with model.ex",
+        ["model.experts.count=0", "model.experts.per_token=1"],
+        "model.experts.per_token=1 has no effect with model.ex",
     ),
     "deepspeed": (2, ["engine.name=deepspeed", "parallel.expert=2"], "engines that do: native, fsdp2\n"),
     "fairscale": (2, ["engine.name=fairscale", "parallel.expert=2"], "'fairscale' does not support parallel.expert=2"),
@@ -98,19 +118,23 @@ WRONG = {
     ),
     "a bias that is not there": (
         1,
-        ["model.balance_bias=0.1"],
-        "with model.router_choice_bias=false: it moves that bias",
+        ["model.experts.balance_bias=0.1"],
+        "with model.experts.router_choice_bias=false: it moves that bias",
     ),
-    "no layer": (1, ["model.mlp_pattern=[dense]"], "no layer of model.mlp_pattern=[dense] is of kind experts"),
-    "an odd width": (2, ["model.expert_ffn=25", "parallel.tensor=2"], "or set parallel.split_experts=false"),
-    "not a number": (1, ["model.balance_sequence=nan"], "model.balance_sequence=nan must be at least 0 and finite"),
+    "no layer": (1, ["model.experts.pattern=[dense]"], "no layer of model.experts.pattern=[dense] is of kind experts"),
+    "an odd width": (2, ["model.experts.ffn=25", "parallel.tensor=2"], "or set parallel.split_experts=false"),
+    "not a number": (
+        1,
+        ["model.experts.balance_sequence=nan"],
+        "model.experts.balance_sequence=nan must be at least 0 and finite",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_experts_cannot_do_is_refused_before_the_queue(case, tiny, tmp_path, capsys):
     processes, more, answer = WRONG[case]
-    words = [*tiny("run", "model.experts=4", "batch.micro_size=1"), *more]
+    words = [*tiny("run", "model.experts.count=4", "batch.micro_size=1"), *more]
     assert cli.main(["submit", "--dry-run", "--gpus", str(processes), *words]) == 64
     assert answer in capsys.readouterr().err
     if processes == 1:

@@ -12,7 +12,7 @@ from tests.runs import until
 TEXT = "".join(
     f'{{"text": "Story {i}: once upon a time there was a number, and it was {i * i}."}}\n' for i in range(200)
 )
-SMALL = ["model.layers=1", "model.hidden=32", "model.heads=2", "model.context=16", "evaluate.batches=1"]
+SMALL = ["model.layers=1", "model.hidden=32", "model.attention.heads=2", "model.context=16", "evaluate.batches=1"]
 SHORT = [*SMALL, "batch.global_size=4", "budget={steps: 6}", "evaluate.every=0", "checkpoint.every=2"]
 
 

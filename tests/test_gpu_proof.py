@@ -127,7 +127,7 @@ def test_a_device_is_busy_while_any_of_its_streams_is():
 
 @pytest.mark.slow
 def test_the_first_stage_compares_steps_by_category_and_single_operations(tmp_path, monkeypatch, capsys):
-    tiny = dict(layers=1, hidden=16, heads=2, vocab_size=40, vocab_multiple=1)
+    tiny = {"layers": 1, "hidden": 16, "attention.heads": 2, "vocab_size": 40, "vocab_multiple": 1}
     monkeypatch.setitem(gpu_profile.bench_train.SHAPES, "small", tiny)
     monkeypatch.setattr(sys, "argv", ["gpu_profile.py", "--out", str(tmp_path), "--device", "cpu", "--small"])
     assert gpu_profile.main() == 0

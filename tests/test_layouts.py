@@ -10,7 +10,7 @@ from tests.forks import Ranks, hpclm
 from tests.runs import figures, lines
 from tests.test_train import corpus
 
-MORE = ["model={vocab_size: 64, layers: 4, hidden: 32, heads: 4, context: 16}", "cluster.preflight=false"]
+MORE = ["model={vocab_size: 64, layers: 4, hidden: 32, context: 16, attention: {heads: 4}}", "cluster.preflight=false"]
 MORE += ["checkpoint.file_mb=0", "batch.micro_size=1", "evaluate.every=4", "evaluate.batches=2", "optim.eps=1e-5"]
 LAYOUTS = [(2, ["parallel.tensor=2"]), (2, ["engine.name=pipelining", "parallel.pipeline=2"]), (1, [])]
 MORE_LAYOUTS = [
@@ -76,7 +76,7 @@ def test_a_run_that_shrinks_and_grows_reads_the_same_samples_at_every_step(tiny,
 @pytest.mark.parametrize(
     "words, answer",
     {
-        "parallel.tensor=3": "model.heads=4 must be a multiple of parallel.tensor=3",
+        "parallel.tensor=3": "model.attention.heads=4 must be a multiple of parallel.tensor=3",
         "parallel.pipeline=2": "engine 'native' does not support parallel.pipeline=2",
         "engine.name=pipelining": "it supports 2 or more; engines that do: native, ",
         "engine.name=pipelining parallel.pipeline=8": "8 stages, but model.layers=4",
@@ -88,7 +88,7 @@ def test_a_run_that_shrinks_and_grows_reads_the_same_samples_at_every_step(tiny,
         "engine.name=pipelining parallel.pipeline=2 batch.global_size=1": "it needs at least 2",
         "engine.name=pipelining parallel.pipeline=2 parallel.schedule=interleaved parallel.chunks=2 batch.global_size=6 "
         "batch.rampup=[4,1,12]": "cannot run 5 micro-batches a step",
-        "model.kv_heads=2 parallel.tensor=4": "model.kv_heads=2 must be a multiple of parallel.tensor=4",
+        "model.attention.kv_heads=2 parallel.tensor=4": "model.attention.kv_heads=2 must be a multiple of parallel.tensor=4",
         "parallel.tensor=2": "1 process cannot be divided by parallel.tensor=2 x parallel.pipeline=1 = 2; start 2 or a "
         "multiple of it, such as hpclm submit --gpus 2",
     }.items(),

@@ -156,11 +156,11 @@ MISTAKES = {
     ("train", "small", "--report_to", "wandb"): "as key=value: log.sinks='[wandb]'; hpclm docs migrating",
     ("train", "small", "--normalization", "LayerNorm"): "as key=value: model.norm=layernorm; hpclm docs migrating",
     ("train", "small", "--expert-model-parallel-size", "2"): "as key=value: parallel.expert=2; hpclm docs migrating",
-    ("submit", "small", "--moe-router-topk", "4"): "as key=value: model.experts_per_token=4; hpclm docs migrating",
+    ("submit", "small", "--moe-router-topk", "4"): "as key=value: model.experts.per_token=4; hpclm docs migrating",
     ("train", "small", "--moe-grouped-gemm"): "--moe-grouped-gemm: leave it out: hpclm does what is fastest, with the router in fp32",
     ("train", "small", "--moe-expert-capacity-factor", "1.5"): "leave it out: hpclm computes all tokens and drops none",
     ("train", "small", "--multi-latent-attention"): "--multi-latent-attention: hpclm does not have it",
-    ("train", "small", "moe_intermediate_size=64"): "moe_intermediate_size: it is model.expert_ffn here",
+    ("train", "small", "moe_intermediate_size=64"): "moe_intermediate_size: it is model.experts.ffn here",
     ("train", "small", "--load", "x"): "--load: leave it out: a run resumes from its newest good checkpoint by itself; hpclm docs migrating",
     ("train", "small", "--dtype", "torch.float16"): "as key=value: engine.precision=fp16; hpclm docs migrating",
     ("train", "small", "--dtype", "bfloat16"): "as key=value: engine.precision=bf16; hpclm docs migrating",
@@ -332,7 +332,7 @@ def test_python_takes_the_name_of_a_preset(tmp_path, monkeypatch):
     ):
         hpclm.train("nothing-like-it")
     (tmp_path / "mine.yaml").write_text(
-        "model: {vocab_size: 64, layers: 1, hidden: 32, heads: 4, context: 16}\nbudget: {steps: 1}\nbatch: {global_size: 2, micro_size: 1}\n"
+        "model: {vocab_size: 64, layers: 1, hidden: 32, context: 16, attention: {heads: 4}}\nbudget: {steps: 1}\nbatch: {global_size: 2, micro_size: 1}\n"
         "data: {source: synthetic}\nengine: {device: cpu}\noptim: {warmup: 0}\nevaluate: {every: 0}\n"
     )
     assert hpclm.train("mine.yaml").rows[-1]["step"] == 1

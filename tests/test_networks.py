@@ -15,6 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hpclm import cli
 from hpclm.base.errors import ConfigError
 from hpclm.config import ClusterConfig, ModelConfig
+from hpclm.config.checks import value_at
+from hpclm.config.section import leaves
 from hpclm.diagnostics import self_check
 from hpclm.distributed.context import single
 from hpclm.inference.generation import Batch, window_start
@@ -53,7 +55,7 @@ def networks(often=NETWORKS):
 
 def model_of(network):
     """A model with weights that matter to its logits."""
-    config = ModelConfig(**network)
+    config = ModelConfig.of(network)
     return weights.build(config, made.Drawn(config).weights).eval()
 
 
@@ -112,7 +114,7 @@ def test_the_planner_counts_every_weight(name):
 @pytest.mark.parametrize("name", networks(SAMPLE[:2]))
 def test_a_step_of_every_network_can_be_simulated(name):
     simulation = simulate(settings(EVERY[name], engine=dict(precision="bf16")))
-    assert simulation.parameters == simulation.updated == sizes(ModelConfig(**EVERY[name]))
+    assert simulation.parameters == simulation.updated == sizes(ModelConfig.of(EVERY[name]))
     assert simulation.waits == 0
 
 
@@ -136,9 +138,7 @@ def test_every_network_passes_the_self_check(name, tmp_path, monkeypatch):
 def test_every_network_is_converted_both_ways_or_refused_by_a_setting(name, tmp_path):
     network = EVERY[name]
     made.run(tmp_path / "run", network, tokenizer="bytes")
-    other = {
-        f"model.{key}=" for key, value in vars(ModelConfig(**network)).items() if value != getattr(ModelConfig(), key)
-    }
+    other = {f"model.{key}=" for key, value in leaves(ModelConfig.of(network)) if value != value_at(ModelConfig(), key)}
     try:
         convert([str(tmp_path / "run"), str(tmp_path / "hf")])
     except ConfigError as error:

@@ -109,7 +109,7 @@ RARE |= {"deepspeed1-dp2pp2", "deepspeed1-tp2pp2"}
 """Layouts of which the sample has nothing but rows that are named below: each is between others."""
 RECOMPUTE = {"kept": [], "full": ["engine.recompute=full"], "selective": ["engine.recompute=selective"]}
 RECOMPUTE["every2"] = ["engine.recompute=full", "engine.recompute_every=2"]
-DROPOUT = {"dry": [], "dropout": ["model.dropout=0.1", "model.attention_dropout=0.1"]}
+DROPOUT = {"dry": [], "dropout": ["model.dropout=0.1", "model.attention.dropout=0.1"]}
 PRECISION = ["fp32", "bf16"]
 
 

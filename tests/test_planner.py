@@ -133,7 +133,7 @@ def test_the_network_and_the_memory_of_ones_own_are_those_that_are_reckoned_with
 def test_several_files_are_compared_with_the_same_overrides_and_one_that_cannot_be_planned_says_why(tmp_path, capsys):
     for name, heads in (("good", 4), ("bad", 5)):
         (tmp_path / f"{name}.yaml").write_text(
-            f"model: {{hidden: 64, heads: {heads}}}\ndata: {{source: synthetic}}\nbudget: {{steps: 1}}\n"
+            f"model: {{hidden: 64, attention: {{heads: {heads}}}}}\ndata: {{source: synthetic}}\nbudget: {{steps: 1}}\n"
         )
     good, bad = f"{tmp_path}/good.yaml", f"{tmp_path}/bad.yaml"
     found = json.loads(output(good, bad, "batch.micro_size=2", "--json", capsys=capsys))
@@ -206,8 +206,8 @@ def test_speed_is_not_predicted_without_a_peak(capsys):
 
 
 def test_a_head_that_tensor_cores_do_not_like_is_told(capsys):
-    assert "a head is 150 wide" in output("model.hidden=600", "model.heads=4", capsys=capsys)
-    assert "a head is" not in output("model.hidden=96", "model.heads=4", capsys=capsys)
+    assert "a head is 150 wide" in output("model.hidden=600", "model.attention.heads=4", capsys=capsys)
+    assert "a head is" not in output("model.hidden=96", "model.attention.heads=4", capsys=capsys)
 
 
 def test_a_whole_forecast_loads_neither_torch_nor_numpy():

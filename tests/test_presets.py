@@ -27,20 +27,32 @@ OLMO3 = dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, nu
 OLMO3 |= dict(num_key_value_heads=32, vocab_size=100278, rope_theta=500000, rms_norm_eps=1e-6, sliding_window=4096)
 SMOLLM3 = dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16)
 SMOLLM3 |= dict(num_key_value_heads=4, vocab_size=128256, rope_theta=5000000.0, rms_norm_eps=1e-6)
-QWEN3 = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, head_dim=128)
+QWEN3 = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "attention.head_dim": 128,
+}
 QWEN3 |= dict(num_key_value_heads=8, vocab_size=151936, rope_theta=1000000, rms_norm_eps=1e-6)
 OLMOE = dict(hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16)
 OLMOE |= dict(num_key_value_heads=16, vocab_size=50304, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False)
-QWEN3_MOE = dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32, head_dim=128)
+QWEN3_MOE = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "attention.head_dim": 128,
+}
 QWEN3_MOE |= dict(num_key_value_heads=4, vocab_size=151936, rope_theta=1000000, rms_norm_eps=1e-6, num_experts=128)
 QWEN3_MOE |= dict(num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, mlp_only_layers=[])
 PUBLISHED = {
-    "olmo3-7b": dict(
-        OLMO3,
-        model_type="olmo3",
-        max_position_embeddings=65536,
-        rope_scaling=dict(YARN, attention_factor=1.2079441541679836),
-    ),
+    "olmo3-7b": {
+        **OLMO3,
+        "model_type": "olmo3",
+        "max_position_embeddings": 65536,
+        "rope.scaling": dict(YARN, attention_factor=1.2079441541679836),
+    },
     "smollm3-3b": dict(
         SMOLLM3,
         model_type="smollm3",
@@ -52,17 +64,24 @@ PUBLISHED = {
     "olmoe-7b": dict(OLMOE, model_type="olmoe", max_position_embeddings=4096, rms_norm_eps=1e-5, clip_qkv=None),
     "qwen3-30b-a3b": dict(QWEN3_MOE, model_type="qwen3_moe", max_position_embeddings=32768),
     "llama3-8b": dict(LLAMA3, model_type="llama", max_position_embeddings=8192),
-    "marin-8b": dict(
-        LLAMA3, model_type="llama", max_position_embeddings=4096, rope_scaling=dict(SCALED, rope_type="llama3")
-    ),
+    "marin-8b": {
+        **LLAMA3,
+        "model_type": "llama",
+        "max_position_embeddings": 4096,
+        "rope.scaling": dict(SCALED, rope_type="llama3"),
+    },
 }
 """What decides about the network in the config.json of each."""
 BEFORE = {  # kv_heads: null is as many as heads
-    "olmo3-7b": dict(context=8192, rope_scaling={}, window_rope_scaled=True, kv_heads=None),
-    "smollm3-3b": dict(context=4096, rope_base=50000.0),
-    "qwen3-8b": dict(context=4096, rope_base=10000.0),
-    "olmoe-7b": dict(kv_heads=None, balance_micro_batch=0.01 / 16, router_z_loss=0.001 / 16 / 8),
-    "qwen3-30b-a3b": dict(context=4096, rope_base=10000.0, balance_step=0.001),
+    "olmo3-7b": {"context": 8192, "rope.scaling": {}, "rope.window_scaled": True, "attention.kv_heads": None},
+    "smollm3-3b": {"context": 4096, "rope.base": 50000.0},
+    "qwen3-8b": {"context": 4096, "rope.base": 10000.0},
+    "olmoe-7b": {
+        "attention.kv_heads": None,
+        "experts.balance_micro_batch": 0.01 / 16,
+        "experts.router_z_loss": 0.001 / 16 / 8,
+    },
+    "qwen3-30b-a3b": {"context": 4096, "rope.base": 10000.0, "experts.balance_step": 0.001},
 }
 """What their last stages, for long contexts, changed, and what config.json does not say."""
 PARAMETERS = {
@@ -84,7 +103,7 @@ def preset(name, *words):
 def test_the_network_is_that_of_the_published_model(name):
     transformers = pytest.importorskip("transformers")
     published, model = PUBLISHED[name], preset(name).model
-    assert ModelConfig(**(families.settings(published) | BEFORE.get(name, {}))) == model
+    assert ModelConfig.of(families.settings(published) | BEFORE.get(name, {})) == model
     with torch.device("meta"):
         there = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**published))
         ours = {name: torch.empty(placement.shape) for name, placement in placements(model).items()}

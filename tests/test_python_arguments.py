@@ -17,7 +17,7 @@ import hpclm
 from tests.interop import made
 
 SHAPE = dict(made.SHAPE, vocab_size=257, context=64)
-TINY = {"model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}}
+TINY = {"model": {"layers": 1, "hidden": 16, "attention": {"heads": 2}, "context": 16}}
 
 
 class Word(str, enum.Enum):  # noqa: UP042 - not StrEnum, whose str() would hide a fault

@@ -116,7 +116,10 @@ def content(out):
     "words, told",
     [
         (["model.layers=3"], ["model.layers was 2 and is now 3"]),
-        (["seed=5", "model.heads=2"], ["model.heads was 4 and is now 2", "seed was 1234 and is now 5"]),
+        (
+            ["seed=5", "model.attention.heads=2"],
+            ["model.attention.heads was 4 and is now 2", "seed was 1234 and is now 5"],
+        ),
         (["checkpoint.resume=never"], ["already holds step-00000004, but checkpoint.resume=never"]),
     ],
 )

@@ -17,7 +17,7 @@ from tests.rundir.test_runs import make
 from tests.runs import PATIENCE, until
 from tests.test_several_runs import launcher
 
-TINY = {"model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}, "evaluate.every": 4}
+TINY = {"model": {"layers": 1, "hidden": 16, "attention": {"heads": 2}, "context": 16}, "evaluate.every": 4}
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_sweep_trains_a_run_for_each_value_and_the_same_call_continues_it(here
 def test_mistakes_of_a_sweep_are_found_before_anything_is_written(here):
     before = sorted(here.rglob("*"))
     for values, more, answer in (
-        ({"model.heads": [4, 5]}, {}, "model.heads=5"),
+        ({"model.attention.heads": [4, 5]}, {}, "model.attention.heads=5"),
         ({"optim.lr": 1e-3}, {}, r"optim.lr must have a list of values, not 0.001; a setting of all runs comes after"),
         ({"optim.lr": []}, {}, "optim.lr has no values"),
         ({"lr": [1e-3]}, {}, "unknown setting lr: it is optim.lr here"),

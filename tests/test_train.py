@@ -18,7 +18,7 @@ from tests.forks import Hpclm, hpclm
 from tests.runs import PATIENCE, ROOT, losses
 
 RAMP = ["batch.rampup=[4,4,20]", "optim.unit=samples", "optim.warmup=30", "budget.steps=16"]
-DROPOUT = ["model.dropout=0.2", "model.attention_dropout=0.2"]
+DROPOUT = ["model.dropout=0.2", "model.attention.dropout=0.2"]
 
 
 def corpus(tmp_path, name="data"):

@@ -11,6 +11,7 @@ import numpy as np
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
+from hpclm.config.checks import value_at
 from hpclm.data.tokenizers import build
 from hpclm.datasets.writer import Writer
 
@@ -33,32 +34,32 @@ def twin(run: RunConfig, processes: int, weights: bool = False) -> list[str]:
 
 def _model(run: RunConfig) -> dict[str, object]:
     model, stages = run.model, run.parallel.pipeline * run.parallel.chunks
-    group = model.heads // (model.kv_heads or model.heads)
-    heads = group * max(1, min(HEADS, model.heads) // group)
+    group = model.attention.heads // (model.attention.kv_heads or model.attention.heads)
+    heads = group * max(1, min(HEADS, model.attention.heads) // group)
     context = min(model.context, CONTEXT)
     sizes = {
-        "layers": min(model.layers, max(2, len(model.pattern), stages)),
+        "layers": min(model.layers, max(2, len(model.attention.pattern), stages)),
         "hidden": min(model.hidden, heads * WIDTH),
-        "heads": heads,
+        "attention.heads": heads,
         "context": context,
         "vocab_size": min(model.vocab_size, VOCABULARY),
     }
-    if model.kv_heads is not None:
-        sizes["kv_heads"] = heads // group
-    if model.head_dim is not None:
-        sizes["head_dim"] = WIDTH
+    if model.attention.kv_heads is not None:
+        sizes["attention.kv_heads"] = heads // group
+    if model.attention.head_dim is not None:
+        sizes["attention.head_dim"] = WIDTH
     if model.ffn is not None:
         sizes["ffn"] = min(model.ffn, 3 * heads * WIDTH // 2)
-    if model.experts:
+    if model.experts.count:
         sizes |= {
-            "experts": min(model.experts, EXPERTS),
-            "experts_per_token": min(model.experts_per_token, EXPERTS_PER_TOKEN),
+            "experts.count": min(model.experts.count, EXPERTS),
+            "experts.per_token": min(model.experts.per_token, EXPERTS_PER_TOKEN),
         }
-        if model.expert_ffn is not None:
-            sizes["expert_ffn"] = min(model.expert_ffn, heads * WIDTH // 2)
-    if model.window is not None:
-        sizes["window"] = max(2, model.window * context // model.context)
-    return {f"model.{name}": size for name, size in sizes.items() if size != getattr(model, name)}
+        if model.experts.ffn is not None:
+            sizes["experts.ffn"] = min(model.experts.ffn, heads * WIDTH // 2)
+    if model.attention.window is not None:
+        sizes["attention.window"] = max(2, model.attention.window * context // model.context)
+    return {f"model.{name}": size for name, size in sizes.items() if size != value_at(model, name)}
 
 
 def _divided(run: RunConfig, processes: int) -> dict[str, object]:

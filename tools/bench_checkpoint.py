@@ -247,7 +247,13 @@ def training(args: argparse.Namespace) -> int:
     from hpclm.parallel.micro_batch import MicroBatch
 
     torch.set_num_threads(1)
-    shape = ["model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab_size=1024", "model.context=256"]
+    shape = [
+        "model.layers=4",
+        "model.hidden=256",
+        "model.attention.heads=4",
+        "model.vocab_size=1024",
+        "model.context=256",
+    ]
     rest = ["batch.global_size=4", "batch.micro_size=4", "data.source=synthetic", "budget.steps=1"]
     run = config.load(None, [*shape, *rest, "engine.precision=fp32", "engine.device=cpu"])
     engine = engines.build(run.for_engine(), Compute(torch.device("cpu"), torch.float32))

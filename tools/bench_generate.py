@@ -4,7 +4,7 @@ Both write the same number of tokens greedily, in turns, in one process: the rat
 what else the machine does. The weights are random, and exported by ``hpclm convert``.
 
     python tools/bench_generate.py                       # a GPT-2 of 30M parameters, on this machine's processor
-    python tools/bench_generate.py model.layers=12 model.hidden=768 model.heads=12 --dtype bf16
+    python tools/bench_generate.py model.layers=12 model.hidden=768 model.attention.heads=12 --dtype bf16
     python tools/bench_generate.py --llama --tokens 64
 """
 
@@ -27,9 +27,15 @@ from hpclm.inference.generation import continue_all
 from hpclm.inference.generation_settings import Sampling
 from hpclm.parallel.mesh import Compute
 
-SMALL = ["model.layers=6", "model.hidden=512", "model.heads=8", "model.vocab_size=32000", "model.context=1024"]
+SMALL = [
+    "model.layers=6",
+    "model.hidden=512",
+    "model.attention.heads=8",
+    "model.vocab_size=32000",
+    "model.context=1024",
+]
 LLAMA = ["model.positions=rope", "model.norm=rmsnorm", "model.activation=swiglu", "model.bias=false"]
-LLAMA += ["model.tied=false", "model.kv_heads=4"]
+LLAMA += ["model.tied=false", "model.attention.kv_heads=4"]
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

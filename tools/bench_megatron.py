@@ -86,8 +86,8 @@ def shape(model: ModelConfig, dtype: torch.dtype, fused: bool) -> Any:
 
     gated = model.activation == "swiglu"
     return TransformerConfig(
-        num_layers=model.layers, hidden_size=model.hidden, num_attention_heads=model.heads,
-        num_query_groups=model.groups, ffn_hidden_size=model.ffn_width, gated_linear_unit=gated,
+        num_layers=model.layers, hidden_size=model.hidden, num_attention_heads=model.attention.heads,
+        num_query_groups=model.attention.groups, ffn_hidden_size=model.ffn_width, gated_linear_unit=gated,
         activation_func=F.silu if gated else F.gelu, add_bias_linear=model.bias,
         normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm", layernorm_epsilon=model.norm_eps,
         hidden_dropout=0.0, attention_dropout=0.0, init_method_std=model.init_std,
@@ -109,5 +109,5 @@ def network_of(config: Any, model: ModelConfig) -> torch.nn.Module:
         config, layer, vocab_size=model.padded_vocab, max_sequence_length=model.context,
         share_embeddings_and_output_weights=model.tied,
         position_embedding_type="rope" if model.positions == "rope" else "learned_absolute",
-        rotary_base=int(model.rope_base),
+        rotary_base=int(model.rope.base),
     )  # fmt: skip

@@ -41,7 +41,7 @@ def plain(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, compiled: 
     import torch.nn.functional as F
     from torch import nn
 
-    width, heads = model.hidden, model.heads
+    width, heads = model.hidden, model.attention.heads
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -84,8 +84,8 @@ def looping(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype) -> Step:
     import torch.nn.functional as F
     from torch import nn
 
-    width, heads, size = model.hidden, model.heads, model.head_width
-    turns = 1 / model.rope_base ** (torch.arange(0, size, 2, device=rows.device) / size)
+    width, heads, size = model.hidden, model.attention.heads, model.head_width
+    turns = 1 / model.rope.base ** (torch.arange(0, size, 2, device=rows.device) / size)
     angles = torch.outer(torch.arange(model.context, device=rows.device), turns).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
 
@@ -96,13 +96,17 @@ def looping(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype) -> Step:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.router = nn.Linear(width, model.experts, bias=False)
-            self.up = nn.ModuleList(nn.Linear(width, 2 * model.expert_width, bias=False) for _ in range(model.experts))
-            self.down = nn.ModuleList(nn.Linear(model.expert_width, width, bias=False) for _ in range(model.experts))
+            self.router = nn.Linear(width, model.experts.count, bias=False)
+            self.up = nn.ModuleList(
+                nn.Linear(width, 2 * model.expert_width, bias=False) for _ in range(model.experts.count)
+            )
+            self.down = nn.ModuleList(
+                nn.Linear(model.expert_width, width, bias=False) for _ in range(model.experts.count)
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             tokens = x.flatten(0, 1)
-            weights, chosen = self.router(tokens).float().softmax(-1).topk(model.experts_per_token, -1)
+            weights, chosen = self.router(tokens).float().softmax(-1).topk(model.experts.per_token, -1)
             weights, y = (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype), torch.zeros_like(tokens)
             for number, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
                 token, place = torch.where(chosen == number)
@@ -159,17 +163,21 @@ def transformers(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype, com
         shape |= dict(
             num_hidden_layers=model.layers,
             hidden_size=model.hidden,
-            num_attention_heads=model.heads,
-            num_key_value_heads=model.groups,
-            intermediate_size=model.expert_width if model.experts else model.ffn_width,
+            num_attention_heads=model.attention.heads,
+            num_key_value_heads=model.attention.groups,
+            intermediate_size=model.expert_width if model.experts.count else model.ffn_width,
             max_position_embeddings=model.context,
             tie_word_embeddings=model.tied,
         )
-        if model.experts:
+        if model.experts.count:
             classes = MixtralConfig, MixtralForCausalLM
-            shape |= dict(num_local_experts=model.experts, num_experts_per_tok=model.experts_per_token, head_dim=None)
+            shape |= dict(
+                num_local_experts=model.experts.count, num_experts_per_tok=model.experts.per_token, head_dim=None
+            )
     else:
-        shape |= dict(n_layer=model.layers, n_embd=model.hidden, n_head=model.heads, n_positions=model.context)
+        shape |= dict(
+            n_layer=model.layers, n_embd=model.hidden, n_head=model.attention.heads, n_positions=model.context
+        )
         shape |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     torch.manual_seed(0)
     network = classes[1](classes[0](**shape)).to(rows.device).train()
@@ -212,13 +220,13 @@ def limit(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype) -> Step:
     import torch.nn.functional as F
 
     n, c, f = rows[0, :, 1:].numel(), model.hidden, model.ffn_width
-    fused = (model.heads + 2 * model.groups) * model.head_width
+    fused = (model.attention.heads + 2 * model.attention.groups) * model.head_width
     up = 2 * f if model.activation in ("swiglu", "geglu") else f
     draw: dict[str, Any] = dict(device=rows.device, dtype=dtype)
     products = []
     for n_in, n_out, times in (
         (c, fused, model.layers),
-        (model.heads * model.head_width, c, model.layers),
+        (model.attention.heads * model.head_width, c, model.layers),
         (c, up, model.layers),
         (f, c, model.layers),
         (c, model.padded_vocab, 1),
@@ -227,7 +235,7 @@ def limit(model: ModelConfig, rows: torch.Tensor, dtype: torch.dtype) -> Step:
         y, dx, dw = torch.empty_like(g), torch.empty_like(x), torch.empty_like(w)
         products.append((times, ((x, w.t(), y), (g, w, dx), (g.t(), x, dw))))
     count, batch, context = rows.shape[0], rows.shape[1], rows.shape[2] - 1
-    shape = (batch, model.heads, context, model.head_width)
+    shape = (batch, model.attention.heads, context, model.head_width)
     q, k, v = (torch.randn(*shape, **draw, requires_grad=True) for _ in range(3))
     gradient = torch.randn(*shape, **draw)
 

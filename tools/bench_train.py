@@ -35,15 +35,38 @@ if TYPE_CHECKING:  # loaded where they are used, so that --help answers at once
     from hpclm.config import ModelConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "small": dict(layers=6, hidden=384, heads=6, vocab_size=65, vocab_multiple=1),
-    "124m": dict(layers=12, hidden=768, heads=12, vocab_size=50257),
-    "1.3b": dict(layers=24, hidden=2048, heads=16, vocab_size=50257),
+    "small": {"layers": 6, "hidden": 384, "attention.heads": 6, "vocab_size": 65, "vocab_multiple": 1},
+    "124m": {"layers": 12, "hidden": 768, "attention.heads": 12, "vocab_size": 50257},
+    "1.3b": {"layers": 24, "hidden": 2048, "attention.heads": 16, "vocab_size": 50257},
     "experts": dict(
-        **dict(layers=4, hidden=256, heads=4, vocab_size=512, vocab_multiple=1, positions="rope", norm="rmsnorm"),
-        **dict(activation="swiglu", bias=False, tied=False, experts=16, experts_per_token=4, expert_ffn=192),
+        **{
+            "layers": 4,
+            "hidden": 256,
+            "attention.heads": 4,
+            "vocab_size": 512,
+            "vocab_multiple": 1,
+            "positions": "rope",
+            "norm": "rmsnorm",
+        },
+        **{
+            "activation": "swiglu",
+            "bias": False,
+            "tied": False,
+            "experts.count": 16,
+            "experts.per_token": 4,
+            "experts.ffn": 192,
+        },
     ),
     "llama-1b": dict(
-        **dict(layers=22, hidden=2048, heads=32, kv_heads=4, ffn=5632, vocab_size=32000, positions="rope"),
+        **{
+            "layers": 22,
+            "hidden": 2048,
+            "attention.heads": 32,
+            "attention.kv_heads": 4,
+            "ffn": 5632,
+            "vocab_size": 32000,
+            "positions": "rope",
+        },
         **dict(norm="rmsnorm", activation="swiglu", bias=False, tied=False),
     ),
 }
@@ -118,7 +141,7 @@ def case(args: argparse.Namespace) -> Case:
         torch.set_num_threads(args.threads)
     products = hardware.set_matmul(device)
     dtype = hardware.compute_type(EngineConfig(precision=args.precision), device)
-    model = ModelConfig(**SHAPES[args.shape], context=args.context)
+    model = ModelConfig.of({**SHAPES[args.shape], "context": args.context})
     attention_backend.use(model, device)
     rows = tokens_as_of_a_text(model.vocab_size, (args.accumulate, args.batch, args.context + 1)).to(device)
     return Case(model, rows, device, dtype, products, hardware.synchronizer(device))
@@ -150,10 +173,10 @@ def measure(args: argparse.Namespace) -> None:
     if device.type == "cpu":  # for which it is not made
         names = [name for name in names if name != "Megatron-core"]
     if model.positions == "rope":  # the page of PyTorch is GPT-2
-        names = [name for name in names if not name.startswith("plain") or (model.experts and "loop" in name)]
+        names = [name for name in names if not name.startswith("plain") or (model.experts.count and "loop" in name)]
     else:
         names = [name for name in names if "loop" not in name]
-    if model.experts:  # whose products depend on the routing
+    if model.experts.count:  # whose products depend on the routing
         left_out = LIMIT, "Megatron-core", "transformers, compiled"  # of which every routing would be compiled anew
         names = [name for name in names if name not in left_out]
     memory = dict[str, int]()

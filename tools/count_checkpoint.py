@@ -184,7 +184,12 @@ def engine_after_a_step(args: argparse.Namespace, words: list[str], rank: int, s
     from hpclm.parallel.mesh import Compute, Mesh
     from hpclm.parallel.micro_batch import MicroBatch
 
-    model = [f"model.layers={args.layers}", f"model.hidden={args.hidden}", "model.heads=4", "model.vocab_size=1024"]
+    model = [
+        f"model.layers={args.layers}",
+        f"model.hidden={args.hidden}",
+        "model.attention.heads=4",
+        "model.vocab_size=1024",
+    ]
     rest = [
         "model.context=16",
         "batch.micro_size=1",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hpclm import config
 from hpclm.config import ModelConfig, RunConfig
+from hpclm.config.checks import value_at
 from hpclm.config.fields import as_yaml
 from hpclm.interop.huggingface import custom, families
 from hpclm.interop.megatron.imported import ours
@@ -37,10 +38,10 @@ PLAIN: Case = {
 }
 SIMPLEST: Case = {
     **PLAIN, "parallel.tensor": 1, "parallel.pipeline": 1, "parallel.schedule": "1f1b", "parallel.chunks": 1, "engine.name": "native",
-    "engine.zero_stage": 0, "engine.recompute": "none", "engine.loss_chunk": None, "model.layers": 1, "model.heads": 1, "model.hidden": 16, "model.kv_heads": None,
+    "engine.zero_stage": 0, "engine.recompute": "none", "engine.loss_chunk": None, "model.layers": 1, "model.attention.heads": 1, "model.hidden": 16, "model.attention.kv_heads": None,
     "model.ffn": 16, "model.context": 8, "model.vocab_size": 16, "model.vocab_multiple": 1, "model.activation": "relu",
-    "model.norm": "layernorm", "model.norm_eps": 1e-5, "model.bias": True, "model.qk_norm": False, "model.positions": "none",
-    "model.rope_base": 10000.0, "model.tied": True, "model.embed_norm": False, "batch.micro_size": 1, "batch.loss_norm": "token",
+    "model.norm": "layernorm", "model.norm_eps": 1e-5, "model.bias": True, "model.attention.qk_norm": False, "model.positions": "none",
+    "model.rope.base": 10000.0, "model.tied": True, "model.embed_norm": False, "batch.micro_size": 1, "batch.loss_norm": "token",
     "optim.clip": 0.0, "optim.weight_decay": 0.0, "optim.decayed": "matrices", "optim.eps": 1e-8, "optim.betas": [0.9, 0.95],
     "optim.lr": 1e-3,
 }  # fmt: skip
@@ -49,8 +50,8 @@ TOGETHER: list[Case] = [
     {"parallel.pipeline": 1, "engine.name": "native", "parallel.schedule": "1f1b", "parallel.chunks": 1},
     {"data": 1, "engine.name": "native", "engine.zero_stage": 0},
     {"masked": 0.0, "batch.loss_norm": "token"},
-    {"model.heads": 1, "model.kv_heads": None},
-    {"model.positions": "none", "model.rope_base": 10000.0},
+    {"model.attention.heads": 1, "model.attention.kv_heads": None},
+    {"model.positions": "none", "model.rope.base": 10000.0},
 ]
 """Settings that shrinking changes at once, since one alone would be refused."""
 MODULES = (
@@ -83,7 +84,7 @@ def drawn(against: str, seed: int, number: int, processes: int) -> Case:
     drawn: Case = {
         "draw": number, "steps": one([1, 1, 1, 3]), "data": data, "micro_batches": one([1, 2, 2, 3] if pipeline == 1 else [2, 2, 3, 4]), "masked": masked,
         "documents": one(["none"] * 9 + ["both", "attention", "positions"]), "batch.micro_size": one([1, 2, 3]), "batch.loss_norm": one(["token", "microbatch"]) if masked else "token",
-        "parallel.tensor": tensor, "parallel.pipeline": pipeline, "model.layers": layers, "model.heads": heads,
+        "parallel.tensor": tensor, "parallel.pipeline": pipeline, "model.layers": layers, "model.attention.heads": heads,
         "model.hidden": max(heads * width, 12), "model.ffn": one([None, 24, 40, 64, 96]), "model.context": one([8, 12, 16, 24, 32]),
         "model.vocab_size": pick.randrange(40, 130), "model.vocab_multiple": one([2, 2, 8, 64]), "model.norm_eps": one([1e-5, 1e-5, 1e-6, 1e-3]),
         "model.tied": pick.random() < 0.5, "engine.recompute": one(["none", "none", "none", "selective", "full"]), "engine.loss_chunk": one([None, None, None, 7, 50]),
@@ -117,8 +118,8 @@ def _megatron(pick: random.Random, case: Case) -> Case:
     fused = activation == "swiglu" or (activation == "gelu_tanh" and bias)
     return {
         "model.activation": activation, "model.bias": bias, "model.positions": positions, "model.norm": pick.choice(["layernorm", "rmsnorm"]),
-        "model.qk_norm": pick.random() < 0.25, "model.kv_heads": _groups(pick, case),
-        **({"model.rope_base": pick.choice([10000.0, 5000.0, 500.0, 1e6])} if positions == "rope" else {}),
+        "model.attention.qk_norm": pick.random() < 0.25, "model.attention.kv_heads": _groups(pick, case),
+        **({"model.rope.base": pick.choice([10000.0, 5000.0, 500.0, 1e6])} if positions == "rope" else {}),
         "sequence_parallel": case["parallel.tensor"] > 1 and pick.random() < 0.5, "distributed_optimizer": pick.random() < 0.4,
         "fused": fused and pick.random() < 0.6,
     }  # fmt: skip
@@ -133,8 +134,8 @@ def _transformers(pick: random.Random, case: Case) -> Case:
     }
     if family in ("llama", "qwen3"):
         drawn |= {"model.norm": "rmsnorm", "model.activation": pick.choice(["swiglu", "swiglu", "geglu"])}
-        drawn |= {"model.bias": family == "llama" and pick.random() < 0.4, "model.qk_norm": family == "qwen3"}
-        drawn |= {"model.kv_heads": _groups(pick, case)}
+        drawn |= {"model.bias": family == "llama" and pick.random() < 0.4, "model.attention.qk_norm": family == "qwen3"}
+        drawn |= {"model.attention.kv_heads": _groups(pick, case)}
     else:
         drawn |= {
             "model.norm": "layernorm",
@@ -150,20 +151,22 @@ def _transformers(pick: random.Random, case: Case) -> Case:
             "documents": "none",
         }
     if family in ("llama", "qwen3", "neox"):
-        drawn |= {"model.rope_base": pick.choice([10000.0, 5000.0, 500.0, 1e6])}
+        drawn |= {"model.rope.base": pick.choice([10000.0, 5000.0, 500.0, 1e6])}
     return drawn | {"model.positions": {"gpt2": "learned", "bloom": "alibi"}.get(family, "rope")}
 
 
 def _groups(pick: random.Random, case: Case) -> int:
     """Key/value heads: mostly a number that hpclm can split."""
-    heads, tensor = case["model.heads"], case["parallel.tensor"] if pick.random() < 0.9 else 1
+    heads, tensor = case["model.attention.heads"], case["parallel.tensor"] if pick.random() < 0.9 else 1
     return pick.choice([count for count in range(1, heads + 1) if not heads % count and not count % tensor] or [heads])
 
 
 def simpler(case: Case) -> Iterator[Case]:
     """The cases that are a step simpler."""
     changes: list[Case] = [*TOGETHER, *({name: value} for name, value in SIMPLEST.items())]
-    changes += [{name: 2} for name in ("model.layers", "model.heads", "micro_batches") if case.get(name, 1) > 2]
+    changes += [
+        {name: 2} for name in ("model.layers", "model.attention.heads", "micro_batches") if case.get(name, 1) > 2
+    ]
     for change in changes:
         if any(name in case and case[name] != value for name, value in change.items()):
             less = {**case, **change}
@@ -229,8 +232,8 @@ def prepared(case: Case, against: str) -> tuple[dict[str, Any], dict[str, Any]]:
     }  # fmt: skip
     inputs = {"weights": weights, "batch": [_batch(case, run, draw) for _ in range(case["steps"])]}
     if against == "megatron":
-        names = "layers hidden heads groups gated activation norm norm_eps bias qk_norm positions rope_base tied context vocab_size padded_vocab"
-        request["model"] = {name: getattr(model, name) for name in names.split()} | {"ffn": model.ffn_width}
+        names = "layers hidden attention.heads attention.groups gated activation norm norm_eps bias attention.qk_norm positions rope.base tied context vocab_size padded_vocab"
+        request["model"] = {name: value_at(model, name) for name in names.split()} | {"ffn": model.ffn_width}
         inputs["theirs"] = {theirs: weights[name] for theirs, name in megatron_names(model).items()}
     else:
         family = families.of_network(model)

@@ -88,10 +88,10 @@ def network(case: dict[str, Any]) -> tuple[TransformerConfig, GPTModel]:
     """This rank's part of the model."""
     model, fused = case["model"], case["fused"]
     config = TransformerConfig(
-        num_layers=model["layers"], hidden_size=model["hidden"], num_attention_heads=model["heads"],
-        num_query_groups=model["groups"], ffn_hidden_size=model["ffn"], gated_linear_unit=model["gated"],
+        num_layers=model["layers"], hidden_size=model["hidden"], num_attention_heads=model["attention.heads"],
+        num_query_groups=model["attention.groups"], ffn_hidden_size=model["ffn"], gated_linear_unit=model["gated"],
         activation_func=F.gelu if fused and not model["gated"] else ACTIVATIONS[model["activation"]],
-        add_bias_linear=model["bias"], qk_layernorm=model["qk_norm"], layernorm_epsilon=model["norm_eps"],
+        add_bias_linear=model["bias"], qk_layernorm=model["attention.qk_norm"], layernorm_epsilon=model["norm_eps"],
         normalization="RMSNorm" if model["norm"] == "rmsnorm" else "LayerNorm", bias_activation_fusion=fused,
         hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, bias_dropout_fusion=fused,
         apply_rope_fusion=False, gradient_accumulation_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
@@ -99,12 +99,12 @@ def network(case: dict[str, Any]) -> tuple[TransformerConfig, GPTModel]:
         sequence_parallel=case["sequence_parallel"], pipeline_dtype=torch.float32,
         calculate_per_token_loss=case["loss_norm"] == "token", finalize_model_grads_func=finalize_model_grads,
     )  # fmt: skip
-    layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=model["qk_norm"])
+    layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=model["attention.qk_norm"])
     block: Any = layer
     if config.sequence_parallel or (model["norm"] == "layernorm" and not model["bias"]):
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         attention = layer.submodules.self_attention.submodules
-        if model["qk_norm"]:
+        if model["attention.qk_norm"]:
             attention.q_layernorm = attention.k_layernorm = Norm
         block = TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), layer_norm=Norm)
     last = parallel_state.is_pipeline_last_stage()
@@ -112,7 +112,7 @@ def network(case: dict[str, Any]) -> tuple[TransformerConfig, GPTModel]:
     gpt = GPTModel(
         config, block, vocab_size=model["padded_vocab"], max_sequence_length=model["context"], post_process=last,
         pre_process=parallel_state.is_pipeline_first_stage(), share_embeddings_and_output_weights=model["tied"],
-        position_embedding_type=kind, rotary_base=model["rope_base"],
+        position_embedding_type=kind, rotary_base=model["rope.base"],
     )  # fmt: skip
     if last and model["padded_vocab"] > model["vocab_size"]:
         gpt.output_layer.register_forward_hook(partial(without_padding, model["vocab_size"]))

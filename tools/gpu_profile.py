@@ -218,7 +218,7 @@ def attention(case: bench_train.Case) -> dict[str, Callable[[], object]]:
     import torch.nn.functional as F
 
     model, (_, batch, context) = case.model, case.rows[:, :, 1:].shape
-    heads, width = model.heads, model.head_width
+    heads, width = model.attention.heads, model.head_width
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=case.device).to(case.dtype)

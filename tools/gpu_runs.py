@@ -24,11 +24,17 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = ["data.reset_attention_mask=true", "data.reset_position_ids=true", "data.eod_mask_loss=true"]
 SMALL = {
     "gpt2-124m": [
-        *("model={vocab_size: 320, layers: 2, hidden: 64, heads: 4, context: 64}", "batch.micro_size=4"),
+        *("model={vocab_size: 320, layers: 2, hidden: 64, context: 64, attention: {heads: 4}}", "batch.micro_size=4"),
         "cluster.self_check=true",  # as on GPUs
     ],
     "llama-1b": [
-        *("model.vocab_size=320", "model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=2"),
+        *(
+            "model.vocab_size=320",
+            "model.layers=2",
+            "model.hidden=64",
+            "model.attention.heads=4",
+            "model.attention.kv_heads=2",
+        ),
         *("model.ffn=128", "model.context=64", "batch.micro_size=4"),
     ],
 }

@@ -52,8 +52,8 @@ OPTIONS = {
     "uncompiled": ["engine.compile=false"],
 }
 WINDOWS = [
-    *("model.pattern=[window,full]", "model.window=1024", "model.norm_order=post"),
-    *("model.qk_norm=true", "model.qk_norm_span=projection"),
+    *("model.attention.pattern=[window,full]", "model.attention.window=1024", "model.norm_order=post"),
+    *("model.attention.qk_norm=true", "model.attention.qk_norm_span=projection"),
 ]
 """As in OLMo 3."""
 CASES = {f"{config}, {engine}": [*CONFIGS[config], *words] for config in CONFIGS for engine, words in ENGINES.items()}

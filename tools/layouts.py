@@ -20,7 +20,7 @@ parity, ranks = import_module("tests.parity"), import_module("tests.ranks")  # w
 STEPS = 4
 PIPELINE = ("engine.name=pipelining", "parallel.pipeline=2")
 LLAMA = tuple(parity.STYLES["llama"])
-EXPERTS = ("model.experts=4", "model.experts_per_token=2", "model.expert_ffn=16")
+EXPERTS = ("model.experts.count=4", "model.experts.per_token=2", "model.experts.ffn=16")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process": (1, ()),
     "one process, llama, bf16": (1, (*LLAMA, "engine.precision=bf16")),

@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # loaded where they are used, so that --help answers at once
     from hpclm.model.stack import Stack
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "small": dict(layers=4, hidden=256, heads=4, vocab_size=1024),
-    "124m": dict(layers=12, hidden=768, heads=12, vocab_size=50257),
-    "1.3b": dict(layers=24, hidden=2048, heads=16, vocab_size=50257),
+    "small": {"layers": 4, "hidden": 256, "attention.heads": 4, "vocab_size": 1024},
+    "124m": {"layers": 12, "hidden": 768, "attention.heads": 12, "vocab_size": 50257},
+    "1.3b": {"layers": 24, "hidden": 2048, "attention.heads": 16, "vocab_size": 50257},
 }
 
 BY_HAND = {

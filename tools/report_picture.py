@@ -27,7 +27,7 @@ RUNS = {
     "lr-2": ["optim.lr=2", "optim.warmup=300", "optim.schedule=constant"],  # diverges half-way
 }
 SETTINGS = [
-    "model={vocab_size: 257, layers: 2, hidden: 64, heads: 4, context: 64}",
+    "model={vocab_size: 257, layers: 2, hidden: 64, context: 64, attention: {heads: 4}}",
     "batch={global_size: 16, micro_size: 16}",
     *(
         "budget.steps=400",

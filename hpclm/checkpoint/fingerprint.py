@@ -8,13 +8,12 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.experts import COEFFICIENTS
 from hpclm.config.optimizers import row
+from hpclm.config.section import leaves
 from hpclm.data.tokenizers import mismatch
 
-FREE = {"dropout", "attention_dropout", "init_std", "kernels", "attention", *COEFFICIENTS}
+FREE = {"dropout", "attention.dropout", "init_std", "kernels", "attention.kernel", *COEFFICIENTS}
 """Model settings that may change when a run is resumed."""
-DEFAULTS = vars(ModelConfig())
-"""Values of model settings in a checkpoint from before they existed: the default of a new setting changes nothing."""
-WHY = {"batch.micro_size": ", and model.balance_micro_batch, a loss over each micro-batch, depends on it"}
+WHY = {"batch.micro_size": ", and model.experts.balance_micro_batch, a loss over each micro-batch, depends on it"}
 """Reasons why a setting must not change, by its name, if not obvious."""
 OF_DATASETS = {
     "layout": "another layout",
@@ -36,14 +35,14 @@ def fingerprint(
     micro_size: int | str | None = None,
 ) -> dict[str, Any]:
     """Facts that must not change when a run is resumed: the network, the seed, the data and their order, the optimizer's state, and with
-    model.balance_micro_batch the micro-batches.
+    model.experts.balance_micro_batch the micro-batches.
 
     ``data``: the fingerprint of its source; None if unknown. ``optimizer``: optim.name. ``micro_size``: samples of a micro-batch, or
     auto if another number may be chosen; None if unknown.
     """
-    shape = {key: value for key, value in vars(model).items() if key not in FREE}
+    shape = {key: value for key, value in leaves(model) if key not in FREE}
     identity = {"model": shape, "seed": seed, "optim": {"name": row(optimizer).family or optimizer}}
-    if model.experts and model.balance_micro_batch and micro_size:
+    if model.experts.count and model.experts.balance_micro_batch and micro_size:
         identity["batch"] = {"micro_size": micro_size}
     return identity | ({} if data is None else {"data": data})
 
@@ -65,10 +64,6 @@ def tokenizer_clash(saved: Mapping[str, Any], tokenizer: Mapping[str, Any] | Non
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences between two fingerprints, one sentence each, except for tokenizers."""
-    if "model" in saved:
-        then = {name: DEFAULTS[name] for name in now.get("model", {}) if name in DEFAULTS}
-        optim = {"optim": {"name": "adamw"}} if "optim" in now else {}
-        saved = {**optim, **saved, "model": {**then, **saved["model"]}}
     if not ("batch" in saved and "batch" in now):  # the loss may have been switched on or off since
         saved, now = ({key: value for key, value in given.items() if key != "batch"} for given in (saved, now))
     before = _leaves(saved)

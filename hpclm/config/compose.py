@@ -17,12 +17,12 @@ import yaml
 from hpclm.base import files, folders, own_code, paths, shipped
 from hpclm.base.errors import ConfigError
 from hpclm.config import length, reading, run_file
-from hpclm.config.fields import as_yaml, keys, leaves, nested, path_separator, split_key, type_of
+from hpclm.config.fields import as_yaml, keys, nested, path_separator, split_key, type_of
 from hpclm.config.hints import mistakes
 from hpclm.config.job import JobConfig
 from hpclm.config.merge import inserts_settings, literal, merge
 from hpclm.config.schema import RunConfig
-from hpclm.config.section import all_fields
+from hpclm.config.section import all_fields, leaves
 from hpclm.config.setting import declared
 from hpclm.config.settings import Setting, is_override, of_file, of_words
 

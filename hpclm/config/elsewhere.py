@@ -20,7 +20,7 @@ MISSING = "..."
 MEGATRON = "Megatron-LM, Megatron-DeepSpeed"
 NANOGPT = "nanoGPT"
 LEFT_OUT = "leave it out"
-_SETTING = re.compile(r"([a-z]\w*(?:\.[a-z]\w*)?)(?:\[(\d)\])?=(.*)")
+_SETTING = re.compile(r"([a-z]\w*(?:\.[a-z]\w*)*)(?:\[(\d)\])?=(.*)")
 Row = str | dict[str, str]
 """An answer, or an answer for each value."""
 

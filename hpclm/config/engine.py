@@ -26,13 +26,13 @@ class ParallelConfig(Section, key="parallel"):
         1,
         "Number of consecutive data-parallel ranks (context-parallel ones included) to divide the experts among.",
         at_least=1,
-        only_with="model.experts",
+        only_with="model.experts.count",
     )
     split_experts: bool = setting(
         True,
         "Split each expert over parallel.tensor; false: every tensor-parallel rank keeps whole experts and "
         "processes its own slice of the sequence.",
-        only_with=("parallel.tensor>1", "model.experts"),
+        only_with=("parallel.tensor>1", "model.experts.count"),
     )
     shard: int | None = setting(
         None,

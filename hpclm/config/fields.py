@@ -3,7 +3,6 @@
 import re
 import types
 import typing
-from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import yaml
 
 from hpclm.config import reading
 from hpclm.config.schema import RunConfig
+from hpclm.config.section import all_fields
 from hpclm.config.setting import Declared, declared
 
 UNITS = ("seconds", "minutes", "hours", "steps", "samples", "tokens", "epochs")
@@ -19,17 +19,7 @@ WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 
 def keys() -> list[str]:
     """Every setting's dotted key, in the order of the schema."""
-    return [key for key, _ in leaves(RunConfig())]
-
-
-def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting of ``section`` and of the sections inside it by its dotted key, with its value."""
-    for field in fields(section):
-        key, value = f"{prefix}{field.name}", getattr(section, field.name)
-        if is_dataclass(value):
-            yield from leaves(value, f"{key}.")
-        else:
-            yield key, value
+    return [key for key, _ in all_fields(RunConfig)]
 
 
 def type_of(key: str) -> Any:
@@ -141,5 +131,5 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def docs(section: type) -> dict[str, str]:
-    """Field name -> its documentation."""
-    return {field.name: declared(field).text for field in fields(section) if not is_dataclass(field.type)}
+    """The documentation of every setting, by its key inside the section."""
+    return {key: declared(entry).text for key, entry in all_fields(section)}

@@ -87,21 +87,29 @@ def nearest(key: str, keys: Sequence[str]) -> str:
     """The setting of ``keys`` that is most like ``key``, or key=value; empty if no name is like it."""
     parts = key.lstrip("-").replace("-", "_").lower().split(".")
     # a letter too few or too many, before a setting of another section that has this name: model.expert, not parallel.expert
-    inside = {setting.partition(".")[2]: setting for setting in keys if setting.startswith(f"{parts[0]}.")}
+    below = [setting for setting in keys if setting.startswith(f"{parts[0]}.")]
+    below += [setting.rpartition(".")[0] for setting in below if setting.count(".") > 1]  # sections in the section
+    inside = {setting.partition(".")[2]: setting for setting in below}
     if slip := get_close_matches(".".join(parts[1:]), [*inside], n=1, cutoff=SLIP):
         return inside[slip[0]]
     for start in range(len(parts)):  # with and without its sections: fp16.enabled is not our checkpoint.enabled
         name = "_".join(parts[start:])
         if meant := _of_key(name) or _setting_named(name, parts, keys):
             return meant
-    known = {setting.rpartition(".")[2] for setting in keys} | {*elsewhere.names()}
+    known = {name for setting in keys for name in _names(setting)} | {*elsewhere.names()}
     near = get_close_matches(parts[-1], sorted(known), n=1, cutoff=NEAR)
     return (_of_key(near[0]) or _setting_named(near[0], parts, keys)) if near else ""
 
 
+def _names(setting: str) -> list[str]:
+    """What a setting may be called without its first sections: heads, attention_heads, model_attention_heads."""
+    parts = setting.split(".")
+    return ["_".join(parts[start:]) for start in range(len(parts))]
+
+
 def _setting_named(name: str, parts: Sequence[str], keys: Sequence[str]) -> str:
-    """The setting with the last part ``name``, in the section most like that of ``parts``."""
-    same = [setting for setting in keys if setting.rpartition(".")[2] == name]
+    """The setting that ends with ``name``, in the section most like that of ``parts``."""
+    same = [setting for setting in keys if name in _names(setting)]
     return next(iter(get_close_matches(".".join(parts), same, n=1, cutoff=0.0)), "")
 
 

@@ -15,11 +15,11 @@ from hpclm.base import paths
 from hpclm.base.errors import ConfigError
 from hpclm.config import hints
 from hpclm.config.checks import shown, texts
-from hpclm.config.fields import declaration_of, keys, leaves, nested, path_separator, required, split_key, type_of
+from hpclm.config.fields import declaration_of, keys, nested, path_separator, required, split_key, type_of
 from hpclm.config.optim import Group
 from hpclm.config.reading import is_null, node, plain, scalar, where, with_texts
 from hpclm.config.schema import RunConfig
-from hpclm.config.section import build
+from hpclm.config.section import build, leaves
 from hpclm.config.settings import Setting
 from hpclm.config.typed import shown_setting, typed
 

@@ -72,12 +72,12 @@ def _held_out(run: Any) -> Iterator[str]:
 
 def _kinds(model: Any) -> set[str]:
     """The kinds of attention that layers have."""
-    return {model.kind(layer) for layer in range(model.layers)}
+    return {model.attention.kind(layer) for layer in range(model.layers)}
 
 
 def _unused_kinds(run: Any) -> Iterator[str]:
-    if unused := [kind for kind in dict.fromkeys(run.model.pattern) if kind not in _kinds(run.model)]:
-        yield f"{named(run, 'model.pattern')}: with {named(run, 'model.layers')} no layer is of kind {', '.join(unused)}"
+    if unused := [kind for kind in dict.fromkeys(run.model.attention.pattern) if kind not in _kinds(run.model)]:
+        yield f"{named(run, 'model.attention.pattern')}: with {named(run, 'model.layers')} no layer is of kind {', '.join(unused)}"
 
 
 def _endless(run: Any) -> Iterator[str]:
@@ -111,22 +111,22 @@ def _best(run: Any) -> Iterator[str]:
 OF_SETTINGS = (
     Rule(_unused_kinds),
     Rule(
-        lambda run: run.model.window is not None and run.model.window >= run.model.context,
-        "{model.window} has no effect with {model.context}: no sample is longer",
+        lambda run: run.model.attention.window is not None and run.model.attention.window >= run.model.context,
+        "{model.attention.window} has no effect with {model.context}: no sample is longer",
     ),
     Rule(
-        lambda run: run.model.window_rope_base is not None and "window" not in _kinds(run.model),
-        "{model.window_rope_base} has no effect: no layer of kind window has positions",
+        lambda run: run.model.rope.window_base is not None and "window" not in _kinds(run.model),
+        "{model.rope.window_base} has no effect: no layer of kind window has positions",
     ),
     Rule(
         lambda run: run.model.positions == "rope" and all("nope" in kind for kind in _kinds(run.model)),
-        "model.rope_base and the other settings of rotary positions have no effect: no layer of {model.pattern} has positions",
+        "model.rope.base and the other settings of rotary positions have no effect: no layer of {model.attention.pattern} has positions",
     ),
     Rule(
         lambda run: (
             not run.model.bias
             and run.model.norm == "rmsnorm"
-            and None not in (run.model.qkv_bias, run.model.out_bias, run.model.mlp_bias)
+            and None not in (run.model.attention.qkv_bias, run.model.attention.out_bias, run.model.mlp_bias)
         ),
         "model.bias=false has no effect: qkv_bias, out_bias and mlp_bias are set, and rmsnorm has none",
     ),

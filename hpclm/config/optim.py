@@ -74,7 +74,7 @@ class OptimConfig(Section, key="optim"):
         None,
         "Scale down queries and keys whose largest attention score exceeds this (QK-clip; Kimi K2: 100).",
         more_than=0,
-        only_with="not model.qk_norm: the scores are bounded already",
+        only_with="not model.attention.qk_norm: the scores are bounded already",
     )
     clip: float = setting(1.0, "Maximum global gradient norm; 0: none.", at_least=0)
     schedule: str = setting(

@@ -1,12 +1,17 @@
-"""Scaling of rotary positions: which kinds there are, and the parameters of each."""
+"""Settings of rotary positions: the kinds of scaling, and the parameters of each."""
 
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hpclm.base.registry import hint
 from hpclm.config.reading import number
+from hpclm.config.section import Section
+from hpclm.config.setting import setting
+
+ROPE = "model.positions=rope"
 
 KINDS: dict[str, tuple[str, str]] = {
     "linear": ("factor", ""),
@@ -20,6 +25,30 @@ KINDS: dict[str, tuple[str, str]] = {
 }
 """Of each kind: parameters that it needs, and others that it may have, named as in config.json."""
 LISTS = ("short_factor", "long_factor")
+
+
+@dataclass(frozen=True)
+class RopeConfig(Section, key="model.rope"):
+    """Rotary positions."""
+
+    base: float = setting(10000.0, "Base of rotary frequencies.", more_than=1, only_with=ROPE)
+    fraction: float = setting(
+        1.0, "Rotated part of each head (GPT-NeoX's rotary_pct).", more_than=0, at_most=1, only_with=ROPE
+    )
+    scaling: dict[str, str] = setting(
+        {},
+        "Keys of rope_parameters in transformers: rope_type (linear, dynamic, yarn, llama3, longrope), factor, ...",
+        only_with=ROPE,
+    )
+    window_base: float | None = setting(
+        None, "Base of window layers; null: the same.", more_than=1, only_with=(ROPE, "model.attention.window")
+    )
+    window_scaled: bool = setting(
+        True,
+        "Apply rope_scaling to window layers too.",
+        only_with="model.attention.window",
+        warn_without="model.rope.scaling",
+    )
 
 
 def parsed(scaling: Mapping[str, str]) -> dict[str, Any]:
@@ -40,34 +69,34 @@ def _value(name: str, text: str) -> Any:
     return value
 
 
-def problems(scaling: Mapping[str, str], rotated: int) -> Iterator[str]:
-    """What is wrong with model.rope_scaling; ``rotated`` is the width that is rotated."""
+def scaling_problems(scaling: Mapping[str, str], rotated: int) -> Iterator[str]:
+    """What is wrong with model.rope.scaling; ``rotated`` is the width that is rotated."""
     if not scaling:
         return
     kind = scaling.get("rope_type", "")
     if kind not in KINDS:
-        yield f"model.rope_scaling.rope_type={kind or 'null'} must be one of {', '.join(KINDS)}.{hint(kind, KINDS)}"
+        yield f"model.rope.scaling.rope_type={kind or 'null'} must be one of {', '.join(KINDS)}.{hint(kind, KINDS)}"
         return
     needs, may = (names.split() for names in KINDS[kind])
     names = set(scaling) - {"rope_type"}
-    yield from (f"model.rope_scaling: {kind} needs {name}" for name in needs if name not in names)
+    yield from (f"model.rope.scaling: {kind} needs {name}" for name in needs if name not in names)
     for name in sorted(names - {*needs, *may}):
         guess = hint(name, [*needs, *may])
-        yield f"model.rope_scaling.{name} has no effect with rope_type={kind}{f'.{guess}' if guess else ''}"
+        yield f"model.rope.scaling.{name} has no effect with rope_type={kind}{f'.{guess}' if guess else ''}"
     for name in sorted(names):
         try:
             value = parsed({name: scaling[name]})[name]
         except ValueError:
-            yield f"model.rope_scaling.{name}={scaling[name]} must be {_kind(name)}"
+            yield f"model.rope.scaling.{name}={scaling[name]} must be {_kind(name)}"
             continue
         if name in LISTS and len(value) != rotated // 2:
-            yield f"model.rope_scaling.{name} has {len(value)} numbers, but {rotated // 2} frequencies are scaled"
+            yield f"model.rope.scaling.{name} has {len(value)} numbers, but {rotated // 2} frequencies are scaled"
     if (
         kind == "llama3"
         and not names - {*needs}
         and (number(scaling.get("low_freq_factor", "")) or 0) >= (number(scaling.get("high_freq_factor", "")) or 1)
     ):
-        yield "model.rope_scaling.low_freq_factor must be less than high_freq_factor"
+        yield "model.rope.scaling.low_freq_factor must be less than high_freq_factor"
 
 
 def _kind(name: str) -> str:

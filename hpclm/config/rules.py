@@ -33,11 +33,11 @@ def _context_multiple(run: Any) -> int:
 def _undivided(run: Any) -> Iterator[str]:
     """Sizes of the model that are not a multiple of parallel.tensor."""
     model, tensor = run.model, run.parallel.tensor
-    sizes = {"model.heads": model.heads}
+    sizes = {"model.attention.heads": model.attention.heads}
     if model.dense_layers:
         sizes["the MLP's inner width (model.ffn)"] = model.ffn_width
-    if model.experts and model.shared_ffn:
-        sizes["the shared experts' inner width (model.shared_ffn)"] = model.shared_ffn
+    if model.experts.count and model.experts.shared_ffn:
+        sizes["the shared experts' inner width (model.experts.shared_ffn)"] = model.experts.shared_ffn
     for name, size in sizes.items():
         if size % tensor:
             yield f"{name}={size} must be a multiple of parallel.tensor={tensor}"
@@ -52,8 +52,8 @@ SPLIT = (
         ),
     ),
     Rule(
-        lambda run: run.parallel.context > 1 and run.model.attention_dropout,
-        "{model.attention_dropout} is not supported with {parallel.context}",
+        lambda run: run.parallel.context > 1 and run.model.attention.dropout,
+        "{model.attention.dropout} is not supported with {parallel.context}",
     ),
     Rule(
         lambda run: run.parallel.context > 1 and run.model.block not in BLOCKS,
@@ -61,20 +61,24 @@ SPLIT = (
     ),
     Rule(_undivided),
     Rule(
-        lambda run: run.model.groups % run.parallel.tensor and not run.model.heads % run.parallel.tensor,
         lambda run: (
-            f"model.kv_heads={run.model.groups} must be a multiple of parallel.tensor={run.parallel.tensor}: each process needs whole "
-            f"key/value heads; lower parallel.tensor to a divisor of {run.model.groups}"
+            run.model.attention.groups % run.parallel.tensor and not run.model.attention.heads % run.parallel.tensor
+        ),
+        lambda run: (
+            f"model.attention.kv_heads={run.model.attention.groups} must be a multiple of parallel.tensor={run.parallel.tensor}: each process needs whole "
+            f"key/value heads; lower parallel.tensor to a divisor of {run.model.attention.groups}"
         ),
     ),
     Rule(
-        lambda run: run.model.experts and run.model.experts % run.parallel.expert,
-        "{model.experts} must be a multiple of {parallel.expert}",
+        lambda run: run.model.experts.count and run.model.experts.count % run.parallel.expert,
+        "{model.experts.count} must be a multiple of {parallel.expert}",
     ),
     Rule(
-        lambda run: run.model.experts and run.parallel.split_experts and run.model.expert_width % run.parallel.tensor,
         lambda run: (
-            f"the experts' inner width (model.expert_ffn)={run.model.expert_width} must be a multiple of "
+            run.model.experts.count and run.parallel.split_experts and run.model.expert_width % run.parallel.tensor
+        ),
+        lambda run: (
+            f"the experts' inner width (model.experts.ffn)={run.model.expert_width} must be a multiple of "
             f"parallel.tensor={run.parallel.tensor}; or set parallel.split_experts=false"
         ),
     ),
@@ -90,12 +94,15 @@ def _with_fp8(broken: Callable[[Any], Any], sentence: str | Callable[[Any], str]
 def _odd_widths(run: Any) -> Iterator[str]:
     """Widths of matrices that are not multiples of MULTIPLE."""
     model, tensor = run.model, run.parallel.tensor
-    split = {"the projection to queries, keys and values": (model.heads + 2 * model.groups) * model.head_width}
+    split = {
+        "the projection to queries, keys and values": (model.attention.heads + 2 * model.attention.groups)
+        * model.head_width
+    }
     split["attention's output"] = model.attention_width
     if model.dense_layers:
         split["the MLP's inner width (model.ffn)"] = model.ffn_width
-    if model.experts and model.shared_ffn:
-        split["the shared experts' inner width (model.shared_ffn)"] = model.shared_ffn
+    if model.experts.count and model.experts.shared_ffn:
+        split["the shared experts' inner width (model.experts.shared_ffn)"] = model.experts.shared_ffn
     on_each = f" on each of parallel.tensor={tensor} processes" if tensor > 1 else ""
     widths = {"model.hidden": model.hidden} | {f"{name}{on_each}": size / tensor for name, size in split.items()}
     for name, width in widths.items():

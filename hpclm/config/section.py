@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from hpclm.base.errors import ConfigError
 from hpclm.base.registry import problem
@@ -45,6 +46,21 @@ class Section:
         if problems:
             raise ConfigError(problems)
 
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """The section with these settings, such as {"layers": 2, "attention.heads": 4}, and defaults for the rest."""
+        values = {dotted(cls.key, name): value for name, value in settings.items()}
+        if unknown := values.keys() - dict(all_fields(cls, cls.key)).keys():
+            raise ConfigError([f"{key} is not a setting" for key in sorted(unknown)])
+        section, problems = build(cls, values, ())
+        if problems:
+            raise ConfigError(problems)
+        return section
+
+    def replaced(self, settings: Mapping[str, Any]) -> Self:
+        """The section with other values of these settings, such as {"attention.heads": 4}."""
+        return self.of({**dict(leaves(self)), **settings})
+
     def __dir__(self) -> list[str]:
         """What completion shows: the settings."""
         return list(getattr(self, "__dataclass_fields__", ()))
@@ -72,6 +88,12 @@ def all_fields(kind: Any, key: str = "") -> Iterator[tuple[str, Field]]:
             yield from all_fields(entry.type, name)
         else:
             yield name, entry
+
+
+def leaves(section: Any) -> Iterator[tuple[str, Any]]:
+    """Every setting of ``section`` and of the sections inside it by its key there, such as attention.heads, with its value."""
+    for key, _ in all_fields(type(section)):
+        yield key, attrgetter(key)(section)
 
 
 def all_sections(kind: Any, key: str = "") -> Iterator[tuple[str, type[Section]]]:

@@ -94,13 +94,14 @@ class MiniatureRun:
             optim = replace(optim, name=OptimConfig.name, arguments={})
         model = settings.model
         numbers = range(settings.model.layers)
-        kinds = list(dict.fromkeys((model.kind(layer), model.has_experts(layer)) for layer in numbers))
+        kinds = list(dict.fromkeys((model.attention.kind(layer), model.experts.in_layer(layer)) for layer in numbers))
         layers = max(BLOCKS, parallel.pipeline * parallel.chunks, len(kinds))
         if settings.engine.fp8:  # not in the first and the last block
             layers = max(layers, len(kinds) + 2)
-        model = replace(model, layers=layers, pattern=[kind for kind, _ in kinds], attention_dropout=0.0)
-        if model.experts:
-            model = replace(model, mlp_pattern=[MLP_KINDS[not of_experts] for _, of_experts in kinds])
+        patterns = {"attention.pattern": [kind for kind, _ in kinds]}
+        if model.experts.count:
+            patterns["experts.pattern"] = [MLP_KINDS[not of_experts] for _, of_experts in kinds]
+        model = model.replaced({"layers": layers, "attention.dropout": 0.0, **patterns})
         # attention scores that differ by about 1: a narrow model's would be so small that attention is a mere mean
         model = replace(model, init_std=max(model.init_std, model.hidden**-0.5))
         micro_batches = 2 * parallel.pipeline
@@ -115,8 +116,8 @@ class MiniatureRun:
         # the plain way has all experts in one replica
         while _bytes(settings, model, size, length) > room and (fewer := _half_the_experts(model, parallel)):
             model = fewer
-        window = model.window and max(1, min(model.window, length // 2))
-        model = replace(model, context=length, window=window)
+        window = model.attention.window and max(1, min(model.attention.window, length // 2))
+        model = model.replaced({"context": length, "attention.window": window})
         max_replicas = max(1, MAX_TOKENS // (length * micro_batches * size))
         others = max(n for n in range(1, mesh.replicas + 1) if mesh.replicas % n == 0 and n <= max_replicas)
         if others < mesh.replicas:  # masks differ between replicas
@@ -148,7 +149,8 @@ class MiniatureRun:
 
     def as_run(self, settings: EngineSettings) -> tuple[BaseEngine, list[MicroBatch]]:
         """The run's engine with ``settings``, one of the ways to compute, and this replica's micro-batches."""
-        model = replace(self.settings.model, attention=settings.model.attention, kernels=settings.model.kernels)
+        kernels = {"attention.kernel": settings.model.attention.kernel, "kernels": settings.model.kernels}
+        model = self.settings.model.replaced(kernels)
         mesh = self.compute.mesh
         engine = self._engine(self.compute, engine=settings.engine, in_place=settings.in_place, model=model)
         return engine, [self._batch(rows).part(mesh.cp) for rows in self.rows[mesh.replica % len(self.rows)]]
@@ -164,7 +166,7 @@ class MiniatureRun:
         with plain_attention():
             plain = self._engine(
                 compute,
-                model=replace(self.settings.model, attention="math", kernels="torch"),
+                model=self.settings.model.replaced({"attention.kernel": "math", "kernels": "torch"}),
                 optim=self._optim(exact, plain=True),
                 parallel=replace(parallel, shard=None, context=1, expert=1),
                 engine=EngineConfig(
@@ -292,16 +294,16 @@ def _bytes(settings: EngineSettings, model: ModelConfig, size: int, length: int)
     """Approximate bytes of the plain way with micro-batches of ``size`` x ``length``: state, scores and other activations in fp32."""
     layers = model.layers
     stages = settings.parallel.pipeline
-    activations = size * layers * (12 * model.heads * length**2 + 100 * length * model.hidden) / stages
+    activations = size * layers * (12 * model.attention.heads * length**2 + 100 * length * model.hidden) / stages
     return (16 * count.parameters(model) + activations) / settings.parallel.tensor
 
 
 def _half_the_experts(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig | None:
     """The model with half as many experts; None if that is not possible."""
-    if model.experts % 2 or model.experts < 4:
+    if model.experts.count % 2 or model.experts.count < 4:
         return None
     try:
-        fewer = replace(model, experts=model.experts // 2)
+        fewer = model.replaced({"experts.count": model.experts.count // 2})
     except ConfigError:  # the router would choose more experts than exist
         return None
     return None if [*broken(SimpleNamespace(model=fewer, parallel=parallel), SPLIT)] else fewer

@@ -123,7 +123,7 @@ def of_steps(settings: EngineSettings, compute: Compute) -> Tolerance:
     floor = max(torch.finfo(compute.dtype).eps, FLOOR)
     library = engine.gradients == "auto" and engine.name in ("deepspeed", "fairscale")
     in_type = engine.gradients == "compute" or library
-    routing = ROUTING_FLOOR if settings.model.experts else 0.0
+    routing = ROUTING_FLOOR if settings.model.experts.count else 0.0
     return Tolerance(min(0.25, floor * math.sqrt(compute.mesh.dp.size)) if in_type else floor, routing)
 
 

@@ -130,14 +130,18 @@ def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str,
     model = settings.model
     yield AS_SET, settings
     flash = None
-    if device.type == "cuda" and model.attention in ("auto", "cudnn", "flex") and not model.needs_scores:
-        flash = replace(settings, model=replace(model, attention="flash"))
+    if (
+        device.type == "cuda"
+        and model.attention.kernel in ("auto", "cudnn", "flex")
+        and not model.attention.needs_scores
+    ):
+        flash = replace(settings, model=model.replaced({"attention.kernel": "flash"}))
         yield "with FlashAttention", flash
     if engines.compiles(settings, device)[0]:
         yield "uncompiled", replace(settings, engine=eager)
         if flash:
             yield "uncompiled, with FlashAttention", replace(flash, engine=eager)
-    plain = replace(model, attention="math", kernels="torch")
+    plain = model.replaced({"attention.kernel": "math", "kernels": "torch"})
     if eager.fp8:
         yield "in bf16, not FP8", replace(settings, engine=replace(settings.engine, fp8=None))
         eager = replace(eager, fp8=None)

@@ -80,13 +80,15 @@ class BaseEngine:
         self._own_code = own_block or any(map(OWN.fullmatch, (config.optim.name, config.engine.name)))
         split = {weight.name for weight in self.weights if weight.placement.data_ranks > 1}
         # our stages hold the same kinds of weights, except that a stage may have no layer with experts
-        split = union(split, mesh.pp) if own_block or config.model.experts else split
+        split = union(split, mesh.pp) if own_block or config.model.experts.count else split
         sharded = self.sharded or any(weight.local_range for weight in self.weights)
         self.norm = GlobalNorm(self.weights, mesh, sharded, bool(split))
         """Norm of the gradients, or of the updates, of the weights that this process updates."""
         self.guard = GUARDS[config.optim.guard](self.norm, device)
         self.optimizer, self.state, self.exchange = optimizer_for(self.weights, config, mesh)
-        self.router_state = RouterState(self.model_stacks, config.model, compute) if config.model.experts else None
+        self.router_state = (
+            RouterState(self.model_stacks, config.model, compute) if config.model.experts.count else None
+        )
         limit = config.optim.qk_clip
         self.qk_clip = limit and QKClip(self.model_stacks, self.weights, mesh, limit)
         self.block_state = BlockState(model) if own_block else None
@@ -271,7 +273,7 @@ class BaseEngine:
         if self._names_reported is None:
             names = {*self.reported} | ({"z_loss"} if self.config.optim.z_loss else set())
             # then every stage reports the same names
-            alike = self.config.model.block in BLOCKS and not self.config.model.experts
+            alike = self.config.model.block in BLOCKS and not self.config.model.experts.count
             shared = alike and self.config.optim.name in OPTIMIZERS
             # sorted: all ranks reduce one vector, and the order of a set differs between processes
             self._names_reported = tuple(sorted(names if shared else union(names, self.mesh.pp)))

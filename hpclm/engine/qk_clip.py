@@ -28,8 +28,10 @@ class QKClip:
         self.mesh = mesh
         self.limit = limit
         self.width = model.head_width
-        self.per_group = model.heads // model.groups
-        self.largest = torch.empty(len(layers), model.heads // mesh.tp.size, device=weights[0].parameter.device)
+        self.per_group = model.attention.heads // model.attention.groups
+        self.largest = torch.empty(
+            len(layers), model.attention.heads // mesh.tp.size, device=weights[0].parameter.device
+        )
         """[layers, H] the largest scores so far in this step."""
         for layer, row in zip(layers.values(), self.largest, strict=True):
             layer.largest = row

@@ -26,20 +26,20 @@ class RouterState:
         self.config = config
         self.mesh = compute.mesh
         device = compute.device
-        names = [f"block{number}" for number in range(config.layers) if config.has_experts(number)]
+        names = [f"block{number}" for number in range(config.layers) if config.experts.in_layer(number)]
         here = {name: layer for stack in stacks for name, layer in stack.layers.items() if name in names}
         self.rows = {name: row for row, name in enumerate(names)}
         """The row of each block in the tensors below, by name."""
         self.routers: dict[str, Router] = {name: router for name, layer in here.items() for router in routers(layer)}
         """This process's routers, by block name."""
-        shape = len(names), config.experts
+        shape = len(names), config.experts.count
         self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
         """[layers, E]: tokens of the global batch routed to each expert in the last step."""
         self.load = torch.ones(shape, device=device)
         """[layers, E] fp32: the counts of the last step that was not skipped, divided by their mean."""
         self.bias = torch.zeros(shape, device=device)
         for name, router in self.routers.items():
-            if config.balance_step:
+            if config.experts.balance_step:
                 router.load = self.load[self.rows[name]]
             if router.choice_bias is not None:
                 # fp32 even if a library has cast the model's buffers
@@ -58,8 +58,8 @@ class RouterState:
         load = (self.counts / mean.clamp(min=1e-9)).float()
         # in place, because the routers hold views
         self.load.copy_(torch.where(changed, load, self.load))
-        if self.config.balance_bias:
-            moved = self.config.balance_bias * (mean - self.counts).sign().float()
+        if self.config.experts.balance_bias:
+            moved = self.config.experts.balance_bias * (mean - self.counts).sign().float()
             self.bias.add_(torch.where(changed, moved, 0.0))
 
     def most_received(self) -> Iterator[str]:
@@ -70,12 +70,12 @@ class RouterState:
             if rows > even:
                 yield (
                     f"{name}: the experts of rank {self.mesh.world.rank} received {rows:,} rows, {rows / even:.1f} times the even "
-                    f"load of {even:,}; balance experts (model.balance_sequence, model.balance_bias), or lower parallel.expert"
+                    f"load of {even:,}; balance experts (model.experts.balance_sequence, model.experts.balance_bias), or lower parallel.expert"
                 )
 
     def tensors(self) -> Iterator[Shard]:
         """The choice biases of this process's blocks, saved by one of the processes that have them."""
-        if self.config.router_choice_bias and self.mesh.dp.first and self.mesh.tp.first:
+        if self.config.experts.router_choice_bias and self.mesh.dp.first and self.mesh.tp.first:
             for name in self.routers:
                 yield Shard.whole(bias_name(name), self.bias[self.rows[name]])
 
@@ -85,7 +85,7 @@ class RouterState:
 
     def load_saved(self, saved: SavedState, scalars: Mapping[str, Any]) -> None:
         """Load a saved state. Imported weights have no shares; then all experts begin with equal ones."""
-        if self.config.router_choice_bias:
+        if self.config.experts.router_choice_bias:
             # biases of other stages' blocks too: every process updates all biases by the same counts, and the copies
             # are compared
             for name, number in self.rows.items():

@@ -55,13 +55,13 @@ def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | N
             f"engine {engine.name!r} does not support optim.name={optim.name}, which keeps more than tensors of the weights' shapes; "
             f"engines that do: {able}"
         )
-    if config.model.experts and kind.matrices and (wrong := next(_stacks(config.model, kind.matrices), None)):
+    if config.model.experts.count and kind.matrices and (wrong := next(_stacks(config.model, kind.matrices), None)):
         yield (
             f"optim.name={optim.name} declares {wrong} in `matrices`, but that is a stack of one weight per expert, not a matrix: let "
             "matrices(name, shape) be false for names with .mlp.experts. and update those value by value, or set optim.name=muon"
         )
         return
-    trial = user_optimizer.tried_with_experts(optim) if config.model.experts else loaded.trial
+    trial = user_optimizer.tried_with_experts(optim) if config.model.experts.count else loaded.trial
     processes = parallel.replica * config.plan.data
     if trial.parts_differ == RANDOM and processes > 1:
         yield f"optim.name={optim.name} cannot train in {processes} processes: {RANDOM}"
@@ -85,7 +85,7 @@ def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | N
 
 def _stacks(model: ModelConfig, matrices: Callable[[str, Shape], bool]) -> Iterator[str]:
     """The expert weights that an optimizer treats as matrices."""
-    count = model.experts
+    count = model.experts.count
     rows = model.expert_width * (1 + model.gated)
     shapes: dict[str, Shape] = {"up": (count, rows, model.hidden), "down": (count, model.hidden, model.expert_width)}
     biases: dict[str, Shape] = {"up_bias": (count, rows), "down_bias": (count, model.hidden)}

@@ -157,7 +157,7 @@ def by_rotation(config: ModelConfig, items: Sequence[Item], length: Callable[[It
     """``items`` of ``length`` tokens, grouped so that rotary positions are scaled equally within a group and padding is possible."""
     alike: dict[int, list[Item]] = {}
     for item in items:
-        alike.setdefault(scaling_length(config.rope_scaling, config.context, length(item)), []).append(item)
+        alike.setdefault(scaling_length(config.rope.scaling, config.context, length(item)), []).append(item)
     return [*alike.values()]
 
 

@@ -61,12 +61,15 @@ def stacked(ours: str, theirs: Sequence[str]) -> Rule:
 
 def in_one(ours: str, theirs: str, config: ModelConfig) -> Rule:
     """Rule for the fused projection, stored as one tensor with all queries, all keys, all values."""
-    sizes = [heads * config.head_width for heads in (config.heads, config.groups, config.groups)]
+    sizes = [
+        heads * config.head_width
+        for heads in (config.attention.heads, config.attention.groups, config.attention.groups)
+    ]
     return Rule(
         ours,
         (theirs,),
-        lambda x: [torch.cat(unfused(x, config.groups, config.head_width))],
-        lambda tensors: fused(tensors[0].split(sizes), config.groups),
+        lambda x: [torch.cat(unfused(x, config.attention.groups, config.head_width))],
+        lambda tensors: fused(tensors[0].split(sizes), config.attention.groups),
     )
 
 
@@ -109,8 +112,8 @@ def separate(ours: str, theirs: Sequence[str], config: ModelConfig) -> Rule:
     return Rule(
         ours,
         tuple(theirs),
-        lambda x: unfused(x, config.groups, config.head_width),
-        lambda qkv: fused(qkv, config.groups),
+        lambda x: unfused(x, config.attention.groups, config.head_width),
+        lambda qkv: fused(qkv, config.attention.groups),
     )
 
 
@@ -118,9 +121,9 @@ def side_by_side(ours: str, theirs: str, config: ModelConfig) -> Rule:
     """Rule for the fused projection, stored as GPT-2's: all queries, all keys, all values, as [in, out]."""
 
     def split(x: Tensor) -> list[Tensor]:
-        return [torch.cat(unfused(x, config.groups, config.head_width)).t()]
+        return [torch.cat(unfused(x, config.attention.groups, config.head_width)).t()]
 
-    return Rule(ours, (theirs,), split, lambda tensors: fused(tensors[0].t().chunk(3), config.groups))
+    return Rule(ours, (theirs,), split, lambda tensors: fused(tensors[0].t().chunk(3), config.attention.groups))
 
 
 def fused(qkv: Sequence[Tensor], groups: int) -> Tensor:

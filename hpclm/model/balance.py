@@ -52,28 +52,28 @@ def add_balance_losses(
     if metadata.weights is None or metadata.reports is None:
         return x
     counted = (metadata.weights > 0).long()
-    counts = tokens_of_experts(choice.chosen, counted, config.experts)
+    counts = tokens_of_experts(choice.chosen, counted, config.experts.count)
     metadata.reports.values[COUNTS] = counts.sum(0)
     # Wang et al. 2024 and DeepSeek-V3: affinities that sum to 1
-    shares = choice.scores if config.router_score == "softmax" else normalized(choice.scores)
-    if config.balance_sequence or config.balance_micro_batch:
+    shares = choice.scores if config.experts.router_score == "softmax" else normalized(choice.scores)
+    if config.experts.balance_sequence or config.experts.balance_micro_batch:
         of_sequences = torch.cat([counts, counted.sum(0)[:, None]], 1)
         for axis in axes:
             of_sequences = all_reduce(of_sequences, axis)
         hits = of_sequences[:, :-1].float()
         tokens = of_sequences[:, -1:]
-        factor = config.experts / config.experts_per_token
-        if config.balance_sequence:
+        factor = config.experts.count / config.experts.per_token
+        if config.experts.balance_sequence:
             values = (shares * (hits * factor / tokens.clamp(min=1))).sum(-1)
-            x = add_loss(metadata, x, "balance_loss_sequence", values, config.balance_sequence)
-        if config.balance_micro_batch:
+            x = add_loss(metadata, x, "balance_loss_sequence", values, config.experts.balance_sequence)
+        if config.experts.balance_micro_batch:
             values = (shares * (hits.sum(0) * factor / tokens.sum().clamp(min=1))).sum(-1)
-            x = add_loss(metadata, x, "balance_loss_micro_batch", values, config.balance_micro_batch)
-    if config.balance_step:
+            x = add_loss(metadata, x, "balance_loss_micro_batch", values, config.experts.balance_micro_batch)
+    if config.experts.balance_step:
         assert load is not None, "the engine sets Router.load"
-        x = add_loss(metadata, x, "balance_loss_step", (shares * load).sum(-1), config.balance_step)
-    if config.router_z_loss:
-        x = add_loss(metadata, x, "router_z_loss", choice.logits.logsumexp(-1).square(), config.router_z_loss)
+        x = add_loss(metadata, x, "balance_loss_step", (shares * load).sum(-1), config.experts.balance_step)
+    if config.experts.router_z_loss:
+        x = add_loss(metadata, x, "router_z_loss", choice.logits.logsumexp(-1).square(), config.experts.router_z_loss)
     return x
 
 

@@ -34,7 +34,7 @@ class KeyValueCache:
         if min(lengths) < longest:
             self._pads = torch.tensor([[longest - length] for length in lengths], device=device)
         kind = POSITIONS[config.positions]
-        self._slopes = kind.slopes(config.heads, device)[None, :, None, None] if kind.slopes else None
+        self._slopes = kind.slopes(config.attention.heads, device)[None, :, None, None] if kind.slopes else None
         self._missing = [longest - length for length in lengths]  # slots in use minus tokens, of each sequence
         self._scaled_for: list[int] = []  # scaling_length() of each sequence with which its keys were rotated
         self._rotary: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
@@ -58,9 +58,9 @@ class KeyValueCache:
             # padding on the left has no position; it is masked, and 0 is always valid
             positions = (positions - self._pads).clamp(min=0)
         metadata = {"full": AttentionMetadata(positions, None, None, None, cache=self)}  # for layers without attention
-        for layer in dict.fromkeys(self.config.pattern):
+        for layer in dict.fromkeys(self.config.attention.pattern):
             cos, sin = self._rotations(layer, positions) if rotates(self.config, layer) else (None, None)
-            mask = self._mask(self.config.window_of(layer))
+            mask = self._mask(self.config.attention.window_of(layer))
             metadata[layer] = AttentionMetadata(positions, mask, cos, sin, cache=self)
         return metadata
 
@@ -91,7 +91,7 @@ class KeyValueCache:
 
     def _scaling_lengths(self, used: int) -> list[int]:
         """scaling_length() of each sequence when ``used`` slots are in use."""
-        scaling = self.config.rope_scaling
+        scaling = self.config.rope.scaling
         context = self.config.context
         return [scaling_length(scaling, context, used - missing) for missing in self._missing]
 

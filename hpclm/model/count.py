@@ -22,14 +22,14 @@ def parameters(config: ModelConfig) -> int:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Parameters that compute any one token: of the experts, only config.experts_per_token in each layer."""
+    """Parameters that compute any one token: of the experts, only model.experts.per_token in each layer."""
     idle = (config.layers - config.dense_layers) * (experts(config) - chosen(config))
     return parameters(config) - idle
 
 
 def described(config: ModelConfig) -> str:
     """The number of parameters, and with experts of active ones, in words."""
-    active = f" ({active_parameters(config):,} active for each token)" if config.experts else ""
+    active = f" ({active_parameters(config):,} active for each token)" if config.experts.count else ""
     return f"{parameters(config):,} parameters{active}"
 
 
@@ -49,12 +49,12 @@ def block(config: ModelConfig, with_experts: bool = False) -> int:
     """Parameters of one block with a dense MLP or with experts."""
     c = config.hidden
     (qkv, out, _) = config.biases
-    fused = (config.heads + 2 * config.groups) * config.head_width
-    attention = (c + qkv) * fused + (config.attention_width + out) * c + config.heads * config.attention_sinks
-    spans = config.qk_norm_span == "projection" and config.qk_norm
-    split = (config.heads + config.groups) * config.head_width * spans
+    fused = (config.attention.heads + 2 * config.attention.groups) * config.head_width
+    attention = (c + qkv) * fused + (config.attention_width + out) * c + config.attention.heads * config.attention.sinks
+    spans = config.attention.qk_norm_span == "projection" and config.attention.qk_norm
+    split = (config.attention.heads + config.attention.groups) * config.head_width * spans
     if with_experts:
-        shared = _mlp(config, config.shared_ffn) if config.shared_ffn else 0
+        shared = _mlp(config, config.experts.shared_ffn) if config.experts.shared_ffn else 0
         mlp = _router(config) + experts(config) + shared
     else:
         mlp = _mlp(config, config.ffn_width) + 2 * (config.activation == "xielu")
@@ -68,12 +68,12 @@ def active_block(config: ModelConfig, with_experts: bool = False) -> int:
 
 def experts(config: ModelConfig) -> int:
     """Parameters of all experts of one block with experts, without the router."""
-    return config.experts * _mlp(config, config.expert_width)
+    return config.experts.count * _mlp(config, config.expert_width)
 
 
 def chosen(config: ModelConfig) -> int:
     """Parameters of the experts of one block that compute one token."""
-    return config.experts_per_token * _mlp(config, config.expert_width)
+    return config.experts.per_token * _mlp(config, config.expert_width)
 
 
 def _mlp(config: ModelConfig, width: int) -> int:
@@ -84,12 +84,12 @@ def _mlp(config: ModelConfig, width: int) -> int:
 
 def _router(config: ModelConfig) -> int:
     """Parameters of a router; the bias on its choice does not count, since no gradient moves it."""
-    return config.experts * (config.hidden + config.router_bias)
+    return config.experts.count * (config.hidden + config.experts.router_bias)
 
 
 def _norms(config: ModelConfig) -> int:
     """Parameters of a block's norms that every tensor-parallel rank holds whole."""
-    of_heads = config.qk_norm and config.qk_norm_span == "head"
+    of_heads = config.attention.qk_norm and config.attention.qk_norm_span == "head"
     heads = config.head_width * (norm(config) // config.hidden) * 2 * of_heads
     return heads + norm(config) * (4 if config.norm_order == "sandwich" else 2)
 
@@ -97,8 +97,11 @@ def _norms(config: ModelConfig) -> int:
 def linears(config: ModelConfig, with_experts: bool = False) -> list[tuple[int, int]]:
     """Inputs and outputs of each linear layer of one block; excludes experts and their router."""
     c = config.hidden
-    inner = config.shared_ffn if with_experts else config.ffn_width
-    attention = [(c, (config.heads + 2 * config.groups) * config.head_width), (config.attention_width, c)]
+    inner = config.experts.shared_ffn if with_experts else config.ffn_width
+    attention = [
+        (c, (config.attention.heads + 2 * config.attention.groups) * config.head_width),
+        (config.attention_width, c),
+    ]
     if not inner:
         return attention
     return [*attention, (c, inner * (1 + config.gated)), (inner, c)]
@@ -107,7 +110,7 @@ def linears(config: ModelConfig, with_experts: bool = False) -> list[tuple[int, 
 def fp8_gain(config: ModelConfig) -> float:
     """Upper bound on the speed-up of the FLOPs of ``flops_per_token`` with engine.fp8 over bf16: products for outputs and for gradients
     of inputs, in FP8, take half as long."""
-    weights = sum(a * b for layer in fp8.blocks(config) for a, b in linears(config, config.has_experts(layer)))
+    weights = sum(a * b for layer in fp8.blocks(config) for a, b in linears(config, config.experts.in_layer(layer)))
     return 1 / (1 - 4 * weights / flops_per_token(config) / 2)
 
 
@@ -117,7 +120,7 @@ def unsplit(config: ModelConfig, blocks: int, first: bool, last: bool, with_expe
     _, out, mlp = config.biases
     per_block = _norms(config) + config.hidden * out
     dense = config.hidden * mlp + 2 * (config.activation == "xielu")
-    routed = _router(config) + config.hidden * mlp * (config.shared_ffn > 0)
+    routed = _router(config) + config.hidden * mlp * (config.experts.shared_ffn > 0)
     before = embedding(config) - config.padded_vocab * config.hidden
     mlps = (blocks - with_experts) * dense + with_experts * routed
     return blocks * per_block + mlps + first * before + last * norm(config)
@@ -125,14 +128,16 @@ def unsplit(config: ModelConfig, blocks: int, first: bool, last: bool, with_expe
 
 def unsplit_experts(config: ModelConfig) -> int:
     """Parameters of one block's experts that stay whole when experts are split over tensor parallelism: the second bias."""
-    return config.experts * config.hidden * config.biases[2]
+    return config.experts.count * config.hidden * config.biases[2]
 
 
 def attended(config: ModelConfig, causal: bool = True) -> float:
     """Tokens that a token attends to, averaged over the sequence and the layers. Without ``causal``: as if every token saw as many as
     the last one."""
     context = config.context
-    spans = [min(config.window_of(config.kind(i)) or context, context) for i in range(config.layers)]
+    spans = [
+        min(config.attention.window_of(config.attention.kind(i)) or context, context) for i in range(config.layers)
+    ]
     return sum(span - causal * span**2 / (2 * context) for span in spans) / len(spans)
 
 
@@ -145,11 +150,11 @@ def flops_per_token(config: ModelConfig, causal: bool = True) -> float:
     """
     c = config.hidden
     dense = config.dense_layers
-    projections = c * 2 * (config.attention_width + config.groups * config.head_width)
-    routed = config.experts_per_token * config.expert_width + config.shared_ffn
+    projections = c * 2 * (config.attention_width + config.attention.groups * config.head_width)
+    routed = config.experts.per_token * config.expert_width + config.experts.shared_ffn
     mlp = c * (2 + config.gated)
     attention = 12 * attended(config, causal) * config.attention_width
-    mlps = dense * 6 * mlp * config.ffn_width + (config.layers - dense) * 6 * (mlp * routed + c * config.experts)
+    mlps = dense * 6 * mlp * config.ffn_width + (config.layers - dense) * 6 * (mlp * routed + c * config.experts.count)
     return config.layers * (6 * projections + attention) + mlps + 6 * c * config.padded_vocab
 
 

@@ -62,7 +62,7 @@ class LayerSeeds:
 
     def of_layer(self, given: AttentionMetadata, number: int, keys: list[Tensor] | None) -> AttentionMetadata:
         """``given`` for layer ``number`` in training; seeds the layer's random numbers."""
-        if given.seed is not None and (keys is None or self.config.attention_dropout):
+        if given.seed is not None and (keys is None or self.config.attention.dropout):
             seed_generators(mix_seed(given.seed, number, self.rank), keys)
         return given if keys is None else given._replace(seed=None, keys=keys[number])
 

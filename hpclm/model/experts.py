@@ -54,16 +54,16 @@ class Router(TensorParallelModule):
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
         self.config = config
-        count = config.experts
+        count = config.experts.count
         self.weight = self.new_parameter(
             "weight", InitSpec.normal(Placement((count, config.hidden)), config.init_std, generator)
         )
-        self.bias = self.new_parameter("bias", InitSpec(Placement((count,)))) if config.router_bias else None
+        self.bias = self.new_parameter("bias", InitSpec(Placement((count,)))) if config.experts.router_bias else None
         self.choice_bias: Tensor | None
         """[E] fp32; engines keep it in fp32 and move it, gradients do not."""
-        self.new_buffer("choice_bias", torch.zeros(count, device="cpu") if config.router_choice_bias else None)
+        self.new_buffer("choice_bias", torch.zeros(count, device="cpu") if config.experts.router_choice_bias else None)
         self.load: Tensor | None = None
-        """[E] fp32: each expert's tokens in the previous step, divided by the mean; set by engines with model.balance_step."""
+        """[E] fp32: each expert's tokens in the previous step, divided by the mean; set by engines with model.experts.balance_step."""
         self.received: tuple[int, int] | None = None
         """With parallel.expert: the number of rows that this process's experts last received, and that of an even load."""
 
@@ -73,24 +73,24 @@ class Router(TensorParallelModule):
         weight = self.replicated(self.weight).to(x.dtype).float()
         bias = None if self.bias is None else self.replicated(self.bias).to(x.dtype).float()
         logits = F.linear(x.float(), weight, bias)
-        scores = logits.softmax(-1) if self.config.router_score == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if self.config.experts.router_score == "softmax" else logits.sigmoid()
         chosen = self._choose(scores.detach())
         factors = scores.gather(-1, chosen)
-        if self.config.router_normalize:
+        if self.config.experts.router_normalize:
             factors = normalized(factors)
-        return Routing(logits, scores, chosen, factors * self.config.router_scale)
+        return Routing(logits, scores, chosen, factors * self.config.experts.router_scale)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """[t, B, E] scores -> [t, B, k] experts."""
         config = self.config
         if self.choice_bias is not None:
             scores = scores + self.choice_bias
-        if config.router_groups > 1:
-            grouped = scores.unflatten(-1, (config.router_groups, -1))
-            best = grouped.topk(2, -1).values.sum(-1).topk(config.router_top_groups, -1).indices
+        if config.experts.router_groups > 1:
+            grouped = scores.unflatten(-1, (config.experts.router_groups, -1))
+            best = grouped.topk(2, -1).values.sum(-1).topk(config.experts.router_top_groups, -1).indices
             taken = torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0)
             scores = grouped.masked_fill(taken[..., None] == 0, -torch.inf).flatten(-2)
-        return scores.topk(config.experts_per_token, -1).indices
+        return scores.topk(config.experts.per_token, -1).indices
 
 
 class Experts(TensorParallelModule):
@@ -107,7 +107,7 @@ class Experts(TensorParallelModule):
         self.split = axes.split
         self.kind = config.activation
         self.activation = ACTIVATIONS[config.activation]
-        count = config.experts
+        count = config.experts.count
         width = config.hidden
         inner = config.expert_width
         branches = 1 + config.gated
@@ -206,7 +206,7 @@ class ExpertMLP(nn.Module):
         self.axes = axes
         self.router = Router(config, generator, tp)
         self.experts = Experts(config, generator, tp, axes)
-        self.shared = MLP(config, generator, tp, config.shared_ffn) if config.shared_ffn else None
+        self.shared = MLP(config, generator, tp, config.experts.shared_ffn) if config.experts.shared_ffn else None
 
     def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[t, B, C] -> [t, B, C]."""
@@ -226,7 +226,7 @@ class ExpertMLP(nn.Module):
 
     def compute(self, x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
         """[T, B, C] tokens, their [T, B, k] experts and the factors of these -> [T, B, C]."""
-        way = route(chosen.flatten(0, 1), self.config.experts, self.axes.ep)
+        way = route(chosen.flatten(0, 1), self.config.experts.count, self.axes.ep)
         if way.sizes is not None:
             self.router.received = sum(way.sizes[1]), way.places.numel()
         rows = way.send(x.flatten(0, 1))

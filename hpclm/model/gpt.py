@@ -121,10 +121,10 @@ def layers(
     for index in range(config.layers):
         # 0 to 2 are the embeddings and the output, tied or not, so that blocks are initialised equally in both cases
         kwargs = dict(module=block, config=config, recompute_core=recompute_core, **init(3 + index))
-        kwargs |= dict(axes=axes) if config.has_experts(index) else {}
+        kwargs |= dict(axes=axes) if config.experts.in_layer(index) else {}
         full = engine.recompute == "full"
         build = _seeded if config.block in BLOCKS else partial(own_block.build, name=f"block{index}")
-        specs.append(LayerSpec(f"block{index}", build, kwargs, recompute=full, kind=config.kind(index)))
+        specs.append(LayerSpec(f"block{index}", build, kwargs, recompute=full, kind=config.attention.kind(index)))
     specs.append(LayerSpec("norm", Norm, dict(config=config, width=config.hidden, tp=tp), call=_plain))
     output = "tokens" if config.tied else "output"
     shape = LogitShape(config.logit_multiplier, config.logit_cap, config.logits_fp32)
@@ -153,7 +153,7 @@ def check_blocks(specs: Sequence[LayerSpec]) -> None:
 
 def random(config: ModelConfig) -> bool:
     """Whether training uses random numbers: dropout, or a user-defined block that may."""
-    return bool(config.dropout or config.attention_dropout or config.block not in BLOCKS)
+    return bool(config.dropout or config.attention.dropout or config.block not in BLOCKS)
 
 
 def _seeded(module: Callable[..., nn.Module], seed: int, **kwargs: Any) -> nn.Module:

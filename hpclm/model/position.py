@@ -72,10 +72,10 @@ def rotary(
 
 def rotary_rates(config: ModelConfig, layer: str, length: int, device: torch.device) -> Rates:
     """The frequencies of a kind of layers, and the factor of their cosines and sines."""
-    windowed = config.window_of(layer) is not None
-    base = config.window_rope_base if windowed else None
-    scaling = config.rope_scaling if config.window_rope_scaled or not windowed else {}
-    return frequencies(config.rotated, base or config.rope_base, scaling, config.context, length, device)
+    windowed = config.attention.window_of(layer) is not None
+    base = config.rope.window_base if windowed else None
+    scaling = config.rope.scaling if config.rope.window_scaled or not windowed else {}
+    return frequencies(config.rotated, base or config.rope.base, scaling, config.context, length, device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

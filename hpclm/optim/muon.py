@@ -125,10 +125,14 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
 
 def parts_of(name: str, model: ModelConfig) -> Parts | None:
     """The matrices that a weight of hpclm's own blocks fuses: queries, keys and values of each key/value head, or gate and up."""
-    per_group = model.heads // model.groups
+    per_group = model.attention.heads // model.attention.groups
     width = model.head_width
-    fused: dict[str, Any] = {"attention.qkv.weight": (model.groups, (per_group * width, width, width))}
+    fused: dict[str, Any] = {"attention.qkv.weight": (model.attention.groups, (per_group * width, width, width))}
     if model.gated:
-        widths = {"up.weight": model.ffn_width, "experts.up": model.expert_width, "shared.up.weight": model.shared_ffn}
+        widths = {
+            "up.weight": model.ffn_width,
+            "experts.up": model.expert_width,
+            "shared.up.weight": model.experts.shared_ffn,
+        }
         fused |= {f"mlp.{part}": (1, (width, width)) for part, width in widths.items()}
     return fused.get(name.partition(".")[2]) if model.block in BLOCKS else None

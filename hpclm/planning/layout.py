@@ -123,7 +123,7 @@ def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
     held = _blocks(model, size * layout.chunks, layout)
     mine = [[layer for part in held[i::size] for layer in part] for i in range(size)]
     return tuple(
-        Stage(i, len(layers), i == 0, i == size - 1, sum(map(model.has_experts, layers)))
+        Stage(i, len(layers), i == 0, i == size - 1, sum(map(model.experts.in_layer, layers)))
         for i, layers in enumerate(mine)
     )
 
@@ -131,7 +131,7 @@ def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
 def _blocks(model: ModelConfig, parts: int, layout: Layout) -> tuple[range, ...]:
     """Blocks of each of ``parts`` stages."""
     table = model.hidden * model.padded_vocab
-    kinds = [model.has_experts(layer) for layer in range(model.layers)]
+    kinds = [model.experts.in_layer(layer) for layer in range(model.layers)]
     if layout.partition == "blocks":
         first = 0
         last = 0

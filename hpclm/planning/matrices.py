@@ -35,15 +35,15 @@ class Exchange:
 def weights(model: ModelConfig, stage: Stage) -> list[tuple[str, list[Shape]]]:
     """The two-dimensional weights of a stage: the name of each, and the matrices that it fuses."""
     hidden = model.hidden
-    keys = model.groups * model.head_width
+    keys = model.attention.groups * model.head_width
     attention = [
         ("block0.attention.qkv.weight", [(model.attention_width, hidden), (keys, hidden), (keys, hidden)]),
         ("block0.attention.out.weight", [(hidden, model.attention_width)]),
     ]
     mlp = _mlp("block0.mlp", hidden, model.ffn_width, model.gated)
-    routed = [("block0.mlp.router.weight", [(model.experts, hidden)])]
-    if model.shared_ffn:
-        routed += _mlp("block0.mlp.shared", hidden, model.shared_ffn, model.gated)
+    routed = [("block0.mlp.router.weight", [(model.experts.count, hidden)])]
+    if model.experts.shared_ffn:
+        routed += _mlp("block0.mlp.shared", hidden, model.experts.shared_ffn, model.gated)
     table = [(model.padded_vocab, hidden)]
     tables = []
     if stage.first or (stage.last and model.tied):
@@ -67,7 +67,7 @@ def experts(model: ModelConfig, layout: Layout, stage: Stage) -> list[tuple[str,
         ("block0.mlp.experts.up", [(inner, hidden)] * (1 + model.gated)),
         ("block0.mlp.experts.down", [(hidden, inner)]),
     ]
-    return one * (stage.with_experts * model.experts // layout.expert)
+    return one * (stage.with_experts * model.experts.count // layout.expert)
 
 
 def whole(parts: Sequence[Shape]) -> Shape:

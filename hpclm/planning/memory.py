@@ -133,7 +133,7 @@ def working(model: ModelConfig, layout: Layout, costs: EngineCosts, with_experts
 
 def expert_rows(model: ModelConfig, layout: Layout) -> float:
     """Rows that one GPU's experts compute in a layer: k for each token, of all tensor-parallel ranks' tokens if those split experts."""
-    return layout.tokens(model) * model.experts_per_token / (1 if layout.split_experts else layout.tensor)
+    return layout.tokens(model) * model.experts.per_token / (1 if layout.split_experts else layout.tensor)
 
 
 def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
@@ -149,7 +149,7 @@ def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: S
     else:
         kept = stage.total(lambda kind: block_activations(model, layout, costs, kind))
     if model.positions == "alibi" and layout.context == 1:  # distances of all pairs, computed for each micro-batch
-        kept += model.heads * model.context**2 * costs.element / layout.tensor
+        kept += model.attention.heads * model.context**2 * costs.element / layout.tensor
     first = tokens * model.hidden * bool(model.dropout) / layout.tensor + line * model.embed_norm
     # ids of 8 bytes; the last norm's input, labels
     kept += stage.first * (first + tokens * 8) + stage.last * (line + tokens * 8)
@@ -167,19 +167,19 @@ def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts, wi
     """
     c = model.hidden
     queries = model.attention_width
-    keys = model.groups * model.head_width
-    changed = model.positions == "rope" or model.qk_norm
+    keys = model.attention.groups * model.head_width
+    changed = model.positions == "rope" or model.attention.qk_norm
     again = 0
     if changed:
         again = queries + keys
-    elif model.groups < model.heads:
+    elif model.attention.groups < model.attention.heads:
         again = queries
     norms = 6 if model.norm_order == "sandwich" else 4  # with their outputs
     # compiled blocks save the inputs that attention and MLP gather, instead of gathering again
     norms += 2 * (layout.tensor - 1) * costs.compiled
     elements = norms * c + (queries + 2 * keys) + again + queries
-    elements += _inner(model, costs) * (model.shared_ffn if with_experts else model.ffn_width)
-    width = elements * costs.element + 2 * c * bool(model.dropout) + 4 * model.heads
+    elements += _inner(model, costs) * (model.experts.shared_ffn if with_experts else model.ffn_width)
+    width = elements * costs.element + 2 * c * bool(model.dropout) + 4 * model.attention.heads
     whole = 2 * keys * layout.tokens(model) * layout.context * costs.element * (layout.context > 1)  # keys and values
     kept = (layout.tokens(model) * width + whole) / layout.tensor
     return kept + (expert_activations(model, layout, costs) if with_experts else 0.0)
@@ -202,7 +202,7 @@ def expert_activations(model: ModelConfig, layout: Layout, costs: EngineCosts) -
     tokens = layout.tokens(model) / layout.tensor
     inner = _inner(model, costs) * model.expert_width / (layout.tensor if layout.split_experts else 1)
     row = ((1 + model.biases[2]) * model.hidden + inner) * costs.element + 8 * (2 + 2 * (layout.expert > 1))
-    return tokens * (4 * model.hidden + 4 * model.experts) + expert_rows(model, layout) * row
+    return tokens * (4 * model.hidden + 4 * model.experts.count) + expert_rows(model, layout) * row
 
 
 def casts(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:

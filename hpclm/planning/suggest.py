@@ -84,10 +84,12 @@ def variants(run: RunConfig) -> Iterator[RunConfig]:
 
 def _experts(run: RunConfig, tensor: int, data: int) -> Iterator[dict[str, Any]]:
     """Ways to divide experts over ``data`` data-parallel ranks, and to split them over tensor parallelism or not."""
-    if not run.model.experts:
+    if not run.model.experts.count:
         yield {}
         return
-    for expert, split in product(_divisors(gcd(data, run.model.experts)), (True, False) if tensor > 1 else (True,)):
+    for expert, split in product(
+        _divisors(gcd(data, run.model.experts.count)), (True, False) if tensor > 1 else (True,)
+    ):
         yield dict(expert=expert, split_experts=split)
 
 

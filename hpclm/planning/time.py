@@ -110,12 +110,12 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
     t = layout.tensor
     m = layout.accumulation
     line = layout.tokens(model) * model.hidden * costs.element
-    keys = 2 * model.groups * model.head_width * layout.tokens(model) * costs.element / t
+    keys = 2 * model.attention.groups * model.head_width * layout.tokens(model) * costs.element / t
     rows = []
     for stage in stages(model, layout):
         recomputed = layout.recompute == "full"
         collectives: float = stage.blocks * (5 + 2 * recomputed) + stage.count(False) * (5 + 2 * recomputed)
-        of_mlp = (5 + 2 * recomputed) * (model.shared_ffn > 0) + (4 + 2 * recomputed) * layout.split_experts
+        of_mlp = (5 + 2 * recomputed) * (model.experts.shared_ffn > 0) + (4 + 2 * recomputed) * layout.split_experts
         collectives += stage.with_experts * of_mlp + 2 * (stage.first + stage.last)
         if costs.fp8:  # attention and MLP each gather their inputs in one byte in the forward pass
             gathers = stage.total(lambda kind: len(count.linears(model, kind)) / 2)

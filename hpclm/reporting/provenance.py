@@ -88,7 +88,9 @@ def facts(history: History, used: Settings) -> dict[str, str]:
 
 
 def _model(model: ModelConfig) -> str:
-    shape = f"{model.layers} layers, hidden size {model.hidden}, {model.heads} heads, context {model.context:,}"
+    shape = (
+        f"{model.layers} layers, hidden size {model.hidden}, {model.attention.heads} heads, context {model.context:,}"
+    )
     return f"{count.described(model)}: {shape}, vocabulary {model.vocab_size:,}"
 
 

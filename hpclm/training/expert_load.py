@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from hpclm.base.side_path import SidePath
 from hpclm.config import ModelConfig
+from hpclm.config.checks import value_at
 from hpclm.config.experts import COEFFICIENTS
 from hpclm.rundir import metric_names, metrics_file
 from hpclm.rundir.expert_figures import layer_figures
@@ -69,8 +70,8 @@ class ExpertLoad:
 
     def __init__(self, out: Path, config: ModelConfig):
         self.config = config
-        self.blocks = [f"block{layer}" for layer in range(config.layers) if config.has_experts(layer)]
-        shape = len(self.blocks), config.experts
+        self.blocks = [f"block{layer}" for layer in range(config.layers) if config.experts.in_layer(layer)]
+        shape = len(self.blocks), config.experts.count
         self._counts = np.zeros(shape)  # tokens since the last log line, as are the steps
         self._steps = 0
         self._line_counts = np.zeros(shape, np.int64)  # tokens since the last line of experts.jsonl, as are the steps
@@ -122,7 +123,7 @@ class ExpertLoad:
 
     def _limit(self) -> float:
         """Load, as a multiple of the mean, above which one expert dominates: at most three quarters of all tokens."""
-        return max(2.0, min(DOMINATES, 0.75 * self.config.experts / self.config.experts_per_token))
+        return max(2.0, min(DOMINATES, 0.75 * self.config.experts.count / self.config.experts.per_token))
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._line_counts.any():
@@ -143,7 +144,7 @@ class ExpertLoad:
     def _dead_layers(self, rows: list[int]) -> Iterator[str]:
         for row in rows:
             dead = int(self._dead.long[row].sum())
-            yield f"{self.blocks[row]}: {dead} of {self.config.experts} experts got no token in the last {self._dead.steps(row)} steps"
+            yield f"{self.blocks[row]}: {dead} of {self.config.experts.count} experts got no token in the last {self._dead.steps(row)} steps"
 
     def _dominated_layers(self, rows: list[int]) -> Iterator[str]:
         for row in rows:
@@ -152,12 +153,11 @@ class ExpertLoad:
             yield f"{self.blocks[row]}: expert {expert} takes {times:.1f} times the mean expert's tokens, for {steps} steps now"
 
     def _way_out(self) -> str:
-        used = [
-            f"model.{name}={getattr(self.config, name):g}" for name in COEFFICIENTS[:-1] if getattr(self.config, name)
-        ]
+        values = {name: value_at(self.config, name) for name in COEFFICIENTS[:-1]}
+        used = [f"model.{name}={value:g}" for name, value in values.items() if value]
         way = f"A larger {' or '.join(used)} balances them more"
         if not used:
-            settings = "model.balance_sequence=0.01, or model.router_choice_bias=true with model.balance_bias=0.001"
+            settings = "model.experts.balance_sequence=0.01, or model.experts.router_choice_bias=true with model.experts.balance_bias=0.001"
             way = f"Nothing balances them: set {settings}"
         return f"{way}; so may a lower optim.lr. hpclm report shows the load of every expert"
 

@@ -76,8 +76,8 @@ def kernels(model: ModelConfig, device: torch.device) -> None:
 def attention(model: ModelConfig, choice: attention_backend.Choice | None) -> None:
     """Log the kernel of attention; ``choice``: None on a CPU, which uses PyTorch's own."""
     if choice is None:
-        if model.attention != "auto":
-            logger.warning("model.attention=%s is for GPUs; a CPU uses PyTorch's own", model.attention)
+        if model.attention.kernel != "auto":
+            logger.warning("model.attention.kernel=%s is for GPUs; a CPU uses PyTorch's own", model.attention.kernel)
         return
     if choice.warning:
         logger.warning("%s", choice.warning)

@@ -7,7 +7,7 @@ from hpclm.trials.verdict import SETTINGS
 STEPS = 4
 SAVED = 2  # step of the checkpoint that a killed run resumes from
 TOY = (
-    *("model.vocab_size=64", "model.vocab_multiple=16", "model.layers=2", "model.hidden=32", "model.heads=4"),
+    *("model.vocab_size=64", "model.vocab_multiple=16", "model.layers=2", "model.hidden=32", "model.attention.heads=4"),
     *("model.context=16", "model.init_std=0.1", "model.bias=false"),
     *("data.source=synthetic", "batch.global_size=8", "batch.micro_size=4", f"budget.steps={STEPS}"),
     *("optim.lr=3e-3", "optim.warmup=1", "optim.clip=0"),

@@ -208,8 +208,8 @@ def test_weights_of_another_run_begin_a_new_one(tiny, tmp_path):
 
 def test_weights_of_another_model_are_refused(tiny, tmp_path):
     hpclm("train", *tiny("old", "budget.steps=4"), check=0)
-    done = hpclm("train", *tiny("new", f"checkpoint.init_from={tmp_path / 'old'}", "model.heads=2"), check=64)
-    assert "model.heads was 4 and is now 2" in done.stderr
+    done = hpclm("train", *tiny("new", f"checkpoint.init_from={tmp_path / 'old'}", "model.attention.heads=2"), check=64)
+    assert "model.attention.heads was 4 and is now 2" in done.stderr
     assert "neither a run directory" in hpclm("train", *tiny("x", f"checkpoint.init_from={tmp_path}"), check=64).stderr
 
 

@@ -149,8 +149,8 @@ def test_a_list_of_numbers_takes_every_form_that_a_number_takes(typed, number, t
     assert of_file(tmp_path, f"profile: {{steps: [{typed}, 20]}}\n").profile.steps == (number, 20)
     words = [f"batch.rampup=[{typed},{typed},{typed}]", f"batch.global_size={2 * number}", "batch.micro_size=1"]
     assert config.load(None, words).batch.rampup == (number,) * 3
-    scaling = f"model: {{positions: rope, rope_scaling: {{rope_type: linear, factor: {typed}}}}}\n"
-    assert of_file(tmp_path, scaling).model.rope_scaling["rope_type"] == "linear"
+    scaling = f"model: {{positions: rope, rope: {{scaling: {{rope_type: linear, factor: {typed}}}}}}}\n"
+    assert of_file(tmp_path, scaling).model.rope.scaling["rope_type"] == "linear"
 
 
 FRACTIONS = {"0.5": 0.5, ".5": 0.5, "5e-1": 0.5, "'5E-1'": 0.5, "0.5_0": 0.5, "0": 0.0, "0x0": 0.0}

@@ -17,7 +17,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Retention
 from hpclm.config import compose, no_effect
 from hpclm.config.deepspeed import settings as deepspeed
-from hpclm.config.fields import keys
+from hpclm.config.fields import keys, split_key
 from hpclm.config.length import run_length
 from hpclm.data import sources
 from hpclm.datasets.writer import Writer
@@ -36,7 +36,7 @@ from tests.forks import hpclm
 from tests.runs import ROOT
 
 TINY = [
-    "model={vocab_size: 64, vocab_multiple: 1, layers: 2, hidden: 32, heads: 4, context: 16}",
+    "model={vocab_size: 64, vocab_multiple: 1, layers: 2, hidden: 32, context: 16, attention: {heads: 4}}",
     "batch={global_size: 8, micro_size: 4}",
     "data.source=synthetic",
     "budget.steps=100",
@@ -170,8 +170,8 @@ def datasets(tmp_path_factory):
 
 
 ROPE = ["model.positions=rope"]
-EXPERTS = ["model.experts=4"]
-WINDOW = [*ROPE, "model.pattern=[window]", "model.window=8"]
+EXPERTS = ["model.experts.count=4"]
+WINDOW = [*ROPE, "model.attention.pattern=[window]", "model.attention.window=8"]
 MUON = ["optim.name=muon"]
 FP16 = ["engine.precision=fp16"]
 A = ["data.source=indexed", "data.prefix=DATA/a", "model.vocab_size=300", "model.context=32"]
@@ -181,7 +181,7 @@ PACKED = [*A, "data.order=packed"]
 LISTED = ["data.source=indexed", "model.vocab_size=300", "data.train=[DATA/a]", "data.split=969,30,1"]
 EVEN = [*A, "data.split=1,1,1"]
 STAGES = ["parallel.pipeline=2", "engine.name=pipelining"]
-SCALED = "model.rope_scaling={rope_type: linear, factor: '2'}"
+SCALED = "model.rope.scaling={rope_type: linear, factor: '2'}"
 
 ACTS = {
     "name=other": (says_itself, []),
@@ -191,59 +191,59 @@ ACTS = {
     "model.vocab_multiple=128": (trains, []),
     "model.layers=3": (trains, []),
     "model.hidden=48": (trains, []),
-    "model.heads=2": (trains, []),
-    "model.head_dim=16": (trains, []),
-    "model.kv_heads=2": (trains, []),
+    "model.attention.heads=2": (trains, []),
+    "model.attention.head_dim=16": (trains, []),
+    "model.attention.kv_heads=2": (trains, []),
     "model.ffn=48": (trains, []),
     "model.context=32": (trains, []),
     "model.positions=rope": (trains, []),
-    "model.rope_base=50.0": (trains, ROPE),
-    "model.rope_fraction=0.5": (trains, ROPE),
+    "model.rope.base=50.0": (trains, ROPE),
+    "model.rope.fraction=0.5": (trains, ROPE),
     SCALED: (trains, ROPE),
-    "model.pattern=[window]": (trains, ["model.window=8", "model.pattern=[full, window]"]),
-    "model.window=4": (trains, WINDOW),
-    "model.window_rope_base=50.0": (trains, WINDOW),
-    "model.window_rope_scaled=false": (trains, [*WINDOW, SCALED]),
+    "model.attention.pattern=[window]": (trains, ["model.attention.window=8", "model.attention.pattern=[full, window]"]),
+    "model.attention.window=4": (trains, WINDOW),
+    "model.rope.window_base=50.0": (trains, WINDOW),
+    "model.rope.window_scaled=false": (trains, [*WINDOW, SCALED]),
     "model.norm=rmsnorm": (trains, []),
     "model.norm_order=post": (trains, []),
     "model.norm_eps=0.1": (trains, []),
     "model.activation=relu": (trains, []),
     "model.bias=false": (trains, []),
-    "model.qkv_bias=false": (trains, []),
-    "model.out_bias=false": (trains, []),
+    "model.attention.qkv_bias=false": (trains, []),
+    "model.attention.out_bias=false": (trains, []),
     "model.mlp_bias=false": (trains, []),
     "model.tied=false": (trains, []),
     "model.embed_norm=true": (trains, []),
     "model.embed_scale=true": (trains, []),
-    "model.qk_norm=true": (trains, []),
-    "model.qk_norm_span=projection": (trains, ["model.qk_norm=true", "model.norm=rmsnorm"]),
-    "model.score_scale=0.9": (trains, []),
-    "model.score_cap=0.01": (trains, []),
-    "model.attention_sinks=true": (trains, []),
+    "model.attention.qk_norm=true": (trains, []),
+    "model.attention.qk_norm_span=projection": (trains, ["model.attention.qk_norm=true", "model.norm=rmsnorm"]),
+    "model.attention.score_scale=0.9": (trains, []),
+    "model.attention.score_cap=0.01": (trains, []),
+    "model.attention.sinks=true": (trains, []),
     "model.embed_multiplier=2.0": (trains, []),
     "model.residual_multiplier=0.5": (trains, []),
-    "model.experts=4": (trains, []),
-    "model.experts_per_token=3": (trains, EXPERTS),
-    "model.expert_ffn=48": (trains, EXPERTS),
-    "model.shared_ffn=16": (trains, EXPERTS),
-    "model.mlp_pattern=[dense,experts]": (trains, EXPERTS),
-    "model.router_score=sigmoid": (trains, EXPERTS),
-    "model.router_normalize=false": (trains, EXPERTS),
-    "model.router_scale=2.0": (trains, EXPERTS),
-    "model.router_groups=2": (trains, EXPERTS),
-    "model.router_top_groups=2": (trains, ["model.experts=8", "model.router_groups=4"]),
-    "model.router_bias=true": (trains, EXPERTS),
-    "model.router_choice_bias=true": (trains, EXPERTS),
-    "model.balance_bias=0.1": (trains, [*EXPERTS, "model.router_choice_bias=true"]),
-    "model.balance_sequence=0.1": (trains, EXPERTS),
-    "model.balance_step=0.1": (trains, EXPERTS),
-    "model.balance_micro_batch=0.1": (trains, EXPERTS),
-    "model.router_z_loss=0.1": (trains, EXPERTS),
+    "model.experts.count=4": (trains, []),
+    "model.experts.per_token=3": (trains, EXPERTS),
+    "model.experts.ffn=48": (trains, EXPERTS),
+    "model.experts.shared_ffn=16": (trains, EXPERTS),
+    "model.experts.pattern=[dense,experts]": (trains, EXPERTS),
+    "model.experts.router_score=sigmoid": (trains, EXPERTS),
+    "model.experts.router_normalize=false": (trains, EXPERTS),
+    "model.experts.router_scale=2.0": (trains, EXPERTS),
+    "model.experts.router_groups=2": (trains, EXPERTS),
+    "model.experts.router_top_groups=2": (trains, ["model.experts.count=8", "model.experts.router_groups=4"]),
+    "model.experts.router_bias=true": (trains, EXPERTS),
+    "model.experts.router_choice_bias=true": (trains, EXPERTS),
+    "model.experts.balance_bias=0.1": (trains, [*EXPERTS, "model.experts.router_choice_bias=true"]),
+    "model.experts.balance_sequence=0.1": (trains, EXPERTS),
+    "model.experts.balance_step=0.1": (trains, EXPERTS),
+    "model.experts.balance_micro_batch=0.1": (trains, EXPERTS),
+    "model.experts.router_z_loss=0.1": (trains, EXPERTS),
     "model.logit_multiplier=0.5": (trains, []),
     "model.logit_cap=0.1": (trains, []),
     "model.logits_fp32=true": (trains, ["engine.precision=bf16"]),
     "model.dropout=0.3": (trains, []),
-    "model.attention_dropout=0.3": (trains, []),
+    "model.attention.dropout=0.3": (trains, []),
     "model.init_std=0.1": (trains, []),
     "data.prefix=DATA/b": (reads, A),
     "data.blend=[1, DATA/a, 3, DATA/b]": (reads, ["data.source=indexed", "data.blend=[DATA/a, DATA/b]", "model.vocab_size=300"]),
@@ -357,7 +357,7 @@ ELSEWHERE = {
     "kill_switch": "tests/test_recipes.py",
     "model.block": "tests/test_layouts.py",
     "model.kernels": "tests/model/test_compiled.py",
-    "model.attention": "tests/model/test_attention.py",
+    "model.attention.kernel": "tests/model/test_attention.py",
     "data.source": "tests/test_layouts.py",
     "data.workers": "tests/data/test_corpus.py",
     "budget.hours": "tests/test_train.py",
@@ -409,8 +409,7 @@ ELSEWHERE = {
 
 def key_of(word):
     """The setting that a word of a command line sets."""
-    key = word.partition("=")[0]
-    return ".".join(key.split(".")[:2])
+    return split_key(word.partition("=")[0])[0]
 
 
 def with_data(words, datasets):
@@ -439,16 +438,16 @@ def test_a_setting_changes_what_the_table_says(word, datasets, monkeypatch):
 
 
 IDLE = {
-    "a window as long as the samples": ([*ROPE, "model.pattern=[window]", "model.window=16"], "model.window=16 has no effect with model.context=16"),
-    "a pattern longer than the model": (["model.pattern=[full, full, window]", "model.window=4"], "with model.layers=2 no layer is of kind window"),
-    "unscaled windows without scaling": ([*WINDOW, "model.window_rope_scaled=false"], "model.window_rope_scaled=false has no effect"),
+    "a window as long as the samples": ([*ROPE, "model.attention.pattern=[window]", "model.attention.window=16"], "model.attention.window=16 has no effect with model.context=16"),
+    "a pattern longer than the model": (["model.attention.pattern=[full, full, window]", "model.attention.window=4"], "with model.layers=2 no layer is of kind window"),
+    "unscaled windows without scaling": ([*WINDOW, "model.rope.window_scaled=false"], "model.rope.window_scaled=false has no effect"),
     "a base of windows without positions": (
-        [*ROPE, "model.pattern=[full, window_nope]", "model.window=4", "model.window_rope_base=50"],
-        "model.window_rope_base=50.0 has no effect: no layer of kind window",
+        [*ROPE, "model.attention.pattern=[full, window_nope]", "model.attention.window=4", "model.rope.window_base=50"],
+        "model.rope.window_base=50.0 has no effect: no layer of kind window",
     ),
-    "positions that no layer has": ([*ROPE, "model.pattern=[nope]"], "model.rope_base and the other settings of rotary positions have no effect"),
+    "positions that no layer has": ([*ROPE, "model.attention.pattern=[nope]"], "model.rope.base and the other settings of rotary positions have no effect"),
     "biases that are all set": (
-        ["model={norm: rmsnorm, bias: false, qkv_bias: true, out_bias: true, mlp_bias: true}"], "model.bias=false has no effect",
+        ["model={norm: rmsnorm, bias: false, mlp_bias: true, attention: {qkv_bias: true, out_bias: true}}"], "model.bias=false has no effect",
     ),
     "fp32 logits in fp32": (["model.logits_fp32=true"], "model.logits_fp32=true has no effect with engine.precision=fp32"),
     "a rate at an end that does not come": (["optim.schedule=constant"], "optim.min_lr=0.001 has no effect with optim.schedule=constant"),

@@ -19,7 +19,7 @@ MEANT = {
     "logging.every": "log.every",
     "data.sed": "seed",
     "my.checkpoint_dir": "out",
-    "model.num_attention_heads": "model.heads",
+    "model.num_attention_heads": "model.attention.heads",
     "ds.zero_optimization.stage": "engine.zero_stage",
     "model.num_layer": "model.layers",
     "modle.layers": "model.layers",
@@ -40,7 +40,7 @@ EXACT = {
     "--micro-batch-size": "batch.micro_size",
     "max_iters": "budget.steps",
     "n_positions": "model.context",
-    "attention.dropout": "model.attention_dropout",
+    "attention.dropout": "model.attention.dropout",
     "lr_warmup_samples": "optim.warmup optim.unit=samples",
 }
 
@@ -144,7 +144,7 @@ OPTIONS = {
     "train debug --train-tokens 300000000000": "as key=value: budget.tokens=300000000000",
     "train debug --lr-warmup-tokens 9": "optim.unit=samples with optim.warmup and optim.schedule_length",
     "train debug --virtual-pipeline-model-parallel-size 2": "parallel.schedule=interleaved with parallel.chunks",
-    "train debug --rope-scaling-factor 8": "--rope-scaling-factor: model.rope_scaling, as rope_parameters in transformers",
+    "train debug --rope-scaling-factor 8": "--rope-scaling-factor: model.rope.scaling, as rope_parameters in transformers",
     "train debug --learning-rte 1e-3": "--learning-rte: did you mean optim.lr?",
     "train debug --decoder-num-layers 8": "--decoder-num-layers: did you mean model.layers?",
     "train debug --warmup 0.01": "optim.warmup=0.01 (hpclm); optim.warmup_fraction=0.01 (Megatron-LM, Megatron-DeepSpeed)",

@@ -90,7 +90,7 @@ def test_what_processes_do_share_out_has_an_effect(words, processes):
 @pytest.mark.parametrize(
     "words",
     [
-        ["model={pattern: [window], window: 15, context: 16}"],
+        ["model={context: 16, attention: {pattern: [window], window: 15}}"],
         ["scaler={consecutive: true, hysteresis: 2}", "engine.precision=fp16"],
         ["job={hostfile: /hosts, cluster: mpirun}"],
         ["checkpoint={every: 300, keep_best: 2}", "evaluate.every=100"],

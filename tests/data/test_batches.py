@@ -62,7 +62,9 @@ def batches(
     **data,
 ):
     config = RunConfig(
-        model=ModelConfig(vocab_size=vocab_size, layers=1, hidden=8, heads=2, context=CONTEXT),
+        model=ModelConfig.of(
+            {"vocab_size": vocab_size, "layers": 1, "hidden": 8, "attention.heads": 2, "context": CONTEXT}
+        ),
         data=DataConfig(source="synthetic", workers=workers, **data),
         batch=BatchConfig(global_size=12, micro_size=micro_size, rampup=rampup),
         budget=BudgetConfig(steps=10),

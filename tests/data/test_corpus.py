@@ -126,7 +126,7 @@ def test_a_runs_own_evaluation_reads_the_kept_end_and_nothing_twice(make):
     from hpclm.training.run_data import build_data
 
     prefix = make("a", [23])
-    model = ModelConfig(layers=1, hidden=8, heads=2, context=CONTEXT, vocab_size=64)
+    model = ModelConfig.of({"layers": 1, "hidden": 8, "attention.heads": 2, "context": CONTEXT, "vocab_size": 64})
     data = DataConfig(train=[prefix], valid=[prefix], keep_partial=True)
     config = RunConfig(model=model, data=data, batch=BatchConfig(global_size=2, micro_size=2))
     source, compute = sources.build(data, model, config.seed), Compute(torch.device("cpu"), torch.float32)

@@ -84,7 +84,7 @@ def test_samples_hold_whole_documents_and_say_where_they_are(tmp_path):
 def test_a_batch_has_documents_and_positions_of_their_own_and_padding_is_one(tmp_path):
     made = source(dataset(tmp_path, [3, 4]), split="1")
     data = DataConfig(prefix="x", order="packed", reset_attention_mask=True, reset_position_ids=True)
-    model = ModelConfig(vocab_size=1000, context=8, hidden=8, heads=1)
+    model = ModelConfig.of({"vocab_size": 1000, "context": 8, "hidden": 8, "attention.heads": 1})
     config = RunConfig(model=model, data=data, batch=BatchConfig(global_size=1, micro_size=1))
     compute = Compute(torch.device("cpu"), torch.float32)
     [batch] = Batches(made.samples("train", 1), config.plan(), data, model, None, compute).take(0, 1)

@@ -16,7 +16,7 @@ from hpclm.launch import arguments, process
 from hpclm.node import preemption
 from tests.runs import hpclm as run_hpclm
 
-TINY = {"model.layers": 1, "model.hidden": 16, "model.heads": 2, "model.context": 16, "evaluate.every": 0}
+TINY = {"model.layers": 1, "model.hidden": 16, "model.attention.heads": 2, "model.context": 16, "evaluate.every": 0}
 WORDS = [f"{key}={value}" for key, value in TINY.items()]
 TRAIN = ["small", *WORDS, "budget.steps=1", "engine.device=cpu"]
 
@@ -161,9 +161,9 @@ def test_a_dry_run_writes_nothing_and_says_what_becomes_of_the_text(here, monkey
     shown = capsys.readouterr()
     assert "the text of data= is first tokenized into" in shown.err and "#SBATCH" in shown.out
     assert sorted(here.rglob("*")) == before
-    with pytest.raises(ConfigError, match=r"model\.heads=2 must be a multiple of parallel\.tensor=3"):
+    with pytest.raises(ConfigError, match=r"model\.attention\.heads=2 must be a multiple of parallel\.tensor=3"):
         cli.function("submit")([*words, "--gpus", "3", "parallel.tensor=3"])
-    with pytest.raises(ConfigError, match=r"model\.heads=2 must be a multiple of parallel\.tensor=3"):
+    with pytest.raises(ConfigError, match=r"model\.attention\.heads=2 must be a multiple of parallel\.tensor=3"):
         cli.function("submit")([*words[:-1], "--gpus", "3", "parallel.tensor=3"])
     assert sorted(here.rglob("*")) == before
 

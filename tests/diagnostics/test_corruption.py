@@ -22,8 +22,13 @@ from tests.events import began, note, of_kind
 from tests.forks import Ranks
 from tests.runs import ROOT, losses
 
-EXPERTS = ["model.experts=4", "model.expert_ffn=16", "model.router_score=sigmoid", "model.router_choice_bias=true"]
-EXPERTS += ["model.balance_bias=0.01", "model.balance_step=0.1", "parallel.expert=2"]
+EXPERTS = [
+    "model.experts.count=4",
+    "model.experts.ffn=16",
+    "model.experts.router_score=sigmoid",
+    "model.experts.router_choice_bias=true",
+]
+EXPERTS += ["model.experts.balance_bias=0.01", "model.experts.balance_step=0.1", "parallel.expert=2"]
 MANY = {
     **LAYOUTS,
     "native-bf16": ["engine.precision=bf16"],

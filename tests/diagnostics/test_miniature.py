@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import torch
 
 from hpclm.config import ParallelConfig
@@ -17,7 +15,7 @@ def test_experts_must_count_each_token_once():
 
 
 def of(memory, processes=1, **more):
-    model = dict(LLAMA, hidden=64, context=2048, dropout=0.1, attention_dropout=0.1, layers=9, **more)
+    model = {**LLAMA, "hidden": 64, "context": 2048, "dropout": 0.1, "attention.dropout": 0.1, "layers": 9, **more}
     run = settings(model, batch=dict(global_size=64 * processes, micro_size=64))
     mesh = Mesh.build(0, processes, run.parallel)
     return MiniatureRun.of(
@@ -28,7 +26,7 @@ def of(memory, processes=1, **more):
 def test_a_miniature_has_two_blocks_of_the_model_and_no_more_tokens_than_the_plain_way_can_compute():
     miniature = of(1e15)
     model, plan = miniature.settings.model, miniature.settings.plan
-    assert (model.layers, model.hidden, model.context, model.dropout, model.attention_dropout) == (
+    assert (model.layers, model.hidden, model.context, model.dropout, model.attention.dropout) == (
         2,
         64,
         2048,
@@ -45,15 +43,22 @@ def test_with_little_memory_a_miniature_has_fewer_and_shorter_samples_of_at_leas
 
 
 def test_experts_are_halved_as_long_as_all_that_divides_them_still_does():
-    model = settings(dict(LLAMA, experts=8, expert_ffn=16)).model
-    assert _half_the_experts(model, ParallelConfig()).experts == 4
+    model = settings({**LLAMA, "experts.count": 8, "experts.ffn": 16}).model
+    assert _half_the_experts(model, ParallelConfig()).experts.count == 4
     assert _half_the_experts(model, ParallelConfig(expert=8)) is None
-    assert _half_the_experts(replace(model, experts=5), ParallelConfig()) is None
-    assert _half_the_experts(replace(model, experts=4, experts_per_token=3), ParallelConfig()) is None
+    assert _half_the_experts(model.replaced({"experts.count": 5}), ParallelConfig()) is None
+    assert _half_the_experts(model.replaced({"experts.count": 4, "experts.per_token": 3}), ParallelConfig()) is None
 
 
 def test_layers_of_every_kind_are_in_a_miniature():
-    more = dict(pattern=["window", "window", "full"], window=1500, experts=4, expert_ffn=16)
-    model = of(1e15, mlp_pattern=["dense", *["experts"] * 8], **more).settings.model
-    assert (model.layers, model.pattern) == (3, ["window", "window", "full"])
-    assert model.mlp_pattern == ["dense", "experts", "experts"] and model.window == 1024  # half of its context
+    more = {
+        "attention.pattern": ["window", "window", "full"],
+        "attention.window": 1500,
+        "experts.count": 4,
+        "experts.ffn": 16,
+    }
+    model = of(1e15, **{"experts.pattern": ["dense", *["experts"] * 8]}, **more).settings.model
+    assert (model.layers, model.attention.pattern) == (3, ["window", "window", "full"])
+    assert (
+        model.experts.pattern == ["dense", "experts", "experts"] and model.attention.window == 1024
+    )  # half of its context

@@ -78,7 +78,14 @@ def test_what_is_right_passes_as_it_is_set(shape, precision, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, dict(pattern=["window"], window=8), dict(score_cap=5.0), dict(attention_sinks=True)], ids=str
+    "more",
+    [
+        {},
+        {"attention.pattern": ["window"], "attention.window": 8},
+        {"attention.score_cap": 5.0},
+        {"attention.sinks": True},
+    ],
+    ids=str,
 )
 def test_on_a_gpu_flash_attention_is_tried_only_where_it_can_do_what_the_model_asks(more):
     ways = [way for way, _ in self_check._ways(settings(dict(LLAMA, **more)).for_engine(), torch.device("cuda"))]
@@ -93,7 +100,7 @@ def test_flash_attention_is_tried_compiled_and_uncompiled(monkeypatch):
         "uncompiled, with plain attention",
     ]
     both = ways["uncompiled, with FlashAttention"]
-    assert both.model.attention == "flash" and both.engine.compile is False
+    assert both.model.attention.kernel == "flash" and both.engine.compile is False
 
 
 def attention_kernels(seen):
@@ -118,7 +125,7 @@ def test_what_was_compiled_for_one_way_is_not_used_in_the_next():
 
     compiled = torch.compile(attend, backend=attention_kernels(seen), dynamic=False)
     for attention in ("auto", "auto", "math"):
-        self_check._choose_kernels(settings(dict(LLAMA, attention=attention)).for_engine(), CPU)
+        self_check._choose_kernels(settings({**LLAMA, "attention.kernel": attention}).for_engine(), CPU)
         compiled(q).sum().backward()
     first, again, plain = seen
     assert "flash" in first[0] and again == first and not any("flash" in name for name in plain)
@@ -176,7 +183,7 @@ def test_attention_that_is_wrong_is_not_used(tmp_path, monkeypatch):
 
     monkeypatch.setattr(scores, "dot_product_attention", kernel)
     result, _ = checked(tmp_path)
-    assert result.settings.model.attention == "math"
+    assert result.settings.model.attention.kernel == "math"
 
 
 def test_gradients_that_are_added_wrongly_in_place_are_added_in_the_plain_way(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ class PlainGPT:
             name: weight.double().requires_grad_("choice_bias" not in name) for name, weight in weights.items()
         }
         self.layers = [number for number in range(model.layers) if f"block{number}.mlp.router.weight" in weights]
-        self.load = {number: torch.ones(model.experts).double() for number in self.layers}
+        self.load = {number: torch.ones(model.experts.count).double() for number in self.layers}
         """Of the step before, by block: each expert's tokens divided by the mean."""
         self.margin = float("inf")
         """The least by which a score, or the sum of a group's two, was above that of the next which was not chosen."""
@@ -33,11 +33,11 @@ class PlainGPT:
     def attention(self, x, name):
         """[S, T, C] -> [S, T, C]; rotary or learned positions, causal, with grouped queries."""
         model, (sequences, length, hidden) = self.model, x.shape
-        groups, width = model.kv_heads or model.heads, hidden // model.heads
+        groups, width = model.attention.kv_heads or model.attention.heads, hidden // model.attention.heads
         fused = self.linear(x, f"{name}.qkv").view(sequences, length, groups, -1, width).transpose(1, 2)
         q, k, v = fused[..., :-2, :], fused[..., -2, :], fused[..., -1, :]
         if model.positions == "rope":
-            rate = model.rope_base ** -(torch.arange(0, width, 2).double() / width)
+            rate = model.rope.base ** -(torch.arange(0, width, 2).double() / width)
             angle = torch.arange(length)[:, None] * rate
             turn = torch.polar(torch.ones_like(angle), angle)
             q, k = turned(q, turn[:, None]), turned(k, turn)
@@ -62,12 +62,12 @@ class PlainGPT:
     def choose(self, scores):
         """The experts of one token, by a list of scores."""
         model, experts = self.model, range(len(scores))
-        if model.router_groups > 1:
-            size = len(scores) // model.router_groups
+        if model.experts.router_groups > 1:
+            size = len(scores) // model.experts.router_groups
             best = [sum(sorted(scores[first : first + size])[-2:]) for first in range(0, len(scores), size)]
-            ranked = self.ranked(range(len(best)), best, model.router_top_groups)
+            ranked = self.ranked(range(len(best)), best, model.experts.router_top_groups)
             experts = [expert for group in ranked for expert in range(group * size, (group + 1) * size)]
-        return self.ranked(experts, scores, model.experts_per_token)
+        return self.ranked(experts, scores, model.experts.per_token)
 
     def ranked(self, candidates, scores, count):
         order = sorted(candidates, key=lambda candidate: scores[candidate], reverse=True)
@@ -79,19 +79,19 @@ class PlainGPT:
         """[n, C] -> [n, C], and the router's products, scores and choice."""
         model, name = self.model, f"block{number}.mlp"
         products = self.linear(x, f"{name}.router")
-        scores = products.softmax(-1) if model.router_score == "softmax" else products.sigmoid()
+        scores = products.softmax(-1) if model.experts.router_score == "softmax" else products.sigmoid()
         by = scores.detach() + self.weights.get(f"{name}.router.choice_bias", torch.zeros(()))
         chosen = [self.choose(of_token) for of_token in by.tolist()]
         y = [torch.zeros_like(token) for token in x]
         for token, choice in enumerate(chosen):
-            total = sum(scores[token, expert] for expert in choice) if model.router_normalize else 1.0
+            total = sum(scores[token, expert] for expert in choice) if model.experts.router_normalize else 1.0
             for expert in choice:
                 up, down = (self.weights[f"{name}.experts.{which}"][expert] for which in ("up", "down"))
                 inner = x[token] @ up.T + self.bias(f"{name}.experts.up_bias", expert)
                 result = self.activated(inner) @ down.T + self.bias(f"{name}.experts.down_bias", expert)
-                y[token] = y[token] + model.router_scale * scores[token, expert] / total * result
+                y[token] = y[token] + model.experts.router_scale * scores[token, expert] / total * result
         y = torch.stack(y)
-        return (y + self.mlp(x, f"{name}.shared") if model.shared_ffn else y), (products, scores, chosen)
+        return (y + self.mlp(x, f"{name}.shared") if model.experts.shared_ffn else y), (products, scores, chosen)
 
     def bias(self, name, expert):
         return self.weights[name][expert] if name in self.weights else 0.0
@@ -132,7 +132,7 @@ def balance_losses(plain, routed, mask, micro_size):
     def of_part(rows):
         """N / (K T) x the sum over experts of their tokens x their mean share (DeepSeek-V3, equations 17 to 20), of some tokens."""
         count = rows.sum()
-        frequency = model.experts / model.experts_per_token * one_hot[rows].sum(0) / count
+        frequency = model.experts.count / model.experts.per_token * one_hot[rows].sum(0) / count
         return (frequency * shares[rows].mean(0)).sum() * count / mask.sum() if count else torch.zeros(()).double()
 
     index = torch.arange(mask.numel()).view(mask.shape)
@@ -169,8 +169,11 @@ def trained(weights, run, batches, rates):
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=optim.betas, eps=optim.eps)
     coefficients = {
-        **{"balance_loss_sequence": model.balance_sequence, "balance_loss_micro_batch": model.balance_micro_batch},
-        **{"balance_loss_step": model.balance_step, "router_z_loss": model.router_z_loss},
+        **{
+            "balance_loss_sequence": model.experts.balance_sequence,
+            "balance_loss_micro_batch": model.experts.balance_micro_batch,
+        },
+        **{"balance_loss_step": model.experts.balance_step, "router_z_loss": model.experts.router_z_loss},
     }
     result = {"losses": [], "norms": [], "reports": [], "counts": [], "gradients": {}}
     for (tokens, labels, mask), rate in zip(batches, rates, strict=True):
@@ -193,9 +196,9 @@ def trained(weights, run, batches, rates):
         optimizer.step()
         for number, count in counts.items():
             plain.load[number] = count / count.mean()
-            if model.balance_bias:
+            if model.experts.balance_bias:
                 plain.weights[f"block{number}.mlp.router.choice_bias"] += (
-                    model.balance_bias * (count.mean() - count).sign()
+                    model.experts.balance_bias * (count.mean() - count).sign()
                 )
         result["losses"].append(loss.item())
         result["norms"].append(norm.item())

@@ -8,7 +8,7 @@ from hpclm.engine import native
 from tests.engine.test_native import GPT2, LLAMA, batches_of, engine_of, settings
 
 BATCH = dict(global_size=12, micro_size=4)  # three micro-batches
-WET = dict(dropout=0.1, attention_dropout=0.1)
+WET = {"dropout": 0.1, "attention.dropout": 0.1}
 
 
 class Recorded(TorchDispatchMode):

@@ -17,7 +17,7 @@ STAGES = {"zero_bubble": "[dense,experts]", "interleaved": "[experts,dense]"}
 
 @pytest.mark.parametrize("schedule", ["zero_bubble", pytest.param("interleaved", marks=pytest.mark.whole)])
 def test_processes_whose_stages_have_no_experts_train_with_the_others(schedule):
-    words = [*WORDS, "model.layers=4", f"model.mlp_pattern={STAGES[schedule]}"]
+    words = [*WORDS, "model.layers=4", f"model.experts.pattern={STAGES[schedule]}"]
     layout = ["engine.name=pipelining", "parallel.pipeline=2", "parallel.expert=2", "parallel.chunks=2"]
     alone, together = (
         trained(1, *words, steps=3),
@@ -117,7 +117,7 @@ def exhausted(words):
 
 
 def test_an_out_of_memory_error_says_which_experts_received_too_many_rows():
-    words = [*WORDS, "parallel.expert=2", "model.router_groups=1", "model.router_top_groups=1"]
+    words = [*WORDS, "parallel.expert=2", "model.experts.router_groups=1", "model.experts.router_top_groups=1"]
     [[note], none] = ranks.run(2, exhausted, words)
     # each process sends the rows of 8 tokens, two for each token
     assert note.startswith("block2: the experts of rank 0 received 32 rows, 2.0 times the even load of 16") and not none
@@ -139,14 +139,14 @@ def graphs_of(words, count):
     [
         pytest.param(1, ["engine.precision=bf16"], marks=pytest.mark.whole),
         pytest.param(1, [], marks=pytest.mark.whole),
-        pytest.param(1, ["engine.precision=fp16", "model.expert_ffn=22"], marks=pytest.mark.whole),
+        pytest.param(1, ["engine.precision=fp16", "model.experts.ffn=22"], marks=pytest.mark.whole),
         pytest.param(2, ["engine.precision=bf16", "parallel.expert=2"], marks=pytest.mark.whole),
         pytest.param(4, ["parallel.expert=2", "engine.name=fsdp2"], marks=pytest.mark.whole),
     ],
     ids=["grouped", "fp32", "loop", "expert 2", "fsdp2"],
 )
 def test_other_routings_compile_nothing_again(size, more):
-    words = [*WORDS, "model.mlp_pattern=[experts]", "batch.global_size=4", *more]
+    words = [*WORDS, "model.experts.pattern=[experts]", "batch.global_size=4", *more]
     plain = ranks.run(size, graphs_of, words, 3)[0][0]
     for losses, graphs, failures, routings in ranks.run(size, graphs_of, [*words, "engine.compile=true"], 50):
         assert not any(failures) and routings == 50

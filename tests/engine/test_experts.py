@@ -19,22 +19,41 @@ EXPERTS = [
     *STYLES["llama"],
     *("engine.precision=fp32", "model.layers=3", "batch.global_size=16", "model.context=8", "optim.clip=0.5"),
     *(
-        "model.experts=8",
-        "model.experts_per_token=2",
-        "model.expert_ffn=24",
-        "model.mlp_pattern=[dense,experts,experts]",
+        "model.experts.count=8",
+        "model.experts.per_token=2",
+        "model.experts.ffn=24",
+        "model.experts.pattern=[dense,experts,experts]",
     ),
 ]
 BALANCE = {
     "none": [],
-    "sequence and bias": ["model.router_score=sigmoid", "model.router_choice_bias=true", "model.balance_bias=0.01"]
-    + ["model.balance_sequence=0.1", "model.shared_ffn=16", "model.router_groups=4", "model.router_top_groups=2"]
-    + ["model.router_scale=1.5"],
-    "step": ["model.balance_step=0.1", "model.router_z_loss=0.01", "model.mlp_bias=true", "model.router_bias=true"]
-    + ["model.router_normalize=false", "model.activation=swiglu_clamped", "seed=1"],
-    "micro-batch": ["model.balance_micro_batch=0.1", "seed=3"],
-    "ungated": ["model.positions=learned", "model.activation=gelu_tanh", "model.bias=true", "model.qkv_bias=false"]
-    + ["model.experts_per_token=3", "model.tied=true", "model.mlp_pattern=[experts,experts,dense]", "seed=2"],
+    "sequence and bias": [
+        "model.experts.router_score=sigmoid",
+        "model.experts.router_choice_bias=true",
+        "model.experts.balance_bias=0.01",
+    ]
+    + [
+        "model.experts.balance_sequence=0.1",
+        "model.experts.shared_ffn=16",
+        "model.experts.router_groups=4",
+        "model.experts.router_top_groups=2",
+    ]
+    + ["model.experts.router_scale=1.5"],
+    "step": [
+        "model.experts.balance_step=0.1",
+        "model.experts.router_z_loss=0.01",
+        "model.mlp_bias=true",
+        "model.experts.router_bias=true",
+    ]
+    + ["model.experts.router_normalize=false", "model.activation=swiglu_clamped", "seed=1"],
+    "micro-batch": ["model.experts.balance_micro_batch=0.1", "seed=3"],
+    "ungated": [
+        "model.positions=learned",
+        "model.activation=gelu_tanh",
+        "model.bias=true",
+        "model.attention.qkv_bias=false",
+    ]
+    + ["model.experts.per_token=3", "model.tied=true", "model.experts.pattern=[experts,experts,dense]", "seed=2"],
 }
 LAYOUTS = {
     "alone": (1, []),
@@ -165,7 +184,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit(layout, balance):
 
 
 def test_some_stages_of_a_pipeline_may_have_no_experts():
-    words = [*EXPERTS, "model.layers=4", "model.mlp_pattern=[dense,dense,dense,experts]", "batch.micro_size=2"]
+    words = [*EXPERTS, "model.layers=4", "model.experts.pattern=[dense,dense,dense,experts]", "batch.micro_size=2"]
     alone = trained(1, *words, steps=2)
     together = trained(4, *words, *LAYOUTS["pipeline"][1], steps=2)
     assert together["norms"] == pytest.approx(alone["norms"], rel=1e-6)
@@ -174,7 +193,7 @@ def test_some_stages_of_a_pipeline_may_have_no_experts():
 
 
 def test_a_step_that_the_guard_skips_moves_no_bias_and_no_load():
-    words = [*EXPERTS, *BALANCE["sequence and bias"], "model.balance_step=0.1", "optim.guard=skip_step"]
+    words = [*EXPERTS, *BALANCE["sequence and bias"], "model.experts.balance_step=0.1", "optim.guard=skip_step"]
     saved = trained(1, *words, steps=1)
     saved["scalars"]["guard"] = {"name": "skip_step", "window": [[0.1, 0.1]] * 64 + [[0.2, 0.2]] * 64}
     after = trained(1, *words, steps=2, first=1, saved=saved)

@@ -15,7 +15,12 @@ from tests.parity import TINY, alone, trained
 WORDS = ["engine.precision=bf16", "model.layers=4", "batch.micro_size=2"]
 ROWWISE, TENSORWISE = "engine.fp8=rowwise", "engine.fp8=tensorwise"
 STEPS = 4
-EXPERTS = ["model.experts=4", "model.expert_ffn=24", "model.shared_ffn=32", "model.mlp_pattern=[dense,experts]"]
+EXPERTS = [
+    "model.experts.count=4",
+    "model.experts.ffn=24",
+    "model.experts.shared_ffn=32",
+    "model.experts.pattern=[dense,experts]",
+]
 SAME = {
     "recomputed": (1, ["engine.recompute=full"], ROWWISE),
     "replicas": (2, [], ROWWISE),
@@ -102,9 +107,9 @@ def test_a_gpu_that_cannot_multiply_fp8_is_refused_by_name(capability, answer, m
     {
         "model.hidden=60": "needs widths that are multiples of 16, and model.hidden is 60 wide",
         "model.ffn=48 parallel.tensor=2": "the MLP's inner width (model.ffn) on each of parallel.tensor=2 processes is 24 wide",
-        "model.kv_heads=1 model.head_dim=4": "the projection to queries, keys and values is 24 wide",
-        "model.head_dim=2": "attention's output is 8 wide",
-        "model.experts=4 model.shared_ffn=40": "the shared experts' inner width (model.shared_ffn) is 40 wide",
+        "model.attention.kv_heads=1 model.attention.head_dim=4": "the projection to queries, keys and values is 24 wide",
+        "model.attention.head_dim=2": "attention's output is 8 wide",
+        "model.experts.count=4 model.experts.shared_ffn=40": "the shared experts' inner width (model.experts.shared_ffn) is 40 wide",
         "model.block=mine:Block": "engine.fp8=rowwise does not support model.block=mine:Block; it applies to gpt",
         "model.layers=2": "has no effect with model.layers=2: the first and the last block stay in bf16",
         "engine.precision=fp32": "needs engine.precision=bf16, not fp32",

@@ -27,21 +27,38 @@ from tests.runs import figures
 from tests.states import Kept, state
 
 CPU = torch.device("cpu")
-GPT2 = dict(vocab_size=60, vocab_multiple=16, layers=4, hidden=32, heads=4, context=16, init_std=0.1)
-LLAMA = dict(GPT2, positions="rope", norm="rmsnorm", activation="swiglu", bias=False, tied=False, kv_heads=2, ffn=48)
+GPT2 = {
+    "vocab_size": 60,
+    "vocab_multiple": 16,
+    "layers": 4,
+    "hidden": 32,
+    "attention.heads": 4,
+    "context": 16,
+    "init_std": 0.1,
+}
+LLAMA = {
+    **GPT2,
+    "positions": "rope",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": False,
+    "tied": False,
+    "attention.kv_heads": 2,
+    "ffn": 48,
+}
 SHAPES = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "sinusoidal-scaled": dict(GPT2, positions="sinusoidal", embed_scale=True, activation="relu", tied=False),
     "alibi-embed-norm": dict(GPT2, positions="alibi", embed_norm=True, activation="gelu"),
-    "qk-norm-geglu": dict(GPT2, positions="none", qk_norm=True, activation="geglu"),
-    "llama-qk-norm": dict(LLAMA, qk_norm=True),
+    "qk-norm-geglu": {**GPT2, "positions": "none", "attention.qk_norm": True, "activation": "geglu"},
+    "llama-qk-norm": {**LLAMA, "attention.qk_norm": True},
 }
 
 
 def settings(model, engine=None, optim=None, batch=None, data=None):
     return RunConfig(
-        model=ModelConfig(**model),
+        model=ModelConfig.of(model),
         data=DataConfig(source="synthetic", **(data or {})),
         batch=BatchConfig(**(batch or dict(global_size=8, micro_size=4))),
         budget=BudgetConfig(steps=10),
@@ -83,7 +100,7 @@ def test_every_shape_counts_its_parameters_and_learns(shape):
 )
 @pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_recomputation_changes_nothing_even_with_dropout(shape, recompute):
-    shape = dict(shape, dropout=0.2, attention_dropout=0.2)
+    shape = {**shape, "dropout": 0.2, "attention.dropout": 0.2}
     plain, stored = train(settings(shape))
     again, recomputed = train(settings(shape, recompute))
     assert recomputed == stored
@@ -128,7 +145,7 @@ def test_activations_of_a_cpu_are_not_offloaded():
 
 
 def test_recomputation_keeps_less():
-    shape = dict(GPT2, hidden=64, attention_dropout=0.1)
+    shape = {**GPT2, "hidden": 64, "attention.dropout": 0.1}
     sizes = {}
     for name, engine in {
         "none": {},
@@ -209,7 +226,7 @@ def test_a_step_is_adamw_as_published():
             assert torch.allclose(ours, theirs, atol=2e-5), (step, name)
 
 
-@pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
+@pytest.mark.parametrize("kind", ["dropout", "attention.dropout"])
 def test_dropout_is_drawn_anew_each_step_and_only_in_training(kind):
     config = settings(dict(GPT2, **{kind: 0.3}), optim=dict(lr=1e-3, min_lr=0.0))
     engine, batches = engine_of(config), batches_of(config).step(0)
@@ -297,7 +314,7 @@ def test_half_precision_tracks_single(dtype, tolerance):
 
 
 def test_a_saved_state_goes_on_bit_for_bit_with_dropout():
-    config = settings(dict(GPT2, dropout=0.3, attention_dropout=0.3))
+    config = settings({**GPT2, "dropout": 0.3, "attention.dropout": 0.3})
     batches = batches_of(config)
     engine, _ = train(config, 3)
     other = engine_of(config)
@@ -418,10 +435,10 @@ def test_compiled_blocks_give_the_same_losses(shape, tmp_path):
 
 
 def test_initial_weights_follow_from_the_seed_and_the_layer_alone():
-    short, long = (dict(weights.build(ModelConfig(**dict(GPT2, layers=n)), seed=3).weights()) for n in (2, 4))
+    short, long = (dict(weights.build(ModelConfig.of(dict(GPT2, layers=n)), seed=3).weights()) for n in (2, 4))
     for name in ("tokens.weight", "block1.attention.qkv.weight", "entry.table"):
         assert torch.equal(short[name], long[name])
-    other = dict(weights.build(ModelConfig(**GPT2), seed=4).weights())
+    other = dict(weights.build(ModelConfig.of(GPT2), seed=4).weights())
     assert not torch.equal(other["tokens.weight"], long["tokens.weight"])
     assert not torch.equal(long["block0.mlp.up.weight"], long["block1.mlp.up.weight"])
     assert long["block0.mlp.up.weight"].std().item() == pytest.approx(0.1, rel=0.1)
@@ -447,4 +464,4 @@ def test_flops_are_those_of_the_published_shapes():
     gpt2 = ModelConfig()
     assert count.flops_per_token(gpt2) == pytest.approx(6 * 123_532_032 + 6 * 12 * 768 * 1024, rel=0.001)
     assert count.flops_per_token(gpt2, causal=False) == pytest.approx(6 * 123_532_032 + 12 * 12 * 768 * 1024, rel=0.001)
-    assert count.parameters(ModelConfig(layers=24, hidden=1024, heads=16)) == 354_871_296
+    assert count.parameters(ModelConfig.of({"layers": 24, "hidden": 1024, "attention.heads": 16})) == 354_871_296

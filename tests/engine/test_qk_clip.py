@@ -9,7 +9,7 @@ from tests.parity import STYLES, alone, trained
 
 LIMIT = 0.3
 OPTIM = dict(name="muon", newton_schulz_type="fp32", lr=1e-2, min_lr=1e-4, eps=1e-5)  # as tests.parity
-BIASED = dict(LLAMA, qkv_bias=True, pattern=["window", "full"], window=5)
+BIASED = {**LLAMA, "attention.qkv_bias": True, "attention.pattern": ["window", "full"], "attention.window": 5}
 DOCUMENTS = dict(reset_attention_mask=True, reset_position_ids=True)
 
 
@@ -65,7 +65,7 @@ def test_an_update_is_that_of_a_plain_loop_over_heads(shape, data):
 
 
 CLIPPED = ["engine.precision=fp32", "optim.name=muon", "optim.newton_schulz_type=fp32", "optim.qk_clip=0.5"]
-CLIPPED += ["batch.micro_size=2", "model.layers=2", *STYLES["llama"], "model.qkv_bias=true"]
+CLIPPED += ["batch.micro_size=2", "model.layers=2", *STYLES["llama"], "model.attention.qkv_bias=true"]
 LAYOUTS = {
     "tp2": (2, ["parallel.tensor=2"]),
     "pp2": (2, ["engine.name=pipelining", "parallel.pipeline=2"]),
@@ -108,7 +108,10 @@ def test_a_run_resumes_to_the_last_bit_and_a_skipped_step_clips_nothing():
 @pytest.mark.parametrize(
     "own, error",
     [
-        (dict(model=dict(GPT2, qk_norm=True)), r"optim\.qk_clip=100\.0 has no effect with model\.qk_norm=true"),
+        (
+            dict(model={**GPT2, "attention.qk_norm": True}),
+            r"optim\.qk_clip=100\.0 has no effect with model\.attention\.qk_norm=true",
+        ),
         (
             dict(engine=dict(name="deepspeed")),
             r"engine 'deepspeed' does not support optim\.qk_clip=100\.0; engines that do: native",

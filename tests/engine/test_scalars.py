@@ -14,7 +14,7 @@ from tests.engine.test_native import GPT2, engine_of, settings, train
 from tests.optim import declared
 from tests.states import Kept, state
 
-MODEL = dict(GPT2, layers=2, experts=4, experts_per_token=2, balance_step=0.1)
+MODEL = {**GPT2, "layers": 2, "experts.count": 4, "experts.per_token": 2, "experts.balance_step": 0.1}
 WINDOW = [[1.0, None]] * 128
 LOAD = [[0.5, 1.5, 2.0, 0.0]] * 2
 SCALE = {"value": 8.0, "hysteresis": 1, "good_steps": 5}
@@ -116,7 +116,7 @@ def test_numbers_of_parameter_groups_that_no_run_saves_are_refused(change, monke
 
 
 def test_a_run_does_not_resume_from_such_a_manifest_and_names_file_and_key(tiny, tmp_path, capsys):
-    words = ["train", *tiny("run", "model.experts=4", "model.balance_step=0.1")]
+    words = ["train", *tiny("run", "model.experts.count=4", "model.experts.balance_step=0.1")]
     assert cli.main([*words, "stop_at=4"]) == 0
     path = tmp_path / "run/checkpoints/step-00000004" / NAME
     content = json.loads(path.read_text())

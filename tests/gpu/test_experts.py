@@ -14,9 +14,13 @@ from tests.runs import figures
 
 pytestmark = pytest.mark.gpu
 EXPERTS = [
-    *("model.experts=8", "model.experts_per_token=2", "model.expert_ffn=32", "model.activation=swiglu"),
-    *("model.router_score=sigmoid", "model.router_choice_bias=true", "model.balance_bias=0.001"),
-    *("model.balance_sequence=0.01", "model.balance_step=0.01", "model.shared_ffn=16"),
+    *("model.experts.count=8", "model.experts.per_token=2", "model.experts.ffn=32", "model.activation=swiglu"),
+    *(
+        "model.experts.router_score=sigmoid",
+        "model.experts.router_choice_bias=true",
+        "model.experts.balance_bias=0.001",
+    ),
+    *("model.experts.balance_sequence=0.01", "model.experts.balance_step=0.01", "model.experts.shared_ffn=16"),
 ]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -39,7 +43,7 @@ def test_grouped_products_are_those_of_a_loop(dtype, device):
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["engine.name=fsdp2"], ["engine.recompute=full"], ["model.expert_ffn=30"]], ids=str
+    "more", [[], ["engine.name=fsdp2"], ["engine.recompute=full"], ["model.experts.ffn=30"]], ids=str
 )
 def test_fp32_follows_a_cpu_step_by_step(more, words, tiny):
     on_cpu = trained(tiny, "cpu", *EXPERTS, *more, "engine.device=cpu")

@@ -22,9 +22,9 @@ from tests.runs import figures
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # what torch.compile warns of inside itself
 
 SHAPES = {
-    "cuda": "model={vocab_size: 50257, layers: 4, hidden: 768, heads: 12, context: 512}",  # 67 M parameters
-    "cpu": "model={vocab_size: 5000, layers: 2, hidden: 128, heads: 4, context: 64}",
-    "interpreted": "model={vocab_size: 256, layers: 1, hidden: 64, heads: 4, context: 32}",  # kernels in Python
+    "cuda": "model={vocab_size: 50257, layers: 4, hidden: 768, context: 512, attention: {heads: 12}}",  # 67 M parameters
+    "cpu": "model={vocab_size: 5000, layers: 2, hidden: 128, context: 64, attention: {heads: 4}}",
+    "interpreted": "model={vocab_size: 256, layers: 1, hidden: 64, context: 32, attention: {heads: 4}}",  # kernels in Python
 }
 BATCH = "batch={global_size: 8, micro_size: 4}"
 WORKSPACES = 2 * 32 * 2**20

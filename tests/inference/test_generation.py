@@ -148,16 +148,34 @@ def test_a_block_of_ones_own_is_used_without_a_cache(tmp_path):
 
 
 EXPERTS = {
-    "softmax": dict(expert_ffn=24),
-    "sigmoid in groups": dict(router_score="sigmoid", router_choice_bias=True, router_groups=4, router_top_groups=2),
-    "shared, in a loop": dict(expert_ffn=22, shared_ffn=8, mlp_pattern=["dense", "experts"], activation="gelu"),
+    "softmax": {"experts.ffn": 24},
+    "sigmoid in groups": {
+        "experts.router_score": "sigmoid",
+        "experts.router_choice_bias": True,
+        "experts.router_groups": 4,
+        "experts.router_top_groups": 2,
+    },
+    "shared, in a loop": {
+        "experts.ffn": 22,
+        "experts.shared_ffn": 8,
+        "experts.pattern": ["dense", "experts"],
+        "activation": "gelu",
+    },
 }
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_tokens_take_the_experts_that_they_take_without_a_cache(kind):
-    shape = dict(vocab_size=90, layers=3, hidden=32, heads=4, context=32, init_std=0.3, experts=8)
-    model = build(ModelConfig(**{"activation": "swiglu", **shape, **EXPERTS[kind]})).eval()
+    shape = {
+        "vocab_size": 90,
+        "layers": 3,
+        "hidden": 32,
+        "attention.heads": 4,
+        "context": 32,
+        "init_std": 0.3,
+        "experts.count": 8,
+    }
+    model = build(ModelConfig.of({"activation": "swiglu", **shape, **EXPERTS[kind]})).eval()
     for router in routers(model):
         if router.choice_bias is not None:
             router.choice_bias.copy_(torch.linspace(-0.3, 0.3, 8))

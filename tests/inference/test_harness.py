@@ -289,7 +289,7 @@ def scored(out):
 
 def training(place, tiny, out, *more):
     """Words of a run that saves after every fourth of 16 steps."""
-    shape = f"model={{vocab_size: {size_of(place)}, layers: 2, hidden: 32, heads: 4, context: 64}}"
+    shape = f"model={{vocab_size: {size_of(place)}, layers: 2, hidden: 32, context: 64, attention: {{heads: 4}}}}"
     data = [shape, f"data.prefix={place}/d_text_document", "data.source=indexed", "data.split=9,1,0", "budget.steps=16"]
     return tiny(out, *data, "checkpoint.keep_last=9", *more)
 

@@ -9,35 +9,48 @@ from hpclm.inference import run_model
 from hpclm.interop.rules import placements
 from hpclm.parallel.mesh import Compute
 
-SHAPE = dict(vocab_size=93, vocab_multiple=8, layers=2, hidden=48, heads=6, context=16)
-LLAMA = dict(
-    **SHAPE, positions="rope", norm="rmsnorm", activation="swiglu", bias=False, tied=False, rope_base=5000.0, ffn=80
-)
+SHAPE = {"vocab_size": 93, "vocab_multiple": 8, "layers": 2, "hidden": 48, "attention.heads": 6, "context": 16}
+LLAMA = {
+    **SHAPE,
+    "positions": "rope",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": False,
+    "tied": False,
+    "rope.base": 5000.0,
+    "ffn": 80,
+}
 NETWORKS = {
     "gpt2": ("GPT2LMHeadModel", dict(SHAPE)),
     "gpt2 untied": ("GPT2LMHeadModel", dict(**SHAPE, tied=False, activation="gelu", ffn=112)),
     "gpt2 relu": ("GPT2LMHeadModel", dict(**SHAPE, activation="relu", norm_eps=1e-3)),
     "llama": ("LlamaForCausalLM", LLAMA),
-    "llama grouped": ("LlamaForCausalLM", dict(LLAMA, kv_heads=2, norm_eps=1e-6)),
+    "llama grouped": ("LlamaForCausalLM", {**LLAMA, "attention.kv_heads": 2, "norm_eps": 1e-6}),
     "llama tied, biases, geglu": (
         "LlamaForCausalLM",
-        dict(LLAMA, kv_heads=1, tied=True, bias=True, activation="geglu"),
+        {**LLAMA, "attention.kv_heads": 1, "tied": True, "bias": True, "activation": "geglu"},
     ),
-    "qwen3": ("Qwen3ForCausalLM", dict(LLAMA, kv_heads=2, qk_norm=True)),
+    "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "attention.kv_heads": 2, "attention.qk_norm": True}),
     "bloom": ("BloomForCausalLM", dict(**SHAPE, positions="alibi", embed_norm=True)),
-    "neox": ("GPTNeoXForCausalLM", dict(**SHAPE, positions="rope", rope_base=5000.0, tied=False)),
+    "neox": ("GPTNeoXForCausalLM", {**SHAPE, "positions": "rope", "rope.base": 5000.0, "tied": False}),
     "neox tied": ("GPTNeoXForCausalLM", dict(**SHAPE, positions="rope", activation="gelu")),
 }
 OWN = {
     "bigscience": dict(**SHAPE, embed_norm=True),
     "fairseq": dict(**SHAPE, positions="sinusoidal", embed_scale=True, activation="relu", tied=False),
     "sinusoidal, tied": dict(**SHAPE, positions="sinusoidal", activation="gelu"),
-    "no positions": dict(**SHAPE, positions="none", bias=False, norm="rmsnorm", qk_norm=True),
+    "no positions": {**SHAPE, "positions": "none", "bias": False, "norm": "rmsnorm", "attention.qk_norm": True},
     "alibi": dict(**SHAPE, positions="alibi", norm_eps=1e-3),
-    "rotary, scaled, grouped": dict(LLAMA, embed_scale=True, kv_heads=2),
+    "rotary, scaled, grouped": {**LLAMA, "embed_scale": True, "attention.kv_heads": 2},
     "squared relu": dict(**SHAPE, activation="relu2"),
     "gated by tanh": dict(LLAMA, activation="geglu_tanh", embed_norm=True),
-    "rotary, layer norms, geglu": dict(**SHAPE, positions="rope", kv_heads=3, qk_norm=True, activation="geglu"),
+    "rotary, layer norms, geglu": {
+        **SHAPE,
+        "positions": "rope",
+        "attention.kv_heads": 3,
+        "attention.qk_norm": True,
+        "activation": "geglu",
+    },
 }
 """Networks that transformers has no class for."""
 TOKENS = torch.randint(0, SHAPE["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(3))
@@ -68,7 +81,7 @@ class Drawn:
 
 def run(folder, network, blocks=1, fingerprint=None, **data):
     """A run directory whose checkpoint at step 7 holds drawn weights, which are returned."""
-    model = ModelConfig(**network)
+    model = ModelConfig.of(network)
     folder.mkdir(mode=0o700)
     dump(RunConfig(name="made", out=str(folder), model=model, data=DataConfig(**data)), folder / "config.yaml")
     drawn = Drawn(model, blocks)

@@ -22,7 +22,7 @@ LLAMA = [
     "model.norm=rmsnorm",
     "model.activation=swiglu",
     "model.bias=false",
-    "model.kv_heads=2",
+    "model.attention.kv_heads=2",
 ]
 LAYOUTS = {
     "tensor": [*LLAMA, "model.tied=false", "model.vocab_size=61", "parallel.tensor=2"],

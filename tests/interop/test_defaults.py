@@ -41,8 +41,8 @@ def settings(tree):
     except ConfigError:
         return None
     NETWORKS[repr(found)] = network
-    derived = dict(head_dim=network.head_width, kv_heads=network.groups, ffn=network.ffn_width)
-    return dataclasses.replace(network, **derived)
+    heads = {"attention.head_dim": network.head_width, "attention.kv_heads": network.attention.groups}
+    return network.replaced({**heads, "ffn": network.ffn_width})
 
 
 def explicit(classes, tree):
@@ -109,7 +109,7 @@ def test_a_missing_key_or_null_is_what_transformers_makes_of_it(kind, classes):
     for tree in cases:
         ours, theirs = settings(tree), explicit(classes, tree)
         if kind == "mistral" and tree.get("num_key_value_heads", 1) is None:  # older files; 5.24 checks the type
-            assert ours.kv_heads == ours.heads
+            assert ours.attention.kv_heads == ours.attention.heads
         elif theirs is None:
             assert ours is None, f"transformers refuses {tree}"
         elif ours is not None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from hpclm import cli
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig, load
+from hpclm.config.checks import value_at
 from hpclm.inference import generation, run_model, run_settings
 from hpclm.inference.generation_settings import Sampling
 from hpclm.interop.huggingface import experts, families
@@ -18,20 +19,26 @@ from hpclm.parallel.mesh import Compute
 from tests.interop import made
 from tests.interop.test_huggingface import convert, peer, peer_logits, weights
 
-EXPERTS = dict(made.LLAMA, kv_heads=2, experts=5, experts_per_token=2, expert_ffn=32)
-QWEN = dict(EXPERTS, qk_norm=True, router_normalize=False)
-GPT_OSS = dict(EXPERTS, activation="swiglu_clamped", attention_sinks=True, router_bias=True, mlp_bias=True)
+EXPERTS = {**made.LLAMA, "attention.kv_heads": 2, "experts.count": 5, "experts.per_token": 2, "experts.ffn": 32}
+QWEN = {**EXPERTS, "attention.qk_norm": True, "experts.router_normalize": False}
+GPT_OSS = {
+    **EXPERTS,
+    "activation": "swiglu_clamped",
+    "attention.sinks": True,
+    "experts.router_bias": True,
+    "mlp_bias": True,
+}
 NETWORKS = {
-    "Mixtral": ("MixtralForCausalLM", dict(EXPERTS, balance_micro_batch=0.1, router_z_loss=0.01)),
-    "Mixtral, windows, inner size of the MLP": ("MixtralForCausalLM", dict(EXPERTS, pattern=["window"], window=5, expert_ffn=None)),
+    "Mixtral": ("MixtralForCausalLM", {**EXPERTS, "experts.balance_micro_batch": 0.1, "experts.router_z_loss": 0.01}),
+    "Mixtral, windows, inner size of the MLP": ("MixtralForCausalLM", {**EXPERTS, "attention.pattern": ["window"], "attention.window": 5, "experts.ffn": None}),
     "Qwen 3, dense layers by a long pattern": (
         "Qwen3MoeForCausalLM",
-        dict(QWEN, layers=3, mlp_pattern=["experts", "dense", "dense"], balance_sequence=0.1),
+        {**QWEN, "layers": 3, "experts.pattern": ["experts", "dense", "dense"], "experts.balance_sequence": 0.1},
     ),
-    "OLMoE": ("OlmoeForCausalLM", dict(EXPERTS, qk_norm=True, qk_norm_span="projection", balance_step=0.1, tied=True)),
+    "OLMoE": ("OlmoeForCausalLM", {**EXPERTS, "attention.qk_norm": True, "attention.qk_norm_span": "projection", "experts.balance_step": 0.1, "tied": True}),
     "gpt-oss": (
         "GptOssForCausalLM",
-        dict(GPT_OSS, pattern=["window", "full"], window=5, qkv_bias=True, out_bias=True, head_dim=16),
+        {**GPT_OSS, "attention.pattern": ["window", "full"], "attention.window": 5, "attention.qkv_bias": True, "attention.out_bias": True, "attention.head_dim": 16},
     ),
 }  # fmt: skip
 
@@ -80,7 +87,7 @@ def test_an_imported_model_is_trained_and_goes_back(kind, tmp_path):
     words += [
         "optim.lr=0.01",
         "engine.precision=fp32",
-        "model.balance_step=0.01",
+        "model.experts.balance_step=0.01",
         f"checkpoint.init_from={tmp_path}/run",
     ]
     assert cli.main(["train", f"{tmp_path}/run/config.yaml", f"out={tmp_path}/tuned", *words]) == 0
@@ -93,15 +100,15 @@ def test_an_imported_model_is_trained_and_goes_back(kind, tmp_path):
 @pytest.mark.parametrize(
     "settings, why",
     {
-        "sigmoid": (dict(EXPERTS, router_score="sigmoid"), "MixtralForCausalLM: model.router_score=sigmoid, which it does not support"),
-        "shared": (dict(EXPERTS, shared_ffn=32), "model.shared_ffn=32, which it does not support"),
-        "groups": (dict(QWEN, experts=4, router_groups=2), "model.router_groups=2, which it does not support"),
-        "scale": (dict(QWEN, router_scale=2.0), "Qwen3MoeForCausalLM: model.router_scale=2.0, which it does not support"),
-        "dense layers": (dict(EXPERTS, mlp_pattern=["dense", "experts"]), "but it needs [\"experts\"]"),
-        "not normalised": (dict(EXPERTS, router_normalize=False), "model.router_normalize=false, but it needs true"),
-        "no sinks": (dict(GPT_OSS, attention_sinks=False), "GptOssForCausalLM: model.attention_sinks=false, but it needs true"),
-        "some windows": (dict(QWEN, pattern=["window", "full"], window=5), 'model.pattern=["window", "full"]'),
-        "positions": (dict(EXPERTS, positions="alibi", rope_base=1e4), "model.positions=alibi, but it needs rope"),
+        "sigmoid": ({**EXPERTS, "experts.router_score": "sigmoid"}, "MixtralForCausalLM: model.experts.router_score=sigmoid, which it does not support"),
+        "shared": ({**EXPERTS, "experts.shared_ffn": 32}, "model.experts.shared_ffn=32, which it does not support"),
+        "groups": ({**QWEN, "experts.count": 4, "experts.router_groups": 2}, "model.experts.router_groups=2, which it does not support"),
+        "scale": ({**QWEN, "experts.router_scale": 2.0}, "Qwen3MoeForCausalLM: model.experts.router_scale=2.0, which it does not support"),
+        "dense layers": ({**EXPERTS, "experts.pattern": ["dense", "experts"]}, "but it needs [\"experts\"]"),
+        "not normalised": ({**EXPERTS, "experts.router_normalize": False}, "model.experts.router_normalize=false, but it needs true"),
+        "no sinks": ({**GPT_OSS, "attention.sinks": False}, "GptOssForCausalLM: model.attention.sinks=false, but it needs true"),
+        "some windows": ({**QWEN, "attention.pattern": ["window", "full"], "attention.window": 5}, 'model.attention.pattern=["window", "full"]'),
+        "positions": ({**EXPERTS, "positions": "alibi", "rope.base": 1e4}, "model.positions=alibi, but it needs rope"),
     }.values(),
 )  # fmt: skip
 def test_a_network_with_experts_that_no_class_has_is_refused_by_name_before_anything_is_written(
@@ -110,7 +117,7 @@ def test_a_network_with_experts_that_no_class_has_is_refused_by_name_before_anyt
     made.run(tmp_path / "run", settings)
     with pytest.raises(ConfigError) as error:
         convert(tmp_path / "run", tmp_path / "hf")
-    assert why in str(error.value) and "model.experts=" in str(error.value)
+    assert why in str(error.value) and "model.experts.count=" in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -124,17 +131,17 @@ def test_llama_cpp_s_format_is_refused_with_the_classes_that_it_has(tmp_path):
 SIZES = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, vocab_size=93)
 REFUSED = {
     "noise": ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1, but hpclm supports 0.0"),
-    "more than there are": ("mixtral", dict(num_experts_per_tok=9), "model.experts_per_token=9 must be from 1 to model.experts=8"),
+    "more than there are": ("mixtral", dict(num_experts_per_tok=9), "model.experts.per_token=9 must be from 1 to model.experts.count=8"),
     "one, normalised": ("qwen3_moe", dict(num_experts_per_tok=1, norm_topk_prob=True), "norm_topk_prob in config.json): one score divided by itself"),
-    "one of Mixtral": ("mixtral", dict(num_experts_per_tok=1), "experts_per_token=1 needs model.router_normalize=false"),
+    "one of Mixtral": ("mixtral", dict(num_experts_per_tok=1), "experts_per_token=1 needs model.experts.router_normalize=false"),
     "two names": ("mixtral", dict(num_experts=4, num_local_experts=8), "num_experts=4 and num_local_experts=8: two names"),
     "score function": ("mixtral", dict(scoring_func="sigmoid"), "scoring_func=sigmoid: hpclm does not know this key"),
     "clipped": ("olmoe", dict(clip_qkv=8.0), "clip_qkv=8.0, but hpclm supports null"),
     "normalised by null": ("olmoe", dict(norm_topk_prob=None), "norm_topk_prob=null, and OlmoeForCausalLM needs a value"),
     "no step": ("qwen3_moe", dict(decoder_sparse_step=0), "decoder_sparse_step=0 must be a whole number of at least 1"),
     "a layer": ("qwen3_moe", dict(mlp_only_layers=["1"]), "must be a list of numbers of layers"),
-    "all dense": ("qwen3_moe", dict(mlp_only_layers=[0, 1]), "no layer of model.mlp_pattern=[dense] is of kind experts"),
-    "none": ("qwen3_moe", dict(num_experts=0), "have no effect with model.experts=0"),
+    "all dense": ("qwen3_moe", dict(mlp_only_layers=[0, 1]), "no layer of model.experts.pattern=[dense] is of kind experts"),
+    "none": ("qwen3_moe", dict(num_experts=0), "have no effect with model.experts.count=0"),
     "shared": ("qwen3_moe", dict(shared_expert_intermediate_size=64), "shared_expert_intermediate_size=64, but hpclm supports 0"),
     "scaled": ("qwen3_moe", dict(routed_scaling_factor=2.5), "routed_scaling_factor=2.5: hpclm does not know this key"),
     "groups": ("qwen3_moe", dict(n_group=4), "n_group=4: hpclm does not know this key"),
@@ -220,7 +227,7 @@ def test_the_balance_loss_of_transformers_is_ignored_with_a_warning(tmp_path, ca
     path.write_text(json.dumps({**json.loads(path.read_text()), "router_aux_loss_coef": 0.25}))
     convert(tmp_path / "hf", tmp_path / "back")
     assert "router_aux_loss_coef=0.25 is ignored" in caplog.text
-    assert run_settings.settings(tmp_path / "back", []).model.balance_micro_batch == 0
+    assert run_settings.settings(tmp_path / "back", []).model.experts.balance_micro_batch == 0
 
 
 PUBLISHED = {
@@ -231,7 +238,7 @@ PUBLISHED = {
         | dict(num_key_value_heads=8, num_local_experts=8, output_router_logits=False, rms_norm_eps=1e-05)
         | dict(rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None, tie_word_embeddings=False)
         | dict(torch_dtype="bfloat16", transformers_version="4.36.0.dev0", use_cache=True, vocab_size=32000),
-        dict(experts=8, experts_per_token=2, expert_ffn=14336, rope_base=1e6, router_normalize=True, window=None),
+        {"experts.count": 8, "experts.per_token": 2, "experts.ffn": 14336, "rope.base": 1e6, "experts.router_normalize": True, "attention.window": None},
     ),
     "Qwen3-Coder": (
         dict(architectures=["Qwen3MoeForCausalLM"], attention_bias=False, attention_dropout=0.0, decoder_sparse_step=1)
@@ -242,7 +249,7 @@ PUBLISHED = {
         | dict(output_router_logits=False, qkv_bias=False, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=10000000)
         | dict(router_aux_loss_coef=0.0, shared_expert_intermediate_size=0, sliding_window=None, use_qk_norm=True)
         | dict(tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True, use_sliding_window=False, vocab_size=151936),
-        dict(experts=128, experts_per_token=8, expert_ffn=768, router_normalize=True, qk_norm=True, head_dim=128),
+        {"experts.count": 128, "experts.per_token": 8, "experts.ffn": 768, "experts.router_normalize": True, "attention.qk_norm": True, "attention.head_dim": 128},
     ),
     "gpt-oss, unquantized": (
         dict(architectures=["GptOssForCausalLM"], attention_bias=True, attention_dropout=0.0, eos_token_id=200002)
@@ -254,7 +261,7 @@ PUBLISHED = {
         | dict(rope_scaling=dict(beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096)
                | dict(rope_type="yarn", truncate=False))
         | dict(swiglu_limit=7.0, tie_word_embeddings=False, use_cache=True, vocab_size=201088),
-        dict(experts=32, experts_per_token=4, expert_ffn=2880, pattern=["window", "full"], window=128, router_bias=True),
+        {"experts.count": 32, "experts.per_token": 4, "experts.ffn": 2880, "attention.pattern": ["window", "full"], "attention.window": 128, "experts.router_bias": True},
     ),
 }  # fmt: skip
 """config.json as the models' authors publish it."""
@@ -263,4 +270,4 @@ PUBLISHED = {
 @pytest.mark.parametrize("tree, settings", PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_a_config_json_as_published_is_read(tree, settings):
     config: ModelConfig = network(families.settings(tree), [])
-    assert {name: getattr(config, name) for name in settings} == settings
+    assert {name: value_at(config, name) for name in settings} == settings

@@ -8,6 +8,7 @@ import torch
 from hpclm import cli
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
+from hpclm.config.section import leaves
 from hpclm.interop.huggingface import families
 from tests.interop import made
 from tests.interop.test_huggingface import trusted  # noqa: F401 - a fixture
@@ -29,10 +30,8 @@ def exported(seed, folder):
         try:
             convert([str(run), str(folder / "hf")])
         except ConfigError as error:
-            defaults = vars(ModelConfig())
-            settings = {
-                f"model.{key}=" for key, value in vars(ModelConfig(**network)).items() if value != defaults[key]
-            }
+            defaults = dict(leaves(ModelConfig()))
+            settings = {f"model.{key}=" for key, value in leaves(ModelConfig.of(network)) if value != defaults[key]}
             assert any(
                 setting in str(error) for setting in (*settings, "rope_type=", "the other format has no such weight")
             ), error
@@ -56,6 +55,14 @@ def test_transformers_computes_what_a_random_network_does(seed, trusted, tmp_pat
 
 
 def test_what_cannot_be_described_exactly_is_refused():
-    gemma = dict(made.LLAMA, norm_order="sandwich", activation="geglu_tanh", embed_scale=True, qk_norm=True)
-    with pytest.raises(ConfigError, match=r"model\.score_scale=0\.3, but it needs 1 / sqrt\(a whole number\)"):
-        families.of_network(ModelConfig(**gemma, score_scale=0.3))
+    gemma = {
+        **made.LLAMA,
+        "norm_order": "sandwich",
+        "activation": "geglu_tanh",
+        "embed_scale": True,
+        "attention.qk_norm": True,
+    }
+    with pytest.raises(
+        ConfigError, match=r"model\.attention\.score_scale=0\.3, but it needs 1 / sqrt\(a whole number\)"
+    ):
+        families.of_network(ModelConfig.of({**gemma, "attention.score_scale": 0.3}))

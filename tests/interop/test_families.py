@@ -317,7 +317,7 @@ def test_a_part_of_each_head_is_refused_where_transformers_turns_all_of_it(tmp_p
     path = tmp_path / "hf/config.json"
     rope = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
     path.write_text(json.dumps({**json.loads(path.read_text()), "rope_parameters": rope}))
-    with pytest.raises(ConfigError, match=r"model\.rope_fraction=0\.5, which Gemma2ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"model\.rope\.fraction=0\.5, which Gemma2ForCausalLM"):
         main([str(tmp_path / "hf"), str(tmp_path / "run")])
 
 
@@ -522,19 +522,24 @@ def test_a_hidden_size_that_heads_do_not_divide_goes_to_a_class_that_takes_it(tm
 
 
 def test_one_description_says_which_layers_have_windows():
-    config = ModelConfig(layers=6, positions="rope", pattern=["window", "window", "full"], window=7)
-    assert [config.kind(i) for i in range(6)] == ["window", "window", "full"] * 2
-    with pytest.raises(ConfigError, match=r"needs model\.window"):
-        ModelConfig(positions="rope", pattern=["window"])
+    config = ModelConfig.of(
+        {"layers": 6, "positions": "rope", "attention.pattern": ["window", "window", "full"], "attention.window": 7}
+    )
+    assert [config.attention.kind(i) for i in range(6)] == ["window", "window", "full"] * 2
+    with pytest.raises(ConfigError, match=r"needs model\.attention\.window"):
+        ModelConfig.of({"positions": "rope", "attention.pattern": ["window"]})
 
 
 @pytest.mark.parametrize(
     "network, why",
     {
-        "sinks": (dict(attention_sinks=True, qk_norm=True), "model.attention_sinks=true, which it does not support"),
-        "mixed": (dict(norm_order="post", qk_norm=True, score_cap=30.0), "score_cap"),
+        "sinks": (
+            {"attention.sinks": True, "attention.qk_norm": True},
+            "model.attention.sinks=true, which it does not support",
+        ),
+        "mixed": ({"norm_order": "post", "attention.qk_norm": True, "attention.score_cap": 30.0}, "score_cap"),
     }.values(),
 )
 def test_a_network_that_no_class_has_is_refused_with_the_reason(network, why):
     with pytest.raises(ConfigError, match=why):
-        families.of_network(ModelConfig(**made.LLAMA, **network))
+        families.of_network(ModelConfig.of({**made.LLAMA, **network}))

@@ -21,8 +21,8 @@ from tests.interop.test_tokenizer import ODD, TEXTS, TRAINED, by_its_own_trainer
 main = cli.function("convert")
 
 gguf = pytest.importorskip("gguf")
-SHAPE = dict(vocab_size=320, vocab_multiple=64, layers=4, hidden=48, heads=6, context=64)
-LLAMA = {**made.LLAMA, **SHAPE, "kv_heads": 2}
+SHAPE = {"vocab_size": 320, "vocab_multiple": 64, "layers": 4, "hidden": 48, "attention.heads": 6, "context": 64}
+LLAMA = {**made.LLAMA, **SHAPE, "attention.kv_heads": 2}
 YARN = dict(rope_type="yarn", factor="4.0", original_max_position_embeddings="16")
 LINEAR = dict(rope_type="linear", factor="8.0")
 LLAMA3 = dict(
@@ -32,63 +32,89 @@ LLAMA3 = dict(
     low_freq_factor="1.0",
     high_freq_factor="4.0",
 )
-POST = dict(norm_order="post", qk_norm=True, qk_norm_span="projection")
-WINDOWS = dict(pattern=["window", "window", "full"], window=5)
-GEMMA = dict(LLAMA, norm_order="sandwich", activation="geglu_tanh", embed_scale=True, tied=True, head_dim=16)
-GEMMA3 = dict(GEMMA, qk_norm=True, **WINDOWS, window_rope_base=500.0)
+POST = {"norm_order": "post", "attention.qk_norm": True, "attention.qk_norm_span": "projection"}
+WINDOWS = {"attention.pattern": ["window", "window", "full"], "attention.window": 5}
+GEMMA = {
+    **LLAMA,
+    "norm_order": "sandwich",
+    "activation": "geglu_tanh",
+    "embed_scale": True,
+    "tied": True,
+    "attention.head_dim": 16,
+}
+GEMMA3 = {**GEMMA, "attention.qk_norm": True, **WINDOWS, "rope.window_base": 500.0}
 TABULATED = 5e-3  # llama.cpp looks GELU up in a table of fp16
 EXACT = 1e-4
 COMPUTED = {
     "gpt2": dict(SHAPE, ffn=112),
     "gpt2, untied": dict(SHAPE, tied=False),
     "bloom": dict(SHAPE, positions="alibi", embed_norm=True),
-    "gptneox": dict(SHAPE, positions="rope", rope_fraction=0.5),
+    "gptneox": {**SHAPE, "positions": "rope", "rope.fraction": 0.5},
     "llama": LLAMA,
-    "llama 3": dict(LLAMA, rope_scaling=LLAMA3, tied=True),
-    "llama, biases, wide heads, linear": dict(LLAMA, head_dim=16, bias=True, rope_scaling=LINEAR),
-    "qwen 2": dict(LLAMA, qkv_bias=True, rope_scaling=YARN),
-    "qwen 3": dict(LLAMA, head_dim=16, qk_norm=True, rope_scaling=YARN),
-    "olmo 2": dict(LLAMA, **POST, tied=True, rope_scaling=LINEAR),
-    "olmo 3": dict(LLAMA, **POST, **WINDOWS, rope_scaling=YARN, window_rope_scaled=False),
-    "smollm 3": dict(LLAMA, pattern=["full", "full", "full", "nope"], tied=True, rope_scaling=YARN),
-    "gemma 2": dict(GEMMA, score_cap=2.0, logit_cap=3.0, pattern=["window", "full"], window=5, rope_scaling=LINEAR),
-    "gemma 3": dict(GEMMA3, rope_scaling=LINEAR, window_rope_scaled=False),
-    "gemma 3, no windows": dict(GEMMA, qk_norm=True, tied=False, logit_cap=3.0),
-    "granite": dict(
-        LLAMA,
-        embed_multiplier=12.0,
-        logit_multiplier=0.5,
-        residual_multiplier=0.22,
-        score_scale=0.0625,
-        rope_scaling=YARN,
-    ),
-    "arcee": dict(LLAMA, activation="relu2", rope_scaling=YARN),
-    "glm 4": dict(LLAMA, norm_order="sandwich", rope_fraction=0.5, qkv_bias=True),
+    "llama 3": {**LLAMA, "rope.scaling": LLAMA3, "tied": True},
+    "llama, biases, wide heads, linear": {**LLAMA, "attention.head_dim": 16, "bias": True, "rope.scaling": LINEAR},
+    "qwen 2": {**LLAMA, "attention.qkv_bias": True, "rope.scaling": YARN},
+    "qwen 3": {**LLAMA, "attention.head_dim": 16, "attention.qk_norm": True, "rope.scaling": YARN},
+    "olmo 2": {**LLAMA, **POST, "tied": True, "rope.scaling": LINEAR},
+    "olmo 3": {**LLAMA, **POST, **WINDOWS, "rope.scaling": YARN, "rope.window_scaled": False},
+    "smollm 3": {**LLAMA, "attention.pattern": ["full", "full", "full", "nope"], "tied": True, "rope.scaling": YARN},
+    "gemma 2": {
+        **GEMMA,
+        "attention.score_cap": 2.0,
+        "logit_cap": 3.0,
+        "attention.pattern": ["window", "full"],
+        "attention.window": 5,
+        "rope.scaling": LINEAR,
+    },
+    "gemma 3": {**GEMMA3, "rope.scaling": LINEAR, "rope.window_scaled": False},
+    "gemma 3, no windows": {**GEMMA, "attention.qk_norm": True, "tied": False, "logit_cap": 3.0},
+    "granite": {
+        **LLAMA,
+        "embed_multiplier": 12.0,
+        "logit_multiplier": 0.5,
+        "residual_multiplier": 0.22,
+        "attention.score_scale": 0.0625,
+        "rope.scaling": YARN,
+    },
+    "arcee": {**LLAMA, "activation": "relu2", "rope.scaling": YARN},
+    "glm 4": {**LLAMA, "norm_order": "sandwich", "rope.fraction": 0.5, "attention.qkv_bias": True},
 }
 REFUSED = {
-    "a window": (dict(LLAMA, pattern=["window"], window=5), r"model\.window=5, but its layers have full attention"),
+    "a window": (
+        {**LLAMA, "attention.pattern": ["window"], "attention.window": 5},
+        r"model\.attention\.window=5, but its layers have full attention",
+    ),
     "erf": (dict(SHAPE, activation="gelu"), r"gpt2 would .*\n?model\.activation=gelu, but it needs gelu_tanh"),
     "geglu": (dict(LLAMA, activation="geglu"), r"model\.activation=geglu, but it needs swiglu"),
     "dynamic": (
-        dict(LLAMA, rope_scaling={**LINEAR, "rope_type": "dynamic", "original_max_position_embeddings": "16"}),
+        {**LLAMA, "rope.scaling": {**LINEAR, "rope_type": "dynamic", "original_max_position_embeddings": "16"}},
         "rope_type=dynamic",
     ),
-    "yarn": (dict(LLAMA, rope_scaling={**YARN, "truncate": "false"}), "truncate"),
+    "yarn": ({**LLAMA, "rope.scaling": {**YARN, "truncate": "false"}}, "truncate"),
     "llama 3 elsewhere": (
-        dict(LLAMA, qk_norm=True, rope_scaling=LLAMA3),
+        {**LLAMA, "attention.qk_norm": True, "rope.scaling": LLAMA3},
         "rope_type=llama3, but it needs linear or yarn",
     ),
-    "bases": (dict(LLAMA, **POST, **WINDOWS, window_rope_base=500.0), "one base for all layers"),
+    "bases": ({**LLAMA, **POST, **WINDOWS, "rope.window_base": 500.0}, "one base for all layers"),
     "scaled windows": (
-        dict(LLAMA, **POST, **WINDOWS, rope_scaling=LINEAR),
+        {**LLAMA, **POST, **WINDOWS, "rope.scaling": LINEAR},
         "window_rope_scaled=True, but it needs False",
     ),
-    "gemma's scale": (dict(GEMMA3, score_scale=0.3), r"model\.score_scale=0\.3"),
+    "gemma's scale": ({**GEMMA3, "attention.score_scale": 0.3}, r"model\.attention\.score_scale=0\.3"),
     "gemma's caps": (GEMMA, "but it needs all three"),
-    "smollm's layers": (dict(LLAMA, pattern=["full", "nope"]), "every fourth layer"),
-    "qwen's bias": (dict(LLAMA, qk_norm=True, bias=True, mlp_bias=False), "biases of attention's output projection"),
-    "windows everywhere": (dict(LLAMA, **POST, pattern=["window"], window=5), "but some layers have full attention"),
-    "apertus": (dict(LLAMA, activation="xielu", qk_norm=True), "ApertusForCausalLM cannot be written as GGUF"),
+    "smollm's layers": ({**LLAMA, "attention.pattern": ["full", "nope"]}, "every fourth layer"),
+    "qwen's bias": (
+        {**LLAMA, "attention.qk_norm": True, "bias": True, "mlp_bias": False},
+        "biases of attention's output projection",
+    ),
+    "windows everywhere": (
+        {**LLAMA, **POST, "attention.pattern": ["window"], "attention.window": 5},
+        "but some layers have full attention",
+    ),
+    "apertus": (
+        {**LLAMA, "activation": "xielu", "attention.qk_norm": True},
+        "ApertusForCausalLM cannot be written as GGUF",
+    ),
     "own": (made.OWN["bigscience"], "HpclmForCausalLM cannot be written as GGUF; hpclm writes llama.cpp's gpt2, "),
 }
 """Networks, and why llama.cpp does not compute them."""
@@ -126,7 +152,9 @@ def test_transformers_reads_weights_and_tokenizer_from_the_file(kind, tmp_path, 
 @pytest.mark.parametrize("kind", COMPUTED)
 def test_llama_cpp_computes_the_runs_logits(kind, tmp_path, tokenizer):
     path, ids, ours = written(tmp_path, COMPUTED[kind], tokenizer)
-    bound = TABULATED if "gelu" in ModelConfig(**COMPUTED[kind]).activation or "geglu" in str(COMPUTED[kind]) else EXACT
+    bound = (
+        TABULATED if "gelu" in ModelConfig.of(COMPUTED[kind]).activation or "geglu" in str(COMPUTED[kind]) else EXACT
+    )
     with llamacpp.loaded(path) as model:
         assert abs(llamacpp.logits(model, ids[0].tolist()) - ours[0].numpy()).max() < bound
 
@@ -135,11 +163,11 @@ def test_llama_cpp_computes_the_runs_logits(kind, tmp_path, tokenizer):
 def test_what_llama_cpp_does_not_compute_is_refused_by_name(why):
     network, message = REFUSED[why]
     with pytest.raises(ConfigError, match=message):
-        networks.of_network(ModelConfig(**network))
+        networks.of_network(ModelConfig.of(network))
 
 
 def test_granites_multipliers_are_named_as_llama_cpp_reads_them_and_it_divides_logits_by_their_scale():
-    config = ModelConfig(**COMPUTED["granite"])  # whose logits are multiplied by 0.5
+    config = ModelConfig.of(COMPUTED["granite"])  # whose logits are multiplied by 0.5
     keys = networks.of_network(config).keys(config)
     assert {name: keys[name] for name in ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")} == {
         "attention.scale": 0.0625,
@@ -180,35 +208,35 @@ ABSENT = {"bloom": "rope.freq_base", "llama 3": "rope.scaling.type", "gemma 3, n
 
 @pytest.mark.parametrize("kind", KEYS)
 def test_a_network_is_described_by_the_keys_that_llama_cpp_reads(kind):
-    config = ModelConfig(**COMPUTED[kind])
+    config = ModelConfig.of(COMPUTED[kind])
     found = networks.of_network(config).metadata(config)
     assert {name: found[name] for name in KEYS[kind]} == KEYS[kind]
 
 
 @pytest.mark.parametrize("kind", ABSENT)
 def test_a_network_without_a_feature_has_no_key_for_it(kind):
-    config = ModelConfig(**COMPUTED[kind])
+    config = ModelConfig.of(COMPUTED[kind])
     assert ABSENT[kind] not in networks.of_network(config).metadata(config)
 
 
 def test_yarns_own_constants_are_named_as_llama_cpp_reads_them():
-    config = ModelConfig(**dict(LLAMA, rope_scaling={**YARN, "beta_fast": "24", "beta_slow": "2"}))
+    config = ModelConfig.of({**LLAMA, "rope.scaling": {**YARN, "beta_fast": "24", "beta_slow": "2"}})
     found = networks.of_network(config).metadata(config)
     assert (found["rope.scaling.yarn_beta_fast"], found["rope.scaling.yarn_beta_slow"]) == (24.0, 2.0)
 
 
 def test_the_frequencies_of_llama_3_are_divided_by_their_tensor_and_others_have_none():
     scaling = {**LLAMA3, "original_max_position_embeddings": "32"}
-    config = ModelConfig(**dict(COMPUTED["llama 3"], head_dim=16, rope_scaling=scaling))
+    config = ModelConfig.of({**COMPUTED["llama 3"], "attention.head_dim": 16, "rope.scaling": scaling})
     [factors] = networks.of_network(config).extra(config).values()
     assert factors.shape == (8,) and factors[0] == 1.0 and factors[-1] == 8.0 and bool((factors.diff() >= 0).all())
-    other = ModelConfig(**COMPUTED["qwen 2"])
+    other = ModelConfig.of(COMPUTED["qwen 2"])
     assert networks.of_network(other).extra(other) == {}
 
 
 def test_an_embedding_that_is_the_output_projection_is_in_the_file_twice_where_llama_cpp_needs_that():
     def named(kind):
-        config = ModelConfig(**COMPUTED[kind])
+        config = ModelConfig.of(COMPUTED[kind])
         return {rule.ours: rule for rule in networks.of_network(config).rules(config)}["tokens.weight"]
 
     rows = torch.arange(640.0).view(320, 2)
@@ -219,12 +247,12 @@ def test_an_embedding_that_is_the_output_projection_is_in_the_file_twice_where_l
 
 
 @pytest.mark.parametrize(
-    "network, layers", [(dict(GEMMA3, rope_scaling={}), 62), (dict(COMPUTED["gemma 2"], layers=4), 46)], ids=["3", "2"]
+    "network, layers", [({**GEMMA3, "rope.scaling": {}}, 62), (dict(COMPUTED["gemma 2"], layers=4), 46)], ids=["3", "2"]
 )
 def test_the_largest_gemma_has_another_scale_in_llama_cpp(network, layers):
-    networks.of_network(ModelConfig(**dict(network, layers=layers - 2)))
+    networks.of_network(ModelConfig.of(dict(network, layers=layers - 2)))
     with pytest.raises(ConfigError, match=f"in {layers} layers, but it needs 1 / sqrt"):
-        networks.of_network(ModelConfig(**dict(network, layers=layers)))
+        networks.of_network(ModelConfig.of(dict(network, layers=layers)))
 
 
 def test_bytes_are_written_as_gpt_2_writes_them_and_entries_without_text_are_unused():

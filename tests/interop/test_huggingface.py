@@ -197,26 +197,35 @@ def test_a_network_of_ours_is_fine_tuned_and_saved_by_transformers(trusted, tmp_
     "settings, answer",
     {
         "sinusoidal": (dict(positions="sinusoidal"), "model.positions=sinusoidal, but it needs learned"),
-        "grouped": (dict(kv_heads=2), "model.kv_heads=2, but it needs as many as model.heads=6"),
+        "grouped": (
+            {"attention.kv_heads": 2},
+            "model.attention.kv_heads=2, but it needs as many as model.attention.heads=6",
+        ),
         "no bias": (dict(bias=False), "model.bias=false, but it needs true"),
-        "qk": (dict(qk_norm=True), "GPT2LMHeadModel: model.qk_norm=true, which it does not support"),
-        "scaled": (dict(made.LLAMA, embed_scale=True, qk_norm=True), "Qwen3ForCausalLM: model.embed_scale=true"),
+        "qk": ({"attention.qk_norm": True}, "GPT2LMHeadModel: model.attention.qk_norm=true, which it does not support"),
+        "scaled": (
+            {**made.LLAMA, "embed_scale": True, "attention.qk_norm": True},
+            "Qwen3ForCausalLM: model.embed_scale=true",
+        ),
         "bloom's width": (
             dict(positions="alibi", embed_norm=True, ffn=80),
             "model.ffn=80, but it needs 4 x model.hidden = 192",
         ),
-        "qwen's bias": (dict(made.LLAMA, qk_norm=True, bias=True), "Qwen3ForCausalLM: model.mlp_bias=true"),
+        "qwen's bias": (
+            {**made.LLAMA, "attention.qk_norm": True, "bias": True},
+            "Qwen3ForCausalLM: model.mlp_bias=true",
+        ),
     }.items(),
     ids=lambda case: case if isinstance(case, str) else "",
 )
 def test_what_keeps_a_network_from_the_nearest_class_is_told(settings, answer):
     case, wanted = answer
-    assert wanted in families.why_own(ModelConfig(**(made.SHAPE | case)))
+    assert wanted in families.why_own(ModelConfig.of(made.SHAPE | case))
 
 
 def test_a_block_of_ones_own_has_no_form(tmp_path):
     with pytest.raises(ConfigError, match=r"no Hugging Face form:\nmodel\.block=mine:Block, but it needs gpt"):
-        families.of_network(ModelConfig(**made.SHAPE, block="mine:Block"))
+        families.of_network(ModelConfig.of({**made.SHAPE, "block": "mine:Block"}))
 
 
 def test_two_dropouts_of_gpt2_of_which_one_is_lost_are_told(tmp_path, caplog):

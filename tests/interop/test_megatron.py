@@ -19,23 +19,24 @@ from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.tensors import Tensors
 from hpclm.config import ModelConfig, load
+from hpclm.config.section import leaves
 from hpclm.interop.megatron import options
 from tests.interop import made
 from tests.runs import PATIENCE
 from tests.shared import shared
 
-SHAPE = dict(vocab_size=96, vocab_multiple=8, layers=4, hidden=48, heads=8, context=16)
-LLAMA = dict(
+SHAPE = {"vocab_size": 96, "vocab_multiple": 8, "layers": 4, "hidden": 48, "attention.heads": 8, "context": 16}
+LLAMA = {
     **SHAPE,
-    positions="rope",
-    rope_base=5000.0,
-    norm="rmsnorm",
-    activation="swiglu",
-    bias=False,
-    tied=False,
-    ffn=64,
-    kv_heads=4,
-)
+    "positions": "rope",
+    "rope.base": 5000.0,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": False,
+    "tied": False,
+    "ffn": 64,
+    "attention.kv_heads": 4,
+}
 ARGS = dict(
     num_layers=4, hidden_size=48, num_attention_heads=8, max_position_embeddings=16, padded_vocab_size=96, iteration=7,
     hidden_dropout=0.1, attention_dropout=0.1, params_dtype=torch.float32, layernorm_epsilon=1e-5, ffn_hidden_size=192,
@@ -198,15 +199,15 @@ def same_weights(run, drawn):
 
 def network(run, **more):
     """The settings of a run's network that differ from the defaults."""
-    found, default = vars(load(run / "config.yaml").model), vars(ModelConfig())
+    found, default = vars(load(run / "config.yaml").model), dict(leaves(ModelConfig()))
     return {name: value for name, value in found.items() if value != default[name]}
 
 
-DROPOUT = dict(dropout=0.1, attention_dropout=0.1)
+DROPOUT = {"dropout": 0.1, "attention.dropout": 0.1}
 GPT = {**SHAPE, "ffn": 192, **DROPOUT}
 GPT.pop("vocab_multiple")
 WANTED = {"gpt": GPT, "llama": {k: v for k, v in LLAMA.items() if k != "vocab_multiple"} | DROPOUT}
-WANTED["gpt"].pop("kv_heads", None)
+WANTED["gpt"].pop("attention.kv_heads", None)
 CASES = {"gpt": (SHAPE, ARGS), "llama": (LLAMA, LLAMA_ARGS)}
 
 
@@ -214,7 +215,7 @@ CASES = {"gpt": (SHAPE, ARGS), "llama": (LLAMA, LLAMA_ARGS)}
 @pytest.mark.parametrize("kind, tp, pp, vp", [("gpt", 1, 1, 1), ("gpt", 2, 2, 1), ("llama", 4, 2, 2), ("gpt", 2, 2, 2)])
 def test_megatron_lms_ranks_are_put_together(kind, tp, pp, vp, style, tmp_path):
     shape, args = CASES[kind]
-    drawn = made.Drawn(ModelConfig(**shape)).weights
+    drawn = made.Drawn(ModelConfig.of(shape)).weights
     megatron_lm(tmp_path / "megatron", drawn, args, tp, pp, vp, style)
     convert(tmp_path / "megatron", tmp_path / "run", "model.vocab_multiple=8")
     same_weights(tmp_path / "run", drawn)
@@ -231,7 +232,7 @@ def test_megatron_lms_ranks_are_put_together(kind, tp, pp, vp, style, tmp_path):
     ],
 )
 def test_older_orders_of_the_fused_projection_become_todays(version, change, tmp_path):
-    drawn = made.Drawn(ModelConfig(**SHAPE)).weights
+    drawn = made.Drawn(ModelConfig.of(SHAPE)).weights
     megatron_lm(tmp_path / "megatron", drawn, ARGS, 2, 1, 1, "legacy", version, change)
     if version is None:
         for path in (tmp_path / "megatron").rglob("*.pt"):
@@ -257,7 +258,7 @@ def test_megatron_deepspeeds_layers_are_put_together(kind, tp, tmp_path, enums):
     shape, args, gaps = DEEPSPEED[kind]
     if kind == "bloom":
         args = args | dict(position_embedding_type=enums.alibi)
-    drawn = made.Drawn(ModelConfig(**shape)).weights
+    drawn = made.Drawn(ModelConfig.of(shape)).weights
     megatron_deepspeed(tmp_path / "megatron", drawn, args, tp, gaps)
     enums.forget()
     convert(tmp_path / "megatron", tmp_path / "run", "model.vocab_multiple=8")
@@ -285,7 +286,7 @@ def enums(monkeypatch):
 
 
 def test_megatron_deepspeeds_ranks_without_a_pipeline_are_put_together(tmp_path, enums):
-    drawn = made.Drawn(ModelConfig(**SHAPE)).weights
+    drawn = made.Drawn(ModelConfig.of(SHAPE)).weights
     for rank in range(2):
         inner = [layer(drawn, n, OLD, rank, 2, False) for n in range(4)]
         tokens = cut("tokens.weight", drawn["tokens.weight"], rank, 2, False)
@@ -299,7 +300,7 @@ def test_megatron_deepspeeds_ranks_without_a_pipeline_are_put_together(tmp_path,
 
 def test_bigsciences_glu_has_its_gate_second(tmp_path):
     shape = dict(**SHAPE, activation="geglu", ffn=96)
-    drawn = made.Drawn(ModelConfig(**shape)).weights
+    drawn = made.Drawn(ModelConfig.of(shape)).weights
     theirs = {n: torch.cat([*reversed(x.chunk(2))]) if ".mlp.up." in n else x for n, x in drawn.items()}
     for tp in (1, 2):
         args = ARGS | dict(glu_activation="geglu", ffn_hidden_size=96)
@@ -309,7 +310,7 @@ def test_bigsciences_glu_has_its_gate_second(tmp_path):
 
 
 def test_the_vocabularys_padding_goes_and_ours_comes(tmp_path, caplog):
-    drawn = made.Drawn(ModelConfig(**SHAPE)).weights
+    drawn = made.Drawn(ModelConfig.of(SHAPE)).weights
     megatron_lm(tmp_path / "megatron", drawn, ARGS, 2)
     convert(tmp_path / "megatron", tmp_path / "padded")
     assert "model.vocab_size=96 is the checkpoint's" in caplog.text
@@ -352,7 +353,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_networks_are_refused_and_nothing_is_left(case, tmp_path):
     change, answer = REFUSED[case]
-    drawn = made.Drawn(ModelConfig(**SHAPE)).weights
+    drawn = made.Drawn(ModelConfig.of(SHAPE)).weights
     megatron_lm(tmp_path / "megatron", drawn, ARGS)
     path = tmp_path / "megatron/iter_0000007/mp_rank_00/model_optim_rng.pt"
     state = torch.load(path, weights_only=False)
@@ -365,14 +366,14 @@ def test_unsupported_networks_are_refused_and_nothing_is_left(case, tmp_path):
 
 
 def test_a_rank_that_only_one_stage_lacks_is_named(tmp_path):
-    megatron_lm(tmp_path / "a", made.Drawn(ModelConfig(**SHAPE)).weights, ARGS, 2, 2)
+    megatron_lm(tmp_path / "a", made.Drawn(ModelConfig.of(SHAPE)).weights, ARGS, 2, 2)
     (tmp_path / "a/iter_0000007/mp_rank_01_001/model_optim_rng.pt").unlink()
     with pytest.raises(ConfigError, match="no file of tensor rank 1 beside mp_rank_00_001/model_optim"):
         convert(tmp_path / "a", tmp_path / "run")
 
 
 def test_missing_ranks_foreign_classes_and_other_formats_are_refused(tmp_path):
-    drawn = made.Drawn(ModelConfig(**SHAPE)).weights
+    drawn = made.Drawn(ModelConfig.of(SHAPE)).weights
     megatron_lm(tmp_path / "a", drawn, ARGS, 2)
     first = tmp_path / "a/iter_0000007/mp_rank_00/model_optim_rng.pt"
     held = first.read_bytes()
@@ -403,7 +404,7 @@ class Code:
 
 
 def test_settings_that_the_files_do_not_have_are_given_as_words(tmp_path, caplog):
-    drawn = made.Drawn(ModelConfig(**SHAPE)).weights
+    drawn = made.Drawn(ModelConfig.of(SHAPE)).weights
     megatron_deepspeed(tmp_path / "megatron", drawn, ARGS, 2)
     for path in (tmp_path / "megatron/global_step7").glob("mp_rank_*"):
         path.unlink()
@@ -458,7 +459,7 @@ def test_megatron_cores_settings_are_all_in_the_list():
 
 def changed(folder, **change):
     """A checkpoint whose arguments have other values."""
-    drawn = made.Drawn(ModelConfig(**LLAMA)).weights
+    drawn = made.Drawn(ModelConfig.of(LLAMA)).weights
     megatron_lm(folder, drawn, LLAMA_ARGS | change)
     return folder
 

@@ -9,7 +9,9 @@ from hpclm.interop import rules
 from hpclm.interop.run import ImportedWeights, finite
 from tests.interop import made
 
-CONFIG = ModelConfig(**dict(made.LLAMA, heads=4, hidden=8, kv_heads=2, vocab_size=5, vocab_multiple=8))
+CONFIG = ModelConfig.of(
+    {**made.LLAMA, "attention.heads": 4, "hidden": 8, "attention.kv_heads": 2, "vocab_size": 5, "vocab_multiple": 8}
+)
 Q, K, V = torch.arange(16.0).view(8, 2), torch.arange(8.0).view(4, 2) + 100, torch.arange(8.0).view(4, 2) + 200
 
 

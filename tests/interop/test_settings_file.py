@@ -131,7 +131,7 @@ def test_a_configuration_of_nanogpt_becomes_settings(written, tmp_path):
     text, code = written(NANOGPT, "train_char.py")
     assert code == 0 and "global_size: 128  # batch_size 64 x gradient_accumulation_steps 2\n" in text
     run = load(text, tmp_path)
-    assert (run.model.dropout, run.model.attention_dropout, run.model.bias, run.model.activation) == (
+    assert (run.model.dropout, run.model.attention.dropout, run.model.bias, run.model.activation) == (
         0.2,
         0.2,
         False,

@@ -117,7 +117,7 @@ def flattened(whole, tp=2):
 
 def checkpoint(folder, network, args, form=lambda whole: whole, **more):
     """A checkpoint of drawn weights, in bf16 with fp32 ones in the optimizer, and the weights."""
-    drawn = made.Drawn(ModelConfig(**network)).weights
+    drawn = made.Drawn(ModelConfig.of(network)).weights
     weights = stacked(drawn)
     tensors = {name: whole.bfloat16() for name, whole in weights.items()}
     for number, kind in enumerate(("fp32_param", "exp_avg", "exp_avg_sq"), 1):
@@ -247,7 +247,7 @@ def test_a_small_index_of_something_huge_is_refused_at_once(tmp_path):
 
 
 def test_without_an_optimizer_that_fits_the_weights_are_imported_at_step_0(tmp_path, caplog):
-    drawn = made.Drawn(ModelConfig(**SHAPE)).weights
+    drawn = made.Drawn(ModelConfig.of(SHAPE)).weights
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.param"
     write(tmp_path / "iter", {**stacked(drawn), bucket: torch.zeros(9)}, {"args": Namespace(**ARGS), "iteration": 7})
     convert(tmp_path / "iter", tmp_path / "run", "model.vocab_size=96")

@@ -18,17 +18,28 @@ from tests.runs import PATIENCE
 
 main = cli.function("convert")
 
-CPU = dict(hidden=128, heads=2, kv_heads=1, ffn=256, head_dim=64)  # vLLM's kernels for CPUs need heads of 32 or more
+CPU = {
+    "hidden": 128,
+    "attention.heads": 2,
+    "attention.kv_heads": 1,
+    "ffn": 256,
+    "attention.head_dim": 64,
+}  # vLLM's kernels for CPUs need heads of 32 or more
 NETWORKS = {
     **{kind: COMPUTED[kind] for kind in ("gpt2", "bloom", "gptneox", "llama", "llama 3", "qwen 2", "qwen 3", "olmo 2")},
     **{kind: COMPUTED[kind] for kind in ("olmo 3", "smollm 3", "gemma 2", "gemma 3", "granite", "arcee", "glm 4")},
-    "mistral": dict(LLAMA, pattern=["window"], window=5),
-    "olmo 3, two bases": dict(
-        LLAMA, **POST, **WINDOWS, rope_scaling=YARN, window_rope_scaled=False, window_rope_base=500.0
-    ),
-    "seed-oss": dict(LLAMA, qkv_bias=True, head_dim=16),
-    "apertus": dict(LLAMA, activation="xielu", qk_norm=True, rope_scaling=LLAMA3),
-    "gemma 3, one kind of layer": dict(GEMMA, qk_norm=True),
+    "mistral": {**LLAMA, "attention.pattern": ["window"], "attention.window": 5},
+    "olmo 3, two bases": {
+        **LLAMA,
+        **POST,
+        **WINDOWS,
+        "rope.scaling": YARN,
+        "rope.window_scaled": False,
+        "rope.window_base": 500.0,
+    },
+    "seed-oss": {**LLAMA, "attention.qkv_bias": True, "attention.head_dim": 16},
+    "apertus": {**LLAMA, "activation": "xielu", "attention.qk_norm": True, "rope.scaling": LLAMA3},
+    "gemma 3, one kind of layer": {**GEMMA, "attention.qk_norm": True},
 }
 
 
@@ -38,7 +49,7 @@ NETWORKS = {
 def test_vllm_gives_the_runs_probabilities(kind, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(train_bpe(TEXTS, 300))
-    same = {"kv_heads": None, "ffn": None} if "norm" not in NETWORKS[kind] else {}  # the older classes
+    same = {"attention.kv_heads": None, "ffn": None} if "norm" not in NETWORKS[kind] else {}  # the older classes
     network = NETWORKS[kind] | CPU | same
     made.run(tmp_path / "run", network, source="indexed", tokenizer="json", tokenizer_files=[str(path)])
     main([str(tmp_path / "run"), str(tmp_path / "hf")])

@@ -53,7 +53,7 @@ def test_runs_that_train_at_the_same_time_get_gpus_of_their_own_or_a_share_of_th
 
 
 MISTAKES = {
-    "train --sweep model.heads=4,5": (64, "model.heads=5"),
+    "train --sweep model.attention.heads=4,5": (64, "model.attention.heads=5"),
     "train --sweep optim.lr=1e-3,fast": (64, "optim.lr='fast' must be a number"),
     "train --sweep job.gpus=1,2": (64, "job.gpus would have no effect"),
     "train --sweep data.source=synthetic,indexed": (64, "data.prefix is not set"),
@@ -61,7 +61,7 @@ MISTAKES = {
     "train --parallel 2": (2, "--parallel is for --sweep"),
     "train --sweep seed=1,2 --parallel 0": (2, "'0' is not a whole number of at least 1"),
     "train --sweep seed=1,2 --from 4": (2, "--from is for a single run"),
-    "submit --cluster local --sweep model.heads=4,5": (64, "model.heads=5"),
+    "submit --cluster local --sweep model.attention.heads=4,5": (64, "model.attention.heads=5"),
     "submit --cluster local --sweep data.source=synthetic,indexed": (64, "data.prefix is not set"),
     "submit --cluster local --sweep seed=1,2 --dry-run": (64, "job.cluster=local has none"),
     "submit --parallel 2": (64, "--parallel is for --sweep"),

@@ -37,7 +37,9 @@ def test_attention_in_blocks_is_causal_attention(length):
 def test_flex_attention_without_a_mask_is_attention_with_one(documents, positions, groups):
     """The forward pass; FlexAttention has no backward pass on CPUs."""
     length = 200
-    config = ModelConfig(hidden=64, heads=4, kv_heads=groups, context=length, positions=positions)
+    config = ModelConfig.of(
+        {"hidden": 64, "attention.heads": 4, "attention.kv_heads": groups, "context": length, "positions": positions}
+    )
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, length, 16, generator=draw) for heads in (4, groups, groups))
     kind = ActivationSpec(length, torch.float32, torch.device("cpu"))
@@ -54,18 +56,23 @@ def test_flex_attention_without_a_mask_is_attention_with_one(documents, position
 
 def test_a_gpu_makes_no_mask_of_length_by_length():
     def model(**more):
-        return ModelConfig(hidden=64, heads=4, **more)
+        return ModelConfig.of({"hidden": 64, "attention.heads": 4, **more})
 
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert flexible(model(positions="alibi"), True, gpu, True) and flexible(model(), True, gpu, True)
-    assert flexible(model(attention="flex"), True, gpu, False)
+    assert flexible(model(**{"attention.kernel": "flex"}), True, gpu, False)
     for other in (
         (model(), True, gpu, False),  # causal: cuDNN is faster
         (model(), True, cpu, True),
         (model(), False, gpu, True),  # only compiled is it fast
-        (model(attention_dropout=0.1), True, gpu, True),  # which it does not have
-        (model(attention="flash"), True, gpu, True),
-        (ModelConfig(hidden=32, heads=4), True, gpu, True),  # heads of 8, for which it has no kernel
+        (model(**{"attention.dropout": 0.1}), True, gpu, True),  # which it does not have
+        (model(**{"attention.kernel": "flash"}), True, gpu, True),
+        (
+            ModelConfig.of({"hidden": 32, "attention.heads": 4}),
+            True,
+            gpu,
+            True,
+        ),  # heads of 8, for which it has no kernel
     ):
         assert not flexible(*other)
 
@@ -82,24 +89,24 @@ BOTH = ("FA3", "FA4")
         ({}, HOPPER, 91002, (), "FlashAttention, else cuDNN", "cuDNN 9.10 is older than 9.15"),
         ({}, HOPPER, None, BOTH, "FlashAttention 3, else cuDNN", "no cuDNN"),
         (dict(hidden=1024), HOPPER, 91600, (), "FlashAttention, else cuDNN", "older than 9.22, which attention with heads of 256"),
-        (dict(attention_dropout=0.1), HOPPER, 91600, BOTH, "FlashAttention, else cuDNN", "multiples of 1/16 as model.attention_dropout, not 0.1"),
-        (dict(attention_dropout=0.125), HOPPER, 91600, (), "cuDNN, else", None),
-        (dict(attention="flash"), HOPPER, 91600, BOTH, "FlashAttention 3, else cuDNN", None),
-        (dict(attention="cudnn"), AMPERE, 91600, (), "cuDNN, else", None),
-        (dict(attention="cudnn"), HOPPER, 90100, (), "cuDNN, else", "model.attention=cudnn: cuDNN 9.1 is older"),
-        (dict(attention="math"), HOPPER, 91600, (), "math", None),
+        ({"attention.dropout": 0.1}, HOPPER, 91600, BOTH, "FlashAttention, else cuDNN", "multiples of 1/16 as model.attention.dropout, not 0.1"),
+        ({"attention.dropout": 0.125}, HOPPER, 91600, (), "cuDNN, else", None),
+        ({"attention.kernel": "flash"}, HOPPER, 91600, BOTH, "FlashAttention 3, else cuDNN", None),
+        ({"attention.kernel": "cudnn"}, AMPERE, 91600, (), "cuDNN, else", None),
+        ({"attention.kernel": "cudnn"}, HOPPER, 90100, (), "cuDNN, else", "model.attention.kernel=cudnn: cuDNN 9.1 is older"),
+        ({"attention.kernel": "math"}, HOPPER, 91600, (), "math", None),
         ({}, AMPERE, 91600, BOTH, "FlashAttention, else cuDNN", None),
         ({}, HOPPER, None, ("FA4",), "FlashAttention 4, else cuDNN", "no cuDNN"),
         ({}, BLACKWELL, 91600, BOTH, "cuDNN, else FlashAttention 4, memory-efficient, math", None),
-        (dict(attention="flash", hidden=1024), BLACKWELL, 91600, BOTH, "FlashAttention, else cuDNN", None),
+        ({"attention.kernel": "flash", "hidden": 1024}, BLACKWELL, 91600, BOTH, "FlashAttention, else cuDNN", None),
         ({}, VOLTA, 91600, (), "memory-efficient, else math", None),
-        (dict(attention="flash"), VOLTA, 91600, (), "memory-efficient, else math", "this GPU is too old"),
+        ({"attention.kernel": "flash"}, VOLTA, 91600, (), "memory-efficient, else math", "this GPU is too old"),
     ],
 )  # fmt: skip
 def test_the_kernel_suits_the_gpu_and_the_log_says_why_a_faster_one_does_not(
     more, capability, cudnn, installed, words, warning
 ):
-    choice = choose(ModelConfig(**{"hidden": 256, "heads": 4, **more}), capability, cudnn, installed)
+    choice = choose(ModelConfig.of({"hidden": 256, "attention.heads": 4, **more}), capability, cudnn, installed)
     assert str(choice).startswith(words)
     assert warning in choice.warning if warning else choice.warning is None
 
@@ -130,7 +137,9 @@ def test_a_flash_attention_that_cannot_be_loaded_is_left_out(tmp_path, monkeypat
 def test_the_order_of_kernels_is_pytorchs_from_then_on():
     before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
     try:
-        choice = choose(ModelConfig(hidden=256, heads=4, attention="flash"), HOPPER, 91600)
+        choice = choose(
+            ModelConfig.of({"hidden": 256, "attention.heads": 4, "attention.kernel": "flash"}), HOPPER, 91600
+        )
         assert prefer(choice) == choice
         assert tuple(torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)) == choice.order
     finally:
@@ -152,7 +161,7 @@ def test_alibis_slopes_are_made_once(monkeypatch):
 def test_flex_attention_of_other_documents_is_the_same_graph():
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    config = ModelConfig(hidden=64, heads=4, context=128, positions="alibi")
+    config = ModelConfig.of({"hidden": 64, "attention.heads": 4, "context": 128, "positions": "alibi"})
     kind, counter = ActivationSpec(128, torch.float32, torch.device("cpu")), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(flex_attention, backend=counter, fullgraph=True, dynamic=False)
     q, k, v = (torch.randn(2, 4, 128, 16) for _ in range(3))

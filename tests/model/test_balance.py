@@ -9,18 +9,23 @@ from hpclm.config import ModelConfig
 from hpclm.model.attention.layout import AttentionMetadata, Reports
 from hpclm.model.balance import COUNTS, add_balance_losses, tokens_of_experts
 
-LOSSES = dict(balance_sequence=0.5, balance_micro_batch=0.25, balance_step=0.125, router_z_loss=2.0)
+LOSSES = {
+    "experts.balance_sequence": 0.5,
+    "experts.balance_micro_batch": 0.25,
+    "experts.balance_step": 0.125,
+    "experts.router_z_loss": 2.0,
+}
 
 
 def told(scores, chosen, weights, load=None, **more):
     """What is reported of [t, B, E] scores and [t, B, k] chosen experts, and the gradient of the scores."""
     count, k = scores.shape[-1], chosen.shape[-1]
-    shape = dict(experts=count, experts_per_token=k, router_choice_bias=True, **{**LOSSES, **more})
+    shape = {"experts.count": count, "experts.per_token": k, "experts.router_choice_bias": True, **{**LOSSES, **more}}
     scores = scores.clone().requires_grad_()
     choice = SimpleNamespace(logits=scores.log(), scores=scores, chosen=chosen)
     metadata = AttentionMetadata(None, None, None, None, weights=weights, reports=Reports())
     x = torch.zeros(*weights.shape, 3, requires_grad=True)
-    add_balance_losses(x, metadata, ModelConfig(**shape), choice, load, ()).sum().backward()
+    add_balance_losses(x, metadata, ModelConfig.of(shape), choice, load, ()).sum().backward()
     return metadata.reports.values, scores.grad
 
 
@@ -46,7 +51,7 @@ def test_losses_are_the_shares_times_the_tokens_of_each_expert_that_count_in_the
     weights = torch.rand(5, 2, generator=draw)
     weights[1:3, 0] = 0.0
     load = torch.tensor([2.0, 1.0, 0.5, 0.5])
-    values, gradient = told(scores, chosen, weights, load, router_score="sigmoid")
+    values, gradient = told(scores, chosen, weights, load, **{"experts.router_score": "sigmoid"})
     exact = dict.fromkeys(
         ("balance_loss_sequence", "balance_loss_micro_batch", "balance_loss_step", "router_z_loss"), 0.0
     )

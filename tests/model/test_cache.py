@@ -5,7 +5,16 @@ import torch
 from hpclm.config import ModelConfig
 from hpclm.model.cache import KeyValueCache
 
-WINDOWS = ModelConfig(layers=2, hidden=8, heads=2, context=16, pattern=["window", "full"], window=3)
+WINDOWS = ModelConfig.of(
+    {
+        "layers": 2,
+        "hidden": 8,
+        "attention.heads": 2,
+        "context": 16,
+        "attention.pattern": ["window", "full"],
+        "attention.window": 3,
+    }
+)
 
 
 def seen(mask, text):

@@ -173,8 +173,13 @@ def test_a_run_without_a_folder_for_compiled_code_goes_on_uncompiled(tmp_path, m
 
 
 DOCUMENTS = [
-    *("model.context=300", "model.positions=rope", "model.pattern=[window,full]", "model.window=70"),
-    "model.rope_scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 75}",
+    *(
+        "model.context=300",
+        "model.positions=rope",
+        "model.attention.pattern=[window,full]",
+        "model.attention.window=70",
+    ),
+    "model.rope.scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 75}",
     *("data.reset_attention_mask=true", "data.reset_position_ids=true", "batch.global_size=4", "model.layers=4"),
 ]
 

@@ -10,30 +10,44 @@ from hpclm.config import EngineConfig, ModelConfig
 from hpclm.model import count, gpt
 from hpclm.model.stack import Stack
 
-TINY = dict(vocab_size=200, layers=3, hidden=32, heads=4, context=16, experts=8, expert_ffn=24)
+TINY = {
+    "vocab_size": 200,
+    "layers": 3,
+    "hidden": 32,
+    "attention.heads": 4,
+    "context": 16,
+    "experts.count": 8,
+    "experts.ffn": 24,
+}
 GATED = dict(bias=False, activation="swiglu", positions="rope", norm="rmsnorm", tied=False)
 SHAPES = {
     "plain": {},
     "gated": GATED,
-    "some dense": dict(mlp_pattern=["dense", "experts"], ffn=40),
-    "shared": dict(GATED, shared_ffn=48, router_choice_bias=True),
-    "biases": dict(GATED, mlp_bias=True, router_bias=True, attention_sinks=True, activation="swiglu_clamped"),
-    "shared with biases": dict(shared_ffn=48, experts_per_token=3),
-    "as wide as dense": dict(expert_ffn=None, ffn=40),
-    "no experts": dict(experts=0, expert_ffn=None, activation="xielu"),
+    "some dense": {"experts.pattern": ["dense", "experts"], "ffn": 40},
+    "shared": {**GATED, "experts.shared_ffn": 48, "experts.router_choice_bias": True},
+    "biases": {
+        **GATED,
+        "mlp_bias": True,
+        "experts.router_bias": True,
+        "attention.sinks": True,
+        "activation": "swiglu_clamped",
+    },
+    "shared with biases": {"experts.shared_ffn": 48, "experts.per_token": 3},
+    "as wide as dense": {"experts.ffn": None, "ffn": 40},
+    "no experts": {"experts.count": 0, "experts.ffn": None, "activation": "xielu"},
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_parameters_are_those_of_the_network_without_the_bias_of_the_choice(shape):
-    model = ModelConfig(**TINY | shape)
+    model = ModelConfig.of(TINY | shape)
     specs = gpt.layers(model, EngineConfig(), torch.float32, 1)
     stack = Stack(model, specs, torch.float32, wrap=lambda name, layer: layer)
     weights = {name: placement for name, placement in stack.placements.items() if "choice_bias" not in name}
     assert weights.keys() == dict(stack.weights()).keys()
     assert count.parameters(model) == sum(prod(placement.shape) for placement in weights.values())
-    idle = sum(prod(p.shape) // model.experts for name, p in weights.items() if ".experts." in name)
-    idle *= model.experts - model.experts_per_token
+    idle = sum(prod(p.shape) // model.experts.count for name, p in weights.items() if ".experts." in name)
+    idle *= model.experts.count - model.experts.per_token
     assert count.active_parameters(model) == count.parameters(model) - idle
     whole = sum(prod(placement.shape) for name, placement in weights.items() if placement.dim is None)
     with_experts = model.layers - model.dense_layers
@@ -55,20 +69,27 @@ def test_presets_have_as_many_parameters_as_their_papers_say(preset, total, acti
 
 
 def test_a_token_costs_the_products_of_its_experts_alone():
-    few, many = (ModelConfig(**TINY | GATED | dict(experts=experts, experts_per_token=2)) for experts in (4, 64))
+    few, many = (
+        ModelConfig.of(TINY | GATED | {"experts.count": experts, "experts.per_token": 2}) for experts in (4, 64)
+    )
     router = 6 * 3 * 32 * 60
     assert count.flops_per_token(many) - count.flops_per_token(few) == router
-    dense = ModelConfig(**TINY | GATED | dict(experts=0, expert_ffn=None, ffn=2 * 24))
+    dense = ModelConfig.of(TINY | GATED | {"experts.count": 0, "experts.ffn": None, "ffn": 2 * 24})
     assert count.flops_per_token(few) - count.flops_per_token(dense) == 6 * 3 * 32 * 4
-    more = ModelConfig(**TINY | GATED | dict(experts=4, experts_per_token=3))
+    more = ModelConfig.of(TINY | GATED | {"experts.count": 4, "experts.per_token": 3})
     assert count.flops_per_token(more) - count.flops_per_token(few) == 6 * 3 * 3 * 32 * 24
 
 
 def test_windows_limit_what_a_token_attends_to():
     """A window of 4 in 16 tokens: 4 - 4 x 4 / 32 on average; without a window 16 - 16 x 16 / 32."""
-    model = ModelConfig(layers=2, context=16, pattern=["window", "full"], window=4)
+    model = ModelConfig.of({"layers": 2, "context": 16, "attention.pattern": ["window", "full"], "attention.window": 4})
     assert count.attended(model) == (3.5 + 8.0) / 2 and count.attended(model, causal=False) == (4 + 16) / 2
-    assert count.attended(ModelConfig(layers=3, context=16, pattern=["window"], window=99)) == 8.0
+    assert (
+        count.attended(
+            ModelConfig.of({"layers": 3, "context": 16, "attention.pattern": ["window"], "attention.window": 99})
+        )
+        == 8.0
+    )
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ def test_a_step_by_counters_seeds_nothing_between_its_layers(shape, recompute, m
 
 def test_attention_dropout_still_has_a_seed_for_each_layer(monkeypatch):
     monkeypatch.setattr(LayerSeeds, "by_counter", True)
-    config = settings(dict(GPT2, dropout=0.2, attention_dropout=0.2), dict(recompute="full"))
-    plain = settings(dict(GPT2, dropout=0.2, attention_dropout=0.2))
+    config = settings({**GPT2, "dropout": 0.2, "attention.dropout": 0.2}, dict(recompute="full"))
+    plain = settings({**GPT2, "dropout": 0.2, "attention.dropout": 0.2})
     for each in (config, plain):
         engine, batches = engine_of(each), batches_of(each)
         each_loss = [engine.train_step(batches.step(8 * step), 3e-3, step).loss for step in range(2)]

@@ -103,9 +103,13 @@ def test_values_are_the_bands_own_and_have_the_spread_that_was_asked_for():
     assert torch.equal(whole(InitSpec(Placement((3,)), mean=1.0)), torch.ones(3))
 
 
-@pytest.mark.parametrize("more", [{}, dict(positions="sinusoidal", tied=False, activation="swiglu", qk_norm=True)])
+@pytest.mark.parametrize(
+    "more", [{}, {"positions": "sinusoidal", "tied": False, "activation": "swiglu", "attention.qk_norm": True}]
+)
 def test_a_layer_that_is_filled_later_is_the_layer_that_is_built_whole(more):
-    config = ModelConfig(layers=1, hidden=64, heads=4, context=8, vocab_size=100, embed_norm=True, **more)
+    config = ModelConfig.of(
+        {"layers": 1, "hidden": 64, "attention.heads": 4, "context": 8, "vocab_size": 100, "embed_norm": True, **more}
+    )
     for tp in (SINGLE, axis(2, 1)):
         for spec in gpt.layers(config, EngineConfig(), torch.float32, 5, tp):
             layer = spec.build()

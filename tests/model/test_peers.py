@@ -23,7 +23,9 @@ def golden():
     return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
 
-GOLDEN = ModelConfig(vocab_size=128, layers=2, hidden=32, heads=4, context=16, activation="gelu")
+GOLDEN = ModelConfig.of(
+    {"vocab_size": 128, "layers": 2, "hidden": 32, "attention.heads": 4, "context": 16, "activation": "gelu"}
+)
 
 
 def named(golden, kind):
@@ -74,32 +76,34 @@ def test_gpt2_is_transformers_gpt2():
     transformers = pytest.importorskip("transformers")
     shape = dict(n_layer=3, n_embd=48, n_head=4, n_positions=16, vocab_size=96)
     peer = louder(transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)))
-    config = ModelConfig(vocab_size=96, vocab_multiple=1, layers=3, hidden=48, heads=4, context=16)
+    config = ModelConfig.of(
+        {"vocab_size": 96, "vocab_multiple": 1, "layers": 3, "hidden": 48, "attention.heads": 4, "context": 16}
+    )
     same_logits(weights.build(config, weights.from_peer(config, peer.state_dict())), peer)
 
 
-LLAMA = dict(
-    vocab_size=96, vocab_multiple=1, layers=2, hidden=48, heads=6, ffn=80, context=16, positions="rope", norm="rmsnorm",
-    activation="swiglu", bias=False, tied=False, rope_base=5000.0, norm_eps=1e-6,
-)  # fmt: skip
-THEIRS = dict(
-    vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6, rms_norm_eps=1e-6,
-    max_position_embeddings=16, tie_word_embeddings=False, rope_theta=5000.0, head_dim=8,
-)  # fmt: skip
+LLAMA = {
+    "vocab_size": 96, "vocab_multiple": 1, "layers": 2, "hidden": 48, "attention.heads": 6, "ffn": 80, "context": 16, "positions": "rope", "norm": "rmsnorm",
+    "activation": "swiglu", "bias": False, "tied": False, "rope.base": 5000.0, "norm_eps": 1e-6,
+}  # fmt: skip
+THEIRS = {
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16, "tie_word_embeddings": False, "rope_theta": 5000.0, "attention.head_dim": 8,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("groups", [6, 3, 1])
 def test_llama_is_transformers_llama(groups):
     transformers = pytest.importorskip("transformers")
     peer = louder(transformers.LlamaForCausalLM(transformers.LlamaConfig(**THEIRS, num_key_value_heads=groups)))
-    config = ModelConfig(**LLAMA, kv_heads=groups)
+    config = ModelConfig.of({**LLAMA, "attention.kv_heads": groups})
     same_logits(weights.build(config, weights.from_peer(config, peer.state_dict())), peer)
 
 
 def test_qk_norm_is_qwen3s():
     transformers = pytest.importorskip("transformers")
     peer = louder(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**THEIRS, num_key_value_heads=2)))
-    config = ModelConfig(**LLAMA, kv_heads=2, qk_norm=True)
+    config = ModelConfig.of({**LLAMA, "attention.kv_heads": 2, "attention.qk_norm": True})
     same_logits(weights.build(config, weights.from_peer(config, peer.state_dict())), peer)
 
 
@@ -108,22 +112,34 @@ def test_alibi_and_embedding_norm_are_blooms(heads):
     transformers = pytest.importorskip("transformers")
     shape = dict(vocab_size=96, hidden_size=48, n_layer=2, n_head=heads)
     peer = louder(transformers.BloomForCausalLM(transformers.BloomConfig(**shape)))
-    config = ModelConfig(
-        vocab_size=96,
-        vocab_multiple=1,
-        layers=2,
-        hidden=48,
-        heads=heads,
-        context=16,
-        positions="alibi",
-        embed_norm=True,
+    config = ModelConfig.of(
+        {
+            "vocab_size": 96,
+            "vocab_multiple": 1,
+            "layers": 2,
+            "hidden": 48,
+            "attention.heads": heads,
+            "context": 16,
+            "positions": "alibi",
+            "embed_norm": True,
+        }
     )
     same_logits(weights.build(config, weights.from_peer(config, peer.state_dict())), peer)
 
 
 def test_a_document_mask_gives_each_document_the_logits_it_has_alone():
     for positions in ("learned", "sinusoidal", "rope", "alibi"):
-        config = ModelConfig(vocab_size=96, layers=2, hidden=48, heads=4, context=16, positions=positions, init_std=0.2)
+        config = ModelConfig.of(
+            {
+                "vocab_size": 96,
+                "layers": 2,
+                "hidden": 48,
+                "attention.heads": 4,
+                "context": 16,
+                "positions": positions,
+                "init_std": 0.2,
+            }
+        )
         model = weights.build(config).eval()
         where = torch.tensor([[*range(6), *range(10)]])
         documents = torch.tensor([[0] * 6 + [1] * 10])

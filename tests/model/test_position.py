@@ -23,10 +23,10 @@ def test_the_sinusoidal_table_is_fairseqs():
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rope", "alibi"])
 def test_every_kind_of_position_changes_the_logits_and_restarts_where_told(positions):
-    shape = dict(vocab_size=32, layers=1, hidden=16, heads=2, context=8, init_std=0.3)
+    shape = {"vocab_size": 32, "layers": 1, "hidden": 16, "attention.heads": 2, "context": 8, "init_std": 0.3}
     tokens = torch.tensor([[5, 9, 5, 7, 9, 5, 3, 2]])
-    model = weights.build(ModelConfig(**shape, positions=positions)).eval()
-    blind = weights.build(ModelConfig(**shape, positions="none")).eval()
+    model = weights.build(ModelConfig.of({**shape, "positions": positions})).eval()
+    blind = weights.build(ModelConfig.of({**shape, "positions": "none"})).eval()
     blind.load_weights({k: v for k, v in model.weights() if k != "entry.table"})
     with torch.no_grad():
         plain = model.head(tokens).logits()
@@ -40,9 +40,9 @@ def test_every_kind_of_position_changes_the_logits_and_restarts_where_told(posit
 def test_embeddings_are_scaled_as_fairseq_does():
     tokens = torch.arange(5)[None]
     plain, scaled = (
-        weights.build(ModelConfig(vocab_size=16, layers=1, hidden=16, heads=2, embed_scale=scale)).layers["tokens"](
-            tokens
-        )
+        weights.build(
+            ModelConfig.of({"vocab_size": 16, "layers": 1, "hidden": 16, "attention.heads": 2, "embed_scale": scale})
+        ).layers["tokens"](tokens)
         for scale in (False, True)
     )
     assert torch.allclose(scaled, plain * 4.0)
@@ -76,7 +76,11 @@ def test_alibi_s_block_mask_is_made_again_only_when_the_length_changes(monkeypat
     monkeypatch.setattr(
         "hpclm.model.attention.layout.block_mask", lambda kind, documents, *_: made.append((kind.length, documents))
     )
-    stack = weights.build(ModelConfig(vocab_size=16, layers=1, hidden=16, heads=2, context=8, positions="alibi"))
+    stack = weights.build(
+        ModelConfig.of(
+            {"vocab_size": 16, "layers": 1, "hidden": 16, "attention.heads": 2, "context": 8, "positions": "alibi"}
+        )
+    )
     for length in (8, 8, 4, 4):
         stack.head(torch.zeros(2, length, dtype=torch.long))
     assert made == [(8, None), (4, None)]
@@ -88,8 +92,13 @@ def test_alibi_s_block_mask_is_made_again_only_when_the_length_changes(monkeypat
 
 def test_the_frequencies_of_rotary_positions_are_made_once(monkeypatch):
     """Those of longrope are lists of the host, and a copy of them to a GPU in every micro-batch would wait for it."""
-    words = ["model.layers=4", "model.positions=rope", "model.pattern=[window,full]", "model.window=8"]
-    words += ["model.rope_scaling={rope_type: linear, factor: 2}", "engine.precision=fp32"]
+    words = [
+        "model.layers=4",
+        "model.positions=rope",
+        "model.attention.pattern=[window,full]",
+        "model.attention.window=8",
+    ]
+    words += ["model.rope.scaling={rope_type: linear, factor: 2}", "engine.precision=fp32"]
     made = []
 
     def rates(config, layer, length, device):

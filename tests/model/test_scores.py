@@ -50,8 +50,15 @@ def test_every_combination_is_what_whole_scores_give_with_its_gradients(length):
     kind = ActivationSpec(length, torch.float32, torch.device("cpu"))
     for window, several, cap, sink, positions in CASES if length < MAX_SAVED_CONTEXT else CASES[::5]:
         layer = "full" if window is None else "window"
-        config = ModelConfig(
-            hidden=64, heads=HEADS, kv_heads=GROUPS, positions=positions, pattern=[layer], window=window
+        config = ModelConfig.of(
+            {
+                "hidden": 64,
+                "attention.heads": HEADS,
+                "attention.kv_heads": GROUPS,
+                "positions": positions,
+                "attention.pattern": [layer],
+                "attention.window": window,
+            }
         )
         documents = texts if several else None
         how = Scores(0.3 if cap else None, cap, sinks=sinks if sink else None)

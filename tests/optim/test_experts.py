@@ -10,7 +10,15 @@ from tests.engine.test_native import LLAMA, batches_of, engine_of, settings
 from tests.parity import trained
 from tests.states import state
 
-EXPERTS = dict(LLAMA, layers=2, experts=8, experts_per_token=2, expert_ffn=24, mlp_bias=True, router_bias=True)
+EXPERTS = {
+    **LLAMA,
+    "layers": 2,
+    "experts.count": 8,
+    "experts.per_token": 2,
+    "experts.ffn": 24,
+    "mlp_bias": True,
+    "experts.router_bias": True,
+}
 
 
 @pytest.mark.parametrize("policy", ["matrices", "non_embedding", "all"])

@@ -6,7 +6,13 @@ import torch
 from tests.engine.test_experts import EXPERTS
 from tests.parity import trained
 
-WORDS = [*EXPERTS, "model.mlp_bias=true", "model.shared_ffn=16", "optim.name=muon", "optim.newton_schulz_type=fp32"]
+WORDS = [
+    *EXPERTS,
+    "model.mlp_bias=true",
+    "model.experts.shared_ffn=16",
+    "optim.name=muon",
+    "optim.newton_schulz_type=fp32",
+]
 WORDS += ["optim.clip=0.0"]
 ZERO, FSDP2, EXPERT = "engine.zero_stage=1", "engine.name=fsdp2", "parallel.expert=2"
 LAYOUTS = {

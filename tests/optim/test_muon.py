@@ -111,11 +111,11 @@ def test_a_skipped_step_changes_nothing_and_gradients_are_divided_by_scale_and_c
 def test_the_parts_of_the_fused_weights_are_queries_keys_and_values_and_gate_and_up():
     config = settings(LLAMA)
     model = config.model
-    rows = torch.arange((model.heads + 2 * model.groups) * model.head_width)
-    heads = rows.view(model.groups, -1, model.head_width)  # as attention has them
+    rows = torch.arange((model.attention.heads + 2 * model.attention.groups) * model.head_width)
+    heads = rows.view(model.attention.groups, -1, model.head_width)  # as attention has them
     count, sizes = parts_of("block3.attention.qkv.weight", model)
     q, k, v = rows.view(count, -1).split(sizes, 1)
-    assert torch.equal(q.reshape(model.groups, -1, model.head_width), heads[:, :-2])
+    assert torch.equal(q.reshape(model.attention.groups, -1, model.head_width), heads[:, :-2])
     assert torch.equal(k, heads[:, -2]) and torch.equal(v, heads[:, -1])
     assert parts_of("block0.mlp.up.weight", model) == (1, (48, 48))
     assert parts_of("block0.mlp.down.weight", model) is None

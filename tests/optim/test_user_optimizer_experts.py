@@ -9,7 +9,7 @@ from hpclm.engine.user_optimizers import check_optimizer
 from tests.optim.test_user_optimizer import goes_through, named
 from tests.parity import TINY
 
-EXPERTS = ["model.experts=4", "model.expert_ffn=48", "model.mlp_pattern=[dense,experts,experts]"]
+EXPERTS = ["model.experts.count=4", "model.experts.ffn=48", "model.experts.pattern=[dense,experts,experts]"]
 EXPERT = "parallel.expert=2"
 
 

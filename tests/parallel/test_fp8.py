@@ -15,7 +15,7 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 BITS, SMALLEST = {E4M3: 3, E5M2: 2}, {E4M3: -6, E5M2: -14}
 RECIPES = pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "tensorwise"])
 T, B, C, WIDTH = 6, 2, 32, 64
-CONFIG = ModelConfig(hidden=C, heads=4, layers=3)
+CONFIG = ModelConfig.of({"hidden": C, "attention.heads": 4, "layers": 3})
 
 
 def drawn(*shape, seed=0):

@@ -69,7 +69,16 @@ def test_the_rows_of_a_part_see_what_they_see_of_the_whole(length, positions, wi
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, length, 16, generator=draw) for heads in (4, 2, 2))
     layer = "full" if window is None else "window"
-    config = ModelConfig(hidden=64, heads=4, kv_heads=2, positions=positions, pattern=[layer], window=window)
+    config = ModelConfig.of(
+        {
+            "hidden": 64,
+            "attention.heads": 4,
+            "attention.kv_heads": 2,
+            "positions": positions,
+            "attention.pattern": [layer],
+            "attention.window": window,
+        }
+    )
     kind = ActivationSpec(length, torch.float32, CPU)
     documents = torch.stack([torch.arange(length) // 37, torch.arange(length) // 290]) if several else None
     how = Scores(0.3)

@@ -70,12 +70,14 @@ def row(cells):
         return int(cells[name] or 1)
 
     heads, hidden, replicas, micro = number("heads"), number("hidden"), number("dp"), number("mbs")
-    model = ModelConfig(
-        vocab_size=number("vocab"),
-        layers=number("layers"),
-        hidden=hidden - hidden % heads,
-        heads=heads,
-        context=number("seq"),
+    model = ModelConfig.of(
+        {
+            "vocab_size": number("vocab"),
+            "layers": number("layers"),
+            "hidden": hidden - hidden % heads,
+            "attention.heads": heads,
+            "context": number("seq"),
+        }
     )
     layout = Layout(
         data=replicas,
@@ -95,10 +97,12 @@ def scaling():
 
 
 def scaling_row(cells):
-    numbers = {name: int(cells[name]) for name in ("layers", "hidden", "heads", "kv_heads", "ffn")}
+    numbers = {name: int(cells[name]) for name in ("layers", "hidden", "attention.heads", "attention.kv_heads", "ffn")}
     kempner = cells["source"].startswith("KempnerForge")
     style = dict(activation="swiglu", positions="rope", norm="rmsnorm", tied=False) if kempner else {}
-    model = ModelConfig(vocab_size=int(cells["vocab"]), context=int(cells["seq"]), bias=False, **numbers, **style)
+    model = ModelConfig.of(
+        {"vocab_size": int(cells["vocab"]), "context": int(cells["seq"]), "bias": False, **numbers, **style}
+    )
     sizes = {name: int(cells[name]) for name in ("tensor", "micro_size", "accumulation", "node")}
     layout = Layout(data=int(cells["gpus"]) // sizes["tensor"], recompute=cells["recompute"], **sizes)
     kernel, reduced = (KEMPNER, 4) if kempner else (FOUNDRY, 2)

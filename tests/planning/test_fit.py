@@ -21,7 +21,7 @@ from tests.forks import hpclm
 from tests.runs import ROOT, losses
 
 H200, H100 = KINDS["H200"], KINDS["H100"]
-LARGE = ["model={vocab_size: 50304, layers: 24, hidden: 2048, heads: 16, context: 2048}", "engine.precision=bf16",
+LARGE = ["model={vocab_size: 50304, layers: 24, hidden: 2048, context: 2048, attention: {heads: 16}}", "engine.precision=bf16",
          "batch={global_size: 128, micro_size: 16}", "job.gpus=8"]  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_a_number_that_fits_no_gpu_is_refused_on_every_rank(tmp_path):
 
 
 TOY = ["data.source=synthetic", "batch.global_size=12", "model.layers=1", "model.hidden=16", "model.context=16"]
-TOY += ["model.vocab_size=64", "model.heads=2", "engine.device=cpu"]
+TOY += ["model.vocab_size=64", "model.attention.heads=2", "engine.device=cpu"]
 
 
 def test_auto_trains_on_several_ranks_and_keeps_its_number_when_it_is_submitted_again(tmp_path):

@@ -53,7 +53,7 @@ def test_a_schedule_holds_the_micro_batches_that_the_papers_say():
 
 
 def test_activations_of_a_block_are_korthikantis_without_the_scores():
-    model = ModelConfig(hidden=1024, heads=16, dropout=0.1)
+    model = ModelConfig.of({"hidden": 1024, "attention.heads": 16, "dropout": 0.1})
     costs, sums = (
         engines.costs(EngineConfig(), 2, ParallelConfig()),
         4 * 16 * 1024,
@@ -137,7 +137,7 @@ def test_the_planner_divides_a_model_as_it_runs(by, pipeline, layers):
     assert planned == running and sum(planned) == layers
 
 
-EXPERTS = ["model.experts=8", "model.mlp_pattern=[dense,experts,experts]", "model.expert_ffn=1536"]
+EXPERTS = ["model.experts.count=8", "model.experts.pattern=[dense,experts,experts]", "model.experts.ffn=1536"]
 
 
 @pytest.mark.parametrize("by, expert", [("parameters", 1), ("parameters", 4), ("blocks", 2)])
@@ -154,7 +154,7 @@ def test_the_planner_divides_a_model_with_experts_as_it_runs(by, expert):
     planned = stages(run.model, Layout(pipeline=4, partition=by, expert=expert))
     assert [stage.blocks for stage in planned] == [len(stage) for stage in running]
     assert [stage.with_experts for stage in planned] == [
-        sum(run.model.has_experts(int(name.removeprefix("block"))) for name in stage) for stage in running
+        sum(run.model.experts.in_layer(int(name.removeprefix("block"))) for name in stage) for stage in running
     ]
 
 
@@ -171,7 +171,7 @@ def test_ranks_hold_experts_once_for_each_group_that_shares_them_out():
 
 @pytest.mark.parametrize("expert", [2, 8, 16])
 def test_rows_go_to_experts_of_another_node_at_the_pace_of_the_network(expert):
-    kind, model = KINDS["H100"], config.load(None, [*EXPERTS, "model.experts=16"]).model
+    kind, model = KINDS["H100"], config.load(None, [*EXPERTS, "model.experts.count=16"]).model
     layout = Layout(data=16, expert=expert)
     costs = engines.costs(EngineConfig(), 2, ParallelConfig())
     sent = time.volumes(model, layout, costs)[0].expert
@@ -190,7 +190,7 @@ def test_what_is_suggested_for_experts_can_run():
         config.load(path, [*words, *one.options]).plan(8)
     # with sizes that neither the experts nor the ranks share, only whole ones are left
     run = config.load(
-        None, [*EXPERTS, "model.experts=9", "batch.global_size=64", "job.gpus=4", "engine.precision=bf16"]
+        None, [*EXPERTS, "model.experts.count=9", "batch.global_size=64", "job.gpus=4", "engine.precision=bf16"]
     )
     assert {one.run.parallel.expert for one in suggest.ranked(run, KINDS["H100"])} == {1}
 

@@ -5,7 +5,7 @@ from hpclm.planning import layout, matrices
 
 
 def test_pieces_of_a_matrix_are_gathered_and_those_of_its_update_sent_back():
-    model, shape = ModelConfig(layers=1, hidden=64, heads=4), layout.Layout(tensor=2)
+    model, shape = ModelConfig.of({"layers": 1, "hidden": 64, "attention.heads": 4}), layout.Layout(tensor=2)
     [stage] = layout.stages(model, shape)
     found = matrices.exchange(model, shape, OptimConfig(name="muon"), 0, stage)
     # two processes share two rounds, of up and down with 4 C C values each and of qkv with 3 C C and out; half of a matrix is elsewhere
@@ -13,7 +13,17 @@ def test_pieces_of_a_matrix_are_gathered_and_those_of_its_update_sent_back():
 
 
 def test_a_process_has_the_weights_of_the_experts_that_are_not_of_others():
-    model = ModelConfig(layers=1, hidden=64, heads=4, experts=8, expert_ffn=32, activation="swiglu", bias=False)
+    model = ModelConfig.of(
+        {
+            "layers": 1,
+            "hidden": 64,
+            "attention.heads": 4,
+            "experts.count": 8,
+            "experts.ffn": 32,
+            "activation": "swiglu",
+            "bias": False,
+        }
+    )
     shared_out = layout.Layout(data=4, expert=4)
     [stage] = layout.stages(model, shared_out)
     found = matrices.experts(model, shared_out, stage)
@@ -22,7 +32,7 @@ def test_a_process_has_the_weights_of_the_experts_that_are_not_of_others():
 
 
 def test_experts_that_ranks_share_out_have_rounds_of_their_own():
-    model = ModelConfig(layers=1, hidden=64, heads=4, experts=8, expert_ffn=32)
+    model = ModelConfig.of({"layers": 1, "hidden": 64, "attention.heads": 4, "experts.count": 8, "experts.ffn": 32})
     muon, shared_out = OptimConfig(name="muon"), layout.Layout(data=4, expert=4)
     [stage] = layout.stages(model, shared_out)
     both = matrices.exchange(model, shared_out, muon, 0, stage)

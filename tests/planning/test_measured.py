@@ -25,7 +25,9 @@ class Training:
     """A model, its loss and its optimizer as the native engine puts them together."""
 
     def __init__(self, shape, element=4, micro_size=2, accumulation=2, recompute="none", recompute_every=1):
-        self.config = ModelConfig(**dict(vocab_size=512, layers=6, hidden=64, heads=4, context=TOKENS) | shape)
+        self.config = ModelConfig.of(
+            {"vocab_size": 512, "layers": 6, "hidden": 64, "attention.heads": 4, "context": TOKENS} | shape
+        )
         engine = EngineConfig(recompute=recompute, recompute_every=recompute_every, loss_chunk=ROWS)
         specs = gpt.layers(self.config, engine, TYPES[element], 1)
         self.model = Stack(
@@ -75,13 +77,19 @@ SHAPES = {
     "gpt2": {},
     "learned, untied": dict(tied=False, embed_norm=True),
     "gelu without biases": dict(bias=False, activation="gelu"),
-    "grouped": dict(kv_heads=2),
+    "grouped": {"attention.kv_heads": 2},
     "rotary": dict(positions="rope"),
-    "rotary, grouped, gated": dict(positions="rope", kv_heads=2, activation="swiglu", bias=False, tied=False),
-    "normalised queries": dict(positions="rope", qk_norm=True),
+    "rotary, grouped, gated": {
+        "positions": "rope",
+        "attention.kv_heads": 2,
+        "activation": "swiglu",
+        "bias": False,
+        "tied": False,
+    },
+    "normalised queries": {"positions": "rope", "attention.qk_norm": True},
     "dropout": dict(dropout=0.1),
     "alibi": dict(positions="alibi"),
-    "wide": dict(hidden=384, heads=6, layers=2),
+    "wide": {"hidden": 384, "attention.heads": 6, "layers": 2},
     "large vocabulary": dict(hidden=256, vocab_size=16384, layers=2),
 }
 WAYS = {
@@ -126,7 +134,7 @@ def test_activations_are_right_to_a_twentieth(shape, way):
     masks = bool(how.dropout) * (1 + 2 * how.layers * (layout.recompute != "full"))
     expected += masks * layout.micro_size * TOKENS * how.hidden * (planned.element - 1)
     if layout.recompute != "none" and how.positions == "alibi":  # held by the layers, and not through autograd
-        expected -= how.heads * TOKENS**2 * planned.element
+        expected -= how.attention.heads * TOKENS**2 * planned.element
     if (
         layout.recompute != "full"
     ):  # autograd keeps here what the engine has as copies of the weights in the compute type

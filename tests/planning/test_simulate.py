@@ -35,9 +35,9 @@ ONE = ["batch.micro_size=1", "batch.global_size=64", "model.context=128"]
 ALONE = ["engine.name=fsdp2", "batch.micro_size=1"]  # so there is nothing to shard
 LONG = [*SHORT, DP, "parallel.context=4", "model.context=8192", "batch.micro_size=1", "batch.global_size=16"]
 EXPERTS = [
-    "model.experts=8",
-    "model.expert_ffn=1024",
-    "model.mlp_pattern=[dense,experts,experts]",
+    "model.experts.count=8",
+    "model.experts.ffn=1024",
+    "model.experts.pattern=[dense,experts,experts]",
     "batch.micro_size=2",
 ]
 EXPERTS += [*SHORT, DP, "batch.global_size=64", "model.vocab_size=1000", "engine.loss_chunk=1024"]
@@ -85,7 +85,7 @@ LAYOUTS = {
     "experts over 2, whole": ("llama-1b", [*EXPERTS, "parallel.expert=2", TP, "parallel.split_experts=false"], 3),
     "experts over 2, context": (
         "llama-1b",
-        [*EXPERTS, "parallel.expert=2", "parallel.context=2", "model.shared_ffn=2048"],
+        [*EXPERTS, "parallel.expert=2", "parallel.context=2", "model.experts.shared_ffn=2048"],
         3,
     ),
     "experts over 4, recomputed": ("llama-1b", [*EXPERTS, "parallel.expert=4", "engine.recompute=full"], 3),
@@ -107,7 +107,7 @@ USUAL = (
     "pipelining, second stage",
 )
 PRESETS = [path.stem for path in sorted(Path("configs").glob("*.yaml")) if path.stem != "gpt-13b-3d"]  # DeepSpeed
-TINY = ["model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab_size=256", "model.context=32"]
+TINY = ["model.layers=2", "model.hidden=64", "model.attention.heads=4", "model.vocab_size=256", "model.context=32"]
 TINY += ["batch.micro_size=2", "batch.global_size=16"]
 
 
@@ -189,7 +189,14 @@ def test_memory_with_muon_is_the_planners_and_a_step_does_not_wait(preset, words
     ids=["zero1, tensor", "native", "hybrid, tensor", "pipelining"],
 )
 def test_muons_products_and_messages_are_those_of_the_engine(words):
-    words = [*TINY, "model.layers=6", "model.kv_heads=2", "model.activation=swiglu", "optim.name=muon", *words]
+    words = [
+        *TINY,
+        "model.layers=6",
+        "model.attention.kv_heads=2",
+        "model.activation=swiglu",
+        "optim.name=muon",
+        *words,
+    ]
     run = load("gpt2-124m", words)
     world, planned = run.job.nodes * run.job.gpus, forecast.predict(run, KIND)
     first = layout.stages(run.model, planned.layout)[0]

@@ -83,7 +83,7 @@ def real(tmp_path_factory):
     ]
     assert cli.main(["preprocess", *map(str, words), "--workers", "1"]) == 0
     shape = [
-        "model={vocab_size: 257, layers: 1, hidden: 16, heads: 2, context: 16}",
+        "model={vocab_size: 257, layers: 1, hidden: 16, context: 16, attention: {heads: 2}}",
         "batch={global_size: 4, micro_size: 4}",
     ]
     rest = ["budget.steps=6", "checkpoint.every=2", "optim.warmup=1", "evaluate.every=0", "log.tensorboard=false"]

@@ -8,7 +8,7 @@ import pytest
 from tests.runs import ROOT, free_port
 
 pytestmark = pytest.mark.whole
-MIXED = ["model.dropout=0.1", "engine.recompute=selective", "model.kv_heads=2", "model.positions=rope"]
+MIXED = ["model.dropout=0.1", "engine.recompute=selective", "model.attention.kv_heads=2", "model.positions=rope"]
 # not those that stop because nothing was sent: fairscale, ZeRO 3 of deepspeed, pipelines
 LAYOUTS = {
     "native": (2, []),

@@ -14,8 +14,13 @@ from hpclm.training.expert_load import INTERVALS, RESOLUTION, TOKENS, ExpertLoad
 from tests.forks import Ranks, hpclm
 from tests.runs import lines
 
-SHAPE = ["model.layers=3", "model.experts=4", "model.experts_per_token=2", "model.mlp_pattern=[dense,experts,experts]"]
-WORDS = [*SHAPE, "model.expert_ffn=16", "engine.precision=fp32", "log.every=2", "batch.micro_size=1"]
+SHAPE = [
+    "model.layers=3",
+    "model.experts.count=4",
+    "model.experts.per_token=2",
+    "model.experts.pattern=[dense,experts,experts]",
+]
+WORDS = [*SHAPE, "model.experts.ffn=16", "engine.precision=fp32", "log.every=2", "batch.micro_size=1"]
 LAYOUTS = {
     "experts on two": (2, ["parallel.expert=2"]),
     "two stages": (2, ["parallel.pipeline=2", "engine.name=pipelining"]),
@@ -109,7 +114,10 @@ def test_a_layer_is_warned_of_once_when_it_has_lasted(counts, text, load, caplog
     with caplog.at_level(logging.WARNING):
         _, problems = load(lambda step: [BALANCED, counts if step <= 4 * INTERVALS else BALANCED], 6 * INTERVALS)
     [warning] = caplog.messages
-    assert text in warning and "set model.balance_sequence=0.01, or model.router_choice_bias=true" in warning
+    assert (
+        text in warning
+        and "set model.experts.balance_sequence=0.01, or model.experts.router_choice_bias=true" in warning
+    )
     assert [bool(said) for said in problems] == [False] * (INTERVALS - 1) + [True] * (INTERVALS + 1) + [
         False
     ] * INTERVALS
@@ -132,8 +140,8 @@ def test_what_happens_in_every_run_is_no_warning(counts, load, caplog):
 
 
 def test_a_warning_names_the_setting_that_balances_already(load, caplog):
-    load(lambda step: [BALANCED, [0, TOKENS, TOKENS, TOKENS]], 2 * INTERVALS, "model.balance_step=0.001")
-    assert "A larger model.balance_step=0.001 balances them more" in caplog.messages[0]
+    load(lambda step: [BALANCED, [0, TOKENS, TOKENS, TOKENS]], 2 * INTERVALS, "model.experts.balance_step=0.001")
+    assert "A larger model.experts.balance_step=0.001 balances them more" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +161,7 @@ def test_only_counts_for_each_expert_are_read(value, valid):
 
 
 def train(size, out, *words):
-    shape = "model={hidden: 16, heads: 2, context: 16, vocab_size: 64}"
+    shape = "model={hidden: 16, context: 16, vocab_size: 64, attention: {heads: 2}}"
     words = [shape, "data.source=synthetic", "batch.global_size=4", f"out={out}", *WORDS, *words]
     words += ["cluster.preflight=false", "cluster.self_check=false", "evaluate.every=0", "checkpoint.every=4"]
     with Ranks(size, words) as ranks:

@@ -81,12 +81,12 @@ def test_the_budget_that_ends_a_run_before_its_steps_is_named():
 
 
 def test_kernels_that_a_cpu_does_not_have_are_told(tmp_path, caplog):
-    for words in ([], ["model.attention=flash", "model.kernels=apex"]):
+    for words in ([], ["model.attention.kernel=flash", "model.kernels=apex"]):
         model = run(tmp_path, *words).model
         messages.attention(model, None)
         messages.kernels(model, CPU)
     assert caplog.messages == [
-        "model.attention=flash is for GPUs; a CPU uses PyTorch's own",
+        "model.attention.kernel=flash is for GPUs; a CPU uses PyTorch's own",
         "model.kernels=apex: it is for GPUs; PyTorch's own operations",
     ]
 

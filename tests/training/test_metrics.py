@@ -29,7 +29,7 @@ def test_mfu_is_of_the_peak_of_all_processes_and_tokens_are_of_all():
 
 def test_the_peak_of_fp8_is_that_of_a_gpu_that_does_its_products_in_half_the_time():
     """Of 3 blocks the second is in FP8: of 6 FLOPs a weight, 12 C^2 of them, 4 take half as long."""
-    shape = "model={layers: 3, hidden: 32, heads: 2, context: 4, vocab_size: 60}"
+    shape = "model={layers: 3, hidden: 32, context: 4, vocab_size: 60, attention: {heads: 2}}"
     plain, fp8 = (config.load(None, [shape, *more]) for more in ([], ["engine.fp8=rowwise"]))
     rates = [Speed(run.model, run.engine, 1e12)(samples=1, seconds=1.0)["mfu"] for run in (plain, fp8)]
     assert rates[1] == pytest.approx(rates[0] - 4 * (4 * 12 * 32 * 32 / 2) / 1e12)
@@ -38,7 +38,7 @@ def test_the_peak_of_fp8_is_that_of_a_gpu_that_does_its_products_in_half_the_tim
 @pytest.mark.parametrize("recompute, block", [("full", 2 * 12 * 8 * 8 + 2 * 4 * 8), ("selective", 2 * 4 * 8)])
 def test_hfu_counts_what_is_computed_again_once_more(recompute, block):
     """A block's forward pass: 2 FLOPs for each of 12 C^2 weights, and with the causal mask 2 T C for attention."""
-    shape = "model={layers: 3, hidden: 8, heads: 2, context: 4, vocab_size: 60}"
+    shape = "model={layers: 3, hidden: 8, context: 4, vocab_size: 60, attention: {heads: 2}}"
     run = config.load(None, [shape, f"engine.recompute={recompute}"])
     found = Speed(run.model, run.engine, 1e12)(samples=1, seconds=1.0)
     assert found["hfu"] - found["mfu"] == pytest.approx(4 * 3 * block / 1e12)

@@ -12,7 +12,7 @@ from tests.training.node_data import reads, refusal
 
 WORDS = [
     *(
-        "model={vocab_size: 64, layers: 1, hidden: 16, heads: 2, context: 8}",
+        "model={vocab_size: 64, layers: 1, hidden: 16, context: 8, attention: {heads: 2}}",
         "batch={global_size: 4, micro_size: 1}",
         "budget.steps=5",
     ),

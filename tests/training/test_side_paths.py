@@ -177,7 +177,7 @@ def right(tmp_path_factory):
 
 
 def words(out, *more):
-    shape = "model={vocab_size: 64, layers: 1, hidden: 16, heads: 2, context: 8}"
+    shape = "model={vocab_size: 64, layers: 1, hidden: 16, context: 8, attention: {heads: 2}}"
     batch = ["batch={global_size: 8, micro_size: 8}", f"budget.steps={STEPS}", "optim.lr=3e-3", "optim.min_lr=1e-4"]
     rest = ["engine.device=cpu", "engine.precision=fp32", "checkpoint.every=15", "log.every=1", "data.workers=0"]
     return [shape, *batch, *rest, "evaluate.every=20", f"out={out}", *more]

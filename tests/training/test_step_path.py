@@ -23,7 +23,7 @@ from hpclm.training.run_data import RunData
 from hpclm.training.step import Stepper
 
 STEPS, RANKS = 8, 2
-WORDS = ["model.layers=1", "model.hidden=64", "model.heads=2", "model.vocab_size=256", "model.context=32"]
+WORDS = ["model.layers=1", "model.hidden=64", "model.attention.heads=2", "model.vocab_size=256", "model.context=32"]
 WORDS += ["batch.micro_size=2", "batch.global_size=8", f"job.gpus={RANKS}", "data.source=synthetic", "evaluate.every=0"]
 WORDS += [f"stop_at={STEPS}", "checkpoint.enabled=false", "engine.compile=false"]
 

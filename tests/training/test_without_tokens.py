@@ -18,7 +18,7 @@ from tests.forks import hpclm
 
 COUNTING = [0, 3, 6, 8]
 """Of nine samples, one document each, those with tokens that count; the last three are held out."""
-SHAPE = "model={layers: 1, hidden: 16, heads: 2, context: 16, vocab_size: 64}"
+SHAPE = "model={layers: 1, hidden: 16, context: 16, vocab_size: 64, attention: {heads: 2}}"
 WORDS = [SHAPE, "data.order=packed", "data.split=6,3", "batch.micro_size=1", "log.tensorboard=false", "log.every=3"]
 WORDS += ["engine.precision=fp32", "cluster.preflight=false", "evaluate.batches=1", "optim.guard=skip_step"]
 

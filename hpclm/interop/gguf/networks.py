@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig, rope
+from hpclm.config.checks import value_at
 from hpclm.interop.huggingface import families
 from hpclm.interop.huggingface.glm_phi import interleaved
 from hpclm.interop.rules import Rule, in_one, of_modules, reordered
@@ -87,14 +88,14 @@ class Network:
             "embedding_length": config.hidden,
             "block_count": config.layers,
             "feed_forward_length": config.ffn_width,
-            "attention.head_count": config.heads,
-            "attention.head_count_kv": config.groups,
+            "attention.head_count": config.attention.heads,
+            "attention.head_count_kv": config.attention.groups,
             "attention.key_length": config.head_width,
             "attention.value_length": config.head_width,
             epsilon: config.norm_eps,
         }
         if config.positions == "rope":
-            metadata |= {"rope.dimension_count": config.rotated, "rope.freq_base": config.rope_base, **_scaling(config)}
+            metadata |= {"rope.dimension_count": config.rotated, "rope.freq_base": config.rope.base, **_scaling(config)}
         return metadata | self.keys(config)
 
     def extra(self, config: ModelConfig) -> dict[str, Tensor]:
@@ -102,44 +103,44 @@ class Network:
         if rope_type(config) != "llama3":
             return {}
         width = config.rotated
-        base = config.rope_base
+        base = config.rope.base
         context = config.context
         cpu = torch.device("cpu")
         plain, _ = frequencies(width, base, {}, context, context, cpu)
-        scaled, _ = frequencies(width, base, config.rope_scaling, context, context, cpu)
+        scaled, _ = frequencies(width, base, config.rope.scaling, context, context, cpu)
         return {"rope_freqs.weight": plain / scaled}
 
     def obstacles(self, config: ModelConfig) -> Iterator[str]:
         """Reasons why llama.cpp cannot compute a network that transformers' class covers."""
         for name, values in self.needs.items():
-            if getattr(config, name) not in values:
-                yield f"model.{name}={getattr(config, name)}, but it needs {' or '.join(map(str, values))}"
-        kinds = {config.window_of(config.kind(i)) for i in range(config.layers)}
-        if config.window and not (self.windows and None in kinds):
+            if value_at(config, name) not in values:
+                yield f"model.{name}={value_at(config, name)}, but it needs {' or '.join(map(str, values))}"
+        kinds = {config.attention.window_of(config.attention.kind(i)) for i in range(config.layers)}
+        if config.attention.window and not (self.windows and None in kinds):
             few = "some layers" if self.windows else "its layers"
-            yield f"model.window={config.window}, but {few} have full attention"
+            yield f"model.attention.window={config.attention.window}, but {few} have full attention"
         if any(config.biases[1:]) and not self.biased:
             yield "biases of attention's output projection or the MLP, but it needs none"
         given = rope_type(config)
         if given and given not in self.scalings:
-            yield f"model.rope_scaling.rope_type={given}, but it needs {' or '.join(self.scalings) or 'none'}"
-        if given == "yarn" and config.rope_scaling.keys() & {
+            yield f"model.rope.scaling.rope_type={given}, but it needs {' or '.join(self.scalings) or 'none'}"
+        if given == "yarn" and config.rope.scaling.keys() & {
             "mscale",
             "mscale_all_dim",
             "truncate",
             "attention_factor",
         }:
-            yield "model.rope_scaling with mscale, mscale_all_dim, truncate or attention_factor, which it does not support"
+            yield "model.rope.scaling with mscale, mscale_all_dim, truncate or attention_factor, which it does not support"
         yield from self.more(config)
 
 
 def rope_type(config: ModelConfig) -> str | None:
     """The kind of scaled rotary positions."""
-    return config.rope_scaling.get("rope_type")
+    return config.rope.scaling.get("rope_type")
 
 
 def _scaling(config: ModelConfig) -> Keys:
-    given = rope.parsed(config.rope_scaling)
+    given = rope.parsed(config.rope.scaling)
     if rope_type(config) not in ("linear", "yarn"):
         return {}
     scaling = {"type": rope_type(config), "factor": float(given["factor"])}
@@ -157,31 +158,34 @@ def _twice(rule: Rule) -> Rule:
 
 def _windows(config: ModelConfig) -> Keys:
     """The keys for layers with a window."""
-    pattern = [config.window_of(config.kind(i)) is not None for i in range(config.layers)]
-    return {"attention.sliding_window": config.window or config.context, "attention.sliding_window_pattern": pattern}
+    pattern = [config.attention.window_of(config.attention.kind(i)) is not None for i in range(config.layers)]
+    return {
+        "attention.sliding_window": config.attention.window or config.context,
+        "attention.sliding_window_pattern": pattern,
+    }
 
 
 def _scaled_windows(config: ModelConfig, scaled: bool) -> Iterator[str]:
-    if config.window and config.rope_scaling and config.window_rope_scaled != scaled:
-        yield f"model.window_rope_scaled={config.window_rope_scaled}, but it needs {scaled}"
+    if config.attention.window and config.rope.scaling and config.rope.window_scaled != scaled:
+        yield f"model.rope.window_scaled={config.rope.window_scaled}, but it needs {scaled}"
 
 
 def _smollm3(config: ModelConfig) -> Iterator[str]:
-    kinds = [config.kind(i) for i in range(config.layers)]
+    kinds = [config.attention.kind(i) for i in range(config.layers)]
     if kinds != ["full" if (i + 1) % 4 else "nope" for i in range(config.layers)]:
-        yield f"model.pattern={config.pattern}, but it needs every fourth layer without positions"
+        yield f"model.attention.pattern={config.attention.pattern}, but it needs every fourth layer without positions"
 
 
 def _gemma(config: ModelConfig, largest: int) -> Iterator[str]:
-    if config.score_scale not in (None, config.head_width**-0.5) or config.layers == largest:
-        yield f"model.score_scale={config.score_scale} in {config.layers} layers, but it needs 1 / sqrt(size of a head)"
+    if config.attention.score_scale not in (None, config.head_width**-0.5) or config.layers == largest:
+        yield f"model.attention.score_scale={config.attention.score_scale} in {config.layers} layers, but it needs 1 / sqrt(size of a head)"
 
 
 def _gemma2(config: ModelConfig) -> Iterator[str]:
     yield from _gemma(config, 46)
     yield from _scaled_windows(config, True)
-    if not (config.score_cap and config.logit_cap and config.window):
-        yield "no model.score_cap, model.logit_cap or model.window, but it needs all three"
+    if not (config.attention.score_cap and config.logit_cap and config.attention.window):
+        yield "no model.attention.score_cap, model.logit_cap or model.attention.window, but it needs all three"
 
 
 def _gemma3(config: ModelConfig) -> Iterator[str]:
@@ -190,8 +194,8 @@ def _gemma3(config: ModelConfig) -> Iterator[str]:
 
 
 def _gemma3_keys(config: ModelConfig) -> Keys:
-    keys = _windows(config) if config.window else {}
-    keys["rope.freq_base_swa"] = config.window_rope_base or config.rope_base
+    keys = _windows(config) if config.attention.window else {}
+    keys["rope.freq_base_swa"] = config.rope.window_base or config.rope.base
     if config.logit_cap:
         keys["final_logit_softcapping"] = config.logit_cap
     return keys
@@ -199,22 +203,24 @@ def _gemma3_keys(config: ModelConfig) -> Keys:
 
 def _olmo2(config: ModelConfig) -> Iterator[str]:
     yield from _scaled_windows(config, False)
-    if config.window_rope_base not in (None, config.rope_base):
-        yield f"model.window_rope_base={config.window_rope_base}, but it needs one base for all layers"
+    if config.rope.window_base not in (None, config.rope.base):
+        yield f"model.rope.window_base={config.rope.window_base}, but it needs one base for all layers"
 
 
 SWIGLU = {"activation": ("swiglu",)}
 TANH = {"activation": ("gelu_tanh",)}
 GPT2 = Network("gpt2", TANH, fused=True, biased=True)
 LLAMA = Network("llama", SWIGLU, neighbours=True, biased=True, scalings=("linear", "yarn", "llama3"))
-OLMO2 = Network("olmo2", SWIGLU, untied=True, windows=True, more=_olmo2, keys=lambda c: _windows(c) if c.window else {})
+OLMO2 = Network(
+    "olmo2", SWIGLU, untied=True, windows=True, more=_olmo2, keys=lambda c: _windows(c) if c.attention.window else {}
+)
 GRANITE = Network(
     "granite",
     SWIGLU,
     neighbours=True,
     biased=True,
     keys=lambda c: {
-        "attention.scale": c.score_scale or c.head_width**-0.5,
+        "attention.scale": c.attention.score_scale or c.head_width**-0.5,
         "embedding_scale": c.embed_multiplier,
         "residual_scale": c.residual_multiplier,
         "logit_scale": 1 / c.logit_multiplier,
@@ -227,8 +233,8 @@ GEMMA2 = Network(
     more=_gemma2,
     keys=lambda c: (
         _windows(c)
-        | {"attn_logit_softcapping": c.score_cap, "final_logit_softcapping": c.logit_cap}
-        | {"rope.freq_base_swa": c.window_rope_base or c.rope_base}
+        | {"attn_logit_softcapping": c.attention.score_cap, "final_logit_softcapping": c.logit_cap}
+        | {"rope.freq_base_swa": c.rope.window_base or c.rope.base}
     ),
 )
 GEMMA3 = replace(

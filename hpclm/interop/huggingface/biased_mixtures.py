@@ -16,8 +16,8 @@ NONE = (False, False, False)
 GLM_BIASES = ("attention_bias", False, False)
 ERNIE_NAMES = experts.Names(choice_bias="mlp.moe_statics.e_score_correction_bias")
 NUMBERED = re.compile(r"(?:model\.)?layers\.(\d+)\.")
-BALANCED = dict(router_choice_bias=(True,), router_bias=(False,))
-SPLIT = ("shared_ffn", "mlp_pattern")
+BALANCED = {"experts.router_choice_bias": (True,), "experts.router_bias": (False,)}
+SPLIT = ("experts.shared_ffn", "experts.pattern")
 
 
 def shared(tree: Json, key: str, width: str, fewest: int = 0) -> dict[str, Any]:
@@ -25,18 +25,18 @@ def shared(tree: Json, key: str, width: str, fewest: int = 0) -> dict[str, Any]:
     count = tree[key]
     if type(count) is not int or count < fewest:
         raise ConfigError(f"{key}={count} must be a whole number of at least {fewest}")
-    return dict(shared_ffn=count * shape.whole(tree, width))
+    return {"experts.shared_ffn": count * shape.whole(tree, width)}
 
 
 def more(config: ModelConfig, fewest: int = 1) -> Iterator[str]:
     """Reasons why these classes, with at least ``fewest`` shared experts, do not cover a network."""
     yield from experts.absent(config)
-    if not config.experts:
+    if not config.experts.count:
         return
-    if config.shared_ffn % config.expert_width:
-        yield f"model.shared_ffn={config.shared_ffn}, but it needs a multiple of the experts' width of {config.expert_width}"
-    elif config.shared_ffn < fewest:
-        yield f"model.shared_ffn={config.shared_ffn}, but it needs shared experts"
+    if config.experts.shared_ffn % config.expert_width:
+        yield f"model.experts.shared_ffn={config.experts.shared_ffn}, but it needs a multiple of the experts' width of {config.expert_width}"
+    elif config.experts.shared_ffn < fewest:
+        yield f"model.experts.shared_ffn={config.experts.shared_ffn}, but it needs shared experts"
 
 
 def ernie_rules(config: ModelConfig) -> Iterable[Rule]:
@@ -70,7 +70,7 @@ def ernie(tree: Json) -> dict[str, Any]:
 
 def described_ernie_layers(config: ModelConfig) -> dict[str, int] | None:
     """The keys for layers with experts; None if no keys describe these."""
-    sparse = [config.has_experts(i) for i in range(config.layers)]
+    sparse = [config.experts.in_layer(i) for i in range(config.layers)]
     if not any(sparse):
         return None
     first = sparse.index(True)
@@ -83,7 +83,7 @@ def described_ernie_layers(config: ModelConfig) -> dict[str, int] | None:
 
 def described_ernie(config: ModelConfig) -> dict[str, Any]:
     """The keys that ernie() reads."""
-    count = dict(moe_num_shared_experts=config.shared_ffn // config.expert_width, use_bias=False)
+    count = dict(moe_num_shared_experts=config.experts.shared_ffn // config.expert_width, use_bias=False)
     return llama.described(config, NONE) | count | (described_ernie_layers(config) or {})
 
 
@@ -91,8 +91,8 @@ def more_ernie(config: ModelConfig) -> Iterator[str]:
     """Reasons why an ERNIE 4.5 does not cover a network."""
     yield from shape.bias_obstacles(config, NONE)
     yield from more(config, fewest=0)
-    if config.experts and described_ernie_layers(config) is None:
-        yield f"model.mlp_pattern={config.mlp_pattern}, but it needs experts in every n-th of consecutive layers"
+    if config.experts.count and described_ernie_layers(config) is None:
+        yield f"model.experts.pattern={config.experts.pattern}, but it needs experts in every n-th of consecutive layers"
 
 
 def ernie_left_out(tree: Json, name: str) -> bool:
@@ -105,13 +105,13 @@ ERNIE4_5_MOE = replace(
     architecture="Ernie4_5_MoeForCausalLM",
     model_type="ernie4_5_moe",
     keys={
-        **{ours: key for ours, key in llama.LLAMA.keys.items() if ours != "attention_dropout"},
-        "experts": "moe_num_experts",
-        "experts_per_token": "moe_k",
-        "expert_ffn": "moe_intermediate_size",
+        **{ours: key for ours, key in llama.LLAMA.keys.items() if ours != "attention.dropout"},
+        "experts.count": "moe_num_experts",
+        "experts.per_token": "moe_k",
+        "experts.ffn": "moe_intermediate_size",
     },
     rules=ernie_rules,
-    needs={**llama.LLAMA.needs, **BALANCED, "router_normalize": (True,)},
+    needs={**llama.LLAMA.needs, **BALANCED, "experts.router_normalize": (True,)},
     fixed=dict(use_bias=(False, None), moe_norm_min=(1e-12,), moe_gate_act=("softmax", None)),
     aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
     constant=described_ernie,
@@ -125,13 +125,13 @@ ERNIE4_5_MOE = replace(
     more=more_ernie,
 )
 SIGMOID_KEYS = {
-    "experts": "n_routed_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "expert_ffn": "moe_intermediate_size",
-    "router_normalize": "norm_topk_prob",
-    "router_scale": "routed_scaling_factor",
-    "router_groups": "n_group",
-    "router_top_groups": "topk_group",
+    "experts.count": "n_routed_experts",
+    "experts.per_token": "num_experts_per_tok",
+    "experts.ffn": "moe_intermediate_size",
+    "experts.router_normalize": "norm_topk_prob",
+    "experts.router_scale": "routed_scaling_factor",
+    "experts.router_groups": "n_group",
+    "experts.router_top_groups": "topk_group",
 }
 
 
@@ -143,27 +143,27 @@ def sigmoid(tree: Json) -> dict[str, Any]:
     count = max(1, shape.whole(tree, "num_hidden_layers"))
     settings = shared(tree, "n_shared_experts", "moe_intermediate_size", fewest=1)
     settings |= experts.mlp_pattern([i >= dense for i in range(count)])
-    for ours in ("router_groups", "router_top_groups"):
+    for ours in ("experts.router_groups", "experts.router_top_groups"):
         key = SIGMOID_KEYS[ours]
         groups = 1 if tree[key] is None else tree[key]
         # without groups, transformers chooses experts regardless of their scores
         if type(groups) is not int or groups < 1:
             raise ConfigError(f"{key}={groups} must be a whole number of at least 1")
         settings[ours] = groups
-    return settings | dict(router_normalize=bool(tree["norm_topk_prob"]))
+    return settings | {"experts.router_normalize": bool(tree["norm_topk_prob"])}
 
 
 def described_sigmoid(config: ModelConfig) -> dict[str, Any]:
     """The keys that sigmoid() reads."""
-    count = config.shared_ffn // config.expert_width
+    count = config.experts.shared_ffn // config.expert_width
     return dict(first_k_dense_replace=config.dense_layers, n_shared_experts=count)
 
 
 def more_sigmoid(config: ModelConfig) -> Iterator[str]:
     """Reasons why these classes do not cover a network."""
     yield from more(config)
-    if any(config.has_experts(i) != (i >= config.dense_layers) for i in range(config.layers)):
-        yield f"model.mlp_pattern={config.mlp_pattern}, but it needs experts in all layers after the first ones"
+    if any(config.experts.in_layer(i) != (i >= config.dense_layers) for i in range(config.layers)):
+        yield f"model.experts.pattern={config.experts.pattern}, but it needs experts in all layers after the first ones"
 
 
 def dots1(tree: Json) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def dots1(tree: Json) -> dict[str, Any]:
 
 def described_dots1(config: ModelConfig) -> dict[str, Any]:
     """The keys that dots1() reads."""
-    layers = {"layer_types": shape.layer_types(config), "sliding_window": config.window}
+    layers = {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window}
     biases = llama.described(config, ("attention_bias", "attention_bias", False))
     return biases | layers | {"max_window_layers": config.layers} | described_sigmoid(config)
 
@@ -188,7 +188,7 @@ DOTS1 = replace(
     model_type="dots1",
     keys={**llama.LLAMA.keys, **SIGMOID_KEYS},
     rules=experts.rules,
-    needs={**llama.LLAMA.needs, **BALANCED, "router_score": ("sigmoid",), "qk_norm": (True,)},
+    needs={**llama.LLAMA.needs, **BALANCED, "experts.router_score": ("sigmoid",), "attention.qk_norm": (True,)},
     fixed=dict(scoring_func=("sigmoid",), topk_method=("noaux_tc",)),
     aliases={"num_local_experts": "n_routed_experts"},
     constant=described_dots1,
@@ -207,12 +207,14 @@ DOTS1 = replace(
 def glm4_moe(tree: Json) -> dict[str, Any]:
     """Settings that depend on several keys; without partial_rotary_factor, half of each head is rotated."""
     rope = shape.rope(tree, part=0.5) | shape.biases(tree, GLM_BIASES)
-    return rope | sigmoid(tree) | dict(qk_norm=bool(tree["use_qk_norm"]))
+    return rope | sigmoid(tree) | {"attention.qk_norm": bool(tree["use_qk_norm"])}
 
 
 def described_glm4_moe(config: ModelConfig) -> dict[str, Any]:
     """The keys that glm4_moe() reads."""
-    settings = dict(partial_rotary_factor=config.rope_fraction, use_qk_norm=config.qk_norm, num_nextn_predict_layers=0)
+    settings = dict(
+        partial_rotary_factor=config.rope.fraction, use_qk_norm=config.attention.qk_norm, num_nextn_predict_layers=0
+    )
     return llama.described(config, GLM_BIASES) | settings | described_sigmoid(config)
 
 
@@ -228,11 +230,11 @@ GLM4_MOE = replace(
     DOTS1,
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
-    needs=TURNED | {**BALANCED, "router_score": ("sigmoid",)},
+    needs=TURNED | {**BALANCED, "experts.router_score": ("sigmoid",)},
     aliases={**DOTS1.aliases, "num_mtp_layers": "num_nextn_predict_layers"},
     constant=described_glm4_moe,
     shape=glm4_moe,
-    covers=(*llama.LLAMA.covers, *SPLIT, "qk_norm"),
+    covers=(*llama.LLAMA.covers, *SPLIT, "attention.qk_norm"),
     read=(f"{shape.ROPE} attention_bias use_qk_norm first_k_dense_replace n_shared_experts num_nextn_predict_layers"),
     left_out=glm_left_out,
     more=lambda config: [*shape.bias_obstacles(config, GLM_BIASES), *more_sigmoid(config)],

@@ -9,6 +9,7 @@ import numpy as np
 
 from hpclm import __version__
 from hpclm.config import RunConfig
+from hpclm.config.section import leaves
 from hpclm.data import tokenizers
 from hpclm.interop.run import RunCheckpoint
 from hpclm.model import count
@@ -22,7 +23,7 @@ tags:
 ---"""
 LAST = 100  # the training loss is the mean of this number of steps
 ALWAYS = {
-    "model": {"vocab_size", "layers", "hidden", "heads", "context", "positions", "norm", "activation"},
+    "model": {"vocab_size", "layers", "hidden", "attention.heads", "context", "positions", "norm", "activation"},
     "batch": {"global_size"},
     "optim": {"name", "lr", "min_lr", "schedule", "betas", "weight_decay", "clip"},
 }
@@ -118,8 +119,8 @@ def _settings(checkpoint: RunCheckpoint, dtype: str) -> Iterator[Row]:
         yield "end of an answer", ", ".join(chat.ends) or "no single token"
     sections = ("model", "batch", "optim") if checkpoint.step else ("model",)
     for name in sections:
-        used = vars(getattr(config, name))
-        defaults = vars(getattr(RunConfig(), name))
+        used = dict(leaves(getattr(config, name)))
+        defaults = dict(leaves(getattr(RunConfig(), name)))
         yield from (
             (f"{name}.{key}", value)
             for key, value in used.items()

@@ -8,26 +8,26 @@ from hpclm.interop.huggingface.family import Family, Json
 from hpclm.interop.rules import of_modules
 
 CODE = Path(__file__).with_name("modeling_hpclm.py")
-KEYS = dict(
-    layers="num_hidden_layers",
-    hidden="hidden_size",
-    heads="num_attention_heads",
-    kv_heads="num_key_value_heads",
-    ffn="intermediate_size",
-    context="max_position_embeddings",
-    positions="position_kind",
-    rope_base="rotary_base",
-    norm="norm_kind",
-    norm_eps="norm_eps",
-    activation="hidden_act",
-    bias="use_bias",
-    tied="tie_word_embeddings",
-    embed_norm="embed_norm",
-    embed_scale="embed_scale",
-    qk_norm="qk_norm",
-    dropout="hidden_dropout",
-    attention_dropout="attention_dropout",
-)
+KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "attention.heads": "num_attention_heads",
+    "attention.kv_heads": "num_key_value_heads",
+    "ffn": "intermediate_size",
+    "context": "max_position_embeddings",
+    "positions": "position_kind",
+    "rope.base": "rotary_base",
+    "norm": "norm_kind",
+    "norm_eps": "norm_eps",
+    "activation": "hidden_act",
+    "bias": "use_bias",
+    "tied": "tie_word_embeddings",
+    "embed_norm": "embed_norm",
+    "embed_scale": "embed_scale",
+    "attention.qk_norm": "qk_norm",
+    "dropout": "hidden_dropout",
+    "attention.dropout": "attention_dropout",
+}
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "relu2", "swiglu", "geglu", "geglu_tanh")
 MODULES = {
     "tokens": "model.tokens",

@@ -16,12 +16,12 @@ from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import LOGICAL, Rule, same
 
-KEYS = dict(
-    experts="num_experts",
-    experts_per_token="num_experts_per_tok",
-    expert_ffn="moe_intermediate_size",
-    router_normalize="norm_topk_prob",
-)
+KEYS = {
+    "experts.count": "num_experts",
+    "experts.per_token": "num_experts_per_tok",
+    "experts.ffn": "moe_intermediate_size",
+    "experts.router_normalize": "norm_topk_prob",
+}
 """Maps our settings to the keys of most classes."""
 LOSSES = "router_aux_loss_coef output_router_logits"
 """Keys of the loss that balances experts while transformers trains; hpclm has no such setting (see remark())."""
@@ -58,9 +58,9 @@ def rules(config: ModelConfig, names: Names = NAMES, more: Mapping[str, Any] | N
         if module == "mlp.experts":
             branch, _, suffix = kind.partition("_")
             parts = {"up": names.up, "down": names.down}[branch]
-            experts = [layer + names.experts.format(i) for i in range(config.experts)]
+            experts = [layer + names.experts.format(i) for i in range(config.experts.count)]
             theirs = [f"{name}{part}.{suffix or 'weight'}" for name in experts for part in parts]
-            yield per_expert(rule.ours, theirs, config.experts)
+            yield per_expert(rule.ours, theirs, config.experts.count)
         elif kind == "choice_bias":
             yield same(rule.ours, layer + names.choice_bias)
         else:
@@ -94,18 +94,18 @@ def interleaved(ours: str, theirs: str) -> Rule:
 
 def mlp_pattern(sparse: Sequence[bool]) -> dict[str, Any]:
     """Our setting for the layers with experts."""
-    return dict(mlp_pattern=shape.period(["experts" if experts else "dense" for experts in sparse]))
+    return {"experts.pattern": shape.period(["experts" if experts else "dense" for experts in sparse])}
 
 
 def dense_layers(config: ModelConfig) -> list[int]:
     """Numbers of the layers without experts."""
-    return [i for i in range(config.layers) if not config.has_experts(i)]
+    return [i for i in range(config.layers) if not config.experts.in_layer(i)]
 
 
 def absent(config: ModelConfig) -> Iterator[str]:
     """The reason why a class with experts does not cover a network without them."""
-    if not config.experts:
-        yield "model.experts=0, but it needs experts"
+    if not config.experts.count:
+        yield "model.experts.count=0, but it needs experts"
 
 
 def remark(tree: Json) -> str | None:
@@ -114,5 +114,5 @@ def remark(tree: Json) -> str | None:
         return None
     return (
         f"router_aux_loss_coef={tree['router_aux_loss_coef']} is ignored: transformers multiplies the shares of all layers "
-        "together, hpclm those of each layer. To balance experts in training, set model.balance_sequence or another model.balance_…"
+        "together, hpclm those of each layer. To balance experts in training, set model.experts.balance_sequence or another model.experts.balance_…"
     )

@@ -8,8 +8,10 @@ from typing import Any
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
+from hpclm.config.checks import value_at
 from hpclm.config.experts import COEFFICIENTS
 from hpclm.config.fields import required, type_of, type_text
+from hpclm.config.section import leaves
 from hpclm.interop.huggingface.defaults import DEFAULTS as MISSING
 from hpclm.interop.huggingface.defaults import NULLABLE
 from hpclm.interop.rules import Rule
@@ -39,18 +41,45 @@ GELUS |= dict(gelu_fast="gelu_tanh", gelu_accurate="gelu_tanh", gelu_python_tanh
 """Maps transformers' names of activations to ours."""
 LAYERNORM = dict(norm=("layernorm",), activation=("gelu", "gelu_tanh", "relu", "relu2"), bias=(True,))
 """Settings required by older classes."""
-ELSEWHERE = {"vocab_size", "vocab_multiple", "dropout", "attention_dropout", "init_std", "kernels", "attention", "tied"}
-ELSEWHERE |= {"kv_heads", "ffn", "head_dim", "hidden", "heads", "layers", "context", *COEFFICIENTS}
+ELSEWHERE = {
+    "vocab_size",
+    "vocab_multiple",
+    "dropout",
+    "attention.dropout",
+    "init_std",
+    "kernels",
+    "attention.kernel",
+    "tied",
+}
+ELSEWHERE |= {
+    "attention.kv_heads",
+    "ffn",
+    "attention.head_dim",
+    "hidden",
+    "attention.heads",
+    "layers",
+    "context",
+    *COEFFICIENTS,
+}
 """Settings that do not affect the choice of a class, or that are checked separately."""
 DIVIDED = {
     f"{name}ForCausalLM"
     for name in ("Llama", "Arcee", "Gemma2", "Gemma3", "VaultGemma", "Cwm", "HyperCLOVAX", "Jais2", "InternLM3")
 }
 """Classes that refuse a hidden size that is not a multiple of the number of heads, even if head_dim is set."""
-DERIVED = ("ffn", "kv_heads", "attention_dropout")
+DERIVED = ("ffn", "attention.kv_heads", "attention.dropout")
 """Settings that take a default if config.json has null."""
-DIVISORS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "context", "vocab_size")
-DEFAULTS = vars(ModelConfig())
+DIVISORS = (
+    "layers",
+    "hidden",
+    "attention.heads",
+    "attention.kv_heads",
+    "attention.head_dim",
+    "ffn",
+    "context",
+    "vocab_size",
+)
+DEFAULTS = dict(leaves(ModelConfig()))
 
 
 @dataclass(frozen=True)
@@ -109,12 +138,12 @@ class Family:
         names = {ours: theirs for theirs, ours in reversed([*self.activations.items()])}
         derived = {
             "ffn": config.ffn_width,
-            "kv_heads": config.groups,
-            "head_dim": config.head_width,
-            "expert_ffn": config.expert_width,
+            "attention.kv_heads": config.attention.groups,
+            "attention.head_dim": config.head_width,
+            "experts.ffn": config.expert_width,
             "activation": names.get(config.activation, config.activation),
         }
-        values = {theirs: derived.get(ours, getattr(config, ours)) for ours, theirs in self.keys.items()}
+        values = {theirs: derived.get(ours, value_at(config, ours)) for ours, theirs in self.keys.items()}
         return {"model_type": self.model_type, **values, **self.constant(config), **described_context(config)}
 
     def settings(self, tree: Json) -> dict[str, Any]:
@@ -137,7 +166,11 @@ class Family:
             if not isinstance(theirs, str) or theirs not in self.activations:
                 raise ConfigError(f"{key}={_shown(theirs)}, but hpclm supports {', '.join(self.activations)}")
             values["activation"] = self.activations[theirs]
-        derived = {"ffn": 4 * values["hidden"], "kv_heads": values["heads"], "attention_dropout": 0.0}
+        derived = {
+            "ffn": 4 * values["hidden"],
+            "attention.kv_heads": values["attention.heads"],
+            "attention.dropout": 0.0,
+        }
         values |= {name: value for name, value in derived.items() if name in values and values[name] is None}
         remark = self.remark(tree)
         if remark:
@@ -152,22 +185,28 @@ class Family:
     def obstacles(self, config: ModelConfig) -> list[str]:
         """Reasons why this class does not cover a network."""
         reasons = [
-            f"model.{name}={_shown(getattr(config, name))}, but it needs {' or '.join(map(_shown, values))}"
+            f"model.{name}={_shown(value_at(config, name))}, but it needs {' or '.join(map(_shown, values))}"
             for name, values in self.needs.items()
-            if getattr(config, name) not in values
+            if value_at(config, name) not in values
         ]
         supported_fields = {*self.keys, *self.needs, *self.covers, *ELSEWHERE}
         reasons += [
             f"model.{name}={_shown(value)}, which it does not support"
-            for name, value in vars(config).items()
+            for name, value in leaves(config)
             if name not in supported_fields and value != DEFAULTS[name]
         ]
         if not self.width and config.attention_width != config.hidden:
-            reasons.append(f"model.head_dim={config.head_dim}, but it needs model.hidden / model.heads")
-        if self.architecture in DIVIDED and config.hidden % config.heads:
-            reasons.append(f"model.heads={config.heads}, but it needs a divisor of model.hidden={config.hidden}")
-        if not self.grouped and config.groups != config.heads:
-            reasons.append(f"model.kv_heads={config.kv_heads}, but it needs as many as model.heads={config.heads}")
+            reasons.append(
+                f"model.attention.head_dim={config.attention.head_dim}, but it needs model.hidden / model.attention.heads"
+            )
+        if self.architecture in DIVIDED and config.hidden % config.attention.heads:
+            reasons.append(
+                f"model.attention.heads={config.attention.heads}, but it needs a divisor of model.hidden={config.hidden}"
+            )
+        if not self.grouped and config.attention.groups != config.attention.heads:
+            reasons.append(
+                f"model.attention.kv_heads={config.attention.kv_heads}, but it needs as many as model.attention.heads={config.attention.heads}"
+            )
         return [*reasons, *self.more(config)]
 
     def problems(self, tree: Json) -> list[str]:
@@ -214,9 +253,9 @@ class Family:
 
 def described_context(config: ModelConfig) -> dict[str, Any]:
     """transformers scales dynamic rotary positions beyond max_position_embeddings, not beyond the original length."""
-    if config.rope_scaling.get("rope_type") != "dynamic":
+    if config.rope.scaling.get("rope_type") != "dynamic":
         return {}
-    return {"max_position_embeddings": json.loads(config.rope_scaling["original_max_position_embeddings"])}
+    return {"max_position_embeddings": json.loads(config.rope.scaling["original_max_position_embeddings"])}
 
 
 def _expected(name: str, value: Any) -> str:

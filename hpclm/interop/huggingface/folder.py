@@ -30,9 +30,11 @@ from hpclm.interop.run import RunCheckpoint, fresh
 from hpclm.node.hardware import TYPES
 
 log = logging.getLogger(__name__)
-SHAPED = dict(sliding_window="window", final_logit_softcapping="logit_cap", attn_logit_softcapping="score_cap")
+SHAPED = dict(
+    sliding_window="attention.window", final_logit_softcapping="logit_cap", attn_logit_softcapping="attention.score_cap"
+)
 SHAPED |= dict(residual_dropout="dropout", logits_scaling="logit_multiplier")
-SHAPED |= dict(partial_rotary_factor="rope_fraction", rotary_pct="rope_fraction")
+SHAPED |= dict(partial_rotary_factor="rope.fraction", rotary_pct="rope.fraction")
 """Keys of config.json that only a class's ``shape`` reads, with the settings that they become."""
 CHOICE_BIAS = ".e_score_correction_bias"
 

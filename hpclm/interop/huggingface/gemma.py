@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpclm.config import ModelConfig
+from hpclm.config.checks import value_at
 from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import Rule, shifted
@@ -14,7 +15,7 @@ MODULES = {
     "norm2": "pre_feedforward_layernorm",
     "post_norm2": "post_feedforward_layernorm",
 }
-CAPS = dict(score_cap="attn_logit_softcapping", logit_cap="final_logit_softcapping")
+CAPS = {"attention.score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
 
 
 def rules(config: ModelConfig) -> Iterable[Rule]:
@@ -27,14 +28,14 @@ def _read(tree: Json, kind: Any) -> dict[str, Any]:
     values = {ours: tree[key] for ours, key in CAPS.items()}
     scale = shape.number(tree, "query_pre_attn_scalar") ** -0.5
     layers = shape.layers(tree, kind, turned=True)
-    return values | dict(score_scale=scale) | layers | shape.biases(tree, llama.ALL_ATTENTION)
+    return values | {"attention.score_scale": scale} | layers | shape.biases(tree, llama.ALL_ATTENTION)
 
 
 def _described(config: ModelConfig) -> dict[str, Any]:
     return (
         shape.described_biases(config, llama.ALL_ATTENTION)
-        | {"layer_types": shape.layer_types(config), "sliding_window": config.window or config.context}
-        | {key: getattr(config, ours) for ours, key in CAPS.items()}
+        | {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window or config.context}
+        | {key: value_at(config, ours) for ours, key in CAPS.items()}
         | {"query_pre_attn_scalar": _scalar(config)}
     )
 
@@ -43,12 +44,12 @@ def _more(config: ModelConfig) -> Iterator[str]:
     """Reasons why a Gemma does not cover a network."""
     yield from shape.bias_obstacles(config, llama.ALL_ATTENTION)
     if not isinstance(_scalar(config), int):
-        yield f"model.score_scale={config.score_scale}, but it needs 1 / sqrt(a whole number)"
+        yield f"model.attention.score_scale={config.attention.score_scale}, but it needs 1 / sqrt(a whole number)"
 
 
 def _scalar(config: ModelConfig) -> int | float:
     """query_pre_attn_scalar, which must be whole."""
-    scalar = config.head_width if config.score_scale is None else config.score_scale**-2
+    scalar = config.head_width if config.attention.score_scale is None else config.attention.score_scale**-2
     if scalar > 0.5 and abs(scalar - round(scalar)) < 1e-6 * scalar:
         return round(scalar)
     return scalar
@@ -64,17 +65,17 @@ GEMMA2 = replace(
     model_type="gemma2",
     keys={**llama.LLAMA.keys, "activation": "hidden_activation"},
     rules=rules,
-    needs=dict(
-        positions=("rope",),
-        norm=("rmsnorm",),
-        norm_order=("sandwich",),
-        activation=("geglu_tanh", "geglu", "swiglu"),
-        embed_scale=(True,),
-        rope_fraction=(1.0,),
-    ),
+    needs={
+        "positions": ("rope",),
+        "norm": ("rmsnorm",),
+        "norm_order": ("sandwich",),
+        "activation": ("geglu_tanh", "geglu", "swiglu"),
+        "embed_scale": (True,),
+        "rope.fraction": (1.0,),
+    },
     constant=lambda config: _described(config) | shape.described_rope(config),
     shape=lambda tree: _read(tree, _second) | shape.rope(tree),
-    covers=(*llama.LLAMA.covers, *CAPS, "score_scale", "pattern", "window"),
+    covers=(*llama.LLAMA.covers, *CAPS, "attention.score_scale", "attention.pattern", "attention.window"),
     read=f"{llama.LLAMA.read} query_pre_attn_scalar {' '.join(CAPS.values())}",
     unread="hidden_act",
     wrong=lambda tree: (),
@@ -94,17 +95,17 @@ def read_settings(tree: Json) -> dict[str, Any]:
 
 def described(config: ModelConfig) -> dict[str, Any]:
     """The keys that read_settings() reads."""
-    if "truncate" in config.rope_scaling:
+    if "truncate" in config.rope.scaling:
         return _described(config) | shape.described_by_kind(config)
-    local = {"rope_local_base_freq": config.window_rope_base or config.rope_base}
-    return _described(config) | {"rope_theta": config.rope_base, "rope_scaling": shape.scaling(config) or None} | local
+    local = {"rope_local_base_freq": config.rope.window_base or config.rope.base}
+    return _described(config) | {"rope_theta": config.rope.base, "rope_scaling": shape.scaling(config) or None} | local
 
 
 GEMMA3 = replace(
     GEMMA2,
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    needs={**GEMMA2.needs, "qk_norm": (True,), "score_cap": (None,)},
+    needs={**GEMMA2.needs, "attention.qk_norm": (True,), "attention.score_cap": (None,)},
     constant=described,
     shape=read_settings,
     covers=(*GEMMA2.covers, *shape.WINDOW_SETTINGS),

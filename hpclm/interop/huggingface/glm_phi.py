@@ -20,7 +20,7 @@ GLM4_MODULES = {
 GLM4_BIASES = ("attention_bias", False, False)
 PHI3_MODULES = {"mlp.up": "mlp.gate_up_proj", "attention.qkv": "self_attn.qkv_proj"}
 NONE = (False, False, False)
-TURNED = {name: values for name, values in llama.LLAMA.needs.items() if name != "rope_fraction"}
+TURNED = {name: values for name, values in llama.LLAMA.needs.items() if name != "rope.fraction"}
 """Requirements of both classes; they may rotate a part of each head."""
 
 
@@ -49,7 +49,7 @@ GLM4 = replace(
     model_type="glm4",
     rules=glm4_rules,
     needs=TURNED | {"norm_order": ("sandwich",)},
-    constant=lambda config: llama.described(config, GLM4_BIASES) | {"partial_rotary_factor": config.rope_fraction},
+    constant=lambda config: llama.described(config, GLM4_BIASES) | {"partial_rotary_factor": config.rope.fraction},
     shape=lambda tree: llama.read_settings(tree, GLM4_BIASES),
     more=llama.bias_reasons(GLM4_BIASES),
 )
@@ -64,7 +64,7 @@ def phi3(tree: Json) -> dict[str, Any]:
             tree[key] = {**given, "rope_type": "longrope"}
     window = shape.layers({**tree, "layer_types": None})
     settings = llama.read_settings(tree, NONE)
-    if (kind := settings["rope_scaling"].get("rope_type")) not in (None, "longrope"):
+    if (kind := settings["rope.scaling"].get("rope_type")) not in (None, "longrope"):
         raise ConfigError(f"rope_type={kind}, but Phi3ForCausalLM supports only longrope")
     return settings | window | dict(dropout=tree["resid_pdrop"])
 
@@ -73,7 +73,7 @@ def described_phi3(config: ModelConfig) -> dict[str, Any]:
     """The keys that phi3() reads."""
     original = shape.scaling(config).get("original_max_position_embeddings", config.context)
     return llama.described(config, NONE) | dict(
-        sliding_window=config.window,
+        sliding_window=config.attention.window,
         original_max_position_embeddings=original,
         resid_pdrop=config.dropout,
         embd_pdrop=config.dropout,
@@ -89,9 +89,9 @@ def wrong_phi3(tree: Json) -> Iterator[str]:
 def more_phi3(config: ModelConfig) -> Iterator[str]:
     """Reasons why a Phi 3 does not cover a network."""
     yield from shape.bias_obstacles(config, NONE)
-    kind = config.rope_scaling.get("rope_type")
-    if kind not in (None, "longrope") or (kind is None and config.rope_fraction == 1.0):
-        yield f"model.rope_scaling.rope_type={kind or 'null'}, but it needs longrope"
+    kind = config.rope.scaling.get("rope_type")
+    if kind not in (None, "longrope") or (kind is None and config.rope.fraction == 1.0):
+        yield f"model.rope.scaling.rope_type={kind or 'null'}, but it needs longrope"
 
 
 PHI3 = replace(
@@ -100,10 +100,10 @@ PHI3 = replace(
     model_type="phi3",
     keys=llama.NARROW,
     rules=phi3_rules,
-    needs=TURNED | {"pattern": (["full"], ["window"])},
+    needs=TURNED | {"attention.pattern": (["full"], ["window"])},
     constant=described_phi3,
     shape=phi3,
-    covers=(*llama.LLAMA.covers, "window"),
+    covers=(*llama.LLAMA.covers, "attention.window"),
     read=f"{llama.LLAMA.read} resid_pdrop embd_pdrop",
     fixed=dict(attention_bias=(False,)),
     wrong=wrong_phi3,

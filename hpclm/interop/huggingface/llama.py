@@ -77,14 +77,16 @@ def no_rope(tree: Json) -> dict[str, Any]:
         raise ConfigError(f"no_rope_layers={turned} must be a list with a number for each of {count} layers")
     kind: Any = lambda i: "full_attention" if turned[i] else "sliding_attention"  # noqa: E731
     layers = shape.layers(tree, kind, switched=True)
-    kinds = [layers["pattern"][i % len(layers["pattern"])] for i in range(count)]
+    kinds = [layers["attention.pattern"][i % len(layers["attention.pattern"])] for i in range(count)]
     names = {("full", False): "nope", ("window", False): "window_nope"}
-    return layers | dict(pattern=shape.period([names.get((k, bool(t)), k) for k, t in zip(kinds, turned, strict=True)]))
+    return layers | {
+        "attention.pattern": shape.period([names.get((k, bool(t)), k) for k, t in zip(kinds, turned, strict=True)])
+    }
 
 
 def described_no_rope(config: ModelConfig) -> dict[str, Any]:
     """The keys that no_rope() reads."""
-    turned = [int("nope" not in config.kind(i)) for i in range(config.layers)]
+    turned = [int("nope" not in config.attention.kind(i)) for i in range(config.layers)]
     return shape.described_layers(config) | {"no_rope_layers": turned}
 
 
@@ -96,24 +98,27 @@ def bias_reasons(biases: Sequence[str | bool]) -> Any:
 LLAMA = Family(
     "LlamaForCausalLM",
     "llama",
-    keys=dict(
-        layers="num_hidden_layers",
-        hidden="hidden_size",
-        heads="num_attention_heads",
-        head_dim="head_dim",
-        kv_heads="num_key_value_heads",
-        ffn="intermediate_size",
-        context="max_position_embeddings",
-        norm_eps="rms_norm_eps",
-        activation="hidden_act",
-        attention_dropout="attention_dropout",
-        tied="tie_word_embeddings",
-    ),
+    keys={
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "attention.heads": "num_attention_heads",
+        "attention.head_dim": "head_dim",
+        "attention.kv_heads": "num_key_value_heads",
+        "ffn": "intermediate_size",
+        "context": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "activation": "hidden_act",
+        "attention.dropout": "attention_dropout",
+        "tied": "tie_word_embeddings",
+    },
     rules=rules,
     prefix="model.",
-    needs=dict(
-        positions=("rope",), norm=("rmsnorm",), activation=("swiglu", "geglu", "geglu_tanh"), rope_fraction=(1.0,)
-    ),
+    needs={
+        "positions": ("rope",),
+        "norm": ("rmsnorm",),
+        "activation": ("swiglu", "geglu", "geglu_tanh"),
+        "rope.fraction": (1.0,),
+    },
     constant=described,
     shape=read_settings,
     covers=(*shape.ROPE_SETTINGS, *shape.BIASES, "bias"),
@@ -146,15 +151,15 @@ def other_layers(tree: Json) -> Iterator[str]:
         yield f"layer_types={tree['layer_types']}, but with sliding_window={tree['sliding_window']} this class has {kind} in all layers"
 
 
-NARROW = {name: key for name, key in LLAMA.keys.items() if name != "head_dim"}
+NARROW = {name: key for name, key in LLAMA.keys.items() if name != "attention.head_dim"}
 """Keys of classes with heads of width hidden / heads."""
 WINDOWED = replace(LLAMA, covers=(*LLAMA.covers, *shape.WINDOW_SETTINGS[:2]), wrong=lambda tree: (), unread="")
 MISTRAL = replace(
     WINDOWED,
     architecture="MistralForCausalLM",
     model_type="mistral",
-    needs={**LLAMA.needs, "pattern": (["window"], ["full"])},
-    constant=lambda config: described(config, (False,) * 3) | {"sliding_window": config.window},
+    needs={**LLAMA.needs, "attention.pattern": (["window"], ["full"])},
+    constant=lambda config: described(config, (False,) * 3) | {"sliding_window": config.attention.window},
     shape=lambda tree: windowed({**tree, "layer_types": None}, (False,) * 3),
     wrong=lambda tree: other_layers(tree),
     more=bias_reasons((False,) * 3),
@@ -176,7 +181,7 @@ QWEN3 = replace(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     keys=LLAMA.keys,
-    needs={**LLAMA.needs, "qk_norm": (True,)},
+    needs={**LLAMA.needs, "attention.qk_norm": (True,)},
     constant=lambda config: (
         described(config, ALL_ATTENTION) | shape.described_layers(config) | {"max_window_layers": 0}
     ),
@@ -201,13 +206,13 @@ GRANITE = replace(
         **LLAMA.keys,
         "embed_multiplier": "embedding_multiplier",
         "residual_multiplier": "residual_multiplier",
-        "score_scale": "attention_multiplier",
+        "attention.score_scale": "attention_multiplier",
     },
     constant=lambda config: (
         described(config)
         | dict(
             logits_scaling=1 / config.logit_multiplier,
-            attention_multiplier=config.score_scale or config.head_width**-0.5,
+            attention_multiplier=config.attention.score_scale or config.head_width**-0.5,
         )
     ),
     shape=lambda tree: read_settings(tree) | dict(logit_multiplier=1 / shape.number(tree, "logits_scaling")),
@@ -269,10 +274,10 @@ APERTUS = replace(
     architecture="ApertusForCausalLM",
     model_type="apertus",
     rules=apertus_rules,
-    needs={**LLAMA.needs, "activation": ("xielu",), "qk_norm": (True,)},
+    needs={**LLAMA.needs, "activation": ("xielu",), "attention.qk_norm": (True,)},
     constant=lambda config: (
         described(config, ALL_ATTENTION)
-        | {"rope_parameters": {"rope_type": "default", **shape.scaling(config), "rope_theta": config.rope_base}}
+        | {"rope_parameters": {"rope_type": "default", **shape.scaling(config), "rope_theta": config.rope.base}}
     ),
     shape=lambda tree: read_settings(shape.with_default_scaling(tree, APERTUS_SCALING), ALL_ATTENTION, 12e6),
     activations={"xielu": "xielu"},

@@ -17,19 +17,19 @@ NONE = (False, False, False)
 MIXTRAL_NAMES = experts.Names(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts.{}.", up=("w1", "w3"), down=("w2",)
 )
-EVERY_LAYER = {"mlp_pattern": (["experts"],)}
+EVERY_LAYER = {"experts.pattern": (["experts"],)}
 MIXTRAL = replace(
     llama.MISTRAL,
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     keys={
         **{ours: key for ours, key in llama.LLAMA.keys.items() if ours != "ffn"},
-        "experts": "num_local_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "expert_ffn": "intermediate_size",
+        "experts.count": "num_local_experts",
+        "experts.per_token": "num_experts_per_tok",
+        "experts.ffn": "intermediate_size",
     },
     rules=partial(experts.rules, names=MIXTRAL_NAMES),
-    needs={**llama.MISTRAL.needs, **EVERY_LAYER, "router_normalize": (True,)},
+    needs={**llama.MISTRAL.needs, **EVERY_LAYER, "experts.router_normalize": (True,)},
     fixed=dict(router_jitter_noise=(0.0,)),
     aliases={"num_experts": "num_local_experts"},
     shape=lambda tree: llama.read_settings(tree, NONE, 1e6) | shape.layers({**tree, "layer_types": None}),
@@ -58,8 +58,8 @@ def described_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     return llama.described(config, llama.ALL_ATTENTION) | dict(
         decoder_sparse_step=1,
         mlp_only_layers=experts.dense_layers(config),
-        sliding_window=config.window,
-        use_sliding_window=bool(config.window),
+        sliding_window=config.attention.window,
+        use_sliding_window=bool(config.attention.window),
     )
 
 
@@ -69,12 +69,12 @@ QWEN3_MOE = replace(
     model_type="qwen3_moe",
     keys={**llama.LLAMA.keys, **experts.KEYS},
     rules=experts.rules,
-    needs={**llama.QWEN3.needs, "pattern": (["full"], ["window"])},
-    fixed=dict(qkv_bias=(False,), use_qk_norm=(True,), shared_expert_intermediate_size=(0,)),
+    needs={**llama.QWEN3.needs, "attention.pattern": (["full"], ["window"])},
+    fixed={"attention.qkv_bias": (False,), "use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},
     aliases={"num_local_experts": "num_experts"},
     constant=described_qwen3_moe,
     shape=qwen3_moe,
-    covers=(*llama.LLAMA.covers, "window", "mlp_pattern"),
+    covers=(*llama.LLAMA.covers, "attention.window", "experts.pattern"),
     read=f"{llama.LLAMA.read} decoder_sparse_step mlp_only_layers",
     unread=f"{experts.LOSSES} max_window_layers",
     wrong=lambda tree: wrong_layers(tree),
@@ -96,7 +96,7 @@ OLMOE = replace(
     keys={
         **{ours: key for ours, key in llama.NARROW.items() if ours != "ffn"},
         **experts.KEYS,
-        "expert_ffn": "intermediate_size",
+        "experts.ffn": "intermediate_size",
     },
     rules=experts.rules,
     needs={**olmo.OLMO2.needs, **EVERY_LAYER, "norm_order": ("pre",)},
@@ -160,8 +160,8 @@ def described_gpt_oss(config: ModelConfig) -> dict[str, Any]:
     """The keys that gpt_oss() reads."""
     return (
         shape.described_biases(config, GPT_OSS_BIASES)
-        | {"layer_types": shape.layer_types(config), "sliding_window": config.window or config.context}
-        | {"rope_parameters": {"rope_type": "default", **shape.scaling(config), "rope_theta": config.rope_base}}
+        | {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window or config.context}
+        | {"rope_parameters": {"rope_type": "default", **shape.scaling(config), "rope_theta": config.rope.base}}
     )
 
 
@@ -186,8 +186,8 @@ GPT_OSS = replace(
     model_type="gpt_oss",
     rules=gpt_oss_rules,
     needs={
-        **{ours: values for ours, values in MIXTRAL.needs.items() if ours != "pattern"},
-        **dict(activation=("swiglu_clamped",), attention_sinks=(True,), router_bias=(True,)),
+        **{ours: values for ours, values in MIXTRAL.needs.items() if ours != "attention.pattern"},
+        **{"activation": ("swiglu_clamped",), "attention.sinks": (True,), "experts.router_bias": (True,)},
     },
     fixed=dict(swiglu_alpha=(1.702,), swiglu_limit=(7.0,)),
     activations={"silu": "swiglu_clamped"},

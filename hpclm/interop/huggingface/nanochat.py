@@ -36,7 +36,7 @@ def scaled(rope_scaling: Mapping[str, str]) -> Iterator[str]:
 def read_settings(tree: Json) -> dict[str, Any]:
     """Settings that depend on several keys."""
     settings = llama.read_settings(tree, llama.ALL_ATTENTION)
-    if wrong := list(scaled(settings["rope_scaling"])):
+    if wrong := list(scaled(settings["rope.scaling"])):
         raise ConfigError(wrong)
     return settings | dict(logit_cap=tree["final_logit_softcapping"])
 
@@ -47,7 +47,7 @@ NANOCHAT = replace(
     model_type="nanochat",
     keys=llama.NARROW,
     rules=rules,
-    needs={**llama.LLAMA.needs, "activation": ("relu2",), "embed_norm": (True,), "qk_norm": (True,)},
+    needs={**llama.LLAMA.needs, "activation": ("relu2",), "embed_norm": (True,), "attention.qk_norm": (True,)},
     constant=lambda config: (
         llama.described(config, llama.ALL_ATTENTION) | dict(final_logit_softcapping=config.logit_cap)
     ),
@@ -55,6 +55,6 @@ NANOCHAT = replace(
     covers=(*llama.LLAMA.covers, "logit_cap"),
     activations=llama.SQUARED,
     read=f"{shape.ROPE} {shape.LAYERS} attention_bias final_logit_softcapping",
-    more=lambda config: [*shape.bias_obstacles(config, llama.ALL_ATTENTION), *scaled(config.rope_scaling)],
+    more=lambda config: [*shape.bias_obstacles(config, llama.ALL_ATTENTION), *scaled(config.rope.scaling)],
     width=False,
 )

@@ -17,7 +17,12 @@ OLMO2 = replace(
     model_type="olmo2",
     keys=llama.NARROW,
     rules=partial(llama.rules, more=MODULES),
-    needs={**llama.LLAMA.needs, "norm_order": ("post",), "qk_norm": (True,), "qk_norm_span": ("projection",)},
+    needs={
+        **llama.LLAMA.needs,
+        "norm_order": ("post",),
+        "attention.qk_norm": (True,),
+        "attention.qk_norm_span": ("projection",),
+    },
     constant=lambda config: llama.described(config, llama.ALL_ATTENTION),
     shape=partial(llama.read_settings, biases=llama.ALL_ATTENTION),
     more=llama.bias_reasons(llama.ALL_ATTENTION),
@@ -41,7 +46,7 @@ def described(config: ModelConfig) -> dict[str, Any]:
     """The keys that read_settings() reads; transformers 5 applies one rope_theta to one kind of layers only."""
     return (
         shape.described_biases(config, llama.ALL_ATTENTION)
-        | {"layer_types": shape.layer_types(config), "sliding_window": config.window}
+        | {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window}
         | shape.described_by_kind(config)
     )
 

@@ -34,12 +34,13 @@ MINISTRAL = replace(
     model_type="ministral",
     keys={
         **llama.LLAMA.keys,
-        "head_dim": "head_dim",
-        "kv_heads": "num_key_value_heads",
+        "attention.head_dim": "head_dim",
+        "attention.kv_heads": "num_key_value_heads",
         "context": "max_position_embeddings",
     },
     constant=lambda config: (
-        llama.described(config, NONE) | {"layer_types": shape.layer_types(config), "sliding_window": config.window}
+        llama.described(config, NONE)
+        | {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window}
     ),
     shape=lambda tree: llama.read_settings(tree, NONE) | shape.layers(tree),
     covers=WINDOWS,
@@ -51,11 +52,11 @@ CWM = replace(
     MINISTRAL,
     architecture="CwmForCausalLM",
     model_type="cwm",
-    keys={**MINISTRAL.keys, "head_dim": "head_dim", "norm_eps": "rms_norm_eps"},
+    keys={**MINISTRAL.keys, "attention.head_dim": "head_dim", "norm_eps": "rms_norm_eps"},
     constant=lambda config: (
         shape.described_biases(config, CWM_BIASES)
-        | {"layer_types": shape.layer_types(config), "sliding_window": config.window or config.context}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base, **shape.scaling(config)}}
+        | {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window or config.context}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope.base, **shape.scaling(config)}}
     ),
     shape=lambda tree: (
         llama.read_settings(shape.with_default_scaling(tree, CWM_SCALING), CWM_BIASES, 1e6)
@@ -70,12 +71,12 @@ INTERNLM3 = replace(
     model_type="internlm3",
     keys={
         **llama.LLAMA.keys,
-        "head_dim": "head_dim",
-        "kv_heads": "num_key_value_heads",
+        "attention.head_dim": "head_dim",
+        "attention.kv_heads": "num_key_value_heads",
         "context": "max_position_embeddings",
         "norm_eps": "rms_norm_eps",
     },
-    aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    aliases={"attention.qkv_bias": "attention_bias", "bias": "mlp_bias"},
     unread="auto_map",
     wrong=lambda tree: [*llama.window_unread(tree), *_two_biases(tree)],
 )
@@ -100,13 +101,15 @@ def exaone4(tree: Json) -> dict[str, Any]:
         )
     kinds = shape.layers(tree, lambda i: "sliding_attention" if (i + 1) % every else "full_attention", turned=True)
     if window is not None:
-        kinds["pattern"] = ["nope" if kind == "full" else kind for kind in kinds["pattern"]]
+        kinds["attention.pattern"] = ["nope" if kind == "full" else kind for kind in kinds["attention.pattern"]]
     return llama.read_settings(tree, NONE) | kinds
 
 
 def described_exaone4(config: ModelConfig) -> dict[str, Any]:
     """The keys that exaone4() reads."""
-    window = config.window if "nope" not in config.pattern else config.window or config.context
+    window = (
+        config.attention.window if "nope" not in config.attention.pattern else config.attention.window or config.context
+    )
     types = {"layer_types": shape.layer_types(config), "sliding_window": window}
     return llama.described(config, NONE) | types
 
@@ -114,15 +117,15 @@ def described_exaone4(config: ModelConfig) -> dict[str, Any]:
 def more_exaone4(config: ModelConfig) -> Iterator[str]:
     """Reasons why an EXAONE 4 does not cover a network."""
     yield from shape.bias_obstacles(config, NONE)
-    yield from shape.only(config, *(("full",) if config.pattern == ["full"] else ("window", "nope")))
+    yield from shape.only(config, *(("full",) if config.attention.pattern == ["full"] else ("window", "nope")))
 
 
 EXAONE4 = replace(
     olmo.OLMO2,
     architecture="Exaone4ForCausalLM",
     model_type="exaone4",
-    keys={**llama.LLAMA.keys, "kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"},
-    needs={**llama.LLAMA.needs, "norm_order": ("post",), "qk_norm": (True,)},
+    keys={**llama.LLAMA.keys, "attention.kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"},
+    needs={**llama.LLAMA.needs, "norm_order": ("post",), "attention.qk_norm": (True,)},
     constant=described_exaone4,
     shape=exaone4,
     covers=WINDOWS,
@@ -136,7 +139,7 @@ HYPERCLOVAX = replace(
     llama.GRANITE,
     architecture="HyperCLOVAXForCausalLM",
     model_type="hyperclovax",
-    keys={**llama.GRANITE.keys, "score_scale": "attention_multiplier"},
+    keys={**llama.GRANITE.keys, "attention.score_scale": "attention_multiplier"},
     rules=partial(llama.rules, more={"post_norm1": "post_norm1", "post_norm2": "post_norm2"}),
     needs={**llama.LLAMA.needs, "norm_order": ("sandwich", "pre")},
     constant=lambda config: (
@@ -144,7 +147,7 @@ HYPERCLOVAX = replace(
         | dict(
             use_post_norm=config.norm_order == "sandwich",
             logits_scaling=config.logit_multiplier,
-            attention_multiplier=config.score_scale or config.head_width**-0.5,
+            attention_multiplier=config.attention.score_scale or config.head_width**-0.5,
         )
     ),
     shape=lambda tree: (
@@ -194,40 +197,42 @@ def granite_swa(tree: Json) -> dict[str, Any]:
     common = llama.read_settings(tree)
     kinds = shape.layers(tree, _first_of_four, turned=True)
     count = tree["num_hidden_layers"]
-    bases = tree.get("layer_rope_theta") or [common["rope_base"]] * count
+    bases = tree.get("layer_rope_theta") or [common["rope.base"]] * count
     if not isinstance(bases, list) or len(bases) != count:
         raise ConfigError(f"layer_rope_theta={bases} must be a list with a base for each of {count} layers")
-    layer_bases = [(kinds["pattern"][i % len(kinds["pattern"])], base) for i, base in enumerate(bases)]
+    layer_bases = [
+        (kinds["attention.pattern"][i % len(kinds["attention.pattern"])], base) for i, base in enumerate(bases)
+    ]
     of_kind = {kind: {base for other, base in layer_bases if base and other == kind} for kind in ("full", "window")}
     if any(len(values) > 1 for values in of_kind.values()):
         raise ConfigError("layer_rope_theta: layers with a window have different bases, or the others do")
     full, near = (next(iter(of_kind[kind]), None) for kind in ("full", "window"))
     without = {"full": "nope", "window": "window_nope"}
-    common["rope_base"] = float(full or near or common["rope_base"])
-    base = float(near) if near and float(near) != common["rope_base"] else None
+    common["rope.base"] = float(full or near or common["rope.base"])
+    base = float(near) if near and float(near) != common["rope.base"] else None
     pattern = shape.period([kind if base else without[kind] for kind, base in layer_bases])
-    scaled = bool(common["rope_scaling"])
-    more = dict(window_rope_base=base, window_rope_scaled=scaled) if near else {}
-    scaling = dict(logit_multiplier=1 / shape.number(tree, "logits_scaling"), attention_sinks=True)
-    return common | kinds | more | scaling | dict(pattern=pattern)
+    scaled = bool(common["rope.scaling"])
+    more = {"rope.window_base": base, "rope.window_scaled": scaled} if near else {}
+    scaling = {"logit_multiplier": 1 / shape.number(tree, "logits_scaling"), "attention.sinks": True}
+    return common | kinds | more | scaling | {"attention.pattern": pattern}
 
 
 def described_granite_swa(config: ModelConfig) -> dict[str, Any]:
     """The keys that granite_swa() reads."""
-    near = config.window_rope_base or config.rope_base
-    base = {"full": config.rope_base, "window": near, "nope": 0, "window_nope": 0}
+    near = config.rope.window_base or config.rope.base
+    base = {"full": config.rope.base, "window": near, "nope": 0, "window_nope": 0}
     return (
         llama.GRANITE.constant(config)
-        | {"layer_types": shape.layer_types(config), "sliding_window": config.window or config.context}
-        | {"layer_rope_theta": [base[config.kind(i)] for i in range(config.layers)]}
+        | {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window or config.context}
+        | {"layer_rope_theta": [base[config.attention.kind(i)] for i in range(config.layers)]}
     )
 
 
 def more_granite_swa(config: ModelConfig) -> Iterator[str]:
     """Reasons why a Granite SWA does not cover a network."""
     yield from shape.bias_obstacles(config, llama.ALL)
-    if "window" in config.pattern and config.rope_scaling and not config.window_rope_scaled:
-        yield "model.window_rope_scaled=false, but it scales all layers"
+    if "window" in config.attention.pattern and config.rope.scaling and not config.rope.window_scaled:
+        yield "model.rope.window_scaled=false, but it scales all layers"
 
 
 GRANITE_SWA = replace(
@@ -236,13 +241,13 @@ GRANITE_SWA = replace(
     model_type="granite_swa",
     keys={
         **llama.GRANITE.keys,
-        "kv_heads": "num_key_value_heads",
+        "attention.kv_heads": "num_key_value_heads",
         "context": "max_position_embeddings",
         "norm_eps": "rms_norm_eps",
         "tied": "tie_word_embeddings",
     },
     rules=partial(llama.rules, more={"attention": "self_attn"}),
-    needs={**llama.LLAMA.needs, "attention_sinks": (True,)},
+    needs={**llama.LLAMA.needs, "attention.sinks": (True,)},
     constant=described_granite_swa,
     shape=granite_swa,
     covers=(*llama.GRANITE.covers, *shape.WINDOW_SETTINGS),

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from hpclm.base.errors import ConfigError
@@ -20,9 +19,9 @@ ROPE = "rope_theta rope_parameters rope_scaling partial_rotary_factor original_m
 """Keys of config.json that rope() reads."""
 LAYERS = "layer_types sliding_window use_sliding_window"
 """Keys of config.json that layers() reads."""
-ROPE_SETTINGS = ("rope_base", "rope_fraction", "rope_scaling")
-WINDOW_SETTINGS = ("pattern", "window", "window_rope_base", "window_rope_scaled")
-BIASES = ("qkv_bias", "out_bias", "mlp_bias")
+ROPE_SETTINGS = ("rope.base", "rope.fraction", "rope.scaling")
+WINDOW_SETTINGS = ("attention.pattern", "attention.window", "rope.window_base", "rope.window_scaled")
+BIASES = ("attention.qkv_bias", "attention.out_bias", "mlp_bias")
 
 
 def mapping(value: Any, key: str) -> Json:
@@ -67,15 +66,15 @@ def rope(tree: Json, theta: float = 10000.0, part: float = 1.0, parameters: Json
         if "truncate" in both:
             scaling["truncate"] = both["truncate"]
     base = given if "rope_theta" in given else {"rope_theta": theta, **tree}
-    return dict(
-        rope_base=number(base, "rope_theta"),
-        rope_fraction=_first(given.get("partial_rotary_factor"), tree.get("partial_rotary_factor"), part),
-        rope_scaling={} if kind == "default" else _scaling(tree, kind, scaling, nested),
-    )
+    return {
+        "rope.base": number(base, "rope_theta"),
+        "rope.fraction": _first(given.get("partial_rotary_factor"), tree.get("partial_rotary_factor"), part),
+        "rope.scaling": {} if kind == "default" else _scaling(tree, kind, scaling, nested),
+    }
 
 
 def _scaling(tree: Json, kind: Any, given: Json, nested: bool) -> dict[str, str]:
-    """model.rope_scaling for parameters in config.json; ConfigError for parameters that transformers ignores."""
+    """model.rope.scaling for parameters in config.json; ConfigError for parameters that transformers ignores."""
     context = tree.get("max_position_embeddings")
     original = "original_max_position_embeddings"
     scaling = dict(given)
@@ -113,13 +112,13 @@ def _place(tree: Json, key: str) -> str:
 
 def described_rope(config: ModelConfig) -> dict[str, Any]:
     """Keys of config.json for rotary positions, as all versions of transformers and other programs read them."""
-    part = {} if config.rope_fraction == 1.0 else {"partial_rotary_factor": config.rope_fraction}
-    return {"rope_theta": config.rope_base, "rope_scaling": scaling(config) or None, **part}
+    part = {} if config.rope.fraction == 1.0 else {"partial_rotary_factor": config.rope.fraction}
+    return {"rope_theta": config.rope.base, "rope_scaling": scaling(config) or None, **part}
 
 
 def scaling(config: ModelConfig) -> dict[str, Any]:
     """rope_scaling with numeric values."""
-    return parsed(config.rope_scaling)
+    return parsed(config.rope.scaling)
 
 
 def layers(
@@ -158,8 +157,8 @@ def layers(
     dynamic = "dynamic" in (scaled.get("rope_type"), scaled.get("type"))  # such a model reads longer texts
     covers = window is not None and window >= context and not dynamic  # then it has no effect
     if window is None or "window" not in kinds or (covers and not turned):
-        return dict(pattern=["full"], window=None)
-    return dict(pattern=period(kinds), window=window)
+        return {"attention.pattern": ["full"], "attention.window": None}
+    return {"attention.pattern": period(kinds), "attention.window": window}
 
 
 def whole(tree: Json, key: str) -> int:
@@ -178,35 +177,36 @@ def period(kinds: Sequence[str]) -> list[str]:
 def layer_types(config: ModelConfig) -> list[str]:
     """config.json's layer_types."""
     there = {ours.split("_")[0]: theirs for theirs, ours in KEPT.items()}
-    return [there["window" if "window" in config.kind(i) else "full"] for i in range(config.layers)]
+    return [there["window" if "window" in config.attention.kind(i) else "full"] for i in range(config.layers)]
 
 
 def described_by_kind(config: ModelConfig) -> dict[str, Any]:
     """rope_parameters of a class with rotary positions for each kind of layers; transformers reads truncate outside these."""
-    full = {"rope_type": "default", "rope_theta": config.rope_base, **scaling(config)}
-    near = {"rope_type": "default", "rope_theta": config.window_rope_base or config.rope_base}
-    near |= scaling(config) if config.window_rope_scaled else {}
+    full = {"rope_type": "default", "rope_theta": config.rope.base, **scaling(config)}
+    near = {"rope_type": "default", "rope_theta": config.rope.window_base or config.rope.base}
+    near |= scaling(config) if config.rope.window_scaled else {}
     outer = {"truncate": full["truncate"]} if "truncate" in full else {}
     return {"rope_parameters": {"full_attention": full, "sliding_attention": near, **outer}}
 
 
 def canonical(config: ModelConfig) -> ModelConfig:
     """``config`` as most classes describe the same network: with the shortest pattern, and without an unused window."""
-    kinds = [config.kind(i) for i in range(config.layers)]
+    kinds = [config.attention.kind(i) for i in range(config.layers)]
     if not any("window" in kind for kind in kinds):
-        config = replace(config, pattern=["full"], window=None, window_rope_base=None, window_rope_scaled=True)
-    if config.experts:
-        mlps = ["experts" if config.has_experts(i) else "dense" for i in range(config.layers)]
-        config = replace(config, mlp_pattern=period(mlps))
-    return replace(config, pattern=period(kinds))
+        unused = {"attention.window": None, "rope.window_base": None, "rope.window_scaled": True}
+        config = config.replaced({"attention.pattern": ["full"], **unused})
+    if config.experts.count:
+        mlps = ["experts" if config.experts.in_layer(i) else "dense" for i in range(config.layers)]
+        config = config.replaced({"experts.pattern": period(mlps)})
+    return config.replaced({"attention.pattern": period(kinds)})
 
 
 def described_layers(config: ModelConfig) -> dict[str, Any]:
     """Keys of config.json for kinds of layers."""
     return {
         "layer_types": layer_types(config),
-        "sliding_window": config.window,
-        "use_sliding_window": bool(config.window),
+        "sliding_window": config.attention.window,
+        "use_sliding_window": bool(config.attention.window),
     }
 
 
@@ -253,23 +253,23 @@ def near(tree: Json, given: Json, far: Json, kinds: Json, theta: float) -> dict[
     window_rope = rope(tree, theta, parameters={"rope_theta": theta, **given})
     if kinds["window"] is None:  # then no layer uses them
         return {}
-    if window_rope["rope_fraction"] != far["rope_fraction"] or window_rope["rope_scaling"] not in (
+    if window_rope["rope.fraction"] != far["rope.fraction"] or window_rope["rope.scaling"] not in (
         {},
-        far["rope_scaling"],
+        far["rope.scaling"],
     ):
         raise ConfigError("rope_parameters: layers with a window are scaled differently from the others")
-    base = window_rope["rope_base"] if window_rope["rope_base"] != far["rope_base"] else None
-    return dict(window_rope_base=base, window_rope_scaled=window_rope["rope_scaling"] == far["rope_scaling"])
+    base = window_rope["rope.base"] if window_rope["rope.base"] != far["rope.base"] else None
+    return {"rope.window_base": base, "rope.window_scaled": window_rope["rope.scaling"] == far["rope.scaling"]}
 
 
 def only(config: ModelConfig, *kinds: str) -> Iterator[str]:
     """Reasons why a class with these kinds of layers does not cover a network."""
-    others = sorted(set(config.pattern) - set(kinds))
+    others = sorted(set(config.attention.pattern) - set(kinds))
     if others:
-        yield f"model.pattern has {', '.join(others)}, but it needs {' and '.join(kinds)}"
+        yield f"model.attention.pattern has {', '.join(others)}, but it needs {' and '.join(kinds)}"
 
 
 def unscaled_windows(config: ModelConfig) -> Iterator[str]:
     """The reason why a class does not cover a network with scaled positions in layers with a window."""
-    if config.window and config.rope_scaling and config.window_rope_scaled:
-        yield "model.window_rope_scaled=true, but it scales only other layers"
+    if config.attention.window and config.rope.scaling and config.rope.window_scaled:
+        yield "model.rope.window_scaled=true, but it scales only other layers"

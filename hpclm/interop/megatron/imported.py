@@ -87,9 +87,9 @@ def reordered(x: Tensor, version: float, config: ModelConfig) -> Tensor:
     width = config.head_width
     if version >= 2:
         return x
-    if config.groups != config.heads:
+    if config.attention.groups != config.attention.heads:
         raise ConfigError(
-            f"checkpoint version {version} does not support grouped queries, but model.kv_heads={config.kv_heads}"
+            f"checkpoint version {version} does not support grouped queries, but model.attention.kv_heads={config.attention.kv_heads}"
         )
     if version == 0:
         return x.unflatten(0, (3, -1, width)).transpose(0, 1).flatten(0, 2)
@@ -111,7 +111,7 @@ def convert(
         log.warning("the settings in the checkpoint are not used: %s", state.unread)
     if state.args is None and not overrides:
         raise ConfigError(
-            f"{folder} does not contain the network's settings; give model.layers=… model.hidden=… model.heads=… and all "
+            f"{folder} does not contain the network's settings; give model.layers=… model.hidden=… model.attention.heads=… and all "
             "others that differ from hpclm's defaults"
         )
     goes_on = bool(state.moments) and state.args is not None

@@ -24,27 +24,27 @@ def settings(args: Namespace) -> dict[str, Any]:
     if wrong:
         raise ConfigError(wrong)
     grouped = argument(args, "group_query_attention", default=False)
-    values = dict(
-        layers=args.num_layers,
-        hidden=args.hidden_size,
-        heads=args.num_attention_heads,
-        kv_heads=argument(args, "num_query_groups" if grouped else "num_key_value_heads"),
-        ffn=argument(args, "ffn_hidden_size", default=4 * args.hidden_size),
-        context=argument(args, "max_position_embeddings", "seq_length"),
-        vocab_size=argument(args, "padded_vocab_size"),
-        positions=_positions(args),
-        norm=str(argument(args, "normalization", default="layernorm")).lower(),
-        norm_eps=argument(args, "norm_epsilon", "layernorm_epsilon", default=1e-5),
-        activation=_activation(args),
-        bias=argument(args, "add_bias_linear", default=True),
-        tied=not argument(args, "untie_embeddings_and_output_weights", default=False),
-        embed_norm=argument(args, "embed_layernorm", default=False),
-        qk_norm=argument(args, "qk_layernorm", default=False),
-        dropout=argument(args, "hidden_dropout", default=0.0),
-        attention_dropout=argument(args, "attention_dropout", default=0.0),
-    )
+    values = {
+        "layers": args.num_layers,
+        "hidden": args.hidden_size,
+        "attention.heads": args.num_attention_heads,
+        "attention.kv_heads": argument(args, "num_query_groups" if grouped else "num_key_value_heads"),
+        "ffn": argument(args, "ffn_hidden_size", default=4 * args.hidden_size),
+        "context": argument(args, "max_position_embeddings", "seq_length"),
+        "vocab_size": argument(args, "padded_vocab_size"),
+        "positions": _positions(args),
+        "norm": str(argument(args, "normalization", default="layernorm")).lower(),
+        "norm_eps": argument(args, "norm_epsilon", "layernorm_epsilon", default=1e-5),
+        "activation": _activation(args),
+        "bias": argument(args, "add_bias_linear", default=True),
+        "tied": not argument(args, "untie_embeddings_and_output_weights", default=False),
+        "embed_norm": argument(args, "embed_layernorm", default=False),
+        "attention.qk_norm": argument(args, "qk_layernorm", default=False),
+        "dropout": argument(args, "hidden_dropout", default=0.0),
+        "attention.dropout": argument(args, "attention_dropout", default=0.0),
+    }
     if values["positions"] == "rope":
-        values["rope_base"] = float(argument(args, "rotary_base", "rope_theta", default=10000.0))
+        values["rope.base"] = float(argument(args, "rotary_base", "rope_theta", default=10000.0))
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -53,17 +53,17 @@ def choose(
     model: ModelConfig, capability: tuple[int, int], cudnn: int | None, installed: Collection[str] = ()
 ) -> Choice:
     """The kernels for a GPU of this compute capability, with this version of cuDNN (91500 is 9.15) and these FlashAttentions."""
-    asked = model.attention
+    asked = model.attention.kernel
     flash = newest_flash(model, capability, installed)
     if asked == "math":
         return Choice((MATH,))
     # FlashAttention 2 and cuDNN's kernels need Ampere
     if capability < (8, 0):
-        too_old = f"model.attention={asked}: this GPU is too old for it" if asked in ("cudnn", "flash") else None
+        too_old = f"model.attention.kernel={asked}: this GPU is too old for it" if asked in ("cudnn", "flash") else None
         return Choice((EFFICIENT, MATH), too_old)
     wrong = refused(model, cudnn)
     if asked == "cudnn":
-        return Choice(CUDNN_FIRST, wrong and f"model.attention=cudnn: {wrong}", flash)
+        return Choice(CUDNN_FIRST, wrong and f"model.attention.kernel=cudnn: {wrong}", flash)
     # cuDNN's kernels are faster only from Hopper on
     if asked == "flash" or capability < (9, 0):
         return Choice(FLASH_FIRST, flash=flash)
@@ -74,7 +74,7 @@ def choose(
 
 def newest_flash(model: ModelConfig, capability: tuple[int, int], installed: Collection[str]) -> str | None:
     """FA3 on Hopper; FA4 on Blackwell, and on Hopper without FA3; None: PyTorch's built-in FlashAttention 2."""
-    if model.attention_dropout:  # neither supports dropout
+    if model.attention.dropout:  # neither supports dropout
         return None
     made_for = {"FA3": capability[0] == 9, "FA4": capability[0] in (9, 10) and model.head_width <= 128}
     return next((name for name, suits in made_for.items() if suits and name in installed), None)
@@ -93,9 +93,9 @@ def refused(model: ModelConfig, cudnn: int | None) -> str | None:
     """The reason why cuDNN's attention cannot be used, or is slow; None if it is fine."""
     if cudnn is None:
         return "this PyTorch has no cuDNN"
-    if model.attention_dropout * 16 % 1:
+    if model.attention.dropout * 16 % 1:
         return (
-            f"cuDNN's attention takes only multiples of 1/16 as model.attention_dropout, not {model.attention_dropout}"
+            f"cuDNN's attention takes only multiples of 1/16 as model.attention.dropout, not {model.attention.dropout}"
         )
     needed = WIDE_CUDNN if model.head_width > 128 else FAST_CUDNN
     if cudnn < needed:
@@ -114,7 +114,7 @@ def version(number: int) -> str:
 def use(model: ModelConfig, device: torch.device) -> Choice | None:
     """Set the kernels for this process; None on a CPU, where plain matrix products are the only choice."""
     if device.type != "cuda":
-        return prefer(Choice((MATH,))) if model.attention == "math" else None
+        return prefer(Choice((MATH,))) if model.attention.kernel == "math" else None
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return prefer(choose(model, torch.cuda.get_device_capability(device), cudnn, installed_flash()))
 
@@ -138,7 +138,7 @@ def prefer(choice: Choice) -> Choice:
 def flexible(model: ModelConfig, compiled: bool, device: torch.device, masked: bool) -> bool:
     """Whether FlexAttention computes attention: in compiled blocks on GPUs. ``masked``: there are documents, windows or biases, for
     which other kernels need a mask of length x length. Only FlexAttention caps scores and supports sinks."""
-    masked = masked or model.score_cap is not None or model.attention_sinks
-    asked = model.attention == "flex" or (model.attention == "auto" and masked)
-    able = model.head_width >= NARROWEST_FLEX and not model.attention_dropout
+    masked = masked or model.attention.score_cap is not None or model.attention.sinks
+    asked = model.attention.kernel == "flex" or (model.attention.kernel == "auto" and masked)
+    able = model.head_width >= NARROWEST_FLEX and not model.attention.dropout
     return asked and able and compiled and device.type == "cuda"

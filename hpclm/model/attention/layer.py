@@ -31,24 +31,24 @@ class Attention(TensorParallelModule):
 
     def __init__(self, config: ModelConfig, recompute_core: bool, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
-        self.per_group = config.heads // config.groups
+        self.per_group = config.attention.heads // config.attention.groups
         self.width = config.head_width
-        self.how = Scores(config.score_scale, config.score_cap)
-        self.dropout = config.attention_dropout
+        self.how = Scores(config.attention.score_scale, config.attention.score_cap)
+        self.dropout = config.attention.dropout
         self.recompute_core = recompute_core
-        fused = (config.heads + 2 * config.groups) * config.head_width
+        fused = (config.attention.heads + 2 * config.attention.groups) * config.head_width
         (qkv_bias, out_bias, _) = config.biases
         self.qkv = ColumnLinear(config, fused, qkv_bias, generator, tp)
         self.out = RowLinear(config, config.attention_width, out_bias, generator, tp)
         self.q_norm: ProjectionNorm | Norm | None = None
         self.k_norm: ProjectionNorm | Norm | None = None
-        if config.qk_norm and config.qk_norm_span == "projection":
-            self.q_norm = ProjectionNorm(config, config.heads, tp)
-            self.k_norm = ProjectionNorm(config, config.groups, tp)
-        elif config.qk_norm:
+        if config.attention.qk_norm and config.attention.qk_norm_span == "projection":
+            self.q_norm = ProjectionNorm(config, config.attention.heads, tp)
+            self.k_norm = ProjectionNorm(config, config.attention.groups, tp)
+        elif config.attention.qk_norm:
             self.q_norm, self.k_norm = (Norm(config, config.head_width, tp) for _ in range(2))
-        sinks = InitSpec(Placement((config.heads,), 0))
-        self.sinks = self.new_parameter("sinks", sinks) if config.attention_sinks else None
+        sinks = InitSpec(Placement((config.attention.heads,), 0))
+        self.sinks = self.new_parameter("sinks", sinks) if config.attention.sinks else None
 
     def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[t, B, C] -> [t, B, C]."""

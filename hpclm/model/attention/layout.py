@@ -138,7 +138,7 @@ class Layouts:
         starts = self._starts(kind, batch.documents)
         make_slopes = POSITIONS[self.config.positions].slopes
         slopes = make_slopes and self._once(
-            ("slopes", device), partial(make_slopes, self.config.heads, device, self.tp)
+            ("slopes", device), partial(make_slopes, self.config.attention.heads, device, self.tp)
         )
         weights = batch.weights
         if weights is not None:
@@ -222,16 +222,16 @@ def attention_metadata(
     biased = POSITIONS[config.positions].slopes is not None
     if flex:
         return metadata._replace(window=window, documents=documents)
-    if config.attention_dropout or (biased and (documents, window, part) == (None, None, None)):
+    if config.attention.dropout or (biased and (documents, window, part) == (None, None, None)):
         return metadata._replace(mask=dense_mask(config, kind, tp, documents, slopes, window))
     if biased:
-        slopes = alibi_slopes(config.heads, device, tp) if slopes is None else slopes
+        slopes = alibi_slopes(config.attention.heads, device, tp) if slopes is None else slopes
     return metadata._replace(window=window, documents=documents, starts=starts, slopes=slopes if biased else None)
 
 
 def seen(config: ModelConfig, layer: str, length: int) -> int | None:
     """Number of tokens that a layer of kind ``layer`` attends to; None: all earlier ones."""
-    window = config.window_of(layer)
+    window = config.attention.window_of(layer)
     return None if window is None or window >= length else window
 
 
@@ -252,7 +252,7 @@ def dense_mask(
         near = causal(length, device).triu(1 - window)
         mask = near if mask is None else mask & near
     if POSITIONS[config.positions].slopes:
-        bias = alibi(config.heads, length, device, tp, slopes)
+        bias = alibi(config.attention.heads, length, device, tp, slopes)
         seen = causal(length, device) if mask is None else mask
         mask = bias.masked_fill(~seen, -torch.inf).to(dtype)
     return mask

@@ -1,0 +1,101 @@
+"""Settings of attention."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from hpclm.config.section import Rule, Section
+from hpclm.config.setting import setting
+
+LAYER_KINDS = ("full", "window", "nope", "window_nope")
+MAX_WIDTH = 1 << 24
+"""A limit that keeps a wrong number from building layers for hours, and products of sizes within 64 bits."""
+
+
+@dataclass(frozen=True)
+class AttentionConfig(Section, key="model.attention"):
+    """Heads and scores of attention, and the kernel that computes it."""
+
+    kernel: Literal["auto", "cudnn", "flash", "flex", "math"] = setting(
+        "auto", "Attention kernel on GPUs; math: plain matrix products; auto: the fastest for GPU and shape."
+    )
+    heads: int = setting(12, "Attention heads.", at_least=1, at_most=MAX_WIDTH)
+    head_dim: int | None = setting(None, "Head size; null: hidden / heads.", at_least=1, at_most=MAX_WIDTH)
+    kv_heads: int | None = setting(
+        None, "Key/value heads (grouped-query attention); null: same as heads.", at_least=1, at_most=MAX_WIDTH
+    )
+    pattern: list[str] = setting(
+        ["full"],
+        "Attention of the layers, repeated: full, window, nope (no positions), window_nope; [window, window, "
+        "window, full] in OLMo 3.",
+    )
+    window: int | None = setting(
+        None, "Tokens that a window layer attends to, itself included.", at_least=1, unit="tokens"
+    )
+    qkv_bias: bool | None = setting(None, "Biases of queries, keys and values; null: same as bias.")
+    out_bias: bool | None = setting(None, "Bias of attention's output; null: same as bias.")
+    qk_norm: bool = setting(False, "Normalise queries and keys.")
+    qk_norm_span: Literal["head", "projection"] = setting(
+        "head", "Normalise each head (Qwen 3), or all heads together (OLMo 2)."
+    )
+    score_scale: float | None = setting(None, "Factor of attention scores; null: 1 / sqrt(head size).", more_than=0)
+    score_cap: float | None = setting(None, "Scores become cap x tanh(score / cap) (Gemma 2).", more_than=0)
+    sinks: bool = setting(False, "A learned logit per head in the softmax of the scores (gpt-oss).")
+    dropout: float = setting(0.0, "Dropout of attention weights.", at_least=0, less_than=1)
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda attention: attention.heads % attention.groups,
+            "{model.attention.heads} must be a multiple of {model.attention.kv_heads}",
+        ),
+        Rule(
+            lambda attention: not attention.has_known_kinds,
+            f"{{model.attention.pattern}} must be a list of {', '.join(LAYER_KINDS)}",
+        ),
+        Rule(
+            lambda attention: attention.has_windows and attention.window is None,
+            "{model.attention.pattern} needs model.attention.window, the tokens that its layers with a window attend to",
+        ),
+        Rule(
+            lambda attention: attention.window is not None and not attention.has_windows and attention.has_known_kinds,
+            "{model.attention.window} has no effect: no layer of {model.attention.pattern} is of kind window",
+        ),
+        Rule(
+            lambda attention: attention.needs_scores and attention.kernel in ("cudnn", "flash"),
+            lambda attention: (
+                f"model.attention.kernel={attention.kernel} does not support "
+                f"{' and '.join(f'model.attention.{name}' for name in attention.needs_scores)}; leave model.attention.kernel=auto"
+            ),
+        ),
+        Rule(
+            lambda attention: attention.dropout and (attention.score_cap or attention.sinks),
+            "{model.attention.dropout} is not supported with model.attention.score_cap or model.attention.sinks",
+        ),
+    )
+
+    def kind(self, layer: int) -> str:
+        """Kind of attention of a block, of LAYER_KINDS."""
+        return self.pattern[layer % len(self.pattern)]
+
+    def window_of(self, kind: str) -> int | None:
+        """Tokens that a block of this kind attends to; None: all before it."""
+        return self.window if "window" in kind else None
+
+    @property
+    def groups(self) -> int:
+        """Key/value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def has_known_kinds(self) -> bool:
+        """Whether the pattern is a list of LAYER_KINDS."""
+        return bool(self.pattern) and {*self.pattern} <= {*LAYER_KINDS}
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a layer of the pattern has a window."""
+        return any("window" in kind for kind in self.pattern)
+
+    @property
+    def needs_scores(self) -> list[str]:
+        """The settings that change scores or their softmax, which the kernels of cuDNN and FlashAttention cannot do."""
+        return [name for name in ("score_cap", "sinks", "window") if getattr(self, name)]

@@ -13,9 +13,9 @@ class RefusedError(Exception):
 
 
 def value_at(section: Any, key: str) -> Any:
-    """The value of a dotted key, which lies in ``section``."""
+    """The value of a dotted key, which lies in ``section`` or is its own."""
     name = getattr(section, "key", "")
-    return attrgetter(key.removeprefix(f"{name}."))(section)
+    return section if key == name else attrgetter(key.removeprefix(f"{name}."))(section)
 
 
 def named(section: Any, key: str) -> str:

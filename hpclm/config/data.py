@@ -1,8 +1,10 @@
 """The settings of the data: where samples come from, and how they are cut and ordered."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from os.path import realpath
+from typing import Any, ClassVar, Literal
 
 from hpclm.base.errors import ConfigError
 from hpclm.config.reading import number
@@ -39,6 +41,17 @@ def _is_split(text: str) -> bool:
     except ValueError:
         return False
     return len(numbers) <= 3 and min(numbers) >= 0 and 0 < sum(numbers) < math.inf
+
+
+def _trained(data: Any) -> Iterator[str]:
+    """Evaluations that measure nothing but the training data."""
+    lists = {name: mixture(getattr(data, name), name).prefixes for name in ("valid", "test") if getattr(data, name)}
+    sets = named(data.validation, "validation").values()
+    lists["validation"] = tuple(prefix for entry in sets for prefix in entry.prefixes)
+    trained = set(map(realpath, mixture(data.train, "train").prefixes)) if data.train else set()
+    for name, prefixes in lists.items():
+        if both := [prefix for prefix in prefixes if realpath(prefix) in trained]:
+            yield f"data.{name} has no effect as held-out data: data.train contains {both[0]} too, so its loss is that of text seen in training"
 
 
 @dataclass(frozen=True)
@@ -162,6 +175,7 @@ class DataConfig(Section, key="data"):
         *(_readable(name) for name in ("blend", "train", "valid", "test")),
         Rule(lambda data: problems_of(named, data.validation, "data.validation")),
     )
+    warnings: ClassVar[tuple[Rule, ...]] = (Rule(_trained),)
 
     @property
     def all_tokens_count(self) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from hpclm.config.attention import MAX_WIDTH, AttentionConfig
+from hpclm.config.checks import typed
 from hpclm.config.experts import ExpertsConfig
 from hpclm.config.rope import RopeConfig, scaling_problems
 from hpclm.config.section import Rule, Section
@@ -108,6 +109,47 @@ class ModelConfig(Section, key="model"):
             "model.activation=xielu is not supported with model.experts.count: its two weights would be shared by all of them",
         ),
     )
+
+    warnings: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda model: model.unused_kinds,
+            lambda model: (
+                f"model.attention.pattern={typed(model.attention.pattern)}: with model.layers={model.layers} no layer is of kind "
+                f"{', '.join(model.unused_kinds)}"
+            ),
+        ),
+        Rule(
+            lambda model: model.attention.window is not None and model.attention.window >= model.context,
+            "{model.attention.window} has no effect with {model.context}: no sample is longer",
+        ),
+        Rule(
+            lambda model: model.rope.window_base is not None and "window" not in model.kinds,
+            "{model.rope.window_base} has no effect: no layer of kind window has positions",
+        ),
+        Rule(
+            lambda model: model.positions == "rope" and all("nope" in kind for kind in model.kinds),
+            "model.rope.base and the other settings of rotary positions have no effect: no layer of {model.attention.pattern} has positions",
+        ),
+        Rule(
+            lambda model: not model.bias and model.norm == "rmsnorm" and model.sets_all_biases,
+            "model.bias=false has no effect: attention.qkv_bias, attention.out_bias and mlp_bias are set, and rmsnorm has none",
+        ),
+    )
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of attention that layers have."""
+        return {self.attention.kind(layer) for layer in range(self.layers)}
+
+    @property
+    def unused_kinds(self) -> list[str]:
+        """The kinds of attention in the pattern that no layer has."""
+        return [kind for kind in dict.fromkeys(self.attention.pattern) if kind not in self.kinds]
+
+    @property
+    def sets_all_biases(self) -> bool:
+        """Whether no linear layer takes its bias from model.bias."""
+        return None not in (self.attention.qkv_bias, self.attention.out_bias, self.mlp_bias)
 
     @property
     def dense_layers(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypedDict
 
 from hpclm.config.checks import typed
 from hpclm.config.optimizers import OPTIMIZERS, READ_BY_SOME, described, optimizers_with
-from hpclm.config.section import Rule, Section
+from hpclm.config.section import Rule, Section, given, no_effect
 from hpclm.config.setting import setting
 
 _NAMES = (
@@ -186,6 +186,22 @@ class OptimConfig(Section, key="optim"):
         ),
         Rule(lambda optim: filter(None, [optim.outlasting(None)])),
     )
+    warnings: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda optim: optim.schedule in ENDLESS and optim.of_end,
+            lambda optim: f"{no_effect(optim.of_end)} with optim.schedule={optim.schedule}, which has no end",
+        ),
+        Rule(
+            lambda optim: optim.restarts and optim.period is None and optim.schedule_length is None,
+            "optim.restarts=true has no effect without optim.period: the period is the whole budget",
+        ),
+    )
+
+    @property
+    def of_end(self) -> list[str]:
+        """The settings about the end of a schedule that differ from their defaults."""
+        lengths = ["optim.schedule_length"] if self.warmup_fraction is None else []
+        return given(self, "optim.min_lr", *lengths)
 
     @property
     def warms_up(self) -> bool:

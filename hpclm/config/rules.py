@@ -1,10 +1,11 @@
 """Rules between sections of settings. They get anything that has the sections which they read, such as a RunConfig."""
 
 from collections.abc import Callable, Iterator
+from math import lcm
 from typing import Any
 
 from hpclm.config import fp8
-from hpclm.config.checks import RefusedError
+from hpclm.config.checks import RefusedError, named
 from hpclm.config.model import BLOCKS
 from hpclm.config.optim import ENDLESS, SCHEDULES
 from hpclm.config.optimizers import row
@@ -173,6 +174,42 @@ BETWEEN_SECTIONS = (
     Rule(lambda run: problems_of(run.plan, run.parallel.smallest)),
 )
 """Rules that need no number of processes, so that every command that reads settings applies them."""
+
+
+def _unmeasured(run: Any) -> str:
+    """Steps that are saved without an evaluation, so that none of them can be the best; empty if there are none."""
+    saving, measured = run.checkpoint, run.evaluate.every
+    if not (saving.enabled and saving.keep_best and measured > 1):
+        return ""
+    needs = f"{named(run, 'checkpoint.keep_best')} needs evaluations of the steps that are saved"
+    settings = f"{named(run, 'checkpoint.every')} and {named(run, 'evaluate.every')}"
+    if not saving.every:
+        return f"{needs}; with {settings} they fall together by chance only"
+    if saving.every % measured == 0:
+        return ""
+    only = f"only multiples of {lcm(saving.every, measured)} have one, and the last step"
+    return f"{needs}; with {settings} {only}. Set evaluate.every to a divisor of checkpoint.every"
+
+
+def _without_unit(run: Any) -> bool:
+    """Whether nothing has the unit optim.unit."""
+    optim = run.optim
+    lengths = (optim.warmup, optim.schedule_length, optim.period, optim.wsd_decay)
+    return not any(lengths) and run.batch.rampup is None
+
+
+WARNINGS = (
+    Rule(
+        lambda run: run.optim.unit == "samples" and _without_unit(run),
+        "optim.unit=samples has no effect without optim.warmup, schedule_length, period or wsd_decay",
+    ),
+    Rule(
+        lambda run: not run.optim.split and run.model.block not in BLOCKS,
+        "optim.split=false has no effect with {model.block}: its matrices are never separated",
+    ),
+    Rule(_unmeasured, _unmeasured),
+)
+"""Settings that have no effect because of those of another section, and may be meant so."""
 
 
 class Division:

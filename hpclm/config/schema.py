@@ -5,6 +5,7 @@ A section declares its settings (setting.py) and the rules between them (section
 
 import re
 from dataclasses import asdict, dataclass, field, fields
+from math import lcm
 from typing import Any, ClassVar, Literal
 
 from hpclm.base.errors import ConfigError
@@ -17,6 +18,7 @@ from hpclm.config.model import ModelConfig
 from hpclm.config.monitoring import EvaluateConfig, LogConfig, ProfileConfig
 from hpclm.config.optim import OptimConfig, ScalerConfig
 from hpclm.config.plan import Plan
+from hpclm.config.rules import WARNINGS
 from hpclm.config.section import Rule, Section, all_fields, broken
 from hpclm.config.setting import setting
 
@@ -62,6 +64,12 @@ class BatchConfig(Section, key="batch"):
                 f"batch.rampup={list(batch.rampup)} does not reach batch.global_size: batch.global_size={batch.global_size} - "
                 f"start={batch.rampup[0]} = {batch.global_size - batch.rampup[0]} must be a multiple of increment={batch.rampup[1]}"
             ),
+        ),
+    )
+    warnings: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda batch: batch.rampup and batch.rampup[0] == batch.global_size,
+            "{batch.rampup} has no effect: it starts at {batch.global_size}",
         ),
     )
 
@@ -150,6 +158,20 @@ class CheckpointConfig(Section, key="checkpoint"):
             "checkpoint.init_from starts a new run, which checkpoint.resume=require forbids; leave one of them out",
         ),
     )
+    warnings: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda checkpoint: checkpoint.is_regular and checkpoint.keep_every % checkpoint.every,
+            lambda checkpoint: (
+                f"checkpoint.keep_every={checkpoint.keep_every} keeps multiples of {lcm(checkpoint.keep_every, checkpoint.every)} only: "
+                f"checkpoint.every={checkpoint.every} saves no others"
+            ),
+        ),
+    )
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether only checkpoint.every says when to save."""
+        return bool(self.enabled and self.every and self.minutes is None and self.epochs is None)
 
 
 @dataclass(frozen=True)
@@ -226,6 +248,7 @@ class RunConfig(Section):
         ),
         *rules.BETWEEN_SECTIONS,
     )
+    warnings: ClassVar[tuple[Rule, ...]] = WARNINGS
 
     def __dir__(self) -> list[str]:
         """What completion shows: the settings and ``diff``."""

@@ -36,6 +36,9 @@ class Section:
     key: ClassVar[str] = ""
     """Its name; empty for the whole of the settings."""
     rules: ClassVar[tuple[Rule, ...]] = ()
+    """What is refused."""
+    warnings: ClassVar[tuple[Rule, ...]] = ()
+    """What has no effect, but may be meant so."""
 
     def __init_subclass__(cls, key: str | None = None) -> None:
         if key is not None:
@@ -163,8 +166,11 @@ def broken(facts: Any, rules: Iterable[Rule]) -> Iterator[str]:
 
 
 def warnings(section: Section) -> Iterator[str]:
-    """Settings that have no effect because of others, and may be meant so."""
+    """Settings of ``section``, and of the sections inside it, that have no effect because of others, and may be meant so."""
     yield from _idle(section, _unmet(section, warn=True), warn=True)
+    for key, kind in all_sections(type(section)):
+        yield from broken(attrgetter(key)(section), kind.warnings)
+    yield from broken(section, section.warnings)
 
 
 def _unmet(section: Section, warn: bool) -> dict[Condition, dict[str, Field]]:
@@ -198,6 +204,12 @@ def _idle(section: Section, unmet: Mapping[Condition, Mapping[str, Field]], warn
         sentence = f"{no_effect(words)} {condition.unmet(value_at(section, condition.key), several)}"
         defaults = " ".join(f"{key}={shlex.quote(typed(default_of(entry)))}" for key, entry in settings.items())
         yield sentence if warn else f"{sentence}. Leave {'them' if several else 'it'} out, or set {defaults}"
+
+
+def given(section: Any, *keys: str) -> list[str]:
+    """The ones of these settings that differ from their defaults, as they are typed."""
+    changed = [key for key in keys if value_at(section, key.rpartition(".")[0]).changed(key.rpartition(".")[2])]
+    return [named(section, key) for key in changed]
 
 
 def no_effect(words: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from hpclm.checkpoint import Progress, resumable
 from hpclm.checkpoint.fingerprint import check_fingerprint, fingerprint
 from hpclm.checkpoint.init_from import check_init_from
 from hpclm.checkpoint.resumable import Candidate
-from hpclm.config import RunConfig, no_effect
+from hpclm.config import RunConfig, no_effect, section
 from hpclm.config.compose import missing_code
 from hpclm.config.data import SOURCES
 from hpclm.config.length import inside_warmup, run_length
@@ -138,7 +138,7 @@ class RunStart:
         """A sentence for each setting that is known to change nothing."""
         run = self.run
         source = self.source
-        reasons = list(no_effect.by_settings(run))
+        reasons = list(section.warnings(run))
         known: dict[str, Any] = {}
         with suppress(ConfigError):  # with --debug, the number of processes may not be the job's
             known["plan"] = run.plan(self.processes)

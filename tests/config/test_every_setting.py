@@ -15,7 +15,7 @@ from hpclm import config
 from hpclm.base import shipped
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Retention
-from hpclm.config import compose, no_effect
+from hpclm.config import compose, no_effect, section
 from hpclm.config.deepspeed import settings as deepspeed
 from hpclm.config.fields import keys, split_key
 from hpclm.config.length import run_length
@@ -492,14 +492,14 @@ IDLE = {
 
 @pytest.mark.parametrize("words, says", IDLE.values(), ids=IDLE)
 def test_a_setting_that_another_one_switches_off_is_named(words, says):
-    assert [reason for reason in no_effect.by_settings(made(*words)) if says in reason]
-    assert len(list(no_effect.by_settings(made(*words)))) == 1
+    assert [reason for reason in section.warnings(made(*words)) if says in reason]
+    assert len(list(section.warnings(made(*words)))) == 1
 
 
 @pytest.mark.parametrize("name", ["debug", "small", "gpt2-124m", "llama-7b"])
 def test_who_switches_evaluations_and_saves_of_a_preset_off_is_not_told_what_the_preset_says_of_them(name):
     run = config.load(shipped.presets()[name], ["evaluate.every=0", "checkpoint.enabled=false"])
-    assert [reason for reason in no_effect.by_settings(run) if "evaluate" in reason or "checkpoint" in reason] == []
+    assert [reason for reason in section.warnings(run) if "evaluate" in reason or "checkpoint" in reason] == []
 
 
 ALONE = {
@@ -600,7 +600,7 @@ def test_a_shipped_settings_file_has_no_setting_without_effect(path):
     fits = [smallest * replicas for replicas in (16, 2, 1) if plans_on(run, smallest * replicas)]
     plan = run.plan(fits[0])
     length = run_length(run, 100_000)
-    said = [*no_effect.by_settings(run), *no_effect.by_facts(run, plan=plan, length=length)]
+    said = [*section.warnings(run), *no_effect.by_facts(run, plan=plan, length=length)]
     assert not said
 
 

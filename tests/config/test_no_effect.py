@@ -4,7 +4,7 @@ import pytest
 
 from hpclm import config
 from hpclm.base.errors import ConfigError
-from hpclm.config import no_effect
+from hpclm.config import no_effect, section
 from hpclm.config.plan import Length
 
 
@@ -99,11 +99,11 @@ def test_what_processes_do_share_out_has_an_effect(words, processes):
     ],
 )
 def test_what_has_an_effect_is_not_named(words):
-    assert not list(no_effect.by_settings(run(*words)))
+    assert not list(section.warnings(run(*words)))
 
 
 def test_a_link_to_the_training_data_is_no_held_out_data(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "a")
     words = f"data={{source: indexed, train: [{tmp_path}/a], valid: [{tmp_path}/link]}}"
-    [said] = no_effect.by_settings(config.load(None, [words]))
+    [said] = section.warnings(config.load(None, [words]))
     assert said.startswith(f"data.valid has no effect as held-out data: data.train contains {tmp_path}/link too")

@@ -13,11 +13,14 @@ from hpclm.base.errors import ConfigError
 from hpclm.base.registry import hint
 from hpclm.config.checks import MAX_INTEGER, shown
 from hpclm.config.fields import required, type_text
+from hpclm.config.job import JobConfig
 from hpclm.config.reading import DIGITS, is_null, nodes, number, plain, where
+from hpclm.config.section import all_fields
+from hpclm.config.setting import declared
 
 BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 NOT_FINITE = re.compile(r"[-+]?\.?(inf|nan)", re.IGNORECASE)
-SECRET = ("job.env", "job.options")
+SECRET = tuple(key for key, entry in all_fields(JobConfig, "job") if declared(entry).secret)
 """Messages do not show the values of these settings, which may be secrets."""
 
 
@@ -139,7 +142,8 @@ def _all(named: list[tuple[str, yaml.Node, Any]]) -> list[Any]:
 def _as_meant(key: str, kind: Any, value: Any) -> str:
     """``: `` and how ``value`` is written so that it is of ``kind``, if that is clear; else empty."""
     if kind == list[str] and isinstance(value, (str, int, float)):
-        return f": {shlex.quote(f'{key}=[{value}]')}"
+        element = "..." if key.startswith(SECRET) else value
+        return f": {shlex.quote(f'{key}=[{element}]')}"
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([KMBGT])", str(value), re.IGNORECASE)
     if kind is not int or not match:
         return ""

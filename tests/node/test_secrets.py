@@ -88,6 +88,7 @@ REFUSED = {
     "such a token in another section": "name=hf_canaryABCDEFGHIJKLMNOPQRSTUVWXYZ01",
     "a hook in a command": "job.setup=[curl -d x https://hooks.slack.com/services/T0/B0/canary]",
     "a hook in job.notify": "job.notify=[https://ntfy.sh/canary]",
+    "a hook that is no list": "job.notify=https://ntfy.sh/canary",
     "a variable, PAT": "job.env.GITHUB_PAT=canary",
     "a variable, PWD": "job.env.DB_PWD=canary",
     "a variable, AUTH": "job.env.HTTP_AUTH=canary",
@@ -107,7 +108,7 @@ def test_a_secret_in_a_jobs_settings_is_refused_by_name_or_by_value(word, tiny, 
     assert cli.main(["submit", "--cluster", "slurm", "--dry-run", *words, word]) == 64
     said = "".join(capsys.readouterr())
     assert "canary" not in said and "cnry" not in said and not (tmp_path / "run").exists()
-    assert "export" in said or "YAML" in said or "job.env" in said
+    assert "export" in said or "YAML" in said or "job.env" in said or "must be a list" in said
     assert said.count("error:") == 1, said
 
 

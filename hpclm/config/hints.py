@@ -108,9 +108,11 @@ def _names(setting: str) -> list[str]:
 
 
 def _setting_named(name: str, parts: Sequence[str], keys: Sequence[str]) -> str:
-    """The setting that ends with ``name``, in the section most like that of ``parts``."""
+    """The setting that ends with ``name``, in the section that is like that of ``parts``, or in the first."""
     same = [setting for setting in keys if name in _names(setting)]
-    return next(iter(get_close_matches(".".join(parts), same, n=1, cutoff=0.0)), "")
+    sections = {setting.rpartition(".")[0]: setting for setting in reversed(same)}
+    near = get_close_matches(".".join(parts[:-1]), [*sections], n=1)
+    return sections[near[0]] if near else next(iter(same), "")
 
 
 def mistakes(stray: Sequence[str], typed: Sequence[str]) -> list[str]:

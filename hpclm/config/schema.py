@@ -205,7 +205,13 @@ class RunConfig(Section):
 
     name: str = setting("run", "Run name; last component of the default output directory.")
     out: str = setting("runs/${name}", "Run directory; its last part is the run's name.", path=True)
-    seed: int = setting(1234, "Seed of initial weights, dropout and sample order.", at_least=0, at_most=2**32 - 1)
+    seed: int = setting(
+        1234,
+        "Seed of initial weights, dropout and sample order.",
+        at_least=0,
+        at_most=2**32 - 1,
+        advice="generators of random numbers take 32 bits",
+    )
     stop_at: int | None = setting(
         None, "Save and exit after this step; budget and schedule stay.", at_least=1, unit="steps"
     )

@@ -66,7 +66,7 @@ MISTAKES = {
     ("top", "--once", "--runs", "nosuch"): "error: nosuch does not exist; --runs names the folder that runs are in",
     ("top", "nosuch"): "error: nosuch does not exist; --runs names the folder that runs are in",
     ("status", "--runs", "nosuch"): "error: nosuch does not exist; --runs names the folder that runs are in",
-    ("submit", "--sbatch", "hetjob"): "a run is trained by one job; its nodes must be alike",
+    ("submit", "--sbatch", "hetjob"): "one job trains a run, on nodes of one kind",
     # verbs
     ("trian", "debug"): "Did you mean 'train'?",
     ("xyzzy",): "unknown command 'xyzzy'; choose one of",

@@ -9,7 +9,7 @@ MAX_SHOWN_CHARACTERS = 200  # characters of a value in a message
 
 
 class RefusedError(Exception):
-    """A setting is read whose value is refused."""
+    """The value of a setting is refused, and a rule reads it."""
 
 
 def value_at(section: Any, key: str) -> Any:

@@ -257,7 +257,7 @@ def _untrusted(settings: list[Setting], path: Path, exposed: str | None) -> Iter
         value = reading.plain(setting.node)
         if setting.at.start_mark.name == str(path) and _names_code(key, value):
             yield (
-                f"{key}={value!r} in {reading.place(setting.at)} would run code in your name, and {exposed}. Once you know that code, "
+                f"{key}={value!r} in {reading.place(setting.at)} would run code in your name, and {exposed}. After you have read that code, "
                 "give the setting on the command line, or copy the file to one of your own"
             )
 

@@ -35,7 +35,7 @@ REFUSED = (
         )
     ),
 )
-"""Keys in these parts that follow from settings, or with which the state could not be saved or a step not be repeated."""
+"""Keys in these parts that settings determine, or that prevent saving the state or repeating a step."""
 
 DEFAULTS: Flat = {"timers.throughput.enabled": False}
 """Ours, unless engine.extra says otherwise: the timer waits for the device in every forward pass."""

@@ -84,10 +84,9 @@ def _pages() -> dict[str, Path]:
 
 
 def text_on(topics: Sequence[str], verbs: Collection[str]) -> str:
-    """A page, the explanation of a setting or a section, where words occur, or without ``topics`` the list of pages; ConfigError if
-    there is nothing on them.
+    """A page, the explanation of a setting or a section, or the places where words occur; without ``topics``, the list of pages.
 
-    ``verbs``: words that are verbs, which have no page.
+    ConfigError if nothing is found. ``verbs``: hpclm's commands, which have no page.
     """
     pages = _pages()
     if not topics:
@@ -103,7 +102,7 @@ def text_on(topics: Sequence[str], verbs: Collection[str]) -> str:
             return files.read_text(page)
         if explained := list(_explained(topic.partition("=")[0])):
             return "\n\n".join(explained) + "\n"
-    heads = [f"hpclm help {word} shows the options of this verb." for word in words if word in verbs]
+    heads = [f"hpclm help {word} shows the options of this command." for word in words if word in verbs]
     heads += [f"{word} is here: {meant}" for word in words if (meant := elsewhere.explained(word))]
     if results := [*heads, *_of_settings(words), *_of_pages(words, pages)]:
         return "\n".join([*results, ""])

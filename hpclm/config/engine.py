@@ -58,7 +58,7 @@ class ParallelConfig(Section, key="parallel"):
     )
 
     def shard_size(self, data: int) -> int:
-        """Number of the ``data`` data-parallel ranks that share out weights or optimizer state; ConfigError if they cannot be divided."""
+        """The size of the groups of ``data`` data-parallel ranks that divide weights or optimizer state; ConfigError if the groups are unequal."""
         size = min(self.shard or data, data)
         if data % size:
             raise ConfigError(
@@ -84,13 +84,13 @@ class ParallelConfig(Section, key="parallel"):
 
     @property
     def smallest(self) -> int:
-        """The fewest processes that can train: those of one replica, or of as many as share out the experts."""
+        """The fewest processes that can train: one replica, or as many replicas as divide the experts."""
         return self.model * math.lcm(self.context, self.expert)
 
 
 @dataclass(frozen=True)
 class EngineConfig(Section, key="engine"):
-    """What runs training steps, and how it computes."""
+    """The engine that runs training steps, and how it computes."""
 
     name: str = setting(
         "native",
@@ -118,7 +118,7 @@ class EngineConfig(Section, key="engine"):
     )
     gradients: Literal["auto", "fp32", "compute"] = setting(
         "auto",
-        "Type in which gradients are reduced (deepspeed: and accumulated); compute: that of activations. auto: "
+        "Type of the gradients that ranks reduce (deepspeed: and accumulate); compute: the type of activations. auto: "
         "compute with deepspeed and fairscale, otherwise fp32.",
         warn_without="engine.precision!=fp32: activations and gradients are fp32",
     )
@@ -155,7 +155,7 @@ class EngineConfig(Section, key="engine"):
     offload_activations: bool = setting(False, "Keep activations in CPU memory until the backward pass; GPUs only.")
     loss_chunk: int | None = setting(
         None,
-        "Tokens whose logits are computed at a time; null: 512 on CPUs, 4096 on GPUs, more from 60 GiB.",
+        "Number of tokens whose logits are computed together; null: 512 on CPUs, 4096 on GPUs, more from 60 GiB.",
         at_least=1,
         unit="tokens",
     )
@@ -175,7 +175,7 @@ class EngineConfig(Section, key="engine"):
         return list(self.problems_without_gpu()) if self.device == "cpu" else []
 
     def missing_libraries(self) -> list[str]:
-        """Libraries that the engine needs and that are not installed here, or are too old for it; imports none of them."""
+        """Libraries that the engine needs and that are missing or too old here; imports none of them."""
         wrong = extras.missing(f"engine.name={self.name}", self.name) if self.name in extras.EXTRAS else None
         supports = SUPPORTS.get(self.name, Supports(self.name))
         problems = [wrong] if wrong else []

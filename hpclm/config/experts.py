@@ -27,7 +27,7 @@ def _with_experts(broken: Callable[[Any], Any], sentence: str | Callable[[Any], 
 
 @dataclass(frozen=True)
 class ExpertsConfig(Section, key="model.experts"):
-    """A mixture of experts: several MLPs in a layer, of which a router chooses some for each token."""
+    """A mixture of experts: a router chooses some of a layer's MLPs for each token."""
 
     count: int = setting(
         0,
@@ -66,7 +66,9 @@ class ExpertsConfig(Section, key="model.experts"):
         at_least=1,
         only_with=EXPERTS,
     )
-    router_top_groups: int = setting(1, "Groups from which a token chooses experts.", at_least=1, only_with=EXPERTS)
+    router_top_groups: int = setting(
+        1, "Number of groups in which a token chooses experts.", at_least=1, only_with=EXPERTS
+    )
     router_bias: bool = setting(False, "Bias of the router's logits (gpt-oss).", only_with=EXPERTS)
     router_choice_bias: bool = setting(
         False,

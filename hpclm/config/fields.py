@@ -36,13 +36,13 @@ def type_of(key: str) -> Any:
 
 
 def path_separator(key: str) -> str | None:
-    """What separates paths in one text of a setting that holds paths, empty if one is one path; None for any other setting."""
+    """The separator of paths in a value; empty if a value is one path, None if the setting holds no paths."""
     declaration = declaration_of(key)
     return None if declaration is None else declaration.path
 
 
 def declaration_of(key: str) -> Declared | None:
-    """What the field of a dotted key declares; None for a name in a mapping."""
+    """The declaration of a setting by its dotted key; None for a name in a mapping."""
     section, _, name = key.rpartition(".")
     kind: Any = type_of(section) if section else RunConfig
     named = (field for field in (fields(kind) if is_dataclass(kind) else ()) if field.name == name)

@@ -7,5 +7,5 @@ MULTIPLE = 16
 
 
 def blocks(model: Any) -> range:
-    """The numbers of the blocks whose linear layers multiply in FP8: all but the first and the last."""
+    """The numbers of the blocks with linear layers in FP8: all but the first and the last."""
     return range(1, model.layers - 1)

@@ -102,7 +102,7 @@ def nearest(key: str, keys: Sequence[str]) -> str:
 
 
 def _names(setting: str) -> list[str]:
-    """What a setting may be called without its first sections: heads, attention_heads, model_attention_heads."""
+    """Names of a setting without its first sections: model_attention_heads, attention_heads, heads."""
     parts = setting.split(".")
     return ["_".join(parts[start:]) for start in range(len(parts))]
 
@@ -116,7 +116,7 @@ def _setting_named(name: str, parts: Sequence[str], keys: Sequence[str]) -> str:
 
 
 def mistakes(stray: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """What is wrong with the ``stray`` words of the command line ``typed``, which name no settings file; empty if it is unclear."""
+    """Problems with the ``stray`` words of the command line ``typed``, which name no settings file; empty if the intent is unclear."""
     explained: set[str] = set()
     problems = []
     for index, word in enumerate(typed):

@@ -25,7 +25,7 @@ WITHOUT_SPACES = ("partition", "exclude", "nodelist", "modules")
 NOTIFY = re.compile(r"https?://[!-.0-~][!-~]*|\$[A-Za-z_]\w*")
 MAIL = """Slurm sends it: 'job.options={mail-type: "END,FAIL", mail-user: you@example.org}'"""
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Variables that bash does not allow to be set, and those by which a process learns its rank.
+# Variables that bash does not allow to be set, and those that tell a process its rank.
 RESERVED = re.compile(
     r"BASHOPTS|BASH_VERSINFO|EUID|PPID|SHELLOPTS|UID|IFS|BASH_ENV|ENV|(SLURM|SLURMD|OMPI_COMM|PMI|PMIX|TORCHELASTIC|HPCLM)_\w*"
     r"|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
@@ -53,7 +53,7 @@ def _one_line(name: str, blank: bool) -> Rule:
 
 @dataclass(frozen=True)
 class JobConfig(Section, key="job"):
-    """What `hpclm submit` requests. A site file (hpclm docs launch) describes a cluster for all runs."""
+    """The resources that `hpclm submit` requests. A site file (hpclm docs launch) describes a cluster for all runs."""
 
     cluster: str = setting(
         "auto",
@@ -96,7 +96,7 @@ class JobConfig(Section, key="job"):
         at_least=0,
     )
     template: Literal["srun", "mpirun", "torchrun"] = setting(
-        "srun", "What starts the ranks of a job: srun, mpirun, or torchrun on each node."
+        "srun", "Launcher of the ranks: srun, mpirun, or torchrun on each node."
     )
     modules: list[str] = setting([], "Environment modules to load.", runs_code=True)
     venv: str | None = setting(
@@ -200,7 +200,7 @@ def _is_text(value: str) -> bool:
 
 
 def _line(setting: str, value: str | None, blank: bool) -> Iterator[str]:
-    """What is wrong with a one-line text; ``blank``: it may contain spaces."""
+    """Problems with a one-line text; ``blank``: it may contain spaces."""
     if value is None:
         return
     if not value.strip() or not _is_text(value):
@@ -224,7 +224,7 @@ def _option(name: str, value: str) -> Iterator[str]:
 
 
 def _target(number: int, target: str) -> Iterator[str]:
-    """What is wrong with an entry of job.notify; its text is not shown, because a webhook is a password."""
+    """Problems with an entry of job.notify. They do not show its text, because a webhook is a password."""
     if not NOTIFY.fullmatch(target):
         mail = f"; for mail, {MAIL}" if target.startswith("mailto:") else ""
         yield f"job.notify.{number} is not a target; it must be a webhook, or $NAME of an environment variable that holds one{mail}"

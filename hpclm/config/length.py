@@ -40,7 +40,7 @@ def run_length(config: RunConfig, samples_per_epoch: int | None, step: int = 0, 
 
 
 def inside_warmup(config: RunConfig, length: Length) -> str | None:
-    """What to say of a run that ends before its warm-up does."""
+    """A warning if the run ends before its warm-up; else None."""
     optim, end = config.optim, length.in_unit(config.optim.unit)
     warmup = optim.warmup or (optim.warmup_fraction or 0) * (optim.schedule_length or end or 0)
     if end is None or warmup < end:

@@ -153,7 +153,7 @@ class ModelConfig(Section, key="model"):
 
     @property
     def dense_layers(self) -> int:
-        """Blocks whose MLP is dense."""
+        """Number of blocks with a dense MLP."""
         return sum(not self.experts.in_layer(layer) for layer in range(self.layers))
 
     @property

@@ -46,11 +46,11 @@ def _ranks(facts: Any) -> int:
 
 
 def _alone(facts: Any) -> Iterator[str]:
-    """Settings about what data-parallel replicas divide or send, where there is one."""
+    """Settings about the work of several data-parallel replicas, in a run with one."""
     engine = facts.run.engine
     if (
         _ranks(facts) > 1 or engine.name not in SUPPORTS or engine.name == "deepspeed"
-    ):  # its way to compute depends on them
+    ):  # DeepSpeed computes in another way with them
         return
     stage = ["engine.zero_stage"] if engine.zero_stage else []
     others = ("engine.bucket_mb", "engine.gradients", "engine.defer_reduction", "parallel.shard")
@@ -140,7 +140,7 @@ def check_finished(run: RunConfig, step: int, end: int | None) -> None:
         return
     try:
         before = of_run(Path(run.out), ())
-    except ConfigError:  # there is none that could be compared
+    except ConfigError:  # without a valid config.yaml, nothing can be compared
         return
     changes = {key: now for key, (now, _) in run.diff(before).items() if key.split(".")[0] in TRAINING}
     changes.pop("batch.micro_size", None)  # chosen anew on other GPUs

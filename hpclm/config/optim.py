@@ -35,7 +35,7 @@ class OptimConfig(Section, key="optim"):
     """Optimizer and learning-rate schedule."""
 
     name: str = setting("adamw", described(), names=OPTIMIZERS)
-    arguments: dict[str, Any] = setting({}, "Arguments of an optimizer of your own: {betas: [0.9, 0.99]}.")
+    arguments: dict[str, Any] = setting({}, "Arguments of your own optimizer: {betas: [0.9, 0.99]}.")
     lr: float = setting(6e-4, "Peak learning rate.", at_least=0)
     min_lr: float = setting(6e-5, "Learning rate at the end of the schedule.", at_least=0)
     betas: tuple[float, float] = setting((0.9, 0.95), "Adam's betas.", at_least=0, less_than=1)
@@ -47,7 +47,7 @@ class OptimConfig(Section, key="optim"):
         warn_without="optim.weight_decay",
     )
     groups: list[Group] = setting(
-        [], "[{match: REGEX, lr: FACTOR, weight_decay: VALUE}] for weights whose names match; later entries win."
+        [], "[{match: REGEX, lr: FACTOR, weight_decay: VALUE}] for weights with matching names; later entries win."
     )
     z_loss: float = setting(
         0.0, "Factor of the z-loss, log(Z)^2 of the softmax's normaliser Z (PaLM: 1e-4); logged separately.", at_least=0
@@ -72,7 +72,7 @@ class OptimConfig(Section, key="optim"):
     )
     qk_clip: float | None = setting(
         None,
-        "Scale down queries and keys whose largest attention score exceeds this (QK-clip; Kimi K2: 100).",
+        "Scale down queries and keys with an attention score above this (QK-clip; Kimi K2: 100).",
         more_than=0,
         only_with="not model.attention.qk_norm: the scores are bounded already",
     )
@@ -118,7 +118,7 @@ class OptimConfig(Section, key="optim"):
     )
     guard: Literal["none", "skip_step", "clip_update"] = setting(
         "none",
-        "skip_step (OLMo 2): skip updates whose loss or gradient norm is 6 standard deviations above the mean of "
+        "skip_step (OLMo 2): skip updates with a loss or gradient norm 6 standard deviations above the mean of "
         "128 steps. clip_update (Marin): limit updates to the mean norm and 3 deviations.",
     )
     nonfinite_limit: int = setting(
@@ -136,7 +136,7 @@ class OptimConfig(Section, key="optim"):
         Rule(
             lambda optim: optim.arguments and optim.name in OPTIMIZERS,
             lambda optim: (
-                f"optim.arguments={optim.arguments} is for an optimizer of your own, optim.name=package.module:Name; those of "
+                f"optim.arguments={optim.arguments} is for your own optimizer, optim.name=package.module:Name; the arguments of "
                 f"optim.name={optim.name} are settings, such as optim.{next(iter(optim.arguments))}"
             ),
         ),
@@ -144,7 +144,7 @@ class OptimConfig(Section, key="optim"):
         Rule(
             lambda optim: optim.name not in OPTIMIZERS,
             lambda optim: [
-                f"optim.{name}={typed(getattr(optim, name))} is not read by optim.name={optim.name}, which is of your own; it takes such in "
+                f"optim.{name}={typed(getattr(optim, name))} is not read by your own optim.name={optim.name}; it takes arguments in "
                 f"'optim.arguments={{{name}: {typed(getattr(optim, name))}}}', if it has such a parameter"
                 for name in READ_BY_SOME
                 if optim.changed(name)
@@ -229,7 +229,7 @@ class OptimConfig(Section, key="optim"):
 
 
 def _unusable(entry: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with an entry of optim.groups."""
+    """Problems with an entry of optim.groups."""
     said, pattern = f"optim.groups: {entry}", entry.get("match")
     amounts = {name: value for name, value in entry.items() if name != "match"}
     if unknown := sorted(map(str, amounts.keys() - {"lr", "weight_decay"})):

@@ -29,14 +29,14 @@ class StateTensor:
     """A tensor in fp32 that an optimizer keeps of a weight."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     where: Where = "weight"
-    """weight: split and replicated as the weight, whose shape it has. matrix: of any shape, whole on the process that works on the
-    matrix. everywhere: of any shape, the same on every process that holds a part of the weight."""
+    """weight: a tensor with the weight's shape, split and replicated in the same way. matrix: a tensor of any shape, whole on the
+    process that updates the matrix. everywhere: a tensor of any shape, equal on every process that holds a part of the weight."""
 
     @property
     def bytes(self) -> int:
-        """Of the whole tensor."""
+        """The bytes of the whole tensor."""
         return 4 * prod(self.shape)
 
 
@@ -46,7 +46,7 @@ State = Mapping[str, StateTensor]
 
 @dataclass(frozen=True)
 class MatrixCost:
-    """What an update of one weight costs the process that works on it as a whole matrix."""
+    """The cost of updating one weight as a whole matrix, for the process that does it."""
 
     flops: float = 0.0
     element: int = 4
@@ -70,11 +70,11 @@ class OptimizerKind:
     matrices: Callable[[str, Shape], bool] | None = None
     """Whether the weight with this name and shape is updated as a whole matrix, by one process; None: no weight is."""
     cost: Callable[[Settings, Sequence[tuple[int, int]]], MatrixCost] = lambda optim, parts: MatrixCost()
-    """Of a weight that is updated as a whole matrix, given the matrices that it fuses, as A x B each."""
+    """The cost of a weight that is updated as a whole matrix; ``parts``: the shapes (A, B) of the matrices that it fuses."""
     settings: tuple[str, ...] = ()
     """Settings under ``optim`` that it reads, of those that not every optimizer reads."""
     exact: Mapping[str, Any] = field(default_factory=dict)
-    """Values of such settings with which it computes in fp32 throughout."""
+    """Values of these settings for which all of its computation is in fp32."""
     family: str = "adamw"
     """Optimizers of one family can resume from each other's state."""
     reference: str | None = None
@@ -167,11 +167,11 @@ OPTIMIZERS = {
 READ_BY_SOME = tuple(dict.fromkeys(name for kind in OPTIMIZERS.values() for name in kind.settings))
 """Settings under ``optim`` that not every optimizer reads."""
 OF_USERS = OptimizerKind("", "of your own", MOMENTS, family="")
-"""What is assumed of an optimizer of the user's own before it is imported: the state of AdamW."""
+"""The assumption about a user's own optimizer before it is imported: it has the state of AdamW."""
 
 
 def row(name: str) -> OptimizerKind:
-    """The optimizer that optim.name names; of the user's own, what is assumed before it is imported."""
+    """The optimizer with this optim.name; OF_USERS for a user's own."""
     return OPTIMIZERS.get(name, OF_USERS)
 
 

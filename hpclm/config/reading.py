@@ -43,10 +43,9 @@ class Content:
 
 
 def nodes(text: str, origin: str, line: int = 0) -> tuple[yaml.Node, list[str]]:
-    """The nodes of a YAML text, and problems for keys that appear twice, aliases, tags and merge keys, which are taken out.
+    """The nodes of a YAML text without repeated keys, aliases, tags and merge keys, and a problem for each of these.
 
-    yaml.YAMLError if the text is not valid. ``origin``: the file, or COMMAND_LINE; ``line``: the line of the file, counted from 0,
-    in which the text begins.
+    yaml.YAMLError if the text is invalid. ``origin``: the file, or COMMAND_LINE. ``line``: the text's first line in the file, from 0.
     """
     loader = yaml.BaseLoader(text)
     loader.name = origin

@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "llama3": ("factor original_max_position_embeddings low_freq_factor high_freq_factor", ""),
     "longrope": ("original_max_position_embeddings short_factor long_factor", "factor attention_factor"),
 }
-"""Of each kind: parameters that it needs, and others that it may have, named as in config.json."""
+"""kind -> the parameters that it needs, and optional ones, by their names in config.json."""
 LISTS = ("short_factor", "long_factor")
 
 
@@ -70,7 +70,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def scaling_problems(scaling: Mapping[str, str], rotated: int) -> Iterator[str]:
-    """What is wrong with model.rope.scaling; ``rotated`` is the width that is rotated."""
+    """Problems with model.rope.scaling. ``rotated``: the number of features that are rotated."""
     if not scaling:
         return
     kind = scaling.get("rope_type", "")

@@ -126,7 +126,7 @@ FP8 = (
     ),
     _with_fp8(_odd_widths),
 )
-"""What rules engine.fp8 out."""
+"""Settings that engine.fp8 does not support."""
 
 BETWEEN_SECTIONS = (
     Rule(
@@ -177,7 +177,7 @@ BETWEEN_SECTIONS = (
 
 
 def _unmeasured(run: Any) -> str:
-    """Steps that are saved without an evaluation, so that none of them can be the best; empty if there are none."""
+    """A warning if steps are saved without an evaluation, because they can never be the best; else empty."""
     saving, measured = run.checkpoint, run.evaluate.every
     if not (saving.enabled and saving.keep_best and measured > 1):
         return ""

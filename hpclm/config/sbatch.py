@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 GPUS_PER_NODE = "set job.gpus, which is per node"
 PROCESSES = "processes are job.nodes x job.gpus (--nodes, --gpus)"
-ONE_JOB = "a run is trained by one job; its nodes must be alike"
+ONE_JOB = "one job trains a run, on nodes of one kind"
 LOG = "the log is in logs/ of the run directory, which out= sets"
 LEAVE_OUT = "leave it out"
 

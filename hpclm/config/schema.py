@@ -25,7 +25,7 @@ from hpclm.config.setting import setting
 SAVES = "checkpoint.enabled: nothing is saved"
 MAX_BUDGET = 10**9  # epochs, or hours
 BESIDE_TRAINING = ("log", "job")
-"""Sections of settings whose code does not run in the processes that train, or only reads what they measure."""
+"""Sections with user code that runs outside the training processes, or only reads their metrics."""
 OWN_CODE = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 
 
@@ -96,7 +96,7 @@ class BudgetConfig(Section, key="budget"):
 
     @property
     def given(self) -> list[str]:
-        """The units in which there is a limit."""
+        """The units with a limit."""
         return [entry.name for entry in fields(self) if getattr(self, entry.name) is not None]
 
 
@@ -139,7 +139,7 @@ class CheckpointConfig(Section, key="checkpoint"):
         "directory that has any.",
     )
     init_from: str | None = setting(
-        None, "Run directory or checkpoint from which a new run takes only weights.", path=True
+        None, "Run directory or checkpoint that gives a new run its weights, and nothing else.", path=True
     )
     grace_seconds: float = setting(
         30.0,
@@ -176,7 +176,7 @@ class CheckpointConfig(Section, key="checkpoint"):
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is made from, besides what it computes with; RunConfig.for_engine() makes it."""
+    """The settings of an engine. RunConfig.for_engine() makes them."""
 
     model: ModelConfig
     plan: Plan
@@ -257,7 +257,7 @@ class RunConfig(Section):
     warnings: ClassVar[tuple[Rule, ...]] = WARNINGS
 
     def __dir__(self) -> list[str]:
-        """What completion shows: the settings and ``diff``."""
+        """The names that completion shows: the settings and ``diff``."""
         return [*super().__dir__(), "diff"]
 
     def __repr__(self) -> str:
@@ -280,7 +280,7 @@ class RunConfig(Section):
         }
 
     def missing(self) -> list[str]:
-        """What is wrong with the settings of a run that trains, but not with settings that are only inspected."""
+        """Problems of a run that trains, but not of settings that are only inspected."""
         return list(broken(self, rules.OF_TRAINING))
 
     def missing_libraries(self) -> list[str]:
@@ -292,7 +292,7 @@ class RunConfig(Section):
         return max(1, min(self.evaluate.batches * self.batch.global_size, per_epoch))
 
     def modules(self) -> set[str]:
-        """Top-level modules of the user's own code that settings name, as in data.tokenizer=my.mod:Tok."""
+        """Top-level modules of the user's own code in the settings: my in data.tokenizer=my.mod:Tok."""
         return {match[1] for text in texts(asdict(self)) if (match := OWN_CODE.fullmatch(text))}
 
     def code_of_training(self) -> list[str]:
@@ -302,7 +302,7 @@ class RunConfig(Section):
         return [f"{key}={text}" for key, text in named if not text.startswith("hpclm.")]
 
     def for_engine(self, processes: int = 1) -> EngineSettings:
-        """What an engine needs to know on ``processes``; ConfigError as of plan()."""
+        """The settings of the engine on ``processes``; ConfigError as in plan()."""
         sections = dict(
             model=self.model, optim=self.optim, scaler=self.scaler, parallel=self.parallel, engine=self.engine
         )

@@ -29,12 +29,12 @@ class Place:
 
 
 def patterns(words: Sequence[str]) -> list[re.Pattern[str]]:
-    """What finds ``words`` and words that begin like them, in any case."""
+    """A pattern for each of ``words``, and for words that begin with it, in any case."""
     return [re.compile(rf"(?<![A-Za-z]){re.escape(word)}", re.IGNORECASE) for word in words]
 
 
 def places(words: Sequence[str], pages: Mapping[str, Path]) -> list[Place]:
-    """The pages that have all ``words``, or if there is none some of them, the best first."""
+    """The pages that contain all ``words``, best first; if no page does, those that contain some."""
     matches = [place for name, path in pages.items() if (place := _place(name, files.read_text(path), patterns(words)))]
     best = max((place.rank[0] for place in matches), default=0)
     return sorted((place for place in matches if place.rank[0] == best), key=lambda place: place.rank, reverse=True)

@@ -1,6 +1,6 @@
 """A section of settings: its fields are declared by setting(), and rules say which values contradict each other.
 
-Everything is reported at once. A rule that reads a setting whose value is refused already is skipped, since it would only repeat that.
+Everything is reported at once. A rule that reads a refused setting is skipped, because it would only repeat the problem.
 """
 
 import re
@@ -27,18 +27,18 @@ class Rule(NamedTuple):
     broken: Callable[[Any], Any]
     """Whether the settings contradict each other; without a sentence, what is wrong."""
     sentence: str | Callable[[Any], str | Iterable[str]] | None = None
-    """What is wrong and what to do; in a text {model.heads} becomes model.heads=12."""
+    """The problem and what to do; in a text {model.layers} becomes model.layers=12."""
 
 
 class Section:
-    """A settings class whose constructor raises ConfigError for invalid values."""
+    """The base class of all sections. The constructor raises ConfigError for invalid values."""
 
     key: ClassVar[str] = ""
     """Its name; empty for the whole of the settings."""
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """What is refused."""
+    """Contradictions, which are refused."""
     warnings: ClassVar[tuple[Rule, ...]] = ()
-    """What has no effect, but may be meant so."""
+    """Settings without effect, which are only worth a warning."""
 
     def __init_subclass__(cls, key: str | None = None) -> None:
         if key is not None:
@@ -65,7 +65,7 @@ class Section:
         return self.of({**dict(leaves(self)), **settings})
 
     def __dir__(self) -> list[str]:
-        """What completion shows: the settings."""
+        """The names that completion shows: the settings."""
         return list(getattr(self, "__dataclass_fields__", ()))
 
     def changed(self, name: str) -> bool:
@@ -108,9 +108,9 @@ def all_sections(kind: Any, key: str = "") -> Iterator[tuple[str, type[Section]]
 
 
 def build(kind: type[S], values: Mapping[str, Any], refused: Collection[str]) -> tuple[S, list[str]]:
-    """The settings with these values, and defaults for the rest, and everything wrong with them; unusable if anything is.
+    """A section with these values, and defaults for the rest, and its problems. A section with problems must not be used.
 
-    ``values`` are by dotted key, as are ``refused``, whose values could not be read.
+    ``values``: by dotted key. ``refused``: the dotted keys with an unreadable value.
     """
     attributes, problems = dict[str, Any](), list[str]()
     for entry in fields(kind):  # type: ignore[arg-type]
@@ -228,7 +228,7 @@ def _common(key: str, other: str) -> str:
 
 
 def _wrong(key: str, entry: Field, value: Any) -> list[str]:
-    """What is wrong with the value of one setting."""
+    """Problems with the value of one setting."""
     declaration = declared(entry)
     if declaration.names is not None and value is not None:
         names = value if isinstance(value, list) else [value]
@@ -238,7 +238,7 @@ def _wrong(key: str, entry: Field, value: Any) -> list[str]:
 
 
 def _sentences(facts: Any, rule: Rule) -> list[str]:
-    """What is wrong by one rule."""
+    """The sentences of one rule if it is broken."""
     wrong = rule.broken(facts)
     if rule.sentence is None:
         return list(wrong)

@@ -86,7 +86,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """What a field declares besides its type and its default."""
+    """The declaration of a setting, besides its type and its default."""
 
     doc: str
     at_least: float | None = None
@@ -94,7 +94,7 @@ class Declared:
     at_most: float | None = None
     less_than: float | None = None
     auto: Any = None
-    """The value that stands for "auto", besides those in the range; None if the setting cannot be auto."""
+    """The value that stands for "auto"; None if the setting cannot be auto."""
     infinite: bool = False
     """Whether inf is allowed; NaN never is."""
     unit: str = ""
@@ -140,7 +140,7 @@ class Declared:
         return " and ".join(f"{words} {_number(bound)}" for words, bound in bounds.items() if bound is not None)
 
     def problem(self, value: Any) -> str:
-        """What a value, or each number of a list, must be and is not; empty if nothing is wrong."""
+        """The requirement that a value, or a number in it, does not meet; empty if it meets all."""
         numbers = value if isinstance(value, tuple) else (value,)
         outside = [number for number in numbers if isinstance(number, (int, float)) and not self._allows(number)]
         if not outside:
@@ -191,7 +191,7 @@ def setting(
 
 
 def declared(entry: Field) -> Declared:
-    """What a field declares."""
+    """The declaration of a field."""
     return entry.metadata[_KEY]
 
 

@@ -1,4 +1,4 @@
-"""What each engine supports, and what settings ask of an engine: checked before a job is queued, without importing any engine."""
+"""The features of each engine, compared with the settings before a job is queued, without importing an engine."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -28,7 +28,7 @@ class Asking(Protocol):
 
 @dataclass(frozen=True)
 class Supports:
-    """What an engine supports."""
+    """The features of an engine."""
 
     path: str
     """module:name of its class."""
@@ -57,7 +57,7 @@ class Supports:
     guards: bool = True
     """Whether it supports optim.guard."""
     splits_by_replica: bool = False
-    """Whether it supports blocks of which data-parallel ranks hold different weights (Placement.data_ranks)."""
+    """Whether it supports blocks with different weights on data-parallel ranks (Placement.data_ranks)."""
     clips_qk: bool = False
     """Whether it supports optim.qk_clip."""
     simulated: bool = False
@@ -71,7 +71,7 @@ class Supports:
     torch: str | None = None
     """The oldest PyTorch release that has what it uses, if newer than the oldest that hpclm supports."""
     torch_to_compile: Mapping[int | None, str] = field(default_factory=dict)
-    """engine.zero_stage -> the oldest PyTorch release that compiles it correctly, where that is a newer one."""
+    """engine.zero_stage -> the oldest PyTorch release that compiles it correctly, if hpclm supports older ones."""
     unavailable: str | None = None
     """module:name of a function that says why it cannot run with the PyTorch that is installed, or returns None."""
 
@@ -92,7 +92,7 @@ class Supports:
         return next(iter(self.stages(run.parallel.pipeline)), 0)
 
     def optimizers(self, optim: Any) -> list[str]:
-        """Values of optim.name, with its other settings, with which it runs."""
+        """Values of optim.name that the engine supports with the other settings of ``optim``."""
         return [
             name
             for name, kind in OPTIMIZERS.items()
@@ -110,7 +110,7 @@ OPTIONAL = (
 
 
 def needed(micro_batches: int, pipeline: int, schedule: str) -> str | None:
-    """What a torch.distributed.pipelining schedule requires, if it cannot run this number of micro-batches; else None."""
+    """The number of micro-batches that a torch.distributed.pipelining schedule requires; None if it can run this number."""
     if schedule == "1f1b" and micro_batches < pipeline:
         return f"at least {pipeline}"
     rounds = max(1, micro_batches // pipeline)
@@ -190,7 +190,7 @@ class Feature(NamedTuple):
     has: Callable[[Supports, Any], Any]
     """Whether an engine has it for this run."""
     instead: Callable[[Supports, Any], str] = lambda can, run: ""
-    """What the engine has in its place, in words; empty for nothing."""
+    """The engine's substitute, in words; empty without one."""
     detail: Callable[[Supports, Any], str] = lambda can, run: ""
     """Other settings that it depends on, or why an engine does not have it."""
 
@@ -270,7 +270,7 @@ FEATURES = (
         lambda can, run: f" with {named(run, 'parallel.tensor')}",
     ),
     *map(_option, OPTIONAL),
-    # what one of the user's own needs is not known before it is imported (hpclm.engine.user_optimizers)
+    # the needs of a user's own optimizer are unknown before it is imported (hpclm.engine.user_optimizers)
     Feature(
         "optim.name",
         lambda run: run.optim.name in OPTIMIZERS,
@@ -332,7 +332,7 @@ def _stages(stages: Sequence[int]) -> str:
 
 
 def _lacking(name: str, can: Supports, run: Any) -> str:
-    """What another engine lacks for a run."""
+    """The features that another engine lacks for a run."""
     settings = [named(run, feature.key) for feature in FEATURES if feature.lacks(can, run)]
     return f"{name} lacks {', '.join(settings)}" if settings else f"{name}: {' and '.join(_more(can, run))}"
 

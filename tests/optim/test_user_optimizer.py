@@ -208,7 +208,7 @@ def test_arguments_and_settings_that_an_optimizer_does_not_take_are_refused_by_n
     for setting in ("betas=[0.8, 0.9]", "eps=1e-6", "momentum=0.5", "newton_schulz_steps=3"):
         with pytest.raises(
             ConfigError,
-            match=f"optim.{setting.split('=')[0]}=.* is not read by optim.name=.*it takes such in 'optim.arg",
+            match=f"optim.{setting.split('=')[0]}=.* is not read by your own optim.name=.*it takes arguments in 'optim.arg",
         ):
             config.load(None, [*TINY, *WORDS, *named("Lion"), f"optim.{setting}"])
     with pytest.raises(ConfigError, match="is for an optimizer of your own"):

@@ -53,10 +53,10 @@ TWO_LOSSES = (
     "let the loss in evaluation follow from weights and batch alone, without random numbers or state of the block"
 )
 ACROSS_TENSOR = (
-    "in forward, pass a weight that every tensor-parallel rank holds whole through hpclm.parallel.collectives.copy_to_tp(weight, tp), "
+    "if every tensor-parallel rank holds a whole weight, pass it in forward through hpclm.parallel.collectives.copy_to_tp(weight, tp), "
     "which sums its gradient over them, and initialise it alike on all of them"
 )
-ACROSS_REPLICAS = "let nothing in the update depend on the rank, its random numbers or its time, and initialise weights alike on all ranks"
+ACROSS_REPLICAS = "make the update independent of the rank, its random numbers and its time, and initialise the same weights on all ranks"
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def wrong_sums(compute: Compute) -> Iterator[str]:
 
 
 def lost_matrices(exchange: MatrixExchange) -> str:
-    """The first matrix whose values do not reach the process that works on it, or do not return to this process; empty if all do. A
+    """The first matrix with values that do not reach the process that updates it, or do not return here; empty if all do. A
     collective."""
     wrong = list[str]()
 

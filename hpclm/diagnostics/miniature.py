@@ -54,7 +54,7 @@ KERNELS = ("fused", "foreach")
 
 @dataclass(frozen=True)
 class Measured:
-    """The results of two steps, as far as this process has them."""
+    """This process's part of the results of two steps."""
 
     first: Samples
     """First step: loss, gradient norm, initial weights, and the gradients that the update applied."""
@@ -161,7 +161,7 @@ class MiniatureRun:
         parallel = self.settings.parallel
         engine = self.settings.engine
         name = "pipelining" if parallel.pipeline > 1 else "native"
-        rows = self.rows.transpose(0, 1).flatten(0, 1)  # in the order in which micro-batches are counted, for dropout
+        rows = self.rows.transpose(0, 1).flatten(0, 1)  # in the order of micro-batches, which dropout depends on
         compute = replace(self.compute.alone, dtype=torch.float32 if exact else self.compute.dtype)
         with plain_attention():
             plain = self._engine(
@@ -205,7 +205,7 @@ class MiniatureRun:
         return replace(exactly, name=name, **{setting: getattr(OptimConfig, setting) for setting in unread})
 
     def _engine(self, compute: Compute, **changes: Any) -> BaseEngine:
-        """An engine whose dropout always draws like the compiled blocks of a GPU. ``changes``: of settings."""
+        """An engine with the dropout of compiled blocks on a GPU. ``changes``: other settings."""
         engine = engines.build(replace(self.settings, **changes), compute)
         assert isinstance(engine, BaseEngine)
         for stack in engine.model.stacks if isinstance(engine.model, Stages) else [engine.model]:
@@ -271,8 +271,8 @@ class MiniatureRun:
         return outcomes
 
     def _whole(self, weight: ShardedParameter, values: Tensor) -> Tensor:
-        """A new tensor with the tensor-parallel slice of which this process holds ``values``; a collective over the holders of the rest.
-        For experts, those that this process has a part of."""
+        """A new tensor: the whole tensor-parallel slice around this process's ``values``; a collective over the holders of the rest.
+        Of stacked experts, only those in this process."""
         mesh = self.compute.mesh
         parts = weight.placement.data_ranks
         shape = weight.placement.local(mesh.tp)
@@ -310,7 +310,7 @@ def _half_the_experts(model: ModelConfig, parallel: ParallelConfig) -> ModelConf
 
 
 def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False) -> Measured:
-    """Two steps of a fresh engine. ``plain``: reference steps, whose updates are not replayed."""
+    """Two steps of a fresh engine. ``plain``: reference steps, without a replay of their updates."""
     state = engine.state
     mesh = engine.mesh
     weights = engine.weights

@@ -48,7 +48,7 @@ Samples = Mapping[str, Sample]
 
 
 def sample(values: Tensor | float, size: int | None = None, begin: int = 0) -> Sample:
-    """Every n-th value of a tensor with ``size`` values, of which ``values`` are those from ``begin`` on; None: all of them."""
+    """Every n-th value of a tensor with ``size`` values. ``values``: its values from ``begin`` on. ``size`` None: these are all."""
     flat = torch.as_tensor(values).detach().flatten()
     every = (len(flat) if size is None else size) // SAMPLED + 1 | 1  # odd, so that it meets every column
     skip = -begin % every
@@ -57,7 +57,7 @@ def sample(values: Tensor | float, size: int | None = None, begin: int = 0) -> S
 
 
 def sample_of(held: ShardedParameter, values: Tensor, mesh: Mesh) -> Sample:
-    """A sample of the tensor-parallel slice of a weight, or of a tensor of its shape, of which this process holds ``values``."""
+    """A sample of the tensor-parallel slice around ``values``, this process's part of a weight or of a tensor of its shape."""
     size = math.prod(held.placement.local(mesh.tp))
     parts = held.placement.data_ranks
     begin = held.begin + held.data_rank % parts * size  # a part of experts is some of the first dimension
@@ -114,7 +114,7 @@ class Tolerance:
 
 
 OF_UPDATES = Tolerance(UPDATE_FLOOR, alike=False)
-"""For updates of the same gradients: their error comes from the same operations on the same numbers, so none of it is chance."""
+"""For updates of the same gradients. Their errors come from the same operations on the same numbers, so chance plays no part."""
 
 
 def of_steps(settings: EngineSettings, compute: Compute) -> Tolerance:
@@ -128,7 +128,7 @@ def of_steps(settings: EngineSettings, compute: Compute) -> Tolerance:
 
 
 class Squares(NamedTuple):
-    """Sums of squares over the values of a sample, as far as this process has them."""
+    """Sums of squares over this process's part of a sample."""
 
     error: float
     """Difference from the exact value."""
@@ -189,7 +189,7 @@ def _squares(run: Samples, in_type: Samples, exact: Samples) -> dict[str, Square
 
 
 def _judged(total: Mapping[str, Squares], tolerance: Tolerance) -> tuple[str, str]:
-    """Descriptions of the sample whose error is more than allowed (empty if none), and of the one that comes closest to that."""
+    """Descriptions of the sample with too large an error (empty if none), and of the sample closest to its limit."""
     kinds: dict[str, list[Squares]] = {}
     for name, squares in total.items():
         kinds.setdefault(name.partition(" ")[0], []).append(squares)

@@ -211,9 +211,9 @@ def disks(out: str, probed: Mapping[str, Mapping[str, Any]], room: int) -> list[
 
 
 def links(measured: Sequence[Link]) -> list[NodeFinding]:
-    """Links that fail or are slow; a node whose links are all far slower than the median node's fastest link is bad.
+    """Links that fail or are slow. A node is bad if all its links are far slower than the median node's fastest link.
 
-    Two nodes cannot be compared with others, so neither is bad.
+    Of two nodes neither is bad, because no third one shows which is slow.
     """
     best: dict[str, float] = {}
     for link in measured:

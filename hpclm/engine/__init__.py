@@ -31,7 +31,7 @@ from hpclm.parallel.micro_batch import MicroBatch
 
 log = logging.getLogger(__name__)
 
-DECLARE = "an engine of your own says what else it supports in `supports` (hpclm docs your-own-code)"
+DECLARE = "your own engine declares further features in `supports` (hpclm docs your-own-code)"
 
 
 @dataclass(frozen=True)

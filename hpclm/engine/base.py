@@ -124,7 +124,7 @@ class BaseEngine:
         if self.gradients:
             self.gradients.finish()
         for weight in self.weights:
-            # as with several replicas, whose buckets are zeroed: a weight that a step does not use is updated too
+            # with several replicas buckets are zeroed, so an unused weight is updated too; the same must hold here
             if weight.parameter.grad is None:
                 weight.parameter.grad = torch.zeros_like(weight.parameter)
 

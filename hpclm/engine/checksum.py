@@ -1,4 +1,4 @@
-"""Checksums of an engine's state, with which ranks detect changed bits.
+"""Checksums of an engine's state, to detect changed bits.
 
 The state is divided into pieces. The checksum of a piece is the sum of its bits, read as 64-bit integers that wrap around. So it is
 exact, independent of order, and limited only by memory bandwidth. A change of one value always changes it; changes of several values are
@@ -14,7 +14,7 @@ from hpclm.config.optimizers import Where
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
 
-MIN_PIECE_VALUES = 1 << 18  # tensors of at least this size are pieces of their own; smaller ones are concatenated
+MIN_PIECE_VALUES = 1 << 18  # a tensor of this size or more is a separate piece; smaller ones are concatenated
 
 
 def local_tensors(state: TrainingState, weights: Iterable[ShardedParameter], shared: bool) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """Copies of the weights of linear layers and norms in the compute type, cast once a step from the optimizer's fp32 weights.
 
 Forward passes then cast no weights. Each gradient arrives in the compute type, is added to the fp32 gradient in place, and is freed, so
-a micro-batch needs no fp32 gradient buffer of its own. The sums equal those of casting in every forward pass, bit for bit.
+a micro-batch needs no separate fp32 gradient buffer. The sums equal those of casting in every forward pass, bit for bit.
 
 On GPUs the backward pass itself adds the gradients of matrices and tables to the fp32 gradients (hpclm.parallel.main_gradients), which
 are then never rounded to the compute type. When compiled, it also adds those of biases and norms, in the kernels that compute them.
@@ -31,7 +31,7 @@ class ComputeCopies:
     def __init__(self, model: Stack, in_place: bool = False):
         """``in_place``: the backward pass accumulates into the fp32 gradients where it can."""
         self._added: dict[nn.Parameter, tuple[TensorParallelModule, str]] = {}
-        """Copies whose gradients the backward pass accumulates in place: the module and the parameter's name there."""
+        """Copies -> the module and the parameter's name, where the backward pass accumulates the gradient in place."""
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         """The fp32 weight behind each parameter of the model that is a copy."""
         self.tables: list[VocabParallelEmbedding] = []
@@ -63,7 +63,7 @@ class ComputeCopies:
             master = self.masters[copy]
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-            # .data has a version counter of its own, apart from other views of a bucket
+            # .data has a separate version counter, unlike other views of a bucket
             module.main_grads[name] = master.grad.data
 
     def master(self, parameter: nn.Parameter) -> nn.Parameter:

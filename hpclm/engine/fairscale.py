@@ -97,7 +97,7 @@ class FairScaleEngine(BaseEngine):
 
 
 class Sharded(FullyShardedDataParallel):
-    """An FSDP unit that tells a forward pass from recomputation in the backward pass, for which its weights stay gathered."""
+    """An FSDP unit that keeps its weights gathered while the backward pass recomputes its forward pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""

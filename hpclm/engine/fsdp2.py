@@ -210,7 +210,7 @@ def gather_ahead(model: Stack) -> None:
     """Prefetch the weights of each block, its experts included, while the block before it computes; in backward passes, the one after
     it.
 
-    By default, PyTorch prefetches only as far as the host runs ahead of the device, and divided experts make the host wait.
+    By default, PyTorch prefetches only if the host is ahead of the device, and divided experts make the host wait.
     """
     rest: Any = model
     blocks = [layer for layer in model.layers.values() if isinstance(layer, FSDPModule)]

@@ -1,7 +1,7 @@
 """Gradients in a few flat buffers. Each is all-reduced as soon as the last backward pass of a step has filled it and those before it.
 
 This is DistributedDataParallel's method (Li et al. 2020), without the compiler stack that it loads into every process. It also works for
-pipelines, whose schedules mix forward and backward passes of many micro-batches. As in DistributedDataParallel, buckets are sent in one
+pipelines, which mix forward and backward passes of many micro-batches. As in DistributedDataParallel, buckets are sent in one
 fixed order, although compiled blocks fill them in another. Ranks that started collectives in different orders would hang or add
 gradients of different weights.
 """
@@ -63,13 +63,13 @@ class GradientBuckets:
         dtype: torch.dtype = torch.float32,
         late: Collection[nn.Parameter] = (),
     ):
-        """``leaves``: maps each parameter with an fp32 gradient to the parameter of the model whose backward pass completes it.
-        ``dtype``: the type in which gradients are sent and summed. ``late``: parameters whose gradients change after the backward
-        passes; finish() reduces their buckets."""
+        """``leaves``: parameter with an fp32 gradient -> the model's parameter that completes it in the backward pass.
+        ``dtype``: the type of gradients when they are sent and summed. ``late``: parameters with gradients that change after the
+        backward passes; finish() reduces their buckets."""
         self.dtype = dtype
         place = {parameter: number for number, parameter in enumerate(leaves)}
         self.buckets = sorted(buckets, key=lambda bucket: -min(place[p] for p in bucket.parameters))
-        """In the order of sending, the same on all ranks: the order in which backward passes fill them, last layer first."""
+        """In the order of sending, which is the same on all ranks: backward passes fill the last layer's bucket first."""
         self._sent = len(self.buckets)
         """Number of buckets sent in this step; outside a step, all."""
         myself = weakref.ref(self)  # weak, because the garbage collector does not see references from parameter hooks

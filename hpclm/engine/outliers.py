@@ -95,7 +95,7 @@ class SkipStep(UpdateGuard):
         values = torch.stack([loss.double(), norm.double()])
         if self.counted is not None:
             values = values.where(self.counted > 0, torch.nan)
-        # comparisons with NaN are false, so a step without counted tokens is no outlier; a step that is not finite
+        # comparisons with NaN are false, so a step without counted tokens is no outlier; a non-finite step
         # counts only as bad
         outlier = (values > self.limits(values)).any().float() * (1 - bad)
         self.metrics = {"guarded": outlier}

@@ -59,7 +59,7 @@ def parameters(specs: Sequence[LayerSpec]) -> list[float]:
 def seconds(config: EngineSettings, specs: Sequence[LayerSpec], compute: Compute) -> list[float]:
     """Costs for partition=time: seconds of each layer's forward and backward pass of a micro-batch, measured on rank 0."""
     costs = by_kind(specs, lambda spec: measured(config, spec, compute))
-    # all ranks must divide alike: with its own timings, each could build other stages
+    # all ranks must divide in the same way: with its own timings, each could build other stages
     return broadcast(torch.tensor(costs, dtype=torch.float64, device=compute.device), compute.mesh.world, 0).tolist()
 
 

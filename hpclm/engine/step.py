@@ -161,7 +161,7 @@ class GlobalNorm:
 class Timers:
     """Seconds spent in the named phases of a step; free if off.
 
-    On a GPU, CUDA events are recorded and read after the step, for which the host then waits.
+    On a GPU, CUDA events are recorded. The host waits for the end of the step and reads them.
     """
 
     def __init__(self, device: torch.device, on: bool):

@@ -72,8 +72,8 @@ class MatrixOptimizer(Protocol):
     """An optimizer that updates some weights as whole matrices, chosen by its row in OPTIMIZERS."""
 
     def share(self, exchange: Exchange, model: "ModelConfig") -> None:
-        """Called once, before the first step. ``exchange`` has these weights in the order in which the optimizer got them; a stack is
-        replaced by the matrices of this process's experts."""
+        """Called once, before the first step. ``exchange`` has these weights in the optimizer's order. The matrices of this
+        process's experts take the place of a stack."""
 
 
 def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tuple[float, float]:

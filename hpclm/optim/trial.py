@@ -22,12 +22,12 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
     "block0.mlp.experts.up": (3, 160, 144),
     "block0.mlp.experts.up_bias": (3, 160),
 }
-"""Both sides of a matrix exceed 128, the size from which some optimizers factor a matrix; all its lengths differ."""
+"""Both sides of a matrix exceed 128, because some optimizers factor only larger matrices; all lengths differ."""
 MATRIX, VECTOR, TABLE, STACK, BIASES = SHAPES
 USUAL = (MATRIX, VECTOR, TABLE)
 """Weights of every model; the others are of experts."""
 UPDATES = 4
-OF_EXPERTS = f", one of which stacks experts in three dimensions ({STACK})"
+OF_EXPERTS = f" and a three-dimensional stack of experts ({STACK})"
 RANDOM = "it draws random numbers, which differ between processes"
 LR = 0.01
 RELATIVE = 1e-3
@@ -238,7 +238,7 @@ def _check_skips(maker: UserOptimizerMaker, optim: OptimConfig, device: torch.de
         _trained(maker, optim, dict.fromkeys(names, _all), device, without_gradient=(TABLE,))
     except Exception as error:  # the user's code may raise anything
         raise ConfigError(
-            f"optim.name={maker.name} declares `matrices`, which are updated one by one: it must skip parameters whose grad is None, but "
+            f"optim.name={maker.name} declares `matrices`, so hpclm updates them one by one: it must skip parameters whose grad is None, but "
             f"fails, {_where(error)}: {type(error).__name__}: {error}"
         ) from error
 

@@ -251,7 +251,7 @@ class MatrixwiseOptimizer(UserOptimizer):
             weight.parameter: nn.Parameter(weight.parameter.new_empty([0] * len(weight.shape)))
             for weight in self.matrices
         }
-        """The parameter that stands for each matrix in ``inner``; it has values only during its update."""
+        """matrix -> its parameter in ``inner``, which has values only during an update."""
         substituted = [{**group, "params": [self._whole.get(p, p) for p in group["params"]]} for group in of_weights]
         super().__init__(
             maker.of_groups(substituted, optim), scalars, loaded.trial.scalars("", (1,)), loaded.trial.begun

@@ -248,13 +248,13 @@ OF_THE_USER = {
         ["optim.schedule=tests.diagnostics.flips:rate_of_rank"],
         [
             r"same weights or optimizer state \(\S+",
-            "let nothing in the update depend on the rank",
+            "make the update independent of the rank",
             "optim.schedule=tests",
         ],
     ),
     "an engine that differs": (
         ["engine.name=tests.diagnostics.flips:OwnEngine"],
-        ["let nothing in the update depend on the rank", "engine.name=tests.diagnostics.flips:OwnEngine"],
+        ["make the update independent of the rank", "engine.name=tests.diagnostics.flips:OwnEngine"],
     ),
 }
 

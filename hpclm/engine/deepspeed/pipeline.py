@@ -77,7 +77,7 @@ class Pipeline(PipelineModule):
             super().__init__(layers, topology=topology, partition_method="uniform")
 
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
-        """Weights whose gradients are summed with those of other stages.
+        """Weights shared by several stages, which add up their gradients.
 
         If DeepSpeed accumulates gradients in another type, it keeps them in ``grad_accum`` but does not look there.
         """

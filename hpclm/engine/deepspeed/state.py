@@ -24,7 +24,7 @@ from hpclm.parallel.mesh import Axis
 
 
 class PartitionedState(TrainingState, ABC):
-    """State of DeepSpeed's ZeRO optimizer ``wrapper`` around our ``optimizer``, whose parameters are flat partitions."""
+    """State of DeepSpeed's ZeRO optimizer ``wrapper``, which gives our ``optimizer`` flat partitions as parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, flat: Sequence[Tensor]):
         """``flat``: this process's partitions, the keys of the optimizer's state."""

@@ -145,8 +145,8 @@ class ZeroEngine(WrappedEngine):
         self.engine.set_gradient_accumulation_boundary(True)
 
     def loss_factor(self, scale: float) -> float:
-        """The product of all factors by which DeepSpeed divides gradients. In fp16 the backward pass must see no more than the loss
-        scale, or it overflows sooner."""
+        """The product of all factors by which DeepSpeed divides gradients. In fp16 the loss must not be multiplied by more than the
+        loss scale before the backward pass, or it overflows sooner."""
         return scale if self.scale else float(self.mean_over)
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:

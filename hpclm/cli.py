@@ -91,7 +91,7 @@ def _unknown(word: str, rest: list[str]) -> str:
     from hpclm.rundir.runs import RUNS, is_run
 
     if meant := elsewhere.command_meant(word):
-        return f"there is no hpclm {word}: {meant}"
+        return f"hpclm {word} does not exist: {meant}"
     if word.startswith("-"):
         after = next((other for other in rest if other in VERBS), "VERB")
         return f"the command comes first: hpclm {after} {word}"

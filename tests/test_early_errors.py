@@ -139,7 +139,7 @@ if importlib.util.find_spec("lm_eval"):
         "evaluate runs/saved-text --tasks nosuch": (64, "has no task 'nosuch'"),
         "evaluate runs/saved-text --tasks arc_easy,helaswag": (
             64,
-            "has no task 'helaswag'; tasks of your own need --tasks-path. Did you mean 'hellaswag'?",
+            "has no task 'helaswag'; your own tasks need --tasks-path. Did you mean 'hellaswag'?",
         ),
         "evaluate runs/saved-text --tasks nosuch --follow": (64, "has no task 'nosuch'"),
         "evaluate runs/saved-text --tasks nosuch --follow --submit": (64, "has no task 'nosuch'"),

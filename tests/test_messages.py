@@ -70,9 +70,9 @@ MISTAKES = {
     # verbs
     ("trian", "debug"): "Did you mean 'train'?",
     ("xyzzy",): "unknown command 'xyzzy'; choose one of",
-    ("ls",): "there is no hpclm ls: use hpclm status\n",
-    ("preflight",): "there is no hpclm preflight: every run begins with it; hpclm doctor checks a machine without a run\n",
-    ("Eval", "runs/x"): "there is no hpclm Eval: use hpclm evaluate RUN\n",
+    ("ls",): "hpclm ls does not exist: use hpclm status\n",
+    ("preflight",): "hpclm preflight does not exist: every run begins with it; hpclm doctor checks a machine without a run\n",
+    ("Eval", "runs/x"): "hpclm Eval does not exist: use hpclm evaluate RUN\n",
     ("small", "optim.lr=1"): "small is not a command; to train with it: hpclm train small\n",
     ("optim.lr=1",): "optim.lr=1 is not a command; to train with it: hpclm train optim.lr=1\n",
     ("--dry-run", "x"): "the command comes first: hpclm VERB --dry-run\n",

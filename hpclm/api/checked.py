@@ -101,7 +101,7 @@ def _as_kind(value: Any, kind: Any) -> Any:
 
 
 def checked(function: Function) -> Function:
-    """``function`` for users: ConfigError for arguments whose type is not the annotated one, and an interrupt in one line."""
+    """``function`` for users: it raises ConfigError for arguments of the wrong type, and reports an interrupt in one line."""
     kinds = dict(_kinds(function))
     expected = signature(function)
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]

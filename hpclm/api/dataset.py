@@ -32,7 +32,7 @@ ROWS = 1000
 
 
 def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfig) -> list[str]:
-    """The settings with which ``run`` trains on ``data``; text becomes a dataset first, unless it is one already.
+    """Settings to train ``run`` on ``data``. A text without a dataset is tokenized into one first.
 
     ``tokenizer``: see ``text_dataset.named_dataset``. ConfigError for data that cannot be read.
     """

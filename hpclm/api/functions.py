@@ -92,7 +92,7 @@ def submit(
         partition: Slurm partition (job.partition).
 
     Returns:
-        The run, whose job has been queued.
+        The run. Its job has been queued.
 
     Raises:
         ConfigError: everything that a start would refuse, before anything is queued.

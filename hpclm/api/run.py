@@ -148,7 +148,7 @@ class Run(os.PathLike[str]):
         seed: int = 0,
         batch: int = 16,
     ) -> Prompt:
-        """The text with which the newest checkpoint continues ``prompt``, without the prompt; a list gives a list.
+        """The newest checkpoint's continuation of ``prompt``, without the prompt; a list gives a list.
 
         Each call loads the model, so pass several prompts together.
 
@@ -161,7 +161,7 @@ class Run(os.PathLike[str]):
             top_p: sample from the most likely tokens up to this probability.
             stop: a text to stop before, or several.
             seed: same seed, same text.
-            batch: prompts that are continued together.
+            batch: number of prompts that are continued together.
         """
         from hpclm.inference.generation_settings import Limits, Sampling
 

@@ -52,7 +52,7 @@ def selftest(name: str, *changes: Change, kind: str | None = None, only: Sequenc
 
 
 def _folders(name: str) -> list[Path]:
-    """The folder in which the module of ``name`` is found here."""
+    """The folder with the module of ``name``."""
     top = name.partition(":")[0].partition(".")[0]
     try:
         spec = find_spec(top) if top.isidentifier() else None

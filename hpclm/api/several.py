@@ -87,12 +87,12 @@ def sweep(
 
 @checked
 def compare(runs: Runs) -> "DataFrame":
-    """A pandas DataFrame with a row for each run, the best first: the settings in which they differ, under their names, and `status`,
+    """A pandas DataFrame with a row for each run, the best first: the settings that differ between the runs, and `status`,
     `steps`, `loss` (of the last step), `training_loss` (the mean of the last steps), `validation_loss` (the best), `tokens_per_second`.
 
     >>> hpclm.compare(runs).plot.scatter("optim.lr", "validation_loss")
 
-    Losses are in nats per token. `diverged` is the step from which a run's loss was not healthy.
+    Losses are in nats per token. `diverged` is the first step of an unhealthy loss.
 
     Args:
         runs: runs, their directories, names below runs, or patterns such as "small-lr-*".
@@ -189,7 +189,7 @@ def _train_here(runs: list[RunConfig]) -> None:
 
 
 def _train_in_processes(runs: list[RunConfig], parallel: int) -> None:
-    """Train runs in processes of their own, ``parallel`` at a time."""
+    """Train each run in a separate process, ``parallel`` at a time."""
     from hpclm.launch import sweep as launcher
     from hpclm.launch.arguments import whole
 

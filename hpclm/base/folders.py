@@ -109,7 +109,7 @@ def own_temporary(name: str) -> Path:
     mode = parent.stat().st_mode
     if mode & OTHERS and not mode & stat.S_ISVTX:
         raise ConfigError(
-            f"code is compiled in {parent}, but others could replace it there (mode {stat.S_IMODE(mode):04o}); set TMPDIR "
+            f"compiled code is kept in {parent}, but others could replace it there (mode {stat.S_IMODE(mode):04o}); set TMPDIR "
             "to a folder of your own"
         )
     path = parent / f"{name}-{os.geteuid()}"

@@ -33,7 +33,7 @@ def with_variables(text: str, resolved_later: Callable[[str], bool] | None = Non
     def value(match: re.Match[str]) -> str:
         backslashes = match["escape"]
         braces = match["inside"]
-        if len(backslashes) % 2:  # \$NAME is no variable
+        if len(backslashes) % 2:  # \$NAME is not a variable
             kept = match[0][len(backslashes) // 2 + 1 :] if resolved_later is None or braces is None else match[0]
             return kept
         if braces is not None and resolved_later is not None and resolved_later(braces):

@@ -56,8 +56,8 @@ def begin_from(path: Path, engine: "Engine", context: DistributedContext, finger
 def check_init_from(path: str | None, checkpoints: Path, fingerprint: Mapping[str, Any]) -> None:
     """ConfigError or NoCheckpointError if a run cannot start from ``path``, its checkpoint.init_from.
 
-    Reads names, sizes and manifests only. ``checkpoints``: the run's checkpoints, from which it resumes if there are any.
-    ``fingerprint``: of the run, without its data if unknown.
+    Reads names, sizes and manifests only. ``checkpoints``: the folder of the run's checkpoints; a run with checkpoints
+    resumes from these. ``fingerprint``: the run's, without its data if unknown.
     """
     if path is not None and not (checkpoints.is_dir() and directory.steps(checkpoints)):
         _check_model(*_located(Path(path), hashes=False), fingerprint)

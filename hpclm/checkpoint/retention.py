@@ -34,7 +34,7 @@ class Retention:
     def prunable(self, complete: Sequence[tuple[Path, Manifest]]) -> list[Path]:
         """The ``complete`` checkpoints (oldest first) that can be removed.
 
-        Of the regular ones, the newest ``last`` healthy ones are kept, and always the newest MIN_COMPLETE.
+        The newest ``last`` healthy regular checkpoints stay, and always the newest MIN_COMPLETE.
         """
         good = healthy([manifest for _, manifest in complete])
         regular = [folder for folder, manifest in complete if manifest.why is None]
@@ -62,8 +62,8 @@ class Retention:
 def healthy(manifests: Sequence[Manifest]) -> dict[int, bool]:
     """Step -> whether the run was healthy there, according to all of its checkpoints (oldest first).
 
-    Unhealthy ones were saved during a loss spike or while steps were skipped. So is one whose next step began a spike: the loss of a
-    step is that of the weights before it.
+    A checkpoint is unhealthy if it was saved during a loss spike or while steps were skipped, or if the next step began a spike:
+    the loss of a step belongs to the weights before it.
     """
     good: dict[int, bool] = {}
     begins = None

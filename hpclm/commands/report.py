@@ -17,7 +17,7 @@ def main(run: list[str], runs_folder: Path, output: Path | None, samples: str | 
         raise UsageError(f"--output {output} must end with {PAGE}")
     chosen = folders.choose(run, runs_folder)
     in_run_folder = len(chosen) == 1 and not folders.other_owner(chosen[0])
-    images = not no_png and (in_run_folder or output is not None)  # a folder that is no run's gets the page only
+    images = not no_png and (in_run_folder or output is not None)  # a folder without a run gets the page only
     if output is None:
         output = chosen[0] / "report.html" if in_run_folder else Path("report.html")
     for path in write(chosen, output, images, samples, samples_of_runs):

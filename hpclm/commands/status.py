@@ -14,7 +14,7 @@ from hpclm.parser import SEVERAL, Parser
 from hpclm.reporting.run_table import detail, table, values
 from hpclm.rundir import runs as folders
 
-DEADLINE = 0.75  # seconds after the start of this process by which squeue must have answered
+DEADLINE = 0.75  # seconds after the start of this process: the time limit of squeue
 MIN_SECONDS = 0.3  # seconds that it always has
 
 

@@ -120,7 +120,7 @@ def shared(prefixes: Sequence[str]) -> ChatRecord | None:
 
 
 def _difference(one: ChatRecord, other: ChatRecord) -> str | None:
-    """The difference between the texts that two templates write; None if there is no difference."""
+    """The difference between the texts of two templates; None if they are equal."""
     if difference := _text_difference(*(_normal(entry.template) for entry in (one, other))):
         return difference
     for name in sorted(one.named.keys() | other.named.keys()):

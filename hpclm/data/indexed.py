@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type in which Megatron stores token ids of a vocabulary of this size."""
+    """Megatron's type for token ids of a vocabulary of this size."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 

@@ -146,7 +146,7 @@ class DocumentSamples:
     def read_documents(self, index: int, documents: NDArray[np.integer], counted: NDArray[np.bool_]) -> None:
         """The document of each token of sample ``index``, and whether it counts in the loss as a label, [S + 1] each.
 
-        The first token of a document does not count; padding is a document of its own, and does not count.
+        The first token of a document does not count. Padding is a separate document, and does not count.
         """
         number = filled = 0
         counted[:] = False

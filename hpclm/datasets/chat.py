@@ -1,4 +1,4 @@
-"""Conversations as text of a model's chat template, and the characters of that text that are the assistant's.
+"""Conversations as the text of a model's chat template, and the assistant's characters in it.
 
 If a template marks the assistant's text ({% generation %}), the marks count. Otherwise it is the text after the generation prompt
 (add_generation_prompt), up to the end of the turn; white space after the token that ends the turn does not count. Templates for which
@@ -51,7 +51,7 @@ class Chat:
     """Handling of conversations of more than context + 1 tokens."""
 
     def record(self, ends: Mapping[str, int]) -> ChatRecord:
-        """The chat settings to record with a dataset, in which ``ends`` end an answer."""
+        """The chat settings to record with a dataset. ``ends``: the tokens that end an answer, with their ids."""
         return ChatRecord(self.template, dict(self.tokens), ends)
 
 

@@ -194,7 +194,7 @@ def chunks(
 
 
 def _chunks(source: Input, begin: int, end: int | None, longest: int) -> Iterator[InputChunk]:
-    """Chunks of the lines whose first byte is in [``begin``, ``end``); None: up to the end."""
+    """Chunks of the lines that begin in the bytes [``begin``, ``end``); None: up to the end."""
     with _opened(source) as (file, raw):
         here = begin = _line_start(file, begin) if begin else 0
         number = 1

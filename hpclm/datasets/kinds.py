@@ -194,7 +194,7 @@ def _refuse_unlikely(path: str, suffix: str, content: bytes) -> None:
     if suffix in CSV:
         convert = f"pandas.read_csv({path!r}{CSV[suffix]}).to_json('OUT.jsonl', orient='records', lines=True)"
         raise ConfigError(
-            f"{path} is a table, whose header and separators would become text; convert it: python -c "
+            f"{path} is a table, and its header and separators would become text; convert it: python -c "
             f"{shlex.quote(f'import pandas; {convert}')}; or give --format lines to read its lines as they are"
         )
     if content.count(0) > NULS * len(content):
@@ -204,7 +204,7 @@ def _refuse_unlikely(path: str, suffix: str, content: bytes) -> None:
         )
     if MARKUP.match(content):
         raise ConfigError(
-            f"{path} is HTML or XML, whose tags would become text; extract the text first, or give --format lines or files to keep the tags"
+            f"{path} is HTML or XML, and its tags would become text; extract the text first, or give --format lines or files to keep the tags"
         )
 
 

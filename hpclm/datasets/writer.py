@@ -1,6 +1,6 @@
 """Write datasets under temporary names; they are renamed when all files are complete.
 
-formats.py describes the layouts: Megatron's, and fairseq's, whose index has no documents.
+formats.py describes the layouts: Megatron's, and fairseq's, which has no index of documents.
 """
 
 import json

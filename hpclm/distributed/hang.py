@@ -19,7 +19,7 @@ COLLECTIVES = ("torch.distributed.", "hpclm.parallel.")
 AUTOGRAD = "torch.autograd"
 """Module of the backward pass, which computes or waits for a collective, both outside Python."""
 LIBRARIES = ("torch.", "threading", "queue", "concurrent.", "hpclm.distributed.context")
-"""Modules whose caller is the useful position of a thread."""
+"""Modules to skip in a stack: the useful position of a thread is their caller."""
 SILENT = "it does not answer: its process is stopped or cannot run, or its node is down"
 
 

@@ -82,7 +82,7 @@ def without_ipv4() -> bool:
 
 
 def own_address(host: str) -> str:
-    """The address by which other machines reach ``host``, a name of this machine; empty if only loopback is known."""
+    """The address of ``host``, a name of this machine, for other machines; empty if only loopback is known."""
     with suppress(OSError):
         local = set(addresses().values())
         for *_, (address, *_) in socket.getaddrinfo(host, None, socket.AF_INET):
@@ -92,7 +92,7 @@ def own_address(host: str) -> str:
 
 
 def own_addresses(first: str | None) -> list[str]:
-    """The addresses by which other machines reach this one, starting with the interface ``first``, then its host name."""
+    """The addresses of this machine for other machines: the interface ``first``, then its host name."""
     outward = {name: address for name, address in addresses().items() if not address.startswith("127.")}
     return [outward[name] for name in sorted(outward, key=lambda name: name != first)] + [socket.gethostname()]
 

@@ -82,7 +82,7 @@ def introduce(store: "TCPStore", me: RankInfo, seconds: float, hosts: Sequence[s
         raise ConfigError(f"two processes are rank {me.rank}: {_info(first)} and {me}; start each rank once")
     keys = [_key(rank) for rank in range(me.size)]
     try:
-        for expected in (keys[:1], keys):  # rank 0 first: if it knows of fewer ranks, the last one would never come
+        for expected in (keys[:1], keys):  # rank 0 first: if it expects fewer ranks, the last one would never come
             store.wait(expected, timedelta(seconds=seconds))
             _agree(me, _info(store.get(keys[0])))
         ranks = tuple(map(_info, store.multi_get(keys)))

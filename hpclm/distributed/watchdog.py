@@ -32,7 +32,7 @@ TURN = 0.25  # seconds between two turns of the thread
 PAUSED = 1.0  # seconds between two turns above which this process did not run
 IDLE = 1.0  # seconds without progress until this rank checks whether others have failed; then 2, 4, 8, ...
 REARM = 1.0  # seconds between two settings of faulthandler's timer
-MARGIN = 10.0  # seconds by which faulthandler's timer is later than this thread
+MARGIN = 10.0  # seconds between this thread's limit and faulthandler's, which is later
 STEP = "step"
 FIRST = "first step"
 FOREVER = 1e6  # seconds
@@ -53,7 +53,7 @@ class Watchdog:
         self.waits_in = ""  # the collective that the main thread waits in (``context.waits_in``); empty in none
         self.each_turn: Callable[[], None] = lambda: None  # called by the watchdog's thread, a few times a second
         self.timer = WorkTimer()
-        self.now = 0.0  # seconds in which this process ran: the clock of the times below
+        self.now = 0.0  # seconds that this process has run: the clock of the times below
         self._moved = 0.0  # when the main thread last made progress
         self._entered = 0.0  # when it entered the present phase
         self._armed = 0.0  # when faulthandler's timer was set

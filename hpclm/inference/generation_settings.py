@@ -39,7 +39,7 @@ class Sampling:
     top_k: int | None = 50
     """Sample from this many most likely tokens; None: from all."""
     top_p: float = 1.0
-    """Sample from the fewest most likely tokens whose probabilities sum to at least this."""
+    """Sample from the smallest set of most likely tokens with at least this total probability."""
     seed: int = 0
     """Same seed, same text."""
     first: int = 0

@@ -40,9 +40,7 @@ def check(names: Sequence[str], folder: str | None) -> None:
 
 def no_task(name: str, available: Sequence[str]) -> str:
     """The error message that the library has no task ``name``."""
-    return (
-        f"lm-evaluation-harness has no task {name!r}; tasks of your own need --tasks-path.{hint(name, list(available))}"
-    )
+    return f"lm-evaluation-harness has no task {name!r}; your own tasks need --tasks-path.{hint(name, list(available))}"
 
 
 def _task_files(folders: Sequence[str]) -> Iterator[Path]:

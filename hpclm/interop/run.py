@@ -73,7 +73,7 @@ class RunCheckpoint:
 
     @property
     def chat(self) -> ChatRecord | None:
-        """The chat settings that the weights were tuned with; None at step 0, where they are still the imported weights."""
+        """The chat settings of the tuning; None at step 0, because the weights are still the imported ones."""
         return chat_record.of_run(self.run) if self.step else None
 
 

@@ -77,7 +77,7 @@ def run(changed: RunConfig, changes: list[str], train: Callable[[RunConfig], int
 
 
 def overrides(config: RunConfig) -> list[str]:
-    """What debugging changes in the settings, as key=value words."""
+    """The settings for debugging, as key=value words."""
     micro = min(config.batch.micro_size or MICRO, MICRO)
     values: dict[str, object] = {
         "out": paths.literal(f"{Path(config.out)!s}-debug"),

@@ -34,7 +34,7 @@ from hpclm.rundir import events
 
 MAX_STARTS = 3  # starts in a row that may end before training begins
 PATIENCE = 600.0  # seconds for the scheduler to answer
-EARLY = 90.0  # seconds by which Slurm's warning before the time limit may come too early
+EARLY = 90.0  # seconds: Slurm's warning before the time limit may be this much too early
 PAUSE = 10.0  # seconds between two questions
 OF_JOB = re.compile(r"\s*job\s*[.=]")
 HONOURED = re.compile(r"\s*job[.](notify|warn_seconds)\b")

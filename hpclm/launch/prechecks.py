@@ -34,9 +34,9 @@ SIGNAL = re.compile(r"(?:[A-Z]+:)?\w+@(\d+)")  # of #SBATCH --signal
 def check(
     run: RunConfig, cluster: str, queued: bool = False, resume_step: int | None = None, with_data: bool = True
 ) -> RunStart:
-    """Run all checks that are possible here, before anything is written; the start, with what they have read.
+    """Run all checks that are possible here, before anything is written; returns the start with the files that they have read.
 
-    ``cluster``: the way in which the run starts, or "debug". ``queued``: it will follow a job in the queue. ``resume_step``: the step
+    ``cluster``: the launcher, or "debug". ``queued``: it will follow a job in the queue. ``resume_step``: the step
     of the checkpoint to continue from. ``with_data``: also check what depends on the dataset. ConfigError names every problem.
     """
     job = run.job

@@ -120,7 +120,7 @@ def _train_with_others(start: "RunStart", world: World, job: OwnJob) -> tuple[in
 
 
 def check_before_dataset(settings: RunConfig, dataset: "NamedDataset") -> None:
-    """ConfigError if the run could not start, or has several ranks: none of them may tokenize the text for all."""
+    """ConfigError if the run could not start, or has several ranks: a rank must not tokenize the text for all."""
     _refuse_incomplete(settings)
     world = bootstrap.detect(alone=False)
     settings.plan(world.size)

@@ -18,7 +18,7 @@ from hpclm.rundir.state import State
 PATIENCE = 5.0  # seconds for squeue to answer
 SETTING = re.compile(r"[A-Za-z_][\w.-]*\s*=")
 EXTENDS = ("batch", "budget", "stop_at", "--from")
-"""Beginnings of changes by which a run that is done continues."""
+"""Beginnings of the changes that let a finished run continue."""
 
 
 def resume(

@@ -127,7 +127,7 @@ def claimed(config: RunConfig, resume_step: int | None = None) -> Iterator[None]
 def refuse_in_use(out: Path) -> None:
     """LockedError if a run is using ``out``, or a launch on this machine with ranks that have not begun.
 
-    A launch whose run has ended has EXITS seconds to exit.
+    After the end of a run, its launch has EXITS seconds to exit.
     """
     lease.refuse_if_held(out)
     until = time.monotonic() + EXITS

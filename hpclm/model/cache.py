@@ -36,7 +36,7 @@ class KeyValueCache:
         kind = POSITIONS[config.positions]
         self._slopes = kind.slopes(config.attention.heads, device)[None, :, None, None] if kind.slopes else None
         self._missing = [longest - length for length in lengths]  # slots in use minus tokens, of each sequence
-        self._scaled_for: list[int] = []  # scaling_length() of each sequence with which its keys were rotated
+        self._scaled_for: list[int] = []  # scaling_length() of each sequence when its keys were rotated
         self._rotary: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self.dtype = dtype
 

@@ -21,7 +21,7 @@ class Compilation:
     """Functions compiled on their first call, until that fails for one of them; the reason is logged once."""
 
     def __init__(self, name: str, backend: Any = "inductor", axes: Sequence[Axis] = ()):
-        """``name``: names the functions in the log. ``axes``: of the processes with which the functions exchange tensors. They must all
+        """``name``: names the functions in the log. ``axes``: the processes that exchange tensors in the functions. They must all
         run the same code: if one cannot compile, none does."""
         try:  # first: importing torch._dynamo creates PyTorch's default folder
             environment.for_inductor()

@@ -1,4 +1,4 @@
-"""Mixture of experts: an MLP in which a router chooses a few parts for each token (Shazeer et al. 2017).
+"""Mixture of experts: a router chooses a few of a layer's MLPs for each token (Shazeer et al. 2017).
 
 T tokens in a sequence, t = T / tp of them on this process between layers, B sequences in a micro-batch, C hidden size, E experts, k of
 them for each token, F inner size of an expert. No token is dropped, however uneven the choice (Gale et al. 2022).

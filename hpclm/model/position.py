@@ -30,7 +30,7 @@ class PositionKind(NamedTuple):
     rotary: bool = False
     """Queries and keys are rotated."""
     slopes: Callable[..., Tensor] | None = None
-    """(heads, device, tp) -> [H] slopes by which scores fall with distance."""
+    """(heads, device, tp) -> [H] slopes: scores fall by slope x distance."""
 
 
 def rotates(config: ModelConfig, layer: str) -> bool:

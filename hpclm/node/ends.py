@@ -1,4 +1,4 @@
-"""Files in which ranks leave how they end, so that the other ranks and the launcher find the cause."""
+"""Files with the endings of ranks, which tell the other ranks and the launcher the cause."""
 
 import json
 import math

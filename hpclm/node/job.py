@@ -27,7 +27,7 @@ class OwnJob:
     scheduler: str = ""
     """Name of the scheduler: Slurm, or the class of a user-defined one."""
     id: str = ""
-    """The id by which the scheduler's commands select this job alone: 12, or 12_3 for a task of the array 12."""
+    """The id of this job in the scheduler's commands: 12, or 12_3 for a task of the array 12."""
     restart: int = 0
     """How often the scheduler has restarted the job."""
     array_task: str = ""
@@ -81,7 +81,7 @@ class OwnJob:
         return ""
 
     def end_step(self, code: int) -> None:
-        """End the job step of this process, which exits with ``code`` and whose parent, the scheduler's own process, is dead."""
+        """End the job step of this process. It exits with ``code``; its parent, the scheduler's process, is dead."""
         with self._failures_logged():
             if self.asked:
                 self.asked.end_step(self, code)

@@ -63,7 +63,7 @@ class Notifier:
             self.send("restarted", message, seconds=0)
 
     def failed(self, message: str) -> None:
-        """Send the error with which the run ends, once."""
+        """Send the error that ends the run, once."""
         if not self._failed:
             self._failed = True
             self.send("failed", message)

@@ -22,7 +22,7 @@ from hpclm.base.errors import HpclmError
 from hpclm.node.parent import signal_at_death_of_parent
 
 OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # an argument of hpclm's command lines: hpclm, its path, or the module after -m
-TOLERANCE = 60  # seconds by which a process may seem younger than its record, because clocks are adjusted
+TOLERANCE = 60  # seconds: a process may seem this much younger than its record, because clocks are adjusted
 PR_SET_CHILD_SUBREAPER = 36
 Env = Mapping[str, str]
 

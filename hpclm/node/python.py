@@ -13,7 +13,7 @@ from hpclm.node import processes, slurm
 from hpclm.node.processes import NoAnswerError
 
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", slurm.STEPS)
-"""Prefixes of variables by which a library recognises a rank of a launcher."""
+"""Prefixes of variables that tell a library that a launcher started this rank."""
 SAFE_PATH = "PYTHONSAFEPATH"
 """Variable that keeps the current folder out of Python's search path, as its option -P does."""
 USER_SITE = "PYTHONNOUSERSITE"

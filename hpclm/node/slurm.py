@@ -47,9 +47,9 @@ CLUSTERS = "SLURM_CLUSTERS"
 CLUSTERS_OF_SBATCH = "SBATCH_CLUSTERS"
 """Variable with the cluster that sbatch submits to."""
 TOKEN = "SLURM_JWT"
-"""Variable with a token with which Slurm's commands log in."""
+"""Variable with the token that Slurm's commands log in with."""
 FINDS_CLUSTER = ("SLURM_CONF", TOKEN)
-"""Variables with which Slurm's commands find a cluster and log in to it."""
+"""Variables that Slurm's commands need to find a cluster and to log in."""
 OPTIONS = {
     f"SBATCH_{option.upper()}": option
     for option in ("account", "clusters", "constraint", "partition", "qos", "reservation", "wckey")

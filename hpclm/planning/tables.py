@@ -48,7 +48,7 @@ def on_its_gpus(settings: Sequence[str], kind: Kind) -> Forecast | ConfigError:
 
 
 def kind_of(name: str, memory: float | None = None, network: float | None = None) -> Kind:
-    """The kind of GPU with this name, in any case; ``memory`` (GiB) and ``network`` (GB/s) replace its own. ConfigError if unknown."""
+    """The kind of GPU with this name, in any case. ``memory`` (GiB) and ``network`` (GB/s) replace the table's. ConfigError if unknown."""
     kind = kind_named(name)
     return replace(kind, memory=memory or kind.memory, network=(network or kind.network / 1e9) * 1e9)
 

@@ -127,7 +127,7 @@ def attempts(happened: Sequence[Row], signs: Sequence[Signs]) -> list[Attempt]:
 def _attempt(
     number: int, attempt: events.Attempt, after: Row, queued: float, begin: float, signs: Sequence[Signs]
 ) -> Attempt:
-    """``after``: the event with which the next attempt began; empty without one."""
+    """``after``: the event at the beginning of the next attempt; empty without one."""
     row = attempt.began
     end = attempt.ended
     alive = [float(part.times[-1]) for part in signs if len(part.times)]

@@ -73,7 +73,7 @@ class Curve:
 
     @property
     def line(self) -> tuple[Array, Array]:
-        """Steps and values of the line: the points before it leaves the chart, and the one where it does."""
+        """Steps and values of the line, up to the first point outside the chart."""
         end = np.array([self.left or ()]).T
         return np.append(self.steps[: self.kept], end[:1]), np.append(self.mean[: self.kept], end[1:])
 

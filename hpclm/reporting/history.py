@@ -95,7 +95,7 @@ class History:
     experts: ExpertHistory | None = field(default=None, compare=False)
     """The load of its experts; None without experts."""
     state: str = ""
-    """The state in which its last start ended; empty if its files do not say."""
+    """The state at the end of its last start; empty if unknown."""
 
     @property
     def wall(self) -> float:
@@ -109,7 +109,7 @@ class History:
         return min(1.0, kept / self.wall) if self.wall > 0 else None
 
     def mean(self, name: str) -> float | None:
-        """The mean of a figure over the recent rows; None if none of them has it."""
+        """The mean of a figure over the recent rows; None if no row has it."""
         values = [row[name] for row in self.recent if row.get(name) is not None]
         return sum(values) / len(values) if values else None
 

@@ -67,7 +67,7 @@ SORT = """document.addEventListener("click", event => {
   head.ariaSort = down ? "descending" : "ascending";
   table.tBodies[0].append(...[...table.tBodies[0].rows].sort((a, b) => order(value(a), value(b))));
 });"""
-"""Sorts a table by the column whose head is clicked; empty cells come last."""
+"""Sorts a table by a column after a click on its head; empty cells come last."""
 
 
 def text(value: object) -> str:

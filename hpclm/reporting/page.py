@@ -151,7 +151,7 @@ def _beside(settings: Mapping[str, Any]) -> str:
 def _state(history: History, standing: Standing) -> str:
     """How a run stands, in a few words; why it ended is under the pointer, and below with its attempts."""
     ended = history.attempts[-1].ended if history.attempts else "not started"
-    said = history.state or ended or "running, as far as its files say"
+    said = history.state or ended or "running, according to its files"
     if standing.diverged is not None:
         said = f"diverged at step {standing.diverged}"
     warn = ' class="warn"' if standing.diverged is not None or said == "failed" else ""
@@ -276,7 +276,7 @@ def write(
     if output.suffix != PAGE:
         raise ConfigError(f"output {output} must end with {PAGE}")
     if not output.parent.is_dir():
-        raise ConfigError(f"output {output}: there is no folder {output.parent}")
+        raise ConfigError(f"output {output}: the folder {output.parent} does not exist")
     named = dict(zip(comparison.names(chosen), chosen, strict=True))
     samples: Samples = {}
     if sampler and prompt is not None:

@@ -23,7 +23,7 @@ def state(history: History) -> str:
         return "The run has not started yet."
     last = history.attempts[-1]
     planned = f" of {last.row['steps']:,}" if last.row.get("steps") else ""
-    ended = last.ended or f"not ended, as far as its files say; the last sign of life was at {_moment(last.end)}"
+    ended = last.ended or f"not ended, according to its files; the last sign of life was at {_moment(last.end)}"
     return f"{last.last:,}{planned} steps in {span(history.wall)}: {ended}."
 
 

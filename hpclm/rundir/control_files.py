@@ -67,7 +67,7 @@ def _counts(path: Path, owners: Collection[int]) -> bool:
 
 
 def request(verb: str, out: Path, state_of: StateOf) -> Path:
-    """Create the file ``verb`` for a run that is training; returns its path. ConfigError for any other run, without a file."""
+    """Create the file ``verb`` for a run that is training; returns its path. ConfigError, and no file, for any other run."""
     other = runs.other_owner(out)
     if other:
         raise ConfigError(f"{files.shown(out)} belongs to {other}: a run follows no requests but its owner's")

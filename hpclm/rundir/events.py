@@ -1,4 +1,4 @@
-"""events.jsonl has a line for each event of a run. Whoever knows of an event writes it here, once; everybody else reads the lines.
+"""events.jsonl has a line for each event of a run. The process that knows an event writes it, once; all others read the lines.
 
 | kind | who writes it | facts |
 |---|---|---|

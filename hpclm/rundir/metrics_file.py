@@ -1,4 +1,4 @@
-"""metrics.jsonl, which has what a run measures; nothing else opens it. Beside it are scores.jsonl, whose rows are copied there, and
+"""metrics.jsonl, the measurements of a run; no other module opens it. Beside it are scores.jsonl, whose rows are copied there, and
 experts.jsonl.
 
 A run of millions of steps has gigabytes of rows, so the files are read in blocks, of which memory holds one at a time.
@@ -26,7 +26,7 @@ from hpclm.rundir.rows import Block, Kind, Row, all_fit, fits
 
 log = logging.getLogger(__name__)
 NAME = "metrics.jsonl"
-LOST = "metrics.lost.jsonl"  # lines of metrics.jsonl whose steps a later attempt did again
+LOST = "metrics.lost.jsonl"  # lines of metrics.jsonl for steps that a later attempt repeated
 SCORES = "scores.jsonl"
 EXPERTS = "experts.jsonl"
 
@@ -87,7 +87,7 @@ def added(out: Path, begin: int) -> Iterator[Block]:
 
 
 def rollbacks(out: Path) -> int:
-    """How often rows were moved to a file of their own, since the run went back to an older checkpoint."""
+    """How often rows were moved to another file, because the run went back to an older checkpoint."""
     return sum(1 for _ in out.glob("metrics.rolled-back-*.jsonl"))
 
 
@@ -149,7 +149,7 @@ def move_after(out: Path, step: int) -> None:
 
 
 def scores_key(row: Row) -> tuple[int, tuple[str, ...]]:
-    """What a row with scores measures: the step, and its tasks."""
+    """The identity of a row with scores: the step and the tasks."""
     return row["step"], tuple(sorted(row["tasks"]))
 
 

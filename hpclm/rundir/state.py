@@ -117,7 +117,7 @@ class State:
 
 
 StateOf = Callable[[Path], State]
-"""Gives the state of the run in a directory, for which its scheduler is asked, too."""
+"""Returns the state of the run in a directory, after asking its scheduler too."""
 
 
 def state_of(run: Run, states: Mapping[str, Job] | None, asked: str = "") -> State:

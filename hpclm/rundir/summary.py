@@ -24,7 +24,7 @@ ENDED = ("done", "stopped", "exited", "failed")
 """States of a run that has said how it ended; others are "starting" and "running"."""
 KILLED = "ended without a message: killed, or its node failed"
 INTERVAL = 2.0  # seconds between writes
-CURVE = 16  # points of a loss curve, at least, if there are so many steps
+CURVE = 16  # fewest points of a loss curve of a run with enough steps
 RECENT = 50  # steps that speed is averaged over
 MAX_ENDING = 2000  # characters
 TRACE = "Traceback (most recent call last):"

@@ -20,7 +20,7 @@ class Evaluator:
         self.losses = {(begin, part): loss for part, loss in run.losses.items()}
         """Losses by step and part; None if not finite."""
         self._unmeasurable: set[str] = set()
-        """Parts whose loss mask excludes every token."""
+        """Parts without any token that counts in the loss."""
 
     def evaluate(self, progress: Progress, every: int, is_leaving: Callable[[], bool]) -> None:
         """Measure the parts that have no loss for this step yet. Stop once ``is_leaving()``, which is called every ``every`` micro-batches."""

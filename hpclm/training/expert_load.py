@@ -51,7 +51,7 @@ class Streak:
         return long
 
     def steps(self, row: int) -> int:
-        """Steps for which the condition has held for all the ``long`` experts of a layer."""
+        """Number of steps in which the condition has held for all the ``long`` experts of a layer."""
         return int(self._steps[row][self.long[row]].min())
 
     def rows(self) -> list[int]:

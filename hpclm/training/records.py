@@ -204,7 +204,7 @@ def log_changes(out: Path, last: Mapping[str, Any], line: Mapping[str, Any], ste
             log.info("settings have changed since the last attempt: %s", ", ".join(changes))
         without_effect = [f"{key}={_typed(changed[key])}" for key in OF_FIRST_STEP if key in changed]
         if step and without_effect:
-            text = "%s has no effect: the run resumes from step %d, whose state it restores"
+            text = "%s has no effect: the run resumes from step %d and restores its state"
             log.warning(text, ", ".join(without_effect), step)
 
 

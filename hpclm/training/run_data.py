@@ -103,7 +103,7 @@ def open_data(config: RunConfig, context: DistributedContext, compute: Compute, 
             problems = _differences(main_facts.get("fingerprint", {}), facts.values.get("fingerprint", {}))
         except ConfigError as error:
             problems = error.problems
-    # facts of a node may differ, such as the dates of its own copies
+    # facts may differ between nodes, such as the dates of their copies
     differing = facts.values if data and facts.values != main_facts else None
     gathered = context.all_gather((problems, differing), unlimited=True)
     for info, (found, _) in zip(context.ranks, gathered, strict=True):

@@ -256,4 +256,4 @@ CHECKS = (
         lambda start: resumable.check_fresh_start(start.out / "checkpoints", start.run.checkpoint.resume),
     ),
 )
-"""All checks that need neither other processes nor a device, in the order in which they run."""
+"""All checks that need neither other processes nor a device, in order."""

@@ -159,7 +159,7 @@ class Stepper:
         return self.control.receive(values)
 
     def finish_if_arrived(self) -> None:
-        """Record the queued step if its result has arrived; for a rank that ends with an error, whose peers may never send theirs."""
+        """Record the queued step if its result has arrived. A rank that ends with an error calls it, because its peers may never send theirs."""
         if self._queued is not None and self._queued.reduction.done():
             self.finish()
 

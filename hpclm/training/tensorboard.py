@@ -154,7 +154,7 @@ class EventFile:
         self._buffer.truncate()
 
     def _begin(self) -> None:
-        """Start a new file, whose name sorts after all earlier ones."""
+        """Start a new file. Its name sorts after those of all earlier ones."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._number += 1
         # TensorBoard reads files by their names: two attempts may begin in one second, and clocks may go back

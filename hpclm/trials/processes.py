@@ -56,7 +56,7 @@ def _forked(rank: int, work: Callable[[int], int], output: Path) -> int:
         return child
     code = 1
     try:
-        signal.set_wakeup_fd(-1)  # inherited from the parent: it would be told of this process's signals
+        signal.set_wakeup_fd(-1)  # inherited from the parent, which would receive this process's signals
         preemption.end_at_once()
         signal_at_death_of_parent(signal.SIGKILL)
         if os.getppid() != parent:

@@ -31,7 +31,7 @@ class Failure:
 
     text: str
     refused: bool
-    """Whether hpclm refused the trial with a message of its own."""
+    """Whether hpclm itself refused the trial."""
 
 
 @dataclass(frozen=True)

@@ -61,5 +61,5 @@ def test_tasks_of_ones_own_are_looked_for_in_their_folder(tmp_path):
         task_names.check(["my_own"], f"{tmp_path}/none")
     said = task_names.no_task("my_onw", ["my_own"])
     assert said == (
-        "lm-evaluation-harness has no task 'my_onw'; tasks of your own need --tasks-path. Did you mean 'my_own'?"
+        "lm-evaluation-harness has no task 'my_onw'; your own tasks need --tasks-path. Did you mean 'my_own'?"
     )

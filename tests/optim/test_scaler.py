@@ -50,6 +50,6 @@ def test_a_run_that_lowers_its_window_doubles_its_scale_within_that_many_steps(t
     words = tiny("run", "engine.precision=fp16", "scaler.initial=64", "scaler.window=1000")
     hpclm("train", *words, "stop_at=8", check=0)
     again = hpclm("train", *words, "scaler.window=3", "scaler.initial=32", "model.init_std=0.1", check=0)
-    idle = "model.init_std=0.1, scaler.initial=32.0 has no effect: the run resumes from step 8, whose state it restores"
+    idle = "model.init_std=0.1, scaler.initial=32.0 has no effect: the run resumes from step 8 and restores its state"
     assert again.stderr.count(idle) == 1
     assert [scale for _, scale in figures(tmp_path / "run", "step", "loss_scale")] == [64.0] * 9 + [128.0] * 3

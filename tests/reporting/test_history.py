@@ -55,7 +55,7 @@ def test_a_run_that_has_not_ended_says_when_it_was_last_alive(tmp_path):
     rewrite(out, lambda event: None if event.get("state") == "done" else event)
     found = history.read(out)
     assert state(found).endswith(
-        f": not ended, as far as its files say; the last sign of life was at {made.at(470):%Y-%m-%d %H:%M:%S}."
+        f": not ended, according to its files; the last sign of life was at {made.at(470):%Y-%m-%d %H:%M:%S}."
     )
     assert "4 attempts. It was interrupted 3 times" in summary(found)
 

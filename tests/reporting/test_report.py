@@ -350,7 +350,7 @@ def test_wrong_words_are_refused_and_nothing_is_written(written, tmp_path, capsy
     assert cli.main(["report", str(tmp_path)]) == 64
     assert "is not a run directory" in capsys.readouterr().err
     assert cli.main(["report", str(written / "one"), "-o", "/nowhere/at/all.html"]) == 64
-    assert "there is no folder /nowhere/at" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert "the folder /nowhere/at does not exist" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("library, words", [("bokeh", ["--no-png"]), ("matplotlib", [])])

@@ -73,7 +73,7 @@ def test_settings_that_have_changed_are_told_with_what_they_were_and_those_of_th
     assert told == "settings have changed since the last attempt: " + ", ".join(
         ["stop_at=7 (was null)", "model.init_std=0.1 (was 0.02)", "optim.lr=0.002 (was 0.001)"]
     )
-    idle = "model.init_std=0.1 has no effect: the run resumes from step 5, whose state it restores"
+    idle = "model.init_std=0.1 has no effect: the run resumes from step 5 and restores its state"
     assert warned == [idle] * (step == 5)
 
 

@@ -269,7 +269,7 @@ def attention_mask(config: HpclmConfig, x: Tensor, before: int, seen: Tensor | N
 
 
 def slopes(heads: int, device: torch.device) -> Tensor:
-    """[H] by which distances lower the scores (Press et al. 2022)."""
+    """[H] slopes: the scores fall by slope x distance (Press et al. 2022)."""
     power = 2 ** math.floor(math.log2(heads))
     found = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     found += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]

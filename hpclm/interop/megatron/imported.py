@@ -151,7 +151,7 @@ def _training(args: Namespace, config: ModelConfig) -> list[str]:
 
 
 def ours(name: str) -> str:
-    """Our name of a weight; ``name`` itself if there is no match."""
+    """Our name of a weight; ``name`` itself without a match."""
     layer = re.fullmatch(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.*)", name)
     inner, table = (layer[2], IN_LAYER) if layer else (name, OURS)
     for pattern, replacement in table:

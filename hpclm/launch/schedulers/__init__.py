@@ -33,7 +33,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def script(self, run: "RunConfig", path: Path, setup: Sequence[str], command: Sequence[str]) -> JobScript:
-        """The script of a job of ``run``, whose settings are at ``path``; ConfigError if it cannot work.
+        """The script of a job of ``run``; ConfigError if it cannot work. ``path``: the file with the run's settings.
 
         It has the lines of shell ``setup`` and ends with ``command``, run by exec.
         """
@@ -44,7 +44,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def submit(self, script: JobScript, path: Path, lock: int) -> str:
-        """Submit the script, whose text is at ``path``, and give the job's ID, or ID;CLUSTER. ``lock``: the descriptor of a
+        """Submit the script at ``path``; returns the job's ID, or ID;CLUSTER. ``lock``: the descriptor of a
         lock. The process that submits inherits it (``keep`` of ``processes.ask``), and holds it even if this one is killed.
 
         ConfigError: it was refused; another HpclmError: it may be in the queue.
@@ -98,7 +98,7 @@ class Scheduler(ABC):
     def ending(self, job: OwnJob, warned: float) -> str:
         """Why the scheduler ends this start of a job; empty if it does not, or does not say.
 
-        ``warned``: the most seconds by which a warning comes before the time limit.
+        ``warned``: the longest time between a warning and the time limit, in seconds.
         """
         return ""
 

@@ -21,7 +21,7 @@ class LocalMachine(Scheduler):
 
     def script(self, run: "RunConfig", path: Path, setup: Sequence[str], command: Sequence[str]) -> JobScript:
         """ConfigError: processes of this machine have no script."""
-        raise ConfigError("--dry-run shows the script of a job; on this machine there is none")
+        raise ConfigError("--dry-run shows the script of a job, but a run on this machine needs no script")
 
     def check(self, script: str) -> str:
         """No comment."""

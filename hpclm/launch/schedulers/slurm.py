@@ -252,7 +252,7 @@ def _on(clusters: str) -> Slurm:
 
 
 def _submitted(path: str, scripts: Path) -> Path | None:
-    """The script in the folder ``scripts`` of a job for which Slurm shows ``path``; None if the path is elsewhere."""
+    """The job script in the folder ``scripts`` that Slurm shows as ``path``; None if the path is elsewhere."""
     match = SCRIPT.search(path)
     if not match or match.end() != len(path) or Path(path[: match.start()]).resolve() != scripts.resolve():
         return None

@@ -211,7 +211,7 @@ def completed(argument: argparse.Action, words: str) -> None:
 
 
 def setting(key: str) -> dict[str, Any]:
-    """Parameters of add_argument for an option that sets ``key``. The value ``job`` is the key=value words of all such options."""
+    """Parameters of add_argument for an option that sets ``key``. The value `job` is the key=value words of all such options."""
     return dict(dest="job", action="append", default=[], type=f"{key}={{}}".format)
 
 

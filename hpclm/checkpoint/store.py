@@ -45,7 +45,7 @@ class PendingSave:
 class CheckpointStore:
     """The checkpoints of one run, in one directory.
 
-    The file ``latest`` names the newest, for people and scripts; its existence also shows that the run has saved before.
+    The file `latest` names the newest, for people and scripts; its existence also shows that the run has saved before.
     """
 
     def __init__(

@@ -107,10 +107,9 @@ def text_on(topics: Sequence[str], verbs: Collection[str]) -> str:
     if results := [*heads, *_of_settings(words), *_of_pages(words, pages)]:
         return "\n".join([*results, ""])
     meant = hints.nearest(topic.partition("=")[0], keys())
-    near = hint(words[0], [*pages, *([meant] if meant else [])])
-    raise ConfigError(
-        f"no page or setting has {' '.join(words)!r}; hpclm docs lists the pages.{near or f' {meant}' * bool(meant)}"
-    )
+    names = [*pages, meant] if meant else list(pages)
+    near = hint(words[0], names) or f" {meant}".rstrip()
+    raise ConfigError(f"no page or setting has {' '.join(words)!r}; hpclm docs lists the pages.{near}")
 
 
 def _of_settings(words: Sequence[str]) -> list[str]:
@@ -137,9 +136,10 @@ def _of_pages(words: Sequence[str], pages: Mapping[str, Path]) -> list[str]:
         times = "once" if place.count == 1 else f"{place.count} times"
         lines.append(f"{place.page}: {place.title} ({times}; hpclm docs {place.page})")
         heading = terminal.shortened(place.heading, WIDTH // 2)
-        lines.append(f"    {heading}{': ' * bool(heading)}{place.line}")
-    more = len(places) - search.PAGES
-    return [*lines, f"and {more} more page{'s' * (more > 1)}"] if more > 0 else lines
+        lines.append(f"    {heading}: {place.line}" if heading else f"    {place.line}")
+    if len(places) > search.PAGES:
+        lines.append(f"and {terminal.many(len(places) - search.PAGES, 'more page')}")
+    return lines
 
 
 def _explained(key: str) -> Iterator[str]:

@@ -13,7 +13,8 @@ from hpclm.config.schema import RunConfig
 from hpclm.config.section import all_fields
 from hpclm.config.setting import Declared, declared
 
-UNITS = ("seconds", "minutes", "hours", "steps", "samples", "tokens", "epochs")
+UNITS = {unit: unit for unit in ("seconds", "minutes", "hours", "steps", "samples", "tokens", "epochs")} | {"mb": "MB"}
+"""The unit of a number, by the last part of its setting's name."""
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -78,8 +79,8 @@ def type_text(kind: Any) -> str:
 
 def kind_text(entry: Field) -> str:
     """The type of a field in plain words, with its unit, which its name may end with."""
-    inner, last = required(entry.type), entry.name.rpartition("_")[2]
-    unit = declared(entry).unit or ("MB" if last == "mb" else last if last in UNITS else "")
+    inner = required(entry.type)
+    unit = declared(entry).unit or UNITS.get(entry.name.rpartition("_")[2], "")
     if not unit or inner not in (int, float):
         return type_text(entry.type)
     return f"{type_text(inner)} of {unit}{' or null' if inner is not entry.type else ''}"

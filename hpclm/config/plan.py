@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from hpclm.base.errors import ConfigError
+from hpclm.base.terminal import many
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Plan:
         )
         fits = "" if rampup else f"; {way_out} fits"
         wrong = [
-            f"{name}={size} must be a multiple of batch.micro_size={micro_size} x {processes} data-parallel "
-            f"replica{'s' * (processes != 1)} = {unit}{fits}"
+            f"{name}={size} must be a multiple of batch.micro_size={micro_size} x {many(processes, 'data-parallel replica')} = "
+            f"{unit}{fits}"
             for name, size in sizes.items()
             if unit < 1 or size % unit
         ]

@@ -52,7 +52,7 @@ class RopeConfig(Section, key="model.rope"):
 
 
 def parsed(scaling: Mapping[str, str]) -> dict[str, Any]:
-    """The parameters as numbers, lists of numbers or booleans; ``rope_type`` stays text. ValueError for anything else."""
+    """The parameters as numbers, lists of numbers or booleans; `rope_type` stays text. ValueError for anything else."""
     return {name: text if name == "rope_type" else _value(name, text) for name, text in scaling.items()}
 
 

@@ -82,4 +82,6 @@ def _around(line: str, words: Sequence[re.Pattern[str]]) -> str:
     first = min((match.start() for word in words if (match := word.search(line))), default=0)
     start = max(0, min(first - WIDTH // 3, len(line) - WIDTH + 2))
     end = start + WIDTH - 2
-    return f"{'…' * (start > 0)}{line[start:end].strip()}{'…' * (end < len(line))}"
+    before = "…" if start > 0 else ""
+    after = "…" if end < len(line) else ""
+    return f"{before}{line[start:end].strip()}{after}"

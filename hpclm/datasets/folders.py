@@ -22,7 +22,7 @@ SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
 
 
 def files_in(folder: Path, any_text: bool) -> list[str]:
-    """The data files of ``folder``, in order; with ``any_text``, all files of a folder not saved by ``datasets``.
+    """The data files of ``folder``, in order; with ``any_text``, all files of a folder not saved by `datasets`.
 
     ConfigError if it has several splits, which do not form one corpus, or no data.
     """

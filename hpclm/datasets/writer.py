@@ -29,7 +29,7 @@ Own = TypeVar("Own", bound="Writer")
 
 
 class Writer:
-    """Writes a dataset, which appears or replaces an existing one when the ``with`` block ends without an exception.
+    """Writes a dataset, which appears or replaces an existing one when the `with` block ends without an exception.
 
     A crash before that leaves no readable dataset: ``.idx`` is renamed last. Memory use does not depend on the size. ConfigError for
     tokens that the type or layout cannot store, and, without ``replaces``, if another process has written a dataset of that name in the
@@ -156,7 +156,7 @@ class Writer:
         return file
 
     def finish(self) -> None:
-        """Complete and check the files, so that only renaming remains. Called at the end of the ``with`` block; with several datasets,
+        """Complete and check the files, so that only renaming remains. Called at the end of the `with` block; with several datasets,
         call it earlier so that none appears if one fails."""
         if self._modes.tell() not in (0, self.sequences):
             raise ValueError("either all sequences have modes or none")

@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher(verb: str, env: Mapping[str, str] = os.environ) -> None:
-    """Make this process end with its launcher if it is a rank of the command ``train``; its main thread calls this first."""
+    """Make this process end with its launcher if it is a rank of the command `train`; its main thread calls this first."""
     if verb != "train" or not any(name in env for name in LAUNCHED):
         return
     run_id, _, recorded = env.get(PID, "").rpartition(" ")

@@ -38,9 +38,9 @@ class Start:
 
 
 def catch_from_the_start(verb: str) -> None:
-    """Let ``Start`` handle warnings in the commands ``train`` and ``submit``; called before imports that take a while.
+    """Let ``Start`` handle warnings in the commands `train` and `submit`; called before imports that take a while.
 
-    In ``submit``, Python handles Ctrl-C until the command has started something.
+    In `submit`, Python handles Ctrl-C until the command has started something.
     """
     if verb in ("train", "submit"):
         end_at_once([number for number in WARNINGS if verb == "train" or number != signal.SIGINT])

@@ -190,7 +190,7 @@ class LossScale:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any] | None, config: ScalerConfig) -> "LossScale":
-        """The saved scale (its ``vars``), or the initial one if none was saved; within the current limits of ``config``."""
+        """The saved scale (its `vars`), or the initial one if none was saved; within the current limits of ``config``."""
         if not saved:
             return cls.first(config)
         scale = cls(**saved)

@@ -38,7 +38,7 @@ class RefusedError(Exception):
 class Sink(Protocol):
     """One run in an experiment tracker. Methods may raise at any time; the sink is then recreated and sent the same rows again.
 
-    A row for which it raises RefusedError is omitted instead. A sink may have ``substitutes``, a mapping from names that its tracker
+    A row for which it raises RefusedError is omitted instead. A sink may have `substitutes`, a mapping from names that its tracker
     refuses to their replacements, which are logged once.
     """
 
@@ -60,7 +60,7 @@ def lookup(name: str) -> type[Sink]:
 
 
 def figures(row: Row) -> dict[str, float]:
-    """The numbers of a row by their names: ``loss``, ``validation_loss`` or ``validation_loss/PART``, ``TASK/METRIC``, ..."""
+    """The numbers of a row by their names: `loss`, `validation_loss` or ``validation_loss/PART``, ``TASK/METRIC``, ..."""
     part = str(row.get("part", "valid")).removeprefix("valid").removeprefix("/")
     ending = f"/{part}" if part else ""
     numbers = {key: value for key, value in row.items() if _is_figure(value) and key not in ("step", "time")}

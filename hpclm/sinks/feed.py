@@ -135,7 +135,7 @@ class Feed:
 
 
 def kind(row: Row) -> str:
-    """``train``, the evaluated part, or ``tasks``: rows of a kind come in the order of their steps."""
+    """`train`, the evaluated part, or `tasks`: rows of a kind come in the order of their steps."""
     if "tasks" in row:
         return "tasks"
     return str(row.get("part", "valid")) if "validation_loss" in row else "train"

@@ -48,7 +48,7 @@ def is_path(name: str) -> bool:
 
 
 def is_key(name: str) -> bool:
-    """Whether W&B accepts a name for a metric: it is text, not W&B's ``_step`` or the like, and not the axis of all charts."""
+    """Whether W&B accepts a name for a metric: it is text, not W&B's `_step` or the like, and not the axis of all charts."""
     return (
         bool(name.strip())
         and len(name) <= MAX_NAME_CHARACTERS

@@ -79,7 +79,7 @@ class Pipeline(PipelineModule):
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
         """Weights shared by several stages, which add up their gradients.
 
-        If DeepSpeed accumulates gradients in another type, it keeps them in ``grad_accum`` but does not look there.
+        If DeepSpeed accumulates gradients in another type, it keeps them in `grad_accum` but does not look there.
         """
         tied = [
             (getattr(weight, "grad_accum", None), weight, group)

@@ -45,7 +45,7 @@ class Scheduler(ABC):
     @abstractmethod
     def submit(self, script: JobScript, path: Path, lock: int) -> str:
         """Submit the script at ``path``; returns the job's ID, or ID;CLUSTER. ``lock``: the descriptor of a
-        lock. The process that submits inherits it (``keep`` of ``processes.ask``), and holds it even if this one is killed.
+        lock. The process that submits inherits it (`keep` of ``processes.ask``), and holds it even if this one is killed.
 
         ConfigError: it was refused; another HpclmError: it may be in the queue.
         """

@@ -176,7 +176,7 @@ def node_kinds(job: JobConfig) -> str:
 
 
 def refuse_without_gpus(job: JobConfig, kinds: str) -> None:
-    """ConfigError if no node has GPUs and Slurm would not notice: without ``gpu`` in GresTypes it ignores --gpus-per-node."""
+    """ConfigError if no node has GPUs and Slurm would not notice: without `gpu` in GresTypes it ignores --gpus-per-node."""
     env = slurm.env_for(slurm.clusters(job.options))
     if (
         not kinds.strip()

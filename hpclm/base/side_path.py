@@ -58,9 +58,11 @@ class AppendedFile:
     A file that was removed or replaced meanwhile is made anew. Links are not followed.
     """
 
-    def __init__(self, path: Path, mode: int = 0o644):
+    def __init__(self, path: Path, mode: int = 0o644, may_write: Callable[[], bool] = lambda: True):
+        """``may_write``: whether this process still owns the file; otherwise lines are dropped."""
         self.path = path
         self._mode = mode
+        self._may_write = may_write
         self._handle: int | None = None
         self._pending = b""
 
@@ -71,6 +73,8 @@ class AppendedFile:
 
     def flush(self) -> None:
         """Append what is kept; OSError if that fails."""
+        if not self._may_write():
+            self._pending = b""
         if self._handle is not None and not is_at(self._handle, self.path):
             self._close()
         if self._handle is None:

@@ -91,9 +91,9 @@ def rollbacks(out: Path) -> int:
     return sum(1 for _ in out.glob("metrics.rolled-back-*.jsonl"))
 
 
-def appended(out: Path) -> AppendedFile:
-    """The file of the run in ``out``, to append to."""
-    return AppendedFile(out / NAME)
+def appended(out: Path, may_write: Callable[[], bool] = lambda: True) -> AppendedFile:
+    """The file of the run in ``out``, to append to; ``may_write``: see AppendedFile."""
+    return AppendedFile(out / NAME, may_write=may_write)
 
 
 def remove(out: Path) -> None:
@@ -171,9 +171,9 @@ def append_scores(out: Path, step: int, samples: int, time: float, tasks: Mappin
     files.sync(out / SCORES)
 
 
-def expert_tokens(out: Path) -> AppendedFile:
-    """experts.jsonl of the run in ``out``, to append to."""
-    return AppendedFile(out / EXPERTS)
+def expert_tokens(out: Path, may_write: Callable[[], bool] = lambda: True) -> AppendedFile:
+    """experts.jsonl of the run in ``out``, to append to; ``may_write``: see AppendedFile."""
+    return AppendedFile(out / EXPERTS, may_write=may_write)
 
 
 def stream_expert_tokens(out: Path) -> Iterator[Row]:

@@ -118,6 +118,10 @@ class RunSummary:
         self._file = SidePath(f"{out / NAME} cannot be written")
         self._record = SidePath(f"{out / events.NAME} cannot be written")
 
+    def is_mine(self) -> bool:
+        """Whether this attempt may still write to the run directory: no later one has taken it over."""
+        return self._lease is None or self._lease.is_mine()
+
     def __enter__(self) -> "RunSummary":
         with suppress(OSError):
             files.sweep(self._out / NAME)
@@ -212,7 +216,7 @@ class RunSummary:
         return True
 
     def _append(self, end: Row) -> None:
-        if self._lease is None or self._lease.is_mine():
+        if self.is_mine():
             events.append(self._out, "ended", **end, step=self._facts["step"], generation=self.generation)
         if end["state"] != "failed":
             folder.sync(self._out)
@@ -260,7 +264,7 @@ class RunSummary:
                 facts["curve"] = list(self._curve.points)
 
             def act() -> None:
-                if self._lease is None or self._lease.is_mine():
+                if self.is_mine():
                     files.write_bytes(self._out / NAME, json.dumps(facts, indent=1).encode() + b"\n", durable=False)
 
             self._changed = not self._file.attempt(act, now=True)

@@ -5,7 +5,7 @@ L layers with experts, E experts in each.
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ class Streak:
 class ExpertLoad:
     """Sums the tokens of each expert over a log interval, and over a line of experts.jsonl."""
 
-    def __init__(self, out: Path, config: ModelConfig):
+    def __init__(self, out: Path, config: ModelConfig, may_write: Callable[[], bool] = lambda: True):
+        """``may_write``: whether this process still holds the run directory."""
         self.config = config
         self.blocks = [f"block{layer}" for layer in range(config.layers) if config.experts.in_layer(layer)]
         shape = len(self.blocks), config.experts.count
@@ -79,7 +80,7 @@ class ExpertLoad:
         self._dead = Streak(shape)
         self._dominating = Streak(shape)
         self._load = np.ones(shape)  # tokens of the last log interval, as a multiple of the layer's mean
-        self._file = metrics_file.expert_tokens(out)
+        self._file = metrics_file.expert_tokens(out, may_write)
         self._writing = SidePath(f"{self._file.path} cannot be written")
 
     def step(self, counts: Counts | None) -> None:

@@ -59,7 +59,7 @@ class Meter:
         self.summary = summary
         self.losses: dict[str, float | None] = {}
         """Losses on held-out data by part, at the step that the run resumes from."""
-        self._file = metrics_file.appended(out)
+        self._file = metrics_file.appended(out, summary.is_mine)
         self.path = self._file.path
         self._rows = SidePath(f"{self.path} cannot be written")
         self._scores = metrics_file.NewScores(out)

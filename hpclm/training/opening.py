@@ -310,6 +310,6 @@ def open_meter(
     out = Path(config.out)
     peak = hardware.peak_flops(compute.device, compute.dtype)
     speed = Speed(config.model, config.engine, peak and peak * context.size)
-    experts = ExpertLoad(out, config.model) if config.model.experts.count else None
+    experts = ExpertLoad(out, config.model, summary.is_mine) if config.model.experts.count else None
     with Meter(out, config.log, data.begin, data.length.steps, speed, summary, experts) as meter:
         yield meter

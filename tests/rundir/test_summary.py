@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hpclm.base.errors import DivergedError
-from hpclm.rundir import summary
+from hpclm.rundir import metrics_file, summary
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import CURVE, LossCurve, RunSummary
 from tests.events import of_kind
@@ -102,11 +102,15 @@ def test_no_secret_reaches_it(tmp_path, monkeypatch):
 
 def test_an_attempt_that_was_given_up_writes_no_more(tmp_path):
     with Lease(tmp_path, job=job(0)) as lease, RunSummary(tmp_path, lease) as old:
+        metrics = metrics_file.appended(tmp_path, old.is_mine)
         old.measured(step(1))
+        metrics.write("1\n")
         with Lease(tmp_path, job=job(1)) as later, RunSummary(tmp_path, later) as new:
             new.measured(step(7))
+            metrics.write("2\n")
             old.end("exited", "SIGTERM: saved at step 1, exiting", 85)
             assert (summary.read(tmp_path)["state"], summary.read(tmp_path)["step"]) == ("running", 7)
+            assert metrics.path.read_text() == "1\n"
 
 
 def test_what_cannot_be_written_is_written_later_and_never_through_a_link(tmp_path):

@@ -46,9 +46,7 @@ def test_a_run_starts_again_when_srun_or_the_script_is_killed_and_its_log_says_w
     kill(cluster, rf"srun .*{job.out}/")
     until(lambda: trains(job, 2), "a step of the second start", cluster)
     [why] = told(job, 2)
-    assert (
-        "SIGTERM: saved at step " in why or "ended without a message: killed" in why
-    )  # whichever Slurm leaves time for
+    assert "SIGTERM: saved at step " in why or "killed" in why  # whichever Slurm leaves time for
     assert "srun ended with exit code " in job.log()
     before = job.step()
     kill(cluster, rf"\S*python\S* .*hpclm.launch.job {job.out}/")
@@ -81,9 +79,12 @@ def test_a_run_starts_again_without_the_node_on_which_bits_flipped(template, clu
     site.mkdir()
     (site / "sitecustomize.py").write_text(flips.SITE)
     own = [f"job.env={{TEST_FLIPPED: {tmp_path}/flipped, PYTHONPATH: '{site}:{tmp_path}:{ROOT}'}}"]
-    job = Job(
-        cluster, tmp_path / "run", 3, 1, *own, "batch={global_size: 6, micro_size: 2}", f"job.template={template}"
-    )
+    words = [
+        "model.block=gpt",
+        "batch={global_size: 6, micro_size: 2}",
+        f"job.template={template}",
+    ]  # no code of one's own
+    job = Job(cluster, tmp_path / "run", 3, 1, *own, *words)
     job.finish()
     first, second = began(job.out)
     [row] = of_kind(job.out, "corrupt")

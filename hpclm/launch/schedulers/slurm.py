@@ -39,7 +39,7 @@ USUAL = {"", "None", "Priority", "Resources", "Dependency", "BeginTime", "JobHel
 OF_ITS_OWN_JOB = 5.0  # seconds for each command that a process runs for its own job
 ENDED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ (?:DUE TO ([A-Z ]+?) )?\*\*\*")
 """The line that slurmstepd writes into a job's log when Slurm ends the job."""
-WITHOUT = """trap '' TERM
+WITHOUT = """trap '' TERM USR1 USR2
 scontrol requeue "$1" || exit
 for _ in 1 2 3; do scontrol update jobid="$1" excnodelist="$2" && exit; sleep 1; done; exit 1"""
 WAYS_OUT = {
@@ -189,7 +189,7 @@ class Slurm(Scheduler):
         """scontrol requeue, which may be refused (--no-requeue).
 
         Slurm changes the nodes of pending jobs only, so this comes after the request to requeue, which ends this step: the commands
-        outlive its SIGTERM.
+        outlive the signals that it gets.
         """
         shown = slurm.show(job.id, OF_ITS_OWN_JOB, self.env)
         # one that is being cancelled no longer runs; Requeue=0: started with --no-requeue

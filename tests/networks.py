@@ -5,7 +5,7 @@ import random
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.config.model import LAYER_KINDS
+from hpclm.config.attention import LAYER_KINDS
 
 SHAPE = {"vocab_size": 257, "vocab_multiple": 8, "layers": 3, "hidden": 32, "attention.heads": 4, "context": 24}
 LLAMA = {

@@ -32,7 +32,7 @@ QWEN3 = {
     "intermediate_size": 12288,
     "num_hidden_layers": 36,
     "num_attention_heads": 32,
-    "attention.head_dim": 128,
+    "head_dim": 128,
 }
 QWEN3 |= dict(num_key_value_heads=8, vocab_size=151936, rope_theta=1000000, rms_norm_eps=1e-6)
 OLMOE = dict(hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16)
@@ -42,7 +42,7 @@ QWEN3_MOE = {
     "intermediate_size": 6144,
     "num_hidden_layers": 48,
     "num_attention_heads": 32,
-    "attention.head_dim": 128,
+    "head_dim": 128,
 }
 QWEN3_MOE |= dict(num_key_value_heads=4, vocab_size=151936, rope_theta=1000000, rms_norm_eps=1e-6, num_experts=128)
 QWEN3_MOE |= dict(num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, mlp_only_layers=[])
@@ -51,7 +51,7 @@ PUBLISHED = {
         **OLMO3,
         "model_type": "olmo3",
         "max_position_embeddings": 65536,
-        "rope.scaling": dict(YARN, attention_factor=1.2079441541679836),
+        "rope_scaling": dict(YARN, attention_factor=1.2079441541679836),
     },
     "smollm3-3b": dict(
         SMOLLM3,
@@ -68,7 +68,7 @@ PUBLISHED = {
         **LLAMA3,
         "model_type": "llama",
         "max_position_embeddings": 4096,
-        "rope.scaling": dict(SCALED, rope_type="llama3"),
+        "rope_scaling": dict(SCALED, rope_type="llama3"),
     },
 }
 """What decides about the network in the config.json of each."""

@@ -133,7 +133,7 @@ REFUSED = {
     "noise": ("mixtral", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1, but hpclm supports 0.0"),
     "more than there are": ("mixtral", dict(num_experts_per_tok=9), "model.experts.per_token=9 must be from 1 to model.experts.count=8"),
     "one, normalised": ("qwen3_moe", dict(num_experts_per_tok=1, norm_topk_prob=True), "norm_topk_prob in config.json): one score divided by itself"),
-    "one of Mixtral": ("mixtral", dict(num_experts_per_tok=1), "experts_per_token=1 needs model.experts.router_normalize=false"),
+    "one of Mixtral": ("mixtral", dict(num_experts_per_tok=1), "experts.per_token=1 needs model.experts.router_normalize=false"),
     "two names": ("mixtral", dict(num_experts=4, num_local_experts=8), "num_experts=4 and num_local_experts=8: two names"),
     "score function": ("mixtral", dict(scoring_func="sigmoid"), "scoring_func=sigmoid: hpclm does not know this key"),
     "clipped": ("olmoe", dict(clip_qkv=8.0), "clip_qkv=8.0, but hpclm supports null"),

@@ -98,7 +98,7 @@ REFUSED = {
     "bases": ({**LLAMA, **POST, **WINDOWS, "rope.window_base": 500.0}, "one base for all layers"),
     "scaled windows": (
         {**LLAMA, **POST, **WINDOWS, "rope.scaling": LINEAR},
-        "window_rope_scaled=True, but it needs False",
+        "rope.window_scaled=True, but it needs False",
     ),
     "gemma's scale": ({**GEMMA3, "attention.score_scale": 0.3}, r"model\.attention\.score_scale=0\.3"),
     "gemma's caps": (GEMMA, "but it needs all three"),

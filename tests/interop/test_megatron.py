@@ -199,7 +199,7 @@ def same_weights(run, drawn):
 
 def network(run, **more):
     """The settings of a run's network that differ from the defaults."""
-    found, default = vars(load(run / "config.yaml").model), dict(leaves(ModelConfig()))
+    found, default = dict(leaves(load(run / "config.yaml").model)), dict(leaves(ModelConfig()))
     return {name: value for name, value in found.items() if value != default[name]}
 
 

@@ -23,11 +23,11 @@ COUNTS = {
     "no token": [0, 0, 0, 0, 0, 0],
 }
 ROUTING = {
-    "some experts without a token": {"experts.count": 6, "experts.per_token": 2, "tokens": 5, "favourites": [1, 4, 5]},
-    "all tokens to the same experts": {"experts.count": 6, "experts.per_token": 2, "tokens": 7, "favourites": [2, 3]},
-    "one token": {"experts.count": 6, "experts.per_token": 2, "tokens": 1, "favourites": []},
-    "one expert": {"experts.count": 1, "experts.per_token": 1, "tokens": 5, "favourites": []},
-    "all experts for each token": {"experts.count": 4, "experts.per_token": 4, "tokens": 5, "favourites": []},
+    "some experts without a token": dict(experts=6, experts_per_token=2, tokens=5, favourites=[1, 4, 5]),
+    "all tokens to the same experts": dict(experts=6, experts_per_token=2, tokens=7, favourites=[2, 3]),
+    "one token": dict(experts=6, experts_per_token=2, tokens=1, favourites=[]),
+    "one expert": dict(experts=1, experts_per_token=1, tokens=5, favourites=[]),
+    "all experts for each token": dict(experts=4, experts_per_token=4, tokens=5, favourites=[]),
 }
 
 
@@ -60,22 +60,18 @@ def expert_mlp(width, experts, experts_per_token, favourites, **more):
     """Experts of a model with hidden size 16, whose choice bias prefers some of them."""
     config = ModelConfig.of(
         {
-            **{
-                "layers": 2,
-                "hidden": 16,
-                "attention.heads": 2,
-                "norm": "rmsnorm",
-                "init_std": 0.3,
-                "experts.ffn": width,
-                "activation": "swiglu",
-            },
-            **{
-                "experts.count": experts,
-                "experts.per_token": experts_per_token,
-                "experts.router_choice_bias": True,
-                "bias": False,
-                "mlp_bias": True,
-            },
+            "layers": 2,
+            "hidden": 16,
+            "attention.heads": 2,
+            "norm": "rmsnorm",
+            "activation": "swiglu",
+            "bias": False,
+            "mlp_bias": True,
+            "init_std": 0.3,
+            "experts.count": experts,
+            "experts.per_token": experts_per_token,
+            "experts.ffn": width,
+            "experts.router_choice_bias": True,
             **more,
         }
     )
@@ -139,7 +135,7 @@ def test_rows_come_back_in_order_though_all_experts_have_as_many():
 
 
 def test_scores_that_are_all_zero_have_a_finite_balance_loss():
-    config = expert_mlp(8, 6, 2, [], **{"experts.router_score": "sigmoid"}, **{"experts.balance_sequence": 0.1})[0]
+    config = expert_mlp(8, 6, 2, [], **{"experts.router_score": "sigmoid", "experts.balance_sequence": 0.1})[0]
     logits = torch.full((3, 1, 6), -200.0, requires_grad=True)
     chosen = torch.tensor([0, 1]).expand(3, 1, 2)
     x, reports = torch.ones(3, 1, 16, requires_grad=True), Reports()

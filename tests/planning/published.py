@@ -97,7 +97,8 @@ def scaling():
 
 
 def scaling_row(cells):
-    numbers = {name: int(cells[name]) for name in ("layers", "hidden", "attention.heads", "attention.kv_heads", "ffn")}
+    numbers = {name: int(cells[name]) for name in ("layers", "hidden", "ffn")}
+    numbers |= {f"attention.{name}": int(cells[name]) for name in ("heads", "kv_heads")}
     kempner = cells["source"].startswith("KempnerForge")
     style = dict(activation="swiglu", positions="rope", norm="rmsnorm", tied=False) if kempner else {}
     model = ModelConfig.of(

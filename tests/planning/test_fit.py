@@ -75,7 +75,7 @@ def agreed(options, kinds):
     """What a rank of those kinds of GPU chooses, on a machine of their number."""
     rank, size = dist.get_rank(), dist.get_world_size()
     alone = single()
-    infos = tuple(replace(alone.ranks[0], rank=number, size=size, local_size=size) for number in range(size))
+    infos = tuple(replace(alone.ranks[0], rank=number, size=size) for number in range(size))
     context = DistributedContext(World("test", rank, size, rank, size), infos, alone.watchdog)
     return fit.with_micro_size_for(kinds[rank], preset("gpt-1b3", *options), context).batch.micro_size
 

@@ -70,7 +70,7 @@ QWEN3_MOE = replace(
     keys={**llama.LLAMA.keys, **experts.KEYS},
     rules=experts.rules,
     needs={**llama.QWEN3.needs, "attention.pattern": (["full"], ["window"])},
-    fixed={"attention.qkv_bias": (False,), "use_qk_norm": (True,), "shared_expert_intermediate_size": (0,)},
+    fixed=dict(qkv_bias=(False,), use_qk_norm=(True,), shared_expert_intermediate_size=(0,)),
     aliases={"num_local_experts": "num_experts"},
     constant=described_qwen3_moe,
     shape=qwen3_moe,

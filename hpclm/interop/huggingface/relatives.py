@@ -76,7 +76,7 @@ INTERNLM3 = replace(
         "context": "max_position_embeddings",
         "norm_eps": "rms_norm_eps",
     },
-    aliases={"attention.qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     unread="auto_map",
     wrong=lambda tree: [*llama.window_unread(tree), *_two_biases(tree)],
 )

@@ -251,7 +251,7 @@ def near(tree: Json, given: Json, far: Json, kinds: Json, theta: float) -> dict[
     """Our settings for the rotary positions of layers with a window. ``given``: their parameters; ``far``: settings of the other layers;
     ``kinds``: the result of layers(). ConfigError if the scaling differs in another way."""
     window_rope = rope(tree, theta, parameters={"rope_theta": theta, **given})
-    if kinds["window"] is None:  # then no layer uses them
+    if kinds["attention.window"] is None:  # then no layer uses them
         return {}
     if window_rope["rope.fraction"] != far["rope.fraction"] or window_rope["rope.scaling"] not in (
         {},

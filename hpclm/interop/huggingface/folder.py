@@ -178,8 +178,8 @@ def import_folder(
         theirs = {f"model.{ours}": key for ours, key in names.items() if f"model.{ours}" not in given}
         config = run.network(settings, overrides)
     except ConfigError as error:
-        settings = re.compile(rf"\b({'|'.join(map(re.escape, theirs))})\b" if theirs else "(?!)")
-        lines = [settings.sub(lambda name: theirs[name[0]], line) for line in error.problems]
+        ours = re.compile(rf"\b({'|'.join(map(re.escape, theirs))})\b" if theirs else "(?!)")
+        lines = [ours.sub(lambda name: theirs[name[0]], line) for line in error.problems]
         raise ConfigError([f"{folder / 'config.json'}: {line}" for line in lines]) from None
     reader = Reader(folder, pickle)
     left_out = sorted(name for name in reader.names() if family.left_out(tree, name))

@@ -11,7 +11,7 @@
     compare    a table of several runs, the best first
     report     a page that compares them
     settings   settings from a preset or file, with changes
-    selftest   try code of your own in every layout of processes
+    selftest   try your own code in every layout of processes
 
 ``train``, ``submit`` and ``open`` return a Run, ``sweep`` a list of them. Errors are HpclmError, those of settings and arguments
 ConfigError. docs/python.md says more, and ``hpclm --help`` lists the verbs of the command line.

@@ -48,7 +48,7 @@ GROUPS = {
         "convert": "convert weights to Hugging Face or GGUF, and from Hugging Face or Megatron",
     },
     "help": {
-        "docs": "show a page of the documentation, what a setting is, or where words occur",
+        "docs": "show a page of the documentation, explain a setting, or find words",
         "config": "print and explain settings",
         "planner": "estimate memory and speed of a run, and suggest layouts",
         "selftest": "test a block, optimizer or other code of yours in every layout",

@@ -312,3 +312,37 @@ def files_imported(file, modules):
             for each in node.names:
                 inner = f"{node.module}.{each.name}"
                 yield inner if inner in modules else node.module
+
+
+BANNED = re.compile(
+    r"\b(what is wrong|there (is|are) none|as far as|in so far|of (one's|its|their) own|what else|told of|goes by|shares? out|"
+    r"whereof|thereof|such a one)\b",
+    re.IGNORECASE,
+)
+"""Turns of phrase that readers had to read twice."""
+
+
+def test_no_sentence_has_a_turn_of_phrase_that_is_read_twice():
+    found = [f"{name}: {match[0]}" for name, path in NAMES.items() for match in BANNED.finditer(path.read_text())]
+    assert not found
+
+
+def test_what_a_docstring_puts_between_double_backticks_exists_in_its_file():
+    for name in NAMES:
+        nodes = nodes_of(name)
+        there = {word for node in nodes for word in identifiers(node)}
+        texts = [
+            text for node in nodes if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node, clean=False))
+        ]
+        named = {word for text in texts for word in re.findall(r"``([A-Za-z_]\w*)``", text)}
+        assert named <= there, (name, named - there)
+
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def identifiers(node):
+    """The names that a node of a syntax tree has."""
+    for field in ("id", "arg", "attr", "name", "module"):
+        if isinstance(value := getattr(node, field, None), str):
+            yield from value.split(".")

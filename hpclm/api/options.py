@@ -30,7 +30,7 @@ KEY = re.compile(r"[A-Za-z_][\w.-]*")
 
 @dataclass(frozen=True)
 class Options:
-    """The keywords of hpclm.settings, train, submit and sweep that say what to train; None: what the base says."""
+    """The keywords of hpclm.settings, train, submit and sweep that describe the run; None: as in the base."""
 
     steps: int | None = None
     lr: float | None = None

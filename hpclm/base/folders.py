@@ -110,7 +110,7 @@ def own_temporary(name: str) -> Path:
     if mode & OTHERS and not mode & stat.S_ISVTX:
         raise ConfigError(
             f"compiled code is kept in {parent}, but others could replace it there (mode {stat.S_IMODE(mode):04o}); set TMPDIR "
-            "to a folder of your own"
+            "to your own folder"
         )
     path = parent / f"{name}-{os.geteuid()}"
     with suppress(FileExistsError):

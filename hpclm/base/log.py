@@ -31,7 +31,7 @@ class Console(logging.Handler):
 
 
 class LogFile(logging.Handler):
-    """A file, which is made again when it was removed; what a full disk does not take is written later."""
+    """A file. It is made again after a removal, and lines that a full disk refuses are written later."""
 
     def __init__(self, path: Path):
         super().__init__()

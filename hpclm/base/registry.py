@@ -13,7 +13,7 @@ from hpclm.base import extras, files
 from hpclm.base.errors import ConfigError
 
 Check = Callable[[Any], str | None]
-"""Returns what is wrong with an object, or None."""
+"""Returns the problem with an object, or None."""
 OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 

@@ -81,7 +81,7 @@ def check_fresh_start(folder: Path, policy: str) -> None:
     if any(re.match(r"(\.old-)?step-", name) for name in directory.names(folder)):
         return
     if policy == "require" or directory.has_history(folder):
-        raise NoCheckpointError(directory.none_left(folder, ["there is none"]))
+        raise NoCheckpointError(directory.none_left(folder, ["the folder has no checkpoint"]))
 
 
 def listed(saved: list[Path]) -> str:

@@ -266,4 +266,4 @@ class CheckpointStore:
 
     def _check_fresh_start(self, lost: Sequence[str], policy: str) -> None:
         if lost or policy == "require" or directory.has_history(self.folder):
-            raise NoCheckpointError(directory.none_left(self.folder, lost or ["there is none"]))
+            raise NoCheckpointError(directory.none_left(self.folder, lost or ["the folder has no checkpoint"]))

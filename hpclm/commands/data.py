@@ -134,7 +134,7 @@ def parser() -> Parser:
     )
 
     prefixes_help = "paths of datasets, or of their files"
-    sub = command("verify", verify, "read datasets completely and report what is wrong, and where")
+    sub = command("verify", verify, "read datasets completely, and report each fault and its place")
     sub.add_argument("prefix", type=paths.option, nargs="+", metavar="PREFIX", help=prefixes_help)
     limit = "every token must be below N; default: the recorded vocabulary size"
     sub.add_argument("--vocab-size", type=whole(0), metavar="N", help=limit)

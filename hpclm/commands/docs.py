@@ -25,7 +25,7 @@ def parser() -> Parser:
     """The parser of ``hpclm docs``."""
     options = Parser(
         prog="hpclm docs",
-        description="Show a page of the documentation, what a setting is, or which pages have some words, the best first. Without "
+        description="Show a page of the documentation, the explanation of a setting, or the pages with some words, best first. Without "
         "TOPIC, list the pages.",
     )
     topic = "a page (reliability), a setting (optim.lr), a section of settings (optim., log), or any words (loss scale)"

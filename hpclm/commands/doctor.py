@@ -1,4 +1,4 @@
-"""``hpclm doctor``: what this process has, what is wrong with it, and what to do."""
+"""``hpclm doctor``: the equipment of this process, its problems and their remedies."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ def parser() -> Parser:
     """The parser of ``hpclm doctor``."""
     options = Parser(
         prog="hpclm doctor",
-        description="Show this process's versions, devices, network, limits and launcher, and what is wrong. "
+        description="Show this process's versions, devices, network, limits and launcher, and the problems. "
         "Under srun, mpirun or torchrun, the first process shows everything, and the others print a line each.",
         epilog="exit codes: 0 nothing would stop a run · 1 something would",
     )

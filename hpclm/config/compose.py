@@ -37,7 +37,7 @@ RUNS_CODE = tuple(entry.name for _, entry in all_fields(JobConfig) if declared(e
 def from_cli(arguments: list[str], site: Path | None = None, typed: Sequence[str] = ()) -> RunConfig:
     """The settings of ``[FILE] key=value ...``, on top of those of the file ``site``; or ConfigError.
 
-    ``typed``: the whole command line, if there is more to it, to say what a stray word was meant to be.
+    ``typed``: the whole command line, to explain a stray word.
     """
     overrides = [word for word in arguments if is_override(word)]
     named = [paths.expanded(word) for word in arguments if not is_override(word)]
@@ -258,7 +258,7 @@ def _untrusted(settings: list[Setting], path: Path, exposed: str | None) -> Iter
         if setting.at.start_mark.name == str(path) and _names_code(key, value):
             yield (
                 f"{key}={value!r} in {reading.place(setting.at)} would run code in your name, and {exposed}. After you have read that code, "
-                "give the setting on the command line, or copy the file to one of your own"
+                "give the setting on the command line, or copy it to your own file"
             )
 
 

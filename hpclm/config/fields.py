@@ -51,7 +51,7 @@ def declaration_of(key: str) -> Declared | None:
 
 
 def required(kind: Any) -> Any:
-    """``X`` of ``X | None``; any other type unchanged."""
+    """`X` of `X | None`; any other type unchanged."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:  # Literal | None is the latter
         return next(member for member in typing.get_args(kind) if member is not types.NoneType)
     return kind

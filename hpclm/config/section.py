@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     """A contradiction between settings. Both functions get the section."""
 
     broken: Callable[[Any], Any]
-    """Whether the settings contradict each other; without a sentence, what is wrong."""
+    """Whether the settings contradict each other; without a sentence, the problems."""
     sentence: str | Callable[[Any], str | Iterable[str]] | None = None
     """The problem and what to do; in a text {model.layers} becomes model.layers=12."""
 

@@ -47,7 +47,7 @@ def is_override(word: str) -> bool:
 
 
 def of_words(words: Sequence[str], problems: list[str]) -> list[Setting]:
-    """The settings of key=value words; what is wrong with others is added to ``problems``."""
+    """The settings of key=value words; ``problems`` gets a sentence for each invalid word."""
     settings: list[Setting] = []
     for word in words:
         name, sign, text = word.partition("=")
@@ -77,7 +77,7 @@ def _of_word(name: str, text: str, mark: yaml.Mark) -> tuple[yaml.Node, list[str
 
 
 def of_file(content: reading.Content, problems: list[str]) -> list[Setting]:
-    """The settings of a file; what is wrong with how it is written is added to ``problems``."""
+    """The settings of a file; ``problems`` gets a sentence for each mistake in the YAML."""
     settings = _ordered(setting for at, node in content.root.value for setting in _flat(at.value, at, node))
     problems += [*content.problems, *_repeated(settings)]
     return settings

@@ -66,7 +66,7 @@ def _is_note(note: Any) -> bool:
 
 
 class IndexedDataset:
-    """A dataset on disk, memory-mapped; ConfigError tells what is wrong with its files.
+    """A dataset on disk, memory-mapped; ConfigError describes the faults of its files.
 
     layout: "megatron" or "fairseq". dtype: type of the tokens. changed_ns: modification time of the index.
     flat [tokens]: all tokens, a view of the file.

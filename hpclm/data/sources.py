@@ -97,7 +97,7 @@ def chat(source: Source) -> ChatRecord | None:
 
 
 def samples_per_epoch(source: Source) -> int:
-    """Samples in one epoch of the training data; ConfigError if there are none."""
+    """Samples in one epoch of the training data; ConfigError for an empty epoch."""
     samples = source.per_epoch("train")
     if not samples:
         check_part(source, "train", None)

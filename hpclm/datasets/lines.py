@@ -1,4 +1,4 @@
-"""Reads one line of an input, and describes what is wrong with it."""
+"""Reads one line of an input, and describes its faults."""
 
 import json
 from typing import Any

@@ -128,7 +128,7 @@ def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConf
     """The dataset that ``run`` makes of the text at ``path``, tokenized as by ``hpclm preprocess --append-eod``.
 
     ``content``: a hash of the text; None: size and time of the file tell whether it has changed. ``tokenizer``: see ``named_dataset``.
-    ``rows_of``: see ``Input``.
+    ``rows_of``: see `Input`.
     """
     name = re.sub(r"\W+", "-", path.name.partition(".")[0]).strip("-") or "text"
     kind = TOKENIZER if tokenizer is None else paths.expanded(tokenizer)

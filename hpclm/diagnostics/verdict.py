@@ -179,7 +179,7 @@ def cores(ranks: Sequence[Facts]) -> list[NodeFinding]:
                 continue
             text = (
                 f"ranks {ranges(crowd)} on {node} are all bound to {'core' if len(shared) == 1 else 'cores'} {ranges(shared)}, of "
-                f"{available} that the job has there: they wait for one another. Give each rank cores of its own: srun "
+                f"{available} that the job has there: they wait for one another. Give each rank separate cores: srun "
                 "--cpu-bind=cores with job.cpus_per_task, mpirun --bind-to core; unset OMP_PROC_BIND where a launcher starts"
             )
             findings.append(warning(text))

@@ -258,7 +258,7 @@ class BaseEngine:
             )
 
     def _report_optimizer(self, factor: float) -> None:
-        """Report what a user's optimizer has measured: the mean over all processes."""
+        """Report a user's optimizer's measurements: the mean over all processes."""
         if isinstance(self.optimizer, UserOptimizer):
             for name, value in self.optimizer.metrics().items():
                 check_name(name)

@@ -188,7 +188,7 @@ class Timers:
             self._add(name, time.perf_counter() - began)
 
     def take(self) -> dict[str, float]:
-        """The seconds of each phase since the last call, as ``NAME_seconds``."""
+        """The seconds of each phase since the last call, as `NAME_seconds`."""
         for name, begin, end in self._events:
             # after the step: synchronizing between its phases would lengthen the measured times
             end.synchronize()

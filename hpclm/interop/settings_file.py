@@ -18,7 +18,7 @@ from hpclm.interop.megatron import options
 from hpclm.interop.shell import Flag
 
 CHANGES_RESULTS = ("model", "data", "batch", "budget", "optim", "scaler", "engine", "parallel", "seed")
-"""Sections of settings that change what a run computes."""
+"""Sections of settings that change a run's results."""
 MEANINGFUL = ("initial weights", "what needs an option that is refused", "other networks, inference and export")
 """Groups of options.yaml that matter for a run started by hpclm."""
 HARMLESS = (LEFT_OUT, "it follows", "options of")

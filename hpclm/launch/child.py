@@ -19,7 +19,7 @@ class Forward:
     """Forwards signals, each once, to the processes that ``targets`` names; a second Ctrl-C ends them."""
 
     def __init__(self, targets: Callable[[], Sequence[int]], signals: Mapping[int, int], last: int):
-        """``signals``: which signal to send instead of another; ``last``: what a second Ctrl-C sends."""
+        """``signals``: signal -> the signal to send in its place. ``last``: the signal to send after a second Ctrl-C."""
         self.targets = targets
         self.signals = signals
         self.last = last

@@ -68,7 +68,7 @@ def process_count(config: RunConfig, available: int) -> int:
 
 
 def placement(config: RunConfig, count: int, available: int, cores: int) -> str:
-    """A note on what the ranks run on."""
+    """A note on the devices of the ranks."""
     nodes = config.job.nodes
     per_node = config.job.gpus
     processes = many(count, "process")

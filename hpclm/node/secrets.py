@@ -1,4 +1,4 @@
-"""Keep secrets out of what a run writes: values of environment variables named like secrets, passwords in URLs, known tokens.
+"""Keep secrets out of a run's files and messages: values of environment variables named like secrets, passwords in URLs, known tokens.
 
 A name counts as a secret's if it contains KEY, TOKEN, SECRET, PASS, PWD, CREDENTIAL, JWT, AUTH, BEARER or HOOK, in upper or
 lower case, or ends in PAT.

@@ -301,7 +301,7 @@ def _optimizer(maker: UserOptimizerMaker, weights: Sequence[ToyWeight], optim: O
 
 
 def _take_over(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    """Give ``optimizer`` what a checkpoint has of ``other``: state by parameter, and numbers of parameter groups."""
+    """Give ``optimizer`` the state of ``other`` that a checkpoint has: tensors by parameter, and numbers of parameter groups."""
     for group, old in zip(optimizer.param_groups, other.param_groups, strict=True):
         group.update({key: _copied(value) for key, value in old.items() if key != "params" and _is_number(value)})
         for parameter in group["params"]:

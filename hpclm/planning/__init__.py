@@ -1,2 +1,2 @@
-"""Forecasts of a run's memory and speed, by arithmetic without PyTorch; ``fake_gpu``, ``simulate`` and ``ranks`` run a step of any rank
+"""Forecasts of a run's memory and speed, by arithmetic without PyTorch; `fake_gpu`, `simulate` and `ranks` run a step of any rank
 without a GPU."""

@@ -1,4 +1,4 @@
-"""Bytes per parameter that an engine keeps and sends: the parameters of the formulas in ``memory`` and ``time``."""
+"""Bytes per parameter that an engine keeps and sends: the parameters of the formulas in ``memory`` and `time`."""
 
 from dataclasses import dataclass, field, replace
 

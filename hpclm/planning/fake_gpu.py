@@ -1,7 +1,7 @@
 """One rank of a cluster on a machine without GPUs: PyTorch's fake tensors, its fake process group and its memory tracker.
 
 Engines run as on ``cuda:0``. PyTorch has fake CUDA tensors only in a CUDA build, so these are fake CPU tensors. Requests for ``cuda``
-get the CPU, ``is_cuda`` is true, and streams are those of ``torch.cpu``, on which nothing is queued. Only this file uses non-public
+get the CPU, `is_cuda` is true, and streams are those of ``torch.cpu``, on which nothing is queued. Only this file uses non-public
 parts of PyTorch.
 """
 

@@ -20,7 +20,7 @@ PLACES = ("out", "name", "job", "cluster")
 """Settings that say where a run is, not what it computes."""
 OF_DATA = ("source", "prefix", "blend", "train", "valid", "validation", "tokenizer", "tokenizer_files")
 UNCOMPARABLE = (*(f"data.{name}" for name in OF_DATA), "data.split", "data.split_by", "model.vocab_size")
-"""Settings that decide what a loss measures."""
+"""Settings that determine the meaning of a loss."""
 IDLE = re.compile(r"(log|profile)\..*|checkpoint\.(?!init_from).*|stop_at|exit_.*|kill_switch")
 """Settings that change no result."""
 VERSION = re.compile(rf"{HISTORY}/\d+\.yaml")

@@ -79,7 +79,7 @@ def bars(history: History) -> str:
 
 
 def legend(histories: Collection[History]) -> str:
-    """The colours of the phases, and what the bars mean."""
+    """The colours of the phases, and the meaning of the bars."""
     used = kinds(histories)
     swatches = (
         f'<span><i class="{kind}" style="background:{colour}"></i>{kind}</span>' for kind, colour in used.items()

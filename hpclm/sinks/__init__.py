@@ -1,7 +1,7 @@
 """Where a run's metrics go besides its run directory: W&B, MLflow, Trackio, or a user's class (log.sinks).
 
-metrics.jsonl is the queue. For each sink rank 0 starts a process (``worker``) that reads it and records its progress in the run
-directory (``position``). Training never waits for a sink, and a row reaches it once, over all attempts of the run.
+metrics.jsonl is the queue. For each sink rank 0 starts a process (`worker`) that reads it and records its progress in the run
+directory (`position`). Training never waits for a sink, and a row reaches it once, over all attempts of the run.
 """
 
 import sys

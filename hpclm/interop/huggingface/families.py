@@ -78,8 +78,8 @@ def of_config(tree: Json) -> Family:
     """The class described by a config.json; ConfigError if hpclm does not support the network."""
     kind = tree.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        what = unsupported.lacking(tree)
-        why = f": it has {what}, which hpclm lacks" if what else ""
+        lacking = unsupported.lacking(tree)
+        why = f": it has {lacking}, which hpclm lacks" if lacking else ""
         raise ConfigError(f"model_type={kind} is not supported{why}; hpclm reads {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     wrong = family.problems(tree)

@@ -60,7 +60,7 @@ FOUND = {
     ("wandb",): (["sinks"], "pip install 'hpclm[wandb]'"),
     ("检查点",): (["tutorial.zh"], "检查点"),
     ("learning_rate",): ([], "learning_rate is here: optim.lr"),
-    ("status",): (["commands"], "hpclm help status shows the options of this verb."),
+    ("status",): (["commands"], "hpclm help status shows the options of this command."),
     ("momentum",): (
         [],
         "settings (hpclm docs optim.momentum explains it)\n    optim.momentum  Muon's momentum.",

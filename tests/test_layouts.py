@@ -142,4 +142,4 @@ def test_an_engine_of_ones_own_that_declares_nothing_is_not_asked_for_more_than_
     run = config.from_cli(["debug", "engine.name=tests.engine.sharded:Measured", *words], None).for_engine(2)
     with pytest.raises(ConfigError) as refused:
         check_supports(run, Measured)
-    assert words[0] in str(refused.value) and "says what else it supports in `supports`" in str(refused.value)
+    assert words[0] in str(refused.value) and "declares further features in `supports`" in str(refused.value)

@@ -88,7 +88,7 @@ LLAMA = {
 }  # fmt: skip
 THEIRS = {
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 16, "tie_word_embeddings": False, "rope_theta": 5000.0, "attention.head_dim": 8,
+    "max_position_embeddings": 16, "tie_word_embeddings": False, "rope_theta": 5000.0, "head_dim": 8,
 }  # fmt: skip
 
 

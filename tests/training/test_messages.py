@@ -67,7 +67,7 @@ def test_the_way_back_from_a_divergence_is_a_calmer_run_from_what_was_saved(tmp_
 def test_a_run_of_several_processes_says_how_they_share_a_step(tmp_path, caplog):
     words = ["batch={global_size: 32, micro_size: 2}", "budget.steps=10"]
     for launcher, by in (("local", "locally"), ("srun", "by srun")):
-        context = SimpleNamespace(job=OwnJob(), size=4, launcher=launcher, hosts=("a", "b"))
+        context = SimpleNamespace(job=OwnJob(), size=4, world=SimpleNamespace(launcher=launcher), hosts=("a", "b"))
         with caplog.at_level(logging.INFO):
             messages.log_start(run(tmp_path, *words), Plan(4, 32, 2), context, Length(10, 320), 1000)
         assert f"4 processes, launched {by}, on a, b; micro-batches of 2, 4 a step for each" in caplog.messages

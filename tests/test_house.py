@@ -34,7 +34,7 @@ FLOORS = [
     {"training"},
     {"launch"},
     {"trials"},
-    {"api"},
+    {"api", "documentation"},
     {"cli"},
     {"commands"},
     {"__main__", "train", "submit"},

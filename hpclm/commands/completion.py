@@ -3,7 +3,7 @@
 from hpclm import __version__, cli
 from hpclm.base.terminal import say
 from hpclm.completion import PREAMBLES, script
-from hpclm.config.documentation import topics
+from hpclm.documentation.topics import topics
 from hpclm.parser import Parser, completed
 
 

@@ -4,8 +4,8 @@ import argparse
 
 from hpclm.base.errors import ExitCode
 from hpclm.base.terminal import say
-from hpclm.config.documentation import explained, reference
 from hpclm.datasets import command_line
+from hpclm.documentation.topics import explained, reference
 from hpclm.parser import Parser
 
 

@@ -7,7 +7,7 @@ import sys
 from hpclm import cli
 from hpclm.base import terminal
 from hpclm.base.terminal import say
-from hpclm.config.documentation import text_on
+from hpclm.documentation.topics import text_on
 from hpclm.parser import Parser, completed
 
 

@@ -5,10 +5,11 @@ import pytest
 
 from hpclm import cli, config
 from hpclm.base.errors import ConfigError
-from hpclm.config import ModelConfig, RunConfig, compose, documentation
+from hpclm.config import ModelConfig, RunConfig, compose
 from hpclm.config.fields import docs, keys
 from hpclm.config.length import run_length
 from hpclm.config.plan import Length
+from hpclm.documentation import topics
 from tests.forks import hpclm
 from tests.runs import ROOT
 
@@ -386,7 +387,7 @@ def test_a_later_override_wins():
 def test_every_setting_is_explained_and_the_reference_page_is_current():
     assert docs(RunConfig).keys() == set(keys())
     page = (ROOT / "docs/settings.md").read_text()
-    assert page == documentation.reference(), "run: hpclm config --reference > docs/settings.md"
+    assert page == topics.reference(), "run: hpclm config --reference > docs/settings.md"
 
 
 def test_config_prints_settings_that_load_as_the_same_run(tmp_path):

@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 
 from hpclm import cli, config
-from hpclm.config.documentation import explained
+from hpclm.documentation.topics import explained
 from hpclm.sinks import figures
 from hpclm.sinks.feed import Feed
 from hpclm.sinks.names import TrackerNames, is_key, is_path

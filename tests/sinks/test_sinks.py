@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpclm import cli, config
-from hpclm.config.documentation import explained
+from hpclm.documentation.topics import explained
 from hpclm.rundir import events
 from hpclm.sinks import figures
 from hpclm.sinks.feed import Feed, kind

@@ -11,11 +11,12 @@ from typing import Any
 from hpclm.base import files, shipped, terminal
 from hpclm.base.errors import ConfigError
 from hpclm.base.registry import hint
-from hpclm.config import RunConfig, compose, elsewhere, hints, search
+from hpclm.config import RunConfig, compose, elsewhere, hints
 from hpclm.config.fields import as_yaml, keys, kind_text, required, split_key
 from hpclm.config.section import Section, all_fields, all_sections, default_of, dotted
 from hpclm.config.setting import declared
 from hpclm.config.settings import RENAMED
+from hpclm.documentation import search
 
 WIDTH = 100  # columns of an explanation, at most
 SETTINGS = 8  # settings with a word in their names that are shown

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpclm.config import search
+from hpclm.documentation import search
 
 PAGES = {
     "first": "# Saving\n\nA checkpoint is saved.\n\n## How often\n\nEvery checkpoint has its step; a Checkpoint is a folder.\n",

@@ -6,7 +6,8 @@ import pytest
 
 from hpclm import cli, parser
 from hpclm.base import shipped
-from hpclm.config import documentation, fields, search
+from hpclm.config import fields
+from hpclm.documentation import search, topics
 from tests.runs import exit_code
 
 
@@ -26,7 +27,7 @@ def test_every_page_is_listed_and_shown(capsys):
 
 
 def test_a_setting_and_a_section_are_explained_as_in_the_reference(capsys):
-    keys, rows = fields.keys(), documentation.reference().splitlines()
+    keys, rows = fields.keys(), topics.reference().splitlines()
     for key in keys[::20]:
         head, kind, *text = shown(capsys, "docs", key).splitlines()
         default = kind.partition("; default: ")[2]

@@ -1,0 +1,1 @@
+"""The content of hpclm docs: pages, explanations of settings, and a search."""

@@ -165,6 +165,11 @@ def test_keywords_of_settings_take_what_is_meant_and_refuse_the_rest_by_name(arg
     assert accepted(lambda value: hpclm.settings("debug", **{argument: value})) == TAKES[argument]
 
 
+def test_a_setting_that_is_given_twice_is_refused(here):
+    with pytest.raises(ConfigError, match=r"model\.attention\.heads is set twice"):
+        hpclm.settings("small", {"model": {"attention": {"heads": 2}}, "model.attention.heads": 4})
+
+
 def test_the_settings_and_changes_of_a_run_are_names_and_mappings(here):
     assert accepted(hpclm.settings) == {"settings"}
     assert accepted(lambda value: hpclm.settings("debug", value)) == set()

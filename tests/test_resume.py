@@ -155,7 +155,7 @@ def test_data_that_the_checkpoints_refuse_are_refused_before_anything_is_written
         cli.main(["resume", str(run), "--cluster", "local", "data.source=indexed", f"data.prefix={tmp_path}/text"])
         == 64
     )
-    assert "data.source was 'synthetic' and is now None" in capsys.readouterr().err
+    assert "data.source was synthetic and is now null" in capsys.readouterr().err
     assert content(run) == before
 
 

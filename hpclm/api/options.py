@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,7 +101,11 @@ def words(changes: Iterable[Change]) -> list[str]:
             typed.append(UnplacedWord(str.__str__(change)))
         elif isinstance(change, Mapping):
             with readable("a change"):
-                typed += [UnplacedWord(f"{key}={word(key, value)}") for key, value in leaves(change)]
+                given = list(leaves(change))
+                typed += [UnplacedWord(f"{key}={word(key, value)}") for key, value in given]
+                twice = {key for key, count in Counter(key for key, _ in given).items() if count > 1}
+                if twice:
+                    raise ConfigError([f"{key} is set twice; leave one out" for key in sorted(twice)])
         else:
             raise ConfigError(
                 f'a change must be a mapping such as {{"optim.lr": 1e-3}}, or "optim.lr=1e-3", not {type(change).__name__}'

@@ -6,6 +6,7 @@ from typing import Any
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
+from hpclm.config.checks import typed
 from hpclm.config.experts import COEFFICIENTS
 from hpclm.config.optimizers import row
 from hpclm.config.section import leaves
@@ -71,7 +72,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     return [
         *(
-            f"{key} was {before.get(key)!r} and is now {after.get(key)!r}{WHY.get(key, '')}"
+            f"{key} was {typed(before.get(key))} and is now {typed(after.get(key))}{WHY.get(key, '')}"
             for key in changed
             if key != "data.datasets"
         ),

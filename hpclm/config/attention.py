@@ -31,8 +31,8 @@ class AttentionConfig(Section, key="model.attention"):
     window: int | None = setting(
         None, "Tokens that a window layer attends to, itself included.", at_least=1, unit="tokens"
     )
-    qkv_bias: bool | None = setting(None, "Biases of queries, keys and values; null: same as bias.")
-    out_bias: bool | None = setting(None, "Bias of attention's output; null: same as bias.")
+    qkv_bias: bool | None = setting(None, "Biases of queries, keys and values; null: as model.bias.")
+    out_bias: bool | None = setting(None, "Bias of attention's output; null: as model.bias.")
     qk_norm: bool = setting(False, "Normalise queries and keys.")
     qk_norm_span: Literal["head", "projection"] = setting(
         "head", "Normalise each head (Qwen 3), or all heads together (OLMo 2)."

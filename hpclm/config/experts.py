@@ -36,7 +36,7 @@ class ExpertsConfig(Section, key="model.experts"):
         at_most=MAX_EXPERTS,
     )
     per_token: int = setting(2, "Experts that compute each token (top-k).", at_least=1, only_with=EXPERTS)
-    ffn: int | None = setting(None, "Inner size of an expert; null: same as ffn.", at_least=1, only_with=EXPERTS)
+    ffn: int | None = setting(None, "Inner size of an expert; null: as model.ffn.", at_least=1, only_with=EXPERTS)
     shared_ffn: int = setting(
         0,
         "Total inner size of the shared experts, which compute every token; 0: no shared experts.",

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -73,6 +74,11 @@ def _of_key(name: str) -> str:
     return " or ".join(settings).replace(f"={elsewhere.MISSING}", "") if all(settings) else ""
 
 
+def _one_setting(name: str) -> str:
+    """As _of_key, but empty if another project's name becomes several settings."""
+    return _of_key(name) if all(len(answer.settings) == 1 for answer in elsewhere.answers(name)) else ""
+
+
 def _option_of_job(key: str) -> str:
     """The advice for job.NAME if NAME is an option of sbatch; else empty."""
     section, _, name = key.partition(".")
@@ -92,13 +98,20 @@ def nearest(key: str, keys: Sequence[str]) -> str:
     inside = {setting.partition(".")[2]: setting for setting in below}
     if slip := get_close_matches(".".join(parts[1:]), [*inside], n=1, cutoff=SLIP):
         return inside[slip[0]]
+    section = ".".join(parts[:-1])
+    here = {setting.rpartition(".")[2]: setting for setting in keys if setting.rpartition(".")[0] == section}
+    longer = [setting for name, setting in here.items() if f"_{parts[-1]}_" in f"_{name}_"]
+    if longer:  # model.experts.z_loss: model.experts.router_z_loss, not optim.z_loss
+        return min(longer, key=len)
+    if here and "." in section:
+        return ""
     for start in range(len(parts)):  # with and without its sections: fp16.enabled is not our checkpoint.enabled
         name = "_".join(parts[start:])
-        if meant := _of_key(name) or _setting_named(name, parts, keys):
+        if meant := _one_setting(name) or _setting_named(name, parts, keys):
             return meant
     known = {name for setting in keys for name in _names(setting)} | {*elsewhere.names()}
     near = get_close_matches(parts[-1], sorted(known), n=1, cutoff=NEAR)
-    return (_of_key(near[0]) or _setting_named(near[0], parts, keys)) if near else ""
+    return (_one_setting(near[0]) or _setting_named(near[0], parts, keys)) if near else ""
 
 
 def _names(setting: str) -> list[str]:
@@ -133,6 +146,8 @@ def mistakes(stray: Sequence[str], typed: Sequence[str]) -> list[str]:
         elif UNIT.fullmatch(word) and re.search(r"(^|=)\d+$", before):
             option = f"{typed[index - 2]} " if before.isdigit() and index > 1 else ""
             problems.append(f"write {option}{before}{word[0].upper()}, in one word")
+        elif word in stray and is_dataclass(type_of(word)):
+            problems.append(f"{word} is a section; set its fields, such as {word}.{fields(type_of(word))[0].name}=…")
         elif word in stray and type_of(word) is not None and not after.startswith("="):
             problems.append(f"{word} has no value: {word}=…")
     return problems

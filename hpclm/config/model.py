@@ -49,7 +49,7 @@ class ModelConfig(Section, key="model"):
         "swiglu_clamped is gpt-oss's.",
     )
     bias: bool = setting(True, "Biases of linear layers and LayerNorm.")
-    mlp_bias: bool | None = setting(None, "Biases of the MLP; null: same as bias.")
+    mlp_bias: bool | None = setting(None, "Biases of the MLP; null: as model.bias.")
     tied: bool = setting(True, "Tie output projection and token embedding.")
     embed_norm: bool = setting(False, "Norm after the embedding (BLOOM).")
     embed_scale: bool = setting(False, "Multiply token embeddings by sqrt(hidden) (fairseq).")
@@ -131,8 +131,12 @@ class ModelConfig(Section, key="model"):
             "model.rope.base and the other settings of rotary positions have no effect: no layer of {model.attention.pattern} has positions",
         ),
         Rule(
+            lambda model: model.experts.count and "dense" in model.experts.pattern and not model.dense_layers,
+            "{model.experts.pattern}: with {model.layers} no layer is of kind dense",
+        ),
+        Rule(
             lambda model: not model.bias and model.norm == "rmsnorm" and model.sets_all_biases,
-            "model.bias=false has no effect: attention.qkv_bias, attention.out_bias and mlp_bias are set, and rmsnorm has none",
+            "model.bias=false has no effect: model.attention.qkv_bias, model.attention.out_bias and model.mlp_bias are set, and rmsnorm has none",
         ),
     )
 

@@ -17,8 +17,11 @@ from hpclm.config.supports import SUPPORTS
 
 GUARD_STEPS = 64
 """Steps before optim.guard judges."""
-TRAINING = ("optim", "scaler", "batch", "budget", "seed")
-"""Settings that have no effect without a further step; those of evaluations, logs and checkpoints may have one."""
+TRAINING = (
+    *("optim.", "scaler.", "batch.", "budget.", "seed"),
+    *("model.dropout", "model.attention.dropout", "model.experts.balance_", "model.experts.router_z_loss"),
+)
+"""Beginnings of settings without effect if no step follows; those of evaluations, logs and checkpoints may have one."""
 
 
 class Facts:
@@ -142,7 +145,7 @@ def check_finished(run: RunConfig, step: int, end: int | None) -> None:
         before = of_run(Path(run.out), ())
     except ConfigError:  # without a valid config.yaml, nothing can be compared
         return
-    changes = {key: now for key, (now, _) in run.diff(before).items() if key.split(".")[0] in TRAINING}
+    changes = {key: now for key, (now, _) in run.diff(before).items() if key.startswith(TRAINING)}
     changes.pop("batch.micro_size", None)  # chosen anew on other GPUs
     if step == end:  # another budget of the same length
         changes = {key: now for key, now in changes.items() if not key.startswith("budget.")}

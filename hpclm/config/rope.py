@@ -45,7 +45,7 @@ class RopeConfig(Section, key="model.rope"):
     )
     window_scaled: bool = setting(
         True,
-        "Apply rope_scaling to window layers too.",
+        "Scale window layers too.",
         only_with="model.attention.window",
         warn_without="model.rope.scaling",
     )

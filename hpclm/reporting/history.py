@@ -91,7 +91,7 @@ class History:
     memory: float = 0.0
     """Peak memory of rank 0, in bytes; 0 if unknown."""
     tasks: tuple[Row, ...] = ()
-    """Scores at tasks (evaluate.tasks)."""
+    """Scores at tasks, by hpclm evaluate."""
     experts: ExpertHistory | None = field(default=None, compare=False)
     """The load of its experts; None without experts."""
     state: str = ""

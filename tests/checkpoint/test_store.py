@@ -151,7 +151,7 @@ def test_another_runs_checkpoints_are_refused_and_every_difference_named(tmp_pat
     other = CheckpointStore(tmp_path / "c", Retention(), {"model": {"layers": 4}, "seed": 1, "data": {"split": "1"}})
     with pytest.raises(ConfigError) as caught:
         other.resume(State(), "auto")
-    assert caught.value.problems[1:] == ["data.split was None and is now '1'", "model.layers was 2 and is now 4"]
+    assert caught.value.problems[1:] == ["data.split was null and is now 1", "model.layers was 2 and is now 4"]
     check_fingerprint(tmp_path, FINGERPRINT, json.loads(json.dumps(FINGERPRINT)))
 
 

@@ -76,6 +76,9 @@ def test_nothing_is_suggested_for_a_dissimilar_name():
         "job.ntasks_per_node": ": processes are job.nodes x job.gpus (--nodes, --gpus)",
         "job.zzz": ". Options of sbatch are job.options.NAME. See hpclm config --reference for all settings.",
         "model.expert": ". Did you mean 'model.experts'?",  # not parallel.expert
+        "model.experts.z_loss": ". Did you mean 'model.experts.router_z_loss'?",  # not optim.z_loss
+        "model.attn.dropout": ". Did you mean 'model.attention.dropout'?",
+        "model.rope.type": ". See hpclm config --reference for all settings.",
     }.items(),
 )
 def test_an_option_of_sbatch_is_answered_with_where_it_stands(key, end):

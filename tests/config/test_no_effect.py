@@ -22,6 +22,7 @@ def run(*words):
             "is at step 10 and its budget ends at step 10, so optim.lr=0.01 would have no effect",
         ),
         (["optim.lr=0.01", "seed=5"], 10, 10, "so seed=5, optim.lr=0.01 would have no effect"),
+        (["model.attention.dropout=0.3"], 10, 10, "so model.attention.dropout=0.3 would have no effect"),
         (["optim.lr=0.01"], 9, 10, None),
         (["optim.lr=0.01"], 10, None, None),
         (["batch.micro_size=4"], 10, 10, None),

@@ -166,7 +166,7 @@ def test_keywords_of_settings_take_what_is_meant_and_refuse_the_rest_by_name(arg
 
 
 def test_a_setting_that_is_given_twice_is_refused(here):
-    with pytest.raises(ConfigError, match=r"model\.attention\.heads is set twice"):
+    with pytest.raises(hpclm.ConfigError, match=r"model\.attention\.heads is set twice"):
         hpclm.settings("small", {"model": {"attention": {"heads": 2}}, "model.attention.heads": 4})
 
 

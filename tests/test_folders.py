@@ -59,7 +59,7 @@ def test_a_temporary_folder_of_ones_own_is_shared_unless_somebody_else_could_cha
     assert folders.own_temporary("y").is_dir()
     mine.chmod(0o777)
     with pytest.raises(
-        ConfigError, match=r"others could replace it there \(mode 0777\); set TMPDIR to a folder of your own"
+        ConfigError, match=r"others could replace it there \(mode 0777\); set TMPDIR to your own folder"
     ):
         folders.own_temporary("x")
 

@@ -110,7 +110,7 @@ def test_a_folder_that_another_user_has_made_beforehand_is_not_used(made, tempor
 def test_code_is_not_compiled_in_a_folder_whose_files_others_can_replace(temporary):
     temporary.chmod(0o777)
     with pytest.raises(
-        ConfigError, match=r"others could replace it there \(mode 0777\); set TMPDIR to a folder of your own"
+        ConfigError, match=r"others could replace it there \(mode 0777\); set TMPDIR to your own folder"
     ):
         compiled_in()
     assert not list(temporary.iterdir())

@@ -199,7 +199,7 @@ def test_a_run_keeps_how_it_divides_its_data_and_every_verb_follows(make, tiny, 
     )
     out, text = tmp_path / "run", lambda: (tmp_path / "run/config.yaml").read_text()
     assert cli.main(["train", *words, "model.context=64", "stop_at=4"]) == 0  # a document has less than a sample
-    assert "  split_by: tokens\n" in text() and "divides inside documents" in capsys.readouterr().err
+    assert "  split_by: tokens\n" in text() and "splits inside documents" in capsys.readouterr().err
     measured = evaluation.on_part(out, [], "valid", None)
     assert measured["samples"] == 1 == evaluation.on_part(out, ["data.split_by=tokens"], "valid", None)["samples"]
     assert cli.main(["train", *words, "model.context=64", "stop_at=5", "data.split_by=documents"]) == 64

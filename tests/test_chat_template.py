@@ -16,11 +16,11 @@ from hpclm.data import chat_record
 from hpclm.data.chat_record import ChatRecord
 from hpclm.data.corpus import corpus
 from hpclm.data.indexed import IndexedDataset, sidecar
-from hpclm.datasets import run_text
-from hpclm.datasets.tokenizers.huggingface import TokenizerJson
+from hpclm.preprocess import run_text
+from hpclm.preprocess.tokenizers.huggingface import TokenizerJson
 from hpclm.training import tuning
-from tests.datasets.chats import MARKED, PLAIN, said, tokenizer
 from tests.forks import hpclm
+from tests.preprocess.chats import MARKED, PLAIN, said, tokenizer
 
 transformers = pytest.importorskip("transformers")
 QUESTION = said("what is this?")[:1]

@@ -19,10 +19,10 @@ from hpclm.base import shipped
 from hpclm.commands import submit
 from hpclm.config.fields import keys
 from hpclm.config.settings import is_override
-from hpclm.datasets import command_line
 from hpclm.launch import arguments
 from hpclm.node import failures
 from hpclm.parser import Parser
+from hpclm.preprocess import command_line
 from tests.events import began
 from tests.runs import ROOT
 

@@ -16,7 +16,7 @@ import pytest
 from hpclm.commands import submit
 from hpclm.launch import arguments
 from tests import twins
-from tests.datasets.chats import PLAIN, said, tokenizer
+from tests.preprocess.chats import PLAIN, said, tokenizer
 from tests.runs import ROOT
 from tests.test_documentation import PAGES, commands
 
@@ -34,7 +34,7 @@ ELSEWHERE = {
     r"hpclm demo": "minutes: test_demo.py",
     r"wandb|hpclm sync|--tasks": "needs a service or data from elsewhere: sinks/, inference/",
     r"/data/megatron|runs/mine/config.yaml": "needs a checkpoint of Megatron: interop/",
-    r"saved/wiki": "needs a dataset that Hugging Face's datasets saved: datasets/test_tables.py",
+    r"saved/wiki": "needs a dataset that Hugging Face's datasets saved: preprocess/test_tables.py",
 }
 """What is not run here, and why, with the tests that do."""
 

@@ -10,8 +10,8 @@ import pytest
 from hpclm import cli
 from hpclm.base import extras
 from hpclm.base.errors import ConfigError
-from hpclm.datasets import build, inputs
-from hpclm.datasets.encode import Job
+from hpclm.preprocess import build, inputs
+from hpclm.preprocess.encode import Job
 from tests.runs import ROOT
 from tests.test_house import NAMES, imported
 

@@ -10,8 +10,8 @@ import torch
 from hpclm.config import DataConfig
 from hpclm.data.corpus import corpus
 from hpclm.data.indexed import IndexedDataset
-from tests.datasets.chats import PLAIN, said, tokenizer
 from tests.forks import Ranks, hpclm
+from tests.preprocess.chats import PLAIN, said, tokenizer
 from tests.runs import losses
 
 transformers = pytest.importorskip("transformers")

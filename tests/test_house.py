@@ -28,7 +28,7 @@ FLOORS = [
     {"planning", "reporting"},
     {"checkpoint"},
     {"diagnostics"},
-    {"datasets"},
+    {"preprocess"},
     {"inference"},
     {"interop"},
     {"training"},
@@ -50,11 +50,11 @@ DOORS = {
     "psutil": "node/",
     "submitit": "launch/schedulers/slurm_script.py",
     "apex": "node/apex.py",
-    "gigatoken": "datasets/tokenizers/gigatokens.py",
-    "sentencepiece": "datasets/tokenizers/sentencepieces.py",
-    "tokenizers": "datasets/tokenizers/huggingface.py",
+    "gigatoken": "preprocess/tokenizers/gigatokens.py",
+    "sentencepiece": "preprocess/tokenizers/sentencepieces.py",
+    "tokenizers": "preprocess/tokenizers/huggingface.py",
     "gguf": "interop/gguf/file.py",
-    "pyarrow": "datasets/tables.py",
+    "pyarrow": "preprocess/tables.py",
     "omegaconf": "config/merge.py",
     "tensorboard": "training/tensorboard.py",
     "bokeh": "reporting/plots.py",
@@ -129,7 +129,7 @@ CORE = {"config", "parallel", "model", "optim", "data", "engine", "checkpoint", 
 
 
 CORE = {"config", "parallel", "model", "optim", "data", "engine", "checkpoint", "diagnostics", "training"}
-LEAVES = {"planning", "interop", "inference", "datasets", "launch", "trials", "reporting", "commands", "api"}
+LEAVES = {"planning", "interop", "inference", "preprocess", "launch", "trials", "reporting", "commands", "api"}
 
 
 def test_the_core_imports_no_leaf():
@@ -220,7 +220,7 @@ OF_THE_KERNEL = (
         "distributed/peers.py",
     ),
     "distributed/stragglers.py",
-    "datasets/tokenizers/gigatokens.py",
+    "preprocess/tokenizers/gigatokens.py",
 )
 FOLDERS_AND_NULL = {"node/failures.py": 3, "checkpoint/format.py": 1}
 """How often a file opens a folder, /dev/null, or a file that must not be there yet."""
@@ -264,8 +264,8 @@ BELOW_TRAINING = [room for room, floor in FLOOR.items() if FLOOR["config"] < flo
 OF_WHOLE_RUNS = {
     "planning/": "forecasts a run, and tries others that differ in any section",
     "data/split_by.py": "decides by a run's data, context, evaluations and folder how its data are divided",
-    "datasets/command_line.py": "composes a run, and makes the dataset that its data= names",
-    "datasets/text_dataset.py": "makes a dataset beside a run, which keeps what it has begun with",
+    "preprocess/command_line.py": "composes a run, and makes the dataset that its data= names",
+    "preprocess/text_dataset.py": "makes a dataset beside a run, which keeps what it has begun with",
     "diagnostics/self_check.py": "makes a miniature of a run, from its model, engine, data, saving and cluster",
     "interop/run.py": "reads a run's config.yaml, and writes that of an imported one",
     "inference/run_settings.py": "makes the settings of one process from those of a run",

@@ -7,8 +7,8 @@ import pytest
 
 from hpclm import cli
 from hpclm.data.tokenizers import build
-from hpclm.datasets.writer import Writer
 from hpclm.inference import run_settings
+from hpclm.preprocess.writer import Writer
 
 OWN = """
 from hpclm.config.supports import Supports

@@ -9,7 +9,7 @@ import pytest
 from hpclm import cli
 from hpclm.config import from_cli
 from hpclm.data.tokenizers import build
-from hpclm.datasets.writer import Writer
+from hpclm.preprocess.writer import Writer
 from hpclm.rundir import runs
 from hpclm.rundir.control_files import ControlFiles
 from hpclm.rundir.state import state_of

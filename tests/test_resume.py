@@ -14,9 +14,9 @@ from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.config import dump, from_cli
 from hpclm.config.compose import dumped
 from hpclm.data import sources
-from hpclm.datasets.writer import Writer
 from hpclm.distributed.context import single
 from hpclm.launch import resume
+from hpclm.preprocess.writer import Writer
 from hpclm.rundir import config_history, runs
 from hpclm.training import loop, records
 from hpclm.training.start import RunStart

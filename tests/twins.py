@@ -13,7 +13,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
 from hpclm.config.checks import value_at
 from hpclm.data.tokenizers import build
-from hpclm.datasets.writer import Writer
+from hpclm.preprocess.writer import Writer
 
 STEPS = 3
 BATCH = 64  # samples

@@ -234,7 +234,7 @@ def reading(folder: Path, rounds: int, tokens: int) -> Figures:
 
     from hpclm.config import DataConfig
     from hpclm.data.corpus import corpus
-    from hpclm.datasets.writer import Writer
+    from hpclm.preprocess.writer import Writer
 
     draw = np.random.default_rng(1)
     prefixes = [folder / "one", *(folder / f"part{i}" for i in range(100))]

@@ -257,7 +257,7 @@ def dataset(folder: Path) -> list[str]:
     """A dataset of 600,000 documents and 59 MB, whose index is cached, and its tokenizer, as settings."""
     import numpy as np
 
-    from hpclm.datasets.writer import Writer
+    from hpclm.preprocess.writer import Writer
 
     draw = np.random.default_rng(1)
     (folder / "dict.txt").write_text("".join(f"word{number} 1\n" for number in range(996)))

@@ -36,7 +36,7 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
 
     ``tokenizer``: see ``text_dataset.named_dataset``. ConfigError for data that cannot be read.
     """
-    from hpclm.datasets import text_dataset
+    from hpclm.preprocess import text_dataset
 
     tokenizer = None if tokenizer is None else os.fspath(tokenizer)
     if not isinstance(data, (str, os.PathLike)):
@@ -52,7 +52,7 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
 
 def refuse_second(data: Data, changes: Sequence[str]) -> None:
     """ConfigError if one of ``changes``, as words, says which data is read, as ``data`` does."""
-    from hpclm.datasets import text_dataset
+    from hpclm.preprocess import text_dataset
 
     name = os.fspath(data) if isinstance(data, (str, os.PathLike)) else "…"
     text_dataset.refuse_second_data(name, compose.named([*changes]))
@@ -64,7 +64,7 @@ def _of_rows(data: TextDataset, tokenizer: str | None, run: RunConfig) -> list[s
             "data= takes the prefix of a dataset, a text file or a datasets.Dataset, which has from_pandas and from_list, "
             f"not {type(data).__name__}"
         )
-    from hpclm.datasets import text_dataset
+    from hpclm.preprocess import text_dataset
 
     with folders.temporary_folder() as folder:
         path = folder / "rows.jsonl"

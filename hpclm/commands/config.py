@@ -4,9 +4,9 @@ import argparse
 
 from hpclm.base.errors import ExitCode
 from hpclm.base.terminal import say
-from hpclm.datasets import command_line
 from hpclm.documentation.topics import explained, reference
 from hpclm.parser import Parser
+from hpclm.preprocess import command_line
 
 
 def main(

@@ -37,7 +37,7 @@ def inspect(
     if histogram and histogram.suffix not in (".svg", ".png"):
         raise UsageError(f"--histogram {histogram} must end in .svg or .png")
     from hpclm.data.indexed import IndexedDataset
-    from hpclm.datasets import inspect, verify
+    from hpclm.preprocess import inspect, verify
 
     contents = inspect.report(IndexedDataset(verify.prefix(prefix)), documents, tokenizer, tokenizer_files)
     if histogram:
@@ -48,7 +48,7 @@ def inspect(
 def verify(prefix: list[str], vocab_size: int | None) -> None:
     """Verify datasets."""
     from hpclm.data.indexed import IndexedDataset
-    from hpclm.datasets.verify import described, verify
+    from hpclm.preprocess.verify import described, verify
 
     def verified(name: str) -> str:
         dataset = IndexedDataset(name)
@@ -60,7 +60,7 @@ def verify(prefix: list[str], vocab_size: int | None) -> None:
 def hash(prefix: list[str], overwrite: bool) -> None:
     """Record the content hashes of datasets."""
     from hpclm.data.indexed import IndexedDataset
-    from hpclm.datasets.verify import add_hashes
+    from hpclm.preprocess.verify import add_hashes
 
     def add(name: str) -> str:
         content, added = add_hashes(IndexedDataset(name), overwrite)
@@ -80,8 +80,8 @@ def merge(
     no_note: bool = False,
 ) -> None:
     """Concatenate datasets, or write one in another layout or type."""
-    from hpclm.datasets.merge import merge
-    from hpclm.datasets.verify import prefixes
+    from hpclm.preprocess.merge import merge
+    from hpclm.preprocess.verify import prefixes
 
     out = out.removesuffix(".bin").removesuffix(".idx")
     merged = merge(out, prefixes(prefix), layout, dtype, not no_note, overwrite)
@@ -91,7 +91,7 @@ def merge(
 
 def _for_each(names: Sequence[str], act: Callable[[str], str]) -> None:
     """Print what ``act`` returns for each dataset; problems of all of them are raised at the end."""
-    from hpclm.datasets.verify import prefixes
+    from hpclm.preprocess.verify import prefixes
 
     problems = []
     for name in prefixes(names):

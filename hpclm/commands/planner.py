@@ -8,10 +8,10 @@ from typing import Any
 from hpclm.base.errors import ConfigError, ExitCode
 from hpclm.base.terminal import say
 from hpclm.config.settings import is_override
-from hpclm.datasets import command_line
 from hpclm.node.gpus import KINDS
 from hpclm.parser import Parser, exit_codes, number, setting
 from hpclm.planning import forecast, suggest, tables
+from hpclm.preprocess import command_line
 
 CODES = {ExitCode.FAILED: "no layout fits", ExitCode.INVALID: "wrong settings"}
 EPILOG = f"kinds of GPUs: {', '.join(KINDS)}\n{exit_codes(CODES)}"

@@ -9,13 +9,13 @@ from hpclm.base import log, paths
 from hpclm.base.errors import UsageError
 from hpclm.base.terminal import say
 from hpclm.config.data import TOKENIZERS
-from hpclm.datasets import next_command, parts
-from hpclm.datasets.encode import tokenizer_of
-from hpclm.datasets.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
-from hpclm.datasets.options import Options, Request, share_of, with_tokenizer_of
-from hpclm.datasets.options import request as build_request
 from hpclm.node import interruption
 from hpclm.parser import Parser, whole
+from hpclm.preprocess import next_command, parts
+from hpclm.preprocess.encode import tokenizer_of
+from hpclm.preprocess.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
+from hpclm.preprocess.options import Options, Request, share_of, with_tokenizer_of
+from hpclm.preprocess.options import request as build_request
 
 # Megatron's --tokenizer-type: our kind, and the options that name its files
 MEGATRON_TYPES = {

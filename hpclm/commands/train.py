@@ -5,10 +5,10 @@ import sys
 
 from hpclm.base.errors import ConfigError, UsageError
 from hpclm.config.compose import named
-from hpclm.datasets import command_line
 from hpclm.launch import process
 from hpclm.node import processes
 from hpclm.parser import DATA, EPILOG, Parser
+from hpclm.preprocess import command_line
 
 HONOURED = ("job.notify", "job.warn_seconds")
 """Settings of the section job that a training process follows; all others are for what starts it."""

@@ -4,10 +4,10 @@ from typing import Any
 
 from hpclm.base import log, paths
 from hpclm.base.terminal import say
-from hpclm.datasets.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
-from hpclm.datasets.tokenizers.sentencepieces import SENTENCES
-from hpclm.datasets.train_tokenizer import TokenizerRequest, train
 from hpclm.parser import Parser, whole
+from hpclm.preprocess.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
+from hpclm.preprocess.tokenizers.sentencepieces import SENTENCES
+from hpclm.preprocess.train_tokenizer import TokenizerRequest, train
 
 
 def main(**options: Any) -> int:

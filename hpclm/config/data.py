@@ -18,14 +18,14 @@ UNSPLIT = "data.train: data.split divides the others"
 NO_LINES = "not data.break_mode"
 UNPACKED = "data.order!=packed: it pads samples and masks the loss between documents"
 TOKENIZERS = {
-    "bytes": "hpclm.datasets.tokenizers.plain:Bytes",
-    "fairseq": "hpclm.datasets.tokenizers.fairseq:Fairseq",
-    "gpt2": "hpclm.datasets.tokenizers.huggingface:GPT2",
-    "json": "hpclm.datasets.tokenizers.huggingface:TokenizerJson",
-    "sentencepiece": "hpclm.datasets.tokenizers.sentencepieces:SentencePiece",
-    "whitespace": "hpclm.datasets.tokenizers.plain:Whitespace",
-    "wordpiece": "hpclm.datasets.tokenizers.huggingface:WordPiece",
-    "wordpiece_lower": "hpclm.datasets.tokenizers.huggingface:WordPieceLower",
+    "bytes": "hpclm.preprocess.tokenizers.plain:Bytes",
+    "fairseq": "hpclm.preprocess.tokenizers.fairseq:Fairseq",
+    "gpt2": "hpclm.preprocess.tokenizers.huggingface:GPT2",
+    "json": "hpclm.preprocess.tokenizers.huggingface:TokenizerJson",
+    "sentencepiece": "hpclm.preprocess.tokenizers.sentencepieces:SentencePiece",
+    "whitespace": "hpclm.preprocess.tokenizers.plain:Whitespace",
+    "wordpiece": "hpclm.preprocess.tokenizers.huggingface:WordPiece",
+    "wordpiece_lower": "hpclm.preprocess.tokenizers.huggingface:WordPieceLower",
 }
 
 

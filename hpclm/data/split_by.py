@@ -1,41 +1,27 @@
 """Decides when a run begins whether datasets are divided between documents or inside them (data.split_by)."""
 
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
-from hpclm.base.errors import ConfigError
-from hpclm.config import RunConfig, compose, run_file
+from hpclm.config import RunConfig
 from hpclm.config.data import Mixture, mixture
 from hpclm.data import loss_mask
 from hpclm.data.corpus import SPLITS, open_dataset
 from hpclm.data.order import samples_in, split_bounds, split_parts
 from hpclm.data.scan import SharedFacts
-from hpclm.rundir import events
 
 SplitBy = Literal["documents", "tokens"]
 
 
-def resolved(run: RunConfig) -> RunConfig:
-    """``run`` with data.split_by, if data.split divides its data; a run that has begun keeps its value.
+def resolved(run: RunConfig, begun: SplitBy | None = None) -> RunConfig:
+    """``run`` with data.split_by, if data.split divides its data.
 
-    ConfigError if the data cannot be opened.
+    ``begun``: the value that the run has begun with, which it keeps; None for a new run. ConfigError if the data cannot be opened.
     """
     data = run.data
     if data.split_by or data.source != "indexed" or data.train or not (data.prefix or data.blend):
         return run
-    return replace(run, data=replace(data, split_by=_begun(Path(run.out)) or _chosen(run)))
-
-
-def _begun(out: Path) -> SplitBy | None:
-    """The division of the data in the last attempt of the run in ``out``; None without one, or if its settings cannot be read."""
-    attempts = events.attempts(events.read_or_refuse(out))
-    used = str(attempts[-1].began.get("config") or run_file.NAME) if attempts else ""
-    with suppress(ConfigError):
-        by: SplitBy | None = compose.flat_of_run(out, used).get("data.split_by") if used else None
-        return by
-    return None
+    return replace(run, data=replace(data, split_by=begun or _chosen(run)))
 
 
 def _chosen(run: RunConfig) -> SplitBy:

@@ -1,6 +1,6 @@
 """Tokenizers: their interface, options and fingerprints, and building the one that a run or a dataset names.
 
-The kinds are in ``hpclm.datasets.tokenizers``. Nothing is downloaded, no code is loaded with a vocabulary, and libraries are imported
+The kinds are in ``hpclm.preprocess.tokenizers``. Nothing is downloaded, no code is loaded with a vocabulary, and libraries are imported
 only when they are used.
 """
 

@@ -8,10 +8,10 @@ from typing import Literal
 
 from hpclm.checkpoint import directory
 from hpclm.data import tokenizers
-from hpclm.datasets import run_text, special_tokens
 from hpclm.inference import run_model, run_settings
 from hpclm.inference.generation import continue_all
 from hpclm.inference.generation_settings import Limits, Sampling
+from hpclm.preprocess import run_text, special_tokens
 
 log = logging.getLogger(__name__)
 SPARE = 8  # tokens beyond the longest stop string that are decoded to look for it

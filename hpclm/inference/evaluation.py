@@ -14,7 +14,7 @@ from hpclm.base import extras, log
 from hpclm.inference import texts
 from hpclm.node import secrets
 from hpclm.node.job import OwnJob
-from hpclm.rundir import metrics_file, runs
+from hpclm.rundir import config_history, metrics_file, runs
 from hpclm.rundir.rows import finite
 from hpclm.rundir.state import StateOf
 
@@ -69,8 +69,8 @@ def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores
     config = run_settings.check(run, overrides, reads_text=True)
     task_names.check(list(wanted.names), wanted.path)
 
-    from hpclm.datasets import run_text
     from hpclm.inference import run_model
+    from hpclm.preprocess import run_text
 
     with extras.needed_for("evaluation on tasks"):
         from hpclm.inference.harness import Tasks, naming_tasks
@@ -115,7 +115,8 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
     from hpclm.data import sources, split_by
     from hpclm.inference import run_settings
 
-    config = split_by.resolved(run_settings.check(run, overrides, reads_text=False))
+    config = run_settings.check(run, overrides, reads_text=False)
+    config = split_by.resolved(config, config_history.split_by(Path(config.out)))
     source = sources.build(config.data, config.model, config.seed)
 
     from hpclm.base.progress import Bar
@@ -178,8 +179,8 @@ def on_documents(
         mask = loss_mask.opened(dataset, replace(data, order="packed"))  # as a training run would read it
 
     from hpclm.base.progress import Bar
-    from hpclm.datasets import run_text
     from hpclm.inference import run_model, scoring
+    from hpclm.preprocess import run_text
 
     of_run = run_text.of_run(run, data, config.model.vocab_size, tokenizer) if tokenizer else None
     if text is not None and of_run is not None:

@@ -12,11 +12,11 @@ from hpclm.base.errors import ExitCode, HpclmError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.manifest import BadCheckpoint
 from hpclm.data import chat_record
-from hpclm.datasets import run_text
 from hpclm.inference import run_model
 from hpclm.inference.harness import Tasks
 from hpclm.node.job import OwnJob
 from hpclm.node.preemption import WARNINGS, Preemption
+from hpclm.preprocess import run_text
 from hpclm.rundir import metrics_file
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.state import StateOf

@@ -23,12 +23,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from hpclm.base import folders
 from hpclm.base.errors import ConfigError, HpclmError
-from hpclm.datasets.run_text import RunText
 from hpclm.inference import task_names
 from hpclm.inference.generation import continue_all
 from hpclm.inference.generation_settings import Sampling
 from hpclm.inference.scoring import by_rotation
 from hpclm.model.stack import Stack
+from hpclm.preprocess.run_text import RunText
 
 NEW = 256  # default number of tokens to generate
 SHOWN = 60  # characters of a text in a message

@@ -17,13 +17,13 @@ from hpclm.checkpoint import Progress
 from hpclm.config import ModelConfig
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.tokenizers import Tokenizer
-from hpclm.datasets.run_text import RunText
 from hpclm.engine.step import mean_loss
 from hpclm.inference.texts import json_texts
 from hpclm.model.position import scaling_length
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import SINGLE
 from hpclm.parallel.micro_batch import MicroBatch
+from hpclm.preprocess.run_text import RunText
 
 Item = TypeVar("Item")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from hpclm.base import files
 from hpclm.base.errors import ConfigError, unread
 from hpclm.config.checks import is_utf8
-from hpclm.datasets import kinds
-from hpclm.datasets.lines import without_end
+from hpclm.preprocess import kinds
+from hpclm.preprocess.lines import without_end
 
 MAX_TEXT_BYTES = 1 << 32  # bytes of a text
 BOM = "\ufeff"  # byte order mark

@@ -11,12 +11,12 @@ from hpclm.base import paths, shipped
 from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
 from hpclm.config.settings import is_override
-from hpclm.datasets import command_line
 from hpclm.diagnostics import report
+from hpclm.preprocess import command_line
 from hpclm.training import records
 
 if TYPE_CHECKING:
-    from hpclm.datasets.text_dataset import NamedDataset
+    from hpclm.preprocess.text_dataset import NamedDataset
 
 DEFAULT = shipped.folder("configs") / "debug.yaml"
 

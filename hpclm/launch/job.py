@@ -21,7 +21,6 @@ from hpclm.base import folders
 from hpclm.base.errors import ConfigError, DivergedError, ExitCode
 from hpclm.base.terminal import say
 from hpclm.config import RunConfig
-from hpclm.datasets import command_line
 from hpclm.distributed import network
 from hpclm.launch import child, container, mpi, srun
 from hpclm.launch.outcome import Outcome, by_signal
@@ -30,6 +29,7 @@ from hpclm.node import ends, environment, failures, import_errors, parent, preem
 from hpclm.node.job import OwnJob
 from hpclm.node.processes import MissingProgramError, NoAnswerError
 from hpclm.parser import EPILOG, Parser
+from hpclm.preprocess import command_line
 from hpclm.rundir import events
 
 MAX_STARTS = 3  # starts in a row that may end before training begins

@@ -21,7 +21,7 @@ from hpclm.node.job import OwnJob
 from hpclm.rundir import code, folder
 
 if TYPE_CHECKING:
-    from hpclm.datasets.text_dataset import NamedDataset
+    from hpclm.preprocess.text_dataset import NamedDataset
     from hpclm.training.start import RunStart
 
 AGAIN = "run the same call again to continue"

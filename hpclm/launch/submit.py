@@ -30,7 +30,7 @@ from hpclm.rundir import runs as folders
 from hpclm.rundir.state import span
 
 if TYPE_CHECKING:
-    from hpclm.datasets.text_dataset import NamedDataset
+    from hpclm.preprocess.text_dataset import NamedDataset
 
 STARTED_BY = {"local": "hpclm.launch.local", "mpirun": "hpclm.launch.mpi", "interactive": "hpclm.launch.srun"}
 

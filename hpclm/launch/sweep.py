@@ -20,7 +20,6 @@ from hpclm.base import files, folders, paths, terminal
 from hpclm.base.errors import ConfigError, ExitCode, HpclmError, shell_code
 from hpclm.base.terminal import many, say
 from hpclm.config import RunConfig
-from hpclm.datasets import command_line
 from hpclm.distributed import bootstrap
 from hpclm.launch import arguments, prechecks, process, send
 from hpclm.launch.arguments import Variant
@@ -28,6 +27,7 @@ from hpclm.launch.child import Forward
 from hpclm.launch.done import diverged, nothing_left
 from hpclm.launch.jobs import States, state
 from hpclm.node import environment, failures, gpus, parent, preemption, processes, python, secrets, threads
+from hpclm.preprocess import command_line
 from hpclm.rundir import rows
 from hpclm.rundir import runs as run_folders
 from hpclm.training.start import RunStart

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hpclm.base.errors import ConfigError
+from hpclm.base.metric_names import is_reserved
 from hpclm.model.attention.layout import AttentionMetadata
-from hpclm.rundir.metric_names import is_reserved
 
 
 def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: bool = False) -> None:

@@ -13,10 +13,10 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.metric_names import EXPERT_FIGURES
 from hpclm.reporting.experts import OVER_LAYERS
 from hpclm.reporting.history import History
 from hpclm.reporting.standings import Runs, diverged, healthy_limit, ranked, validation
-from hpclm.rundir.metric_names import EXPERT_FIGURES
 
 POINTS = 120  # most points of a curve; with more steps, each point is the mean of a group of steps
 STEEP = 0.05  # the first part of a loss curve, which may be off the chart

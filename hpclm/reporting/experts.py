@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base.metric_names import EXPERT_FIGURES
 from hpclm.rundir.expert_figures import layer_figures
-from hpclm.rundir.metric_names import EXPERT_FIGURES
 from hpclm.rundir.rows import Row
 
 Array = NDArray[np.float64]

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base import metric_names
 from hpclm.base.errors import MACHINE, unread
 from hpclm.reporting.attempts import Attempt, Signs, attempts
 from hpclm.reporting.experts import ExpertHistory, expert_history
-from hpclm.rundir import events, metric_names, metrics_file
+from hpclm.rundir import events, metrics_file
 from hpclm.rundir.rows import Row, fits
 
 log = logging.getLogger(__name__)

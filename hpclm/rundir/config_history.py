@@ -3,11 +3,14 @@
 import re
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Literal
 
 from hpclm.base import files
+from hpclm.base.errors import ConfigError
 from hpclm.base.side_path import SidePath
+from hpclm.config import compose
 from hpclm.config.run_file import HISTORY, NAME
-from hpclm.rundir import runs
+from hpclm.rundir import events, runs
 
 VERSION = re.compile(r"(?!0000)([0-9]{4}|[1-9][0-9]{4,8})\.yaml")
 """Names of versions; other files in the folder are somebody else's."""
@@ -48,6 +51,19 @@ def micro_size(out: Path) -> int | None:
     """The batch.micro_size that the last attempt in the run directory ``out`` trained with; None if it is unknown."""
     size = runs.read(out).attempt.get("micro_size")
     return int(size) if size else None
+
+
+def split_by(out: Path) -> Literal["documents", "tokens"] | None:
+    """The data.split_by of the last attempt in the run directory ``out``; None without one, or if its settings cannot be read."""
+    attempts = events.attempts(events.read_or_refuse(out))
+    if not attempts:
+        return None
+    with suppress(ConfigError):
+        by: Literal["documents", "tokens"] | None = compose.flat_of_run(
+            out, str(attempts[-1].began.get("config") or NAME)
+        ).get("data.split_by")
+        return by
+    return None
 
 
 def _keep(folder: Path, content: bytes) -> str:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base import metric_names
 from hpclm.base.side_path import SidePath
 from hpclm.config import ModelConfig
 from hpclm.config.checks import value_at
 from hpclm.config.experts import COEFFICIENTS
-from hpclm.rundir import metric_names, metrics_file
+from hpclm.rundir import metrics_file
 from hpclm.rundir.expert_figures import layer_figures
 
 log = logging.getLogger(__name__)

@@ -110,7 +110,7 @@ class RunStart:
     @cached_property
     def settings(self) -> RunConfig:
         """The settings, with data.split_by decided by the data; ConfigError if the data cannot be opened."""
-        return split_by.resolved(self.run)
+        return split_by.resolved(self.run, config_history.split_by(self.out))
 
     def length(self, source: Source) -> Length:
         """The end of the run on the data ``source``."""

@@ -8,10 +8,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpclm.base import files
+from hpclm.base import files, metric_names
 from hpclm.base.side_path import SidePath, is_at
 from hpclm.checkpoint import Progress
-from hpclm.rundir import metric_names
 from hpclm.rundir.rows import Row
 
 NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")

@@ -20,7 +20,6 @@ from hpclm.config.deepspeed import settings as deepspeed
 from hpclm.config.fields import keys, split_key
 from hpclm.config.length import run_length
 from hpclm.data import sources
-from hpclm.datasets.writer import Writer
 from hpclm.diagnostics.corruption import verifier
 from hpclm.distributed.context import single
 from hpclm.launch import container, job, setup
@@ -29,6 +28,7 @@ from hpclm.launch.schedulers.slurm_script import render
 from hpclm.optim.schedules import learning_rate
 from hpclm.optim.stability import LossScale, NonfiniteGuard
 from hpclm.parallel.mesh import Mesh
+from hpclm.preprocess.writer import Writer
 from hpclm.training.opening import open_devices
 from hpclm.training.start import RunStart
 from tests.engine.test_native import batches_of, engine_of

@@ -11,7 +11,7 @@ from hpclm.config import DataConfig
 from hpclm.data import sources
 from hpclm.data.corpus import corpus
 from hpclm.data.tokenizers import build
-from hpclm.datasets.writer import Writer
+from hpclm.preprocess.writer import Writer
 
 CONTEXT = 4
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hpclm.base.errors import ConfigError
 from hpclm.data.indexed import IndexedDataset
-from hpclm.datasets import inspect
-from hpclm.datasets.verify import verify
+from hpclm.preprocess import inspect
+from hpclm.preprocess.verify import verify
 from tests.data.layouts import CODES, longs, pack
 
 EXAMPLES = int(os.environ.get("HPCLM_FUZZ", 1000))

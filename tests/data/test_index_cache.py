@@ -11,7 +11,7 @@ import pytest
 from hpclm.config import DataConfig
 from hpclm.data.corpus import corpus
 from hpclm.data.index_cache import kept
-from hpclm.datasets.writer import Writer
+from hpclm.preprocess.writer import Writer
 
 
 def arrays():

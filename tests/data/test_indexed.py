@@ -10,7 +10,7 @@ import pytest
 
 from hpclm.base.errors import ConfigError
 from hpclm.data.indexed import IndexedDataset, files, sidecar, token_dtype
-from hpclm.datasets.writer import Writer
+from hpclm.preprocess.writer import Writer
 from tests.data.layouts import append
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
@@ -120,7 +120,7 @@ def test_an_exception_leaves_the_dataset_before_it(tmp_path):
 
 def test_a_killed_writer_leaves_nothing_that_opens(tmp_path):
     script = (
-        "import os; from hpclm.datasets.writer import Writer\n"
+        "import os; from hpclm.preprocess.writer import Writer\n"
         "with Writer('x', 'u2') as writer:\n    writer.add_document(range(50000)); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path).returncode == 9

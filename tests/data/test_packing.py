@@ -16,8 +16,8 @@ from hpclm.data.corpus import corpus
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.packing import pack
 from hpclm.data.sources import PADDING
-from hpclm.datasets.writer import Writer
 from hpclm.parallel.mesh import Compute
+from hpclm.preprocess.writer import Writer
 from tests.data.test_samples import dataset, rows
 
 DRAW = np.random.default_rng(0)

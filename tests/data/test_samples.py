@@ -13,7 +13,7 @@ from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import Order, build_index, split_bounds
 from hpclm.data.samples import PackedSamples
 from hpclm.data.tokenizers import build
-from hpclm.datasets.writer import Writer
+from hpclm.preprocess.writer import Writer
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
 ORDERS = {"mcore": "mcore", "bigscience": "bigscience", "dse": "dse_v1.1.5"}

@@ -11,8 +11,8 @@ from hpclm.checkpoint.fingerprint import differences
 from hpclm.config import DataConfig
 from hpclm.data import split_by
 from hpclm.data.corpus import corpus
-from hpclm.datasets.writer import Writer
 from hpclm.inference import evaluation
+from hpclm.preprocess.writer import Writer
 
 CONTEXT = 4
 LENGTHS = {

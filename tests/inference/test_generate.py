@@ -14,9 +14,9 @@ from hpclm.base.terminal import plain
 from hpclm.inference.completion import Completer
 from hpclm.inference.conversation import converse
 from hpclm.inference.generation_settings import Limits, Sampling
-from tests.datasets.texts import documents, preprocess
 from tests.forks import Ranks
 from tests.interop import made
+from tests.preprocess.texts import documents, preprocess
 from tests.runs import exit_code
 
 SHAPE = dict(made.SHAPE, vocab_size=257, context=64)

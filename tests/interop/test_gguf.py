@@ -10,11 +10,11 @@ from hpclm import cli
 from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.config import ModelConfig
 from hpclm.data import tokenizers
-from hpclm.datasets.run_text import RunText
-from hpclm.datasets.tokenizers.huggingface import train_bpe
-from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
 from hpclm.interop.gguf import networks, vocabulary
 from hpclm.interop.huggingface.tokenizer import PROBES
+from hpclm.preprocess.run_text import RunText
+from hpclm.preprocess.tokenizers.huggingface import train_bpe
+from hpclm.preprocess.tokenizers.sentencepieces import train_sentencepiece
 from tests.interop import llamacpp, made
 from tests.interop.test_tokenizer import ODD, TEXTS, TRAINED, by_its_own_trainer
 

@@ -14,7 +14,7 @@ import torch
 from hpclm import cli
 from hpclm.inference.completion import Completer
 from hpclm.inference.generation_settings import Limits, Sampling
-from tests.datasets import chats
+from tests.preprocess import chats
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

@@ -8,10 +8,10 @@ import pytest
 
 from hpclm import cli
 from hpclm.data import tokenizers
-from hpclm.datasets import special_tokens
-from hpclm.datasets.tokenizers.huggingface import train_bpe
-from hpclm.datasets.tokenizers.sentencepieces import train_sentencepiece
 from hpclm.inference import run_settings
+from hpclm.preprocess import special_tokens
+from hpclm.preprocess.tokenizers.huggingface import train_bpe
+from hpclm.preprocess.tokenizers.sentencepieces import train_sentencepiece
 from tests.forks import hpclm
 from tests.interop import made
 from tests.shared import shared

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpclm import cli
-from hpclm.datasets.tokenizers.huggingface import train_bpe
+from hpclm.preprocess.tokenizers.huggingface import train_bpe
 from tests.interop import made
 from tests.interop.test_gguf import COMPUTED, GEMMA, LLAMA, LLAMA3, POST, WINDOWS, YARN
 from tests.interop.test_tokenizer import TEXTS

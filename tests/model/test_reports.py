@@ -8,11 +8,11 @@ from torch import nn
 
 from hpclm import cli, config
 from hpclm.base.errors import ConfigError
+from hpclm.base.metric_names import RESERVED
 from hpclm.model.gpt import Block
 from hpclm.model.reports import add_loss, report
 from hpclm.parallel.collectives import copy_to_tp
 from hpclm.parallel.micro_batch import MicroBatch
-from hpclm.rundir.metric_names import RESERVED
 from tests import weights
 from tests.parity import STYLES, alone, errors, train, trained
 

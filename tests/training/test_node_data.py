@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpclm.datasets.writer import Writer
+from hpclm.preprocess.writer import Writer
 from tests import ranks
 from tests.training.node_data import reads, refusal
 

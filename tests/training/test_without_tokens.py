@@ -9,10 +9,10 @@ import torch
 
 from hpclm.config import OptimConfig
 from hpclm.data.indexed import IndexedDataset
-from hpclm.datasets.writer import Writer
 from hpclm.engine.outliers import SkipStep
 from hpclm.engine.step import GlobalNorm
 from hpclm.parallel.mesh import Mesh
+from hpclm.preprocess.writer import Writer
 from hpclm.rundir import summary
 from tests.forks import hpclm
 

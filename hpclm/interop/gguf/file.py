@@ -15,13 +15,13 @@ from torch import Tensor
 from hpclm import __version__
 from hpclm.base.errors import ConfigError
 from hpclm.data.tokenizers import files_of_run
-from hpclm.datasets import run_text, special_tokens
 from hpclm.interop.exported import Exported, cast
 from hpclm.interop.gguf import networks, vocabulary
 from hpclm.interop.huggingface import tokenizer
 from hpclm.interop.huggingface.shape import canonical
 from hpclm.interop.run import RunCheckpoint, fresh
 from hpclm.node.hardware import TYPES
+from hpclm.preprocess import run_text, special_tokens
 
 STORED = {
     torch.float32: gguf.GGMLQuantizationType.F32,

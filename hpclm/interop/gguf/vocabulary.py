@@ -12,11 +12,11 @@ from typing import Any
 from hpclm.base.errors import ConfigError
 from hpclm.data.chat_record import without_marks
 from hpclm.data.tokenizers import END, Tokenizer, describe
-from hpclm.datasets import special_tokens
-from hpclm.datasets.run_text import RunText, token_id, token_text
-from hpclm.datasets.tokenizers.huggingface import Library
-from hpclm.datasets.tokenizers.plain import Bytes
-from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, parameters
+from hpclm.preprocess import special_tokens
+from hpclm.preprocess.run_text import RunText, token_id, token_text
+from hpclm.preprocess.tokenizers.huggingface import Library
+from hpclm.preprocess.tokenizers.plain import Bytes
+from hpclm.preprocess.tokenizers.sentencepieces import SentencePiece, parameters
 
 log = logging.getLogger(__name__)
 NORMAL = 1

@@ -17,8 +17,6 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.reading import json_object
 from hpclm.data.tokenizers import files_of_run
-from hpclm.datasets import run_text, special_tokens
-from hpclm.datasets.chat import TEMPLATE
 from hpclm.interop import run
 from hpclm.interop.exported import Exported, cast
 from hpclm.interop.huggingface import card, custom, families, shards, tokenizer
@@ -28,6 +26,8 @@ from hpclm.interop.huggingface.shards import Reader
 from hpclm.interop.rules import Rule
 from hpclm.interop.run import RunCheckpoint, fresh
 from hpclm.node.hardware import TYPES
+from hpclm.preprocess import run_text, special_tokens
+from hpclm.preprocess.chat import TEMPLATE
 
 log = logging.getLogger(__name__)
 SHAPED = dict(

@@ -18,14 +18,14 @@ from hpclm.config import DataConfig
 from hpclm.config.reading import json_object
 from hpclm.data import chat_record, tokenizers
 from hpclm.data.tokenizers import Tokenizer
-from hpclm.datasets import run_text
-from hpclm.datasets.chat import TEMPLATE, template_in
-from hpclm.datasets.run_text import RunText
-from hpclm.datasets.special_tokens import ADDED, FILE, GENERATION, IDS, first, is_sane, is_text
-from hpclm.datasets.tokenizers.huggingface import Library, alike, encoder, of_sentencepiece, without_template
-from hpclm.datasets.tokenizers.sentencepieces import SentencePiece, parameters
 from hpclm.interop.huggingface import auto_tokenizer
 from hpclm.interop.huggingface.auto_tokenizer import AutoTokenizer
+from hpclm.preprocess import run_text
+from hpclm.preprocess.chat import TEMPLATE, template_in
+from hpclm.preprocess.run_text import RunText
+from hpclm.preprocess.special_tokens import ADDED, FILE, GENERATION, IDS, first, is_sane, is_text
+from hpclm.preprocess.tokenizers.huggingface import Library, alike, encoder, of_sentencepiece, without_template
+from hpclm.preprocess.tokenizers.sentencepieces import SentencePiece, parameters
 
 log = logging.getLogger(__name__)
 PROBES = (

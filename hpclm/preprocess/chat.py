@@ -1,0 +1,248 @@
+"""Conversations as the text of a model's chat template, and the assistant's characters in it.
+
+If a template marks the assistant's text ({% generation %}), the marks count. Otherwise it is the text after the generation prompt
+(add_generation_prompt), up to the end of the turn; white space after the token that ends the turn does not count. Templates for which
+this is inconsistent are refused.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import read_text, readable
+from hpclm.config.reading import json_object
+from hpclm.data.chat_record import ChatRecord, names
+from hpclm.preprocess.lines import UnreadableLineError, read_object, text_of
+
+ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
+SHAREGPT = ROLES | {"human": "user", "gpt": "assistant"}
+FORMS = {"messages": ("role", "content", ROLES), "conversations": ("from", "value", SHAREGPT)}
+"""Key of a conversation's messages: keys of a message's role and text, and the names of roles."""
+CHANGE_TEXT = ("tools", "documents")
+"""Keys of a conversation that templates read, but hpclm does not."""
+READ = (*FORMS, *CHANGE_TEXT)
+"""Keys of a conversation that matter."""
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of message parts that are text."""
+CONVERT = "`hpclm docs finetune` has a line of Python for it"
+TEMPLATE = "chat_template.jinja"
+SETTINGS = "tokenizer_config.json"
+NAMED = ("special_tokens_map.json", SETTINGS, "special_tokens.json")
+"""Files with special tokens in a tokenizer's folder: two of transformers', one of a run's."""
+
+Message = dict[str, str]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How to turn conversations into text and samples."""
+
+    template: str
+    tokens: tuple[tuple[str, str], ...]
+    """Special tokens that the template may name, such as ("bos_token", "<s>")."""
+    context: int
+    too_long: Literal["cut", "drop"] = "cut"
+    """Handling of conversations of more than context + 1 tokens."""
+
+    def record(self, ends: Mapping[str, int]) -> ChatRecord:
+        """The chat settings to record with a dataset. ``ends``: the tokens that end an answer, with their ids."""
+        return ChatRecord(self.template, dict(self.tokens), ends)
+
+
+def template_in(folder: Path) -> str | None:
+    """The chat template in a tokenizer's folder, or None."""
+    if (folder / TEMPLATE).is_file():
+        return _read(folder / TEMPLATE)
+    given = json_object(folder / SETTINGS).get("chat_template") if (folder / SETTINGS).is_file() else None
+    if isinstance(given, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+        given = named.get("default")
+    return given if isinstance(given, str) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_text(path)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"chat template {path} is not UTF-8: {error}") from None
+
+
+def chat_of(
+    tokenizer_file: str,
+    template: str | None,
+    context: int,
+    too_long: Literal["cut", "drop"],
+    tuned: ChatRecord | None = None,
+) -> Chat:
+    """The chat settings of a tokenizer.json. Its template is the file ``template``, or that of a ``tuned`` run, or the one beside the
+    tokenizer; ConfigError without any."""
+    folder = Path(tokenizer_file).parent
+    if template is not None:
+        text: str | None = _read(readable(template, "chat template"))
+    else:
+        text = tuned.template if tuned else template_in(folder)
+    if text is None:
+        raise ConfigError(f"{folder} has no {TEMPLATE}, nor a chat_template in {SETTINGS}; give --chat-template FILE")
+    tokens: dict[str, str] = {}
+    for path in (folder / name for name in NAMED):
+        for name, token in json_object(path).items() if path.is_file() else ():
+            token = token.get("content") if isinstance(token, dict) else token  # an AddedToken with its options
+            if name.endswith("_token") and isinstance(token, str):
+                tokens[name] = token
+    tokens |= tuned.tokens if tuned else {}
+    return Chat(text, tuple(sorted(tokens.items())), context, too_long)
+
+
+def with_end(chat: Chat, end: Callable[[], str | None]) -> Chat:
+    """``chat`` with ``end`` as first and last token of a text, as in an export, if the template needs these tokens and no file names them."""
+    if chat.tokens or not any(names(chat.template, name) for name in ("bos_token", "eos_token")):
+        return chat
+    text = end()
+    return chat if text is None else replace(chat, tokens=(("bos_token", text), ("eos_token", text)))
+
+
+def read_conversation(line: bytes) -> list[Message]:
+    """The messages of a line of JSON; none for a blank line. UnreadableLineError for an invalid line."""
+    record = read_object(line, "with the key 'messages' or 'conversations'")
+    if record is None:
+        return []
+    forms = [key for key in FORMS if key in record]
+    if len(forms) != 1:
+        raise UnreadableLineError("no messages", f" has no one key of {[*FORMS]}; it has {sorted(record)}; {CONVERT}")
+    for key in CHANGE_TEXT:
+        if record.get(key):
+            raise UnreadableLineError("tools", f" has {key!r}, which hpclm does not render; {CONVERT}")
+    (key,), messages = forms, record[forms[0]]
+    if not isinstance(messages, list) or not messages:
+        raise UnreadableLineError("empty", f" is empty: {key!r} must be a list of messages")
+    conversation = [_message(message, f"message {n}", *FORMS[key]) for n, message in enumerate(messages, 1)]
+    if all(message["role"] != "assistant" for message in conversation):
+        raise UnreadableLineError("no answer", " has no message of the assistant, so there is nothing to learn")
+    return conversation
+
+
+def _message(message: Any, name: str, role: str, content: str, roles: dict[str, str]) -> Message:
+    if not isinstance(message, dict) or not {role, content} <= message.keys():
+        raise UnreadableLineError("not a message", f": {name} must be an object with {role!r} and {content!r}")
+    unknown = [key for key, value in message.items() if key not in (role, content) and value is not None]
+    if unknown:
+        raise UnreadableLineError("unknown key", f": {name} has {unknown}, which hpclm does not read; {CONVERT}")
+    if not isinstance(message[role], str) or message[role] not in roles:
+        raise UnreadableLineError(
+            "unknown role", f": {name} has the role {message[role]!r}; known roles are {', '.join(roles)}; {CONVERT}"
+        )
+    return {"role": roles[message[role]], "content": _content(message[content], f"{name}'s {content!r}")}
+
+
+def _content(content: Any, name: str) -> str:
+    """The text of a message's content; text parts are joined, as templates that read parts do."""
+    if not isinstance(content, list):
+        return text_of(content, name)
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in TEXT_PARTS:
+            raise UnreadableLineError("not text", f": {name} holds a part of type {kind!r}, not text; {CONVERT}")
+    return "".join(text_of(part.get("text"), f"{name}, in a part,") for part in content)
+
+
+def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tuple[str, list[Span]]:
+    """The text of a conversation, and the spans of its characters that count. UnreadableLineError for a conversation or template that
+    cannot be used.
+
+    ``ends``: the tokenizer's special tokens, one of which may end a turn.
+    """
+    if MARKED.search(chat.template):
+        text, spans = _render(messages, chat, mask=True)
+        _check_complete([message for message in messages if message["role"] == "system"], text)
+        if all(begin == end for begin, end in spans):
+            raise UnreadableLineError("nothing marked", ": the chat template marks nothing as the assistant's")
+        _check_roles(messages, chat)
+        return text, spans
+    text = _render(messages, chat)[0]
+    spans = []
+    _check_complete(messages, text)
+    _check_roles(messages, chat)
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked = _render(messages[:number], chat, prompt=True)[0]
+        answered = _render(messages[: number + 1], chat)[0]
+        if not (answered.startswith(asked) and text.startswith(answered)):
+            when = "asks for it" if text.startswith(answered) else "continues after it"
+            raise UnreadableLineError(
+                "inconsistent template",
+                f": the chat template writes other text before message {number + 1} ends when it {when}, which hides what "
+                "the assistant writes; give --chat-template FILE, a version with {% generation %} marks",
+            )
+        bare = answered.rstrip()
+        spans.append((len(asked), max(len(asked), len(bare)) if bare.endswith(ends) else len(answered)))
+    return text, spans
+
+
+def _check_complete(messages: list[Message], text: str) -> None:
+    """UnreadableLineError unless ``text`` has the content of all messages in order."""
+    end = 0
+    for number, message in enumerate(messages, 1):
+        content = message["content"].strip()
+        begin = text.find(content, end)
+        if begin < 0:
+            raise _incomplete(message["role"], number)
+        end = begin + len(content)
+
+
+def _check_roles(messages: list[Message], chat: Chat) -> None:
+    """UnreadableLineError if the template omits a message because of its position and role."""
+    number = _left_out(tuple(message["role"] for message in messages), chat)
+    if number is not None:
+        raise _incomplete(messages[number]["role"], number + 1)
+
+
+@lru_cache(maxsize=1024)
+def _left_out(roles: tuple[str, ...], chat: Chat) -> int | None:
+    """Index of the first message that the template omits from a conversation of these roles, whatever its text; None if it omits none.
+
+    The assistant's text may change: templates of reasoning models omit earlier thoughts.
+    """
+    messages = [{"role": role, "content": f"message-{number}-of-a-chat"} for number, role in enumerate(roles)]
+    try:
+        text = _render(messages, chat)[0]
+        end = 0
+    except UnreadableLineError:  # only for this text; rendering the conversation itself will show
+        return None
+    for number, message in enumerate(messages):
+        begin = text.find(message["content"], end)
+        if begin < 0 and message["role"] != "assistant":
+            return number
+        end = max(end, begin)
+    return None
+
+
+def _incomplete(role: str, number: int) -> UnreadableLineError:
+    what = f"message {number}, of the {role}" if role != "system" else "the system message"
+    return UnreadableLineError("left out", f": the chat template leaves out or changes {what}")
+
+
+def learned_ends(text: str, spans: list[Span], added: tuple[str, ...]) -> frozenset[str]:
+    """The ``added`` tokens that end one of the counted ``spans``; a model learns them as the end of an answer."""
+    counted = [text[begin:end].rstrip() for begin, end in spans]
+    candidates = ([token for token in added if token and answer.endswith(token)] for answer in counted)
+    return frozenset(max(tokens, key=len) for tokens in candidates if tokens)
+
+
+def _render(messages: list[Message], chat: Chat, prompt: bool = False, mask: bool = False) -> tuple[str, list[Span]]:
+    """The text of messages, and with ``mask`` the spans that the template marks."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    settings: Any = dict(chat_template=chat.template, add_generation_prompt=prompt, return_assistant_tokens_mask=mask)
+    try:
+        rendered: Any = render_jinja_template([messages], **settings | dict(chat.tokens))
+    except Exception as error:  # a template may raise anything
+        raise UnreadableLineError("template", f": the chat template refuses it: {error}") from None
+    texts, spans = rendered
+    return texts[0], spans[0] if mask else []

@@ -1,0 +1,181 @@
+"""Describe a dataset: counts, lengths, tokenizer, and the first documents as text."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpclm.base.errors import ConfigError, unwritten
+from hpclm.base.files import typed, write_bytes
+from hpclm.base.terminal import many
+from hpclm.config.data import DataConfig
+from hpclm.data import chat_record, tokenizers
+from hpclm.data.content import noted
+from hpclm.data.indexed import IndexedDataset, sidecar
+from hpclm.preprocess.verify import check_index
+
+SHOWN = 300  # characters shown of a document
+READ = 4 * SHOWN  # tokens decoded for them: a character has at most 4 bytes of UTF-8
+DOCUMENTS_PER_READ = 1 << 18  # number of documents to read the lengths of at a time
+PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def report(
+    dataset: IndexedDataset, documents: int, kind: str | None = None, files: list[str] | None = None
+) -> dict[str, Any]:
+    """A description of ``dataset`` with its first ``documents``, as JSON.
+
+    ``kind``, ``files``: the tokenizer that decodes them; None: the dataset's. If it is not available, documents are shown as token ids,
+    and "tokenizer_missing" gives the reason. ConfigError if the index is corrupt, or if ``kind`` is not available.
+    """
+    check_index(dataset)
+    tokenizer, missing = _tokenizer(dataset.prefix, kind, files or [])
+    named = sidecar(dataset.prefix).get("tokenizer")
+    content = noted(dataset.prefix)
+    chat = chat_record.of_dataset(dataset.prefix)
+    lengths = counted(document_lengths(dataset))
+    return {
+        "prefix": str(dataset.prefix),
+        "layout": dataset.layout,
+        "dtype": dataset.dtype.name,
+        "modes": dataset.modes is not None,
+        "bin_bytes": dataset.bin_path.stat().st_size,
+        "idx_bytes": dataset.idx_path.stat().st_size,
+        "documents": dataset.document_count,
+        "sequences": len(dataset),
+        "tokens": dataset.token_count,
+        "document_lengths": summary(lengths),
+        "sequence_lengths": summary(counted(_sequence_lengths(dataset))),
+        "histogram": bins(lengths),
+        "tokenizer": tokenizer.fingerprint if tokenizer else named,
+        "tokenizer_missing": missing,
+        "chat": chat and chat.note(),
+        "content": content and content.bin,
+        "first": [_document(dataset, k, tokenizer) for k in range(min(documents, dataset.document_count))],
+    }
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """Format a ``report`` for a terminal."""
+    modes = ", with modes" if report["modes"] else ""
+    rows = {
+        "layout": f"{report['layout']}, {report['dtype']}{modes}",
+        "files": f"{report['bin_bytes']:,} bytes of tokens, {report['idx_bytes']:,} of index",
+        "documents": f"{report['documents']:,}",
+        "sequences": f"{report['sequences']:,}",
+        "tokens": f"{report['tokens']:,}",
+        "tokenizer": tokenizers.describe(report["tokenizer"]) if report["tokenizer"] else "unknown",
+        "": report["tokenizer_missing"] or "",
+        "an answer ends with": _ends(report["chat"]),
+        "content hash": report["content"] or f"none; to add one: hpclm data hash {typed(report['prefix'])}",
+        "tokens in a document": _line(report["document_lengths"]),
+    }
+    if report["sequence_lengths"] != report["document_lengths"]:
+        rows["tokens in a sequence"] = _line(report["sequence_lengths"])
+    parts = [report["prefix"], *(f"  {name:<21} {value}" for name, value in rows.items() if value)]
+    for document in report["first"]:
+        text = document["text"] if "text" in document else " ".join(map(str, document["ids"]))
+        cut = " … (cut)" if document["cut"] else ""
+        parts += ["", f"document {document['document']}, {many(document['tokens'], 'token')}", text + cut]
+    return "\n".join(parts)
+
+
+def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    """Tokens in each document, in blocks; the index must have been checked."""
+    for start in range(0, dataset.document_count, DOCUMENTS_PER_READ):
+        yield np.diff(dataset.places(dataset.bounds(start, min(start + DOCUMENTS_PER_READ, dataset.document_count))))
+        dataset.release()
+
+
+def _sequence_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int32]]:
+    for start in range(0, len(dataset), DOCUMENTS_PER_READ):
+        yield dataset.sizes[start : start + DOCUMENTS_PER_READ]
+        dataset.release()
+
+
+def counted(blocks: Iterator[NDArray[Any]]) -> Counter[int]:
+    """Number of occurrences of each value."""
+    counts = Counter[int]()
+    for block in blocks:
+        values, often = np.unique(block, return_counts=True)
+        counts.update(dict(zip(values.tolist(), often.tolist(), strict=True)))
+    return counts
+
+
+def summary(lengths: Counter[int]) -> dict[str, float]:
+    """Minimum, mean, median, 90th and 99th percentile, maximum and number of zeros; {} without documents."""
+    if not lengths:
+        return {}
+    values, counts = np.array(sorted(lengths.items())).T
+    total = lengths.total()
+    ranks = np.ceil(np.array([*PERCENTILES.values()]) * total)
+    percentiles = values[np.searchsorted(np.cumsum(counts), ranks)].tolist()
+    return {
+        "min": min(lengths),
+        "mean": sum(value * count for value, count in lengths.items()) / total,
+        **dict(zip(PERCENTILES, percentiles, strict=True)),
+        "max": max(lengths),
+        "empty": lengths[0],
+    }
+
+
+def bins(lengths: Counter[int]) -> list[tuple[int, int, int]]:
+    """(low, high, count) of lengths from low to high: 0, 1, 2 to 3, 4 to 7, and so on, without empty bins at either end."""
+    counts = Counter[int]()
+    for length, count in lengths.items():
+        counts[length.bit_length()] += count
+    bits = range(min(counts), max(counts) + 1) if counts else range(0)
+    return [(1 << n >> 1, (1 << n) - 1, counts[n]) for n in bits]
+
+
+def histogram(contents: dict[str, Any], path: Path) -> None:
+    """Plot the document lengths of a report; ConfigError if the format is unknown or the file cannot be written."""
+    from hpclm.reporting.image_style import encoded
+    from hpclm.reporting.images import histogram as drawn
+
+    counts = f"{many(contents['documents'], 'document')}, {many(contents['tokens'], 'token')}"
+    title = f"{Path(contents['prefix']).name}: {counts}"
+    bins = contents["histogram"]
+    names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in bins]
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--histogram {path} must end in .svg or .png")
+    content = encoded(drawn(names, [count for *_, count in bins], title), path.suffix[1:])
+    try:
+        write_bytes(path, content)
+    except OSError as error:
+        raise unwritten(error, path, "choose another place for --histogram") from None
+
+
+def _tokenizer(prefix: Path, kind: str | None, files: list[str]) -> tuple[tokenizers.Tokenizer | None, str | None]:
+    try:
+        return tokenizers.of_run(DataConfig(prefix=str(prefix), tokenizer=kind, tokenizer_files=files)), None
+    except ConfigError as error:
+        if kind is not None:
+            raise
+        why = str(error) if "tokenizer" in sidecar(prefix) else "the dataset does not name one"
+        return None, f"{why}; --tokenizer and --tokenizer-files select one"
+
+
+def _document(dataset: IndexedDataset, number: int, tokenizer: tokenizers.Tokenizer | None) -> dict[str, Any]:
+    first, last = dataset.bounds(number, number + 1).tolist()
+    begin = dataset.place(first)
+    end = dataset.place(last)
+    ids = dataset.flat[begin : min(end, begin + READ)].tolist()
+    document = {"document": number, "tokens": end - begin}
+    if tokenizer is None or any(not 0 <= id < tokenizer.size for id in ids):
+        return document | {"ids": ids[: SHOWN // 5], "cut": end - begin > SHOWN // 5}
+    text = tokenizer.decode(ids)
+    return document | {"text": text[:SHOWN], "cut": end - begin > len(ids) or len(text) > SHOWN}
+
+
+def _ends(chat: dict[str, Any] | None) -> str:
+    return "" if chat is None else ", ".join(chat["ends"]) or "no single token"
+
+
+def _line(summary: dict[str, float]) -> str:
+    return " · ".join(
+        f"{name} {value:,.1f}" if name == "mean" else f"{name} {value:,}" for name, value in summary.items()
+    )

@@ -1,0 +1,174 @@
+"""The dataset named by ``data=``: text is tokenized once, into a folder ``datasets`` beside the run."""
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpclm.base import folders, paths
+from hpclm.base.errors import ConfigError
+from hpclm.base.registry import OWN
+from hpclm.config import RunConfig, compose
+from hpclm.data import tokenizers
+from hpclm.preprocess import build, options
+from hpclm.preprocess.encode import tokenizer_of
+from hpclm.preprocess.next_command import dataset_settings
+from hpclm.preprocess.options import InputCorpus, Request
+from hpclm.rundir import events
+
+TOKENIZER = "bytes"
+FILES = {".json": "json", ".model": "sentencepiece"}
+"""Kinds of tokenizers by file extension."""
+DATASET_FILES = (".idx", ".bin")
+LISTS = ("blend", "train", "valid", "test", "validation")
+NAMES_DATA = ("data.source", "data.prefix", *(f"data.{name}" for name in LISTS))
+"""Settings that name the data to read."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, and how it becomes a dataset."""
+
+    path: Path
+    name: str
+    corpus: InputCorpus
+    request: Request
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class NamedDataset:
+    """The dataset named by ``data=``."""
+
+    prefix: Path
+    text: Text | None = None
+    """None: ``data=`` is the prefix."""
+    divided: tuple[str, ...] = ()
+    """The division of this dataset in a run that has begun with it, as settings."""
+
+    @property
+    def preprocess(self) -> str:
+        """The ``hpclm preprocess`` command that writes such a dataset; empty for a dataset given by its prefix."""
+        if self.text is None:
+            return ""
+        job = self.text.request.job
+        prefix = self.prefix.parent.parent / self.text.name
+        words = ["--input", str(self.text.path), "--output-prefix", str(prefix), "--tokenizer", job.tokenizer]
+        files = ["--tokenizer-files", *job.files] if job.files else []
+        end = ["--eod", job.eod] if job.eod else []
+        return shlex.join(["hpclm", "preprocess", *words, *files, *end, "--append-eod"])
+
+    @property
+    def written(self) -> bool:
+        """True if the dataset is complete, false if its text has yet to be tokenized."""
+        return _is_dataset(self.prefix)
+
+    def write(self) -> None:
+        """Tokenize the text, unless that is done. ConfigError or an interrupt leaves nothing behind."""
+        if self.text is None or self.written:
+            return
+        folder = self.prefix.parent
+        build.check_job(self.text.request.job)
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folders.writable_folder(folder, "folder of datasets")
+            build.write(self.text.corpus, self.text.request, [self.prefix])
+        except BaseException as error:
+            if isinstance(error, ConfigError) and self.written:
+                return  # by another run that started at the same time
+            for parent in missing:
+                with suppress(OSError):  # another process may have put something there
+                    parent.rmdir()
+            raise
+
+    def settings(self, run: RunConfig) -> list[str]:
+        """The settings of ``run`` to train on this dataset; without data.split if it has not been written."""
+        lists = [f"data.{name}=[]" for name in LISTS if getattr(run.data, name)]  # set by the file or preset
+        return ["data.source=indexed", *lists, *self._settings(run), *self.divided]
+
+    def _settings(self, run: RunConfig) -> list[str]:
+        if self.text is not None and self.written:
+            return dataset_settings(self.prefix, self.text.vocab_size, run.model.context)
+        vocabulary = [] if self.text is None else [f"model.vocab_size={self.text.vocab_size}"]
+        return [f"data.prefix={paths.literal(self.prefix)}", *vocabulary]
+
+
+def _is_dataset(prefix: Path) -> bool:
+    return Path(f"{prefix}.idx").is_file()
+
+
+def named_dataset(data: str, tokenizer: str | None, run: RunConfig) -> NamedDataset:
+    """The dataset for ``run`` that ``data`` names: the prefix of a dataset, or a text.
+
+    ``tokenizer`` of a text: "bytes", a tokenizer.json or sentencepiece file, or package.module:Name; None: that of the settings
+    (data.tokenizer), otherwise "bytes". ConfigError for data that cannot be read.
+    """
+    if not data.strip():
+        raise ConfigError("data is empty; give the prefix of a dataset, or a text file")
+    path = Path(paths.expanded(data))
+    if path.suffix in DATASET_FILES and all(path.with_suffix(suffix).is_file() for suffix in DATASET_FILES):
+        path = path.with_suffix("")
+    if _is_dataset(path):
+        if tokenizer is not None:
+            raise ConfigError(f"tokenizer={tokenizer!r} has no effect: the dataset {path} has its tokenizer")
+        return NamedDataset(path)
+    if not (path.exists() or re.search(r"[*?[]", str(path))):
+        raise ConfigError(
+            f"data={str(path)!r}: there is no such text, and no dataset {path}.idx; looked in {Path.cwd()}"
+        )
+    return of_text(path, None, tokenizer, run)
+
+
+def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConfig, rows_of: str = "") -> NamedDataset:
+    """The dataset that ``run`` makes of the text at ``path``, tokenized as by ``hpclm preprocess --append-eod``.
+
+    ``content``: a hash of the text; None: size and time of the file tell whether it has changed. ``tokenizer``: see ``named_dataset``.
+    ``rows_of``: see `Input`.
+    """
+    name = re.sub(r"\W+", "-", path.name.partition(".")[0]).strip("-") or "text"
+    kind = TOKENIZER if tokenizer is None else paths.expanded(tokenizer)
+    files: list[str] = []
+    end = None
+    of_run = tokenizer is None and run.data.tokenizer is not None
+    if of_run:  # such as that of an imported model
+        _, kind, files, end = tokenizers.build_of_run(run.data)
+    elif file := FILES.get(Path(kind).suffix):
+        kind, files = file, [str(Path(kind).absolute())]
+    elif kind != TOKENIZER and not OWN.fullmatch(kind):
+        raise ConfigError(
+            f"tokenizer={kind!r} must be {TOKENIZER!r}, a tokenizer.json, a sentencepiece .model file, or package.module:Name"
+        )
+    tokenizer_of.cache_clear()  # its files may have changed since an earlier call
+
+    request = options.text_request(path, name, kind, files, end, rows_of)
+    [corpus] = request.corpora
+    facts = build.job_fingerprint(corpus, request) | ({"inputs": content} if content else {})
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]
+    prefix = Path(run.out).parent / "datasets" / f"{name}-{digest}" / corpus.prefixes[0].name
+    begun = _data_of_run(Path(run.out))
+    divided: Iterable[tuple[str, Any]] = ()
+    if begun.get("data.prefix") == str(prefix.absolute()):
+        divided = ((key, begun.get(key)) for key in ("data.split", "data.split_by"))
+    return NamedDataset(
+        prefix,
+        Text(path, name, corpus, request, run.model.vocab_size if of_run else tokenizer_of(request.job).size),
+        tuple(f"{key}={value}" for key, value in divided if value is not None),
+    )
+
+
+def _data_of_run(out: Path) -> Mapping[str, Any]:
+    """The settings of the run in ``out``, which it resumes with; empty if it has not begun, or if they cannot be read."""
+    with suppress(ConfigError):
+        return compose.flat_of_run(out) if events.of_kind(events.read_or_refuse(out), "began") else {}
+    return {}
+
+
+def refuse_second_data(data: str, names: Iterable[str]) -> None:
+    """ConfigError if one of the settings ``names`` also selects the data, as ``data`` does."""
+    if second := [name for name in names if name in NAMES_DATA]:
+        raise ConfigError(f"data={data} and {second[0]} both select the data; omit one of them")

@@ -1,0 +1,145 @@
+"""Verify a dataset: every entry of its index, every token, and its PREFIX.json; add its hashes there."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpclm.base.errors import ConfigError, unwritten
+from hpclm.base.files import typed, write_text
+from hpclm.base.terminal import many
+from hpclm.data.content import KEY, DatasetContent, index_damaged, noted
+from hpclm.data.indexed import IndexedDataset, files, sidecar, whereabouts
+from hpclm.preprocess.hashing import TokenReader
+
+
+def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> dict[str, Any]:
+    """Read all of ``dataset``, with a progress bar; ConfigError names the wrong entry or token, and its place.
+
+    ``vocab_size``: limit of the token ids; None: the size of the dataset's tokenizer, or no limit if that is unknown. Returns counts of
+    sequences, documents and tokens, the highest token, the limit, and the content hash. Without a hash (None), a change to another valid
+    token goes undetected.
+    """
+    note = sidecar(dataset.prefix)
+    recorded = noted(dataset.prefix)
+    size = _vocabulary(note, vocab_size)
+    check_index(dataset)
+    counts = {"documents": dataset.document_count, "sequences": len(dataset), "tokens": dataset.token_count}
+    wrong = [f"{counts[key]} {key}, not {note[key]!r}" for key in counts if key in note and note[key] != counts[key]]
+    if wrong:
+        path = files(dataset.prefix)[2]
+        raise ConfigError(f"{path} belongs to another dataset: {dataset.idx_path} has {' and '.join(wrong)}")
+    highest, _ = _check_tokens(dataset, recorded, size)
+    hashes = {"content": recorded and recorded.bin, "content_added": recorded and recorded.added}
+    return {**counts, "highest_token": highest, "vocab_size": size, **hashes}
+
+
+def add_hashes(dataset: IndexedDataset, overwrite: bool = False) -> tuple[DatasetContent, bool]:
+    """Store the hashes of a dataset in PREFIX.json, which is created if missing. Returns the hashes, and whether they were added.
+
+    ConfigError if other hashes are stored there, unless ``overwrite``; for tokens outside the vocabulary of its tokenizer; or if it
+    cannot be written.
+    """
+    path = files(dataset.prefix)[2]
+    note = sidecar(dataset.prefix)
+    recorded = None if overwrite else noted(dataset.prefix)
+    check_index(dataset)
+    _, content = _check_tokens(dataset, recorded, _vocabulary(note, None))
+    if recorded is not None:
+        return recorded, False
+    counts = {} if note else {"documents": dataset.document_count, "tokens": dataset.token_count}
+    try:
+        write_text(path, json.dumps(note | counts | {KEY: content.note()}, indent=1, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise unwritten(error, path, "no hash was stored") from error
+    return content, True
+
+
+def described(dataset: IndexedDataset, result: dict[str, Any]) -> str:
+    """The result of ``verify`` in a sentence."""
+    below = f", all below {result['vocab_size']:,}" if result["vocab_size"] is not None else ""
+    highest = "" if result["highest_token"] is None else f", the highest {result['highest_token']:,}"
+    hashed = f"when hpclm data hash recorded it at {result['content_added']}" if result["content_added"] else "written"
+    if result["content"]:
+        content = f"the content is as it was {hashed} (hash {result['content'][:8]}…)"
+    else:
+        add = f"hpclm data hash {typed(dataset.prefix)}"
+        content = f"it has no content hash, so a change to other valid tokens goes undetected; to add one: {add}"
+    return (
+        f"verified: {many(result['sequences'], 'sequence')} in {many(result['documents'], 'document')}, "
+        f"{many(result['tokens'], 'token')}{highest}{below}; {content}"
+    )
+
+
+def prefix(name: str) -> str:
+    """The dataset that ``name`` refers to, possibly by one of its files."""
+    stem, _, end = name.rpartition(".")
+    return stem if end in ("bin", "idx", "json") and not Path(f"{name}.idx").exists() else name
+
+
+def prefixes(names: Sequence[str]) -> list[str]:
+    """The datasets that ``names`` refer to; a dataset named by several files counts once."""
+    chosen: list[str] = []
+    for name in names:
+        if prefix(name) == name or prefix(name) not in chosen:
+            chosen.append(prefix(name))
+    return chosen
+
+
+def check_index(dataset: IndexedDataset) -> None:
+    """Check every entry of the index, with a progress bar; ConfigError for the first wrong one."""
+    from hpclm.base.progress import Bar
+
+    with Bar(total=len(dataset) + dataset.document_count, unit_scale=True, disable=None, desc="index") as bar:
+        dataset.check(bar.update)
+
+
+def _vocabulary(note: dict[str, Any], vocab_size: int | None) -> int | None:
+    """The limit of the token ids: ``vocab_size``, or the size of the tokenizer in PREFIX.json; None if unknown."""
+    return note["tokenizer"]["size"] if "tokenizer" in note and vocab_size is None else vocab_size
+
+
+def _check_tokens(
+    dataset: IndexedDataset, recorded: DatasetContent | None, size: int | None
+) -> tuple[int | None, DatasetContent]:
+    """The highest token (None without tokens), and the hashes; ConfigError for tokens outside [0, ``size``), or other hashes."""
+    from hpclm.base.progress import Bar
+
+    reader = TokenReader(dataset, recorded)
+    highest = None
+    count = 0
+    first = None
+    begin = 0
+    problems: list[str] = []
+    with Bar(total=dataset.token_count, unit=" tokens", unit_scale=True, disable=None, desc="tokens") as bar:
+        try:
+            for documents in reader:
+                block = documents.tokens
+                if not len(block):
+                    continue
+                low = int(block.min())
+                high = int(block.max())
+                highest = high if highest is None else max(highest, high)
+                if low < 0 or (size is not None and high >= size):
+                    outside = np.flatnonzero((block < 0) if size is None else (block < 0) | (block >= size))
+                    count += len(outside)
+                    first = first or (begin + int(outside[0]), int(block[outside[0]]))
+                begin += len(block)
+                bar.update(len(block))
+        except ConfigError as error:
+            problems += error.problems
+    if first is not None:
+        place, token = first
+        expected = "at least 0" if size is None else f"0 to {size - 1}"
+        problems.append(
+            f"{dataset.bin_path}: token {token} at {whereabouts(dataset, place)} is not in the vocabulary, {expected}; "
+            f"{count} of {dataset.token_count} tokens are not: the dataset is corrupt, or belongs to another tokenizer"
+        )
+    content = reader.content
+    if problems or content is None:
+        raise ConfigError(problems)
+    if recorded and content.idx != recorded.idx:
+        raise index_damaged(dataset)
+    return highest, content

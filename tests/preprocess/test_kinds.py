@@ -1,0 +1,234 @@
+"""What a file holds is decided by its name and its beginning, and where these disagree nothing is guessed."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from hpclm import cli
+from hpclm.base.errors import ConfigError
+from hpclm.commands import generate
+from hpclm.inference import texts
+from hpclm.preprocess.inputs import chunks, find
+from tests.preprocess.texts import documents, jsonl, preprocess, write
+
+OBJECTS = jsonl("hello one", "hello two").encode()
+LONG = jsonl("x" * 50_000, "hello two").encode()
+PLAIN = b"hello one\nhello two\n"
+zst = zstandard.ZstdCompressor().compress
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+NAMES = [
+    "a.jsonl", "a.JSONL", "a.json", "a.ndjson", "a.NDJSON", "a.jsonlines", "a.jl", "a.ldjson", "a.jsonl.1", "a.jsonl.01.2",
+    "a.jsonl-00000-of-00002", "a.jsonl_3", "a.jsonl.part3", "a-00000-of-00002.ndjson", "part-00000", "a", "a.00", "a.b/part-7",
+]  # fmt: skip
+PACKINGS = {"": bytes, ".gz": gzip.compress, ".GZ": gzip.compress, ".zst": zst, ".zstd": zst, ".gz.1": gzip.compress}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_json_lines_are_read_as_such_under_every_name_that_they_have(name, packing):
+    Path(name).parent.mkdir(exist_ok=True)
+    write(**{name + packing: PACKINGS[packing](LONG)})
+    [source] = find([name + packing], None)
+    assert source.format == "jsonl"
+    assert b"".join(line for chunk in chunks([source]) for line in chunk.lines) == LONG
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a", "a.bin"])
+@pytest.mark.parametrize("pack", [gzip.compress, zst])
+def test_a_compressed_file_is_decompressed_without_a_name_that_says_so(name, pack):
+    write(**{name: pack(OBJECTS)})
+    [source] = find([name], "jsonl")
+    assert b"".join(line for chunk in chunks([source]) for line in chunk.lines) == OBJECTS
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.bak", "a.jsonl.aa", "a.log.1", "a.md", "a.txt.gz"])
+@pytest.mark.parametrize("content", [OBJECTS, LONG, OBJECTS + b"{oops\n"], ids=["short", "long", "with a bad line"])
+def test_json_lines_under_the_name_of_a_text_stop_until_a_person_says_what_is_meant(name, content, capsys):
+    write(**{name: gzip.compress(content) if name.endswith(".gz") else content})
+    words = ["--input", name, "--output-prefix", "x", "--tokenizer", "bytes", "--on-error", "skip"]
+    assert cli.main(["preprocess", *words]) == 64
+    assert f"{name} holds JSON lines, but is not named .jsonl; give --format jsonl" in capsys.readouterr().err
+    assert not list(Path().glob("x*"))
+    assert preprocess(*words, "--format", "jsonl") == 0
+    assert documents("x_text_document")[-1] == ["hello two"]
+    assert preprocess(*words, "--format", "lines", "--overwrite") == 0
+    assert documents("x_text_document")[1] == [content.splitlines()[1].decode()]
+
+
+PLAINLY = {
+    "a brace": b"{ this is no JSON }\n{ nor is this }\n",
+    "code": b'{\n    "a": 1,\n    b\n}\n',
+    "one object among lines": b'{"a": 1}\nis JSON,\nthis is none\n',
+    "lists": b'["a", "b"]\n["c"]\n',
+    "text": PLAIN,
+    "a long line": b"x" * 100_000,
+    "a long brace": b"{" + b"x" * 100_000,
+    "a few zeros": b"x" * 5000 + b"\0\n",
+    "Chinese": "天地玄黄\n".encode() * 3000,
+}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.1", "a.md", "a.py", "a.txt-00001", "a.TXT.gz", "a.txt.zst"])
+@pytest.mark.parametrize("content", PLAINLY.values(), ids=PLAINLY.keys())
+def test_text_that_only_resembles_json_is_one_document(name, content):
+    write(**{name: PACKINGS[Path(name).suffix](content) if Path(name).suffix in PACKINGS else content})
+    assert [source.format for plain in ("files", "lines") for source in find([name], None, plain=plain)] == [
+        "files",
+        "lines",
+    ]
+
+
+def tar(pack=""):
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode=f"w:{pack}") as file:
+        file.addfile(tarfile.TarInfo("a.jsonl"), io.BytesIO())
+    return archive.getvalue()
+
+
+def zipped():
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("a.jsonl", OBJECTS)
+    return archive.getvalue()
+
+
+REFUSED = {
+    "a.jsonl.xz": (lzma.compress(OBJECTS), "compressed by xz, which hpclm does not read; unpack it first: unxz --keep a.jsonl.xz"),
+    "a.jsonl.lzma": (lzma.compress(OBJECTS, lzma.FORMAT_ALONE), "compressed by lzma"),
+    "a.txt.bz2": (bz2.compress(PLAIN), "compressed by bzip2"),
+    "a.jsonl.lz4": (b"\x04\x22\x4d\x18\x64\x40\xa7", "compressed by lz4"),
+    "a.zip": (zipped(), "a zip archive"),
+    "a.docx": (zipped(), "a zip archive"),
+    "a.tar": (tar(), "a tar archive"),
+    "a.tar.gz": (tar("gz"), "a tar archive"),
+    "a.tgz": (tar("gz"), "a tar archive"),
+    "a.pdf": (b"%PDF-1.7\n%\xe2\xe3\n", "a PDF"),
+    "a.npy": (b"\x93NUMPY\x01\0v\0{'descr'}", "a NumPy array"),
+    "a.idx": (b"MMIDIDX\0\0" + bytes(100), "the index of a dataset"),
+    "a.txt": ("hello\nthere".encode("utf-16"), "text in UTF-16; convert it: iconv"),
+    "c.txt": ("hello".encode("utf-32"), "text in UTF-32"),
+    "a.jsonl": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "a Git LFS pointer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("format", [None, "lines", "jsonl"])
+def test_what_is_no_text_is_refused_by_name_whatever_it_is_called(name, format):
+    content, message = REFUSED[name]
+    write(**{name: content, "0": content})
+    for path in (name, "0"):
+        with pytest.raises(ConfigError) as caught:
+            find([path], format)
+        assert str(caught.value).startswith(path) and message.replace(name, path) in str(caught.value)
+
+
+UNLESS_SAID = {
+    "a.txt": ("hello\nthere".encode("utf-16-le"), "11 of its first 22 bytes are zero"),
+    "a.bin": (bytes(40) + bytes(range(256)), "not text in UTF-8"),
+    "a.csv": (b"id,text\n1,hello\n", "pandas.read_csv"),
+    "a.TSV.gz": (gzip.compress(b"id\ttext\n1\thello\n"), "sep=chr(9)"),
+    "a.csv-00000-of-00002": (b"id,text\n1,hello\n", "is a table"),
+    "a.html": (b"<!DOCTYPE html>\n<p>hello\n", "is HTML or XML"),
+    "a.xml.gz": (gzip.compress(b"<?xml version='1.0'?>\n<page>\n"), "is HTML or XML"),
+}
+
+
+@pytest.mark.parametrize("name", UNLESS_SAID)
+def test_binaries_tables_and_pages_are_refused_unless_a_person_says_that_they_are_lines(name):
+    content, message = UNLESS_SAID[name]
+    write(**{name: content})
+    with pytest.raises(ConfigError) as caught:
+        find([name], None)
+    assert message in str(caught.value) and "give --format lines" in str(caught.value)
+    assert find([name], "lines")[0].format == "lines"
+
+
+ONE_VALUE = {
+    "an array": (json.dumps([{"text": "a"}, {"text": "b"}]), "one JSON array", "jq -c '.[]' a.json > OUT.jsonl"),
+    "an array of several lines": (json.dumps([{"text": "a"}], indent=1), "one JSON array", "jq -c '.[]'"),
+    "an object of several lines": (json.dumps({"text": "a"}, indent=1), "objects of several lines", "jq -c . a.json"),
+}
+
+
+@pytest.mark.parametrize("content, what, command", ONE_VALUE.values(), ids=ONE_VALUE.keys())
+@pytest.mark.parametrize("format", [None, "jsonl"])
+def test_json_that_is_not_one_object_per_line_is_refused_with_the_command_that_makes_it_so(
+    content, what, command, format
+):
+    write(**{"a.json": content})
+    with pytest.raises(ConfigError, match=what) as caught:
+        find(["a.json"], format)
+    assert command in str(caught.value)
+
+
+def test_a_table_is_read_as_one_under_every_name():
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    feather = pytest.importorskip("pyarrow.feather")
+    rows = pyarrow.table({"text": ["hello one", "hello two"]})
+    parquet.write_table(rows, "a.parquet")
+    feather.write_feather(rows, "a.feather")
+    content, other = Path("a.parquet").read_bytes(), Path("a.feather").read_bytes()
+    write(
+        **{"b.PARQUET": content, "c.parquet.1": content, "d": content, "e.txt": content, "f.ARROW": other, "g": other}
+    )
+    for name in ("a.parquet", "b.PARQUET", "c.parquet.1", "d", "e.txt", "a.feather", "f.ARROW", "g"):
+        [source] = find([name], None)
+        lines = [json.loads(line)["text"] for chunk in chunks([source]) for line in chunk.lines]
+        assert (source.storage, lines) == ("table", ["hello one", "hello two"]), name
+        with pytest.raises(ConfigError, match="the rows of a table are read as --format jsonl"):
+            find([name], "lines")
+
+
+def test_files_of_a_pattern_and_a_folder_are_all_read_as_what_they_are(capsys):
+    Path("f").mkdir()
+    write(
+        **{"f/a.ndjson": jsonl("one"), "f/b.jsonl": jsonl("two"), "f/c.jsonl.1": jsonl("three"), "f/README": "no data"}
+    )
+    for number, name in enumerate(["f", "f/*.*"]):
+        assert preprocess("--input", name, "--output-prefix", number, "--tokenizer", "bytes") == 0
+        assert documents(f"{number}_text_document") == [["one"], ["two"], ["three"]]
+    write(**{"f/d.jsonl.xz": lzma.compress(OBJECTS)})
+    assert preprocess("--input", "f", "--output-prefix", "x", "--tokenizer", "bytes") == 64
+    assert "f/d.jsonl.xz is compressed by xz" in capsys.readouterr().err
+
+
+def test_options_of_fairseq_do_not_read_json_as_plain_lines(capsys):
+    write(**{"a.ndjson": OBJECTS})
+    assert preprocess("--only-source", "--trainpref", "a.ndjson") == 64
+    assert "a.ndjson holds JSON lines, but fairseq's options read plain ones" in capsys.readouterr().err
+
+
+def prompts(*words):
+    given = generate.parser().values(["run", *words])
+    return list(texts.prompts(given["prompt"], given["prompts"], given["format"]))
+
+
+def test_prompts_and_evaluated_texts_are_read_by_the_same_rule():
+    text = '{"prompt": "hello"}\n'
+    for name in ("a.ndjson", "a.JSONL", "a.jsonl.1", "part-0"):
+        write(**{name: text})
+        assert prompts("--prompts", name) == ["hello"]
+        assert texts.is_json_lines(name, text, None, "text")
+    write(**{"a.txt": text})
+    with pytest.raises(ConfigError, match=r"a\.txt holds JSON lines.* --format lines to read it as it is"):
+        prompts("--prompts", "a.txt")
+    with pytest.raises(ConfigError, match=r"standard input holds JSON lines.* --format text"):
+        texts.is_json_lines("-", text, None, "text")
+    assert prompts("--prompts", "a.txt", "--format", "jsonl") == ["hello"]
+    assert prompts("--prompts", "a.txt", "--format", "lines") == [text.strip()]
+    assert not texts.is_json_lines("page.html", "<html>\n", None, "text")

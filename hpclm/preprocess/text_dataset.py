@@ -1,4 +1,4 @@
-"""The dataset named by ``data=``: text is tokenized once, into a folder ``datasets`` beside the run."""
+"""The dataset named by ``data=``: text is tokenized once, into a folder "datasets" beside the run."""
 
 import hashlib
 import json

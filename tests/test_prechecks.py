@@ -119,4 +119,4 @@ def test_a_model_that_was_trained_with_offloaded_activations_is_measured_on_a_cp
     assert cli.main(["train", *tiny("run", "stop_at=1")]) == 0
     path = here / "run/config.yaml"
     path.write_text(path.read_text().replace("offload_activations: false", "offload_activations: true"))
-    assert run_settings.settings(here / "run", ["engine.device=cpu"]).engine.device == "cpu"
+    assert run_settings.inference_settings(here / "run", ["engine.device=cpu"]).engine.device == "cpu"

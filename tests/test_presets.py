@@ -103,7 +103,7 @@ def preset(name, *words):
 def test_the_network_is_that_of_the_published_model(name):
     transformers = pytest.importorskip("transformers")
     published, model = PUBLISHED[name], preset(name).model
-    assert ModelConfig.of(families.settings(published) | BEFORE.get(name, {})) == model
+    assert ModelConfig.of(families.model_settings(published) | BEFORE.get(name, {})) == model
     with torch.device("meta"):
         there = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**published))
         ours = {name: torch.empty(placement.shape) for name, placement in placements(model).items()}

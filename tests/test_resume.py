@@ -99,7 +99,9 @@ def run(tmp_path, tiny):
     made = CheckpointStore(
         out / "checkpoints",
         Retention(),
-        fingerprint(config.model, config.seed, sources.build(config.data, config.model, config.seed).fingerprint),
+        fingerprint(
+            config.model, config.seed, sources.build_source(config.data, config.model, config.seed).fingerprint
+        ),
     )
     made.save(State(), progress(4))
     dump(config, out / "config.yaml")

@@ -197,13 +197,13 @@ def mine(tmp_path, monkeypatch):
 def test_what_is_named_is_of_the_expected_kind_before_it_is_called(name, mine):
     cpu = ["engine.device=cpu", f"engine.name=calls_nothing:{name}"]
     looked_up = [
-        lambda name: tokenizers.build(name, ["/bin/true"]),
+        lambda name: tokenizers.build_tokenizer(name, ["/bin/true"]),
         lambda name: gpt.layers(ModelConfig(block=name), EngineConfig(), None, 1),
         lambda name: engine_class(config.load(None, [*BUDGET, *cpu]).for_engine(), __import__("torch").device("cpu")),
     ]
     if name not in ("touch", "Init", "Half"):  # a function that takes anything may be a source, and is called as one
         looked_up += [
-            lambda name: sources.build(DataConfig(source=name), ModelConfig(), 1),
+            lambda name: sources.build_source(DataConfig(source=name), ModelConfig(), 1),
             lambda name: schedules.shape(OptimConfig(schedule=name)),
         ]
     for look_up in looked_up:
@@ -258,12 +258,12 @@ def test_an_engine_that_takes_other_arguments_is_refused_with_those_that_engines
 )
 def test_the_standard_library_has_nothing_that_settings_may_name(name):
     with pytest.raises(ConfigError, match=r"standard library|unknown"):
-        tokenizers.build(name, ["/bin/sh", "-c", "true"])
+        tokenizers.build_tokenizer(name, ["/bin/sh", "-c", "true"])
 
 
 def test_a_source_that_is_none_is_refused_with_what_it_lacks(mine):
     with pytest.raises(ConfigError, match="gives Half, which lacks eod, fingerprint, held_out, per_epoch, samples"):
-        sources.build(DataConfig(source="calls_nothing:Half"), ModelConfig(), 1)
+        sources.build_source(DataConfig(source="calls_nothing:Half"), ModelConfig(), 1)
 
 
 def test_the_current_folder_is_searched_for_modules_only_where_PYTHONPATH_names_it(tmp_path, monkeypatch):
@@ -271,11 +271,11 @@ def test_the_current_folder_is_searched_for_modules_only_where_PYTHONPATH_names_
     monkeypatch.chdir(tmp_path)
     text = rf"No module named 'only_here'; the current folder is not searched: start with PYTHONPATH={tmp_path}"
     with pytest.raises(ConfigError, match=text):
-        tokenizers.build("only_here:Tok", [])
+        tokenizers.build_tokenizer("only_here:Tok", [])
     assert "only_here" not in sys.modules
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="'only_here:Tok' has no encode, encode_batch, decode"):
-        tokenizers.build("only_here:Tok", [])
+        tokenizers.build_tokenizer("only_here:Tok", [])
     del sys.modules["only_here"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from hpclm.base import paths
 from hpclm.base.errors import ExitCode
 from hpclm.base.terminal import say
-from hpclm.interop.convert import SHARD_GB, Options, converted
+from hpclm.interop.convert import SHARD_GB, ConvertOptions, converted
 from hpclm.parser import Parser, completed, exit_codes, number
 from hpclm.rundir import runs
 
@@ -26,7 +26,7 @@ appears only when it is complete. Nothing is downloaded, and no code that comes 
 
 def main(source: Path, target: Path, settings: list[str], runs_folder: Path, **options: Any) -> int:
     """Convert weights, and print the result."""
-    say(converted(runs.located(source, runs_folder), target, settings, Options(**options)))
+    say(converted(runs.located(source, runs_folder), target, settings, ConvertOptions(**options)))
     return 0
 
 

@@ -44,7 +44,7 @@ def main(
     run = runs.located(run, runs_folder)
     from hpclm.inference import run_settings  # imports NumPy
 
-    run_settings.check(run, settings, reads_text=True)
+    run_settings.checked_settings(run, settings, reads_text=True)
 
     from hpclm.inference.completion import Completer
 

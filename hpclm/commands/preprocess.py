@@ -14,7 +14,7 @@ from hpclm.parser import Parser, whole
 from hpclm.preprocess import next_command, parts
 from hpclm.preprocess.encode import tokenizer_of
 from hpclm.preprocess.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
-from hpclm.preprocess.options import Options, Request, share_of, with_tokenizer_of
+from hpclm.preprocess.options import PreprocessOptions, PreprocessRequest, share_of, with_tokenizer_of
 from hpclm.preprocess.options import request as build_request
 
 # Megatron's --tokenizer-type: our kind, and the options that name its files
@@ -45,9 +45,9 @@ def request(
     tokenizer_model: str | None,
     dataset_impl: str,
     **given: Any,
-) -> Request:
+) -> PreprocessRequest:
     """The datasets to write; UsageError for options that do not go together, ConfigError for invalid inputs."""
-    options = Options(**given)
+    options = PreprocessOptions(**given)
     model = options.model
     if model and not options.tokenizer_files:
         options = with_tokenizer_of(model, options)
@@ -153,7 +153,7 @@ def parser() -> Parser:
     return options
 
 
-def _mistakes(options: Options) -> Iterator[str]:
+def _mistakes(options: PreprocessOptions) -> Iterator[str]:
     if not options.split_sentences and (options.language or options.keep_newlines):
         yield "--language and --keep-newlines go with --split-sentences"
     if options.part and not share_of(options.part):
@@ -173,7 +173,9 @@ def _mistakes(options: Options) -> Iterator[str]:
         yield "give --input FILE... and --output-prefix P, or fairseq's --only-source --trainpref F --destdir D"
 
 
-def _tokenizer_mistakes(options: Options, megatron_type: str | None, files: Mapping[str, str | None]) -> Iterator[str]:
+def _tokenizer_mistakes(
+    options: PreprocessOptions, megatron_type: str | None, files: Mapping[str, str | None]
+) -> Iterator[str]:
     """Mistakes in hpclm's options for the tokenizer, or in Megatron's: a type and its ``files``."""
     given = [name for name, file in files.items() if file]
     if not megatron_type:
@@ -193,7 +195,7 @@ def _tokenizer_mistakes(options: Options, megatron_type: str | None, files: Mapp
         yield f"{' and '.join(map(_flag, useless))} have no effect with --tokenizer-type {megatron_type}"
 
 
-def _fairseq_mistakes(options: Options) -> Iterator[str]:
+def _fairseq_mistakes(options: PreprocessOptions) -> Iterator[str]:
     if not options.fairseq:
         return
     if not options.only_source:

@@ -32,7 +32,7 @@ def main(settings: list[str], resume_step: int | None, sweep: list[str], paralle
 
         return launcher.train(settings, sweep, parallel or 1, typed)
     if command_line.names_data(settings):
-        run = command_line.settings(settings, typed, process.check_before_dataset)
+        run = command_line.resolved_settings(settings, typed, process.check_before_dataset)
     commanded = sys.argv[-len(typed) :] == typed  # otherwise a program, which may be old, calls this
     began = processes.started(os.getpid()) if commanded else None
     return process.start(run, resume_step=resume_step, began=began)

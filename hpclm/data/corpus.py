@@ -236,7 +236,7 @@ def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int)
     smaller."""
     fingerprints: list[tuple[str, dict[str, Any]]] = []
     if settings.tokenizer is not None:
-        tokenizer = tokenizers.build(settings.tokenizer, settings.tokenizer_files, settings.eod)
+        tokenizer = tokenizers.build_tokenizer(settings.tokenizer, settings.tokenizer_files, settings.eod)
         fingerprints.append(("data.tokenizer", tokenizer.fingerprint))
     for prefix in prefixes:
         note = sidecar(prefix)

@@ -60,7 +60,7 @@ class Source(Protocol):
         ...
 
 
-def build(data: DataConfig, model: ModelConfig, seed: int, facts: SharedFacts | None = None) -> Source:
+def build_source(data: DataConfig, model: ModelConfig, seed: int, facts: SharedFacts | None = None) -> Source:
     """The configured source; ConfigError if it does not exist, or if a user-defined one is invalid.
 
     ``facts``: for a source that accepts them; it adds its findings, and does not read known facts again.

@@ -102,7 +102,7 @@ def mismatch(made_with: dict[str, Any], given: dict[str, Any]) -> str | None:
     return f"made with the {describe(made_with)}, given the {describe(given)}; they differ in {', '.join(differ)}"
 
 
-def build(kind: str, files: list[str], eod: str | None = None) -> Tokenizer:
+def build_tokenizer(kind: str, files: list[str], eod: str | None = None) -> Tokenizer:
     """Build the tokenizer ``kind`` (data.tokenizer) from its ``files``; ConfigError if they do not match.
 
     ``eod``: text of the end-of-document token; None: the default of its kind.
@@ -154,9 +154,9 @@ def of_run(data: DataConfig) -> Tokenizer:
 
 
 def build_of_run(data: DataConfig) -> tuple[Tokenizer, str, list[str], str | None]:
-    """The tokenizer of a run, and the arguments of ``build``."""
+    """The tokenizer of a run, and the arguments of ``build_tokenizer``."""
     kind, paths, eod, prefix, note = _named(data)
-    tokenizer = build(kind, paths, eod)
+    tokenizer = build_tokenizer(kind, paths, eod)
     differences = mismatch(note, tokenizer.fingerprint) if prefix else None
     if differences:
         raise ConfigError(
@@ -178,11 +178,11 @@ def check_of_run(data: DataConfig) -> None:
     """ConfigError, as in ``of_run``, if a run names no tokenizer, or files of it are missing; quick if all is well."""
     kind, paths, eod, *_ = _named(data)
     if not all(Path(path).exists() for path in paths):
-        build(kind, paths, eod)
+        build_tokenizer(kind, paths, eod)
 
 
 def _named(data: DataConfig) -> tuple[str, list[str], str | None, str, dict[str, Any]]:
-    """The arguments of ``build`` for a run; and, if the settings do not give them, the dataset that does, with its fingerprint."""
+    """The arguments of ``build_tokenizer`` for a run; and, if the settings do not give them, the dataset that does, with its fingerprint."""
     if data.tokenizer is not None:
         return data.tokenizer, data.tokenizer_files, data.eod, "", {}
     notes = ((prefix, sidecar(prefix)) for prefix in data.prefixes())

@@ -35,7 +35,7 @@ class Completer:
     """The model of a run's checkpoint, by default the newest, and its tokenizer."""
 
     def __init__(self, run: Path, overrides: list[str], checkpoint: Path | None = None):
-        config = run_settings.settings(run, overrides)
+        config = run_settings.inference_settings(run, overrides)
         self.text = run_text.of_run(run, config.data, config.model.vocab_size)
         _, generation = special_tokens.chat_of_run(run, tokenizers.files_of_run(config.data))
         if ignored := run_text.without_effect(generation):

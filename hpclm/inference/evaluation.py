@@ -66,8 +66,8 @@ def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores
     """Score the newest checkpoint at tasks."""
     from hpclm.inference import run_settings, task_names
 
-    config = run_settings.check(run, overrides, reads_text=True)
-    task_names.check(list(wanted.names), wanted.path)
+    config = run_settings.checked_settings(run, overrides, reads_text=True)
+    task_names.check_task_names(list(wanted.names), wanted.path)
 
     from hpclm.inference import run_model
     from hpclm.preprocess import run_text
@@ -93,8 +93,8 @@ def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: State
     """
     from hpclm.inference import run_settings, task_names
 
-    config = run_settings.settings(run, overrides)
-    task_names.check(list(wanted.names), wanted.path)
+    config = run_settings.inference_settings(run, overrides)
+    task_names.check_task_names(list(wanted.names), wanted.path)
 
     with extras.needed_for("evaluation on tasks"):
         from hpclm.inference.follow import Follower
@@ -115,9 +115,9 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
     from hpclm.data import sources, split_by
     from hpclm.inference import run_settings
 
-    config = run_settings.check(run, overrides, reads_text=False)
+    config = run_settings.checked_settings(run, overrides, reads_text=False)
     config = split_by.resolved(config, config_history.split_by(Path(config.out)))
-    source = sources.build(config.data, config.model, config.seed)
+    source = sources.build_source(config.data, config.model, config.seed)
 
     from hpclm.base.progress import Bar
     from hpclm.data.batches import Batches
@@ -162,7 +162,7 @@ def on_documents(
     from hpclm.inference import run_settings
 
     content = "" if text is None else texts.text_of(text)
-    config = run_settings.check(run, overrides, reads_text=text is not None)
+    config = run_settings.checked_settings(run, overrides, reads_text=text is not None)
     data = config.data
     if prefix is not None:  # only this dataset; a tokenizer named in the settings stays
         data = replace(data, source="indexed", prefix=prefix, blend=[], train=[], valid=[], test=[], validation=[])

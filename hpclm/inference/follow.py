@@ -27,7 +27,7 @@ OVER = ("done", "stopped", "exited", "failed", "ended")
 """Statuses of a run that nothing trains or is going to train."""
 
 
-class Interrupted(Exception):
+class FollowInterrupted(Exception):
     """A signal arrived before the scores were complete."""
 
 
@@ -49,7 +49,7 @@ class Follower:
         return (row for row in metrics_file.NewScores(self.out).rows() if names <= set(row["tasks"]))
 
     def score_new(self, interrupted: Callable[[], bool]) -> int:
-        """Score new checkpoints, oldest first; returns their number. Raises Interrupted between batches if ``interrupted`` is true."""
+        """Score new checkpoints, oldest first; returns their number. Raises FollowInterrupted between batches if ``interrupted`` is true."""
         count = 0
         for folder in directory.steps(self.out / "checkpoints"):
             name = digest(folder)
@@ -72,7 +72,7 @@ class Follower:
                     if status.name in OVER:
                         break
                     wait(POLL, interrupted)
-            except Interrupted:
+            except FollowInterrupted:
                 log.info("interrupted; the same command scores the remaining checkpoints")
                 return ExitCode.REQUEUE
             if status.name == "done":
@@ -86,7 +86,7 @@ class Follower:
     def _score(self, folder: Path, name: str, interrupted: Callable[[], bool]) -> bool:
         def check_interrupt() -> None:
             if interrupted():
-                raise Interrupted
+                raise FollowInterrupted
 
         check_interrupt()
         began = time.monotonic()
@@ -101,7 +101,7 @@ class Follower:
         try:
             text = replace(self.text, chat=chat_record.of_run(self.out))  # a run that had not begun had none
             tasks, _ = self.tasks.score(model.to(self.compute.dtype), text, self.batch, check_interrupt, errors=False)
-        except (HpclmError, Interrupted):
+        except (HpclmError, FollowInterrupted):
             raise
         except Exception as error:  # a task's own code may fail in any way
             log.exception("%s is not scored: %s: %s", folder.name, type(error).__name__, error)
@@ -128,9 +128,9 @@ def digest(folder: Path) -> str | None:
 
 
 def wait(seconds: float, interrupted: Callable[[], bool]) -> None:
-    """Wait for ``seconds``; raises Interrupted after a signal."""
+    """Wait for ``seconds``; raises FollowInterrupted after a signal."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if interrupted():
-            raise Interrupted
+            raise FollowInterrupted
         time.sleep(min(0.2, seconds))

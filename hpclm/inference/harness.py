@@ -48,7 +48,7 @@ class Tasks:
         self.names = list(names)
         self.samples = samples
         self.shots = shots
-        task_names.check(names, folder)
+        task_names.check_task_names(names, folder)
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs every default that a task relies on
         if folder is not None and (exposed := folders.exposed_folder(Path(folder))):
             raise ConfigError(f"{folder} holds task files, which may name code to run in your name, and {exposed}")

@@ -13,14 +13,14 @@ from hpclm.data import tokenizers
 from hpclm.rundir import config_history
 
 
-def settings(run: Path, overrides: list[str]) -> RunConfig:
+def inference_settings(run: Path, overrides: list[str]) -> RunConfig:
     """The settings of the run in ``run``, with key=value overrides, for a single process."""
-    config = alone(configs.of_run(run, overrides))
+    config = for_inference(configs.of_run(run, overrides))
     size = config.batch.micro_size or config_history.micro_size(run) or 1  # no result depends on it
     return replace(config, batch=replace(config.batch, micro_size=size))
 
 
-def alone(config: RunConfig) -> RunConfig:
+def for_inference(config: RunConfig) -> RunConfig:
     """The settings of a run, for its model in a single process."""
     kept = {name: getattr(config.engine, name) for name in ("device", "precision", "loss_chunk")}
     # the model needs no optimizer: one with offloaded state would not fit this engine, and a user's may be missing
@@ -51,9 +51,9 @@ def saved_steps(run: Path) -> list[Path]:
     return steps
 
 
-def check(run: Path, overrides: list[str], reads_text: bool) -> RunConfig:
+def checked_settings(run: Path, overrides: list[str], reads_text: bool) -> RunConfig:
     """The settings of a run; checks that its checkpoint exists, and its tokenizer if it ``reads_text``."""
-    config = settings(run, overrides)
+    config = inference_settings(run, overrides)
     check_saved(run)
     if reads_text:
         tokenizers.check_of_run(config.data)

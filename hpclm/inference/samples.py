@@ -38,7 +38,7 @@ def samples_of_runs(named: Mapping[str, Path], prompt: str) -> dict[str, dict[in
     if len(named) == 1:
         [(name, out)] = named.items()
         run_settings.saved_steps(out)
-        run_settings.check(out, [], reads_text=True)
+        run_settings.checked_settings(out, [], reads_text=True)
         return {name: samples(out, prompt, SAMPLED_CHECKPOINTS)}
     written = dict[str, dict[int, str]]()
     for name, out in named.items():

@@ -13,7 +13,7 @@ WORD = re.compile(rb"[^\s\"'\[\],#{}]+")
 NAME = re.compile(r"^[\s-]*(?:task|group|tag)\s*:\s*[\"']?([\w.:-]+)", re.MULTILINE)
 
 
-def check(names: Sequence[str], folder: str | None) -> None:
+def check_task_names(names: Sequence[str], folder: str | None) -> None:
     """ConfigError for task names that appear in no file of the library's tasks, nor of ``folder`` if given.
 
     A name that appears may still not be a task; then the library reports that.

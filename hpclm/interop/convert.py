@@ -26,7 +26,7 @@ UNKNOWN = (
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     """Options of hpclm convert; each applies either to exports or to imports."""
 
     dtype: str | None = None
@@ -37,7 +37,7 @@ class Options:
     weights_only: bool = False
 
 
-def converted(source: Path, target: Path, overrides: list[str], options: Options) -> str:
+def converted(source: Path, target: Path, overrides: list[str], options: ConvertOptions) -> str:
     """Convert ``source`` to ``target``; returns a message that describes the result."""
     from hpclm.inference import run_settings  # imports NumPy
 

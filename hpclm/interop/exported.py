@@ -9,14 +9,14 @@ from torch import Tensor
 from hpclm.base.errors import ConfigError
 from hpclm.base.progress import Bar
 from hpclm.checkpoint.tensors import Tensors
-from hpclm.interop.rules import Rule, check_names
+from hpclm.interop.rules import ConversionRule, check_names
 from hpclm.interop.run import RunCheckpoint, finite
 
 
 class Exported:
     """Reads a checkpoint's weights and converts them, one weight in memory at a time; files stay open inside the context."""
 
-    def __init__(self, checkpoint: RunCheckpoint, rules: Sequence[Rule], allow_nan: bool):
+    def __init__(self, checkpoint: RunCheckpoint, rules: Sequence[ConversionRule], allow_nan: bool):
         """ConfigError unless ``rules`` cover exactly the checkpoint's weights. ``allow_nan``: also export values that are not finite."""
         self.rules = rules
         self.allow_nan = allow_nan
@@ -39,7 +39,7 @@ class Exported:
         for rule in self.rules:
             yield from zip(rule.theirs, rule.split(torch.empty(self.shapes[rule.ours], device="meta")), strict=True)
 
-    def tensors(self, rules: Iterable[Rule]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, rules: Iterable[ConversionRule]) -> Iterator[tuple[str, Tensor]]:
         """Name and fp32 value of the tensors converted by ``rules``; ConfigError for values that are not finite."""
         for rule in rules:
             whole = self._saved.whole(f"model.{rule.ours}")

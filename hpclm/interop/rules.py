@@ -23,7 +23,7 @@ LINEAR = ("attention.out", "mlp.up", "mlp.down")
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConversionRule:
     """One of our weights, the corresponding tensors ``theirs``, and the conversion in both directions."""
 
     ours: str
@@ -32,17 +32,17 @@ class Rule:
     join: Callable[[Sequence[Tensor]], Tensor]
 
 
-def same(ours: str, theirs: str) -> Rule:
+def same(ours: str, theirs: str) -> ConversionRule:
     """Rule for one tensor under another name."""
-    return Rule(ours, (theirs,), lambda x: [x], lambda tensors: tensors[0])
+    return ConversionRule(ours, (theirs,), lambda x: [x], lambda tensors: tensors[0])
 
 
-def transposed(ours: str, theirs: str) -> Rule:
+def transposed(ours: str, theirs: str) -> ConversionRule:
     """Rule for the weight of a linear layer that is stored as [in, out]."""
-    return Rule(ours, (theirs,), lambda x: [x.t()], lambda tensors: tensors[0].t())
+    return ConversionRule(ours, (theirs,), lambda x: [x.t()], lambda tensors: tensors[0].t())
 
 
-def table(ours: str, theirs: str, config: ModelConfig) -> Rule:
+def table(ours: str, theirs: str, config: ModelConfig) -> ConversionRule:
     """Rule for an embedding with V rows there, padded to a multiple of model.vocab_multiple here."""
 
     def padded(tensors: Sequence[Tensor]) -> Tensor:
@@ -51,21 +51,21 @@ def table(ours: str, theirs: str, config: ModelConfig) -> Rule:
             raise ConfigError(f"{theirs} has {len(rows)} rows, but model.vocab_size is {config.vocab_size}")
         return torch.cat([rows, rows.new_zeros(config.padded_vocab - len(rows), *rows.shape[1:])])
 
-    return Rule(ours, (theirs,), lambda x: [x[: config.vocab_size]], padded)
+    return ConversionRule(ours, (theirs,), lambda x: [x[: config.vocab_size]], padded)
 
 
-def stacked(ours: str, theirs: Sequence[str]) -> Rule:
+def stacked(ours: str, theirs: Sequence[str]) -> ConversionRule:
     """Rule for equal blocks of rows stored as separate tensors: gate and up projection of a gated MLP."""
-    return Rule(ours, tuple(theirs), lambda x: x.chunk(len(theirs)), lambda tensors: torch.cat(list(tensors)))
+    return ConversionRule(ours, tuple(theirs), lambda x: x.chunk(len(theirs)), lambda tensors: torch.cat(list(tensors)))
 
 
-def in_one(ours: str, theirs: str, config: ModelConfig) -> Rule:
+def in_one(ours: str, theirs: str, config: ModelConfig) -> ConversionRule:
     """Rule for the fused projection, stored as one tensor with all queries, all keys, all values."""
     sizes = [
         heads * config.head_width
         for heads in (config.attention.heads, config.attention.groups, config.attention.groups)
     ]
-    return Rule(
+    return ConversionRule(
         ours,
         (theirs,),
         lambda x: [torch.cat(unfused(x, config.attention.groups, config.head_width))],
@@ -73,7 +73,7 @@ def in_one(ours: str, theirs: str, config: ModelConfig) -> Rule:
     )
 
 
-def shifted(rule: Rule, by: float = 1.0) -> Rule:
+def shifted(rule: ConversionRule, by: float = 1.0) -> ConversionRule:
     """``rule`` for a weight that is stored minus ``by``."""
     return replace(
         rule,
@@ -82,7 +82,7 @@ def shifted(rule: Rule, by: float = 1.0) -> Rule:
     )
 
 
-def reordered(rule: Rule, order: Tensor) -> Rule:
+def reordered(rule: ConversionRule, order: Tensor) -> ConversionRule:
     """``rule`` for separate q, k and v; theirs[``order``] are our features of each head in q and k."""
     back = order.argsort()
 
@@ -96,7 +96,7 @@ def reordered(rule: Rule, order: Tensor) -> Rule:
     return replace(rule, split=split, join=lambda qkv: rule.join([heads(qkv[0], order), heads(qkv[1], order), qkv[2]]))
 
 
-def absent(ours: str, shape: Sequence[int], value: float) -> Rule:
+def absent(ours: str, shape: Sequence[int], value: float) -> ConversionRule:
     """Rule for a weight that is ``value`` everywhere and missing in the other format."""
 
     def split(x: Tensor) -> list[Tensor]:
@@ -104,12 +104,12 @@ def absent(ours: str, shape: Sequence[int], value: float) -> Rule:
             raise ConfigError(f"{ours} is not {value:g} everywhere, and the other format has no such weight")
         return []
 
-    return Rule(ours, (), split, lambda _: torch.full(tuple(shape), value))
+    return ConversionRule(ours, (), split, lambda _: torch.full(tuple(shape), value))
 
 
-def separate(ours: str, theirs: Sequence[str], config: ModelConfig) -> Rule:
+def separate(ours: str, theirs: Sequence[str], config: ModelConfig) -> ConversionRule:
     """Rule for the fused projection [G x (queries, key, value) x D, ...], stored as separate tensors for q, k and v."""
-    return Rule(
+    return ConversionRule(
         ours,
         tuple(theirs),
         lambda x: unfused(x, config.attention.groups, config.head_width),
@@ -117,13 +117,15 @@ def separate(ours: str, theirs: Sequence[str], config: ModelConfig) -> Rule:
     )
 
 
-def side_by_side(ours: str, theirs: str, config: ModelConfig) -> Rule:
+def side_by_side(ours: str, theirs: str, config: ModelConfig) -> ConversionRule:
     """Rule for the fused projection, stored as GPT-2's: all queries, all keys, all values, as [in, out]."""
 
     def split(x: Tensor) -> list[Tensor]:
         return [torch.cat(unfused(x, config.attention.groups, config.head_width)).t()]
 
-    return Rule(ours, (theirs,), split, lambda tensors: fused(tensors[0].t().chunk(3), config.attention.groups))
+    return ConversionRule(
+        ours, (theirs,), split, lambda tensors: fused(tensors[0].t().chunk(3), config.attention.groups)
+    )
 
 
 def fused(qkv: Sequence[Tensor], groups: int) -> Tensor:
@@ -140,7 +142,7 @@ def unfused(x: Tensor, groups: int, width: int) -> list[Tensor]:
 
 def of_modules(
     config: ModelConfig, modules: Mapping[str, Sequence[str]], layer: str, in_out: bool = False
-) -> Iterator[Rule]:
+) -> Iterator[ConversionRule]:
     """A rule for every weight of a network.
 
     ``modules``: maps our modules to theirs, which may be separate for q, k, v or for gate and up projection. ``layer``: prefix of module

@@ -23,7 +23,7 @@ from hpclm.config.settings import UnplacedWord
 from hpclm.data import chat_record
 from hpclm.data.chat_record import ChatRecord
 from hpclm.engine import Shard, StateSource
-from hpclm.interop.rules import Rule, check_depth, check_names, placements
+from hpclm.interop.rules import ConversionRule, check_depth, check_names, placements
 
 
 class TensorSource(Protocol):
@@ -108,7 +108,7 @@ class ImportedWeights:
         self,
         config: ModelConfig,
         source: TensorSource,
-        rules: Iterable[Rule],
+        rules: Iterable[ConversionRule],
         place: str,
         spare: Iterable[str] = (),
         moments: ImportedMoments = NO_MOMENTS,
@@ -137,7 +137,7 @@ class ImportedWeights:
                 for moment, source in self.moments.items():
                     yield Shard.whole(f"optim.{moment}.{rule.ours}", self._converted(rule, source))
 
-    def _converted(self, rule: Rule, source: TensorSource) -> Tensor:
+    def _converted(self, rule: ConversionRule, source: TensorSource) -> Tensor:
         more = f" and {len(rule.theirs) - 3} more" if len(rule.theirs) > 3 else ""
         where = f"{self.place}: {', '.join(rule.theirs[:3])}{more}"
         try:

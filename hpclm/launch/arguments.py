@@ -73,7 +73,7 @@ def compose(
     if request.dry_run:
         run, _ = command_line.planned(words, request.typed)
     else:
-        run = command_line.settings(words, request.typed, check)
+        run = command_line.resolved_settings(words, request.typed, check)
     run = varied(run, variant)
     job = run.job
     bad = report.bad_nodes(request.exclude_bad)

@@ -290,7 +290,7 @@ def submit_scoring(out: Path, overrides: list[str], wanted: TaskRequest, words: 
     from hpclm.inference import task_names
 
     folders.check_own(out, "scored")
-    task_names.check(list(wanted.names), wanted.path)
+    task_names.check_task_names(list(wanted.names), wanted.path)
     out = out.absolute()
     run = config.load(out / "config.yaml", list(overrides))
     job = replace(run.job, nodes=1, gpus=1, restarts=0, snapshot=False, template="srun")

@@ -88,7 +88,7 @@ def train(settings: Sequence[str], swept: Sequence[str], parallel: int, typed: S
 
 def composed(settings: Sequence[str], variant: Variant, typed: Sequence[str]) -> RunConfig:
     """The settings of one run that trains in one process, with absolute paths."""
-    run = command_line.settings([*settings, *variant.overrides], typed, process.check_before_dataset)
+    run = command_line.resolved_settings([*settings, *variant.overrides], typed, process.check_before_dataset)
     return arguments.whole(arguments.varied(run, variant))
 
 

@@ -1,6 +1,6 @@
 """Build datasets from text.
 
-inputs (whole lines) → encode (tokens, in worker processes) → Output (a dataset for each key)
+inputs (whole lines) → encode (tokens, in worker processes) → DatasetOutput (a dataset for each key)
 """
 
 import json
@@ -23,10 +23,10 @@ from hpclm.base.files import read_text, readable, write_text
 from hpclm.base.terminal import many, say
 from hpclm.data import chat_record, loss_mask, tokenizers
 from hpclm.data.indexed import files
-from hpclm.preprocess.encode import LONG_TOKEN, Column, Job, encode, may_cut, read_texts, tokenizer_of
+from hpclm.preprocess.encode import LONG_TOKEN, Column, EncodeJob, encode, may_cut, read_texts, tokenizer_of
 from hpclm.preprocess.inputs import Share, chunks
 from hpclm.preprocess.kinds import Format
-from hpclm.preprocess.options import Dictionary, InputCorpus, Request
+from hpclm.preprocess.options import Dictionary, InputCorpus, PreprocessRequest
 from hpclm.preprocess.run_text import token_id
 from hpclm.preprocess.tokenizers.fairseq import dictionary_of
 from hpclm.preprocess.workers import ordered
@@ -41,10 +41,10 @@ FEW_DOCUMENTS = 10  # fewer documents say little about a corpus
 DATED = re.compile(r"\bstrftime_now\s*\(")  # how templates of transformers ask for the date
 
 
-class Output(Writer):
+class DatasetOutput(Writer):
     """The dataset of one key, with counts of omitted text. ``replaces``: see Writer."""
 
-    def __init__(self, prefix: Path, job: Job, column: int = 0, replaces: bool = True):
+    def __init__(self, prefix: Path, job: EncodeJob, column: int = 0, replaces: bool = True):
         super().__init__(prefix, job.dtype(column), job.layout, replaces)
         self.prefix = prefix
         self._job = job
@@ -187,7 +187,7 @@ class Output(Writer):
 
 def write(
     corpus: InputCorpus,
-    request: Request,
+    request: PreprocessRequest,
     prefixes: Sequence[Path],
     share: Share = WHOLE,
     more: dict[str, Any] | None = None,
@@ -207,7 +207,9 @@ def write(
     try:
         with ExitStack() as opened:
             replaces = request.overwrite or share != WHOLE
-            outputs = [opened.enter_context(Output(prefix, job, i, replaces)) for i, prefix in enumerate(prefixes)]
+            outputs = [
+                opened.enter_context(DatasetOutput(prefix, job, i, replaces)) for i, prefix in enumerate(prefixes)
+            ]
             results = opened.enter_context(closing(ordered(partial(encode, job=job), work, request.workers)))
             bar = opened.enter_context(
                 ProgressBar(
@@ -243,7 +245,7 @@ def write(
         output.describe(f"; {size / 1e6 / (time.monotonic() - began):.1f} MB/s" if size and share == WHOLE else "")
 
 
-def complete(outputs: Sequence[Output], job: Job, more: dict[str, Any]) -> None:
+def complete(outputs: Sequence[DatasetOutput], job: EncodeJob, more: dict[str, Any]) -> None:
     """Complete all datasets of ``job``. The dataset of conversations records the hash of its loss mask, and its chat template."""
     for output in reversed(outputs):
         output.complete(more)
@@ -253,13 +255,13 @@ def complete(outputs: Sequence[Output], job: Job, more: dict[str, Any]) -> None:
             more = {**more, loss_mask.KEY: output.content.bin, chat_record.KEY: record.note()}
 
 
-def job_fingerprint(corpus: InputCorpus, request: Request) -> dict[str, Any]:
+def job_fingerprint(corpus: InputCorpus, request: PreprocessRequest) -> dict[str, Any]:
     """Everything that determines the dataset, as JSON: inputs, options, tokenizer."""
     job = asdict(request.job) | {"files": tokenizer_of(request.job).fingerprint}
     return dict(json.loads(json.dumps({"inputs": [asdict(source) for source in corpus.inputs], "job": job})))
 
 
-def check_job(job: Job) -> None:
+def check_job(job: EncodeJob) -> None:
     """ConfigError if the job's tokenizer cannot be built or does not fit the options."""
     tokenizer = tokenizer_of(job)
     if job.chat and job.tokenizer != "json":
@@ -280,7 +282,7 @@ def check_job(job: Job) -> None:
         raise ConfigError(problem)
 
 
-def refuse_to_replace(request: Request, prefixes: Sequence[Path]) -> None:
+def refuse_to_replace(request: PreprocessRequest, prefixes: Sequence[Path]) -> None:
     """ConfigError if one of these datasets exists, unless --overwrite is given."""
     existing = [str(path) for path in (files(prefix)[1] for prefix in prefixes) if path.exists()]
     if existing and not request.overwrite:
@@ -290,7 +292,7 @@ def refuse_to_replace(request: Request, prefixes: Sequence[Path]) -> None:
         )
 
 
-def write_dictionary(dictionary: Dictionary, request: Request) -> None:
+def write_dictionary(dictionary: Dictionary, request: PreprocessRequest) -> None:
     """Write dict.txt next to the datasets; ConfigError if a different one exists."""
     if dictionary.given is not None:
         text = read_text(readable(dictionary.given, "dictionary"))

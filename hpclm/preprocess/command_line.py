@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpclm.preprocess.text_dataset import NamedDataset
 
 
-def settings(
+def resolved_settings(
     words: Sequence[str],
     typed: Sequence[str] = (),
     check: Callable[[RunConfig, "NamedDataset"], None] = lambda run, dataset: None,

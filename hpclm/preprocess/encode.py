@@ -27,7 +27,7 @@ OnError = Literal["stop", "skip"]
 
 
 @dataclass(frozen=True)
-class Job:
+class EncodeJob:
     """Everything that determines the tokens of a text; the same in every process."""
 
     tokenizer: str
@@ -99,12 +99,12 @@ class Encoded(NamedTuple):
 
 
 @cache
-def tokenizer_of(job: Job) -> tokenizers.Tokenizer:
+def tokenizer_of(job: EncodeJob) -> tokenizers.Tokenizer:
     """The tokenizer of a job, built once per process."""
-    return tokenizers.build(job.tokenizer, list(job.files), job.eod)
+    return tokenizers.build_tokenizer(job.tokenizer, list(job.files), job.eod)
 
 
-def encode(chunk: InputChunk, job: Job) -> Encoded:
+def encode(chunk: InputChunk, job: EncodeJob) -> Encoded:
     """Encode a chunk and discard its text; ConfigError with file and line if that fails."""
     if job.chat:
         conversations, errors = _records(chunk, partial(_conversation, job=job, chat=job.chat), job.on_error)
@@ -163,7 +163,7 @@ class Conversation(NamedTuple):
     """The counted tokens that end answers."""
 
 
-def _conversation(line: bytes, job: Job, chat: Chat) -> Conversation | None:
+def _conversation(line: bytes, job: EncodeJob, chat: Chat) -> Conversation | None:
     """The conversation of a line; None for a blank line. UnreadableLineError for an invalid line."""
     messages = read_conversation(line)
     if not messages:
@@ -174,7 +174,7 @@ def _conversation(line: bytes, job: Job, chat: Chat) -> Conversation | None:
     return Conversation(marked.ids, marked.counts, marked.spanning, learned_ends(text, spans, tokenizer.added))
 
 
-def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> list[Column]:
+def _conversations(given: list[Conversation | None], job: EncodeJob, chat: Chat) -> list[Column]:
     """The tokens of conversations, and their loss mask."""
     longest = chat.context + 1
     long = sum(len(conversation[0]) > longest for conversation in given if conversation)
@@ -194,7 +194,7 @@ def _conversations(given: list[Conversation | None], job: Job, chat: Chat) -> li
     return [Column(column, sizes, documents, 0, 0, cut, dropped, endless, ends, spanning) for column in joined]
 
 
-def _column(texts: list[str], job: Job, name: str) -> Column:
+def _column(texts: list[str], job: EncodeJob, name: str) -> Column:
     """Encode ``texts``, one for each document, from the input ``name``."""
     tokenizer = tokenizer_of(job)
     sequences = texts
@@ -220,7 +220,7 @@ def _column(texts: list[str], job: Job, name: str) -> Column:
     return Column(ids, sizes, documents, int(np.count_nonzero(~full)), inner, text_bytes=size)
 
 
-def may_cut(job: Job) -> MayCut | None:
+def may_cut(job: EncodeJob) -> MayCut | None:
     """Returns a function that tells where a document may be divided into pieces that together have its tokens. None: nowhere, as with a
     user's own tokenizer, whose tokens may depend on the whole text."""
     tokenizer = tokenizer_of(job)
@@ -239,7 +239,7 @@ def may_cut(job: Job) -> MayCut | None:
     return may_cut
 
 
-def _piece(texts: list[str], job: Job, name: str, chunk: InputChunk) -> Column:
+def _piece(texts: list[str], job: EncodeJob, name: str, chunk: InputChunk) -> Column:
     """``_column`` for a piece of a document."""
     tokenizer = tokenizer_of(job)
     context = chunk.context.decode(errors="ignore")
@@ -258,7 +258,7 @@ def _piece(texts: list[str], job: Job, name: str, chunk: InputChunk) -> Column:
     )
 
 
-def _checked(ids: NDArray, job: Job, name: str) -> NDArray:
+def _checked(ids: NDArray, job: EncodeJob, name: str) -> NDArray:
     """``ids`` in the dataset's type; ConfigError for ids outside the tokenizer's range."""
     size = tokenizer_of(job).size
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < size:

@@ -11,7 +11,7 @@ from hpclm.config import BatchConfig
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import samples_in, split_bounds
 from hpclm.preprocess.encode import tokenizer_of
-from hpclm.preprocess.options import Request
+from hpclm.preprocess.options import PreprocessRequest
 
 LARGE = "gpt2-124m"
 SMALL = "small"
@@ -30,7 +30,7 @@ Choice = tuple[list[str], int, int | None]
 """Settings, and the tokens of the training and validation data; None: without validation."""
 
 
-def after(request: Request) -> str:
+def after(request: PreprocessRequest) -> str:
     """The command to run after preprocessing."""
     prefixes = [corpus.prefixes[0] for corpus in request.corpora]
     if request.job.chat or request.model:

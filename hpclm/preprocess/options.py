@@ -12,7 +12,7 @@ from hpclm.data import chat_record, tokenizers
 from hpclm.data.loss_mask import prefix_of
 from hpclm.distributed import bootstrap
 from hpclm.preprocess.chat import READ, Chat, chat_of, with_end
-from hpclm.preprocess.encode import Job
+from hpclm.preprocess.encode import EncodeJob
 from hpclm.preprocess.inputs import MAX_LINE_MB, MB, Input, Share, find, refuse_repeated
 from hpclm.preprocess.kinds import Format, PlainFormat
 from hpclm.preprocess.run_text import token_text
@@ -48,11 +48,11 @@ class Dictionary:
 
 
 @dataclass(frozen=True)
-class Request:
+class PreprocessRequest:
     """The datasets to write, and how."""
 
     corpora: tuple[InputCorpus, ...]
-    job: Job
+    job: EncodeJob
     share: Share
     workers: int
     overwrite: bool
@@ -64,7 +64,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Options:
+class PreprocessOptions:
     """The options of hpclm preprocess, with hpclm's names for the tokenizer."""
 
     input: list[str] | None
@@ -111,7 +111,7 @@ class Options:
         return self.tokenizer if self.tokenizer and Path(self.tokenizer).is_dir() else None
 
 
-def request(options: Options, model: str | None) -> Request:
+def request(options: PreprocessOptions, model: str | None) -> PreprocessRequest:
     """The request that follows from ``options``; ConfigError for invalid inputs. ``model``: the run that supplies the tokenizer."""
     share = _share(options.part)
     if options.fairseq:
@@ -122,7 +122,7 @@ def request(options: Options, model: str | None) -> Request:
     language = options.language or "en"
     if language not in LANGUAGES and not re.fullmatch("[a-z]{2,3}", language):
         raise ConfigError(f"--language {language!r} is not a language code, such as en or de")
-    job = Job(
+    job = EncodeJob(
         tokenizer=options.tokenizer or "",
         files=tuple(options.tokenizer_files),
         eod=options.eod,
@@ -137,7 +137,7 @@ def request(options: Options, model: str | None) -> Request:
     )
     if dictionary:
         job = replace(job, tokenizer="fairseq", files=(str(dictionary.path),), layout="fairseq")
-    return Request(
+    return PreprocessRequest(
         corpora, job, share, options.workers, options.overwrite, options.longest_line * MB, dictionary, model
     )
 
@@ -149,12 +149,12 @@ def text_request(
     files: Sequence[str] = (),
     eod: str | None = None,
     rows_of: str = "",
-) -> Request:
+) -> PreprocessRequest:
     """The request that tokenizes the text at ``path`` into the dataset ``name``, in this process, with the end of each document marked.
     ``rows_of``: see Input."""
     inputs = [replace(source, rows_of=rows_of) for source in find([str(path)], None, ["text"], "files")]
     corpus = InputCorpus(tuple(inputs), (Path(f"{name}_text_document"),))
-    job = Job(
+    job = EncodeJob(
         tokenizer=tokenizer,
         files=tuple(files),
         eod=eod,
@@ -167,10 +167,10 @@ def text_request(
         layout="megatron",
         chat=None,
     )
-    return Request((corpus,), job, Share(0, 1), workers=1, overwrite=False, longest_line=MAX_LINE_MB * MB)
+    return PreprocessRequest((corpus,), job, Share(0, 1), workers=1, overwrite=False, longest_line=MAX_LINE_MB * MB)
 
 
-def with_tokenizer_of(model: str, options: Options) -> Options:
+def with_tokenizer_of(model: str, options: PreprocessOptions) -> PreprocessOptions:
     """``options`` with the tokenizer and context of the run ``model``, which hpclm convert may have created."""
     if not Path(model, "config.yaml").exists() and Path(model, "tokenizer.json").exists():
         raise ConfigError(
@@ -187,7 +187,7 @@ def with_tokenizer_of(model: str, options: Options) -> Options:
     return replace(options, tokenizer=tokenizer, tokenizer_files=files, eod=options.eod or end, context=context)
 
 
-def _chat(options: Options, model: str | None) -> Chat:
+def _chat(options: PreprocessOptions, model: str | None) -> Chat:
     """The chat settings. ``model``: the run that supplies the tokenizer."""
     tuned = chat_record.of_run(Path(model)) if model else None
     chat = chat_of(
@@ -195,13 +195,13 @@ def _chat(options: Options, model: str | None) -> Chat:
     )
 
     def end() -> str | None:
-        tokenizer = tokenizers.build(options.tokenizer or "", options.tokenizer_files, options.eod)
+        tokenizer = tokenizers.build_tokenizer(options.tokenizer or "", options.tokenizer_files, options.eod)
         return token_text(tokenizer, tokenizer.eod)
 
     return with_end(chat, end)
 
 
-def _corpus(options: Options, share: Share) -> InputCorpus:
+def _corpus(options: PreprocessOptions, share: Share) -> InputCorpus:
     """The inputs, and a dataset for each key; for conversations, their tokens and their loss mask."""
     keys = options.json_keys or ["text"]
     if options.chat:
@@ -225,7 +225,7 @@ def _corpus(options: Options, share: Share) -> InputCorpus:
     return InputCorpus(tuple(inputs), tuple(Path(f"{options.output_prefix}_{key}_{level}") for key in keys))
 
 
-def _fairseq(options: Options, share: Share) -> tuple[tuple[InputCorpus, ...], Dictionary | None]:
+def _fairseq(options: PreprocessOptions, share: Share) -> tuple[tuple[InputCorpus, ...], Dictionary | None]:
     """The datasets of fairseq's options, and their dictionary, unless another tokenizer is given."""
     if share.parts > 1:
         raise ConfigError(f"fairseq's options run in one process, not {share.parts}; give --workers to use more cores")

@@ -17,7 +17,7 @@ from hpclm.base.terminal import say
 from hpclm.data import chat_record
 from hpclm.data.indexed import IndexedDataset, files, sidecar
 from hpclm.preprocess.build import (
-    Output,
+    DatasetOutput,
     check_job,
     complete,
     job_fingerprint,
@@ -26,12 +26,12 @@ from hpclm.preprocess.build import (
     write_dictionary,
 )
 from hpclm.preprocess.merge import copy
-from hpclm.preprocess.options import Request
+from hpclm.preprocess.options import PreprocessRequest
 
 log = logging.getLogger(__name__)
 
 
-def preprocess(request: Request) -> bool:
+def preprocess(request: PreprocessRequest) -> bool:
     """Write the requested datasets, or this process's part of one. Returns whether they are complete."""
     if request.share.parts > 1:
         return write_part(request)
@@ -46,7 +46,7 @@ def preprocess(request: Request) -> bool:
     return True
 
 
-def write_part(request: Request) -> bool:
+def write_part(request: PreprocessRequest) -> bool:
     """Write this process's part unless it exists, and join the parts if all exist. Returns whether this process has joined them."""
     [corpus] = request.corpora
     part = request.share.part
@@ -81,7 +81,7 @@ def write_part(request: Request) -> bool:
     return False
 
 
-def _joined(folder: Path, request: Request) -> bool:
+def _joined(folder: Path, request: PreprocessRequest) -> bool:
     """Whether this job has written its datasets, and nothing has replaced them."""
     try:
         return bool(json.loads(read_text(folder / "joined.json")) == _result(request))
@@ -89,7 +89,7 @@ def _joined(folder: Path, request: Request) -> bool:
         return False
 
 
-def _result(request: Request) -> dict[str, Any]:
+def _result(request: PreprocessRequest) -> dict[str, Any]:
     """The job, and the files that it wrote, as JSON; OSError if they do not exist."""
     [corpus] = request.corpora
     status = [path.stat() for prefix in corpus.prefixes for path in files(prefix)[:2]]
@@ -104,12 +104,14 @@ def _complete(prefixes: list[Path], job: dict[str, Any]) -> bool:
         return False
 
 
-def _join(parts: list[list[Path]], request: Request) -> None:
+def _join(parts: list[list[Path]], request: PreprocessRequest) -> None:
     """Write the parts, in order, as the datasets that a single process would write."""
     [corpus] = request.corpora
     try:
         with ExitStack() as opened:
-            outputs = [opened.enter_context(Output(prefix, request.job, i)) for i, prefix in enumerate(corpus.prefixes)]
+            outputs = [
+                opened.enter_context(DatasetOutput(prefix, request.job, i)) for i, prefix in enumerate(corpus.prefixes)
+            ]
             for output, prefixes in zip(outputs, zip(*parts, strict=True), strict=True):
                 for prefix in prefixes:
                     _add(prefix, output)
@@ -121,7 +123,7 @@ def _join(parts: list[list[Path]], request: Request) -> None:
         output.describe()
 
 
-def _add(prefix: Path, output: Output) -> None:
+def _add(prefix: Path, output: DatasetOutput) -> None:
     """Append a part's documents, and add its counts."""
     note = sidecar(prefix)
     output.bad.update(note.get("bad", {}))

@@ -18,7 +18,7 @@ from hpclm.data import tokenizers
 from hpclm.preprocess import build, options
 from hpclm.preprocess.encode import tokenizer_of
 from hpclm.preprocess.next_command import dataset_settings
-from hpclm.preprocess.options import InputCorpus, Request
+from hpclm.preprocess.options import InputCorpus, PreprocessRequest
 from hpclm.rundir import events
 
 TOKENIZER = "bytes"
@@ -37,7 +37,7 @@ class Text:
     path: Path
     name: str
     corpus: InputCorpus
-    request: Request
+    request: PreprocessRequest
     vocab_size: int
 
 

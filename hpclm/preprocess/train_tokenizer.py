@@ -77,7 +77,7 @@ def train(wanted: TokenizerRequest) -> list[str]:
     vocab_size = fitting_size(size_on_disk) if wanted.vocab_size is None else wanted.vocab_size
     writable_folder(output.parent, "output folder")
 
-    measured = Sample(MEASURED)
+    measured = TextSample(MEASURED)
     text_bytes = 0
     divided = False
 
@@ -100,7 +100,7 @@ def train(wanted: TokenizerRequest) -> list[str]:
     with interruption.raising():
         write_bytes(output, content)
 
-    tokenizer = tokenizers.build(library, [str(output)])
+    tokenizer = tokenizers.build_tokenizer(library, [str(output)])
     tokens = len(tokenizer.encode_batch(measured.items)[0])
     size = sum(len(text.encode()) for text in measured.items)
     characters = sum(map(len, measured.items))
@@ -141,7 +141,7 @@ def fitting_size(text_bytes: int) -> int:
     return 1 << min(max(power, FITTING[0]), FITTING[-1])
 
 
-class Sample:
+class TextSample:
     """A uniform random sample of at most ``limit`` texts; reproducible."""
 
     def __init__(self, limit: int):

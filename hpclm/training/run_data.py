@@ -80,7 +80,7 @@ def open_data(config: RunConfig, context: DistributedContext, compute: Compute, 
     plan = config.plan(context.size)
 
     def opened(facts: SharedFacts) -> RunData:
-        source = sources.build(config.data, config.model, config.seed, facts)
+        source = sources.build_source(config.data, config.model, config.seed, facts)
         return build_data(config, plan, compute, source, begin)
 
     def read_first() -> RunData:

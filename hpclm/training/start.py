@@ -189,7 +189,7 @@ def _check_data(start: RunStart) -> list[str]:
     if is_own and "own source" not in start.has:  # building it may take long
         lookup("data.source", run.data.source, SOURCES, sources.CHECK)
         return []
-    source = sources.build(start.settings.data, run.model, run.seed, start.facts)
+    source = sources.build_source(start.settings.data, run.model, run.seed, start.facts)
     problems: list[str] = []
     if not is_own:
         problems = [*sources.needs_eod(run.data, source.eod), *_problems_of_samples(start, source)]

@@ -53,8 +53,8 @@ def schedule(function: Callable[..., float], optim: OptimConfig) -> Iterator[str
 def tokenizer(kind: str, files: list[str]) -> Iterator[str]:
     """Faults of the tokenizer ``kind``."""
     try:
-        mine = tokenizers.build(kind, files)
-        other = tokenizers.build(kind, files)
+        mine = tokenizers.build_tokenizer(kind, files)
+        other = tokenizers.build_tokenizer(kind, files)
     except HpclmError as error:
         yield str(error)
         return

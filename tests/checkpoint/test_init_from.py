@@ -5,10 +5,10 @@ import pytest
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.checkpoint.init_from import check_init_from
-from hpclm.data.tokenizers import build
+from hpclm.data.tokenizers import build_tokenizer
 from tests.checkpoint.state import State
 
-BYTES = {"data": {"tokenizer": build("bytes", []).fingerprint}}
+BYTES = {"data": {"tokenizer": build_tokenizer("bytes", []).fingerprint}}
 LARGER = {"data": {"tokenizer": BYTES["data"]["tokenizer"] | {"size": 300}}}
 MODEL = {"model": {"layers": 2}}
 

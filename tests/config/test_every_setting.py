@@ -133,7 +133,7 @@ def says_itself(run, folder):
 
 def reads(run, folder):
     """All samples of every split, with what counts in the loss, and whether an index is kept."""
-    source = sources.build(run.data, run.model, run.seed)
+    source = sources.build_source(run.data, run.model, run.seed)
     splits = {}
     for split in ("train", *source.held_out, "test"):
         if source.per_epoch(split):
@@ -607,7 +607,7 @@ def test_a_shipped_settings_file_has_no_setting_without_effect(path):
 def without_effect(run):
     """The settings that change nothing with the run's data."""
     start = RunStart(run)
-    start.source = sources.build(run.data, run.model, run.seed)
+    start.source = sources.build_source(run.data, run.model, run.seed)
     return start.without_effect()
 
 
@@ -646,10 +646,10 @@ def test_settings_of_documents_are_named_where_no_document_ends(settings, prefix
 def test_only_the_datasets_of_a_blend_that_lack_ends_are_named(without_ends):
     words = ["data.source=indexed", "model.vocab_size=300", "data.blend=[DATA/a, DATA/never, DATA/inside]", RESETS[0]]
     run = made(*with_data(words, without_ends))
-    [reason] = sources.without_effect(sources.build(run.data, run.model, run.seed))
+    [reason] = sources.without_effect(sources.build_source(run.data, run.model, run.seed))
     assert f"has no effect on {without_ends}/never: no end" in reason
     packed = made(*with_data([*words, "data.order=packed"], without_ends))
-    assert not sources.without_effect(sources.build(packed.data, packed.model, packed.seed))
+    assert not sources.without_effect(sources.build_source(packed.data, packed.model, packed.seed))
 
 
 @pytest.mark.parametrize("words, says", {

@@ -250,7 +250,7 @@ def test_they_need_to_know_the_end_of_document_token(option):
 
 def test_the_synthetic_language_is_a_source_like_any_other():
     config = RunConfig(data=DataConfig(source="synthetic"), model=ModelConfig(vocab_size=64, context=CONTEXT))
-    source = sources.build(config.data, config.model, config.seed)
+    source = sources.build_source(config.data, config.model, config.seed)
     assert source.held_out == ["valid"]
     rows = np.empty((2, CONTEXT + 1), np.int64)
     for part, row in zip(("train", "valid"), rows, strict=True):

@@ -10,7 +10,7 @@ from hpclm.checkpoint import Progress
 from hpclm.config import DataConfig
 from hpclm.data import sources
 from hpclm.data.corpus import corpus
-from hpclm.data.tokenizers import build
+from hpclm.data.tokenizers import build_tokenizer
 from hpclm.preprocess.writer import Writer
 
 CONTEXT = 4
@@ -98,7 +98,7 @@ def test_validation_sets_have_names(make):
 
 
 def test_lines_are_read_in_blocks_as_fairseq_reads_them(make):
-    note = {"tokenizer": build("bytes", []).fingerprint}  # 256 ends a document here
+    note = {"tokenizer": build_tokenizer("bytes", []).fingerprint}  # 256 ends a document here
     prefix = make("a", [3, 1, 2, 4], note=note)
     made = source(prefix=prefix, split="1", break_mode="complete")
     found = rows(made.samples("train", None))
@@ -129,7 +129,7 @@ def test_a_runs_own_evaluation_reads_the_kept_end_and_nothing_twice(make):
     model = ModelConfig.of({"layers": 1, "hidden": 8, "attention.heads": 2, "context": CONTEXT, "vocab_size": 64})
     data = DataConfig(train=[prefix], valid=[prefix], keep_partial=True)
     config = RunConfig(model=model, data=data, batch=BatchConfig(global_size=2, micro_size=2))
-    source, compute = sources.build(data, model, config.seed), Compute(torch.device("cpu"), torch.float32)
+    source, compute = sources.build_source(data, model, config.seed), Compute(torch.device("cpu"), torch.float32)
     [part] = build_data(config, config.plan(), compute, source, Progress()).held_out
     seen = list(part.batches.take(0, part.size))
     first = sorted(token for batch in seen for token in batch.tokens[:, 0].tolist())
@@ -141,7 +141,7 @@ def test_a_runs_own_evaluation_reads_the_kept_end_and_nothing_twice(make):
 def test_a_large_dataset_that_is_corrupt_in_the_middle_is_not_read(break_mode, tmp_path, monkeypatch):
     from hpclm.data import indexed
 
-    note = {"tokenizer": build("bytes", []).fingerprint}
+    note = {"tokenizer": build_tokenizer("bytes", []).fingerprint}
     with Writer(tmp_path / "x", "u2") as writer:
         writer.note = note
         writer.extend(np.arange(300), np.full(100, 3), np.full(100, 1))
@@ -156,8 +156,8 @@ def test_a_large_dataset_that_is_corrupt_in_the_middle_is_not_read(break_mode, t
 
 def test_datasets_of_two_tokenizers_are_not_read_as_one(make):
     notes = [
-        {"tokenizer": build("bytes", []).fingerprint},
-        {"tokenizer": {**build("bytes", []).fingerprint, "size": 300}},
+        {"tokenizer": build_tokenizer("bytes", []).fingerprint},
+        {"tokenizer": {**build_tokenizer("bytes", []).fingerprint, "size": 300}},
     ]
     one, other = (make(str(i), [50], note=note) for i, note in enumerate(notes))
     for data in (
@@ -237,7 +237,7 @@ def test_a_small_dataset_of_a_blend_is_not_read_millions_of_times(make):
 
 
 def test_blocks_of_lines_are_not_repeated_millions_of_times(make):
-    note = {"tokenizer": build("bytes", []).fingerprint}
+    note = {"tokenizer": build_tokenizer("bytes", []).fingerprint}
     made = source(prefix=make("a", [3, 1, 2, 4], note=note), split="1", break_mode="complete")
     with pytest.raises(ConfigError, match=r"200,000,000 samples .* are 66,666,667 passes"):
         made.samples("train", 200_000_000)
@@ -307,7 +307,9 @@ def test_the_first_tokens_of_a_dataset_without_a_note_are_in_the_vocabulary(make
 
 
 def test_a_vocabulary_is_as_large_as_its_tokenizer_and_not_much_larger(make, caplog):
-    prefix = make("a", [40], note={"tokenizer": {**build("bytes", []).fingerprint, "size": 600}, "tokenizer_files": []})
+    prefix = make(
+        "a", [40], note={"tokenizer": {**build_tokenizer("bytes", []).fingerprint, "size": 600}, "tokenizer_files": []}
+    )
     said = r"model.vocab_size=599 is smaller than the 600 entries of the bytes tokenizer of dataset .*a; set model.vocab_size=600"
     with pytest.raises(ConfigError, match=said):
         source(prefix=prefix, vocab_size=599)

@@ -12,12 +12,12 @@ from hpclm.data.corpus import SPLITS, corpus
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import Order, build_index, split_bounds
 from hpclm.data.samples import PackedSamples
-from hpclm.data.tokenizers import build
+from hpclm.data.tokenizers import build_tokenizer
 from hpclm.preprocess.writer import Writer
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference"
 ORDERS = {"mcore": "mcore", "bigscience": "bigscience", "dse": "dse_v1.1.5"}
-BYTES = build("bytes", []).fingerprint
+BYTES = build_tokenizer("bytes", []).fingerprint
 needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="the peers' files are not here")
 
 
@@ -206,7 +206,7 @@ def test_a_tokenizer_the_dataset_was_not_made_with_is_refused(tmp_path):
     for name, words in (("a", ["<unk>", "<|endoftext|>", "x"]), ("b", ["<unk>", "<|endoftext|>", "y"])):
         vocabularies.append(tmp_path / f"{name}.json")
         vocabularies[-1].write_text(json.dumps({word: i for i, word in enumerate(words)}))
-    note = {"tokenizer": build("whitespace", [str(vocabularies[0])]).fingerprint}
+    note = {"tokenizer": build_tokenizer("whitespace", [str(vocabularies[0])]).fingerprint}
     prefix = dataset(tmp_path, [20], note)
     assert source(prefix, tokenizer="whitespace", tokenizer_files=[str(vocabularies[0])]).eod == 1
     with pytest.raises(ConfigError, match=r"made with .*a\.json.*given .*b\.json.*the content of the files"):

@@ -63,7 +63,7 @@ class NoFiles(Own):
 )
 def test_a_class_that_is_no_tokenizer_is_refused(name, said):
     with pytest.raises(ConfigError, match=f"tokenizer '?{__name__}:{name}'? {said}"):
-        tokenizers.build(f"{__name__}:{name}", [])
+        tokenizers.build_tokenizer(f"{__name__}:{name}", [])
 
 
 def test_a_tokenizer_that_cannot_encode_english_is_not_taken_for_one_that_draws():

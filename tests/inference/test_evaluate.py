@@ -124,7 +124,7 @@ def test_a_model_whose_loss_is_not_finite_is_an_error(tmp_path, capsys, monkeypa
 def test_the_model_of_a_run_whose_optimizer_works_on_offloaded_state_needs_no_such_optimizer(tiny):
     words = ["engine.name=deepspeed", "engine.zero_stage=1", "engine.offload=optimizer", "optim.name=cpu_adam"]
     config = configs.load(None, tiny("run", *words))
-    assert run_settings.alone(config).optim.name == "adamw" and config.optim.name == "cpu_adam"
+    assert run_settings.for_inference(config).optim.name == "adamw" and config.optim.name == "cpu_adam"
 
 
 def test_a_format_and_a_number_of_tokens_are_what_is_read_of_a_text(run, tmp_path, capsys):

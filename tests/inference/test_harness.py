@@ -89,7 +89,7 @@ def offline(tmp_path_factory):
 
 
 def size_of(place):
-    return tokenizers.build("json", [str(place / "tok.json")]).size
+    return tokenizers.build_tokenizer("json", [str(place / "tok.json")]).size
 
 
 def evaluate(capsys, run, place, *more, code=0):

@@ -36,7 +36,7 @@ def classes():
 def settings(tree):
     """The network that hpclm makes of a config.json; None if it refuses it."""
     try:
-        found = families.settings(tree)
+        found = families.model_settings(tree)
         network = NETWORKS.get(repr(found)) or run.network(found, [])
     except ConfigError:
         return None

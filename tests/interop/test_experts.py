@@ -156,7 +156,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind, change, answer", REFUSED.values(), ids=REFUSED.keys())
 def test_options_of_routers_and_experts_that_hpclm_does_not_have_are_refused_by_name(kind, change, answer):
     with pytest.raises(ConfigError) as error:
-        network(families.settings({"model_type": kind, **SIZES, **change}), [])
+        network(families.model_settings({"model_type": kind, **SIZES, **change}), [])
     assert answer in str(error.value)
 
 
@@ -227,7 +227,7 @@ def test_the_balance_loss_of_transformers_is_ignored_with_a_warning(tmp_path, ca
     path.write_text(json.dumps({**json.loads(path.read_text()), "router_aux_loss_coef": 0.25}))
     convert(tmp_path / "hf", tmp_path / "back")
     assert "router_aux_loss_coef=0.25 is ignored" in caplog.text
-    assert run_settings.settings(tmp_path / "back", []).model.experts.balance_micro_batch == 0
+    assert run_settings.inference_settings(tmp_path / "back", []).model.experts.balance_micro_batch == 0
 
 
 PUBLISHED = {
@@ -269,5 +269,5 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("tree, settings", PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_a_config_json_as_published_is_read(tree, settings):
-    config: ModelConfig = network(families.settings(tree), [])
+    config: ModelConfig = network(families.model_settings(tree), [])
     assert {name: value_at(config, name) for name in settings} == settings

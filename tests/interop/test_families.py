@@ -476,13 +476,13 @@ def test_a_class_whose_arithmetic_hpclm_lacks_is_refused_with_what_is_missing(
 @pytest.mark.parametrize("kind, change, answer", REFUSED.values(), ids=REFUSED.keys())
 def test_what_transformers_refuses_or_ignores_is_refused_by_name(kind, change, answer):
     with pytest.raises(ConfigError, match=answer):
-        families.settings({"model_type": kind, **SIZES, **change})
+        families.model_settings({"model_type": kind, **SIZES, **change})
 
 
 def test_a_parameter_of_scaled_positions_that_transformers_ignores_is_ignored_by_name(transformers):
     plain = {"model_type": "llama", **SIZES, "rope_scaling": YARN}
     named = families.without_ignored({**plain, "rope_scaling": IGNORED}, ["rope_scaling.attn_factor"])
-    assert families.settings(named) == families.settings(plain)
+    assert families.model_settings(named) == families.model_settings(plain)
     for name, answer in {
         "rope_scaling.factor": "hpclm needs this parameter",
         "rope_scaling.nothing": "has no such parameter",

@@ -144,7 +144,7 @@ def test_transformers_reads_weights_and_tokenizer_from_the_file(kind, tmp_path, 
     with torch.no_grad():
         made.close(ours, there(ids).logits)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
-    own = tokenizers.build("json", tokenizer["tokenizer_files"])
+    own = tokenizers.build_tokenizer("json", tokenizer["tokenizer_files"])
     assert theirs(TEXTS[0])["input_ids"] == own.encode(TEXTS[0])
 
 
@@ -256,7 +256,7 @@ def test_the_largest_gemma_has_another_scale_in_llama_cpp(network, layers):
 
 
 def test_bytes_are_written_as_gpt_2_writes_them_and_entries_without_text_are_unused():
-    keys = vocabulary.keys(RunText(tokenizers.build("bytes", []), {}, False, 259), None, "{% generation %}x")
+    keys = vocabulary.keys(RunText(tokenizers.build_tokenizer("bytes", []), {}, False, 259), None, "{% generation %}x")
     tokens, types = keys["ggml.tokens"], keys["ggml.token_type"]
     assert [tokens[byte] for byte in (0, 10, 32, 33, 65, 126, 127, 160, 161, 173, 174, 255)] == list("ĀĊĠ!A~ġł¡Ń®ÿ")
     assert tokens[256:] == ["<|endoftext|>", "[PAD257]", "[PAD258]"] and types[255:] == [1, 3, 5, 5]
@@ -266,7 +266,12 @@ def test_bytes_are_written_as_gpt_2_writes_them_and_entries_without_text_are_unu
 
 def test_the_end_of_documents_is_named_before_those_of_answers_and_no_more_than_three(caplog):
     text = RunText(
-        tokenizers.build("bytes", []), {"eos_token_id": [9, 256, 8, 7], "pad_token_id": 5}, True, 257, (4,), ()
+        tokenizers.build_tokenizer("bytes", []),
+        {"eos_token_id": [9, 256, 8, 7], "pad_token_id": 5},
+        True,
+        257,
+        (4,),
+        (),
     )
     keys = vocabulary.keys(text, None, None)
     ends = [keys[f"ggml.{name}"] for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
@@ -332,7 +337,7 @@ OTHER = {
 @pytest.mark.parametrize("kind", [*SAME, "our unigram"])
 def test_llama_cpp_gives_the_same_ids(kind, tmp_path, caplog):
     name, files = made_tokenizer(kind, tmp_path)
-    own = tokenizers.build(name, files)
+    own = tokenizers.build_tokenizer(name, files)
     path, _, _ = written(tmp_path, LLAMA, dict(source="indexed", tokenizer=name, tokenizer_files=files))
     with llamacpp.loaded(path) as model:
         texts = TEXTS if kind == "our unigram" else [*TEXTS, *ODD, *PROBES, "日本中文 한국é\t12a.'"]
@@ -342,7 +347,7 @@ def test_llama_cpp_gives_the_same_ids(kind, tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", OTHER)
 def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused_with_the_reason(kind, tmp_path):
-    own = tokenizers.build(*made_tokenizer(kind, tmp_path))
+    own = tokenizers.build_tokenizer(*made_tokenizer(kind, tmp_path))
     with pytest.raises(ConfigError, match=OTHER[kind]):
         vocabulary.keys(RunText(own, {}, False, 400), None, None)
 

@@ -237,7 +237,7 @@ def test_two_dropouts_of_gpt2_of_which_one_is_lost_are_told(tmp_path, caplog):
     assert (
         "embd_pdrop=0.3 and resid_pdrop=0.2: hpclm has one model.dropout for both and uses resid_pdrop" in caplog.text
     )
-    assert run_settings.settings(tmp_path / "back", []).model.dropout == 0.2
+    assert run_settings.inference_settings(tmp_path / "back", []).model.dropout == 0.2
 
 
 CHANGES = {

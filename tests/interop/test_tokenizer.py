@@ -99,7 +99,7 @@ def files(kind, tmp_path):
 
 def test_transformers_gives_the_same_ids_and_an_import_takes_the_tokenizer_along(kind, files, tmp_path, caplog):
     ours, paths = files
-    tokenizer = tokenizers.build(ours, [str(path) for path in paths])
+    tokenizer = tokenizers.build_tokenizer(ours, [str(path) for path in paths])
     made.run(tmp_path / "run", NETWORK, source="indexed", tokenizer=ours, tokenizer_files=[str(path) for path in paths])
     convert(tmp_path / "run", tmp_path / "hf")
     config = json.loads((tmp_path / "hf/config.json").read_text())
@@ -114,7 +114,7 @@ def test_transformers_gives_the_same_ids_and_an_import_takes_the_tokenizer_along
     some = tokenizer.encode(TEXTS[0])
     assert theirs.decode(some, clean_up_tokenization_spaces=False).strip() == tokenizer.decode(some).strip()
     convert(tmp_path / "hf", tmp_path / "back")
-    data = run_settings.settings(tmp_path / "back", []).data
+    data = run_settings.inference_settings(tmp_path / "back", []).data
     back = tokenizers.of_run(data)
     assert all(str(tmp_path / "back/tokenizer") in path for path in data.tokenizer_files)
     assert back.eod == tokenizer.eod and all(back.encode(text) == tokenizer.encode(text) for text in TEXTS[:50] + ODD)
@@ -128,7 +128,7 @@ def test_a_tokenizer_that_cannot_be_converted_is_skipped_with_a_warning(tmp_path
     convert(tmp_path / "hf", tmp_path / "back")
     assert "is left out: tokenizer json cannot use" in caplog.text
     assert not (tmp_path / "back/tokenizer/tokenizer.json").exists()
-    assert run_settings.settings(tmp_path / "back", []).data.tokenizer is None
+    assert run_settings.inference_settings(tmp_path / "back", []).data.tokenizer is None
     (tmp_path / "hf/tokenizer.json").write_bytes(train_bpe([f"{n**4:x}" for n in range(2000)], 420))
     convert(tmp_path / "hf", tmp_path / "more")
     assert "it has 420 entries, but the network has 400" in caplog.text
@@ -174,7 +174,7 @@ def test_a_real_model_of_chinese_gives_the_same_ids_there(tmp_path, caplog):
     )
     convert(tmp_path / "run", tmp_path / "hf")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", model_max_length=10**6)
-    ours = tokenizers.build("sentencepiece", [str(path)])
+    ours = tokenizers.build_tokenizer("sentencepiece", [str(path)])
     lines = shared("data/medical-zh.jsonl").read_text("utf-8").splitlines()[:30]
     for text in [json.loads(line)["text"] for line in lines] + ODD:
         assert theirs.encode(text, add_special_tokens=False) == ours.encode(text), text
@@ -205,7 +205,7 @@ def test_ids_and_texts_of_special_tokens_come_back_from_an_import(tmp_path):
             json.dumps({name: value for name, value in tree.items() if name not in gone})
         )
     convert(tmp_path / "hf", tmp_path / "back")
-    data = run_settings.settings(tmp_path / "back", []).data
+    data = run_settings.inference_settings(tmp_path / "back", []).data
     assert data.eod == words[302] and tokenizers.of_run(data).eod == 302  # of what config.json says, the first
     convert(tmp_path / "back", tmp_path / "again")
     for file in ("config.json", "generation_config.json"):
@@ -258,7 +258,7 @@ def test_special_ids_are_kept_without_a_tokenizer_unless_the_run_has_another_end
 def test_the_end_of_a_document_is_known_though_the_tokenizers_files_are_gone(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(train_bpe(TEXTS, 300))
-    known = {"data": {"tokenizer": tokenizers.build("json", [str(path)]).fingerprint}}
+    known = {"data": {"tokenizer": tokenizers.build_tokenizer("json", [str(path)]).fingerprint}}
     made.run(
         tmp_path / "run", NETWORK, fingerprint=known, source="indexed", tokenizer="json", tokenizer_files=[str(path)]
     )

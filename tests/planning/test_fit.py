@@ -121,7 +121,7 @@ def test_auto_trains_on_several_ranks_and_keeps_its_number_when_it_is_submitted_
     assert "batch.micro_size=auto: 2, as before" in again.stderr  # alone it would be 4
     assert sizes() == (0, [2, 2])
     assert "step 2" in hpclm("evaluate", out, check=0).stdout
-    assert run_settings.settings(out, []).batch.micro_size == 2
+    assert run_settings.inference_settings(out, []).batch.micro_size == 2
     hpclm(
         "resume", "--runs", tmp_path, "run", "--gpus", 4, "budget.steps=3", check=0
     )  # 12 samples are no multiple of 4 x 2

@@ -69,29 +69,32 @@ class Overtaken(Letters):
     def interrupt(self):
         if Overtaken.others:
             Overtaken.others = 0
-            command_line.settings(["small", "data=text.jsonl", f"tokenizer={__name__}:Overtaken"])
+            command_line.resolved_settings(["small", "data=text.jsonl", f"tokenizer={__name__}:Overtaken"])
 
 
 def test_a_text_gives_the_settings_that_it_gives_in_python_and_is_tokenized_once(here, capsys):
     words = [*TRAIN, "out=runs/a", "budget.epochs=null", "data=text.jsonl"]
-    run = command_line.settings(words)
+    run = command_line.resolved_settings(words)
     assert "99 documents" in capsys.readouterr().out and run.model.vocab_size == 257
     trained = hpclm.train("small", TINY, data="text.jsonl", steps=1, device="cpu", out="runs/a").settings
     assert arguments.whole(trained) == arguments.whole(split_by.resolved(run, config_history.split_by(Path(run.out))))
-    again = command_line.settings(["data=text.jsonl", *words[1:-1], words[0]])
+    again = command_line.resolved_settings(["data=text.jsonl", *words[1:-1], words[0]])
     assert arguments.whole(again) == arguments.whole(trained)  # which has begun, and keeps how its data is divided
-    assert command_line.settings([*words, "model.vocab_size=300"]).model.vocab_size == 300
+    assert command_line.resolved_settings([*words, "model.vocab_size=300"]).model.vocab_size == 300
     assert "documents" not in capsys.readouterr().out
     prefix = run.data.prefix
     for name in (prefix, f"{prefix}.idx", f"{prefix}.bin", str(Path(prefix).absolute())):
-        assert Path(command_line.settings(["small", f"data={name}"]).data.prefix).resolve() == Path(prefix).resolve()
-    assert command_line.settings(["small", f"data={{prefix: {prefix}}}"]).data.prefix == prefix
+        assert (
+            Path(command_line.resolved_settings(["small", f"data={name}"]).data.prefix).resolve()
+            == Path(prefix).resolve()
+        )
+    assert command_line.resolved_settings(["small", f"data={{prefix: {prefix}}}"]).data.prefix == prefix
     assert len([*Path("runs/datasets").iterdir()]) == 1
 
 
 def test_a_text_takes_the_place_of_the_data_of_a_settings_file(here):
     Path("mine.yaml").write_text("data: {train: [a], valid: [b], validation: [c=c]}\nbudget: {steps: 1}\n")
-    run = command_line.settings(["mine.yaml", "data=text.jsonl"])
+    run = command_line.resolved_settings(["mine.yaml", "data=text.jsonl"])
     assert run.data.train == run.data.valid == run.data.validation == []
     assert Path(f"{run.data.prefix}.idx").exists()
 
@@ -132,13 +135,13 @@ def test_a_signal_leaves_no_part_of_a_dataset(number, ended, here, monkeypatch):
     before = sorted(here.rglob("*"))
     with preemption.handling(preemption.Start()):  # as in a process of hpclm train
         with pytest.raises(ended):
-            command_line.settings(["small", "data=text.jsonl", f"tokenizer={__name__}:Interrupted"])
+            command_line.resolved_settings(["small", "data=text.jsonl", f"tokenizer={__name__}:Interrupted"])
         assert isinstance(signal.getsignal(number), preemption.Start)
     assert sorted(here.rglob("*")) == before
 
 
 def test_of_two_runs_that_start_at_once_one_uses_the_dataset_of_the_other(here):
-    run = command_line.settings(["small", "data=text.jsonl", f"tokenizer={__name__}:Overtaken"])
+    run = command_line.resolved_settings(["small", "data=text.jsonl", f"tokenizer={__name__}:Overtaken"])
     assert Overtaken.others == 0 and Path(f"{run.data.prefix}.idx").exists()
 
 
@@ -150,8 +153,8 @@ def test_of_several_ranks_none_tokenizes(here, monkeypatch):
     with pytest.raises(ConfigError, match=first):
         cli.function("train")([*TRAIN, "data=text.jsonl"])
     assert not Path("runs").exists()
-    written = command_line.settings([*TRAIN, "data=text.jsonl"])
-    assert command_line.settings([*TRAIN, "data=text.jsonl"], [], process.check_before_dataset) == written
+    written = command_line.resolved_settings([*TRAIN, "data=text.jsonl"])
+    assert command_line.resolved_settings([*TRAIN, "data=text.jsonl"], [], process.check_before_dataset) == written
 
 
 def test_a_dry_run_writes_nothing_and_says_what_becomes_of_the_text(here, monkeypatch, capsys):
@@ -172,7 +175,7 @@ def test_a_dry_run_writes_nothing_and_says_what_becomes_of_the_text(here, monkey
 def test_a_settings_file_with_a_text_says_where_it_is_given(here):
     Path("mine.yaml").write_text("data: text.jsonl\nbudget: {steps: 1}\n")
     with pytest.raises(ConfigError, match=r"data='text\.jsonl' must be a section.*command line of hpclm train"):
-        command_line.settings(["mine.yaml"])
+        command_line.resolved_settings(["mine.yaml"])
 
 
 @pytest.mark.whole

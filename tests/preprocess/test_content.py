@@ -183,7 +183,7 @@ def test_a_json_file_of_another_program_is_refused_and_not_changed(tmp_path, cap
 
 
 def opened(config):
-    return sources.build(config.data, config.model, config.seed)
+    return sources.build_source(config.data, config.model, config.seed)
 
 
 def words(prefix, *more):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from hpclm.data.indexed import IndexedDataset, sidecar
-from hpclm.preprocess.encode import Job, encode, read_texts
+from hpclm.preprocess.encode import EncodeJob, encode, read_texts
 from hpclm.preprocess.inputs import Input, InputChunk
 from hpclm.preprocess.writer import Writer
 from tests.preprocess.texts import COMMAND, WITH_WORKERS, content, documents, jsonl, preprocess, write
@@ -220,7 +220,7 @@ class Liar:
 
 
 def test_a_line_of_many_megabytes_is_one_document():
-    job = Job("bytes", ())
+    job = EncodeJob("bytes", ())
     text = b"x" * (20 << 20)
     [column] = encode(chunk(b'{"text": "' + text + b'"}\n'), job).columns
     assert (column.sizes.tolist(), column.documents.tolist(), column.tokens.dtype.itemsize) == ([20 << 20], [1], 2)

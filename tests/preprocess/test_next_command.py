@@ -41,7 +41,7 @@ CORPORA = {
 def test_the_next_command_fits_a_corpus_of_any_size(corpus, tmp_path):
     prefix = dataset(tmp_path / "x", CORPORA[corpus])
     config = from_cli(shlex.split(next_command([prefix], 64))[2:], None)
-    source = sources.build(config.data, config.model, config.seed)
+    source = sources.build_source(config.data, config.model, config.seed)
     opened = build_data(config, config.plan(), Compute(torch.device("cpu"), torch.float32), source, Progress())
     train, parts, length = opened.train, opened.held_out, opened.length
     assert length.steps >= 10

@@ -7,16 +7,16 @@ import pytest
 
 from hpclm.base.errors import ConfigError
 from hpclm.data import tokenizers
-from hpclm.preprocess.build import Output, check_job
+from hpclm.preprocess.build import DatasetOutput, check_job
 from hpclm.preprocess.chat import Chat
-from hpclm.preprocess.encode import Column, Conversation, Job, _conversations
+from hpclm.preprocess.encode import Column, Conversation, EncodeJob, _conversations
 from tests.preprocess.texts import documents
 
 CHAT = Chat("{{ x }}", (), 7)
 
 
 def job(**more):
-    return Job("bytes", (), **more)
+    return EncodeJob("bytes", (), **more)
 
 
 def column(*texts, **more):
@@ -32,7 +32,7 @@ def piece(text, closes):
 
 
 def test_pieces_are_one_document_that_ends_once(tmp_path):
-    with Output(tmp_path / "x", job(append_eod=True)) as output:
+    with DatasetOutput(tmp_path / "x", job(append_eod=True)) as output:
         for text, closes in (("ab", False), ("", False), ("c", False), ("", True), ("d", True), ("", True)):
             output.add(piece(text, closes))
         output.complete({})
@@ -41,7 +41,7 @@ def test_pieces_are_one_document_that_ends_once(tmp_path):
 
 @pytest.mark.parametrize("append_eod", [True, False])
 def test_an_empty_file_is_a_document_without_sequences_where_it_is_kept(append_eod, tmp_path):
-    with Output(tmp_path / "x", job(append_eod=append_eod, empty="keep")) as output:
+    with DatasetOutput(tmp_path / "x", job(append_eod=append_eod, empty="keep")) as output:
         for text in ("", "a", ""):
             output.add(piece(text, True))
         output.complete({})
@@ -49,7 +49,7 @@ def test_an_empty_file_is_a_document_without_sequences_where_it_is_kept(append_e
 
 
 def test_what_is_left_out_is_summed_over_all_chunks_and_noted(tmp_path, capsys):
-    with Output(tmp_path / "x", job(chat=CHAT)) as output:
+    with DatasetOutput(tmp_path / "x", job(chat=CHAT)) as output:
         output.add(column("a" * 2000, empty=1, cut=2, dropped=1, endless=1, spanning=2, inner=3, ends=frozenset("a")))
         output.add(column("b", empty=1, cut=1, dropped=1, endless=2, spanning=1, inner=1, ends=frozenset("b")))
         output.bad.update({"not JSON": 1500, "no text": 1})
@@ -73,7 +73,7 @@ def test_what_is_left_out_is_summed_over_all_chunks_and_noted(tmp_path, capsys):
 
 
 def test_what_nothing_is_left_out_of_says_only_its_counts(tmp_path, capsys):
-    with Output(tmp_path / "x", job()) as output:
+    with DatasetOutput(tmp_path / "x", job()) as output:
         output.add(column("a"))
         output.complete({})
         output.describe()
@@ -85,7 +85,7 @@ def test_what_nothing_is_left_out_of_says_only_its_counts(tmp_path, capsys):
 
 
 def test_inputs_without_documents_are_refused_with_what_was_left_out(tmp_path):
-    with Output(tmp_path / "x", job()) as output:
+    with DatasetOutput(tmp_path / "x", job()) as output:
         with pytest.raises(ConfigError, match=r"no documents in a\.txt; no dataset was written"):
             output.refuse_empty("a.txt")
         output.add(column(empty=3))
@@ -95,7 +95,7 @@ def test_inputs_without_documents_are_refused_with_what_was_left_out(tmp_path):
 
 def warnings(caplog, tmp_path, columns, formats=frozenset({"jsonl"}), **more):
     caplog.clear()
-    with Output(tmp_path / "x", job(**more)) as output:
+    with DatasetOutput(tmp_path / "x", job(**more)) as output:
         for each in columns:
             output.add(each)
         output.warn(formats)
@@ -187,10 +187,10 @@ class Endless(Ending):
     ],
 )
 def test_ends_are_appended_where_the_tokenizer_has_one_and_does_not_itself(name, more, said):
-    named = Job(f"{__name__}:{name}", ())
+    named = EncodeJob(f"{__name__}:{name}", ())
     check_job(named)
     with pytest.raises(ConfigError, match=said):
-        check_job(Job(named.tokenizer, (), **more))
+        check_job(EncodeJob(named.tokenizer, (), **more))
 
 
 def conversation(size, *counted, **more):

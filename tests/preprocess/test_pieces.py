@@ -13,7 +13,7 @@ import zstandard
 from hpclm import cli
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.preprocess import inputs
-from hpclm.preprocess.encode import Job, may_cut, tokenizer_of
+from hpclm.preprocess.encode import EncodeJob, may_cut, tokenizer_of
 from hpclm.preprocess.inputs import Share, chunks, find
 from tests.preprocess.texts import documents, jsonl, preprocess, write
 
@@ -88,7 +88,7 @@ OFTEN = ("blank lines", "Chinese lines")
 )
 def test_pieces_have_the_tokens_of_the_whole(kind, name, pack, text, trained):
     write(**{name: pack(text.encode())})
-    job = Job(kind, tuple(trained[kind]))
+    job = EncodeJob(kind, tuple(trained[kind]))
     pieces = list(chunks(find([name], None), may_cut=may_cut(job)))
     assert len(pieces) > 3 and sum(piece.consumed for piece in pieces) == Path(name).stat().st_size
     assert b"".join(piece.lines[0] for piece in pieces) == text.encode()

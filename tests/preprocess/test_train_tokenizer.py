@@ -12,7 +12,7 @@ from hpclm import cli
 from hpclm.data import tokenizers
 from hpclm.preprocess.tokenizers.huggingface import with_words_divided
 from hpclm.preprocess.tokenizers.sentencepieces import PART, parts_of_line
-from hpclm.preprocess.train_tokenizer import Sample, fitting_size
+from hpclm.preprocess.train_tokenizer import TextSample, fitting_size
 from tests.preprocess.texts import jsonl, write
 from tests.runs import exit_code
 from tests.shared import ROOT
@@ -51,7 +51,7 @@ def test_it_learns_from_all_inputs_and_measures_on_all_of_them(words, capsys):
     told = capsys.readouterr().out
     size, ratio, measured, seen = figures(told)
     assert (measured, seen) == (1000, 6000)
-    tokenizer = tokenizers.build("json" if "t.json" in words else "sentencepiece", [words[1]])
+    tokenizer = tokenizers.build_tokenizer("json" if "t.json" in words else "sentencepiece", [words[1]])
     assert f"{words[1]}: {tokenizer.size:,} entries" in told
     lengths = {language: len(tokenizer.encode(texts[0])) for language, texts in (("en", ENGLISH), ("zh", CHINESE))}
     only_english = lengths["en"] / len(ENGLISH[0])
@@ -88,7 +88,7 @@ def test_sentencepiece_learns_from_a_random_sample_which_is_always_the_same():
     once = Path("t.model").read_bytes()
     assert train(*words, "--sentences", 500, "--overwrite") == 0
     assert Path("t.model").read_bytes() == once
-    tokenizer = tokenizers.build("sentencepiece", ["t.model"])
+    tokenizer = tokenizers.build_tokenizer("sentencepiece", ["t.model"])
     assert len(tokenizer.encode(CHINESE[0])) < len(CHINESE[0])  # which come last
 
 
@@ -113,7 +113,7 @@ LONG_LINES = {
 def test_sentencepiece_learns_from_lines_that_its_library_would_drop(line):
     write(**{"a.jsonl": jsonl(line, *ENGLISH[:200])})
     assert train("--input", "a.jsonl", "--output", "t.model", "--vocab-size", 330) == 0
-    tokenizer = tokenizers.build("sentencepiece", ["t.model"])
+    tokenizer = tokenizers.build_tokenizer("sentencepiece", ["t.model"])
     assert len(tokenizer.encode("".join(HAN))) < 2 * len(HAN)  # of bytes it would be three a character
 
 
@@ -153,7 +153,7 @@ def test_words_that_would_take_a_bpe_hours_are_divided_and_no_others(text, parts
 
 @pytest.mark.parametrize("limit, seen", [(10, 0), (10, 7), (10, 10), (10, 1000)])
 def test_a_random_sample_is_a_subset_of_limited_size(limit, seen):
-    sample = Sample(limit)
+    sample = TextSample(limit)
     for item in range(seen):
         sample.add(item)
     assert (sample.seen, len(sample.items), len(set(sample.items))) == (seen, min(limit, seen), min(limit, seen))
@@ -161,7 +161,7 @@ def test_a_random_sample_is_a_subset_of_limited_size(limit, seen):
 
 
 def test_a_sample_takes_as_much_from_the_start_as_from_the_end():
-    sample = Sample(2000)
+    sample = TextSample(2000)
     for item in range(40_000):
         sample.add(item)
     for quarter in range(4):
@@ -201,7 +201,7 @@ def test_without_a_size_the_vocabulary_fits_the_text(capsys):
     write(**{"a.txt": "\n".join(f"{line} {number % 89}" for number, line in enumerate(ENGLISH))})
     assert train("--input", "a.txt", "--output", "t.json") == 0
     told = capsys.readouterr()
-    assert tokenizers.build("json", ["t.json"]).size <= 512
+    assert tokenizers.build_tokenizer("json", ["t.json"]).size <= 512
     assert "fewer than --vocab-size 512, because the text has no more pairs" in told.out
     assert "next: hpclm train small data=a.txt tokenizer=t.json" in told.out and "rarely" not in told.err
     assert train("--input", "a.txt", "--output", "t.model") == 64

@@ -20,8 +20,8 @@ def test_checks_need_what_a_start_may_have_and_checks_before_them():
 
 
 def test_a_single_process_opens_its_data_once(tiny, monkeypatch):
-    opened, build = [], sources.build
-    monkeypatch.setattr(sources, "build", lambda *given: [opened.append(1), build(*given)][1])
+    opened, build = [], sources.build_source
+    monkeypatch.setattr(sources, "build_source", lambda *given: [opened.append(1), build(*given)][1])
     assert cli.main(["train", *tiny("run", "stop_at=1")]) == 0
     assert len(opened) == 1
 

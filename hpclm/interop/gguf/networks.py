@@ -16,7 +16,7 @@ from hpclm.config import ModelConfig, rope
 from hpclm.config.checks import value_at
 from hpclm.interop.huggingface import families
 from hpclm.interop.huggingface.glm_phi import interleaved
-from hpclm.interop.rules import Rule, in_one, of_modules, reordered
+from hpclm.interop.rules import ConversionRule, in_one, of_modules, reordered
 from hpclm.model.position import frequencies
 
 MODULES = {
@@ -66,7 +66,7 @@ class Network:
     more: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
     """Further reasons why llama.cpp cannot compute a network."""
 
-    def rules(self, config: ModelConfig) -> Iterator[Rule]:
+    def rules(self, config: ModelConfig) -> Iterator[ConversionRule]:
         """The conversion rule of each weight."""
         gated = GATED if config.gated and not self.joined else {}
         for rule in of_modules(config, {**MODULES, **gated}, "blk.{}."):
@@ -151,7 +151,7 @@ def _scaling(config: ModelConfig) -> Keys:
     return {f"rope.scaling.{key}": value for key, value in scaling.items()}
 
 
-def _twice(rule: Rule) -> Rule:
+def _twice(rule: ConversionRule) -> ConversionRule:
     """The rule for an embedding that also serves as output projection."""
     return replace(rule, theirs=(*rule.theirs, "output.weight"), split=lambda x: [*rule.split(x)] * 2)
 

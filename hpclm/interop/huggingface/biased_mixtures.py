@@ -10,7 +10,7 @@ from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import experts, llama, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.huggingface.glm_phi import TURNED, interleaved
-from hpclm.interop.rules import Rule, reordered
+from hpclm.interop.rules import ConversionRule, reordered
 
 NONE = (False, False, False)
 GLM_BIASES = ("attention_bias", False, False)
@@ -39,7 +39,7 @@ def more(config: ModelConfig, fewest: int = 1) -> Iterator[str]:
         yield f"model.experts.shared_ffn={config.experts.shared_ffn}, but it needs shared experts"
 
 
-def ernie_rules(config: ModelConfig) -> Iterable[Rule]:
+def ernie_rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight of an ERNIE 4.5, which rotates pairs of neighbours and has a bias [1, E]."""
     for rule in experts.rules(config, ERNIE_NAMES):
         if rule.ours.endswith(".choice_bias"):
@@ -84,7 +84,7 @@ def described_ernie_layers(config: ModelConfig) -> dict[str, int] | None:
 def described_ernie(config: ModelConfig) -> dict[str, Any]:
     """The keys that ernie() reads."""
     count = dict(moe_num_shared_experts=config.experts.shared_ffn // config.expert_width, use_bias=False)
-    return llama.described(config, NONE) | count | (described_ernie_layers(config) or {})
+    return llama.described_llama(config, NONE) | count | (described_ernie_layers(config) or {})
 
 
 def more_ernie(config: ModelConfig) -> Iterator[str]:
@@ -178,7 +178,7 @@ def dots1(tree: Json) -> dict[str, Any]:
 def described_dots1(config: ModelConfig) -> dict[str, Any]:
     """The keys that dots1() reads."""
     layers = {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window}
-    biases = llama.described(config, ("attention_bias", "attention_bias", False))
+    biases = llama.described_llama(config, ("attention_bias", "attention_bias", False))
     return biases | layers | {"max_window_layers": config.layers} | described_sigmoid(config)
 
 
@@ -215,7 +215,7 @@ def described_glm4_moe(config: ModelConfig) -> dict[str, Any]:
     settings = dict(
         partial_rotary_factor=config.rope.fraction, use_qk_norm=config.attention.qk_norm, num_nextn_predict_layers=0
     )
-    return llama.described(config, GLM_BIASES) | settings | described_sigmoid(config)
+    return llama.described_llama(config, GLM_BIASES) | settings | described_sigmoid(config)
 
 
 def glm_left_out(tree: Json, name: str) -> bool:

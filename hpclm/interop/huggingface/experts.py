@@ -14,7 +14,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
-from hpclm.interop.rules import LOGICAL, Rule, same
+from hpclm.interop.rules import LOGICAL, ConversionRule, same
 
 KEYS = {
     "experts.count": "num_experts",
@@ -43,7 +43,7 @@ class Names:
 NAMES = Names()
 
 
-def rules(config: ModelConfig, names: Names = NAMES, more: Mapping[str, Any] | None = None) -> Iterator[Rule]:
+def rules(config: ModelConfig, names: Names = NAMES, more: Mapping[str, Any] | None = None) -> Iterator[ConversionRule]:
     """The conversion rule of each weight. ``more``: maps our modules outside the experts to theirs where a class differs from Llama."""
     modules = {
         "mlp.router": names.router,
@@ -67,7 +67,7 @@ def rules(config: ModelConfig, names: Names = NAMES, more: Mapping[str, Any] | N
             yield rule
 
 
-def per_expert(ours: str, theirs: Sequence[str], experts: int) -> Rule:
+def per_expert(ours: str, theirs: Sequence[str], experts: int) -> ConversionRule:
     """Rule for a weight [E, rows, ...] or bias [E, rows] of all experts, stored as several tensors for each expert. These divide its
     rows evenly, such as gate and up projection; those of the first expert come first."""
 
@@ -80,16 +80,18 @@ def per_expert(ours: str, theirs: Sequence[str], experts: int) -> Rule:
             place.copy_(part)
         return whole.unflatten(0, (experts, -1)).flatten(1, 2)
 
-    return Rule(ours, tuple(theirs), lambda x: x.flatten(0, 1).chunk(len(theirs)), join)
+    return ConversionRule(ours, tuple(theirs), lambda x: x.flatten(0, 1).chunk(len(theirs)), join)
 
 
-def interleaved(ours: str, theirs: str) -> Rule:
+def interleaved(ours: str, theirs: str) -> ConversionRule:
     """Rule for gate and up projection [E, 2F, ...], stored as one tensor with alternating rows."""
 
     def split(x: Tensor) -> list[Tensor]:
         return [x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)]
 
-    return Rule(ours, (theirs,), split, lambda tensors: tensors[0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2))
+    return ConversionRule(
+        ours, (theirs,), split, lambda tensors: tensors[0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    )
 
 
 def mlp_pattern(sparse: Sequence[bool]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def of_config(tree: Json) -> Family:
     return family
 
 
-def settings(tree: Json) -> dict[str, Any]:
+def model_settings(tree: Json) -> dict[str, Any]:
     """The model settings for a config.json; ConfigError if hpclm does not support the network."""
     family = of_config(tree)
     one = {name: values[0] for name, values in family.needs.items() if len(values) == 1}

@@ -14,7 +14,7 @@ from hpclm.config.fields import required, type_of, type_text
 from hpclm.config.section import leaves
 from hpclm.interop.huggingface.defaults import DEFAULTS as MISSING
 from hpclm.interop.huggingface.defaults import NULLABLE
-from hpclm.interop.rules import Rule
+from hpclm.interop.rules import ConversionRule
 
 Json = Mapping[str, Any]
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Family:
     model_type: str
     keys: Mapping[str, str]
     """Our setting -> its key in config.json."""
-    rules: Callable[[ModelConfig], Iterable[Rule]]
+    rules: Callable[[ModelConfig], Iterable[ConversionRule]]
     """The conversion rule of each weight."""
     prefix: str
     """Prefix of all tensor names except the output projection; missing in files of the bare model."""

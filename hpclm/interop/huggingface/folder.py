@@ -23,7 +23,7 @@ from hpclm.interop.huggingface import card, custom, families, shards, tokenizer
 from hpclm.interop.huggingface.family import Family
 from hpclm.interop.huggingface.shape import canonical
 from hpclm.interop.huggingface.shards import Reader
-from hpclm.interop.rules import Rule
+from hpclm.interop.rules import ConversionRule
 from hpclm.interop.run import RunCheckpoint, fresh
 from hpclm.node.hardware import TYPES
 from hpclm.preprocess import run_text, special_tokens
@@ -108,10 +108,10 @@ def _recorded_end(checkpoint: RunCheckpoint) -> int | None:
     return special_tokens.first(noted.get("eod"))
 
 
-def _divided(rules: Sequence[Rule], sizes: Sequence[int], limit: float) -> list[list[Rule]]:
+def _divided(rules: Sequence[ConversionRule], sizes: Sequence[int], limit: float) -> list[list[ConversionRule]]:
     """Consecutive groups of ``rules`` whose weights, of ``sizes`` bytes, take at most ``limit`` bytes together; at least one rule in
     each."""
-    parts = [list[Rule]()]
+    parts = [list[ConversionRule]()]
     filled = 0
     for rule, size in zip(rules, sizes, strict=True):
         if parts[-1] and filled + size > limit:
@@ -172,7 +172,7 @@ def import_folder(
     try:
         tree = families.without_ignored(saved, ignored)
         family = families.of_config(tree)
-        settings = families.settings(tree)
+        settings = families.model_settings(tree)
         given = {word.partition("=")[0].strip() for word in overrides}
         names = {ours: key for key, ours in SHAPED.items() if key in tree} | family.theirs
         theirs = {f"model.{ours}": key for ours, key in names.items() if f"model.{ours}" not in given}

@@ -8,7 +8,7 @@ from hpclm.config import ModelConfig
 from hpclm.config.checks import value_at
 from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
-from hpclm.interop.rules import Rule, shifted
+from hpclm.interop.rules import ConversionRule, shifted
 
 MODULES = {
     "post_norm1": "post_attention_layernorm",
@@ -18,7 +18,7 @@ MODULES = {
 CAPS = {"attention.score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
 
 
-def rules(config: ModelConfig) -> Iterable[Rule]:
+def rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight."""
     for rule in llama.rules(config, MODULES):
         yield shifted(rule) if "norm" in rule.ours else rule
@@ -93,7 +93,7 @@ def read_settings(tree: Json) -> dict[str, Any]:
     return common | far | shape.near(tree, near, far, common, 10000.0)
 
 
-def described(config: ModelConfig) -> dict[str, Any]:
+def described_gemma3(config: ModelConfig) -> dict[str, Any]:
     """The keys that read_settings() reads."""
     if "truncate" in config.rope.scaling:
         return _described(config) | shape.described_by_kind(config)
@@ -106,7 +106,7 @@ GEMMA3 = replace(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     needs={**GEMMA2.needs, "attention.qk_norm": (True,), "attention.score_cap": (None,)},
-    constant=described,
+    constant=described_gemma3,
     shape=read_settings,
     covers=(*GEMMA2.covers, *shape.WINDOW_SETTINGS),
     read=f"{llama.LLAMA.read} query_pre_attn_scalar final_logit_softcapping rope_local_base_freq sliding_window_pattern "

@@ -10,7 +10,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
-from hpclm.interop.rules import Rule, in_one, of_modules, reordered
+from hpclm.interop.rules import ConversionRule, in_one, of_modules, reordered
 
 GLM4_MODULES = {
     "post_norm1": "post_self_attn_layernorm",
@@ -31,13 +31,13 @@ def interleaved(config: ModelConfig) -> torch.Tensor:
     return torch.cat([pairs, torch.arange(config.rotated, config.head_width)])
 
 
-def glm4_rules(config: ModelConfig) -> Iterable[Rule]:
+def glm4_rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight of a GLM 4."""
     for rule in llama.rules(config, GLM4_MODULES):
         yield reordered(rule, interleaved(config)) if ".attention.qkv." in rule.ours else rule
 
 
-def phi3_rules(config: ModelConfig) -> Iterable[Rule]:
+def phi3_rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight of a Phi 3."""
     for rule in of_modules(config, llama.modules(config, PHI3_MODULES), llama.LAYER):
         yield in_one(rule.ours, rule.theirs[0], config) if ".attention.qkv." in rule.ours else rule
@@ -49,7 +49,9 @@ GLM4 = replace(
     model_type="glm4",
     rules=glm4_rules,
     needs=TURNED | {"norm_order": ("sandwich",)},
-    constant=lambda config: llama.described(config, GLM4_BIASES) | {"partial_rotary_factor": config.rope.fraction},
+    constant=lambda config: (
+        llama.described_llama(config, GLM4_BIASES) | {"partial_rotary_factor": config.rope.fraction}
+    ),
     shape=lambda tree: llama.read_settings(tree, GLM4_BIASES),
     more=llama.bias_reasons(GLM4_BIASES),
 )
@@ -72,7 +74,7 @@ def phi3(tree: Json) -> dict[str, Any]:
 def described_phi3(config: ModelConfig) -> dict[str, Any]:
     """The keys that phi3() reads."""
     original = shape.scaling(config).get("original_max_position_embeddings", config.context)
-    return llama.described(config, NONE) | dict(
+    return llama.described_llama(config, NONE) | dict(
         sliding_window=config.attention.window,
         original_max_position_embeddings=original,
         resid_pdrop=config.dropout,

@@ -11,7 +11,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import shape
 from hpclm.interop.huggingface.family import Family, Json
-from hpclm.interop.rules import Rule, of_modules
+from hpclm.interop.rules import ConversionRule, of_modules
 
 ALWAYS = {
     "tokens": "model.embed_tokens",
@@ -39,7 +39,7 @@ def modules(config: ModelConfig, more: Mapping[str, Any] | None = None) -> dict[
     return {**ALWAYS, "mlp.up": up, **(more or {})}
 
 
-def rules(config: ModelConfig, more: Mapping[str, Any] | None = None) -> Iterable[Rule]:
+def rules(config: ModelConfig, more: Mapping[str, Any] | None = None) -> Iterable[ConversionRule]:
     """The conversion rule of each weight."""
     return of_modules(config, modules(config, more), LAYER)
 
@@ -54,7 +54,7 @@ def windowed(tree: Json, biases: Sequence[str | bool], **given: Any) -> dict[str
     return read_settings(tree, biases) | shape.layers(tree, **given)
 
 
-def described(config: ModelConfig, biases: Sequence[str | bool] = ALL) -> dict[str, Any]:
+def described_llama(config: ModelConfig, biases: Sequence[str | bool] = ALL) -> dict[str, Any]:
     """The keys that read_settings() reads."""
     return shape.described_rope(config) | shape.described_biases(config, biases)
 
@@ -119,7 +119,7 @@ LLAMA = Family(
         "activation": ("swiglu", "geglu", "geglu_tanh"),
         "rope.fraction": (1.0,),
     },
-    constant=described,
+    constant=described_llama,
     shape=read_settings,
     covers=(*shape.ROPE_SETTINGS, *shape.BIASES, "bias"),
     activations=SILU,
@@ -159,7 +159,7 @@ MISTRAL = replace(
     architecture="MistralForCausalLM",
     model_type="mistral",
     needs={**LLAMA.needs, "attention.pattern": (["window"], ["full"])},
-    constant=lambda config: described(config, (False,) * 3) | {"sliding_window": config.attention.window},
+    constant=lambda config: described_llama(config, (False,) * 3) | {"sliding_window": config.attention.window},
     shape=lambda tree: windowed({**tree, "layer_types": None}, (False,) * 3),
     wrong=lambda tree: other_layers(tree),
     more=bias_reasons((False,) * 3),
@@ -170,7 +170,9 @@ QWEN2 = replace(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     keys=NARROW,
-    constant=lambda config: described(config, QWEN2_BIASES) | shape.described_layers(config) | {"max_window_layers": 0},
+    constant=lambda config: (
+        described_llama(config, QWEN2_BIASES) | shape.described_layers(config) | {"max_window_layers": 0}
+    ),
     shape=lambda tree: read_settings(tree, QWEN2_BIASES) | last_windowed(tree),
     read=f"{LLAMA.read} max_window_layers",
     more=bias_reasons(QWEN2_BIASES),
@@ -183,7 +185,7 @@ QWEN3 = replace(
     keys=LLAMA.keys,
     needs={**LLAMA.needs, "attention.qk_norm": (True,)},
     constant=lambda config: (
-        described(config, ALL_ATTENTION) | shape.described_layers(config) | {"max_window_layers": 0}
+        described_llama(config, ALL_ATTENTION) | shape.described_layers(config) | {"max_window_layers": 0}
     ),
     shape=lambda tree: read_settings(tree, ALL_ATTENTION) | last_windowed(tree),
     more=bias_reasons(ALL_ATTENTION),
@@ -193,7 +195,7 @@ SMOLLM3 = replace(
     WINDOWED,
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
-    constant=lambda config: described(config) | described_no_rope(config),
+    constant=lambda config: described_llama(config) | described_no_rope(config),
     shape=lambda tree: read_settings(tree, theta=2e6) | no_rope(tree),
     read=f"{LLAMA.read} no_rope_layers no_rope_layer_interval",
     unread="pretraining_tp max_window_layers",
@@ -209,7 +211,7 @@ GRANITE = replace(
         "attention.score_scale": "attention_multiplier",
     },
     constant=lambda config: (
-        described(config)
+        described_llama(config)
         | dict(
             logits_scaling=1 / config.logit_multiplier,
             attention_multiplier=config.attention.score_scale or config.head_width**-0.5,
@@ -231,7 +233,7 @@ SEED_OSS = replace(
     LLAMA,
     architecture="SeedOssForCausalLM",
     model_type="seed_oss",
-    constant=lambda config: described(config, SEED_BIASES) | dict(residual_dropout=config.dropout),
+    constant=lambda config: described_llama(config, SEED_BIASES) | dict(residual_dropout=config.dropout),
     shape=lambda tree: read_settings(tree, SEED_BIASES) | dict(dropout=tree["residual_dropout"]),
     covers=(*LLAMA.covers, "dropout"),
     read=f"{LLAMA.read} attention_out_bias residual_dropout",
@@ -251,7 +253,7 @@ BETA = 0.5
 EPS = -1e-6
 
 
-def apertus_rules(config: ModelConfig) -> Iterable[Rule]:
+def apertus_rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight. Theirs has two constants among the weights, which transformers itself does not set."""
     for rule in rules(config, APERTUS_MODULES):
         if not rule.ours.endswith(".alpha_n"):
@@ -276,7 +278,7 @@ APERTUS = replace(
     rules=apertus_rules,
     needs={**LLAMA.needs, "activation": ("xielu",), "attention.qk_norm": (True,)},
     constant=lambda config: (
-        described(config, ALL_ATTENTION)
+        described_llama(config, ALL_ATTENTION)
         | {"rope_parameters": {"rope_type": "default", **shape.scaling(config), "rope_theta": config.rope.base}}
     ),
     shape=lambda tree: read_settings(shape.with_default_scaling(tree, APERTUS_SCALING), ALL_ATTENTION, 12e6),

@@ -11,7 +11,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import experts, llama, olmo, shape
 from hpclm.interop.huggingface.family import Json
-from hpclm.interop.rules import LOGICAL, Rule, same
+from hpclm.interop.rules import LOGICAL, ConversionRule, same
 
 NONE = (False, False, False)
 MIXTRAL_NAMES = experts.Names(
@@ -55,7 +55,7 @@ def qwen3_moe(tree: Json) -> dict[str, Any]:
 
 def described_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     """The keys that qwen3_moe() reads."""
-    return llama.described(config, llama.ALL_ATTENTION) | dict(
+    return llama.described_llama(config, llama.ALL_ATTENTION) | dict(
         decoder_sparse_step=1,
         mlp_only_layers=experts.dense_layers(config),
         sliding_window=config.attention.window,
@@ -123,7 +123,7 @@ GPT_OSS_NAMES = {
 }
 
 
-def gpt_oss_rules(config: ModelConfig) -> Iterable[Rule]:
+def gpt_oss_rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight of a gpt-oss: rows of gate and up projection alternate, and matrices are [in, out]."""
     for rule in llama.rules(config, {"attention": "self_attn"}):
         match = LOGICAL.fullmatch(rule.ours)
@@ -137,7 +137,7 @@ def gpt_oss_rules(config: ModelConfig) -> Iterable[Rule]:
         yield rule if kind.endswith("bias") else turned(rule)
 
 
-def turned(rule: Rule) -> Rule:
+def turned(rule: ConversionRule) -> ConversionRule:
     """The rule for matrices [E, out, in] that are stored as [E, in, out]."""
 
     def split(x: Tensor) -> list[Tensor]:

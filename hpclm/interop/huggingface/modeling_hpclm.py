@@ -69,7 +69,7 @@ class HpclmConfig(PretrainedConfig):
         super().__init__(**settings)
 
 
-class Norm(nn.Module):
+class HpclmNorm(nn.Module):
     """LayerNorm or RMSNorm over the last dimension."""
 
     def __init__(self, config: HpclmConfig, width: int):
@@ -86,7 +86,7 @@ class Norm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-class Attention(nn.Module):
+class HpclmAttention(nn.Module):
     """[B, T, C] -> [B, T, C]; the fused projection keeps each key/value head together with its queries."""
 
     def __init__(self, config: HpclmConfig, layer: int):
@@ -99,8 +99,8 @@ class Attention(nn.Module):
         fused = (config.num_attention_heads + 2 * self.groups) * self.width
         self.qkv = nn.Linear(config.hidden_size, fused, config.use_bias)
         self.out = nn.Linear(config.hidden_size, config.hidden_size, config.use_bias)
-        self.q_norm = Norm(config, self.width) if config.qk_norm else None
-        self.k_norm = Norm(config, self.width) if config.qk_norm else None
+        self.q_norm = HpclmNorm(config, self.width) if config.qk_norm else None
+        self.k_norm = HpclmNorm(config, self.width) if config.qk_norm else None
 
     def forward(self, x: Tensor, mask: Tensor, turn: tuple[Tensor, Tensor] | None, past: Any) -> Tensor:
         """[B, T, C] -> [B, T, C]; ``mask`` [B or 1, H or 1, T, S] is added to the scores."""
@@ -129,9 +129,9 @@ class HpclmBlock(nn.Module):
         self.dropout = config.hidden_dropout
         self.activation = ACTIVATIONS[config.hidden_act]
         self.gated = config.hidden_act in GATED
-        self.norm1 = Norm(config, config.hidden_size)
-        self.attention = Attention(config, layer)
-        self.norm2 = Norm(config, config.hidden_size)
+        self.norm1 = HpclmNorm(config, config.hidden_size)
+        self.attention = HpclmAttention(config, layer)
+        self.norm2 = HpclmNorm(config, config.hidden_size)
         self.up = nn.Linear(config.hidden_size, config.intermediate_size * (1 + self.gated), config.use_bias)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, config.use_bias)
 
@@ -156,9 +156,9 @@ class HpclmModel(nn.Module):
         learned = config.position_kind == "learned"
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
-        self.embed_norm = Norm(config, config.hidden_size) if config.embed_norm else None
+        self.embed_norm = HpclmNorm(config, config.hidden_size) if config.embed_norm else None
         self.blocks = nn.ModuleList(HpclmBlock(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = Norm(config, config.hidden_size)
+        self.norm = HpclmNorm(config, config.hidden_size)
 
     def forward(self, x: Tensor, positions: Tensor, seen: Tensor | None, past: Any) -> Tensor:
         """[B, T, C] embeddings and [B, T] positions -> [B, T, C]; ``seen`` [B, S] is 0 for padding."""

@@ -10,12 +10,12 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
-from hpclm.interop.rules import Rule, absent, of_modules, placements, reordered
+from hpclm.interop.rules import ConversionRule, absent, of_modules, placements, reordered
 
 MODULES = {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
 
 
-def rules(config: ModelConfig) -> Iterable[Rule]:
+def rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight. Its rotation has the opposite sign, which swapping the halves of a head undoes."""
     half = config.head_width // 2
     swapped = torch.arange(config.head_width).roll(half)
@@ -49,7 +49,7 @@ NANOCHAT = replace(
     rules=rules,
     needs={**llama.LLAMA.needs, "activation": ("relu2",), "embed_norm": (True,), "attention.qk_norm": (True,)},
     constant=lambda config: (
-        llama.described(config, llama.ALL_ATTENTION) | dict(final_logit_softcapping=config.logit_cap)
+        llama.described_llama(config, llama.ALL_ATTENTION) | dict(final_logit_softcapping=config.logit_cap)
     ),
     shape=read_settings,
     covers=(*llama.LLAMA.covers, "logit_cap"),

@@ -23,7 +23,7 @@ OLMO2 = replace(
         "attention.qk_norm": (True,),
         "attention.qk_norm_span": ("projection",),
     },
-    constant=lambda config: llama.described(config, llama.ALL_ATTENTION),
+    constant=lambda config: llama.described_llama(config, llama.ALL_ATTENTION),
     shape=partial(llama.read_settings, biases=llama.ALL_ATTENTION),
     more=llama.bias_reasons(llama.ALL_ATTENTION),
     width=False,
@@ -42,7 +42,7 @@ def read_settings(tree: Json) -> dict[str, Any]:
     return far | shape.biases(tree, llama.ALL_ATTENTION) | layers | shape.near(tree, near, far, layers, THETA)
 
 
-def described(config: ModelConfig) -> dict[str, Any]:
+def described_olmo3(config: ModelConfig) -> dict[str, Any]:
     """The keys that read_settings() reads; transformers 5 applies one rope_theta to one kind of layers only."""
     return (
         shape.described_biases(config, llama.ALL_ATTENTION)
@@ -62,7 +62,7 @@ OLMO3 = replace(
     OLMO2,
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
-    constant=described,
+    constant=described_olmo3,
     shape=read_settings,
     covers=(*OLMO2.covers, *shape.WINDOW_SETTINGS),
     wrong=wrong,

@@ -9,7 +9,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import gemma, llama, olmo, shape
 from hpclm.interop.huggingface.family import Json
-from hpclm.interop.rules import Rule, shifted
+from hpclm.interop.rules import ConversionRule, shifted
 
 NONE = (False, False, False)
 CWM_BIASES = (False, False, "mlp_bias")
@@ -39,7 +39,7 @@ MINISTRAL = replace(
         "context": "max_position_embeddings",
     },
     constant=lambda config: (
-        llama.described(config, NONE)
+        llama.described_llama(config, NONE)
         | {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window}
     ),
     shape=lambda tree: llama.read_settings(tree, NONE) | shape.layers(tree),
@@ -111,7 +111,7 @@ def described_exaone4(config: ModelConfig) -> dict[str, Any]:
         config.attention.window if "nope" not in config.attention.pattern else config.attention.window or config.context
     )
     types = {"layer_types": shape.layer_types(config), "sliding_window": window}
-    return llama.described(config, NONE) | types
+    return llama.described_llama(config, NONE) | types
 
 
 def more_exaone4(config: ModelConfig) -> Iterator[str]:
@@ -143,7 +143,7 @@ HYPERCLOVAX = replace(
     rules=partial(llama.rules, more={"post_norm1": "post_norm1", "post_norm2": "post_norm2"}),
     needs={**llama.LLAMA.needs, "norm_order": ("sandwich", "pre")},
     constant=lambda config: (
-        llama.described(config)
+        llama.described_llama(config)
         | dict(
             use_post_norm=config.norm_order == "sandwich",
             logits_scaling=config.logit_multiplier,
@@ -176,7 +176,7 @@ JAIS2 = replace(
 )
 
 
-def vault_rules(config: ModelConfig) -> Iterable[Rule]:
+def vault_rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight of a VaultGemma."""
     for rule in llama.rules(config, {"norm2": "pre_feedforward_layernorm"}):
         yield shifted(rule) if "norm" in rule.ours else rule

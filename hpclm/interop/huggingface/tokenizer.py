@@ -251,12 +251,12 @@ def _without_texts(tokens: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(kind: str, paths: list[str], tokens: Mapping[str, Any]) -> Tokenizer:
-    tokenizer = tokenizers.build(kind, paths)
+    tokenizer = tokenizers.build_tokenizer(kind, paths)
     end = tokens.get("eos_token") or run_text.token_text(tokenizer, first(tokens.get("eos_token_id")))
     if end is None:
         return tokenizer
     try:
-        other = tokenizers.build(kind, paths, end)
+        other = tokenizers.build_tokenizer(kind, paths, end)
     except ConfigError as error:
         log.warning("the end-of-text token %s is not used: %s", end, "; ".join(error.problems))
         return tokenizer

@@ -15,8 +15,8 @@ from hpclm.checkpoint import Progress
 from hpclm.config import ModelConfig
 from hpclm.interop import run
 from hpclm.interop.megatron import options, torch_dist, training
-from hpclm.interop.megatron.layout import MegatronState, distributed, read
-from hpclm.interop.megatron.settings import settings, swapped
+from hpclm.interop.megatron.layout import MegatronState, distributed, read_files
+from hpclm.interop.megatron.settings import model_settings, swapped
 from hpclm.interop.rules import check_depth, placements, same, table, without
 from hpclm.interop.run import fresh
 from hpclm.parallel.placement import Placement
@@ -106,7 +106,7 @@ def convert(
     ``ignored``: options in the checkpoint that are not checked. ConfigError if hpclm does not support the network, if settings and
     weights do not match, or, without ``weights_only``, if hpclm cannot continue the training.
     """
-    state = torch_dist.read(folder, weights_only) if distributed(folder) else read(folder)
+    state = torch_dist.read_torch_dist(folder, weights_only) if distributed(folder) else read_files(folder)
     if state.unread:
         log.warning("the settings in the checkpoint are not used: %s", state.unread)
     if state.args is None and not overrides:
@@ -118,7 +118,7 @@ def convert(
     try:
         if ignored:
             state.args = Namespace(**without(vars(state.args or Namespace()), ignored, options.READ, "option"))
-        config = run.network({} if state.args is None else settings(state.args), overrides)
+        config = run.network({} if state.args is None else model_settings(state.args), overrides)
         settings_of_run = _training(state.args, config) if goes_on and state.args is not None else []
     except ConfigError as error:
         raise ConfigError([f"{folder}: {line}" for line in error.problems]) from None

@@ -73,7 +73,7 @@ def distributed(folder: Path) -> bool:
     return any(folder.glob("*.distcp"))
 
 
-def read(folder: Path) -> MegatronState:
+def read_files(folder: Path) -> MegatronState:
     """Read the checkpoint in ``folder``, which must not be a distributed one; tensors are memory-mapped."""
     return _layers(folder) if any(folder.glob("layer_*-model_*-model_states.pt")) else _ranks(folder)
 

@@ -12,7 +12,7 @@ ROTARY = 1
 ALIBI = 3
 
 
-def settings(args: Namespace) -> dict[str, Any]:
+def model_settings(args: Namespace) -> dict[str, Any]:
     """Model settings for ``args``; ConfigError if hpclm does not support the network."""
     wrong = [*options.of_network(args)]
     lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not argument(args, name)]

@@ -121,7 +121,7 @@ def _unflattened(name: str, stored: Tensor, shape: Shape) -> Tensor:
     return stored.reshape(*blocks, *inner).permute(order).reshape(shape)
 
 
-def read(folder: Path, weights_only: bool = False) -> MegatronState:
+def read_torch_dist(folder: Path, weights_only: bool = False) -> MegatronState:
     """The checkpoint in ``folder``; ConfigError if it is incomplete or contains anything but data."""
     metadata = _metadata(folder)
     described: Mapping[str, Any] = metadata.state_dict_metadata

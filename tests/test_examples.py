@@ -18,7 +18,7 @@ from hpclm.launch import arguments
 from tests import twins
 from tests.preprocess.chats import PLAIN, said, tokenizer
 from tests.runs import ROOT
-from tests.test_documentation import PAGES, commands
+from tests.test_documentation import PAGES, assert_printed, commands
 
 zstandard = pytest.importorskip("zstandard")
 transformers = pytest.importorskip("transformers")
@@ -138,7 +138,8 @@ def llama(folder):
 def test_the_examples_of_a_page_run_as_typed(page, made, tmp_path):
     folder = tmp_path / "home"
     shutil.copytree(made, folder, symlinks=True)
-    shell(folder, "".join(f"echo '$' {shlex.quote(line)}\n{line}\n" for line in examples(page)))
+    output = shell(folder, "".join(f"echo '$' {shlex.quote(line)}\n{line}\n" for line in examples(page)))
+    assert_printed(page, output)
 
 
 TRAINS = re.compile(r"(?:hpclm (?:train|submit)|python -m hpclm\.submit) .*")

@@ -13,6 +13,7 @@ from hpclm import cli
 from hpclm.trials import kinds
 from hpclm.trials.verdict import SETTINGS
 from tests.runs import PATIENCE, ROOT, hpclm
+from tests.test_documentation import assert_printed
 
 PAGE = (ROOT / "docs/your-own-code.md").read_text()
 NAMES = dict(re.findall(r"`'?(?:hpclm preprocess --)?([\w.]+)[= ]\[?(mine:\w+)\]?'?`", PAGE.partition("## A block")[0]))
@@ -83,4 +84,5 @@ def test_the_commands_at_the_top_of_the_page_work_as_typed(mine):
         ["bash", "-ec", block], cwd=mine, env=env, capture_output=True, text=True, timeout=PATIENCE * 6
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "agrees with one process" in done.stdout and Path("runs/tensor/metrics.jsonl").is_file()
+    assert_printed(ROOT / "docs/your-own-code.md", done.stdout + done.stderr)
+    assert Path("runs/tensor/metrics.jsonl").is_file()

@@ -24,7 +24,7 @@ def of_kind(out, kind):
     """The events of this kind, with all of their facts; those so far, while the run goes on."""
     found = []
     with suppress(OSError):
-        for event in events.of_kind(events.read(out), kind):
+        for event in events.of_kind(events.read_events(out), kind):
             found.append(events.whole(out, event))
     return found
 
@@ -36,7 +36,7 @@ def began(out):
 
 def rewrite(out, change):
     """Replace each event of a run by what ``change`` gives; it goes if that is None."""
-    changed = [change(event) for event in events.read(out)]
+    changed = [change(event) for event in events.read_events(out)]
     (out / events.NAME).write_text("".join(json.dumps(event) + "\n" for event in changed if event is not None))
 
 

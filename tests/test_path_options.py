@@ -131,12 +131,12 @@ def test_a_run_in_a_folder_of_such_a_name_can_be_continued(name, surroundings):
     folder = surroundings / "here" / name
     folder.mkdir()
     compose.dump(load(None, ["name=x"]), folder / "config.yaml")
-    words = resume.words(runs.read(folder), [])
+    words = resume.words(runs.read_run(folder), [])
     settings = [word for word in words if not word.startswith("--") and ("/" in word or "=" in word)]
-    assert environment.settings(settings).out == str(folder)
+    assert environment.settings_with_site(settings).out == str(folder)
     assert hpclm.open(f"./{name}".replace("$", "\\$")).path == folder
     *_, word = setup.supervisor(load(None, []).job, folder / "config.yaml")
-    assert environment.settings([word]).name == "x"
+    assert environment.settings_with_site([word]).name == "x"
 
 
 def test_the_site_file_may_be_in_the_home_folder(surroundings):

@@ -80,7 +80,7 @@ def test_what_saves_memory_is_said_to(less, more, capsys):
 
 
 def test_over_a_slow_network_weights_are_best_sharded_within_a_node():
-    run = environment.settings([LLAMA, "job.nodes=2", "job.gpus=8", "parallel.shard=null"])
+    run = environment.settings_with_site([LLAMA, "job.nodes=2", "job.gpus=8", "parallel.shard=null"])
     ranked = suggest.ranked(run, tables.kind_of("H100", network=3))
     best = next(
         one for one in ranked if one.options == ("parallel.shard=8", "batch.micro_size=2", "engine.zero_stage=3")
@@ -93,7 +93,7 @@ def test_over_a_slow_network_weights_are_best_sharded_within_a_node():
 def test_suggestions_fit_are_ranked_and_are_what_their_words_give(capsys):
     asked = [LLAMA, "job.nodes=2", "job.gpus=4", "batch.global_size=256", "engine.compile=false"]
     kind = tables.kind_of("A100")
-    best = suggest.ranked(environment.settings(asked), kind)
+    best = suggest.ranked(environment.settings_with_site(asked), kind)
     assert len(best) > 10
     speeds = [one.forecast.tokens_per_second for one in best]
     assert speeds == sorted(speeds, reverse=True)
@@ -114,7 +114,9 @@ def test_suggest_stands_before_or_after_a_file(capsys):
 
 def test_suggestions_in_json_are_the_ten_fastest(capsys):
     words = ["debug", "--gpus", 2, "batch.global_size=32"]
-    best = suggest.ranked(environment.settings(["debug", "job.gpus=2", "batch.global_size=32"]), tables.kind_of("H100"))
+    best = suggest.ranked(
+        environment.settings_with_site(["debug", "job.gpus=2", "batch.global_size=32"]), tables.kind_of("H100")
+    )
     assert len(best) > 10
     found = json.loads(output(*words, "--suggest", "--json", capsys=capsys))
     assert [row["settings"] for row in found] == [[*one.options] for one in best[:10]]
@@ -123,7 +125,9 @@ def test_suggestions_in_json_are_the_ten_fastest(capsys):
 
 def test_the_network_and_the_memory_of_ones_own_are_those_that_are_reckoned_with(capsys):
     words = ["debug", "-N", 2, "--gpus", 2, "batch={global_size: 32, micro_size: 8}", "--json"]
-    run = environment.settings(["debug", "job.nodes=2", "job.gpus=2", "batch={global_size: 32, micro_size: 8}"])
+    run = environment.settings_with_site(
+        ["debug", "job.nodes=2", "job.gpus=2", "batch={global_size: 32, micro_size: 8}"]
+    )
     found = json.loads(output(*words, "--network", 0.5, "--memory", 3, capsys=capsys))
     wanted = forecast.predict(run, tables.kind_of("H100", 3, 0.5))
     assert found["step"]["total"] == wanted.step.total > forecast.predict(run, tables.kind_of("H100")).step.total

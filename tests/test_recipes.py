@@ -72,7 +72,7 @@ def test_megatrons_kill_switch(tiny, tmp_path, capsys):
     assert (
         f"kill_switch: {switch} exists" in said and f"stopped at step 0 (kill_switch); once {switch} is removed" in said
     )
-    assert state_of(runs.read(tmp_path / "run"), None).ending == "stopped at step 0 (kill_switch)"
+    assert state_of(runs.read_run(tmp_path / "run"), None).ending == "stopped at step 0 (kill_switch)"
     assert switch.exists() and steps(tmp_path / "run") == []  # it may be for other runs, too
     switch.unlink()
     assert cli.main(["train", *words]) == 0 and steps(tmp_path / "run")[-1] == 12

@@ -65,7 +65,7 @@ def test_a_run_is_submitted_again_by_its_own_settings_and_its_last_size(tmp_path
     config = str(tmp_path / "config.yaml")
     for nodes in (1, 2):
         submit(tmp_path, "slurm", str(nodes), "login", nodes, 8, "")
-    run = runs.read(tmp_path)
+    run = runs.read_run(tmp_path)
     again = ["--config", config, "--cluster", "slurm", "--nodes", "2", "--gpus", "8", f"out={tmp_path}"]
     assert resume.words(run, []) == again
     changes = ["--nodes=4", "--partition", "long", "job.gpus=4", "optim.lr=1e-4"]
@@ -74,16 +74,16 @@ def test_a_run_is_submitted_again_by_its_own_settings_and_its_last_size(tmp_path
 
 def test_a_run_that_was_started_by_hand_keeps_its_size(tmp_path):
     make(tmp_path, [attempt(size=8, nodes=2)], config_yaml="")
-    assert resume.words(runs.read(tmp_path), [])[2:6] == ["--nodes", "2", "--gpus", "4"]
+    assert resume.words(runs.read_run(tmp_path), [])[2:6] == ["--nodes", "2", "--gpus", "4"]
 
 
 def test_a_run_that_was_started_by_hand_on_one_machine_stays_here_unless_another_cluster_is_typed(tmp_path):
     make(tmp_path, [attempt(size=2, nodes=1)], config_yaml="")
     size = ["--nodes", "1", "--gpus", "2"]
-    assert resume.words(runs.read(tmp_path), [])[2:8] == ["--cluster", "local", *size]
-    assert resume.words(runs.read(tmp_path), ["--cluster", "slurm"])[2:6] == size
+    assert resume.words(runs.read_run(tmp_path), [])[2:8] == ["--cluster", "local", *size]
+    assert resume.words(runs.read_run(tmp_path), ["--cluster", "slurm"])[2:6] == size
     make(tmp_path, [attempt(size=2, nodes=1, job_id="7")], config_yaml="")
-    assert resume.words(runs.read(tmp_path), [])[2:6] == size
+    assert resume.words(runs.read_run(tmp_path), [])[2:6] == size
 
 
 def test_a_run_that_never_wrote_its_settings_cannot_be_resumed(tmp_path):

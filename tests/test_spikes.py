@@ -94,7 +94,7 @@ def test_a_run_goes_back_and_learns_what_it_would_have_learned(spiked, train, tm
     assert away == [f".rolled-back-step-000000{step}" for step in (20, 40, 44)]
     kept = [json.loads(line)["step"] for line in (spiked / "metrics.rolled-back-1.jsonl").read_text().splitlines()]
     assert kept == list(range(17, 45))
-    assert runs.read(spiked).attempt["from_step"] == runs.read(spiked).attempt["back_to"] == 16
+    assert runs.read_run(spiked).attempt["from_step"] == runs.read_run(spiked).attempt["back_to"] == 16
     assert "step        24/100" in hpclm("status", spiked, check=0).stdout
     train("run", "stop_at=28")
     assert names(spiked) == [20, 24, 28]  # a later start resumes from the newest
@@ -103,12 +103,12 @@ def test_a_run_goes_back_and_learns_what_it_would_have_learned(spiked, train, tm
 def test_train_goes_back_once_in_a_job_that_is_started_again(spiked, train, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     train("run", "stop_at=24", resume_step=20)
-    assert names(spiked) == [16, 20, 24] and runs.read(spiked).attempt["back_to"] == 20
+    assert names(spiked) == [16, 20, 24] and runs.read_run(spiked).attempt["back_to"] == 20
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     train("run", "stop_at=28", resume_step=20)
-    assert names(spiked) == [20, 24, 28] and runs.read(spiked).attempt["from_step"] == 24
+    assert names(spiked) == [20, 24, 28] and runs.read_run(spiked).attempt["from_step"] == 24
     train("run", "stop_at=32", resume_step=24)  # another step, which this job was not told before
-    assert names(spiked)[-1] == 32 and runs.read(spiked).attempt["from_step"] == 24
+    assert names(spiked)[-1] == 32 and runs.read_run(spiked).attempt["from_step"] == 24
 
 
 def test_scalars_of_steps_that_were_left_behind_are_hidden_by_tensorboard(spiked, train):

@@ -57,13 +57,13 @@ def put(path, kind):
 READERS = {
     "config.yaml": [lambda out: config.load(out / "config.yaml"), lambda out: config.of_run(out, [])],
     "events.jsonl": [
-        runs.read,
-        events.read,
+        runs.read_run,
+        events.read_events,
         lambda out: records.check_progress(out, 0, OwnJob("Slurm", "7")),
     ],
     "metrics.jsonl": [lambda out: list(forget_after(out, 1))],
     "log.txt": [lambda out: rows.tail(out / "log.txt"), lambda out: last(out / "log.txt", 1)],
-    "summary.json": [runs.read],
+    "summary.json": [runs.read_run],
     "lock": [lease.holder, lease.refuse_if_held],
     "checkpoints/step-00000001/MANIFEST.json": [
         lambda out: manifests.read(out / "checkpoints/step-00000001"),
@@ -181,7 +181,7 @@ def refuse(words, out):
     """Nothing trains in a run directory that is spoilt."""
     for start in (
         lambda settings: process.train(RunStart(settings), World("single", 0, 1), OwnJob()),
-        lambda settings: folder.check(Path(settings.out)),
+        lambda settings: folder.check_run_directory(Path(settings.out)),
     ):
         with pytest.raises(ConfigError, match=f"{out}.* (is a|belongs to another user|can be written by others)"):
             start(config.load(None, words))
@@ -195,7 +195,7 @@ def test_what_hpclm_writes_it_accepts_again_whatever_the_umask(tmp_path, tiny):
     forks.hpclm("train", *words, before=leave_all_rights, check=0)
     mine = [path for path in out.rglob("*") if "tensorboard" not in path.parts]  # which is nothing that a run reads
     assert len(mine) > 12 and not [path for path in mine if path.stat().st_mode & folders.OTHERS]
-    folder.check(out)
+    folder.check_run_directory(out)
 
 
 def leave_all_rights():

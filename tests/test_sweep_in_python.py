@@ -102,7 +102,7 @@ def test_a_run_of_this_process_is_interrupted_instead(here):
 
     def cancel():
         try:
-            until(lambda: runs.is_run(out) and runs.read(out).step >= 3, "a run that trains")
+            until(lambda: runs.is_run(out) and runs.read_run(out).step >= 3, "a run that trains")
             hpclm.open("debug").cancel()
         except hpclm.ConfigError as error:
             said.append(str(error))

@@ -38,7 +38,7 @@ class Snapshot:
             row = read.recent[-1]
             without = "none" if row.get("counted_tokens") == 0 else "not finite"
             loss = without if row["loss"] is None else f"{row['loss']:.4f}"
-            ends = [end for end in (stop_at, summary.read(out).get("steps")) if end]
+            ends = [end for end in (stop_at, summary.read_summary(out).get("steps")) if end]
             total = min(ends, default=None)
             of = f"/{total}" if total else ""
             self._line = f"{out}: step {row['step']}{of}, loss {loss}, {row['tokens_per_second']:,.0f} tokens/s"

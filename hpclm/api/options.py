@@ -77,7 +77,7 @@ class Options:
             path = fitted(base, PATH)
         except UnfitError:
             raise ConfigError(f"the first argument, {shown(base)}, cannot be the name of a file") from None
-        return environment.settings([path, *overrides])
+        return environment.settings_with_site([path, *overrides])
 
     def run(self, base: Base, changes: Iterable[Change]) -> RunConfig:
         """The settings as ``compose`` makes them, with the data; a text becomes a dataset first."""
@@ -86,7 +86,7 @@ class Options:
             if self.tokenizer is not None:
                 raise ConfigError(f"tokenizer={os.fspath(self.tokenizer)!r} has no effect without data=")
             return run
-        folder.check(Path(run.out))  # before a dataset is written
+        folder.check_run_directory(Path(run.out))  # before a dataset is written
         dataset.refuse_second(self.data, words(changes))
         with environment.preserved():
             of_data = dataset.settings(self.data, self.tokenizer, run)

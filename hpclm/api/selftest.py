@@ -10,7 +10,7 @@ from hpclm.api.checked import checked
 from hpclm.api.options import Change, words
 from hpclm.base.errors import ConfigError, ExitCode, HpclmError
 from hpclm.node import processes, python
-from hpclm.trials.verdict import Result, Verdict
+from hpclm.trials.verdict import LayoutVerdict, Result
 
 LONGEST = 3600.0  # seconds that a test may take
 
@@ -47,7 +47,7 @@ def selftest(name: str, *changes: Change, kind: str | None = None, only: Sequenc
         problems = [line.removeprefix("error: ") for line in errors.strip().splitlines()]
         raise ConfigError(problems) if code == ExitCode.INVALID else HpclmError("\n".join(problems))
     fields = json.loads(output)
-    verdicts = [Verdict(**{**verdict, "details": tuple(verdict["details"])}) for verdict in fields["verdicts"]]
+    verdicts = [LayoutVerdict(**{**verdict, "details": tuple(verdict["details"])}) for verdict in fields["verdicts"]]
     return Result(fields["name"], fields["kind"], tuple(verdicts))
 
 

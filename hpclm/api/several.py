@@ -103,7 +103,7 @@ def compare(runs: Runs) -> "DataFrame":
         raise ConfigError(problem)
     from pandas import DataFrame
 
-    return DataFrame(comparison.rows(States(PATIENCE).of([run_folders.read(path) for path in _paths(runs)])))
+    return DataFrame(comparison.rows(States(PATIENCE).of([run_folders.read_run(path) for path in _paths(runs)])))
 
 
 @checked

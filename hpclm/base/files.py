@@ -99,7 +99,7 @@ def overwrite(path: str | Path, text: str) -> None:
         file.write(text)
 
 
-def read(path: str | Path, max_bytes: int = MAX_READ_BYTES) -> tuple[bytes, os.stat_result]:
+def read_with_status(path: str | Path, max_bytes: int = MAX_READ_BYTES) -> tuple[bytes, os.stat_result]:
     """The content of a regular file, and its status; OSError, before it is read, if it has more than ``max_bytes``."""
     with reader(path) as file, naming(path):
         status = check_size(file, path, max_bytes)
@@ -137,12 +137,12 @@ def naming(path: str | Path) -> Iterator[None]:
 
 def read_bytes(path: str | Path, max_bytes: int = MAX_READ_BYTES) -> bytes:
     """The content of a regular file; OSError if it has more than ``max_bytes``."""
-    return read(path, max_bytes)[0]
+    return read_with_status(path, max_bytes)[0]
 
 
 def read_text(path: str | Path, max_bytes: int = MAX_READ_BYTES, errors: str = "strict") -> str:
     """The content of a regular file as text; UnicodeDecodeError if it is not UTF-8."""
-    return read(path, max_bytes)[0].decode("utf-8", errors)
+    return read_with_status(path, max_bytes)[0].decode("utf-8", errors)
 
 
 def readable(path: str | Path, what: str) -> Path:

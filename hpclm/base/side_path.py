@@ -75,6 +75,7 @@ class AppendedFile:
         """Append what is kept; OSError if that fails."""
         if not self._may_write():
             self._pending = b""
+            return
         if self._handle is not None and not is_at(self._handle, self.path):
             self._close()
         if self._handle is None:

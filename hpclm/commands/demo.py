@@ -7,7 +7,7 @@ from hpclm.parser import Parser
 
 def main(settings: list[str]) -> int:
     """Run the demonstration with these settings."""
-    run = environment.settings(["demo", *settings])  # mistakes are reported before anything is written
+    run = environment.settings_with_site(["demo", *settings])  # mistakes are reported before anything is written
     return demonstrate(run, settings)
 
 

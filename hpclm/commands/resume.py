@@ -18,7 +18,7 @@ def main(run: str, runs_folder: Path, resume_step: str | None, rest: list[str]) 
     named, changes = resume.split([run, *rest], runs_folder)
     if resume_step is not None:
         changes = ["--from", resume_step, *changes]
-    chosen = [runs.read(out) for out in runs.choose(named, runs_folder)]
+    chosen = [runs.read_run(out) for out in runs.choose(named, runs_folder)]
     if len(chosen) > 1 and "--from" in changes:
         raise UsageError("--from takes one run: several runs have different steps")
     return resume.resume(chosen, changes, _check, cli.function("submit"))
@@ -30,7 +30,7 @@ def _check(words: list[str]) -> None:
     options.prog = "hpclm resume"
 
     def check(config: str, settings: list[str], job: list[str], **others: Any) -> None:
-        environment.settings([paths.literal(config), *settings, *job], words)
+        environment.settings_with_site([paths.literal(config), *settings, *job], words)
 
     options.call(check, words)
 

@@ -7,7 +7,7 @@ from hpclm.base.errors import ExitCode
 from hpclm.base.progress import ProgressBar
 from hpclm.base.terminal import say
 from hpclm.parser import Parser, exit_codes
-from hpclm.trials.verdict import SETTINGS, Verdict, conclusion, lines
+from hpclm.trials.verdict import SETTINGS, LayoutVerdict, conclusion, lines
 
 
 def main(name: str, settings: list[str], kind: str | None, only: list[str], as_json: bool) -> int:
@@ -17,7 +17,7 @@ def main(name: str, settings: list[str], kind: str | None, only: list[str], as_j
     shown = list[str]()
     with ProgressBar(None, desc="", unit=" layouts", leave=False) as bar:
 
-        def tell(verdict: Verdict) -> None:
+        def tell(verdict: LayoutVerdict) -> None:
             if not as_json:
                 bar.clear()
                 say("\n".join(lines(verdict, shown)), flush=True)

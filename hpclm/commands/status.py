@@ -22,7 +22,7 @@ def main(run: list[str], runs_folder: Path, as_json: bool) -> int:
     """Print some runs in detail, or a table of all."""
     if not run:
         folders.check_folder(runs_folder)
-    runs = [folders.read(out) for out in folders.choose(run, runs_folder) or folders.find(runs_folder)]
+    runs = [folders.read_run(out) for out in folders.choose(run, runs_folder) or folders.find(runs_folder)]
     began = processes.started(os.getpid())
     elapsed = time.time() - began if began else 0.0
     statuses = States(max(MIN_SECONDS, DEADLINE - elapsed)).of(runs)

@@ -10,7 +10,7 @@ from hpclm.config import JobConfig
 from hpclm.config.fields import docs
 from hpclm.config.sbatch import OPTIONS, Option
 from hpclm.launch import submit
-from hpclm.launch.arguments import Request
+from hpclm.launch.arguments import SubmitRequest
 from hpclm.parser import DATA, EPILOG, Parser, completed, setting
 
 DEEPSPEEDS = {"nodelist": ("--include", "-i")}
@@ -43,10 +43,10 @@ def main(**values: Any) -> int:
     return submit.start(request(**values))
 
 
-def request(settings: list[str], config: str | None, job: list[str], **options: Any) -> Request:
+def request(settings: list[str], config: str | None, job: list[str], **options: Any) -> SubmitRequest:
     """The request for a job or several; UsageError for options that do not go together."""
     files = [paths.literal(config)] if config else []
-    asked = Request(settings=[*files, *settings], options=job, **options)
+    asked = SubmitRequest(settings=[*files, *settings], options=job, **options)
     if asked.ranks and not asked.dry_run:
         raise UsageError("--ranks is for --dry-run")
     if asked.pdb and not asked.debug:

@@ -199,7 +199,7 @@ def reason(error: ValueError | yaml.YAMLError) -> str:
 def content(path: Path, what: str) -> Content:
     """The mapping in a YAML file, empty if the file is; ConfigError, which calls the file ``what``, for any other content."""
     try:
-        raw, status = files.read(path, MAX_SETTINGS_BYTES)
+        raw, status = files.read_with_status(path, MAX_SETTINGS_BYTES)
         text = raw.decode("utf-8")
         root, problems = nodes(text, str(path))
     except OSError as error:

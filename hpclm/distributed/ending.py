@@ -93,7 +93,7 @@ class Ending:
         verdict = None
         if folder:
             # once the launcher has told this rank to end, it may kill it a second later
-            processes.wait_until(lambda: self._told_to_end or ends.first(ends.read(folder).values()), CAUSE, POLL)
+            processes.wait_until(lambda: self._told_to_end or ends.first(ends.read_ends(folder).values()), CAUSE, POLL)
             verdict = failure.verdict(folder)
         lost = f"{self.me} lost its connection to another rank"
         if verdict is None:
@@ -112,7 +112,7 @@ class Ending:
 
     def answer(self) -> None:
         """If others have failed, leave a trace that this rank is alive: it may be the last to notice."""
-        if self.folder and ends.read(self.folder):
+        if self.folder and ends.read_ends(self.folder):
             ends.leave_trace(self.folder, self.me.rank)
 
     def hang(self, state: RankState) -> None:
@@ -126,8 +126,8 @@ class Ending:
             with suppress(OSError):
                 hang.write_stacks(folder, self.me, state)
             self._leave(ExitCode.REQUEUE, f"{self.me} made no progress for {state.idle:.0f} s", hang=state)
-            processes.wait_until(lambda: len(ends.read(folder)) == len(self.ranks), OTHERS, POLL)
-            states |= {rank: RankState(**end.hang) for rank, end in ends.read(folder).items() if end.hang}
+            processes.wait_until(lambda: len(ends.read_ends(folder)) == len(self.ranks), OTHERS, POLL)
+            states |= {rank: RankState(**end.hang) for rank, end in ends.read_ends(folder).items() if end.hang}
         text = hang.report(states, self.ranks, folder)
         if self.report(text, text.partition("\n")[0]):
             with suppress(OSError):

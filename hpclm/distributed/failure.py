@@ -47,7 +47,7 @@ class Verdict:
 
 def verdict(folder: Path) -> Verdict | None:
     """Why the ranks ended that have left their files in ``folder``; None if nothing is known."""
-    left = ends.read(folder)
+    left = ends.read_ends(folder)
     ranks = [RankInfo(**row) for row in ends.announced(folder)]
     cause = ends.first(left.values())
     if cause and cause.hang is not None and ranks:

@@ -22,7 +22,7 @@ DEFAULT = shipped.folder("configs") / "debug.yaml"
 
 
 @dataclass(frozen=True)
-class Request:
+class SubmitRequest:
     """The arguments of ``hpclm submit``."""
 
     settings: Sequence[str]
@@ -58,7 +58,7 @@ class Variant:
 
 
 def compose(
-    request: Request,
+    request: SubmitRequest,
     variant: Variant,
     check: Callable[[RunConfig, "NamedDataset"], None] = lambda run, dataset: None,
 ) -> RunConfig:
@@ -88,7 +88,7 @@ def varied(run: RunConfig, variant: Variant) -> RunConfig:
     return replace(run, name=run.name + variant.suffix, out=run.out + variant.suffix)
 
 
-def unwritten(request: Request, runs: Sequence[RunConfig]) -> list[str]:
+def unwritten(request: SubmitRequest, runs: Sequence[RunConfig]) -> list[str]:
     """The datasets (data.prefix of ``runs``) that --dry-run does not write from the text of data=."""
     words = [*request.settings, *(word for variant in variants(request.sweep) for word in variant.overrides)]
     if not (request.dry_run and command_line.names_data(words)):

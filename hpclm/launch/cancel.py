@@ -13,14 +13,14 @@ from hpclm.base.errors import HpclmError
 from hpclm.base.terminal import say
 from hpclm.launch import send
 from hpclm.launch.jobs import jobs_by_scheduler, state
-from hpclm.launch.schedulers import Scheduler, named
+from hpclm.launch.schedulers import Scheduler, scheduler_named
 from hpclm.node import failures
 from hpclm.node.job import Job
 from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import control_files, events
 from hpclm.rundir import runs as folders
 from hpclm.rundir.lease import HolderWatch, is_here
-from hpclm.rundir.runs import Run
+from hpclm.rundir.runs import RunFacts
 from hpclm.rundir.state import process_here
 
 PATIENCE = 10.0  # seconds for squeue to answer
@@ -97,7 +97,7 @@ def stop(out: Path, now: bool) -> list[Target]:
     other = folders.other_owner(out)
     if other:
         say(f"{files.shown(out)} belongs to {other}, and root may cancel it")
-    run = folders.read(out)
+    run = folders.read_run(out)
     targets = [*jobs_of(run, now)] or [*processes_of(run)]
     for target in targets:
         if now:
@@ -120,11 +120,11 @@ def record(out: Path) -> None:
         say(f"warning: {out / events.NAME} cannot be written: {error.strerror}", file=sys.stderr)
 
 
-def jobs_of(run: Run, now: bool) -> Iterator[Target]:
+def jobs_of(run: RunFacts, now: bool) -> Iterator[Target]:
     """The pending and running jobs of a run; HpclmError if the scheduler does not answer, and no process runs here."""
     jobs = jobs_by_scheduler(run)
     if not jobs:  # a command that was killed may have submitted it
-        jobs[named("slurm").for_script(send.last_script(run.out))] = []
+        jobs[scheduler_named("slurm").for_script(send.last_script(run.out))] = []
     if (run.out / "job").is_dir():
         for scheduler, recorded in jobs.items():
             with suppress(NoAnswerError):  # asked again below
@@ -144,12 +144,12 @@ def jobs_of(run: Run, now: bool) -> Iterator[Target]:
                 yield Target(run.out, scheduler, job, f"job {job.id}", saves=not (job.waits or now))
 
 
-def processes_of(run: Run) -> Iterator[Target]:
+def processes_of(run: RunFacts) -> Iterator[Target]:
     """The process of a run on this machine; HpclmError if it runs on another host."""
     here = process_here(run)
     holder = run.holder
     if here is not None:
-        scheduler = named("local")
+        scheduler = scheduler_named("local")
         for job in scheduler.states([str(here)]).values():
             yield Target(run.out, scheduler, job, f"process {here}", saves=False)
     elif holder and not is_here(holder) and not run.attempt.get("job_id"):
@@ -191,7 +191,7 @@ def running(scheduler: Scheduler, targets: list[Target]) -> Iterator[Target]:
 
 def outcome(out: Path) -> str:
     """A line on the outcome, and how to continue."""
-    run = folders.read(out)
+    run = folders.read_run(out)
     if not run.attempt:
         return f"{files.shown(out)} has not trained; next: hpclm resume {files.typed(out)}"
     saved = f"saved at step {run.checkpoint[0]}" if run.checkpoint else "nothing is saved"

@@ -79,9 +79,10 @@ def run(changed: RunConfig, changes: list[str], train: Callable[[RunConfig], int
 def overrides(config: RunConfig) -> list[str]:
     """The settings for debugging, as key=value words."""
     micro = min(config.batch.micro_size or MICRO, MICRO)
+    budget = min(config.budget.steps or BUDGET, BUDGET)
     values: dict[str, object] = {
         "out": paths.literal(f"{Path(config.out)!s}-debug"),
-        "stop_at": min(config.stop_at or STEPS, STEPS),
+        "stop_at": min(config.stop_at or STEPS, STEPS, budget),
         "job.nodes": 1,
         "job.gpus": 1,
         "parallel.expert": 1,
@@ -89,7 +90,7 @@ def overrides(config: RunConfig) -> list[str]:
         "batch.global_size": 2 * micro,
         "batch.rampup": None,
         **{f"budget.{name}": None for name in ("samples", "tokens", "epochs", "hours")},
-        "budget.steps": min(config.budget.steps or BUDGET, BUDGET),
+        "budget.steps": budget,
         "data.workers": 0,
         "engine.compile": False,
         "evaluate.every": STEPS if config.evaluate.every else 0,

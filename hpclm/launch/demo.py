@@ -79,7 +79,7 @@ def _train(settings: RunConfig, words: Sequence[str]) -> int:
     code = code or _step("5/6 training: the same command continues the run", ["train", "demo", *words])
     if code:
         return code
-    say(f"loss from the first step to the last: {sparkline(summary.read(settings.out).get('curve', []))}")
+    say(f"loss from the first step to the last: {sparkline(summary.read_summary(settings.out).get('curve', []))}")
     code = _step("6/6 the model writes", ["generate", settings.out, "--prompt", PROMPT, "--tokens", "120"])
     if not code:
         say(f"\n== done. {settings.out} holds the run. Type next:\n")

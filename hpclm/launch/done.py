@@ -53,7 +53,7 @@ def before_it(run: RunConfig) -> tuple[State | None, RunConfig | None]:
         return None, None
     with suppress(ConfigError):
         before = config.load(out / "config.yaml")
-    return state_of(folders.read(out), None), before
+    return state_of(folders.read_run(out), None), before
 
 
 def same_length(run: RunConfig, before: RunConfig) -> bool:

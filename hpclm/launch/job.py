@@ -118,7 +118,7 @@ def allocation(settings: RunConfig, env: Mapping[str, str] = os.environ) -> tupl
 
 
 @dataclass(frozen=True)
-class Start:
+class RanksCommand:
     """The command that starts the ranks of a job."""
 
     command: list[str]
@@ -127,7 +127,7 @@ class Start:
     """The signal to send to it in place of another."""
 
 
-def ranks(settings: RunConfig, words: Sequence[str]) -> Start:
+def ranks(settings: RunConfig, words: Sequence[str]) -> RanksCommand:
     """The command that starts the ranks of a job. ``words``: the arguments of the supervisor."""
     job = settings.job
     in_slurm = slurm.JOB in os.environ
@@ -145,7 +145,7 @@ def ranks(settings: RunConfig, words: Sequence[str]) -> Start:
     train = ["hpclm.train", *(word for word in words if not OF_JOB.match(word) or HONOURED.match(word))]
     if job.template == "mpirun":
         launch = mpi.plan(settings)
-        return Start(
+        return RanksCommand(
             launch.command([*python, *train], [*job.env, ends.FOLDER]), launch.env | slurm.EXPORT_ALL, launch.signals
         )
     env = {name: value for name, value in env.items() if not slurm.FIRST_START.fullmatch(name)}
@@ -155,12 +155,12 @@ def ranks(settings: RunConfig, words: Sequence[str]) -> Start:
     cores = slurm.cores_per_task(env)
     if in_slurm and job.template == "srun":
         program = [*container.words(settings), *python, *train]
-        return Start(srun.step(job.nodes, job.gpus, cores, program), env, child.SIGNALS)
+        return RanksCommand(srun.step(job.nodes, job.gpus, cores, program), env, child.SIGNALS)
     env.pop(slurm.CORES_PER_TASK, None)
     agent = [*python, *torchrun_agent(settings), *train]
     if in_slurm:
-        return Start(srun.step(job.nodes, 1, cores * job.gpus, agent), env, child.SIGNALS)
-    return Start(agent, env, {})
+        return RanksCommand(srun.step(job.nodes, 1, cores * job.gpus, agent), env, child.SIGNALS)
+    return RanksCommand(agent, env, {})
 
 
 def torchrun_agent(settings: RunConfig, env: Mapping[str, str] = os.environ) -> list[str]:

@@ -4,11 +4,11 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from hpclm.launch.schedulers import Scheduler, named, of_job
+from hpclm.launch.schedulers import Scheduler, of_job, scheduler_named
 from hpclm.node.job import Job
 from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import runs as folders
-from hpclm.rundir.runs import Run, is_job
+from hpclm.rundir.runs import RunFacts, is_job
 from hpclm.rundir.state import State, state_of
 
 ASK = 60.0  # seconds between a command's questions to a scheduler, since many people watch many runs
@@ -28,9 +28,9 @@ class States:
 
     def __call__(self, out: Path) -> State:
         """The state of the run in ``out``."""
-        return self.of([folders.read(out)])[0]
+        return self.of([folders.read_run(out)])[0]
 
-    def of(self, runs: Sequence[Run]) -> list[State]:
+    def of(self, runs: Sequence[RunFacts]) -> list[State]:
         """The states of several runs. Each scheduler is asked once for all of them, at most once a minute."""
         jobs = {run.out: jobs_by_scheduler(run) for run in runs}
         ids = {job for each in jobs.values() for mine in each.values() for job in mine}
@@ -52,19 +52,19 @@ class States:
             self._answers = {}
             self._silent = str(silent)
 
-    def _state(self, run: Run, jobs: dict[Scheduler, list[str]]) -> State:
+    def _state(self, run: RunFacts, jobs: dict[Scheduler, list[str]]) -> State:
         if jobs and self._silent:
             return state_of(run, None, self._silent)
         answers = ((job, self._answers.get(scheduler, {}).get(job)) for scheduler, mine in jobs.items() for job in mine)
         return state_of(run, {job: answer for job, answer in answers if answer})
 
 
-def jobs_by_scheduler(run: Run) -> dict[Scheduler, list[str]]:
+def jobs_by_scheduler(run: RunFacts) -> dict[Scheduler, list[str]]:
     """The IDs of a run's jobs by their schedulers, oldest first; a job that was not submitted by hpclm is Slurm's."""
     submitted = {str(submission["job_id"]): submission for submission in run.submissions if is_job(submission)}
     jobs = dict[Scheduler, list[str]]()
     for job in run.jobs:
-        scheduler = named("slurm")
+        scheduler = scheduler_named("slurm")
         if job in submitted:
             scheduler = of_job(submitted[job]["cluster"], submitted[job].get("slurm_cluster") or "", run.owner)
         jobs.setdefault(scheduler, []).append(job)

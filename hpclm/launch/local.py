@@ -42,7 +42,7 @@ def run(launch: Launch) -> int:
     return begun.contained(start)
 
 
-def check(config: RunConfig) -> None:
+def check_this_machine(config: RunConfig) -> None:
     """ConfigError if the settings need a GPU, or a network interface, and this machine has none."""
     engine = config.engine
     env = environment.inherited() | config.job.env

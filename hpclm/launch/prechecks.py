@@ -31,7 +31,7 @@ WIDEST_BUILT = 2048  # model.hidden up to which a block is built on the login no
 SIGNAL = re.compile(r"(?:[A-Z]+:)?\w+@(\d+)")  # of #SBATCH --signal
 
 
-def check(
+def check_submission(
     run: RunConfig, cluster: str, queued: bool = False, resume_step: int | None = None, with_data: bool = True
 ) -> RunStart:
     """Run all checks that are possible here, before anything is written; returns the start with the files that they have read.
@@ -62,7 +62,7 @@ def check(
 
 CHECKS = (
     Check("mpi4py", {"mpirun"}, lambda _: filter(None, [extras.missing("starting ranks with mpirun", "mpi4py")])),
-    Check("local", {"local"}, lambda start: local.check(start.run)),
+    Check("local", {"local"}, lambda start: local.check_this_machine(start.run)),
     Check("paths", {"other nodes"}, lambda start: missing_paths(start.run)),
     Check("names", {"code"}, lambda start: _check_names(start.run, "python" in start.has)),
 )
@@ -159,7 +159,7 @@ def refuse_without_room(out: Path, script: str) -> None:
             there = slurm.env_for(slurm.clusters(options))
             partition, time = slurm.default_time(options.get("partition") or "", env=there)
             name = f"job.time is not set, and the default of partition {partition}"
-    recorded = summary.read(out)
+    recorded = summary.read_summary(out)
     start = recorded.get("start_seconds") or 0.0
     step = recorded.get("step_seconds") or 0.0
     match = SIGNAL.match(options.get("signal") or "")

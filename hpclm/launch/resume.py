@@ -12,7 +12,7 @@ from hpclm.launch.jobs import States
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.node import failures
 from hpclm.rundir import runs as folders
-from hpclm.rundir.runs import Run
+from hpclm.rundir.runs import RunFacts
 from hpclm.rundir.state import State
 
 PATIENCE = 5.0  # seconds for squeue to answer
@@ -22,7 +22,10 @@ EXTENDS = ("batch", "budget", "stop_at", "--from")
 
 
 def resume(
-    chosen: Sequence[Run], changes: list[str], check: Callable[[list[str]], None], submit: Callable[[list[str]], int]
+    chosen: Sequence[RunFacts],
+    changes: list[str],
+    check: Callable[[list[str]], None],
+    submit: Callable[[list[str]], int],
 ) -> int:
     """Submit the runs ``chosen`` again, with ``changes``; the exit code.
 
@@ -70,7 +73,7 @@ def may_start(status: State, changes: list[str]) -> None:
         raise ConfigError(f"{out} has no config.yaml; start it with hpclm submit")
 
 
-def _names_clusters(run: Run, changes: list[str]) -> bool:
+def _names_clusters(run: RunFacts, changes: list[str]) -> bool:
     """Whether the next job's settings, or the user's variables, choose its clusters of Slurm."""
     from hpclm.config import compose  # loads OmegaConf
 
@@ -81,7 +84,7 @@ def _names_clusters(run: Run, changes: list[str]) -> bool:
     return False
 
 
-def words(run: Run, changes: list[str]) -> list[str]:
+def words(run: RunFacts, changes: list[str]) -> list[str]:
     """The arguments of hpclm submit that submit ``run`` again, with the cluster and size of its last job or, without a job, its size.
 
     ``changes`` come last, so that they win.

@@ -55,7 +55,7 @@ def send(
         for job in lost:
             _submitted(config, job.id, job.cluster, job.script, command)
         if lost and not again and _same(out, config, Path(lost[-1].script), text):
-            return events.of_kind(events.read(out), "submitted")[-1], False
+            return events.of_kind(events.read_events(out), "submitted")[-1], False
         if queued_jobs and not again:
             raise LockedError(
                 f"{', '.join(map(str, queued_jobs))} of this run directory, {out}, is in the queue; hpclm logs -f follows it, "
@@ -74,7 +74,7 @@ def send(
                 script.unlink()  # no job has been submitted
                 raise
         _submitted(config, job_id, cluster, str(script), command)
-        return events.of_kind(events.read(out), "submitted")[-1], True
+        return events.of_kind(events.read_events(out), "submitted")[-1], True
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def refuse_in_use(out: Path) -> None:
     lease.refuse_if_held(out)
     until = time.monotonic() + EXITS
     while True:
-        run = runs.read(out)
+        run = runs.read_run(out)
         pid = process_here(run)
         if pid is None:
             return

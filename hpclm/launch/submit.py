@@ -20,10 +20,10 @@ from hpclm.config.job import seconds_of
 from hpclm.config.settings import is_override
 from hpclm.inference.evaluation import TaskRequest
 from hpclm.launch import arguments, container, debug, prechecks, process, send, setup, sweep
-from hpclm.launch.arguments import Request
+from hpclm.launch.arguments import SubmitRequest
 from hpclm.launch.done import DoneError, before_it, refuse_done, same_length
 from hpclm.launch.foreground import Launch
-from hpclm.launch.schedulers import JobScript, Scheduler, named
+from hpclm.launch.schedulers import JobScript, Scheduler, scheduler_named
 from hpclm.node import gpus, secrets
 from hpclm.rundir import events, folder
 from hpclm.rundir import runs as folders
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 STARTED_BY = {"local": "hpclm.launch.local", "mpirun": "hpclm.launch.mpi", "interactive": "hpclm.launch.srun"}
 
 
-def start(request: Request) -> int:
+def start(request: SubmitRequest) -> int:
     """Start the runs of ``request``; the exit code. ConfigError with every problem, before anything is written."""
     check = partial(_check_before_dataset, request)
     runs = [arguments.compose(request, variant, check) for variant in arguments.variants(request.sweep)]
@@ -56,7 +56,10 @@ def start(request: Request) -> int:
             f"without --dry-run, the text of data= is first tokenized into {dataset}; its data is not checked here",
             file=sys.stderr,
         )
-    starts = [prechecks.check(run, where, request.again, resume_step, run.data.prefix not in unwritten) for run in runs]
+    starts = [
+        prechecks.check_submission(run, where, request.again, resume_step, run.data.prefix not in unwritten)
+        for run in runs
+    ]
     if request.ranks:
         return _ranks(runs, request.ranks, request.gpus_kind)
     if where == "debug":
@@ -70,7 +73,7 @@ def start(request: Request) -> int:
         return _sweep(where, request, runs, command)
     if not queues:
         return _here(where, runs[0], command, resume_step)
-    scheduler = named(where)
+    scheduler = scheduler_named(where)
     scripts = _scripts(scheduler, runs, resume_step, [reason for start in starts for reason in start.without_effect()])
     if request.dry_run:
         return _show(scheduler, runs, scripts)
@@ -80,9 +83,9 @@ def start(request: Request) -> int:
 def from_python(run: RunConfig, resume_step: int | None = None) -> None:
     """Submit ``run`` as a job; ConfigError with every problem, or without a queue."""
     where = queue_of(run.job)
-    start = prechecks.check(run, where, resume_step=resume_step)
+    start = prechecks.check_submission(run, where, resume_step=resume_step)
     run = start.settings
-    scheduler = named(where)
+    scheduler = scheduler_named(where)
     scripts = _scripts(scheduler, [run], resume_step, start.without_effect())
     _submit(scheduler, [run], scripts, ["hpclm", "submit", f"{run.out}/config.yaml"], False, resume_step)
 
@@ -100,12 +103,14 @@ def queue_of(job: JobConfig) -> str:
     )
 
 
-def _check_before_dataset(request: Request, run: RunConfig, dataset: "NamedDataset") -> None:
+def _check_before_dataset(request: SubmitRequest, run: RunConfig, dataset: "NamedDataset") -> None:
     """ConfigError if ``run`` could not start, before the text of its data is tokenized."""
-    prechecks.check(arguments.whole(run), _where(request, run.job), request.again, request.resume_step, with_data=False)
+    prechecks.check_submission(
+        arguments.whole(run), _where(request, run.job), request.again, request.resume_step, with_data=False
+    )
 
 
-def _where(request: Request, job: JobConfig) -> str:
+def _where(request: SubmitRequest, job: JobConfig) -> str:
     """The way to run: local, mpirun, interactive, debug, or the name of a scheduler."""
     if request.debug or request.interactive:
         return "debug" if request.debug else "interactive"
@@ -122,7 +127,7 @@ def _of_job(job: JobConfig) -> str:
     return "slurm" if shutil.which("sbatch") else "local"
 
 
-def _is_toy(request: Request) -> bool:
+def _is_toy(request: SubmitRequest) -> bool:
     """Whether the run is the toy model, in a run directory that was not chosen."""
     words = list(request.settings)
     chosen = {"out", "name"} & set(config.compose.named(words))
@@ -148,7 +153,7 @@ def _warn(runs: Sequence[RunConfig], reasons: Sequence[str]) -> None:
         say(f"warning: {warning}", file=sys.stderr)
     prechecks.warn_of_missing_paths(runs[0])
     for out in (Path(run.out) for run in runs if folders.is_run(Path(run.out))):
-        last = folders.read(out).attempt
+        last = folders.read_run(out).attempt
         if last and (not last.get("job_id") or last.get("launcher") == "local"):
             say(
                 f"{out} trained on {last.get('host')} so far; from now on in a Slurm job (--cluster local: here)",
@@ -218,7 +223,7 @@ def _here(where: str, run: RunConfig, command: list[str], resume_step: int | Non
     return int(import_module(STARTED_BY[where]).run(launch))
 
 
-def _sweep(where: str, request: Request, runs: Sequence[RunConfig], command: list[str]) -> int:
+def _sweep(where: str, request: SubmitRequest, runs: Sequence[RunConfig], command: list[str]) -> int:
     """Train the runs of a sweep in processes started by this one."""
     processes = max(run.job.nodes * run.job.gpus for run in runs)
     parallel = min(request.parallel or 1, len(runs))
@@ -295,7 +300,7 @@ def submit_scoring(out: Path, overrides: list[str], wanted: TaskRequest, words: 
     run = config.load(out / "config.yaml", list(overrides))
     job = replace(run.job, nodes=1, gpus=1, restarts=0, snapshot=False, template="srun")
     run = replace(run, name=f"{run.name}-scores", out=str(out), job=job, parallel=ParallelConfig())
-    scheduler = named("slurm" if job.cluster in ("auto", "local", "mpirun", "srun") else job.cluster)
+    scheduler = scheduler_named("slurm" if job.cluster in ("auto", "local", "mpirun", "srun") else job.cluster)
     path = out / "job" / f"evaluate-{time.strftime('%Y%m%d-%H%M%S')}.sbatch"
     score = [setup.interpreter(job), "-P", "-u", "-m", "hpclm", "evaluate", paths.literal(out), *words]
     if job.container:

@@ -99,7 +99,7 @@ def checked(runs: Sequence[RunConfig]) -> list[RunConfig]:
     for run in runs:
         alone = replace(run, job=replace(run.job, nodes=1, gpus=1, hostfile=None))
         try:
-            starts.append(prechecks.check(alone, "local"))
+            starts.append(prechecks.check_submission(alone, "local"))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -183,7 +183,7 @@ class Child:
         if self._bar.disable or time.monotonic() - self._shown < UPDATE:
             return
         self._shown = time.monotonic()
-        run = run_folders.read(self.out)
+        run = run_folders.read_run(self.out)
         if run.total != self._bar.total:
             self._bar.close()
             self._bar = self._new_bar(run.total, run.step)
@@ -300,7 +300,7 @@ def _finish(sweep: Sweep, unfinished: Sequence[Path], code: int) -> int:
     """
     from hpclm.reporting import comparison, page
 
-    statuses = States(PATIENCE).of([run_folders.read(Path(run.out)) for run in sweep.runs])
+    statuses = States(PATIENCE).of([run_folders.read_run(Path(run.out)) for run in sweep.runs])
     trained = [status for status in statuses if status.run.attempt]
     if trained:
         say("\n" + "\n".join(comparison.table(trained)))

@@ -75,7 +75,7 @@ class RankFiles(DefaultLogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The files of each local rank of ``envs``; EndedError if the ranks must not be started."""
-        left = ends.read(self.folder)
+        left = ends.read_ends(self.folder)
         before = [left[rank] for rank in self._ranks if rank in left and not left[rank].symptom]
         final = [end.exit_code for end in before if end.exit_code in (*FINAL, ExitCode.REQUEUE)]
         if self.received or final:
@@ -207,7 +207,7 @@ def exit_code(failures: Mapping[int, ProcessFailure], folder: Path, received: Co
 
     ``received``: signals that were forwarded. A rank that such a signal killed was still starting, and had nothing to save.
     """
-    left = ends.read(folder)
+    left = ends.read_ends(folder)
     for number, (rank, failure) in enumerate(failures.items()):
         if rank in left or -failure.exitcode in (signal.SIGTERM, *received):
             continue

@@ -72,7 +72,7 @@ def one_line(cause: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text[:MAX_CAUSE])
 
 
-def read(where: Path) -> dict[int, End]:
+def read_ends(where: Path) -> dict[int, End]:
     """The ends of the ranks that have left a file in the folder ``where``."""
     found = {}
     for path in where.glob("rank-*.json"):
@@ -128,7 +128,7 @@ def claim_report(where: Path) -> bool:
 def tidy(where: Path) -> None:
     """Remove the folder of a start if no rank has left a file."""
     with suppress(OSError):
-        if not read(where):
+        if not read_ends(where):
             for path in (where / ANNOUNCED, *where.glob("alive-*")):
                 path.unlink(missing_ok=True)
             where.rmdir()

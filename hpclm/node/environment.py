@@ -124,7 +124,7 @@ def of_a_job(options: Iterable[str], env: Mapping[str, str] = os.environ) -> dic
     return {name: value for name, value in env.items() if name in kept or name not in removed}
 
 
-def settings(words: Sequence[str], typed: Sequence[str] = ()) -> "RunConfig":
+def settings_with_site(words: Sequence[str], typed: Sequence[str] = ()) -> "RunConfig":
     """The settings of ``[FILE] key=value ...`` on top of the site file; ``typed``: all arguments of the command, for messages."""
     from hpclm import config  # loads OmegaConf
 

@@ -72,7 +72,7 @@ SLICE = re.compile(r"\bMIG\b|-\d+[ABCQ]\b")
 """Matches the names of parts of a GPU: NVIDIA's MIG slices, and virtual GPUs such as GRID A100-10C."""
 
 
-def named(name: str) -> Kind | None:
+def kind_of_device(name: str) -> Kind | None:
     """The kind of the GPU that calls itself ``name``; None if it is unknown, or only a part of a GPU."""
     models = [model for model in KINDS if re.search(rf"\b{model}\b", name)]
     if SLICE.search(name) or not models:

@@ -13,7 +13,7 @@ from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.base.terminal import many
 from hpclm.config import EngineConfig
 from hpclm.node import slurm, threads
-from hpclm.node.gpus import named
+from hpclm.node.gpus import kind_of_device
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {kind: name for name, kind in TYPES.items()}
@@ -160,7 +160,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Dense peak of 16-bit products on this device in FLOP/s; None if unknown."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    kind = named(torch.cuda.get_device_name(device))
+    kind = kind_of_device(torch.cuda.get_device_name(device))
     return kind.peak if kind else None
 
 

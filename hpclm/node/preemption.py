@@ -17,7 +17,7 @@ from hpclm.base.errors import ExitCode
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
 
 
-class Start:
+class StartSignals:
     """Handles warnings during the start: with nothing to save yet, the process exits at once with 85.
 
     Once the ranks have met, a warning waits for ``Preemption``, which makes all of them exit together.
@@ -38,7 +38,7 @@ class Start:
 
 
 def catch_from_the_start(verb: str) -> None:
-    """Let ``Start`` handle warnings in the commands `train` and `submit`; called before imports that take a while.
+    """Let ``StartSignals`` handle warnings in the commands `train` and `submit`; called before imports that take a while.
 
     In `submit`, Python handles Ctrl-C until the command has started something.
     """
@@ -47,14 +47,14 @@ def catch_from_the_start(verb: str) -> None:
 
 
 def end_at_once(numbers: Sequence[signal.Signals] = WARNINGS) -> None:
-    """Let ``Start`` handle warnings until another handler is installed."""
-    _install(Start(), numbers)
+    """Let ``StartSignals`` handle warnings until another handler is installed."""
+    _install(StartSignals(), numbers)
 
 
 def ranks_have_met() -> dict[str, float]:
     """Let warnings wait for the training loop from now on. Returns when those so far came, by time.monotonic."""
     start = signal.getsignal(signal.SIGTERM)
-    if not isinstance(start, Start):
+    if not isinstance(start, StartSignals):
         return {}
     start.alone = False
     return start.when

@@ -36,7 +36,7 @@ def gpu_kind(device: "torch.device") -> Kind | None:
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    return replace(gpus.named(properties.name) or UNKNOWN, memory=properties.total_memory / GIB)
+    return replace(gpus.kind_of_device(properties.name) or UNKNOWN, memory=properties.total_memory / GIB)
 
 
 def with_micro_size(config: RunConfig, context: DistributedContext, device: "torch.device") -> RunConfig:

@@ -31,7 +31,7 @@ def on_its_gpus(settings: Sequence[str], kind: Kind) -> Forecast | ConfigError:
     """The forecast of a run; without a number of GPUs in its settings, on the smallest of GPUS that it fits."""
     outcome: Forecast | ConfigError | None = None
     try:
-        run = environment.settings(settings)
+        run = environment.settings_with_site(settings)
     except ConfigError as error:
         return error
     for nodes, gpus in GPUS if (run.job.nodes, run.job.gpus) == (1, 1) else [(run.job.nodes, run.job.gpus)]:

@@ -29,7 +29,7 @@ def resolved_settings(
     if dataset is None or dataset.written:
         return run
     check(run, dataset)
-    # a warning ends the start of a run at once (preemption.Start); here it would leave unfinished files
+    # a warning ends the start of a run at once (preemption.StartSignals); here it would leave unfinished files
     with environment.preserved(), preemption.handling(signal.default_int_handler), interruption.raising():
         dataset.write()
     return planned(words, typed)[0]
@@ -42,7 +42,7 @@ def planned(words: Sequence[str], typed: Sequence[str] = ()) -> "tuple[RunConfig
     """
     data, tokenizer = (_value(words, name) for name in ("data", "tokenizer"))
     others = [word for word in words if not (_is(word, "data") or _is(word, "tokenizer"))]
-    run = environment.settings(others, typed)
+    run = environment.settings_with_site(others, typed)
     if data is None:
         if tokenizer is not None:
             raise ConfigError(f"tokenizer={tokenizer} has no effect without data=, a text that it tokenizes")
@@ -50,12 +50,12 @@ def planned(words: Sequence[str], typed: Sequence[str] = ()) -> "tuple[RunConfig
     from hpclm.preprocess import text_dataset  # imports NumPy
 
     text_dataset.refuse_second_data(data, compose.named(others))
-    folder.check(Path(run.out))
+    folder.check_run_directory(Path(run.out))
     with environment.preserved():
         dataset = text_dataset.named_dataset(data, tokenizer, run)
     overrides = [word for word in others if is_override(word)]
     files = [word for word in others if not is_override(word)]
-    return environment.settings([*files, *dataset.settings(run), *overrides], typed), dataset
+    return environment.settings_with_site([*files, *dataset.settings(run), *overrides], typed), dataset
 
 
 def names_data(words: Sequence[str]) -> bool:

@@ -125,7 +125,7 @@ def attempts(happened: Sequence[Row], signs: Sequence[Signs]) -> list[Attempt]:
 
 
 def _attempt(
-    number: int, attempt: events.Attempt, after: Row, queued: float, begin: float, signs: Sequence[Signs]
+    number: int, attempt: events.AttemptEvents, after: Row, queued: float, begin: float, signs: Sequence[Signs]
 ) -> Attempt:
     """``after``: the event at the beginning of the next attempt; empty without one."""
     row = attempt.began

@@ -133,7 +133,7 @@ def read(out: Path) -> History:
     redone = redone.taken(np.sort(np.unique(stamps, axis=0, return_index=True)[1]))
     times = np.array([float(row.get("time") or 0) for row in (*kept.others, *lost.others)])
     unknown = np.full(len(times), np.nan)
-    happened = _if_readable(lambda: events.read(out)) or []
+    happened = _if_readable(lambda: events.read_events(out)) or []
     return History(
         out,
         tuple(attempts(happened, [steps.signs(), redone.signs(), Signs.sorted(times, unknown, unknown)])),

@@ -33,7 +33,7 @@ def settings(out: Path) -> Settings:
 
     Its last attempt used these settings. config.yaml may already have those of a job that has not trained.
     """
-    used = str(runs.read(out).attempt.get("config", ""))
+    used = str(runs.read_run(out).attempt.get("config", ""))
     version = used if VERSION.fullmatch(used) and (out / used).is_file() else NAME
     with suppress(ConfigError):
         return {
@@ -69,7 +69,7 @@ def facts(history: History, used: Settings) -> dict[str, str]:
     with suppress(OSError):
         if history.attempts:
             row = events.whole(history.out, history.attempts[-1].row)
-        for event in events.of_kind(events.read(history.out), "preflight")[-1:]:
+        for event in events.of_kind(events.read_events(history.out), "preflight")[-1:]:
             checked = events.whole(history.out, event)
     model: ModelConfig | None = None
     with suppress(ConfigError):

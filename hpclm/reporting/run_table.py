@@ -12,7 +12,7 @@ from hpclm.base import files, terminal
 from hpclm.base.errors import ExitCode
 from hpclm.rundir import events, rows
 from hpclm.rundir import runs as folders
-from hpclm.rundir.runs import Run
+from hpclm.rundir.runs import RunFacts
 from hpclm.rundir.state import State, span
 
 COLUMNS = ("RUN", "STATE", "STEP", "LOSS", "TOKENS/S", "LEFT", "LAST STEP", "CHECKPOINT", "")
@@ -122,7 +122,7 @@ def _more(status: State) -> Iterator[tuple[str, str]]:
     yield from (("warning", text) for text in status.warnings())
 
 
-def _attempts(run: Run) -> str:
+def _attempts(run: RunFacts) -> str:
     """How many attempts a run had, and how the last one began."""
     attempt = run.attempt
     text = str(len(run.attempts))
@@ -213,13 +213,13 @@ def _cut(name: str, cell: str, width: int) -> str:
 class TopScreen:
     """Looks at the runs below a folder again and again."""
 
-    def __init__(self, folder: Path, states: Callable[[Sequence[Run]], list[State]]):
+    def __init__(self, folder: Path, states: Callable[[Sequence[RunFacts]], list[State]]):
         self.folder = folder
         self._states = states
 
     def look(self) -> list[State]:
         """How the runs stand now, the most interesting first."""
-        statuses = self._states([folders.read(out) for out in folders.find(self.folder)])
+        statuses = self._states([folders.read_run(out) for out in folders.find(self.folder)])
         order = {name: number for number, name in enumerate(ORDER)}
         stepped = {status.run.out: status.run.summary.get("stepped") or 0.0 for status in statuses}
         return sorted(statuses, key=lambda status: (order.get(status.name, len(ORDER)), -stepped[status.run.out]))

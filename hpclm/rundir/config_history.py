@@ -49,7 +49,7 @@ def restore(out: Path, before: bytes | None) -> None:
 
 def micro_size(out: Path) -> int | None:
     """The batch.micro_size that the last attempt in the run directory ``out`` trained with; None if it is unknown."""
-    size = runs.read(out).attempt.get("micro_size")
+    size = runs.read_run(out).attempt.get("micro_size")
     return int(size) if size else None
 
 

@@ -90,7 +90,7 @@ def append(out: Path, kind: str, **facts: Any) -> None:
         rows.append(path, row)
 
 
-def read(out: Path | str) -> list[dict[str, Any]]:
+def read_events(out: Path | str) -> list[dict[str, Any]]:
     """The events of the run in ``out``, oldest first; none without the file. OSError if it cannot be read, ConfigError if a line is
     damaged."""
     try:
@@ -113,7 +113,7 @@ def of_kind(happened: Iterable[Row], kind: str) -> list[Row]:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptEvents:
     """An attempt at a run."""
 
     began: Row
@@ -126,17 +126,17 @@ class Attempt:
         return self.ended.get("state") in ("done", "stopped", "exited")
 
 
-def attempts(happened: Iterable[Row]) -> list[Attempt]:
+def attempts(happened: Iterable[Row]) -> list[AttemptEvents]:
     """The attempts among some events, oldest first."""
-    found = list[Attempt]()
+    found = list[AttemptEvents]()
     for event in happened:
         if event["kind"] == "began":
-            found.append(Attempt(event, {}))
+            found.append(AttemptEvents(event, {}))
         elif event["kind"] == "ended" and found:
             last = found[-1]
             other = is_later(event, last.began) or is_later(last.began, event)
             if not other and not last.ended.get("state") and (event.get("state") or not last.ended):
-                found[-1] = Attempt(last.began, event)
+                found[-1] = AttemptEvents(last.began, event)
     return found
 
 
@@ -180,9 +180,9 @@ def pending_rollback(happened: Iterable[Row]) -> int | None:
 
 
 def read_or_refuse(out: Path) -> list[dict[str, Any]]:
-    """``read``, with ConfigError or HpclmError instead of OSError: what happened must not be forgotten."""
+    """``read_events``, with ConfigError or HpclmError instead of OSError: what happened must not be forgotten."""
     try:
-        return read(out)
+        return read_events(out)
     except OSError as error:
         raise unread(error, out / NAME, "move it away, or choose another out") from None
 

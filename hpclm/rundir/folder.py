@@ -30,7 +30,7 @@ BEFORE_A_RUN = re.compile(r"\..*|.*\.(out|err|log|sh|sbatch|slurm|ya?ml)|lost\+f
 CHOOSE = "or choose another out"
 
 
-def check(out: Path) -> None:
+def check_run_directory(out: Path) -> None:
     """ConfigError unless ``out`` is a folder that only this user can write to, or can be created."""
     try:
         mode = out.stat().st_mode

@@ -58,7 +58,7 @@ def shares_locks(holder: Row) -> bool:
     return files.kernel_of(machine) == files.kernel_of(files.here()) if machine else is_here(holder)
 
 
-def described(holder: Row) -> str:
+def holder_words(holder: Row) -> str:
     """A holder, for messages."""
     job = f", job {holder['job']}" if holder.get("job") else ""
     return f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'unknown')}{job}"
@@ -67,7 +67,7 @@ def described(holder: Row) -> str:
 def in_use(folder: Path, holder: Row) -> LockedError:
     """The error for a folder that ``holder`` is using."""
     return LockedError(
-        f"{folder} is in use by another run ({described(holder)}); wait for it, end it (hpclm cancel {files.typed(folder)}), "
+        f"{folder} is in use by another run ({holder_words(holder)}); wait for it, end it (hpclm cancel {files.typed(folder)}), "
         "or choose another out="
     )
 
@@ -121,7 +121,7 @@ class Lease:
             if not free and not given_up:
                 raise in_use(self.path.parent, last)
             if not free:
-                log.warning("taking %s over from %s", self.path.parent, described(last))
+                log.warning("taking %s over from %s", self.path.parent, holder_words(last))
             elif not given_up and last.get("host") is not None and not shares_locks(last):
                 self._wait_for_silence(last)
             self._take((last.get("generation") or 0) + 1)
@@ -154,7 +154,7 @@ class Lease:
             raise HpclmError(text) from error
         if not mine:
             self._lost.set()
-            winner = described(holder(self.path.parent))
+            winner = holder_words(holder(self.path.parent))
             raise LockedError(f"{self.path.parent} was taken over by {winner}; this attempt ends without saving")
 
     def is_mine(self) -> bool:
@@ -184,7 +184,7 @@ class Lease:
     def _wait_for_silence(self, holder: Row) -> None:
         """Return once ``holder``, with locks that may not be visible here, has sent no heartbeat for long enough."""
         text = "waiting %.0f s for a heartbeat of %s, which has not released the run directory"
-        log.info(text, self.seconds, described(holder))
+        log.info(text, self.seconds, holder_words(holder))
         until = time.monotonic() + self.seconds
         first = rows.tail(self._beats)
         while time.monotonic() < until:

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from hpclm.base import files, terminal
 from hpclm.base.errors import ConfigError
 from hpclm.rundir import runs
-from hpclm.rundir.runs import Run
+from hpclm.rundir.runs import RunFacts
 from hpclm.rundir.state import State, StateOf
 
 MAX_LINE_BYTES = 1 << 20  # bytes of a line; a file need not have lines
@@ -107,7 +107,7 @@ def _replaced(file: BinaryIO, path: Path) -> bool:
 def find_log(out: Path, rank: int | None, job: bool, state_of: StateOf, wait: bool) -> Path:
     """The requested log; if ``wait``, as soon as it exists. ConfigError if it never will."""
     noted = ""
-    path = _existing(runs.read(out), rank, job)
+    path = _existing(runs.read_run(out), rank, job)
     while not path:
         status = state_of(out)
         if not (wait and _goes_on(status)):
@@ -117,11 +117,11 @@ def find_log(out: Path, rank: int | None, job: bool, state_of: StateOf, wait: bo
             _note(text)
         noted = text
         time.sleep(LOOK)
-        path = _existing(runs.read(out), rank, job)
+        path = _existing(runs.read_run(out), rank, job)
     return path
 
 
-def _existing(run: Run, rank: int | None, job: bool) -> Path | None:
+def _existing(run: RunFacts, rank: int | None, job: bool) -> Path | None:
     """The requested log, if it exists; the job's if training has not started and no rank was given."""
     path = run.out / _name(rank)
     if not job and files.is_file(path):

@@ -22,7 +22,7 @@ from hpclm.base import files
 from hpclm.base.errors import LockedError
 from hpclm.base.side_path import AppendedFile
 from hpclm.rundir import rows
-from hpclm.rundir.rows import Block, Kind, Row, all_fit, fits
+from hpclm.rundir.rows import Kind, Row, RowBlock, all_fit, fits
 
 log = logging.getLogger(__name__)
 NAME = "metrics.jsonl"
@@ -57,16 +57,16 @@ STEP: dict[str, Kind] = {
 """The fields that are read. A row may lack some of them, and may have others."""
 
 
-def blocks(out: Path, fields: Mapping[str, Kind] = STEP, lost: bool = False) -> Iterator[Block]:
+def blocks(out: Path, fields: Mapping[str, Kind] = STEP, lost: bool = False) -> Iterator[RowBlock]:
     """The rows of the run in ``out``, in blocks; ``lost``: those of steps that were done again. Errors: see ``rows.row_blocks``."""
     return _scan(out / (LOST if lost else NAME), fields)
 
 
-def _scan(path: Path, fields: Mapping[str, Kind] = STEP, begin: int = 0) -> Iterator[Block]:
+def _scan(path: Path, fields: Mapping[str, Kind] = STEP, begin: int = 0) -> Iterator[RowBlock]:
     return rows.row_blocks(path, fields, ("step",), begin)
 
 
-def _steps(block: Block) -> list[int]:
+def _steps(block: RowBlock) -> list[int]:
     """The step of each row."""
     return [row["step"] for row in block.rows]
 
@@ -81,7 +81,7 @@ def last(out: Path, fields: Mapping[str, Kind] = STEP) -> list[dict[str, Any]]:
     return rows.last(out / NAME, fields, ["step"])
 
 
-def added(out: Path, begin: int) -> Iterator[Block]:
+def added(out: Path, begin: int) -> Iterator[RowBlock]:
     """The rows from the offset ``begin`` on, in blocks. Errors: see ``rows.row_blocks``."""
     return _scan(out / NAME, begin=begin)
 
@@ -91,9 +91,14 @@ def rollbacks(out: Path) -> int:
     return sum(1 for _ in out.glob("metrics.rolled-back-*.jsonl"))
 
 
-def appended(out: Path, may_write: Callable[[], bool] = lambda: True) -> AppendedFile:
-    """The file of the run in ``out``, to append to; ``may_write``: see AppendedFile."""
+def appended(out: Path, may_write: Callable[[], bool]) -> AppendedFile:
+    """metrics.jsonl of the run in ``out``, to append to; ``may_write``: see AppendedFile."""
     return AppendedFile(out / NAME, may_write=may_write)
+
+
+def expert_tokens(out: Path, may_write: Callable[[], bool]) -> AppendedFile:
+    """experts.jsonl of the run in ``out``, to append to; ``may_write``: see AppendedFile."""
+    return AppendedFile(out / EXPERTS, may_write=may_write)
 
 
 def remove(out: Path) -> None:
@@ -171,11 +176,6 @@ def append_scores(out: Path, step: int, samples: int, time: float, tasks: Mappin
     files.sync(out / SCORES)
 
 
-def expert_tokens(out: Path, may_write: Callable[[], bool] = lambda: True) -> AppendedFile:
-    """experts.jsonl of the run in ``out``, to append to; ``may_write``: see AppendedFile."""
-    return AppendedFile(out / EXPERTS, may_write=may_write)
-
-
 def stream_expert_tokens(out: Path) -> Iterator[Row]:
     """The rows of experts.jsonl; OSError if it cannot be read."""
     fields: dict[str, Kind] = {"step": int, "steps": int, "tokens": are_counts}
@@ -213,7 +213,7 @@ class NewScores:
                 yield from block.rows
 
 
-def _later_lines(block: Block, step: int) -> bytes:
+def _later_lines(block: RowBlock, step: int) -> bytes:
     """The lines of steps after ``step``."""
     return b"".join(line for line, row in block.lines() if row["step"] > step)
 

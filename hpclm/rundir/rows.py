@@ -60,7 +60,7 @@ def parsed(line: str | bytes, fields: Mapping[str, Kind], needs: Collection[str]
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Consecutive lines of a file, and the row in each."""
 
     offset: int
@@ -82,13 +82,15 @@ class Block:
 
 def row_blocks(
     path: Path | str, fields: Mapping[str, Kind], needs: Collection[str] = (), begin: int = 0
-) -> Iterator[Block]:
+) -> Iterator[RowBlock]:
     """The rows of a file from the offset ``begin`` on, read in blocks. OSError if it cannot be read, ConfigError if a line is damaged."""
     for offset, text in blocks(path, begin):
         yield _row_block(path, offset, text, fields, needs)
 
 
-def _row_block(path: Path | str, offset: int, text: bytes, fields: Mapping[str, Kind], needs: Collection[str]) -> Block:
+def _row_block(
+    path: Path | str, offset: int, text: bytes, fields: Mapping[str, Kind], needs: Collection[str]
+) -> RowBlock:
     rows = _valid_rows(text, fields, needs)
     if rows is None:
         rows = []
@@ -99,7 +101,7 @@ def _row_block(path: Path | str, offset: int, text: bytes, fields: Mapping[str, 
                 raise damaged(path, place)
             rows.append(row)
             place += len(line) + 1
-    return Block(offset, text, rows)
+    return RowBlock(offset, text, rows)
 
 
 def _valid_rows(text: bytes, fields: Mapping[str, Kind], needs: Collection[str]) -> list[dict[str, Any]] | None:

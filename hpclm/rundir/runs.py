@@ -16,7 +16,7 @@ from hpclm.base.errors import MACHINE, ConfigError, unread
 from hpclm.base.registry import hint
 from hpclm.node.job import Job
 from hpclm.rundir import events, lease, rows, summary
-from hpclm.rundir.events import Attempt
+from hpclm.rundir.events import AttemptEvents
 from hpclm.rundir.folder import MARKS, survey_checkpoints
 from hpclm.rundir.rows import Row
 
@@ -27,7 +27,7 @@ DEPTH = 3  # folders below the one that is searched
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFacts:
     """The facts in the files of a run directory; no scheduler is asked."""
 
     out: Path
@@ -54,7 +54,7 @@ class Run:
         return events.of_kind(self.events, "submitted")
 
     @cached_property
-    def attempts(self) -> list[Attempt]:
+    def attempts(self) -> list[AttemptEvents]:
         """Its attempts, oldest first."""
         return events.attempts(self.events)
 
@@ -259,7 +259,7 @@ def _user(uid: int) -> str:
         return f"user number {uid}"
 
 
-def read(out: Path) -> Run:
+def read_run(out: Path) -> RunFacts:
     """Read the run directory ``out``; a damaged record is noted as ``damage``."""
     # strings: making a Path takes longer than reading a small file
     holder = lease.holder(out)
@@ -268,18 +268,18 @@ def read(out: Path) -> Run:
     damage = ""
     owner = 0
     try:
-        happened.extend(events.read(out))
+        happened.extend(events.read_events(out))
     except ConfigError as error:
         damage = str(error)
     except OSError as error:
         damage = f"{out}/{events.NAME} cannot be read: {error.strerror}"
     with suppress(OSError):
         owner = os.stat(out).st_uid  # noqa: PTH116
-    return Run(
+    return RunFacts(
         out=out,
         events=happened,
         damage=damage,
-        summary=summary.read(out),
+        summary=summary.read_summary(out),
         checkpoint=checkpoint,
         bad=bad,
         holder=holder if holder.get("pid") else None,

@@ -15,7 +15,7 @@ from hpclm.node.job import Job
 from hpclm.rundir import events
 from hpclm.rundir.lease import is_here
 from hpclm.rundir.rows import Row
-from hpclm.rundir.runs import Run, is_job
+from hpclm.rundir.runs import RunFacts, is_job
 from hpclm.rundir.summary import KILLED
 
 SILENT = 30.0  # seconds without a heartbeat after which a run that cannot be seen from here does not count as running
@@ -29,7 +29,7 @@ UNLIMITED = re.compile(r"UNLIMITED|36[45]-")
 class State:
     """The state of a run. All commands ask it, and none works it out by itself."""
 
-    run: Run
+    run: RunFacts
     name: str
     """waiting, starting, running, completing, done, stopped, exited, cancelled, failed, ended, or unknown; new: never started."""
     job: Job | None
@@ -120,7 +120,7 @@ StateOf = Callable[[Path], State]
 """Returns the state of the run in a directory, after asking its scheduler too."""
 
 
-def state_of(run: Run, states: Mapping[str, Job] | None, asked: str = "") -> State:
+def state_of(run: RunFacts, states: Mapping[str, Job] | None, asked: str = "") -> State:
     """The state of ``run`` if its scheduler shows the jobs ``states``; None: it did not answer, for the reason ``asked``."""
     job = _last_job(run, states or {})
     process = None if run.over else process_here(run)  # a run that is over may take a while to exit
@@ -149,13 +149,13 @@ def state_of(run: Run, states: Mapping[str, Job] | None, asked: str = "") -> Sta
     return State(run, name, job, asked, process, ending, time.time())
 
 
-def _last_job(run: Run, states: Mapping[str, Job]) -> Job | None:
+def _last_job(run: RunFacts, states: Mapping[str, Job]) -> Job | None:
     """The run's job that is running, otherwise pending, otherwise the last one."""
     mine = [states[job] for job in run.jobs if job in states and run.owns(states[job])]
     return max(reversed(mine), key=lambda job: (job.live, job.live and not job.waits), default=None)
 
 
-def _live(run: Run, job: Job) -> str:
+def _live(run: RunFacts, job: Job) -> str:
     """The state of a run with a pending or running job."""
     if job.waits:
         return "waiting"
@@ -164,7 +164,7 @@ def _live(run: Run, job: Job) -> str:
     return _working(run, job)
 
 
-def _working(run: Run, job: Job | None) -> str:
+def _working(run: RunFacts, job: Job | None) -> str:
     """starting or running: whether the current attempt has completed a step."""
     began = moment(str(run.attempt.get("time", "")))
     if began is None or run.summary.get("state") == "starting":
@@ -182,7 +182,7 @@ def _explains(job: Job, name: str) -> bool:
     return name in ("failed", "ended") and job.name in (*BY_SCHEDULER, "FAILED", "CANCELLED")
 
 
-def _recorded(run: Run) -> str:
+def _recorded(run: RunFacts) -> str:
     """How the last start ended, in the words of its record; empty without a record."""
     end = run.end
     if not end:
@@ -190,7 +190,7 @@ def _recorded(run: Run) -> str:
     return str(end.get("ending") or end.get("cause") or f"exit code {end['code']}")
 
 
-def _over(run: Run, unseen: bool) -> tuple[str, str]:
+def _over(run: RunFacts, unseen: bool) -> tuple[str, str]:
     """The state of a run that has trained and does not seem to be running, and how it ended.
 
     ``unseen``: it may be running where it cannot be seen from here.
@@ -208,7 +208,7 @@ def _over(run: Run, unseen: bool) -> tuple[str, str]:
     return "ended", text or KILLED
 
 
-def _not_trained(run: Run, unanswered: bool, job: Job | None) -> tuple[str, str]:
+def _not_trained(run: RunFacts, unanswered: bool, job: Job | None) -> tuple[str, str]:
     """The state of a run with a last submission that is over and has not trained, and how it ended."""
     start = "job" if is_job(run.submissions[-1]) else "start"
     if run.cancelled_by or (job and job.name == "CANCELLED"):
@@ -228,7 +228,7 @@ def _not_trained(run: Run, unanswered: bool, job: Job | None) -> tuple[str, str]
     return "ended", f"its {start} ended before training started; nothing says how"
 
 
-def process_here(run: Run) -> int | None:
+def process_here(run: RunFacts) -> int | None:
     """PID on this host of the run's launcher, otherwise of the run itself; None without one."""
     recorded = list[tuple[Row, int]]()
     if run.submissions and not is_job(run.submissions[-1]) and str(run.submissions[-1]["job_id"]).isdecimal():

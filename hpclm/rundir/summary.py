@@ -39,7 +39,7 @@ FIELDS: dict[str, rows.Kind] = {
 NEEDED = ("state", "ending", "step")
 
 
-def read(out: Path | str) -> Row:
+def read_summary(out: Path | str) -> Row:
     """The summary of the run in ``out``; empty if it is missing or damaged."""
     with suppress(OSError, ValueError, RecursionError):
         content = json.loads(files.read_text(f"{out}/{NAME}"))
@@ -64,7 +64,7 @@ def failed_without_main(out: Path) -> Callable[[str], None]:
 def _recorded(out: Path, generation: int | None) -> Row:
     """How the attempt of this generation has ended, as the first rank that knew has recorded it; empty if none has."""
     with suppress(OSError, ConfigError):
-        for event in events.read(out) if generation is not None else ():
+        for event in events.read_events(out) if generation is not None else ():
             if event["kind"] == "ended" and event.get("state") and event.get("generation") == generation:
                 return event
     return {}
@@ -104,7 +104,7 @@ class RunSummary:
         """When this attempt began, once it has been recorded."""
         self._facts = {
             "step": 0,
-            **read(out),
+            **read_summary(out),
             "state": "starting",
             "ending": "",
             "code": None,

@@ -149,7 +149,7 @@ def cause(error: BaseException) -> str:
 def note(out: Path, name: str, cause: str) -> None:
     """Record why the sink ``name`` lacks rows; with an empty ``cause``, that it has them all again."""
     with suppress(OSError, ConfigError):
-        if cause or name in events.unsent(events.read(out)):
+        if cause or name in events.unsent(events.read_events(out)):
             events.append(out, "sink", sink=name, cause=cause)
 
 

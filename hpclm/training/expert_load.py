@@ -69,7 +69,7 @@ class Streak:
 class ExpertLoad:
     """Sums the tokens of each expert over a log interval, and over a line of experts.jsonl."""
 
-    def __init__(self, out: Path, config: ModelConfig, may_write: Callable[[], bool] = lambda: True):
+    def __init__(self, out: Path, config: ModelConfig, may_write: Callable[[], bool]):
         """``may_write``: whether this process still holds the run directory."""
         self.config = config
         self.blocks = [f"block{layer}" for layer in range(config.layers) if config.experts.in_layer(layer)]

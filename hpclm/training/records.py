@@ -24,7 +24,7 @@ from hpclm.distributed.context import DistributedContext
 from hpclm.node import ends, secrets
 from hpclm.node.job import OwnJob
 from hpclm.rundir import code, config_history, events
-from hpclm.rundir.events import Attempt
+from hpclm.rundir.events import AttemptEvents
 from hpclm.rundir.summary import KILLED
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def check_progress(out: Path, step: int, job: OwnJob) -> None:
 
 def start(
     run: config.RunConfig, context: DistributedContext, generation: int | None, facts: Mapping[str, Any]
-) -> list[Attempt]:
+) -> list[AttemptEvents]:
     """Write config.yaml and record that an attempt begins; returns all attempts.
 
     ``generation``: the lease's. ``facts``: more for the record, such as the step that the attempt resumes from.
@@ -124,11 +124,11 @@ def start(
         "python": platform.python_version(),
         "versions": versions(),
     }
-    for last in events.attempts(events.read(out))[-1:]:
+    for last in events.attempts(events.read_events(out))[-1:]:
         warn_of_other_code(last.began, line)
         log_changes(out, last.began, line, facts["from_step"])
     events.append(out, "began", **line)
-    return events.attempts(events.read(out))
+    return events.attempts(events.read_events(out))
 
 
 def absolute(data: config.DataConfig) -> config.DataConfig:

@@ -244,7 +244,7 @@ CHECKS = (
     Check("libraries", {"python"}, lambda start: start.run.missing_libraries()),
     Check("code", set(), lambda start: missing_code(start.run)),
     Check("plan", {"processes"}, _check_plan),
-    Check("folder", {"files"}, lambda start: folder.check(start.out)),
+    Check("folder", {"files"}, lambda start: folder.check_run_directory(start.out)),
     Check("events", {"run", "folder"}, _check_events),
     Check("checkpoint", {"run", "folder"}, _check_checkpoint),
     Check("data", {"dataset", "complete", "code"}, _check_data),

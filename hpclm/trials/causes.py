@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hpclm.trials.compare import Difference
-from hpclm.trials.toy import Trial
+from hpclm.trials.toy import LayoutTrial
 
 UPDATE = (
     "the optimizer computes a statistic of a whole weight (a norm, a mean, a maximum) from the part that a process holds: declare that it "
@@ -55,7 +55,7 @@ SOURCE = "samples may depend only on the seed and their number: not on the rank,
 REPORT = "it is reported with a value per token on some ranks only, or computed from this rank's tokens: call report for all of the block's tokens"
 
 
-def cause(kind: str, trial: Trial, differences: Sequence[Difference]) -> str:
+def cause(kind: str, trial: LayoutTrial, differences: Sequence[Difference]) -> str:
     """The usual cause of the ``differences`` in a trial of an object of this kind."""
     stage = differences[0].stage
     hints = {difference.hint for difference in differences}

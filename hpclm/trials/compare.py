@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.trials.record import Piece, Record
+from hpclm.trials.record import Record, WeightPiece
 
 Array = NDArray[Any]
 Values = Mapping[str, Array]
@@ -38,7 +38,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Tensors:
+class TrialTensors:
     """The weights, or gradients, of a trial."""
 
     whole: Values
@@ -47,7 +47,7 @@ class Tensors:
     """Each process's values, NaN elsewhere."""
 
     @classmethod
-    def of(cls, pieces: Iterable[Sequence[Piece]]) -> "Tensors":
+    def of(cls, pieces: Iterable[Sequence[WeightPiece]]) -> "TrialTensors":
         """Assemble the pieces of each process."""
         whole: dict[str, Array] = {}
         held: dict[str, list[Array]] = {}
@@ -90,7 +90,7 @@ def differences(reference: Sequence[Record], trial: Sequence[Record], exact: boo
 
 
 def _initial(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
-    right, given = (Tensors.of(record.initial for record in records) for records in (reference, trial))
+    right, given = (TrialTensors.of(record.initial for record in records) for records in (reference, trial))
     yield from _names(right, given)
     for name in (name for name in right.whole if name in given.whole):
         shapes = given.whole[name].shape, right.whole[name].shape
@@ -110,7 +110,7 @@ def _initial(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[D
             )
 
 
-def _names(right: Tensors, given: Tensors) -> Iterator[Difference]:
+def _names(right: TrialTensors, given: TrialTensors) -> Iterator[Difference]:
     for name in sorted(right.whole.keys() ^ given.whole.keys()):
         has = "this layout has no" if name in right.whole else "one process has no"
         yield Difference("initial", f"{has} weight {name}", name)
@@ -148,7 +148,7 @@ def _first(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Dif
 
 
 def _gradients(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
-    right, given = (Tensors.of(record.gradients for record in records) for records in (reference, trial))
+    right, given = (TrialTensors.of(record.gradients for record in records) for records in (reference, trial))
     size = _norm(np.array([_norm(gradient) for gradient in right.whole.values()])) if right.whole else 0.0
     wrong = []
     for name, exact in right.whole.items():
@@ -180,12 +180,12 @@ def _partial(held: Sequence[Array], exact: Array) -> str:
 
 
 def _updates(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
-    before = Tensors.of(record.initial for record in reference).whole
-    right, given = (Tensors.of(record.updated for record in records) for records in (reference, trial))
+    before = TrialTensors.of(record.initial for record in reference).whole
+    right, given = (TrialTensors.of(record.updated for record in records) for records in (reference, trial))
     yield from _changed("update", "after the first update", before, right, given)
 
 
-def _changed(stage: str, when: str, before: Values, right: Tensors, given: Tensors) -> Iterator[Difference]:
+def _changed(stage: str, when: str, before: Values, right: TrialTensors, given: TrialTensors) -> Iterator[Difference]:
     """The weights that have changed differently since ``before``."""
     wrong = []
     for name in (name for name in right.whole if name in given.whole):
@@ -205,9 +205,9 @@ def _changed(stage: str, when: str, before: Values, right: Tensors, given: Tenso
 def _later(reference: Sequence[Record], trial: Sequence[Record], exact: bool) -> Iterator[Difference]:
     first = trial[0].first
     tolerance = 0.0 if exact else 10 * LOSS
-    right = Tensors.of(record.final for record in reference)
-    given = Tensors.of(record.final for record in trial)
-    before = Tensors.of(record.initial for record in reference).whole
+    right = TrialTensors.of(record.final for record in reference)
+    given = TrialTensors.of(record.final for record in trial)
+    before = TrialTensors.of(record.initial for record in reference).whole
     figures: list[Difference] = []
     for number, (one, other) in enumerate(zip(reference[0].steps[first:], trial[0].steps, strict=False), first + 1):
         figures = figures or list(_figures(number, one, other, set(), tolerance, "later"))

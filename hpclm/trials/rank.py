@@ -35,7 +35,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Start:
+class TrialStart:
     """One start of a trial's processes."""
 
     settings: tuple[str, ...]
@@ -52,7 +52,7 @@ class Start:
         return self.out.with_name(f"{self.out.name}-{rank}-{self.secret[:8]}.pickle")
 
 
-def train(start: Start, rank: int) -> int:
+def train(start: TrialStart, rank: int) -> int:
     """Train as process ``rank`` of a start; returns the exit code."""
     world = World("selftest", rank, start.processes, rank, start.processes, start.secret)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
@@ -77,7 +77,7 @@ def train(start: Start, rank: int) -> int:
                     context.exit_code = loop.train()
                     end(loop, record)
             except BaseException as error:
-                _leave(start, rank, described(error))
+                _leave(start, rank, failure_of(error))
                 raise
             _leave(start, rank, record)
             return context.exit_code
@@ -90,7 +90,7 @@ def train(start: Start, rank: int) -> int:
         return ExitCode.FAILED
 
 
-def described(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """Describes the error that ended a process, with its place in the user's code."""
     if isinstance(error, HpclmError):
         return Failure(str(error), isinstance(error, ConfigError))
@@ -106,5 +106,5 @@ def _is_user_s(frame: traceback.FrameSummary) -> bool:
     return not any(part in frame.filename for part in ("site-packages", "dist-packages", "/lib/python"))
 
 
-def _leave(start: Start, rank: int, what: Record | Failure) -> None:
+def _leave(start: TrialStart, rank: int, what: Record | Failure) -> None:
     files.write_bytes(start.file(rank), pickle.dumps(what))

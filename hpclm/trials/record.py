@@ -24,7 +24,7 @@ NUDGE = 0.05  # standard deviation of the change of a weight that shows its effe
 NOT_METRICS = ("counted_tokens", "empty_micro_batches", "guarded")
 
 
-class Piece(NamedTuple):
+class WeightPiece(NamedTuple):
     """A block of a logical weight."""
 
     name: str
@@ -42,15 +42,15 @@ class Record:
     """The step at which it began."""
     steps: list[dict[str, float]] = field(default_factory=list)
     """Loss, gradient norm, learning rate and all reports of each step."""
-    initial: list[Piece] = field(default_factory=list)
+    initial: list[WeightPiece] = field(default_factory=list)
     """The weights before the first update. A resumed run leaves this and the next three empty."""
-    gradients: list[Piece] = field(default_factory=list)
+    gradients: list[WeightPiece] = field(default_factory=list)
     """Gradients of the first update."""
-    updated: list[Piece] = field(default_factory=list)
+    updated: list[WeightPiece] = field(default_factory=list)
     """The weights after the first update."""
     evaluated: dict[str, float] = field(default_factory=dict)
     """The loss in evaluation before the first update: "" unchanged, and with each weight of the first block changed slightly."""
-    final: list[Piece] = field(default_factory=list)
+    final: list[WeightPiece] = field(default_factory=list)
     """The weights at the end."""
     draws: bool = False
     """Whether blocks draw random numbers from PyTorch's generator in training."""
@@ -117,7 +117,7 @@ def end(loop: TrainingLoop, record: Record) -> None:
     record.final = list(weights(loop.engine))
 
 
-def weights(engine: Engine) -> Iterator[Piece]:
+def weights(engine: Engine) -> Iterator[WeightPiece]:
     """The weights that this process holds; of an engine with only the interface, those that it saves."""
     if not isinstance(engine, BaseEngine):
         for shard in engine.tensors():
@@ -128,15 +128,15 @@ def weights(engine: Engine) -> Iterator[Piece]:
         yield from _pieces(engine, weight, engine.state.values(weight))
 
 
-def _pieces(engine: BaseEngine, weight: ShardedParameter, values: Tensor) -> Iterator[Piece]:
+def _pieces(engine: BaseEngine, weight: ShardedParameter, values: Tensor) -> Iterator[WeightPiece]:
     """``values`` of a weight, or of a tensor of its shape, as blocks of the whole."""
     part = engine.state.local_part(weight)
     for start, block in blocks(part, part.begin, values.detach().flatten()[: part.count], engine.mesh.tp):
         yield _piece(weight.name, block, weight.shape, start)
 
 
-def _piece(name: str, values: Tensor, shape: Sequence[int], start: Sequence[int]) -> Piece:
-    return Piece(name, values.detach().float().cpu().numpy().copy(), tuple(shape), tuple(start))
+def _piece(name: str, values: Tensor, shape: Sequence[int], start: Sequence[int]) -> WeightPiece:
+    return WeightPiece(name, values.detach().float().cpu().numpy().copy(), tuple(shape), tuple(start))
 
 
 def _watched(engine: BaseEngine, record: Record) -> list[Any]:

@@ -14,8 +14,8 @@ from hpclm.engine import unavailable
 from hpclm.trials import causes, direct, kinds, processes, rank, toy
 from hpclm.trials.compare import Difference, differences
 from hpclm.trials.record import Record
-from hpclm.trials.toy import SAVED, STEPS, Trial
-from hpclm.trials.verdict import UNCOMPARED, Result, Verdict
+from hpclm.trials.toy import SAVED, STEPS, LayoutTrial
+from hpclm.trials.verdict import UNCOMPARED, LayoutVerdict, Result
 
 SHOWN = 4  # weights named in a message
 LAST = 1500  # characters of output shown of a process that failed without a message
@@ -38,7 +38,7 @@ def selftest(
     kind: str | None = None,
     given: Sequence[str] = (),
     only: Sequence[str] = (),
-    tell: Callable[[Verdict], None] = lambda verdict: None,
+    tell: Callable[[LayoutVerdict], None] = lambda verdict: None,
 ) -> Result:
     """Try the object ``name``, module:attribute. ``given``: settings that override the toy's, as key=value; ``only``: names of layouts,
     all if empty. ``tell``: called with each verdict at once.
@@ -57,7 +57,7 @@ def selftest(
     return Result(name, kind, tuple(verdicts))
 
 
-def _direct(name: str, kind: str, given: Sequence[str], folder: Path) -> Iterator[Verdict]:
+def _direct(name: str, kind: str, given: Sequence[str], folder: Path) -> Iterator[LayoutVerdict]:
     """Verdicts on objects that take no part in training."""
     settings = config.load(None, [*toy.TOY, *given])
 
@@ -69,15 +69,15 @@ def _direct(name: str, kind: str, given: Sequence[str], folder: Path) -> Iterato
     yield _checked("one process", check)
 
 
-def _checked(layout: str, check: Callable[[], list[str]]) -> Verdict:
+def _checked(layout: str, check: Callable[[], list[str]]) -> LayoutVerdict:
     try:
         wrong = check()
     except Exception as error:
-        return Verdict(layout, "failed", (rank.described(error).text,))
-    return Verdict(layout, "differs" if wrong else "agrees", tuple(wrong))
+        return LayoutVerdict(layout, "failed", (rank.failure_of(error).text,))
+    return LayoutVerdict(layout, "differs" if wrong else "agrees", tuple(wrong))
 
 
-def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], folder: Path) -> Iterator[Verdict]:
+def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], folder: Path) -> Iterator[LayoutVerdict]:
     """Verdicts on a toy that trains in each layout."""
     reference, others = toy.trials(kind, name)
     if unknown := [layout for layout in only if layout not in {trial.name for trial in others}]:
@@ -92,7 +92,7 @@ def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], fo
     except TrialFailed as failed:
         raise ConfigError(f"{name} does not work in {reference.name}: {failed.text}") from None
     losses = [step["loss"] for step in right[0].steps]
-    yield Verdict(
+    yield LayoutVerdict(
         reference.name, "agrees", (f"loss {losses[0]:.4f} at step 1, {losses[-1]:.4f} at step {STEPS}", *_notes(right))
     )
     for trial in (trial for trial in others if not only or trial.name in only):
@@ -100,7 +100,7 @@ def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], fo
             records = _records(name, kind, trial, given, folder)
         except TrialFailed as failed:
             refused = failed.refused and MISPLACED not in failed.text
-            yield Verdict(trial.name, "refused" if refused else "failed", (failed.text,))
+            yield LayoutVerdict(trial.name, "refused" if refused else "failed", (failed.text,))
             continue
         yield _compared(kind, trial, right, records)
     if kind == "schedule":  # last: processes forked later would inherit what it remembers
@@ -115,16 +115,16 @@ def _notes(right: Sequence[Record]) -> Iterator[str]:
         yield "it draws random numbers in training, which differ with tensor 2 and other micro-batches, so only evaluation is compared there"
 
 
-def _compared(kind: str, trial: Trial, right: Sequence[Record], records: Sequence[Record]) -> Verdict:
+def _compared(kind: str, trial: LayoutTrial, right: Sequence[Record], records: Sequence[Record]) -> LayoutVerdict:
     random = right[0].draws and (trial.splits or trial.other_batches)
     wrong = [*_samples(right, records), *differences(right, records, trial.exact, random)]
     if not wrong:
-        return Verdict(trial.name, "agrees", (UNCOMPARED,) if random else ())
+        return LayoutVerdict(trial.name, "agrees", (UNCOMPARED,) if random else ())
     stage = [difference for difference in wrong if difference.stage == wrong[0].stage]
     texts = [difference.what for difference in stage[:SHOWN]]
     if len(stage) > SHOWN:
         texts.append(f"and {len(stage) - SHOWN} more")
-    return Verdict(trial.name, "differs", tuple(texts), causes.cause(kind, trial, wrong))
+    return LayoutVerdict(trial.name, "differs", tuple(texts), causes.cause(kind, trial, wrong))
 
 
 def _samples(right: Sequence[Record], records: Sequence[Record]) -> Iterator[Difference]:
@@ -137,7 +137,7 @@ def _samples(right: Sequence[Record], records: Sequence[Record]) -> Iterator[Dif
                 break
 
 
-def _records(name: str, kind: str, trial: Trial, given: Sequence[str], folder: Path) -> list[Record]:
+def _records(name: str, kind: str, trial: LayoutTrial, given: Sequence[str], folder: Path) -> list[Record]:
     """The records of a trial's processes; TrialFailed without them."""
     words = toy.settings_of(kind, name, trial, tuple(given))
     out = folder / trial.name.replace(" ", "-")
@@ -147,14 +147,14 @@ def _records(name: str, kind: str, trial: Trial, given: Sequence[str], folder: P
     except ConfigError as error:
         raise TrialFailed(str(error), refused=True) from None
     reads = kind == "source"
-    start = rank.Start(tuple(words), out, trial.processes, secrets.token_hex(16), reads_samples=reads)
+    start = rank.TrialStart(tuple(words), out, trial.processes, secrets.token_hex(16), reads_samples=reads)
     if trial.killed:
         _start(replace(start, kill_at=SAVED + 1), killed=True)
         start = replace(start, secret=secrets.token_hex(16))
     return _start(start)
 
 
-def _start(start: rank.Start, killed: bool = False) -> list[Record]:
+def _start(start: rank.TrialStart, killed: bool = False) -> list[Record]:
     """Start the processes, and read their files. ``killed``: they are killed on purpose, and leave nothing."""
     output = start.out.with_suffix(".log")
     codes = processes.run(start.processes, lambda number: rank.train(start, number), output)

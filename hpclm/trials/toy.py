@@ -20,7 +20,7 @@ ADAM = ("optim.eps=1e-5",)
 
 
 @dataclass(frozen=True)
-class Trial:
+class LayoutTrial:
     """A layout for the toy."""
 
     name: str
@@ -39,15 +39,15 @@ class Trial:
         return "parallel.tensor=2" in self.settings
 
 
-REFERENCE = Trial("one process")
-AGAIN = Trial("one process again", exact=True)
-SMALLER = Trial("smaller micro-batches", settings=("batch.micro_size=2",), other_batches=True)
-TENSOR = Trial("tensor 2", 2, ("parallel.tensor=2",))
-PIPELINE = Trial("pipeline 2", 2, ("parallel.pipeline=2", "engine.name=pipelining"))
-DATA = Trial("data 2", 2)
-ZERO = Trial("ZeRO 1", 2, ("engine.zero_stage=1",))
-FSDP = Trial("fsdp2", 2, ("engine.name=fsdp2",))
-KILLED = Trial("killed and resumed", killed=True, exact=True)
+REFERENCE = LayoutTrial("one process")
+AGAIN = LayoutTrial("one process again", exact=True)
+SMALLER = LayoutTrial("smaller micro-batches", settings=("batch.micro_size=2",), other_batches=True)
+TENSOR = LayoutTrial("tensor 2", 2, ("parallel.tensor=2",))
+PIPELINE = LayoutTrial("pipeline 2", 2, ("parallel.pipeline=2", "engine.name=pipelining"))
+DATA = LayoutTrial("data 2", 2)
+ZERO = LayoutTrial("ZeRO 1", 2, ("engine.zero_stage=1",))
+FSDP = LayoutTrial("fsdp2", 2, ("engine.name=fsdp2",))
+KILLED = LayoutTrial("killed and resumed", killed=True, exact=True)
 LAYOUTS = {
     "block": (AGAIN, SMALLER, TENSOR, PIPELINE, DATA, ZERO, FSDP, KILLED),
     "optimizer": (AGAIN, TENSOR, PIPELINE, DATA, ZERO, FSDP, KILLED),
@@ -56,23 +56,23 @@ LAYOUTS = {
 }
 
 
-def trials(kind: str, name: str) -> tuple[Trial, tuple[Trial, ...]]:
+def trials(kind: str, name: str) -> tuple[LayoutTrial, tuple[LayoutTrial, ...]]:
     """The reference, and the trials compared with it, for the object ``name`` of this kind."""
     setting = f"{SETTINGS[kind]}={name}"
     if kind != "engine":
         return REFERENCE, LAYOUTS[kind]
     of_engine = (
-        Trial("one process", settings=(setting,)),
-        Trial("tensor 2", 2, (setting, "parallel.tensor=2")),
-        Trial("pipeline 2", 2, (setting, "parallel.pipeline=2")),
-        Trial("data 2", 2, (setting,)),
-        Trial("ZeRO 1", 2, (setting, "engine.zero_stage=1")),
-        Trial("killed and resumed", settings=(setting,), killed=True),
+        LayoutTrial("one process", settings=(setting,)),
+        LayoutTrial("tensor 2", 2, (setting, "parallel.tensor=2")),
+        LayoutTrial("pipeline 2", 2, (setting, "parallel.pipeline=2")),
+        LayoutTrial("data 2", 2, (setting,)),
+        LayoutTrial("ZeRO 1", 2, (setting, "engine.zero_stage=1")),
+        LayoutTrial("killed and resumed", settings=(setting,), killed=True),
     )
-    return Trial("engine.name=native"), of_engine
+    return LayoutTrial("engine.name=native"), of_engine
 
 
-def settings_of(kind: str, name: str, trial: Trial, given: tuple[str, ...]) -> list[str]:
+def settings_of(kind: str, name: str, trial: LayoutTrial, given: tuple[str, ...]) -> list[str]:
     """The settings of a trial, without its run directory. ``given``: the user's."""
     named = () if kind == "engine" else (f"{SETTINGS[kind]}={name}",)
     adam = () if kind == "optimizer" else ADAM

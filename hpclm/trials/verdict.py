@@ -21,7 +21,7 @@ UNCOMPARED = "in evaluation only: in training it draws different random numbers,
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LayoutVerdict:
     """The result for one layout."""
 
     layout: str
@@ -43,7 +43,7 @@ class Result:
 
     name: str
     kind: str
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[LayoutVerdict, ...]
 
     @property
     def agrees(self) -> bool:
@@ -59,7 +59,7 @@ class Result:
         return "\n".join([*text, conclusion(self)])
 
 
-def lines(verdict: Verdict, shown: Collection[str] = ()) -> list[str]:
+def lines(verdict: LayoutVerdict, shown: Collection[str] = ()) -> list[str]:
     """A verdict as lines of text; ``shown``: causes that were already printed."""
     first, *more = verdict.details or ("",)
     head = verdict.outcome.upper() if verdict.outcome in ("differs", "failed") else verdict.outcome

@@ -119,4 +119,4 @@ def test_a_failure_s_text_is_short_and_none_of_its_lines_looks_like_another_entr
 def test_a_hang_state_survives_its_file(tmp_path):
     state = RankState("step", 3, 1.5, "here:1 in f", "barrier")
     ends.leave(tmp_path, End(0, 85, "", 1.0, hang=vars(state)))
-    assert RankState(**ends.read(tmp_path)[0].hang) == state
+    assert RankState(**ends.read_ends(tmp_path)[0].hang) == state

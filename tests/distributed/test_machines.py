@@ -97,7 +97,7 @@ def test_a_process_of_a_machine_with_the_same_name_is_neither_looked_up_nor_ende
         for machine, here in (({"machine": other(files.here())}, False), ({"machine": files.here()}, True), ({}, True)):
             record = named | machine  # an old one names no machine
             run = make(tmp_path / f"run-{here}", [record | began], lock=json.dumps(record), lock_beat="1 1")
-            assert state.process_here(runs.read(run)) == (bystander.pid if here else None)
+            assert state.process_here(runs.read_run(run)) == (bystander.pid if here else None)
         run = tmp_path / "run-False"
         standing = jobs.state(run, 1)
         assert standing.live and "according to its files" in standing.where()

@@ -44,11 +44,11 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_as_if_nothing_had_been(rank
     text = (out / "log.txt").read_text()
     said = f"rank {rank} on {socket.gethostname()} (pid {stopped.pid}) is blocking the others, it does not answer"
     assert text.count(" E ") == text.count(" E no progress for ") == 1 and said in text, text
-    ending = summary.read(out)["ending"]
+    ending = summary.read_summary(out)["ending"]
     assert ending.startswith("no progress for ") and said in ending
     [(name, stack)] = ((name, stack) for name, stack in stacks(out).items() if "blocked" not in name)
     assert name == f"rank-{1 - rank}.txt" and "loop.py" in stack and "in run" in stack
-    [report] = events.of_kind(events.read(out), "hang")
+    [report] = events.of_kind(events.read_events(out), "hang")
     assert report["culprits"] == [rank] and [row["rank"] for row in report["ranks"]] == [1 - rank]
     if rank:
         return
@@ -91,7 +91,7 @@ def test_a_launcher_ends_with_its_stopped_rank_and_asks_to_be_started_again(laun
         said, _ = process.communicate()
     assert process.returncode == 85, said
     assert "rank 1 on" in said and "is blocking the others, it does not answer" in said and "was killed" not in said
-    assert "is blocking the others" in summary.read(tmp_path / "run")["ending"]
+    assert "is blocking the others" in summary.read_summary(tmp_path / "run")["ending"]
 
 
 def descendants(pid):
@@ -115,13 +115,13 @@ def test_what_takes_long_and_a_pause_of_all_ranks_are_no_hang(tiny, tmp_path):
             time.sleep(HANG + 2 if number == signal.SIGSTOP else 0)
         ended = ranks.wait()
     assert {code for code, _ in ended.values()} == {0}, ended
-    assert not events.of_kind(events.read(tmp_path / "run"), "hang")
+    assert not events.of_kind(events.read_events(tmp_path / "run"), "hang")
 
 
 def test_a_slow_rank_is_named_in_the_log_and_the_status_within_twenty_steps(tiny, tmp_path):
     more = ["budget.steps=100000", "batch.micro_size=1", "data.workers=0", "cluster.preflight=false"]
     with Ranks(2, tiny("run", *more, "data.source=tests.faults:slow"), TEST_PAUSE=0.1) as ranks:
-        until(lambda: events.of_kind(events.read(tmp_path / "run"), "slow"), "a slow rank")
+        until(lambda: events.of_kind(events.read_events(tmp_path / "run"), "slow"), "a slow rank")
         told = [line for line in lines(tmp_path / "run/log.txt") if "is slow: " in line]
         [found] = json.loads(hpclm("status", tmp_path / "run", "--json", check=0).stdout)
         words = hpclm("status", tmp_path / "run", check=0).stdout

@@ -37,6 +37,7 @@ def test_only_what_changes_is_told():
     words = debug.overrides(config.load("debug", ["stop_at=2", "data.workers=0", "engine.compile=false"]))
     assert "stop_at=2" not in words and not any(word.startswith(("data.", "engine.compile")) for word in words)
     assert "checkpoint.every=0" in words
+    assert "stop_at=3" in debug.overrides(config.load("debug", ["budget.steps=3"]))  # later it would have no effect
 
 
 def test_data_that_is_there_is_used(tmp_path):

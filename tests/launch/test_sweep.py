@@ -91,18 +91,18 @@ def test_a_sweep_goes_on_after_a_failure_and_continues_after_a_signal(tiny, tmp_
     words = ["train", *tiny("run", "budget.steps=3000", "optim.clip=0", "checkpoint.every=0"), "--sweep", rates]
     outs = [tmp_path / f"run-lr-{rate}" for rate in ("1e-3", "1e38")]
     with Hpclm(*words, cwd=tmp_path) as process:
-        until(lambda: runs.is_run(outs[0]) and runs.read(outs[0]).step >= 5, "a run that trains")
+        until(lambda: runs.is_run(outs[0]) and runs.read_run(outs[0]).step >= 5, "a run that trains")
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 85
         shown, logged = process.communicate()
     assert "2 of 2 runs are not done; to continue, repeat the command: hpclm train" in shown and rates in shown
     assert "SIGINT: runs that train save and exit, no other run starts" in logged
     assert [runs.is_run(out) for out in outs] == [True, False]
-    saved = runs.read(outs[0]).checkpoint[0]
+    saved = runs.read_run(outs[0]).checkpoint[0]
     short = [word.replace("budget.steps=3000", f"budget.steps={saved + 5}") for word in words]
     done = hpclm(*short, "--parallel", "2", cwd=tmp_path, check=93)
     assert "run-lr-1e38: failed with exit code 93: step 21: loss nan" in done.stderr
-    assert [runs.read(out).end["state"] for out in outs] == ["done", "failed"]
+    assert [runs.read_run(out).end["state"] for out in outs] == ["done", "failed"]
     assert began(outs[0])[-1]["from_step"] == saved
     lines = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith("run-lr")]
     assert lines == [["run-lr-1e-3", "done"], ["run-lr-1e38", "diverged"]]
@@ -119,14 +119,14 @@ def test_a_sweep_starts_several_ranks_for_each_run_and_ends_with_its_command(tin
     words = ["submit", "--cluster", "local", "--gpus", "2", *tiny("run", "budget.steps=100000"), "--sweep", "seed=1,2"]
     outs = [tmp_path / f"run-seed-{seed}" for seed in (1, 2)]
     with Hpclm(*words, "--parallel", "2", cwd=tmp_path) as process:
-        until(lambda: all(runs.is_run(out) and runs.read(out).step >= 3 for out in outs), "two runs that train")
+        until(lambda: all(runs.is_run(out) and runs.read_run(out).step >= 3 for out in outs), "two runs that train")
         process.kill()
         process.wait()
-    until(lambda: all(runs.read(out).summary["state"] == "exited" for out in outs), "two runs that have saved")
-    assert all(runs.read(out).attempt["size"] == 2 and runs.read(out).checkpoint for out in outs)
-    steps = max(runs.read(out).checkpoint[0] for out in outs) + 3
+    until(lambda: all(runs.read_run(out).summary["state"] == "exited" for out in outs), "two runs that have saved")
+    assert all(runs.read_run(out).attempt["size"] == 2 and runs.read_run(out).checkpoint for out in outs)
+    steps = max(runs.read_run(out).checkpoint[0] for out in outs) + 3
     short = [word.replace("budget.steps=100000", f"budget.steps={steps}") for word in words]
     done = hpclm(*short, cwd=tmp_path, check=0)
     assert [config.load(out / "config.yaml").seed for out in outs] == [1, 2]
-    assert [runs.read(out).summary["state"] for out in outs] == ["done", "done"]
+    assert [runs.read_run(out).summary["state"] for out in outs] == ["done", "done"]
     assert "report  run-seed-report.html" in done.stdout

@@ -283,7 +283,7 @@ REFUSED = {
 def test_what_not_every_engine_can_train_is_refused_before_the_queue(name):
     run = config.load(None, [*parity.TINY, *WORDS, f"model.block={HERE}:{name}", "out=unused"])
     with pytest.raises(ConfigError, match=REFUSED[name]):
-        prechecks.check(run, "slurm")
+        prechecks.check_submission(run, "slurm")
 
 
 def test_a_pipeline_of_one_block_a_stage_finds_that_blocks_share_a_weight():

@@ -83,7 +83,7 @@ def test_fewer_gpus_than_processes_are_refused(gpus, visible, said):
     }.items(),
 )
 def test_the_peak_is_that_of_the_exact_model(name, peak):
-    assert getattr(gpus.named(name), "peak", None) == peak
+    assert getattr(gpus.kind_of_device(name), "peak", None) == peak
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])

@@ -17,14 +17,14 @@ from hpclm.node import ends
 def test_a_rank_leaves_its_code_and_the_cause_once_under_its_innermost_launcher_s_number(env, rank, tmp_path):
     env = {**env, ends.FOLDER: str(tmp_path / "errors")}
     ends.note(0, "done", env)
-    assert ends.read(tmp_path / "errors") == {}
+    assert ends.read_ends(tmp_path / "errors") == {}
     ends.note(1, "Traceback:\n  somewhere\nValueError: no\x1b[2J", env)
     ends.note(85, "another thread's", env)
-    [(number, end)] = ends.read(tmp_path / "errors").items()
+    [(number, end)] = ends.read_ends(tmp_path / "errors").items()
     assert (number, end.rank, end.exit_code) == (rank, rank, 1)
     assert end.cause == "Traceback: ... ValueError: no [2J"
     ends.forget(tmp_path / "errors", [rank])
-    assert ends.read(tmp_path / "errors") == {}
+    assert ends.read_ends(tmp_path / "errors") == {}
 
 
 def test_without_a_folder_nothing_is_left_and_what_is_no_end_is_not_read(tmp_path):
@@ -33,7 +33,7 @@ def test_without_a_folder_nothing_is_left_and_what_is_no_end_is_not_read(tmp_pat
         ("{", "[]", '{"rank": "a"}', '{"rank": 1, "exit_code": "1", "cause": "", "time": 1.0}')
     ):
         (tmp_path / f"rank-{number}.json").write_text(text)
-    assert ends.read(tmp_path) == {}
+    assert ends.read_ends(tmp_path) == {}
 
 
 def test_the_first_end_counts_and_of_those_alike_the_first_that_says_why():

@@ -133,10 +133,10 @@ def test_what_cannot_train_is_refused_before_anything_is_written(here, words, sa
 def test_a_signal_leaves_no_part_of_a_dataset(number, ended, here, monkeypatch):
     monkeypatch.setattr(Interrupted, "number", number)
     before = sorted(here.rglob("*"))
-    with preemption.handling(preemption.Start()):  # as in a process of hpclm train
+    with preemption.handling(preemption.StartSignals()):  # as in a process of hpclm train
         with pytest.raises(ended):
             command_line.resolved_settings(["small", "data=text.jsonl", f"tokenizer={__name__}:Interrupted"])
-        assert isinstance(signal.getsignal(number), preemption.Start)
+        assert isinstance(signal.getsignal(number), preemption.StartSignals)
     assert sorted(here.rglob("*")) == before
 
 

@@ -14,7 +14,7 @@ def test_folders_of_the_same_name_are_told_apart_by_those_above_them():
 
 
 def statuses(*outs):
-    return [state_of(runs.read(out), {}) for out in outs]
+    return [state_of(runs.read_run(out), {}) for out in outs]
 
 
 def test_a_row_has_the_figures_of_a_run_and_the_settings_in_which_it_differs_the_best_first(tmp_path):

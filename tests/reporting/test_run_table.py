@@ -12,7 +12,7 @@ from tests.test_status import attempt, rows
 
 def detail(out):
     """What is told of a run, by title."""
-    lines = [*run_table.detail(state_of(runs.read(out), {}))]
+    lines = [*run_table.detail(state_of(runs.read_run(out), {}))]
     return {line[:12].strip(): line[12:] for line in lines}
 
 
@@ -54,7 +54,7 @@ def test_who_launched_how_many_ranks_is_told(launcher, size, text, tmp_path):
 
 
 def test_a_queue_that_does_not_answer_is_told_once_below_the_table(tmp_path):
-    read = [runs.read(make(tmp_path / name, [attempt(job_id="7")], rows(5))) for name in "ab"]
+    read = [runs.read_run(make(tmp_path / name, [attempt(job_id="7")], rows(5))) for name in "ab"]
     lines = [*run_table.table([state_of(run, None, "squeue did not answer") for run in read])]
     assert len(lines) == 4 and lines[0].split()[:3] == ["RUN", "STATE", "STEP"]
     assert lines[-1] == "queue: unknown (squeue did not answer)"

@@ -10,10 +10,10 @@ from tests import traced
 
 
 def test_events_are_read_in_the_order_in_which_they_were_written(tmp_path):
-    assert events.read(tmp_path) == []
+    assert events.read_events(tmp_path) == []
     events.append(tmp_path, "submitted", cluster="slurm", job_id="7", nodes=2, tasks_per_node=1)
     events.append(tmp_path, "began", from_step=0, hosts=["n1"])
-    read = events.read(tmp_path)
+    read = events.read_events(tmp_path)
     assert [(event["kind"], event.get("job_id"), event.get("hosts")) for event in read] == [
         ("submitted", "7", None),
         ("began", None, ["n1"]),
@@ -26,7 +26,7 @@ def test_what_does_not_fit_into_a_line_is_in_a_file_that_the_line_names(tmp_path
     facts = {"hosts": [f"node{number}" for number in range(1000)], "command": "x" * 5000, "from_step": 4}
     events.append(tmp_path, "began", **facts)
     [line] = (tmp_path / events.NAME).read_text().splitlines()
-    [event] = events.read(tmp_path)
+    [event] = events.read_events(tmp_path)
     assert len(line) < events.MAX_LINE_BYTES and event["from_step"] == 4 and "hosts" not in event
     whole = events.whole(tmp_path, event)
     assert {name: whole[name] for name in facts} == facts
@@ -38,7 +38,7 @@ def test_what_does_not_fit_into_a_line_is_in_a_file_that_the_line_names(tmp_path
 def test_writers_at_the_same_time_lose_no_event(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         [*pool.map(lambda number: append_many(tmp_path, number), range(4))]
-    written = [(event["pid"], event["step"]) for event in events.read(tmp_path)]
+    written = [(event["pid"], event["step"]) for event in events.read_events(tmp_path)]
     assert sorted(written) == [(number, step) for number in range(4) for step in range(10)]
 
 
@@ -56,10 +56,10 @@ def test_an_append_that_is_killed_or_fails_at_any_call_leaves_the_event_or_none(
         out = made(tmp_path / f"{call}-{number}")
         with traced.Traced(append_two, out, inject=f"{call}:{fault}:when={number}") as process:
             process.go().end(survives=False)
-        kinds = [event["kind"] for event in events.read(out)]
+        kinds = [event["kind"] for event in events.read_events(out)]
         assert kinds in (["roll back"], ["roll back", "began"], ["roll back", "began", "ended"]), line
         events.append(out, "cancelled", by="me")
-        assert [event["kind"] for event in events.read(out)] == [*kinds, "cancelled"], line
+        assert [event["kind"] for event in events.read_events(out)] == [*kinds, "cancelled"], line
 
 
 def made(out):

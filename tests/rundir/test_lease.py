@@ -58,7 +58,7 @@ def test_a_folder_that_is_held_is_refused_with_the_holder_and_free_again_afterwa
         used_by = f"process {os.getpid()} on {socket.gethostname()}, job 7"
         assert str(caught.value) == f"{tmp_path} is in use by another run ({used_by}); {way_out}"
     lease.refuse_if_held(tmp_path)
-    assert not lease.holder(tmp_path).get("pid") and lease.described({}) == "process unknown on unknown"
+    assert not lease.holder(tmp_path).get("pid") and lease.holder_words({}) == "process unknown on unknown"
 
 
 def test_the_lease_of_another_host_without_heartbeats_is_taken_over_after_its_seconds(tmp_path, caplog):

@@ -125,7 +125,7 @@ def line(row):
 
 def told(out):
     """All that the verbs make of a run's files, in the text that they print."""
-    run = runs.read(out)
+    run = runs.read_run(out)
     standing = state_of(run, {})
     parts = [
         *run_table.table([standing]),

@@ -92,12 +92,12 @@ def test_runs_are_looked_for_three_folders_down_and_the_first_twenty_are_named(t
 
 
 def test_the_log_of_a_run_that_has_not_trained_is_that_of_its_newest_job(tmp_path):
-    assert runs.read(make(tmp_path)).job_log() is None
+    assert runs.read_run(make(tmp_path)).job_log() is None
     (tmp_path / "logs").mkdir()
     for name, age in (("job-7.log", 5), ("job-9.log", 20), ("rank-00001.log", 0)):
         (tmp_path / "logs" / name).touch()
         os.utime(tmp_path / "logs" / name, (1e9 - age,) * 2)
-    assert runs.read(tmp_path).job_log() == tmp_path / "logs/job-7.log"
+    assert runs.read_run(tmp_path).job_log() == tmp_path / "logs/job-7.log"
 
 
 def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(tmp_path):
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(tmp_path
 
 def test_missing_and_broken_files_tell_nothing(tmp_path):
     for damage in ("", f"{tmp_path}/events.jsonl, line 1, is damaged: "):
-        run = runs.read(tmp_path)
+        run = runs.read_run(tmp_path)
         assert (run.attempt, run.summary, run.checkpoint, run.holder, run.total, run.step) == ({}, {}, *(None,) * 3, 0)
         assert run.damage.startswith(damage) and bool(run.damage) == bool(damage)
         for name in ("events.jsonl", "metrics.jsonl", "summary.json", "lock", "log.txt"):
@@ -121,25 +121,25 @@ def test_jobs_come_from_submissions_and_from_attempts(tmp_path):
     make(tmp_path, [{"from_step": 0, "job_id": "12"}, {"from_step": 5, "job_id": 14}])
     for cluster, job in (("slurm", "12"), ("slurm", "13_1"), ("local", "999")):
         submit(tmp_path, cluster, job, "host", 1, 1, "")
-    assert runs.read(tmp_path).jobs == ["12", "13_1", "14"]
+    assert runs.read_run(tmp_path).jobs == ["12", "13_1", "14"]
 
 
 def test_the_job_around_a_local_launch_is_not_the_runs(tmp_path):
     around = {"from_step": 0, "job_id": "7", "time": "2026-01-02T00:00:00+0000"}
     make(tmp_path, [around | {"launcher": "local"}])
-    assert runs.read(tmp_path).jobs == []
+    assert runs.read_run(tmp_path).jobs == []
     (tmp_path / "events.jsonl").unlink()
     make(tmp_path, [around | {"launcher": "Slurm"}])
-    assert runs.read(tmp_path).jobs == ["7"]  # srun by hand
+    assert runs.read_run(tmp_path).jobs == ["7"]  # srun by hand
     (tmp_path / "events.jsonl").unlink()
     submit(tmp_path, "local", "999", "host", 1, 1, "")
     make(tmp_path, [around | {"launcher": "Slurm"}])
-    assert runs.read(tmp_path).jobs == []  # srun by hpclm submit --interactive
+    assert runs.read_run(tmp_path).jobs == []  # srun by hpclm submit --interactive
 
 
 def test_a_run_without_a_summary_is_known_from_its_attempts(tmp_path):
     attempts = [{"from_step": 0, "steps": 20}, {"from_step": 4, "steps": 20, "host": "elsewhere", "pid": 1}]
-    run = runs.read(make(tmp_path, attempts, summary=False))
+    run = runs.read_run(make(tmp_path, attempts, summary=False))
     assert (run.step, run.total, run.summary) == (4, 20, {})
     assert {name: run.attempt[name] for name in attempts[-1]} == attempts[-1]
 
@@ -169,7 +169,7 @@ def test_the_end_of_a_run_is_what_knows_best_about_its_last_start(ends, wanted, 
     make(tmp_path, [{"from_step": 0, "generation": 1, "restart": 0}], summary=False)
     for end in ends:
         note(tmp_path, "ended", **end)
-    run = runs.read(tmp_path)
+    run = runs.read_run(tmp_path)
     assert {name: run.end[name] for name in wanted} == wanted and bool(run.end) == bool(wanted)
     assert run.step == (wanted.get("step") or 0)
 
@@ -178,7 +178,7 @@ def test_the_end_of_a_run_is_what_knows_best_about_its_last_start(ends, wanted, 
 def test_a_launch_has_trained_if_an_attempt_began_after_it(kinds, trained, tmp_path):
     for kind in kinds:
         submit(tmp_path, "local", "999") if kind == "s" else note(tmp_path, "began", from_step=0)
-    assert runs.read(tmp_path).trained == trained
+    assert runs.read_run(tmp_path).trained == trained
 
 
 @pytest.mark.parametrize("job, trained", [("7", False), ("8", True)])
@@ -186,7 +186,7 @@ def test_a_job_has_trained_if_the_last_attempt_is_its_own(job, trained, tmp_path
     for submitted in ("7", "8"):
         submit(tmp_path, "slurm", submitted)
     note(tmp_path, "began", job_id=job)
-    assert runs.read(tmp_path).trained == trained
+    assert runs.read_run(tmp_path).trained == trained
 
 
 def test_the_newest_checkpoint_is_the_one_of_the_highest_step_and_a_thousand_broken_ones_cost_little(tmp_path):
@@ -195,7 +195,7 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step_and_a_thousand_bro
     checkpoint(folder / "step-100000000")
     for name in (".bad-step-00000950", ".tmp-step-200000000", "latest"):
         (folder / name).mkdir()
-    run = runs.read(tmp_path)
+    run = runs.read_run(tmp_path)
     assert run.checkpoint == (100000000, (folder / "step-100000000/MANIFEST.json").stat().st_mtime) and run.bad == 1
     (folder / "step-100000001").touch()
     for step in range(100000002, 100001002):
@@ -203,15 +203,15 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step_and_a_thousand_bro
     (folder / "step-100001002").mkdir()
     os.mkfifo(folder / "step-100001002" / "MANIFEST.json")
     shutil.copy(folder / "step-00000900" / "MANIFEST.json", folder / ".tmp-step-200000000")
-    assert runs.read(tmp_path).checkpoint[0] == 100000000
-    assert work.calls(lambda: runs.read(tmp_path)) < 20_000  # some for each name, but no folder is looked into
+    assert runs.read_run(tmp_path).checkpoint[0] == 100000000
+    assert work.calls(lambda: runs.read_run(tmp_path)) < 20_000  # some for each name, but no folder is looked into
 
 
 def test_the_planned_steps_are_those_of_the_last_attempt_or_of_a_later_submission(tmp_path):
     make(tmp_path, config_yaml="")
     submit(tmp_path, "slurm", "7", "host", 1, 1, "", steps=50)
-    assert runs.read(tmp_path).total == 50
+    assert runs.read_run(tmp_path).total == 50
     make(tmp_path, [{"from_step": 0, "steps": 77, "job_id": "7"}])
-    assert runs.read(tmp_path).total == 77
+    assert runs.read_run(tmp_path).total == 77
     submit(tmp_path, "slurm", "8", "host", 1, 1, "", steps=99)
-    assert runs.read(tmp_path).total == 99
+    assert runs.read_run(tmp_path).total == 99

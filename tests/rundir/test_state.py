@@ -25,7 +25,7 @@ def job(name, **more):
 
 
 def of(out, *jobs):
-    return state_of(runs.read(out), {each.id: each for each in jobs})
+    return state_of(runs.read_run(out), {each.id: each for each in jobs})
 
 
 def row(age=0.0, **more):
@@ -126,7 +126,7 @@ def test_what_the_user_should_look_at_is_told_with_its_numbers(tmp_path):
     ],
 )
 def test_a_scheduler_that_does_not_answer_matters_to_no_run_that_is_done(ended, asked, tmp_path):
-    found = state_of(runs.read(make(tmp_path, [attempt(job_id="7")], rows(5), ended)), None, "no answer")
+    found = state_of(runs.read_run(make(tmp_path, [attempt(job_id="7")], rows(5), ended)), None, "no answer")
     assert (found.name, found.asked) == (ended[0], asked)
 
 

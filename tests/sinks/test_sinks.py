@@ -56,7 +56,7 @@ def test_sinks_that_fail_are_reported_and_change_nothing(tiny, tmp_path, capfd):
     assert log.count("Refuses: ConnectionError: no route to host; training continues") == 1
     assert log.count("Breaks: OSError: [Errno 28] No space left on device; training continues") == 1
     assert log.count("could not send the last rows of metrics.jsonl; the next attempt sends them, or hpclm sync") == 3
-    lacking = events.unsent(events.read(tmp_path / "run"))
+    lacking = events.unsent(events.read_events(tmp_path / "run"))
     assert lacking[f"{OWN}Refuses"] == "ConnectionError: no route to host" and len(lacking) == 3
     assert cli.main(["status", str(tmp_path / "run")]) == 0
     told = f"{OWN}Refuses lacks rows of metrics.jsonl (ConnectionError: no route to host): hpclm sync {tmp_path}/run"

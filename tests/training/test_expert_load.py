@@ -47,7 +47,7 @@ def load(tmp_path):
     """Has the steps of runs logged every other step, with the tokens that a function of the step gives."""
 
     def logged(tokens, steps, *words):
-        experts, figures, problems = ExpertLoad(tmp_path, model(*words)), [], []
+        experts, figures, problems = ExpertLoad(tmp_path, model(*words), lambda: True), [], []
         for step in range(1, steps + 1):
             given = tokens(step)
             experts.step(None if given is None else np.array(given, float).ravel())
@@ -83,8 +83,16 @@ def test_steps_without_tokens_have_no_figures_and_no_line(load, tmp_path):
     assert not (tmp_path / "experts.jsonl").exists()
 
 
+def test_an_attempt_that_no_longer_holds_the_run_directory_writes_no_tokens(tmp_path):
+    experts = ExpertLoad(tmp_path, model(), lambda: False)
+    experts.step(np.full(8, 1.0))
+    experts.logged({"step": 1, "time": 1.0}, last=True)
+    experts.close()
+    assert not (tmp_path / "experts.jsonl").exists()
+
+
 def test_a_long_run_has_a_line_for_every_thousandth_of_its_steps(tmp_path):
-    experts, steps = ExpertLoad(tmp_path, model()), 5 * RESOLUTION
+    experts, steps = ExpertLoad(tmp_path, model(), lambda: True), 5 * RESOLUTION
     for step in range(1, steps + 1):
         experts.step(np.full(8, float(step)))
         if step % 2 == 0:
@@ -199,4 +207,4 @@ def test_a_run_without_experts_has_no_file_and_no_figures_of_them(tiny, tmp_path
     hpclm("train", *tiny("plain"), check=0)
     assert not (tmp_path / "plain/experts.jsonl").exists()
     assert not any("expert" in name for row in rows_of(tmp_path / "plain/metrics.jsonl") for name in row)
-    assert "experts" not in summary.read(tmp_path / "plain")
+    assert "experts" not in summary.read_summary(tmp_path / "plain")

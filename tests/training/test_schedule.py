@@ -86,7 +86,7 @@ def test_a_budget_is_kept_with_other_batches(words, changes, end, tiny, tmp_path
     assert (rows[-1]["step"], rows[-1]["samples"]) == end
     position = end[1] - rows[-1]["batch_size"]
     assert rows[-1]["lr"] == pytest.approx(3e-3 - (3e-3 - 1e-4) * (position - 1) / (end[1] - 1))
-    assert runs.read(tmp_path / "run").total == end[0]
+    assert runs.read_run(tmp_path / "run").total == end[0]
     assert cli.main(["train", *words, *changes]) == 0
     assert f"done at step {end[0]}, {end[1]} samples" in capsys.readouterr().err
     assert len([row for row in map(json.loads, lines(tmp_path / "run/metrics.jsonl")) if "loss" in row]) == len(rows)

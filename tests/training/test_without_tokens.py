@@ -53,7 +53,7 @@ def test_a_step_without_a_token_that_counts_has_no_loss(tmp_path):
         expected = f"loss {sum(known) / len(known):.4f}" if known else "no loss"
         count = f"({sum(step in without for step in steps_of_line)} of {len(steps_of_line)} steps without a token that counts)"
         assert f"{expected} {count}" in line
-    assert summary.read(tmp_path / "run")["loss"] == losses[max(losses)]
+    assert summary.read_summary(tmp_path / "run")["loss"] == losses[max(losses)]
     page = hpclm("report", tmp_path / "run", "--output", tmp_path / "page.html", check=0)
     assert (tmp_path / "page.html").exists(), page.stdout
     resumed = hpclm("train", f"out={tmp_path / 'run'}", dataset(tmp_path, COUNTING), *WORDS, "batch.global_size=1",

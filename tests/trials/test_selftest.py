@@ -11,11 +11,11 @@ import hpclm as api
 from hpclm import cli
 from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.trials import causes, direct, kinds, processes, run, toy
-from hpclm.trials.compare import Difference, Tensors, differences
-from hpclm.trials.rank import described
-from hpclm.trials.record import ObservedEngine, Piece, Record
+from hpclm.trials.compare import Difference, TrialTensors, differences
+from hpclm.trials.rank import failure_of
+from hpclm.trials.record import ObservedEngine, Record, WeightPiece
 from hpclm.trials.run import selftest
-from hpclm.trials.verdict import UNCOMPARED, Result, Verdict, conclusion, lines
+from hpclm.trials.verdict import UNCOMPARED, LayoutVerdict, Result, conclusion, lines
 from tests.engine import sharded
 from tests.runs import ROOT, hpclm
 
@@ -174,7 +174,7 @@ def record(scale=1.0, loss=4.0, first=0, **more):
     """What a process records of a toy with one weight."""
 
     def piece(values):
-        return [Piece("block0.w", np.asarray(values, np.float32), (4,), (0,))]
+        return [WeightPiece("block0.w", np.asarray(values, np.float32), (4,), (0,))]
 
     steps = [{"loss": loss - number, "grad_norm": 1.0, "lr": 1e-3} for number in range(first, 4)]
     values = np.arange(1.0, 5.0)
@@ -190,7 +190,7 @@ def stages(*trial, exact=False, random=False):
 
 def test_the_first_stage_that_differs_is_named():
     assert stages(record()) == []
-    assert stages(record(initial=[Piece("block0.w", np.ones(4, np.float32), (4,), (0,))])) == ["initial"]
+    assert stages(record(initial=[WeightPiece("block0.w", np.ones(4, np.float32), (4,), (0,))])) == ["initial"]
     assert stages(record(evaluated={"": 4.0, "block0.w": 4.2})) == ["forward"]
     assert stages(record(loss=4.1)) == ["training"]
     assert stages(record(loss=4.1), random=True) == []
@@ -205,7 +205,7 @@ def test_a_gradient_of_which_each_rank_has_a_part_is_known_by_its_sum():
     [difference] = differences([record()], [record(0.25), record(0.75)], exact=False, random=False)
     assert (difference.weight, difference.hint) == ("block0.w", "partial")
     assert "copy_to_tp" in causes.cause("block", toy.TENSOR, [difference])
-    assert Tensors.of([record().initial, record().initial]).disagreement("block0.w") == 0
+    assert TrialTensors.of([record().initial, record().initial]).disagreement("block0.w") == 0
 
 
 def told(*trial, exact=False):
@@ -214,7 +214,7 @@ def told(*trial, exact=False):
 
 def test_weights_that_begin_otherwise_are_told_by_their_shape_their_rank_or_their_name():
     def begins(*values, name="block0.w"):
-        return record(initial=[Piece(name, np.array(values, np.float32), (len(values),), (0,))])
+        return record(initial=[WeightPiece(name, np.array(values, np.float32), (len(values),), (0,))])
 
     assert told(begins(1, 2)) == [("initial", "block0.w has the shape [2], but [4] in one process", "shape")]
     [other] = told(begins(2, 2, 3, 4), record())
@@ -244,13 +244,13 @@ def test_a_gradient_that_is_counted_twice_or_is_not_there_is_told():
     assert [hint for *_, hint in told(record(2.0), record(2.0))] == ["2 times"]
     assert [hint for *_, hint in told(record(0.5))] == ["0.5 times"]
     assert causes.cause("block", toy.TENSOR, [Difference("gradient", "", hint="2 times")]) == causes.GRADIENT["counted"]
-    other = [Piece("block1.w", np.ones(4, np.float32), (4,), (0,))]
+    other = [WeightPiece("block1.w", np.ones(4, np.float32), (4,), (0,))]
     assert [what for _, what, _ in told(record(gradients=other))] == ["block0.w has no gradient"]
     assert told(record(gradients=[])) == []  # an engine that shows none
 
 
 def test_other_bits_at_the_end_count_where_all_must_agree():
-    final = [Piece("block0.w", np.nextafter(record().final[0].values, np.float32(9)), (4,), (0,))]
+    final = [WeightPiece("block0.w", np.nextafter(record().final[0].values, np.float32(9)), (4,), (0,))]
     assert told(record(final=final)) == []
     [(stage, what, _)] = told(record(final=final), exact=True)
     assert stage == "later" and what.startswith("block0.w has other bits at the end: off by ")
@@ -285,7 +285,7 @@ def test_a_layout_whose_random_numbers_are_others_is_compared_in_evaluation_only
 
 def test_no_more_than_four_weights_are_named():
     def pieces(value):
-        return [Piece(f"block0.{n}", np.full(4, value, np.float32), (4,), (0,)) for n in range(6)]
+        return [WeightPiece(f"block0.{n}", np.full(4, value, np.float32), (4,), (0,)) for n in range(6)]
 
     verdict = run._compared("block", toy.DATA, [record(initial=pieces(1.0))], [record(initial=pieces(2.0))])
     assert len(verdict.details) == 5 and verdict.details[4] == "and 2 more" and "block0.3" in verdict.details[3]
@@ -316,9 +316,9 @@ def test_an_error_of_the_users_code_is_told_with_its_place():
     with pytest.raises(ZeroDivisionError) as caught:
         broken()
     line = broken.__code__.co_firstlineno + 1
-    failure = described(caught.value)
+    failure = failure_of(caught.value)
     assert failure.text == f"ZeroDivisionError: no message (test_selftest.py:{line}, in broken)" and not failure.refused
-    assert described(ConfigError("x")).refused and not described(HpclmError("x")).refused
+    assert failure_of(ConfigError("x")).refused and not failure_of(HpclmError("x")).refused
     failed = run._checked("one process", broken)
     assert (failed.outcome, failed.details) == ("failed", (failure.text,))
 
@@ -398,16 +398,19 @@ def test_processes_that_outlive_one_that_failed_are_killed(tmp_path, monkeypatch
     ],
 )
 def test_the_last_line_says_what_agrees_and_what_was_refused(more, end):
-    verdicts = [Verdict("one process", "agrees"), *(Verdict(name, outcome, (why,)) for name, outcome, why in more)]
+    verdicts = [
+        LayoutVerdict("one process", "agrees"),
+        *(LayoutVerdict(name, outcome, (why,)) for name, outcome, why in more),
+    ]
     assert conclusion(Result("mine:Block", "block", tuple(verdicts))) == f"mine:Block (model.block) {end}"
 
 
 def test_a_failure_is_in_capitals_and_its_further_lines_are_indented():
-    assert lines(Verdict("data 2", "failed", ("it hung", "a\nb"))) == [
+    assert lines(LayoutVerdict("data 2", "failed", ("it hung", "a\nb"))) == [
         "  data 2                  FAILED: it hung",
         *(f"{' ' * 26}{line}" for line in "ab"),
     ]
-    assert lines(Verdict("fsdp2", "refused", ("no",))) == ["  fsdp2                   refused: no"]
+    assert lines(LayoutVerdict("fsdp2", "refused", ("no",))) == ["  fsdp2                   refused: no"]
 
 
 def test_every_stage_has_a_cause_in_every_layout():
@@ -427,9 +430,11 @@ def test_every_stage_has_a_cause_in_every_layout():
 
 
 def test_a_result_is_shown_by_layout_with_each_cause_once():
-    wrong = Verdict("tensor 2", "differs", ("the gradient of w is off",), "copy it")
+    wrong = LayoutVerdict("tensor 2", "differs", ("the gradient of w is off",), "copy it")
     result = Result(
-        "mine:Block", "block", (Verdict("one process", "agrees"), wrong, wrong, Verdict("fsdp2", "refused", ("no",)))
+        "mine:Block",
+        "block",
+        (LayoutVerdict("one process", "agrees"), wrong, wrong, LayoutVerdict("fsdp2", "refused", ("no",))),
     )
     assert repr(result).count("copy it") == 1 and "as above" in repr(result) and not result.agrees
     assert (

@@ -113,14 +113,14 @@ def current_job(cluster: str = "auto", env: Mapping[str, str] = os.environ) -> O
     """
     names = [cluster, *SCHEDULERS] if ":" in cluster else [*SCHEDULERS]
     for name in names:
-        scheduler = named(name)
+        scheduler = scheduler_named(name)
         if isinstance(scheduler, Scheduler) and (job := scheduler.own_job(env)):
             return replace(job, asked=scheduler)
     return OwnJob()
 
 
 @cache
-def named(name: str) -> Scheduler:
+def scheduler_named(name: str) -> Scheduler:
     """The scheduler ``name``, or package.module:Name; ConfigError for an unknown one."""
     check = registry.class_check("script", "check", "submit", "queued", "states", "stop", "cancel", "troubles")
     scheduler: Scheduler = registry.lookup("job.cluster", name, SCHEDULERS, check)()
@@ -132,5 +132,5 @@ def of_job(name: str, cluster: str, owner: int) -> Scheduler:
 
     Code that another user's run directory names is not loaded: Slurm is asked then.
     """
-    scheduler = named(name if name in SCHEDULERS or owner == os.getuid() else "slurm")
+    scheduler = scheduler_named(name if name in SCHEDULERS or owner == os.getuid() else "slurm")
     return scheduler.on(cluster) if isinstance(scheduler, Scheduler) else scheduler

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from hpclm.launch.schedulers import named, of_job
+from hpclm.launch.schedulers import of_job, scheduler_named
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.node import environment
 from tests.events import of_kind, rewrite, without
@@ -129,6 +129,6 @@ def test_sbatch_finds_the_clusters_that_slurm_s_other_commands_find():
 
 
 def test_two_clusters_are_two_schedulers_and_one_is_one():
-    here = named("slurm")
+    here = scheduler_named("slurm")
     assert of_job("slurm", here.clusters, os.getuid()) is here
-    assert here.on("wice") is named("slurm").on("wice") and here.on("wice") != here.on("genius")
+    assert here.on("wice") is scheduler_named("slurm").on("wice") and here.on("wice") != here.on("genius")

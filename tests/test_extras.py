@@ -11,7 +11,7 @@ from hpclm import cli
 from hpclm.base import extras
 from hpclm.base.errors import ConfigError
 from hpclm.preprocess import build, inputs
-from hpclm.preprocess.encode import Job
+from hpclm.preprocess.encode import EncodeJob
 from tests.runs import ROOT
 from tests.test_house import NAMES, imported
 
@@ -105,7 +105,7 @@ def test_text_that_needs_an_optional_library_is_refused_with_the_extra(tmp_path,
     with pytest.raises(ConfigError, match=r"text.jsonl.zst needs zstandard, .*'hpclm\[text\]'"):
         inputs.find([f"{text}.zst"], None)
     with pytest.raises(ConfigError, match=r"--split-sentences needs sentencex, .*'hpclm\[text\]'"):
-        build.check_job(Job("bytes", (), language="en"))
+        build.check_job(EncodeJob("bytes", (), language="en"))
     model = tmp_path / "t.model"
     assert cli.main(["train-tokenizer", "--input", str(text), "--output", str(model), "--vocab-size", "300"]) == 64
     assert "a sentencepiece tokenizer needs sentencepiece, which is not installed" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpclm import cli
-from hpclm.data.tokenizers import build
+from hpclm.data.tokenizers import build_tokenizer
 from hpclm.inference import run_settings
 from hpclm.preprocess.writer import Writer
 
@@ -28,7 +28,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # as PYTHONPATH does
     (tmp_path / "own_engine.py").write_text(OWN)
     (tmp_path / "own_broken.py").write_text("import not_installed_anywhere\nclass Block: ...\n")
-    note = {"tokenizer": build("bytes", []).fingerprint}
+    note = {"tokenizer": build_tokenizer("bytes", []).fingerprint}
     for name, lengths, its in (("plain", [40] * 50, None), ("noted", [40] * 50, note), ("short", [5] * 2, None)):
         with Writer(tmp_path / name, "u2") as writer:
             writer.note = its

@@ -8,7 +8,7 @@ import pytest
 
 from hpclm import cli
 from hpclm.config import from_cli
-from hpclm.data.tokenizers import build
+from hpclm.data.tokenizers import build_tokenizer
 from hpclm.preprocess.writer import Writer
 from hpclm.rundir import runs
 from hpclm.rundir.control_files import ControlFiles
@@ -35,7 +35,7 @@ def steps(out):
 def corpus(tmp_path):
     """200 documents of 20 bytes: 249 samples of 16 tokens a pass, which no batch size divides."""
     with Writer(tmp_path / "x", "u2") as writer:
-        writer.note = {"tokenizer": build("bytes", []).fingerprint}
+        writer.note = {"tokenizer": build_tokenizer("bytes", []).fingerprint}
         for number in range(200):
             writer.add_document(np.arange(number, number + 20) % 60)
     return ["data.source=indexed", f"data.prefix={tmp_path / 'x'}", "data.split=1", "model.vocab_size=257"]

@@ -12,7 +12,7 @@ import numpy as np
 from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
 from hpclm.config.checks import value_at
-from hpclm.data.tokenizers import build
+from hpclm.data.tokenizers import build_tokenizer
 from hpclm.preprocess.writer import Writer
 
 STEPS = 3
@@ -96,6 +96,6 @@ def dataset(prefix):
     prefix.parent.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(1)
     with Writer(prefix, "u2") as writer:
-        writer.note = {"tokenizer": build("bytes", []).fingerprint}
+        writer.note = {"tokenizer": build_tokenizer("bytes", []).fingerprint}
         for _ in range(200):
             writer.add_document(np.append(draw.integers(97, 123, 40), 256))

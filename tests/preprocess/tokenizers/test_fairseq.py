@@ -5,7 +5,7 @@ from sentencepiece import SentencePieceTrainer
 
 from hpclm.base.errors import ConfigError
 from hpclm.data.indexed import IndexedDataset
-from hpclm.data.tokenizers import build
+from hpclm.data.tokenizers import build_tokenizer
 from hpclm.preprocess.tokenizers.fairseq import dictionary_of
 from tests.preprocess.tokenizers.test_tokenizers import CORPUS, lists
 from tests.shared import shared
@@ -18,7 +18,7 @@ def lines():
 
 def built(tmp_path, content, *more):
     (tmp_path / "dict.txt").write_text(content, "utf-8")
-    return build("fairseq", [str(tmp_path / "dict.txt"), *more])
+    return build_tokenizer("fairseq", [str(tmp_path / "dict.txt"), *more])
 
 
 def test_the_dictionary_of_a_text_is_fairseqs():
@@ -27,7 +27,7 @@ def test_the_dictionary_of_a_text_is_fairseqs():
 
 
 def test_the_ids_of_a_text_are_fairseqs():
-    tokenizer = build("fairseq", [str(shared("reference/fairseq_bin/dict.txt"))])
+    tokenizer = build_tokenizer("fairseq", [str(shared("reference/fairseq_bin/dict.txt"))])
     ids, lengths = tokenizer.encode_batch(lines())
     theirs = IndexedDataset(shared("reference/fairseq_bin/train.idx").with_suffix(""))
     assert lengths.tolist() == theirs.sizes.tolist() and ids.tolist() == theirs.flat.tolist()
@@ -85,7 +85,7 @@ def model(tmp_path_factory):
 
 
 def test_pieces_of_a_sentencepiece_model_are_looked_up_in_the_dictionary_of(model, tmp_path):
-    pieces = build("sentencepiece", [model])
+    pieces = build_tokenizer("sentencepiece", [model])
     spelled = [" ".join(pieces.model.encode(text, out_type=str)) for text in CORPUS]
     content = dictionary_of(spelled)
     words, tokenizer = built(tmp_path, content), built(tmp_path, content, model)

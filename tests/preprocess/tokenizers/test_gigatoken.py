@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from hpclm.data.tokenizers import build
+from hpclm.data.tokenizers import build_tokenizer
 from hpclm.preprocess.tokenizers import gigatokens, huggingface
 from hpclm.preprocess.tokenizers.huggingface import train_bpe
 from tests.shared import SHARED
@@ -44,7 +44,7 @@ def files(folder, vocabulary, merges):
 
 @pytest.fixture(scope="module")
 def gpt2():
-    return build("gpt2", GPT2)
+    return build_tokenizer("gpt2", GPT2)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def seams(tmp_path_factory):
     merges = [(byte[a], byte[b]) for a in ends for b in starts]
     words = [*byte.values(), *(a + b for a, b in merges)]
     folder = tmp_path_factory.mktemp("seams")
-    return build("gpt2", files(folder, {word: id for id, word in enumerate(words)}, merges))
+    return build_tokenizer("gpt2", files(folder, {word: id for id, word in enumerate(words)}, merges))
 
 
 def same(tokenizer, texts):
@@ -84,7 +84,7 @@ def test_the_corpora_have_the_same_ids(every, gpt2):
     plays = plays[: len(plays) // every]
     for some in (texts[::every], [plays], plays.split("\n\n"), tiny):
         assert same(gpt2, some) is True
-    assert same(build("gpt2", TINY), [*tiny, plays]) is True
+    assert same(build_tokenizer("gpt2", TINY), [*tiny, plays]) is True
 
 
 def blocks(contexts, characters):
@@ -160,14 +160,14 @@ def odd(seed):
 def test_odd_vocabularies_have_the_same_ids(seed):
     vocabulary, merges, texts = odd(seed)
     with tempfile.TemporaryDirectory() as folder:
-        assert same(build("gpt2", files(Path(folder), vocabulary, merges)), texts) is True
+        assert same(build_tokenizer("gpt2", files(Path(folder), vocabulary, merges)), texts) is True
 
 
 def changed(tmp_path, change):
     made = json.loads(train_bpe(CORPUS, 320))
     change(made)
     (tmp_path / "t.json").write_text(json.dumps(made))
-    return build("json", [str(tmp_path / "t.json")])
+    return build_tokenizer("json", [str(tmp_path / "t.json")])
 
 
 def added(content, **flags):
@@ -229,7 +229,7 @@ def other_vocabulary():
 @pytest.mark.parametrize("case", WITHOUT)
 def test_where_gigatoken_cannot_be_trusted_the_ids_are_the_same_and_the_log_says_so(case, gpt2, monkeypatch, caplog):
     WITHOUT[case](monkeypatch)
-    slow = build("gpt2", GPT2)
+    slow = build_tokenizer("gpt2", GPT2)
     assert slow.fast is None and slow.fingerprint == gpt2.fingerprint
     assert all(map(np.array_equal, slow.encode_batch(CORPUS), gpt2.encode_batch(CORPUS)))
     [record] = caplog.records
@@ -240,9 +240,9 @@ def test_where_gigatoken_cannot_be_trusted_the_ids_are_the_same_and_the_log_says
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say how much memory is held")
 def test_memory_does_not_grow_with_the_words_that_were_met():
     script = (
-        "import re, numpy as np; from hpclm.data.tokenizers import build\n"
+        "import re, numpy as np; from hpclm.data.tokenizers import build_tokenizer\n"
         "def held(): return int(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1]) * 1024\n"
-        f"tokenizer, draw = build('gpt2', {GPT2}), np.random.default_rng(0)\n"
+        f"tokenizer, draw = build_tokenizer('gpt2', {GPT2}), np.random.default_rng(0)\n"
         "for number in range(120):\n"
         "    if number == 70: before = held()\n"
         "    raw = draw.integers(97, 123, 500_000, dtype=np.uint8); raw[draw.random(500_000) < 0.15] = 32\n"

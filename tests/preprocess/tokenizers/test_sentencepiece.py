@@ -6,7 +6,7 @@ import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from hpclm.base.errors import ConfigError
-from hpclm.data.tokenizers import build
+from hpclm.data.tokenizers import build_tokenizer
 from tests.preprocess.tokenizers.test_tokenizers import CORPUS, TEXTS, lists
 from tests.shared import shared
 
@@ -30,7 +30,7 @@ def test_the_ids_are_the_librarys_own():
     path = str(shared("data/cpm-30k.model"))
     rows = shared("data/medical-zh.jsonl").read_text("utf-8").splitlines()[:2000]
     texts = [text for row in rows for text in json.loads(row).values() if isinstance(text, str)] + TEXTS
-    tokenizer = build("sentencepiece", [path])
+    tokenizer = build_tokenizer("sentencepiece", [path])
     assert lists(tokenizer, texts) == SentencePieceProcessor(model_file=path).encode(texts)
     assert tokenizer.eod == SentencePieceProcessor(model_file=path).piece_to_id("</s>")
 
@@ -46,10 +46,10 @@ def test_a_model_without_an_end_names_its_pieces(tmp_path):
         minloglevel=2,
     )
     path = str(tmp_path / "x.model")
-    assert build("sentencepiece", [path]).eod is None
-    assert build("sentencepiece", [path], "<doc>").eod == 2
+    assert build_tokenizer("sentencepiece", [path]).eod is None
+    assert build_tokenizer("sentencepiece", [path], "<doc>").eod == 2
     with pytest.raises(ConfigError, match=r"'<dok>' is not in .*x.model.*it has .*'<doc>'.*Did you mean '<doc>'\?"):
-        build("sentencepiece", [path], "<dok>")
+        build_tokenizer("sentencepiece", [path], "<dok>")
 
 
 def test_a_library_that_makes_no_arrays_gives_the_same_ids(model):
@@ -61,9 +61,9 @@ def test_a_library_that_makes_no_arrays_gives_the_same_ids(model):
                 raise RuntimeError("unknown out_type=numpy")
             return SentencePieceProcessor(model_file=model).encode(texts, num_threads=num_threads)
 
-    tokenizer = build("sentencepiece", [model])
+    tokenizer = build_tokenizer("sentencepiece", [model])
     tokenizer.model = Older()
     found = tokenizer.encode_batch(CORPUS)
     assert [part.tolist() for part in found] == [
-        part.tolist() for part in build("sentencepiece", [model]).encode_batch(CORPUS)
+        part.tolist() for part in build_tokenizer("sentencepiece", [model]).encode_batch(CORPUS)
     ]

@@ -10,7 +10,7 @@ import pytest
 from hpclm import cli
 from hpclm.base.errors import ConfigError
 from hpclm.config.data import DataConfig
-from hpclm.data.tokenizers import build, describe, end, flat, mismatch, of_run
+from hpclm.data.tokenizers import build_tokenizer, describe, end, flat, mismatch, of_run
 from hpclm.preprocess.tokenizers.huggingface import switch_off, train_bpe
 from hpclm.preprocess.tokenizers.plain import Bytes
 from hpclm.preprocess.tokenizers.sentencepieces import train_sentencepiece
@@ -68,7 +68,7 @@ KINDS = ["bytes", "fairseq", "gpt2", "json", "sentencepiece", "whitespace", "wor
 
 @pytest.mark.parametrize("kind", ["bytes", "gpt2", "sentencepiece", "json"])
 def test_a_text_comes_back_from_its_ids_and_holds_no_end_of_document_but_in_a_tokenizer_json(kind, made):
-    tokenizer = build(kind, made[kind])
+    tokenizer = build_tokenizer(kind, made[kind])
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
@@ -78,7 +78,7 @@ def test_a_text_comes_back_from_its_ids_and_holds_no_end_of_document_but_in_a_to
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_is_encoded_as_its_texts_are(kind, made):
-    tokenizer = build(kind, made[kind])
+    tokenizer = build_tokenizer(kind, made[kind])
     assert lists(tokenizer, TEXTS) == [tokenizer.encode(text) for text in TEXTS]
     assert lists(tokenizer, []) == []
     assert lists(tokenizer, [""]) == [tokenizer.encode("")]
@@ -86,14 +86,14 @@ def test_a_batch_is_encoded_as_its_texts_are(kind, made):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tokenizer_that_ends_every_text_says_so(kind, made):
-    tokenizer = build(kind, made[kind])
+    tokenizer = build_tokenizer(kind, made[kind])
     assert tokenizer.ends_itself == (kind in ("whitespace", "fairseq"))
     assert [ids[-1:] == [tokenizer.eod] for ids in lists(tokenizer, TEXTS)] == [tokenizer.ends_itself] * len(TEXTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fingerprint_follows_the_content_of_the_files(kind, made, tmp_path):
-    tokenizer = build(kind, made[kind])
+    tokenizer = build_tokenizer(kind, made[kind])
     fingerprint = tokenizer.fingerprint
     assert json.loads(json.dumps(fingerprint)) == fingerprint
     assert (fingerprint["kind"], fingerprint["size"], fingerprint["eod"]) == (kind, tokenizer.size, tokenizer.eod)
@@ -101,14 +101,14 @@ def test_the_fingerprint_follows_the_content_of_the_files(kind, made, tmp_path):
     copies = [tmp_path / Path(file).name for file in made[kind]]
     for copy, file in zip(copies, made[kind], strict=True):
         copy.write_bytes(Path(file).read_bytes())
-    assert build(kind, list(map(str, copies))).fingerprint == fingerprint
+    assert build_tokenizer(kind, list(map(str, copies))).fingerprint == fingerprint
     if copies and kind not in ("sentencepiece", "fairseq"):
         copies[0].write_bytes(copies[0].read_bytes() + b"\n")
-        assert build(kind, list(map(str, copies))).fingerprint != fingerprint
+        assert build_tokenizer(kind, list(map(str, copies))).fingerprint != fingerprint
 
 
 def test_words_become_ids_and_every_text_ends(made):
-    tokenizer = build("whitespace", made["whitespace"])
+    tokenizer = build_tokenizer("whitespace", made["whitespace"])
     assert (tokenizer.size, tokenizer.eod) == (5, 1)
     assert tokenizer.encode(" the  cat\u3000flew \n") == [2, 3, 0, 1]
     assert tokenizer.encode("") == [1]
@@ -116,7 +116,7 @@ def test_words_become_ids_and_every_text_ends(made):
 
 
 def test_bytes_are_bytes_and_a_broken_character_does_not_stop_the_decoding():
-    tokenizer = build("bytes", [])
+    tokenizer = build_tokenizer("bytes", [])
     assert (tokenizer.size, tokenizer.eod) == (257, 256)
     assert tokenizer.encode("é") == [0xC3, 0xA9]
     assert tokenizer.decode([0x61, 0xC3, 256, 0x62]) == "a\ufffd<|endoftext|>b"
@@ -141,7 +141,7 @@ def test_a_tokenizer_jsons_truncation_padding_and_template_are_left_out(made, tm
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
     }
     (tmp_path / "t.json").write_text(json.dumps(settings))
-    plain, fussy = build("json", made["json"]), build("json", [str(tmp_path / "t.json")])
+    plain, fussy = build_tokenizer("json", made["json"]), build_tokenizer("json", [str(tmp_path / "t.json")])
     assert lists(fussy, TEXTS) == lists(plain, TEXTS)
     assert (
         "t.json: switched off, so that a text always has the same ids: truncation to 2 tokens; padding" in caplog.text
@@ -158,13 +158,15 @@ def sampled(folder):
 
 def test_bpe_dropout_is_switched_off_and_said_once(made, tmp_path, caplog):
     path = sampled(tmp_path)
-    tokenizers = [build("json", [path]) for _ in range(2)]
+    tokenizers = [build_tokenizer("json", [path]) for _ in range(2)]
     text = CORPUS[0] * 20
-    assert {tuple(one.encode(text)) for one in tokenizers * 3} == {tuple(build("json", made["json"]).encode(text))}
+    assert {tuple(one.encode(text)) for one in tokenizers * 3} == {
+        tuple(build_tokenizer("json", made["json"]).encode(text))
+    }
     assert tokenizers[0].marked(text, [])[0].tolist() == lists(tokenizers[1], [text])[0] == tokenizers[0].encode(text)
     [said] = [line for line in caplog.messages if "switched off" in line]
     assert said.startswith(path) and "model.dropout=0.5, which draws ids at random" in said
-    assert mismatch(tokenizers[0].fingerprint, build("json", [path]).fingerprint) is None
+    assert mismatch(tokenizers[0].fingerprint, build_tokenizer("json", [path]).fingerprint) is None
 
 
 def test_what_a_tokenizer_warns_of_is_not_repeated_by_each_worker(tmp_path):
@@ -205,7 +207,7 @@ def test_a_template_that_repeats_the_text_is_refused(made, tmp_path):
     settings["post_processor"]["pair"] = [text, {"Sequence": {"id": "B", "type_id": 0}}]
     (tmp_path / "t.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=r"t\.json: its post_processor makes \d+ tokens of the \d+ of a text"):
-        build("json", [str(tmp_path / "t.json")])
+        build_tokenizer("json", [str(tmp_path / "t.json")])
 
 
 class Sampling(Bytes):
@@ -217,13 +219,13 @@ class Sampling(Bytes):
 
 def test_a_tokenizer_of_ones_own_that_draws_at_random_is_refused():
     with pytest.raises(ConfigError, match="Sampling gives other ids each time it encodes a text"):
-        build(f"{__name__}:Sampling", [])
+        build_tokenizer(f"{__name__}:Sampling", [])
 
 
 @needs_shared
 def test_gpt2s_ids_are_the_ones_transformers_makes():
     theirs = pytest.importorskip("transformers").GPT2TokenizerFast(*GPT2)
-    tokenizer = build("gpt2", GPT2)
+    tokenizer = build_tokenizer("gpt2", GPT2)
     assert (tokenizer.size, tokenizer.eod) == (50257, 50256)
     lines = (DATA / "medical-zh.jsonl").read_text("utf-8").splitlines()[:50]
     texts = [(DATA / "tinyshakespeare.txt").read_text()[:50_000], *TEXTS[:-1], *lines]
@@ -233,7 +235,7 @@ def test_gpt2s_ids_are_the_ones_transformers_makes():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_wrong_number_of_files_is_refused(kind, made):
     with pytest.raises(ConfigError, match=f"tokenizer {kind} takes"):
-        build(kind, [*made[kind], "one-more", "and-another"])
+        build_tokenizer(kind, [*made[kind], "one-more", "and-another"])
 
 
 NEED_FILES = [kind for kind in KINDS if kind != "bytes"]
@@ -243,7 +245,7 @@ NEED_FILES = [kind for kind in KINDS if kind != "bytes"]
 def test_a_missing_file_is_named(kind, made, tmp_path):
     files = [*made[kind][:-1], str(tmp_path / "nowhere")]
     with pytest.raises(ConfigError, match="nowhere does not exist"):
-        build(kind, files)
+        build_tokenizer(kind, files)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"{}", b"[1, 2]", b'{"a": "b"}', b"\xff\xfe\x00"])
@@ -251,22 +253,22 @@ def test_a_missing_file_is_named(kind, made, tmp_path):
 def test_a_file_of_another_kind_is_refused_by_name(kind, content, made, tmp_path):
     (tmp_path / "garbage").write_bytes(content)
     with pytest.raises(ConfigError, match="garbage"):
-        build(kind, [str(tmp_path / "garbage"), *made[kind][1:]])
+        build_tokenizer(kind, [str(tmp_path / "garbage"), *made[kind][1:]])
 
 
 def test_merges_of_another_vocabulary_are_refused(made, tmp_path):
     (tmp_path / "merges.txt").write_text("#version: 0.2\nzz qq\n")
     with pytest.raises(ConfigError, match="cannot use"):
-        build("gpt2", [made["gpt2"][0], str(tmp_path / "merges.txt")])
+        build_tokenizer("gpt2", [made["gpt2"][0], str(tmp_path / "merges.txt")])
 
 
 def test_an_unknown_kind_is_refused_with_the_nearest_one():
     with pytest.raises(ConfigError, match=r"unknown tokenizer 'byte'.*Did you mean 'bytes'"):
-        build("byte", [])
+        build_tokenizer("byte", [])
 
 
 def test_a_class_of_ones_own_is_a_tokenizer_too():
-    assert build("hpclm.preprocess.tokenizers.plain:Bytes", []).size == 257
+    assert build_tokenizer("hpclm.preprocess.tokenizers.plain:Bytes", []).size == 257
 
 
 def test_the_libraries_are_not_loaded_before_they_are_needed():
@@ -291,7 +293,7 @@ ENDS = {
 
 @pytest.mark.parametrize("kind", ENDS)
 def test_the_end_of_a_document_is_the_kinds_own_or_the_one_that_is_named(kind, made):
-    tokenizers = {word: build(kind, made[kind], word) for word in ENDS[kind]}
+    tokenizers = {word: build_tokenizer(kind, made[kind], word) for word in ENDS[kind]}
     assert {word: tokenizer.eod for word, tokenizer in tokenizers.items()} == ENDS[kind]
     assert [end(tokenizer) for tokenizer in tokenizers.values()] == list(ENDS[kind].values())
 
@@ -299,7 +301,7 @@ def test_the_end_of_a_document_is_the_kinds_own_or_the_one_that_is_named(kind, m
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_that_is_not_in_the_vocabulary_is_refused_with_what_there_is(kind, made):
     with pytest.raises(ConfigError, match="'<nowhere>'") as error:
-        build(kind, made[kind], "<nowhere>")
+        build_tokenizer(kind, made[kind], "<nowhere>")
     there = {
         "wordpiece": "'[SEP]'",
         "wordpiece_lower": "'[SEP]'",
@@ -311,24 +313,24 @@ def test_an_end_that_is_not_in_the_vocabulary_is_refused_with_what_there_is(kind
 
 def test_a_vocabulary_without_an_end_says_how_to_name_one(made, tmp_path):
     (tmp_path / "vocab.txt").write_text("[UNK]\nthe\n")
-    tokenizer = build("wordpiece", [str(tmp_path / "vocab.txt")])
+    tokenizer = build_tokenizer("wordpiece", [str(tmp_path / "vocab.txt")])
     assert tokenizer.eod is None
     with pytest.raises(ConfigError, match=r"vocab.txt .*2 entries.* has no end-of-document token; set data\.eod"):
         end(tokenizer)
 
 
 def test_options_that_are_not_the_defaults_are_a_part_of_the_fingerprint(made):
-    plain = build("sentencepiece", made["sentencepiece"])
-    more = build("sentencepiece", made["sentencepiece"], "<s>")
+    plain = build_tokenizer("sentencepiece", made["sentencepiece"])
+    more = build_tokenizer("sentencepiece", made["sentencepiece"], "<s>")
     assert "options" not in plain.fingerprint
     assert more.fingerprint["options"] == {"eod": "<s>"}
     assert (more.size, more.eod) == (plain.size, 1)
 
 
 def test_two_tokenizers_mean_the_same_ids_or_the_difference_is_named(made, tmp_path):
-    known = {kind: build(kind, files).fingerprint for kind, files in made.items()}
+    known = {kind: build_tokenizer(kind, files).fingerprint for kind, files in made.items()}
     (tmp_path / "renamed.json").write_bytes(Path(made["json"][0]).read_bytes())
-    assert mismatch(known["json"], build("json", [str(tmp_path / "renamed.json")]).fingerprint) is None
+    assert mismatch(known["json"], build_tokenizer("json", [str(tmp_path / "renamed.json")]).fingerprint) is None
     said = mismatch(known["wordpiece"], known["json"])
     assert describe(known["wordpiece"]) in said and describe(known["json"]) in said
     assert "kind wordpiece against json" in said and "size 9 against 300" in said and "the content of the files" in said
@@ -344,13 +346,16 @@ def test_two_files_of_one_name_both_count(made, tmp_path):
     for folder, content in (("a", vocab), ("b", merges)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "file").write_bytes(content)
-    fingerprint = build("gpt2", [str(tmp_path / "a" / "file"), str(tmp_path / "b" / "file")]).fingerprint
-    assert len(fingerprint["files"]) == 2 and mismatch(fingerprint, build("gpt2", made["gpt2"]).fingerprint) is None
+    fingerprint = build_tokenizer("gpt2", [str(tmp_path / "a" / "file"), str(tmp_path / "b" / "file")]).fingerprint
+    assert (
+        len(fingerprint["files"]) == 2
+        and mismatch(fingerprint, build_tokenizer("gpt2", made["gpt2"]).fingerprint) is None
+    )
 
 
 def noted(tmp_path, made, **change):
     """Settings of a run on a dataset that was made with a sentencepiece model and another end."""
-    tokenizer = build("sentencepiece", made["sentencepiece"], "<s>")
+    tokenizer = build_tokenizer("sentencepiece", made["sentencepiece"], "<s>")
     note = {"tokenizer": tokenizer.fingerprint | change, "tokenizer_files": made["sentencepiece"]}
     (tmp_path / "d.json").write_text(json.dumps(note))
     return tokenizer, DataConfig(prefix=str(tmp_path / "d"))
@@ -389,8 +394,8 @@ class Own:
 
 def test_a_class_of_ones_own_is_given_options_only_where_some_are_set():
     kind = f"{__name__}:Own"
-    assert build(kind, ["a"]).given == (["a"],)
-    assert build(kind, ["a"], "x").given == (["a"], "x")
+    assert build_tokenizer(kind, ["a"]).given == (["a"],)
+    assert build_tokenizer(kind, ["a"], "x").given == (["a"], "x")
 
 
 def test_lists_of_ids_are_laid_end_to_end():
@@ -405,9 +410,9 @@ def test_no_tokenizer_opens_a_socket(made):
         "def refuse(event, arguments):\n"
         "    if event.startswith('socket.'): raise SystemExit(f'{event} {arguments}')\n"
         "sys.addaudithook(refuse)\n"
-        "from hpclm.data.tokenizers import build\n"
+        "from hpclm.data.tokenizers import build_tokenizer\n"
         f"for kind, files in {made}.items():\n"
-        "    tokenizer = build(kind, files)\n"
+        "    tokenizer = build_tokenizer(kind, files)\n"
         "    tokenizer.decode(tokenizer.encode_batch(['the cat'])[0].tolist())\n"
         "print('done')"
     )
@@ -443,4 +448,4 @@ def test_a_dataset_does_not_decide_which_code_is_run(tmp_path, monkeypatch):
 )
 def test_a_class_that_is_no_tokenizer_is_refused(kind, message):
     with pytest.raises(ConfigError, match=message):
-        build(kind, [])
+        build_tokenizer(kind, [])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpclm.base.errors import ConfigError
-from hpclm.data.tokenizers import build
+from hpclm.data.tokenizers import build_tokenizer
 from tests.preprocess.tokenizers.test_tokenizers import CORPUS, TEXTS, lists
 from tests.shared import shared
 
@@ -47,7 +47,7 @@ def test_the_corpora_have_berts_ids(kind, vocabulary, theirs):
     rows = shared("data/medical-zh.jsonl").read_text("utf-8").splitlines()[:300]
     texts = [text for row in rows for text in json.loads(row).values() if isinstance(text, str)]
     texts += [*shared("data/tinyshakespeare.txt").read_text().split("\n\n")[:500], *CORPUS, *TEXTS, "x" * 101, "Él ÉTÉ"]
-    tokenizer = build(kind, [vocabulary])
+    tokenizer = build_tokenizer(kind, [vocabulary])
     found = lists(tokenizer, texts)
     assert found == [theirs(text, KINDS[kind]) for text in texts]
     bert = pytest.importorskip("transformers").BertTokenizer(vocabulary, do_lower_case=KINDS[kind])
@@ -75,11 +75,11 @@ PLAIN = st.sampled_from(
 @given(text=st.lists(PLAIN, max_size=40).map("".join).map(composed))
 def test_fuzzed_text_has_berts_ids(text, vocabulary, theirs):
     for kind, lower in KINDS.items():
-        assert build(kind, [vocabulary]).encode(text) == theirs(text, lower)
+        assert build_tokenizer(kind, [vocabulary]).encode(text) == theirs(text, lower)
 
 
 def test_a_special_token_inside_a_text_is_ordinary_characters(vocabulary):
-    tokenizer = build("wordpiece", [vocabulary])
+    tokenizer = build_tokenizer("wordpiece", [vocabulary])
     assert tokenizer.eod == SPECIALS.index("[SEP]")
     ids = tokenizer.encode("[SEP] [PAD]")
     assert min(ids) >= len(SPECIALS)
@@ -89,4 +89,4 @@ def test_a_special_token_inside_a_text_is_ordinary_characters(vocabulary):
 def test_a_vocabulary_without_the_unknown_word_is_refused(tmp_path):
     (tmp_path / "vocab.txt").write_text("the\n[SEP]\n")
     with pytest.raises(ConfigError, match=r"vocab.txt has no line \[UNK\]"):
-        build("wordpiece", [str(tmp_path / "vocab.txt")])
+        build_tokenizer("wordpiece", [str(tmp_path / "vocab.txt")])

@@ -71,7 +71,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     group(items)
     config.stash[sizes.COLLECTED] = {item.nodeid for item in items}
-    left = sizes.left_out(items, "whole" if "whole" in config.option.markexpr else config.option.size)
+    left = sizes.left_out(items, sizes.of_options(config))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
     items[:] = [item for item in items if item.nodeid not in left]
 

@@ -29,6 +29,11 @@ COLLECTED = pytest.StashKey[set[str]]()
 """Names of all tests that pytest has found, before a size is chosen."""
 
 
+def of_options(config: pytest.Config) -> str:
+    """The size that a command line asks for; ``-m whole`` asks for the whole too."""
+    return "whole" if "whole" in config.option.markexpr else str(config.option.size)
+
+
 @functools.cache
 def costs() -> dict[str, float]:
     """CPU-seconds of each test that costs too much for rule 1, by its name in pytest."""

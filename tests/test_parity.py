@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests import sizes
 from tests.parity import STEPS, STYLES, TODAY, alone, errors, trained
 
 
@@ -187,7 +188,7 @@ def todays():
 def pytest_generate_tests(metafunc):
     """The thousands of rows that are marked whole are made only where they run."""
     if "words" in metafunc.fixturenames:
-        whole = "whole" in metafunc.config.option.markexpr
+        whole = sizes.of_options(metafunc.config) == "whole"
         metafunc.parametrize("layout, words", [row for row in (*cases(), *todays()) if whole or not row.marks])
 
 

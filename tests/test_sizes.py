@@ -1,6 +1,15 @@
 """Which tests are in which size: the rule, and the lists that it reads."""
 
+from types import SimpleNamespace
+
+import pytest
+
 from tests import sizes
+
+
+@pytest.mark.parametrize("marks, size", [("whole", "more"), ("not gpu", "whole")])
+def test_either_way_to_ask_for_the_whole_makes_all_rows_of_the_parity_table(marks, size):
+    assert sizes.of_options(SimpleNamespace(option=SimpleNamespace(markexpr=marks, size=size))) == "whole"
 
 
 def test_the_tests_that_notice_most_faults_for_their_cost_are_chosen_until_the_budget_is_spent():

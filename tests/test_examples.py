@@ -19,6 +19,7 @@ from tests import twins
 from tests.preprocess.chats import PLAIN, said, tokenizer
 from tests.runs import ROOT
 from tests.test_documentation import PAGES, assert_printed, commands
+from tests.trials.test_page import write_examples
 
 zstandard = pytest.importorskip("zstandard")
 transformers = pytest.importorskip("transformers")
@@ -38,8 +39,8 @@ ELSEWHERE = {
 }
 """What is not run here, and why, with the tests that do."""
 
-SEPARATELY = {"tutorial.md", "try-slurm.md", "fairseq.md", "megatron-deepspeed.md"}
-"""Pages that have a test of their own in test_documentation.py."""
+SEPARATELY = {"tutorial.md", "try-slurm.md", "fairseq.md", "megatron-deepspeed.md", "your-own-code.md"}
+"""Pages that have their own test, in test_documentation.py or trials/test_page.py."""
 
 
 def examples(page):
@@ -204,6 +205,9 @@ def test_a_run_of_the_documentation_trains_on_two_processes(line, sources, tmp_p
     before = next((lines for pattern, lines in BEFORE.items() if re.search(pattern, line)), [])
     if before:
         shell(folder, "\n".join(before))
+    if "mine:" in line:
+        write_examples(folder)
+        monkeypatch.setenv("PYTHONPATH", str(folder))
     (folder / "hosts").write_text("localhost slots=2\n")
     command, prefixes = twin_of(line, 1 if "--debug" in line else 2)
     for prefix in map(Path, prefixes):

@@ -20,10 +20,15 @@ NAMES = dict(re.findall(r"`'?(?:hpclm preprocess --)?([\w.]+)[= ]\[?(mine:\w+)\]
 """Setting -> the example that the page's table names."""
 
 
+def write_examples(folder):
+    """mine.py: all examples of the page."""
+    (folder / "mine.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.S)))
+
+
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """The folder of mine.py, on Python's path."""
-    (tmp_path / "mine.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.S)))
+    write_examples(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -116,7 +116,7 @@ def test_a_dataset_names_a_command_that_trains_on_it_and_one_that_adds_missing_h
     verified, inspected = (commands(typed("data", verb, "bare")) for verb in ("verify", "inspect"))
     assert verified == inspected == [["data", "hash", "bare"]]
     typed(*verified[0])
-    assert "the content is as it was" in typed("data", "verify", "bare")
+    assert "the content has not changed since" in typed("data", "verify", "bare")
 
 
 def test_the_last_words_of_a_run_name_no_command_that_would_be_refused(typed, place):

@@ -238,7 +238,7 @@ def prepared(case: Case, against: str) -> tuple[dict[str, Any], dict[str, Any]]:
     else:
         family = families.of_network(model)
         if family is custom.FAMILY:
-            raise RefusedError("refused by transformers", f"no class: {families.why_own(model)}")
+            raise RefusedError("refused by transformers", f"no class: {' | '.join(families.nearest_obstacles(model))}")
         request["theirs"] = {
             **family.described(model),
             "vocab_size": model.vocab_size,

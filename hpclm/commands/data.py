@@ -48,11 +48,11 @@ def inspect(
 def verify(prefix: list[str], vocab_size: int | None) -> None:
     """Verify datasets."""
     from hpclm.data.indexed import IndexedDataset
-    from hpclm.preprocess.verify import described, verify
+    from hpclm.preprocess.verify import verification_summary, verify
 
     def verified(name: str) -> str:
         dataset = IndexedDataset(name)
-        return described(dataset, verify(dataset, vocab_size))
+        return verification_summary(dataset, verify(dataset, vocab_size))
 
     _for_each(prefix, verified)
 

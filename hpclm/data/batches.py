@@ -1,7 +1,7 @@
 """Samples to micro-batches, prefetched: the samples of a step depend only on the number of samples consumed before it.
 
-B sequences in a micro-batch, T tokens in a sequence, R data-parallel replicas. Of every R consecutive micro-batches each replica gets
-one, as with Megatron's sequential sampler.
+B sequences in a micro-batch, T tokens in a sequence, R data-parallel replicas. Each replica gets one of every R consecutive micro-batches,
+as with Megatron's sequential sampler.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +51,9 @@ class Batches:
         self.eod = eod
         if np.dtype(samples.dtype).kind not in "iu":
             raise ConfigError(f"data.source={data.source} has rows of {samples.dtype}, not of integers")
-        fits = model.vocab_size <= np.iinfo(samples.dtype).max
-        self.dtype = np.dtype(samples.dtype if fits else np.int64)
+        self.dtype = np.dtype(samples.dtype)
+        if model.vocab_size > np.iinfo(self.dtype).max:
+            self.dtype = np.dtype(np.int64)
         self.unset = int(np.iinfo(self.dtype).max)
         """Initial value of each entry of a row; not a token."""
         self._ahead = Prefetch(
@@ -69,7 +70,7 @@ class Batches:
     def take(self, start: int, count: int) -> Iterator[MicroBatch]:
         """Samples ``start`` to ``start + count``, one micro-batch at a time; past the end the samples repeat.
 
-        All have the same shape: missing samples are filled with the last one, masked.
+        All micro-batches have the same shape: missing samples are masked copies of the last sample.
         """
         return map(self._place, self._read(start, count))
 
@@ -78,7 +79,7 @@ class Batches:
         self._ahead.close()
 
     def _read(self, start: int, count: int) -> "Iterator[_Loaded]":
-        """This replica's micro-batches of those samples."""
+        """This replica's micro-batches of the samples ``start`` to ``start + count``."""
         size = self.plan.micro_size
         stride = self.plan.micro_size * self.plan.data
         end = start + count
@@ -87,8 +88,9 @@ class Batches:
             if begin + size > end:
                 # a replica that ran fewer passes, or compiled for another shape, would make the others wait
                 counted = torch.arange(begin, begin + size) < end
-                labels = loaded.rows[:, 1:]
-                mask = torch.ones_like(labels, dtype=torch.bool) if loaded.loss_mask is None else loaded.loss_mask
+                mask = loaded.loss_mask
+                if mask is None:
+                    mask = torch.ones_like(loaded.rows[:, 1:], dtype=torch.bool)
                 loaded = loaded._replace(loss_mask=mask & counted[:, None])
             yield loaded
 
@@ -107,7 +109,9 @@ class Batches:
         tokens = wide[:, :-1]
         if self.data.eod_mask_loss:
             inside = tokens != self.eod
-            mask = inside if mask is None else mask & inside
+            if mask is not None:
+                inside &= mask
+            mask = inside
         number = None
         if self.data.order == "packed":
             number = np.empty_like(wide)
@@ -120,12 +124,19 @@ class Batches:
             if number is None:
                 ends = tokens == self.eod  # an end-of-document token belongs to the document that it ends
                 number = np.cumsum(ends, 1) - ends
-            documents = number if self.data.reset_attention_mask else None
-            positions = _restarted(number) if self.data.reset_position_ids else None
-        tensors: list[Any] = [None if x is None else torch.from_numpy(x) for x in (wide, mask, positions, documents)]
+            if self.data.reset_attention_mask:
+                documents = number
+            if self.data.reset_position_ids:
+                positions = _restarted(number)
+        return _Loaded(*(self._tensor(x) for x in (wide, mask, positions, documents)))
+
+    def _tensor(self, values: NDArray | None) -> Any:
+        if values is None:
+            return None
+        tensor = torch.from_numpy(values)
         if self.device.type == "cuda":  # copies from pinned memory are asynchronous
-            tensors = [None if x is None else x.pin_memory() for x in tensors]
-        return _Loaded(*tensors)
+            tensor = tensor.pin_memory()
+        return tensor
 
     def _check(self, rows: NDArray[np.integer], indices: Sequence[int]) -> bool:
         """Whether some samples are padded; ConfigError if a token is outside the model's vocabulary."""
@@ -185,7 +196,7 @@ class Prefetch(Generic[T]):
         threads: int,
         begin: Callable[[], None] | None = None,
     ):
-        """``begin``: called first in each thread."""
+        """``begin``: a function that each thread calls first."""
         self._make = make
         self._following = following
         self._threads = threads

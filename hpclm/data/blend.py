@@ -1,6 +1,6 @@
-"""Blend several datasets: which of them provides the i-th sample.
+"""Blend several datasets: choose the dataset of the i-th sample.
 
-K datasets, N samples requested. Greedy: the next sample comes from the dataset that is furthest behind its weight; ties go to the first.
+K datasets, N samples requested. The next sample comes from the dataset that is furthest behind its weight, or the first such dataset.
 Source: NVIDIA/Megatron-LM megatron/core/datasets/blended_megatron_dataset_builder.py and helpers.cpp;
 bigscience-workshop/Megatron-DeepSpeed megatron/data/blendable_dataset.py.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hpclm.base.errors import ConfigError
 
 log = logging.getLogger(__name__)
-MAX_DATASETS = 2**15 - 1  # their indices are int16
+MAX_DATASETS = 2**15 - 1  # indices of datasets are int16
 NUMBERS_PER_BLOCK = 1 << 20  # numbers held at a time
 SECONDS = 1e-6  # time per sample, whatever the number of datasets
 SAMPLES_WORTH_A_LINE = 5_000_000  # minimum number of samples for a log line
@@ -48,7 +48,7 @@ def weighted(weights: Sequence[float], total: int) -> BlendIndex:
 
 
 def exhaustive(sizes: Sequence[int]) -> BlendIndex:
-    """A blend with every sample of every dataset once. ``sizes``: samples of each."""
+    """A blend with every sample of every dataset once. ``sizes``: the number of samples in each dataset."""
     total = sum(sizes)
     return _blended(np.array(sizes) / total, np.array(sizes), total)
 

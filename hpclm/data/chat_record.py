@@ -1,5 +1,5 @@
-"""The chat settings that conversations were rendered with: recorded beside their dataset, kept by a run tuned on it, carried by its
-exports.
+"""The chat settings that conversations were rendered with. They are recorded beside a dataset, in runs tuned on it, and in exports of
+these runs.
 
 Stored in PREFIX.json under "chat", and in a run directory in chat.json. Neither exists without tuning.
 """
@@ -71,7 +71,9 @@ def of_json(tree: Any, path: Path, way_out: str) -> ChatRecord:
 def of_dataset(prefix: str | Path) -> ChatRecord | None:
     """The chat settings of a dataset of conversations; None for other datasets."""
     note = sidecar(prefix).get(KEY)
-    return None if note is None else of_json(note, files(prefix)[2], "restore that file, or preprocess again")
+    if note is None:
+        return None
+    return of_json(note, files(prefix)[2], "restore that file, or preprocess again")
 
 
 def of_run(run: Path) -> ChatRecord | None:
@@ -86,8 +88,9 @@ def of_run(run: Path) -> ChatRecord | None:
 
 def owner(path: Path) -> Path:
     """The run directory of ``path``, which is a run directory or one of its checkpoints."""
-    is_checkpoint = (path / "MANIFEST.json").is_file() and not (path / "config.yaml").is_file()
-    return path.absolute().parents[1] if is_checkpoint else path
+    if (path / "MANIFEST.json").is_file() and not (path / "config.yaml").is_file():
+        return path.absolute().parents[1]
+    return path
 
 
 def keep(run: Path, record: ChatRecord | None) -> None:
@@ -104,12 +107,14 @@ def keep(run: Path, record: ChatRecord | None) -> None:
 
 def shared(prefixes: Sequence[str]) -> ChatRecord | None:
     """The chat settings that all these datasets share; None if none has a record. ConfigError if they differ."""
-    records = {prefix: record for prefix in prefixes if (record := of_dataset(prefix)) is not None}
+    found = {prefix: of_dataset(prefix) for prefix in prefixes}
+    records = {prefix: record for prefix, record in found.items() if record is not None}
     if not records:
         return None
     (first, record), *others = records.items()
     for prefix, other in others:
-        if difference := _difference(record, other):
+        difference = _difference(record, other)
+        if difference:
             raise ConfigError(
                 f"datasets {first} and {prefix} were made with different chat templates, but a run is tuned with one: {difference}; "
                 "preprocess one of them again with the template of the other (hpclm preprocess --chat-template FILE), or omit it"
@@ -121,7 +126,8 @@ def shared(prefixes: Sequence[str]) -> ChatRecord | None:
 
 def _difference(one: ChatRecord, other: ChatRecord) -> str | None:
     """The difference between the texts of two templates; None if they are equal."""
-    if difference := _text_difference(*(_normal(entry.template) for entry in (one, other))):
+    difference = _text_difference(_normal(one.template), _normal(other.template))
+    if difference:
         return difference
     for name in sorted(one.named.keys() | other.named.keys()):
         if one.named.get(name) != other.named.get(name):
@@ -145,4 +151,6 @@ def _text_difference(one: str, other: str) -> str | None:
 
 
 def _quoted(text: str | None) -> str:
-    return "nothing" if text is None else repr(text)
+    if text is None:
+        return "nothing"
+    return repr(text)

@@ -1,8 +1,8 @@
 """Content hashes of a dataset: computed while it is written, stored in PREFIX.json, verified when it is read.
 
 A file is hashed in blocks of 1 MiB, each with 64-bit xxh3; the hash of the file is 128-bit xxh3 of the block hashes (8 bytes each,
-big-endian). So corruption can be located, and blocks can be verified separately. PREFIX.json stores the file hash of the index, and file
-and block hashes of the tokens.
+big-endian). So corruption can be located, and blocks can be verified separately. PREFIX.json stores the hash of the index file, and for
+the token file its hash and the hashes of its blocks.
 """
 
 import random

@@ -10,6 +10,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.base.files import typed
 from hpclm.config import DataConfig
 from hpclm.config.data import Mixture, mixture, named
+from hpclm.config.section import no_effect
 from hpclm.data import chat_record, loss_mask, tokenizers
 from hpclm.data.chat_record import ChatRecord
 from hpclm.data.content import DIGEST, check_some, noted
@@ -21,10 +22,10 @@ from hpclm.data.splits import DatasetSlice, SampleSettings, Split
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
-SAMPLED = 64  # blocks, over all datasets, that are verified when a run starts
+SAMPLED = 64  # blocks verified when a run starts, in all datasets together
 FIRST = 1 << 20  # tokens checked against the vocabulary at start, in a dataset without PREFIX.json
 ENDS = 64  # documents examined for an end-of-document token
-WASTEFUL = 2  # times the tokenizer's entries: a larger vocabulary is not explained by padding
+WASTEFUL = 2  # ratio to the tokenizer's entries above which padding does not explain the model's vocabulary
 NAMED = "valid/"  # prefix of the names of further validation sets
 
 
@@ -49,15 +50,12 @@ class Corpus:
         self.eod: int | None = tokenizer.get("eod")
         chat = facts.find("chat", lambda: shared_chat(list(self._datasets)))
         self.chat = ChatRecord(**chat) if chat else None
-        if not settings.break_mode:
-            eos = -1
-        elif self.eod is not None:
-            eos = self.eod
-        else:
+        if settings.break_mode and self.eod is None:
             raise ConfigError(
                 "data.break_mode needs the end-of-line token, which the dataset does not name; set data.tokenizer and "
                 "data.tokenizer_files, for example to fairseq and its dict.txt"
             )
+        eos = -1 if self.eod is None else self.eod  # only break_mode reads it
         repeat = settings.short_part == "repeat"
         self._sampling = SampleSettings(
             context, seed, settings.order, settings.break_mode, settings.index_cache, eos, repeat
@@ -67,9 +65,9 @@ class Corpus:
         self.fingerprint: dict[str, Any] = facts.find("fingerprint", lambda: self._fingerprint(tokenizer))
 
     def check_content(self) -> list[str]:
-        """Verify random blocks of the datasets against the hashes in their notes. Returns the findings, one sentence each.
+        """Verify random blocks of the datasets against the hashes in PREFIX.json. Returns the findings, one sentence each.
 
-        ConfigError if one differs.
+        ConfigError if a block differs.
         """
         datasets = self._datasets | {str(mask.prefix): mask for mask in self._masks.values()}
         blocks = max(1, SAMPLED // len(datasets))
@@ -98,7 +96,7 @@ class Corpus:
         return said
 
     def without_effect(self) -> list[str]:
-        """Settings without effect on these datasets, and data that teach nothing, a sentence for each."""
+        """A sentence for each setting without effect on these datasets, and for data that teach nothing."""
         said = []
         settings = self.settings
         names = [f"data.{name}=true" for name in NEED_EOD if getattr(settings, name)]
@@ -106,8 +104,8 @@ class Corpus:
             lacking = [prefix for prefix, dataset in self._datasets.items() if not holds(dataset, self.eod)]
             if lacking:
                 said.append(
-                    f"{', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect on {', '.join(lacking)}: no end-of-document token ({self.eod}) was found there, "
-                    "neither at the end of documents nor in the first tokens; hpclm preprocess --append-eod adds them"
+                    f"{no_effect(names)} on {', '.join(lacking)}: neither the end of documents nor the first tokens have the end-of-document "
+                    f"token ({self.eod}); hpclm preprocess --append-eod adds it"
                 )
         if settings.loss_mask == "ignore" and not any(map(loss_mask.exists, self._datasets.values())):
             said.append("data.loss_mask=ignore has no effect: no dataset has a loss mask")
@@ -121,7 +119,7 @@ class Corpus:
         return said
 
     def per_epoch(self, split: str) -> int:
-        """Samples in one epoch of the split; 0 if it is shorter than one."""
+        """Samples in one epoch of the split; 0 if it is shorter than a sample."""
         return self.splits[split].per_epoch if split in self.splits else 0
 
     def check(self, split: str, requested: int | None) -> None:
@@ -176,12 +174,19 @@ def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:
             if getattr(settings, name):
                 yield name, mixture(getattr(settings, name), f"data.{name}")
     else:
-        whole = mixture(settings.blend, "data.blend") if settings.blend else Mixture((settings.prefix or "",), None)
+        whole = divided(settings)
         for name, share in zip(SPLITS, split_parts(settings.split), strict=True):
             if name == "train" or share:
                 yield name, whole
     for name, entry in named(settings.validation, "data.validation").items():
         yield NAMED + name, entry
+
+
+def divided(settings: DataConfig) -> Mixture:
+    """The datasets that data.split divides."""
+    if settings.blend:
+        return mixture(settings.blend, "data.blend")
+    return Mixture((settings.prefix or "",), None)
 
 
 def open_dataset(prefix: str, facts: SharedFacts) -> IndexedDataset:
@@ -200,8 +205,9 @@ def check_tokens(dataset: IndexedDataset, vocab_size: int) -> None:
     low = int(first.min())
     high = int(first.max())
     if low < 0 or high >= vocab_size:
+        token = low if low < 0 else high
         raise ConfigError(
-            f"dataset {dataset.prefix} holds token {high if low >= 0 else low}, outside model.vocab_size={vocab_size}; set "
+            f"dataset {dataset.prefix} holds token {token}, outside model.vocab_size={vocab_size}; set "
             "model.vocab_size to the size of the tokenizer it was made with, or check the dataset"
         )
 
@@ -228,7 +234,9 @@ def corpus(data: DataConfig, context: int, seed: int, vocab_size: int, facts: Sh
 def shared_chat(prefixes: list[str]) -> dict[str, Any]:
     """The chat settings shared by all datasets, as JSON; {} without conversations. ConfigError if they differ."""
     record = chat_record.shared(prefixes)
-    return record.note() if record else {}
+    if record is None:
+        return {}
+    return record.note()
 
 
 def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ megatron  magic MMIDIDX, u64 version, u8 dtype code, u64 n, u64 d, i32 sizes[n],
           multimodal datasets have i8 modes[n] after that. (NVIDIA/Megatron-LM megatron/core/datasets/indexed_dataset.py)
 fairseq   the same without d and documents: each sequence is a document. (facebookresearch/fairseq fairseq/data/indexed_dataset.py)
 
-The length of a file tells them apart: with the n of the header, fairseq's is 26 + 12 n bytes, and Megatron's at least 34 + 12 n.
+The length of a file distinguishes the layouts: for n sequences, fairseq's has 26 + 12 n bytes, and Megatron's at least 34 + 12 n.
 """
 
 import mmap
@@ -42,7 +42,7 @@ class IndexFile:
     sizes: NDArray[np.int32]
     """[n] tokens in each sequence."""
     starts: NDArray[np.int64]
-    """[n] start of each in ``.bin``, in bytes."""
+    """[n] start of each sequence in ``.bin``, in bytes."""
     documents: NDArray[np.int64] | None = None
     """[d] bounds of the documents in sequences; None: each sequence is a document."""
     modes: NDArray[np.int8] | None = None
@@ -93,13 +93,16 @@ def read_index(path: Path, content: mmap.mmap | bytes) -> IndexFile:
             f"({needed + n} with modes, {fairseq} in fairseq's layout): it is corrupt; create or copy it again"
         )
     at = HEADER.size
+    modes = None
+    if n and length > needed:
+        modes = np.frombuffer(content, "i1", n, needed)
     return IndexFile(
         "megatron",
         dtype,
         sizes=np.frombuffer(content, "<i4", n, at),
         starts=np.frombuffer(content, "<i8", n, at + 4 * n),
         documents=np.frombuffer(content, "<i8", d, at + 12 * n),
-        modes=np.frombuffer(content, "i1", n, needed) if n and length > needed else None,
+        modes=modes,
     )
 
 

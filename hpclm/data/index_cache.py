@@ -1,8 +1,8 @@
 """A cache of sample indices on disk: built once, memory-mapped by all processes, and never stale.
 
-An entry is a folder named by the hash of its key: each array as .npy, and about.json with the full key and the files' sizes and
-fingerprints. It is written under a temporary name and renamed. If several processes build the same entry, on one machine or several, the
-first to finish wins and the others use its result. Anything in the folder may be deleted.
+An entry is a folder named by the hash of its key, with a .npy file for each array, and about.json with the full key and the files' sizes
+and fingerprints. An entry is written under a temporary name and renamed. If several processes build the same entry, even on different
+machines, the first result is kept and the others use it. Anything in the folder may be deleted.
 """
 
 import hashlib

@@ -70,15 +70,15 @@ class IndexedDataset:
 
     layout: "megatron" or "fairseq". dtype: type of the tokens. changed_ns: modification time of the index.
     flat [tokens]: all tokens, a view of the file.
-    sizes [n] int32: tokens in each sequence. pointers [n] int64: offset of each in ``.bin``, in bytes.
-    modes [n] int8: of Megatron's multimodal datasets; None in others.
+    sizes [n] int32: tokens in each sequence. pointers [n] int64: offset of each sequence in ``.bin``, in bytes.
+    modes [n] int8: modes of the sequences in Megatron's multimodal datasets; None in other datasets.
 
-    Opening checks the header, the exact lengths of both files, and the first and last sequence and document; with at most ``SCANNED``
-    sequences, everything that ``check`` checks.
+    Opening checks the header, the exact lengths of both files, and the first and last sequence and document. With at most ``SCANNED``
+    sequences and documents, opening calls ``check`` too.
     """
 
     def __init__(self, prefix: str | Path, facts: SharedFacts | None = None):
-        """``facts``: facts about the files, found by this process or another of the node, and not read again."""
+        """``facts``: known facts about the files, found by this process or another one on the node; they are not read again."""
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path, _ = files(prefix)
         missing = [str(path) for path in (self.bin_path, self.idx_path) if not path.exists()]
@@ -112,9 +112,10 @@ class IndexedDataset:
 
     @property
     def document_count(self) -> int:
-        """Number of documents; of sequences, in layouts without documents."""
-        documents = self._index.documents
-        return len(self) if documents is None else len(documents) - 1
+        """Number of documents. In a layout without documents, each sequence counts as one."""
+        if self._index.documents is None:
+            return len(self)
+        return len(self._index.documents) - 1
 
     @property
     def token_count(self) -> int:
@@ -122,9 +123,10 @@ class IndexedDataset:
         return len(self.flat)
 
     def bounds(self, begin: int, end: int) -> NDArray[np.int64]:
-        """``documents[begin : end + 1]``, without loading the others."""
-        documents = self._index.documents
-        return np.arange(begin, end + 1) if documents is None else documents[begin : end + 1]
+        """``documents[begin : end + 1]``, without loading other documents' bounds."""
+        if self._index.documents is None:
+            return np.arange(begin, end + 1)
+        return self._index.documents[begin : end + 1]
 
     def place(self, i: int) -> int:
         """Start of sequence ``i`` in ``flat``; for i = n, the end of the last."""
@@ -134,8 +136,9 @@ class IndexedDataset:
 
     def holder(self, token: int) -> int:
         """The sequence that holds the token ``flat[token]``; the number of sequences after the last token."""
-        after = int(np.searchsorted(self._index.starts, token * self.dtype.itemsize, "right"))
-        return len(self) if token >= self.token_count else after - 1
+        if token >= self.token_count:
+            return len(self)
+        return int(np.searchsorted(self._index.starts, token * self.dtype.itemsize, "right")) - 1
 
     def places(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """``place`` of each of ``sequences`` [k], 0 to n and ascending."""
@@ -174,7 +177,7 @@ class IndexedDataset:
         check_all(self._index, self.idx_path, self._bytes, done)
 
     def check_once(self) -> None:
-        """``check``, unless the index is known to be right."""
+        """Run ``check``, unless the index is known to be right."""
         self.once("index", self.check)
 
     def find(self, fact: str, read: Callable[[], T]) -> T:
@@ -211,9 +214,12 @@ def _not_there(prefix: Path, missing: list[str]) -> str:
     if prefix.suffix in (".bin", ".idx") and prefix.is_file():
         return f"{prefix} is one of a dataset's files: leave off {prefix.suffix}"
     folder = prefix.parent
-    near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx")) if folder.is_dir() else []
-    hint = f"; {folder} has {', '.join(near[:5])}" if near else "; run hpclm preprocess first"
-    return f"dataset not found: {' and '.join(missing)} {'do' if len(missing) > 1 else 'does'} not exist{hint}"
+    near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx"))
+    hint = "run hpclm preprocess first"
+    if near:
+        hint = f"{folder} has {', '.join(near[:5])}"
+    verb = "do" if len(missing) > 1 else "does"
+    return f"dataset not found: {' and '.join(missing)} {verb} not exist; {hint}"
 
 
 def whereabouts(dataset: IndexedDataset, place: int) -> str:

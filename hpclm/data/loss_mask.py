@@ -1,4 +1,4 @@
-"""The loss mask of a dataset, PREFIX_loss: a dataset of the same sequences, with 1 for each token that counts in the loss, else 0.
+"""The loss mask of a dataset, PREFIX_loss: a dataset of equally long sequences, with 1 for each token that counts in the loss, else 0.
 
 PREFIX.json stores the hash of the mask's tokens under "loss_mask", so that another dataset's mask is refused.
 """

@@ -2,8 +2,8 @@
 
 S tokens in a sample (model.context), n sequences in the dataset, N samples requested, E epochs. Sample i is S + 1 tokens of the
 concatenated shuffled documents, so neighbours share one. Source: NVIDIA/Megatron-LM megatron/core/datasets/gpt_dataset.py,
-bigscience-workshop/Megatron-DeepSpeed megatron/data/gpt_dataset.py, and Megatron-LM v1.1.5; their C++ helper works one document at a
-time, this file in blocks of documents.
+bigscience-workshop/Megatron-DeepSpeed megatron/data/gpt_dataset.py, and Megatron-LM v1.1.5. Their C++ helper processes one document at a
+time; this file processes blocks of documents.
 
 fairseq's samples are ``blocks`` of at most S tokens instead, divided according to ``data.break_mode``. Source: facebookresearch/fairseq
 fairseq/data/token_block_dataset.py and token_block_utils_fast.pyx.
@@ -57,7 +57,7 @@ def split_parts(split: str) -> list[float]:
 
 
 def split_bounds(split: str, sequences: int, policy: str = "mcore") -> list[tuple[int, int]]:
-    """First and last + 1 sequence of the training, validation and test split of ``sequences``; likewise for tokens."""
+    """First and last + 1 sequence of the training, validation and test split. ``sequences``: number of sequences, or of tokens."""
     given = split_parts(split)
     parts = (np.array(given) / sum(given)).tolist()
     bounds = [0.0]
@@ -74,13 +74,17 @@ def split_bounds(split: str, sequences: int, policy: str = "mcore") -> list[tupl
 
 
 def samples_in(tokens: int, context: int, keep_partial: bool = False) -> int:
-    """Samples in ``tokens`` tokens: the last token of each is the first of the next."""
-    return max(0, -(-(tokens - 1) // context) if keep_partial else (tokens - 1) // context)
+    """Number of samples in ``tokens`` tokens; the last token of a sample is also the first of the next."""
+    if keep_partial:
+        tokens += context - 1
+    return max(0, (tokens - 1) // context)
 
 
 def passes(tokens: int, order: Order) -> int:
     """E: number of epochs over a split of ``tokens`` tokens needed for the requested samples."""
-    return 1 if order.requested is None else max(1, -(-(order.requested * order.context + 1) // tokens))
+    if order.requested is None:
+        return 1
+    return max(1, -(-(order.requested * order.context + 1) // tokens))
 
 
 def index_bytes(sequences: int, tokens: int, order: Order) -> int:
@@ -88,7 +92,8 @@ def index_bytes(sequences: int, tokens: int, order: Order) -> int:
     epochs = passes(tokens, order)
     samples = samples_in(epochs * tokens, order.context, order.keep_partial)
     width = 8 if epochs * sequences > 2**31 - 1 else 4
-    return width * (epochs * sequences + 2 * samples) + (4 if samples < 2**32 - 2 else 8) * samples
+    shuffle_width = 4 if samples < 2**32 - 2 else 8
+    return width * (epochs * sequences + 2 * samples) + shuffle_width * samples
 
 
 def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> SampleIndex:
@@ -105,8 +110,10 @@ def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> SampleIn
     total = samples_in(epochs * per_epoch, context, order.keep_partial)
     before_last = ((epochs - 1) * per_epoch - 1) // context
     enough = int(LAST_EPOCH_APART[order.policy] * ((per_epoch - 1) // context))
-    apart = requested is not None and epochs > 1 and requested - before_last < enough
-    runs = [epochs - 1, 1] if apart else [epochs]
+    epoch_runs, sample_runs = [epochs], [total]
+    if requested is not None and epochs > 1 and requested - before_last < enough:
+        epoch_runs = [epochs - 1, 1]
+        sample_runs = [before_last, total - before_last]
 
     rng = np.random.RandomState(order.seed)  # the same generator, used in the same sequence, as in the other projects
     longest = int(sizes[span.start : span.stop].max())
@@ -115,10 +122,10 @@ def build_index(sizes: NDArray[np.int32], span: range, order: Order) -> SampleIn
     if epochs > 1:
         documents = np.tile(documents, epochs)
     # documents first, then samples, from one generator: the order of the two calls is part of the format
-    _shuffle(rng, documents, [len(span) * run for run in runs])
+    _shuffle(rng, documents, [len(span) * run for run in epoch_runs])
     samples = _starts(sizes, documents, total, context)
     shuffle: NDArray = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
-    _shuffle(rng, shuffle, [before_last, total - before_last] if apart else [total])
+    _shuffle(rng, shuffle, sample_runs)
     return SampleIndex(documents, samples, shuffle)
 
 
@@ -132,8 +139,8 @@ def _shuffle(rng: np.random.RandomState, values: NDArray, lengths: list[int]) ->
 def _starts(sizes: NDArray[np.int32], documents: NDArray[np.integer], total: int, context: int) -> NDArray:
     """Start of each sample, and end of the last: [total + 1, 2], index in documents and offset.
 
-    A document that covers tokens e' to e contains the starts number ceil(e' / S) to ceil(e / S) - 1, so one pass over the documents
-    finds all of them.
+    A document that covers tokens e' to e contains the starts of samples ceil(e' / S) to ceil(e / S) - 1, so one pass over the documents
+    finds every start.
     """
     rows = np.empty((total + 1, 2), documents.dtype)
     end = done = 0
@@ -161,10 +168,12 @@ def _starts(sizes: NDArray[np.int32], documents: NDArray[np.integer], total: int
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Blocks of the concatenated lines: tokens bounds[i, 0] to bounds[i, 1], [M, 2]; fresh [M]: whether it starts with a line."""
+    """Blocks of the concatenated lines."""
 
     bounds: NDArray[np.int64]
+    """[M, 2] first and last + 1 token of each block."""
     fresh: NDArray[np.bool_]
+    """[M] whether a block starts at the beginning of a line."""
 
 
 def blocks(sizes: NDArray[np.int32], longest: int, mode: str) -> Blocks:
@@ -174,7 +183,7 @@ def blocks(sizes: NDArray[np.int32], longest: int, mode: str) -> Blocks:
     documents. Lines of one token end a document, and blocks of one token are omitted.
     """
     ends = np.cumsum(sizes, dtype=np.int64)
-    total = int(ends[-1]) if len(ends) else 0
+    total = int(sizes.sum(dtype=np.int64))
     if mode == "none":
         starts = np.arange(0, total, longest, dtype=np.int64)
         bounds = np.stack((starts, np.minimum(starts + longest, total)), 1)
@@ -210,7 +219,9 @@ def _whole_lines(sizes: NDArray[np.int32], longest: int, by_document: bool) -> N
         firsts.append(np.array(reached, np.int64))
     first = np.concatenate(firsts)
     bounds = np.stack((ends[first] - sizes[first], ends[after[first] - 1]), 1)
-    return bounds[bounds[:, 1] - bounds[:, 0] > 1] if by_document else bounds
+    if by_document:
+        bounds = bounds[bounds[:, 1] - bounds[:, 0] > 1]
+    return bounds
 
 
 def shuffled(count: int, requested: int, seed: int) -> NDArray[np.int64]:

@@ -1,8 +1,8 @@
 """Best-fit packing (data.order=packed): whole documents in samples of S + 1 tokens, with hardly any padding.
 
-A longer document is cut into pieces of S + 1 tokens and a rest. Each piece begins with the last token of the previous one, so every
-token but a document's first is predicted exactly once. By decreasing length, each piece goes into the fullest sample with room. Source:
-Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830).
+A longer document is cut into pieces of S + 1 tokens and a rest. Each piece begins with the last token of the previous piece, so every
+token but a document's first is predicted exactly once. Pieces are placed by decreasing length, each into the fullest sample with room.
+Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830).
 """
 
 from bisect import bisect_left, insort
@@ -16,7 +16,7 @@ SHORTEST = 2  # minimum tokens of a piece: the first one predicts the second
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The contents of M samples: sample i has the pieces bounds[i] to bounds[i + 1] - 1 of P."""
+    """The contents of M samples, made of P pieces: sample i has the pieces bounds[i] to bounds[i + 1] - 1."""
 
     starts: NDArray[np.int64]
     """[P] index in the dataset of the first token of each piece."""
@@ -52,14 +52,16 @@ def pack(sizes: NDArray[np.int32], first: int, context: int, seed: int) -> Packi
 
 
 def _best_fit(counts: NDArray[np.int64], room: int) -> NDArray[np.int64]:
-    """The sample of each piece, by decreasing length. ``counts`` [room + 1]: pieces of each length.
+    """The sample of each piece, by decreasing length. ``counts`` [room + 1]: number of pieces of each length.
 
-    Equal pieces are placed together, and equal samples are filled together. Each such round at least halves the room in a sample, so
-    there are O(room log room) rounds, however many pieces there are.
+    Pieces of equal length are placed together, in samples with equal room. Each such round at least halves the room in these samples, so
+    there are O(room log room) rounds for any number of pieces.
     """
     samples = np.empty(int(counts.sum()), np.int64)
     done = opened = 0
-    groups: list[tuple[int, int, int]] = []  # sorted: room left in each sample, the first sample, their number
+    groups: list[
+        tuple[int, int, int]
+    ] = []  # sorted: room left in each sample of the group, its first sample, number of samples
     for size in np.flatnonzero(counts)[::-1].tolist():
         pieces = int(counts[size])
         while pieces:

@@ -1,8 +1,8 @@
 """Samples read from datasets on disk. A row is [S + 1] tokens: the inputs, and the label of the last one; PADDING at the end of shorter
 samples.
 
-A sample costs a few lookups and one copy per document it spans. Both use memoryviews, Python's fastest way to index numbers and to copy
-a few hundred tokens of one type.
+Reading a sample takes a few lookups, and one copy for each of its documents. Lookups and copies use memoryviews, Python's fastest way to
+index numbers and to copy a few hundred tokens of one type.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,9 @@ class Sequences:
     """Positions of sequences in a dataset; only those of ``span`` are read."""
 
     sizes: NDArray[np.int32]
-    """[n] tokens in each."""
+    """[n] tokens in each sequence."""
     pointers: NDArray[np.int64]
-    """[n] offset of each in ``.bin``, in bytes."""
+    """[n] offset of each sequence in ``.bin``, in bytes."""
     span: range
 
 
@@ -43,7 +43,7 @@ class PackedSamples:
         keep_partial: bool = False,
         sequences: Sequences | None = None,
     ):
-        """``sequences``: those that ``index`` numbers; None: the dataset's."""
+        """``sequences``: the sequences to which ``index`` refers; None: the dataset's."""
         sequences = sequences or Sequences(dataset.sizes, dataset.pointers, range(len(dataset)))
         self.dataset = dataset
         self.dtype = WIDE if keep_partial else dataset.flat.dtype
@@ -113,7 +113,9 @@ class BlockSamples:
         block = self._order[index]
         begin = self._bounds[2 * block]
         end = self._bounds[2 * block + 1]
-        row[0] = self.eos if self._fresh[block] else self.flat[begin - 1]
+        row[0] = self.eos
+        if not self._fresh[block]:
+            row[0] = self.flat[begin - 1]
         row[1 : 1 + end - begin] = self.flat[begin:end]
         row[1 + end - begin :] = PADDING
 
@@ -124,7 +126,7 @@ class DocumentSamples:
     dtype = WIDE
 
     def __init__(self, flat: NDArray, mask: NDArray | None, packing: Packing, order: NDArray[np.integer]):
-        """``flat``: all tokens of the dataset; ``mask``: 1 for each that counts in the loss, None: all of them."""
+        """``flat``: all tokens of the dataset. ``mask``: 1 for each token that counts in the loss; None: all count."""
         self.flat = flat
         self.mask = mask
         self._starts, self._sizes, self._bounds = (
@@ -153,7 +155,9 @@ class DocumentSamples:
         for number, (begin, size) in enumerate(self._pieces(index), 1):
             end = filled + size
             documents[filled:end] = number - 1
-            counted[filled + 1 : end] = True if self.mask is None else self.mask[begin + 1 : begin + size] == 1
+            counted[filled + 1 : end] = True
+            if self.mask is not None:
+                counted[filled + 1 : end] = self.mask[begin + 1 : begin + size] == 1
             filled = end
         documents[filled:] = number
 
@@ -170,7 +174,9 @@ class BlendedSamples:
     def __init__(self, parts: Sequence[Any], blend_index: BlendIndex):
         """``parts``: Samples; either all or none are DocumentSamples."""
         types = {part.dtype for part in parts}
-        self.dtype = types.pop() if len(types) == 1 else WIDE
+        self.dtype = WIDE
+        if len(types) == 1:
+            self.dtype = types.pop()
         self._parts = parts
         self._reads = [part.read for part in parts]
         self._which = _view(blend_index.which)
@@ -184,12 +190,14 @@ class BlendedSamples:
         self._reads[self._which[index]](self._index[index], row)
 
     def read_documents(self, index: int, documents: NDArray[np.integer], counted: NDArray[np.bool_]) -> None:
-        """See DocumentSamples, if the parts are such."""
+        """See DocumentSamples; only if the parts are DocumentSamples."""
         self._parts[self._which[index]].read_documents(self._index[index], documents, counted)
 
 
 def _view(array: NDArray) -> "memoryview[int]":
     """A one-dimensional array, aligned or not, as a memoryview of Python numbers."""
     plain: Any = np.asarray(array)
+    if not plain.size:
+        return memoryview(b"")
     kind: Any = plain.dtype.char
-    return memoryview(plain.view(np.uint8)).cast(kind) if plain.size else memoryview(b"")
+    return memoryview(plain.view(np.uint8)).cast(kind)

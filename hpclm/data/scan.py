@@ -1,5 +1,5 @@
-"""Checks that an index matches its ``.bin``: only at both ends, which is cheap, or completely, in constant memory. Processes of a node
-share their findings."""
+"""Checks that an index matches its ``.bin``: only at both ends, which is cheap, or completely, in constant memory. The processes on a
+node share the results."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,8 +37,8 @@ def check_ends(index: IndexFile, idx: Path, bin: Path, size: int) -> None:
             f"{bin} is {size} bytes long, which is not a multiple of {width}, the bytes of a token: it is truncated"
         )
     if index.documents is not None:
-        ends = (int(index.documents[0]), int(index.documents[-1])) if len(index.documents) else None
-        if ends != (0, n):
+        ends = index.documents[[0, -1]].tolist() if len(index.documents) else []
+        if ends != [0, n]:
             raise ConfigError(f"{idx}: document bounds must go from 0 to {n}, the number of sequences, but go {ends}")
 
 
@@ -100,13 +100,13 @@ def _misplaced(idx: Path, sequence: int, expected: int, actual: int) -> ConfigEr
 
 
 class SharedFacts:
-    """Facts by name, which one process collects while it opens the data, and others start with.
+    """Facts by name. One process collects them while it opens the data, and passes them to other processes.
 
-    Names of files include their lengths and dates, so that a process that sees other files finds no facts and reads the files.
+    The names include the lengths and dates of files, so that a process that sees other files finds no facts and reads the files.
     """
 
     def __init__(self, values: Mapping[str, Any] | None = None):
-        """``values``: from another process (JSON)."""
+        """``values``: the facts of another process (JSON)."""
         self.values: dict[str, Any] = dict(values or {})
 
     def find(self, name: str, read: Callable[[], T]) -> T:

@@ -32,7 +32,7 @@ class Samples(Protocol):
         ...
 
     def read(self, index: int, row: NDArray[np.integer]) -> None:
-        """Fill ``row`` [context + 1], of ``dtype``, with sample ``index``; a shorter one is padded with PADDING."""
+        """Fill ``row`` [context + 1], of ``dtype``, with sample ``index``; a shorter sample ends with PADDING."""
         ...
 
 
@@ -40,8 +40,8 @@ class Source(Protocol):
     """The data of a run; ``split`` is "train", "valid", "test", or the name of a further validation set.
 
     Optional members: ``check_content() -> list[str]`` verifies some of the data when a run starts, and describes the result.
-    ``without_effect() -> list[str]`` names settings without effect on these data, with reasons. ``chat`` is a ChatRecord of its
-    conversations, or None.
+    ``without_effect() -> list[str]`` names settings without effect on these data, with reasons. ``chat`` is the ChatRecord of
+    conversations, or None. ``check(split, requested)`` raises the ConfigError of ``samples`` without reading samples.
     """
 
     eod: int | None
@@ -61,12 +61,14 @@ class Source(Protocol):
 
 
 def build_source(data: DataConfig, model: ModelConfig, seed: int, facts: SharedFacts | None = None) -> Source:
-    """The configured source; ConfigError if it does not exist, or if a user-defined one is invalid.
+    """The configured source; ConfigError if it does not exist, or if a user-defined source is invalid.
 
-    ``facts``: for a source that accepts them; it adds its findings, and does not read known facts again.
+    ``facts``: passed to a source that accepts facts, which adds new ones and does not read known ones again.
     """
     make = lookup("data.source", data.source, SOURCES, CHECK)
-    more = {"facts": facts} if facts and "facts" in signature(make).parameters else {}
+    more: dict[str, Any] = {}
+    if facts and "facts" in signature(make).parameters:
+        more["facts"] = facts
     source: Source = make(data, model.context, seed, model.vocab_size, **more)
     lacks = [name for name in REQUIRED if not hasattr(source, name)]
     if lacks:
@@ -78,7 +80,7 @@ def build_source(data: DataConfig, model: ModelConfig, seed: int, facts: SharedF
 
 
 def check_content(source: Source) -> list[str]:
-    """Verify some of the data, if the source supports that. Returns the findings; ConfigError if data are corrupt."""
+    """Verify some of the data, if the source has ``check_content``. Returns the findings; ConfigError if data are corrupt."""
     look = getattr(source, "check_content", list)
     findings: list[str] = look()
     return findings
@@ -105,14 +107,14 @@ def samples_per_epoch(source: Source) -> int:
 
 
 def without_evaluation(source: Source, part: str, error: ConfigError) -> ConfigError:
-    """The ``error`` of a validation split, with a hint if the split is too short."""
+    """The ``error`` of a validation split; a hint is added if the split is too short."""
     if source.per_epoch(part):
         return error
     return ConfigError(f"{error}; or evaluate.every=0, to train without evaluations")
 
 
 def needs_eod(data: DataConfig, eod: int | None) -> Iterator[str]:
-    """Data settings that need the end-of-document token, if it is unknown; packed samples record where documents end."""
+    """An error for each data setting that needs the end-of-document token, if the token is unknown. Packed samples do not need it."""
     for name in NEED_EOD:
         if getattr(data, name) and eod is None and data.order != "packed":
             yield (
@@ -122,6 +124,6 @@ def needs_eod(data: DataConfig, eod: int | None) -> Iterator[str]:
 
 
 def check_part(source: Source, part: str, requested: int | None) -> None:
-    """ConfigError if a split has no samples, or its files cannot be used; reads no samples, if the source supports that."""
+    """ConfigError if a split has no samples, or its files cannot be used; reads no samples if the source has ``check``."""
     check: Any = getattr(source, "check", source.samples)
     check(part, requested)

@@ -1,12 +1,11 @@
-"""Decides when a run begins whether datasets are divided between documents or inside them (data.split_by)."""
+"""When a run begins, decides whether data.split divides datasets between documents or inside documents (data.split_by)."""
 
 from dataclasses import replace
 from typing import Literal
 
 from hpclm.config import RunConfig
-from hpclm.config.data import Mixture, mixture
 from hpclm.data import loss_mask
-from hpclm.data.corpus import SPLITS, open_dataset
+from hpclm.data.corpus import SPLITS, divided, open_dataset
 from hpclm.data.order import samples_in, split_bounds, split_parts
 from hpclm.data.scan import SharedFacts
 
@@ -25,15 +24,16 @@ def resolved(run: RunConfig, begun: SplitBy | None = None) -> RunConfig:
 
 
 def _chosen(run: RunConfig) -> SplitBy:
-    """documents, unless these leave less than one sample for training or an evaluation and can be divided."""
+    """Returns "documents", or "tokens" if whole documents leave less than one sample for training or an evaluation, and can be divided."""
     data = run.data
-    whole = mixture(data.blend, "data.blend") if data.blend else Mixture((data.prefix or "",), None)
-    used = ("train", "valid") if run.evaluate.every else ("train",)
+    used = ["train"]
+    if run.evaluate.every:
+        used.append("valid")
     parts = [name for name, share in zip(SPLITS, split_parts(data.split), strict=True) if share and name in used]
     if data.break_mode:
         return "documents"
     short = False
-    for prefix in whole.prefixes:
+    for prefix in divided(data).prefixes:
         dataset = open_dataset(prefix, SharedFacts())
         if loss_mask.opened(dataset, data) is not None:
             return "documents"

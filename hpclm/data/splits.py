@@ -18,9 +18,9 @@ from hpclm.data.packing import SHORTEST, Packing, pack
 from hpclm.data.samples import BlendedSamples, BlockSamples, DocumentSamples, PackedSamples, Sequences
 from hpclm.data.sources import Samples
 
-WORTH_KEEPING = 1 << 20  # entries of an index; smaller ones are built in less time than files take
-MANY_PASSES = 100  # over one split; up to this number, an index may have any size
-LARGE_INDEX = 256 << 20  # bytes of the index of a split that is read more often
+WORTH_KEEPING = 1 << 20  # entries of an index; a smaller index is built faster than files are written
+MANY_PASSES = 100  # passes over a split up to which its index may have any size
+LARGE_INDEX = 256 << 20  # maximum bytes of an index for more passes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SampleSettings:
     break_mode: str | None
     cache: str | None
     eos: int
-    """Token before each line; for break_mode."""
+    """Token before each line, for break_mode."""
     repeat: bool = False
     """Whether to repeat a split that is shorter than one sample; otherwise it has no samples."""
 
@@ -62,7 +62,9 @@ class DatasetSlice:
     ) -> "DatasetSlice":
         """The tokens ``inside`` of a dataset."""
         first = dataset.holder(inside.start)
-        span = range(first, dataset.holder(inside.stop - 1) + 1) if inside else range(first, first)
+        span = range(first, first)
+        if inside:
+            span = range(first, dataset.holder(inside.stop - 1) + 1)
         return cls(dataset, span, sampling, keep_partial, inside=inside)
 
     @cached_property
@@ -78,7 +80,9 @@ class DatasetSlice:
     @cached_property
     def masked_out(self) -> int:
         """Number of sequences without a token that counts in the loss."""
-        return loss_mask.without_counted(self.mask, self.span) if self.mask is not None else 0
+        if self.mask is None:
+            return 0
+        return loss_mask.without_counted(self.mask, self.span)
 
     @cached_property
     def per_epoch(self) -> int:
@@ -136,9 +140,10 @@ class DatasetSlice:
             return BlockSamples(flat, self._blocks, order, self.sampling.eos)
         if self.sampling.packed:
             shuffle = shuffled(self.per_epoch, requested or self.per_epoch, self.sampling.seed)
-            return DocumentSamples(
-                self.dataset.flat, None if self.mask is None else self.mask.flat, self._packing, shuffle
-            )
+            mask = None
+            if self.mask is not None:
+                mask = self.mask.flat
+            return DocumentSamples(self.dataset.flat, mask, self._packing, shuffle)
         wanted = self._order(requested)
         sequences = self._sequences
 
@@ -170,12 +175,14 @@ class DatasetSlice:
     @property
     def _place(self) -> dict[str, Any]:
         """The slice's part of the dataset (JSON)."""
-        inside = {} if self.inside is None else {"tokens": [self.inside.start, self.inside.stop]}
-        return {"span": [self.span.start, self.span.stop], **inside}
+        place = {"span": [self.span.start, self.span.stop]}
+        if self.inside is not None:
+            place["tokens"] = [self.inside.start, self.inside.stop]
+        return place
 
     @cached_property
     def _sequences(self) -> Sequences:
-        """Positions of the sequences in the dataset; with ``inside``, the first and the last one are shortened to it, in a copy."""
+        """Positions of the sequences in the dataset. With ``inside``, a copy in which the first and last sequence are cut to that range."""
         if self.inside is None:
             return Sequences(self.dataset.sizes, self.dataset.pointers, self.span)
         begin = self.inside.start
@@ -191,7 +198,7 @@ class DatasetSlice:
     @property
     def folder(self) -> Path:
         """The folder of its cached index files."""
-        return Path(self.sampling.cache) if self.sampling.cache else Path(f"{self.dataset.prefix}.index")
+        return Path(self.sampling.cache or f"{self.dataset.prefix}.index")
 
     @cached_property
     def _blocks(self) -> Blocks:
@@ -213,7 +220,9 @@ class DatasetSlice:
         seed = self.sampling.seed
         sequences = self._sequences
         sizes = sequences.sizes[sequences.span.start : sequences.span.stop]
-        first = self.dataset.place(self.span.start) if self.inside is None else self.inside.start
+        first = self.dataset.place(self.span.start)
+        if self.inside is not None:
+            first = self.inside.start
 
         def build() -> index_cache.Arrays:
             self.dataset.check_once()
@@ -239,7 +248,7 @@ class Split:
 
     @property
     def per_epoch(self) -> int:
-        """Samples in one epoch: all, or with weights until the first dataset is exhausted."""
+        """Samples in one epoch: all samples, or with weights, the samples until the first dataset is exhausted."""
         counts = [part.per_epoch for part in self.slices]
         if self.weights is None or len(counts) == 1:
             return sum(counts)
@@ -247,13 +256,15 @@ class Split:
         return int(min(passes) + 1e-6)  # rounding may have put a whole number slightly below itself
 
     def check(self, requested: int | None, settings: DataConfig, context: int) -> None:
-        """ConfigError, naming the dataset, if ``samples`` would give none or not fit in memory."""
+        """ConfigError that names a dataset if it has no samples, or if their index would not fit in memory."""
         for part in self.slices:
             if not part.per_epoch:
                 raise ConfigError(self._too_small(part, settings, context))
         asked: list[int | None] = [requested]
-        if len(self.slices) > 1:
-            asked = [None] * len(self.slices) if self._once(requested) else [*self._shares(requested, settings)[0]]
+        if len(self.slices) > 1 and self._once(requested):
+            asked = [None for _ in self.slices]
+        elif len(self.slices) > 1:
+            asked = [*self._shares(requested, settings)[0]]
         for part, number in zip(self.slices, asked, strict=True):
             part.check(number, self.name)
 
@@ -280,10 +291,14 @@ class Split:
         return self.weights is None and (requested is None or requested <= self.per_epoch)
 
     def _weights(self) -> Sequence[float]:
-        return [part.per_epoch for part in self.slices] if self.weights is None else self.weights
+        if self.weights is None:
+            return [part.per_epoch for part in self.slices]
+        return self.weights
 
     def _shares(self, requested: int | None, settings: DataConfig) -> tuple[list[int], int]:
-        return blend.shares(self._weights(), self.per_epoch if requested is None else requested, settings.order)
+        if requested is None:
+            requested = self.per_epoch
+        return blend.shares(self._weights(), requested, settings.order)
 
     def _blend_index(self, key: dict[str, Any], total: int, take: Callable[[], blend.BlendIndex]) -> blend.BlendIndex:
         """The blend order computed by ``take``, which depends only on ``key`` and ``total``."""
@@ -294,10 +309,9 @@ class Split:
         return blend.BlendIndex(**index_cache.kept(first.folder, key, lambda: vars(take()), first.dataset.facts))
 
     def _too_small(self, part: DatasetSlice, settings: DataConfig, context: int) -> str:
-        can_divide = (
-            not (settings.train or settings.break_mode or part.mask) and part.inside is None and "/" not in self.name
-        )
-        other = "another data.split or data.split_by=tokens" if can_divide else "another data.split"
+        other = "another data.split"
+        if not (settings.train or settings.break_mode or part.mask or part.inside is not None or "/" in self.name):
+            other += " or data.split_by=tokens"
         part_of = f"{len(part.span)} of {len(part.dataset)} sequences"
         if part.inside is not None:
             part_of = f"of {part.dataset.token_count}, which data.split_by=tokens divides"
@@ -315,8 +329,9 @@ class Split:
                 f"set a shorter model.context or {other}, give more data, or set data.short_part=repeat to read it "
                 "several times for one sample, as Megatron does"
             )
-        share = f", data.split={settings.split}" if part.tokens < part.dataset.token_count else ""
+        if part.tokens < part.dataset.token_count:
+            part_of += f", data.split={settings.split}"
         return (
-            f"the {self.name} split of {part.dataset.prefix} has {part.tokens} tokens ({part_of}{share}), but one sample needs "
+            f"the {self.name} split of {part.dataset.prefix} has {part.tokens} tokens ({part_of}), but one sample needs "
             f"model.context + 1 = {context + 1}; {ways}"
         )

@@ -21,7 +21,7 @@ from hpclm.data.indexed import sidecar
 
 END = "<|endoftext|>"
 PROBE = "The quick brown fox jumps over the lazy dog; so it goes, and then it comes back again. " * 4
-"""A text long enough that a tokenizer that samples hardly encodes it twice in the same way."""
+"""A long text, which a tokenizer that draws at random is unlikely to encode twice in the same way."""
 CHECK = class_check("encode", "encode_batch", "decode", made_with=["files"])
 REQUIRED = ("size", "eod", "fingerprint", "encode", "encode_batch", "decode")
 """Attributes of a user-defined tokenizer; ``ends_itself`` is optional."""
@@ -74,21 +74,23 @@ def fingerprint(kind: str, files: list[str], size: int, eod: int | None, end: st
         while name in hashes:  # a/vocab and b/vocab
             name += "'"
         hashes[name] = hashlib.blake2b(read_bytes(file), digest_size=16).hexdigest()
-    chosen = {} if end is None else {"options": {"eod": end}}
-    return {"kind": kind, "files": hashes, "size": size, "eod": eod, **chosen}
+    whole: dict[str, Any] = {"kind": kind, "files": hashes, "size": size, "eod": eod}
+    if end is not None:
+        whole["options"] = {"eod": end}
+    return whole
 
 
 def describe(fingerprint: dict[str, Any]) -> str:
     """A short description: kind, files with the first 8 hex digits of their hashes, vocabulary size."""
+    size = f"{fingerprint.get('size')} entries"
     files = ", ".join(f"{name} {hash[:8]}" for name, hash in fingerprint.get("files", {}).items())
-    return f"{fingerprint.get('kind')} tokenizer ({files + '; ' if files else ''}{fingerprint.get('size')} entries)"
+    if files:
+        size = f"{files}; {size}"
+    return f"{fingerprint.get('kind')} tokenizer ({size})"
 
 
 def mismatch(made_with: dict[str, Any], given: dict[str, Any]) -> str | None:
-    """How two fingerprints differ in the meaning of ids, in a sentence that names both; None if they do not.
-
-    File names do not matter.
-    """
+    """A sentence about how two tokenizers differ in the meaning of ids; None if they do not. File names do not matter."""
     hashes = [sorted(one.get("files", {}).values()) for one in (made_with, given)]
     differ = [
         f"{key} {made_with.get(key)} against {given.get(key)}"
@@ -108,7 +110,9 @@ def build_tokenizer(kind: str, files: list[str], eod: str | None = None) -> Toke
     ``eod``: text of the end-of-document token; None: the default of its kind.
     """
     make = lookup("tokenizer", kind, TOKENIZERS, CHECK)
-    arguments = [files] if eod is None else [files, eod]
+    arguments: list[Any] = [files]
+    if eod is not None:
+        arguments.append(eod)
     if kind in TOKENIZERS:
         registered: Tokenizer = make(*arguments)
         return registered
@@ -130,7 +134,7 @@ def build_tokenizer(kind: str, files: list[str], eod: str | None = None) -> Toke
 
 
 def draws_at_random(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer gives a text other ids each time; False if it cannot encode English."""
+    """Whether the tokenizer gives other ids each time it encodes the same text; False if it cannot encode English."""
     try:
         first, second = (tokenizer.encode(PROBE) for _ in range(2))
     except Exception:  # a tokenizer for another kind of text may raise anything
@@ -175,14 +179,15 @@ def files_of_run(data: DataConfig) -> list[str]:
 
 
 def check_of_run(data: DataConfig) -> None:
-    """ConfigError, as in ``of_run``, if a run names no tokenizer, or files of it are missing; quick if all is well."""
+    """ConfigError, as in ``of_run``, if a run names no tokenizer, or if the tokenizer's files are missing. Builds none otherwise."""
     kind, paths, eod, *_ = _named(data)
     if not all(Path(path).exists() for path in paths):
         build_tokenizer(kind, paths, eod)
 
 
 def _named(data: DataConfig) -> tuple[str, list[str], str | None, str, dict[str, Any]]:
-    """The arguments of ``build_tokenizer`` for a run; and, if the settings do not give them, the dataset that does, with its fingerprint."""
+    """The arguments of ``build_tokenizer`` for a run. If the settings do not give them, also the prefix of the dataset that does, and the
+    fingerprint recorded there."""
     if data.tokenizer is not None:
         return data.tokenizer, data.tokenizer_files, data.eod, "", {}
     notes = ((prefix, sidecar(prefix)) for prefix in data.prefixes())

@@ -28,7 +28,7 @@ class Completion:
     """The continuation, without the prompt."""
     tokens: int
     finish: Literal["end", "stop", "length"]
-    """The reason for its end: the end of the document, a stop string, or the number of tokens."""
+    """Why the continuation ended: the end of the document, a stop string, or the maximum number of tokens."""
 
 
 class Completer:
@@ -38,8 +38,9 @@ class Completer:
         config = run_settings.inference_settings(run, overrides)
         self.text = run_text.of_run(run, config.data, config.model.vocab_size)
         _, generation = special_tokens.chat_of_run(run, tokenizers.files_of_run(config.data))
-        if ignored := run_text.without_effect(generation):
-            log.warning("the model's own settings of generation are not applied: %s", ", ".join(ignored))
+        ignored = run_text.without_effect(generation)
+        if ignored:
+            log.warning("the model's own generation settings are not applied: %s", ", ".join(ignored))
         compute = run_model.place(config)
         fingerprint = self.text.tokenizer.fingerprint
         if checkpoint is None:
@@ -69,7 +70,7 @@ class Completer:
         if longest > context and not self._warned:
             self._warned = True
             log.warning(
-                "a prompt has %d tokens, and model.context=%d: the model does not see the beginning of longer ones",
+                "a prompt has %d tokens, and model.context=%d: the model does not see the beginning of longer prompts",
                 longest,
                 context,
             )
@@ -87,17 +88,22 @@ class Completer:
         continuations = continue_all(self.model, starts, limits.tokens, self.text.generated, sampling, ended)
         completions = []
         for prompt, ids, new, finish in zip(prompts, starts, continuations, finishes, strict=True):
-            text = self._text(ids, new[:-1] if finish == "end" else new)
-            cut = min([at for stop in limits.stop if (at := text.find(stop)) >= 0], default=len(text))
+            shown = new[:-1] if finish == "end" else new
+            text = self._text(ids, shown)
+            places = [place for place in map(text.find, limits.stop) if place >= 0]
+            cut = min(places, default=len(text))
             completions.append(Completion(prompt, text[:cut], len(new), finish))
         return completions
 
     def _text(self, ids: list[int], new: list[int]) -> str:
-        """The text of ``new`` after ``ids``; decoded together, or the space between the two is lost."""
+        """The text of ``new`` after ``ids``; both are decoded together, because otherwise the space between them is lost."""
         return self.text.decode(ids + new)[len(self.text.decode(ids)) :]
 
     def _stops(self, ids: list[int], new: list[int], stop: tuple[str, ...]) -> bool:
         """Whether the end of ``new`` has a stop string; decodes only the tokens that could hold it."""
         tail = max(len(end.encode()) for end in stop) + SPARE
-        text = self._text(ids, new) if len(new) <= tail else self.text.decode(new[-tail:])
-        return any(end in text for end in stop) and any(end in self._text(ids, new) for end in stop)
+        if len(new) > tail:
+            text = self.text.decode(new[-tail:])
+            if not any(end in text for end in stop):
+                return False
+        return any(end in self._text(ids, new) for end in stop)

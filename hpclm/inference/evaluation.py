@@ -23,15 +23,15 @@ Figures = dict[str, float | int | str]
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """Tasks of lm-evaluation-harness, and how to score them; None: the task's default, or all documents."""
+    """Tasks of lm-evaluation-harness, and how to score them."""
 
     names: Sequence[str]
     path: str | None = None
     """A folder of the user's task files."""
     samples: int | None = None
-    """Documents of each task."""
+    """Documents of each task; None: all."""
     shots: int | None = None
-    """Examples before each question."""
+    """Examples before each question; None: the task's default."""
     batch: int = 16
     """Texts that are read together."""
 
@@ -57,9 +57,12 @@ class TaskScores:
         for task, row in self.tasks.items():
             for metric, value in row.items():
                 name, comma, filtered = metric.partition(",")
+                score = f"{value:.4f}"
                 error = row.get(f"{name}_stderr{comma}{filtered}")
+                if error is not None:
+                    score += f" ± {error:.4f}"
                 if "_stderr" not in metric:
-                    yield f"{task}  {metric} {value:.4f}{'' if error is None else f' ± {error:.4f}'}  step {self.step}"
+                    yield f"{task}  {metric} {score}  step {self.step}"
 
 
 def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores:
@@ -86,10 +89,10 @@ def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores
 
 
 def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: StateOf, job: OwnJob) -> int:
-    """Score each checkpoint of ``run`` as it is published, until the run has ended. Returns the exit code: 85 after a signal, after
-    which the same command continues.
+    """Score each checkpoint of ``run`` as it is published, until the run has ended.
 
-    ``state_of``: gives the run's state; ``job``: this process's.
+    Returns the exit code: 85 after a signal; the same command then continues. ``state_of``: gives the run's state. ``job``: the job of
+    this process.
     """
     from hpclm.inference import run_settings, task_names
 
@@ -109,7 +112,7 @@ def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: State
 def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> Figures:
     """Mean loss per token in nats, perplexity, and the data that was read.
 
-    ``samples``: number of samples to read of the part; None: one pass. ConfigError if the loss is not finite.
+    ``samples``: number of samples of the part to read; None: one pass. ConfigError if the loss is not finite.
     """
     from hpclm.base.errors import ConfigError
     from hpclm.data import sources, split_by
@@ -152,10 +155,10 @@ def on_documents(
     max_tokens: int | None,
     format: str | None = None,
 ) -> Figures:
-    """Loss, perplexity and bits per byte of the file ``text``, or else of the dataset ``prefix``. With a loss mask, only of the tokens
-    that count in training, and without bits per byte.
+    """Loss, perplexity and bits per byte of the file ``text``, or else of the dataset ``prefix``. With a loss mask, only tokens that count
+    in training are scored, and bits per byte are omitted.
 
-    ``max_tokens``: tokens after which to stop; ``format``: of the text, "text" or "jsonl". ConfigError if the loss is not finite.
+    ``max_tokens``: tokens after which to stop. ``format``: format of the text, "text" or "jsonl". ConfigError if the loss is not finite.
     """
     from hpclm.base.errors import ConfigError
     from hpclm.data import indexed, loss_mask, tokenizers
@@ -176,25 +179,31 @@ def on_documents(
         json_lines = texts.is_json_lines(text, content, format, "text")
     else:
         dataset = indexed.IndexedDataset(Path(prefix or ""))
-        mask = loss_mask.opened(dataset, replace(data, order="packed"))  # as a training run would read it
+        mask = loss_mask.opened(dataset, replace(data, order="packed"))  # the order that training with a mask requires
 
     from hpclm.base.progress import Bar
     from hpclm.inference import run_model, scoring
     from hpclm.preprocess import run_text
 
-    of_run = run_text.of_run(run, data, config.model.vocab_size, tokenizer) if tokenizer else None
+    fingerprint = None
+    begin = None
+    of_run = None
+    if tokenizer is not None:
+        fingerprint = tokenizer.fingerprint
+        of_run = run_text.of_run(run, data, config.model.vocab_size, tokenizer)
+        begin = of_run.begin
+    source: Figures = {"source": text or prefix or ""}
     if text is not None and of_run is not None:
         documents = scoring.of_text(text, content, json_lines, of_run)
     else:
         documents = scoring.of_dataset(dataset, mask, tokenizer)
+        if mask is not None:
+            source["loss_mask"] = str(mask.prefix)
     compute = run_model.place(config)
-    model, progress = run_model.load_model(run, config, tokenizer.fingerprint if tokenizer else None, compute)
+    model, progress = run_model.load_model(run, config, fingerprint, compute)
     with Bar(total=max_tokens, unit="token", unit_scale=True, disable=None) as bar:
-        score = scoring.score(
-            model, documents, of_run.begin if of_run else None, config.batch.micro_size, max_tokens, bar
-        )
-    masked = {} if text is not None or mask is None else {"loss_mask": str(mask.prefix)}
-    return _finite({**score.result(progress), "source": text or prefix or "", **masked})
+        score = scoring.score(model, documents, begin, config.batch.micro_size, max_tokens, bar)
+    return _finite({**score.result(progress), **source})
 
 
 def _finite(figures: Figures) -> Figures:

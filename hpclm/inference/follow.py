@@ -1,4 +1,4 @@
-"""Scores each checkpoint of a run at tasks, once, as it is published: during the run, and after it."""
+"""Scores each checkpoint of a run once at tasks, as soon as it is published, during the run and after it."""
 
 import hashlib
 import logging
@@ -24,7 +24,7 @@ from hpclm.rundir.state import StateOf
 log = logging.getLogger(__name__)
 POLL = 10.0  # seconds between checks for new checkpoints
 OVER = ("done", "stopped", "exited", "failed", "ended")
-"""Statuses of a run that nothing trains or is going to train."""
+"""Statuses of a run that no process trains or will train."""
 
 
 class FollowInterrupted(Exception):
@@ -32,10 +32,10 @@ class FollowInterrupted(Exception):
 
 
 class Follower:
-    """Scores the checkpoints of the run in ``out`` that scores.jsonl lacks; one process a run, which holds scores.lock."""
+    """Scores the checkpoints of the run in ``out`` that scores.jsonl lacks. Only one process does so for a run: it holds scores.lock."""
 
     def __init__(self, out: Path, config: run_model.TrainedModel, tasks: Tasks, batch: int):
-        """``config``: the run's settings for one process; ``batch``: texts that are read together."""
+        """``config``: the run's settings for one process. ``batch``: number of texts read together."""
         self.out = out
         self.config = config
         self.tasks = tasks
@@ -59,7 +59,7 @@ class Follower:
         return count
 
     def until_the_end(self, state_of: StateOf, job: OwnJob) -> int:
-        """Score checkpoints until the run has ended. Returns the exit code, 85 after a signal. ``job``: this process's."""
+        """Score checkpoints until the run has ended. Returns the exit code, 85 after a signal. ``job``: the job of this process."""
         with Preemption() as preemption:
 
             def interrupted() -> bool:
@@ -67,7 +67,9 @@ class Follower:
 
             try:
                 while True:
-                    status = state_of(self.out)  # before a last check for checkpoints
+                    status = state_of(
+                        self.out
+                    )  # read before the checkpoints, so that none is missed after the run has ended
                     self.score_new(interrupted)
                     if status.name in OVER:
                         break
@@ -76,7 +78,7 @@ class Follower:
                 log.info("interrupted; the same command scores the remaining checkpoints")
                 return ExitCode.REQUEUE
             if status.name == "done":
-                with Lease(self.out, job=job):  # rows that the run had not copied when it ended
+                with Lease(self.out, job=job):  # the run had not copied the last rows when it ended
                     metrics_file.copy_scores(self.out)
         log.info("%s is %s, and its checkpoints are scored: %s/scores.jsonl", self.out, status.name, self.out)
         if status.name == "done":
@@ -95,11 +97,13 @@ class Follower:
             model, progress = run_model.load_checkpoint(
                 folder, manifest, self.config, self.text.tokenizer.fingerprint, self.compute
             )
-        except (BadCheckpoint, HpclmError) as error:  # pruned meanwhile, or damaged: the run itself reports that
+        except (BadCheckpoint, HpclmError) as error:  # deleted meanwhile, or damaged, which the run itself reports
             log.warning("%s is not scored: %s", folder.name, error)
             return False
         try:
-            text = replace(self.text, chat=chat_record.of_run(self.out))  # a run that had not begun had none
+            text = replace(
+                self.text, chat=chat_record.of_run(self.out)
+            )  # a run stores it when it begins, perhaps after this process
             tasks, _ = self.tasks.score(model.to(self.compute.dtype), text, self.batch, check_interrupt, errors=False)
         except (HpclmError, FollowInterrupted):
             raise

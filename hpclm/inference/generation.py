@@ -14,17 +14,17 @@ from hpclm.model.stack import Stack
 MIN_TOKENS_TO_TRANSPOSE = 16  # with fewer new tokens, a transposed copy of the output weights costs more than it saves
 
 Ended = Callable[[int, list[int]], bool]
-"""Called with a sequence's number and its new tokens after each of them; returns whether it ends here."""
+"""Called with a sequence's number and its new tokens after each new token; returns whether the sequence ends here."""
 NOT_FINITE = (
-    "the model gives values that are not finite: its newest checkpoint was saved when training had diverged, or "
-    "engine.precision is too narrow for it; hpclm checkpoints lists the run's others"
+    "the model gives values that are not finite: its newest checkpoint was saved after training had diverged, or engine.precision "
+    "is too narrow; hpclm checkpoints lists the run's other checkpoints"
 )
 
 
 def window_start(length: int, context: int) -> int:
-    """Index of the first of ``length`` tokens that the model sees when it predicts the next one.
+    """Index of the first of ``length`` tokens that the model sees when it predicts the next token.
 
-    Beyond the context, the window moves in strides of a quarter of it, so that the cache is rebuilt only once a stride.
+    Beyond the context, the window moves in strides of a quarter of the context, so that the cache is rebuilt only once per stride.
     """
     stride = max(1, context // 4)
     return -(-max(0, length - context) // stride) * stride
@@ -36,7 +36,7 @@ def continue_all(
 ) -> list[list[int]]:
     """Up to ``max_new_tokens`` new tokens, each below ``vocabulary``, for every prompt of a batch; prompts must not be empty.
 
-    A sequence's continuation does not depend on the others, except for rounding.
+    A sequence's continuation does not depend on the other sequences, except for rounding.
     """
     batch = Batch(model, prompts, max_new_tokens, vocabulary)
     samplers = [Sampler(sampling, sampling.first + number) for number in range(len(prompts))]
@@ -66,7 +66,7 @@ class Batch:
         self.live = list(range(len(prompts)))
         """Numbers of the live sequences, which are the rows of the batch."""
         self.device = next(model.parameters()).device
-        # the state that a user-defined block keeps of earlier tokens is unknown
+        # hpclm does not know what a user-defined block remembers of earlier tokens
         self.cached = model.config.block in BLOCKS
         self._cache: KeyValueCache | None = None
         self._starts: list[int] = []
@@ -90,7 +90,8 @@ class Batch:
             self.ids[number].append(token)
         if len(going) < len(self.live):
             self.live = [self.live[row] for row in going]
-            self._starts = [self._starts[row] for row in going] if self._starts else []
+            if self._starts:
+                self._starts = [self._starts[row] for row in going]
             if self._cache is not None and going:
                 self._cache.keep(going)
 
@@ -118,13 +119,13 @@ class Sampler:
     """Chooses the tokens of one sequence, independently of the other sequences."""
 
     def __init__(self, sampling: Sampling, number: int):
-        """``number``: of the sequence, from 0; each has its own random numbers."""
+        """``number``: the sequence's number, from 0; each sequence has its own random numbers."""
         self.sampling = sampling
         self.generator = torch.Generator().manual_seed((sampling.seed + number * 0x9E3779B97F4A7C15) % 2**63)
 
     def __call__(self, logits: Tensor) -> int:
         """Choose a token, given the [V] logits."""
-        size = len(logits) if self.sampling.top_k is None else min(self.sampling.top_k, len(logits))
+        size = min(self.sampling.top_k or len(logits), len(logits))
         values, indices = logits.double().cpu().topk(size)
         probabilities = ((values - values[0]) / self.sampling.temperature).softmax(0)
         if self.sampling.top_p < 1:
@@ -134,7 +135,7 @@ class Sampler:
 
 
 def choose(logits: Tensor, samplers: list[Sampler]) -> list[int]:
-    """The next token of each sequence, given [B, V] logits; ConfigError if these are not finite."""
+    """The next token of each sequence, given [B, V] logits; ConfigError if a logit is not finite."""
     best = logits.max(-1)
     if not best.values.isfinite().all():
         raise ConfigError(NOT_FINITE)

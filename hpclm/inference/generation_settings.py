@@ -1,4 +1,4 @@
-"""How a continuation is sampled, and where it ends. Imports no PyTorch, which takes seconds: wrong values are refused first."""
+"""How a continuation is sampled, and where it ends. PyTorch, whose import takes seconds, is not imported: wrong values are refused first."""
 
 import math
 from collections.abc import Iterator
@@ -41,9 +41,9 @@ class Sampling:
     top_p: float = 1.0
     """Sample from the smallest set of most likely tokens with at least this total probability."""
     seed: int = 0
-    """Same seed, same text."""
+    """Seed of the random numbers; the same seed gives the same text."""
     first: int = 0
-    """Number of the first sequence of a batch; later batches of a list of prompts continue the count."""
+    """Number of the first sequence of a batch, counted over all batches of a list of prompts."""
 
     def __post_init__(self) -> None:
         ArgumentError.refuse(self._wrong())

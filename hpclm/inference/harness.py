@@ -1,4 +1,4 @@
-"""Scores a model of hpclm on tasks of lm-evaluation-harness, as the library scores one of transformers.
+"""Scores a model of hpclm on tasks of lm-evaluation-harness, as the library itself scores a model of transformers.
 
 Only this file imports the library; import it in ``extras.needed_for("evaluation on tasks")``.
 """
@@ -40,8 +40,8 @@ class Tasks:
     """Tasks of the library, with their data."""
 
     def __init__(self, names: Sequence[str], folder: str | None, samples: int | None, shots: int | None):
-        """``names``: of tasks, groups or tags. ``folder``: of task files, which take precedence over the library's. ``samples``:
-        documents of each task; None: all. ``shots``: examples before each question; None: the task's default.
+        """``names``: names of tasks, groups or tags. ``folder``: folder of task files, which take precedence over the library's.
+        ``samples``: documents of each task; None: all. ``shots``: examples before each question; None: the task's default.
 
         ConfigError if a task is unknown, or its data cannot be read.
         """
@@ -50,9 +50,10 @@ class Tasks:
         self.shots = shots
         task_names.check_task_names(names, folder)
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs every default that a task relies on
-        if folder is not None and (exposed := folders.exposed_folder(Path(folder))):
+        exposed = folder is not None and folders.exposed_folder(Path(folder))
+        if exposed:
             raise ConfigError(f"{folder} holds task files, which may name code to run in your name, and {exposed}")
-        # the library's own 15,000 tasks take seconds to list
+        # listing the library's own 15,000 tasks takes seconds
         self.manager = TaskManager(include_path=folder, include_defaults=folder is None)
         if folder and set(names) - set(self.manager.all_tasks):
             self.manager = TaskManager(include_path=folder)
@@ -76,8 +77,8 @@ class Tasks:
     ) -> tuple[Scores, dict[str, int]]:
         """Scores of ``model`` at tasks and groups, and the number of documents read of each task.
 
-        ``text``: the run's. ``check_interrupt``: called between batches of ``batch`` texts; may raise. ``errors``: also estimate
-        standard errors.
+        ``text``: encodes the run's text. ``check_interrupt``: called between batches of ``batch`` texts; may raise. ``errors``: also
+        estimate standard errors.
         """
         with redirect_stdout(sys.stderr):  # the library prints remarks to stdout, which may carry the result
             results = simple_evaluate(
@@ -92,7 +93,8 @@ class Tasks:
         if results is None:
             raise ConfigError("lm-evaluation-harness gives no results: it takes this process for a rank other than 0")
         rows = {**results["results"], **results.get("groups", {})}
-        scores = {task: figures for task, row in rows.items() if (figures := dict(_figures(row)))}
+        scores = {task: dict(_figures(row)) for task, row in rows.items()}
+        scores = {task: figures for task, figures in scores.items() if figures}
         return scores, {task: int(count["effective"]) for task, count in results.get("n-samples", {}).items()}
 
 
@@ -112,7 +114,7 @@ def naming_tasks() -> Iterator[None]:
 
 
 def _figures(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The metrics of a task. The library names them metric,filter; the filter that changes nothing is called none."""
+    """The metrics of a task. The library calls each "metric,filter"; the filter that changes nothing is called none."""
     for name, value in row.items():
         if isinstance(value, int | float) and "," in name:
             yield name.removesuffix(",none"), float(value)
@@ -137,7 +139,9 @@ class Adapter(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The end-of-document token."""
-        return self.first if self.text.tokenizer.eod is None else self.text.tokenizer.eod
+        if self.text.tokenizer.eod is None:
+            return self.first
+        return self.text.tokenizer.eod
 
     @property
     def prefix_token_id(self) -> int:
@@ -157,7 +161,8 @@ class Adapter(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         for (context, continuation), before, after in requests:
-            if problem := unscorable(before, after, self.max_length):
+            problem = unscorable(before, after, self.max_length)
+            if problem:
                 raise ConfigError(_unscorable(context, continuation, problem))
         pairs = [(before, after) for _, before, after in requests]
         return log_likelihoods(self.model, pairs, self.batch, self.check_interrupt)
@@ -192,13 +197,15 @@ class Adapter(TemplateLM):
         return list(alike.get_original(texts))
 
     def _generated(self, prompts: Sequence[str], options: Mapping[str, Any], first: int) -> Iterator[str]:
-        """The text after each prompt, until its document ends, one of the ``until`` texts appears, or there are enough tokens.
+        """The text after each prompt, up to the end of the document, one of the ``until`` texts, or the maximum number of tokens.
 
-        ``first``: number of earlier requests; each request has its own random numbers, whatever the batch size.
+        ``first``: number of earlier requests; each request has its own random numbers, independently of the batch size.
         """
         until = options.get("until") or []
+        if isinstance(until, str):
+            until = [until]
         max_new_tokens = int(options["max_gen_toks"])
-        stop = [until] if isinstance(until, str) else [text for text in until if text]
+        stop = [text for text in until if text]
         end = self.text.decode([self.eot_token_id])
         if end and end not in stop:
             stop.append(end)
@@ -209,7 +216,9 @@ class Adapter(TemplateLM):
                 f"model.context={self.max_length}; lower max_gen_toks in the task file (--tasks-path)"
             )
         starts = [self.tok_encode(prompt)[-room:] or [self.first] for prompt in prompts]
-        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
+        temperature = 0.0
+        if options.get("do_sample"):
+            temperature = float(options.get("temperature") or 0.0)
         sampling = Sampling(temperature, options.get("top_k") or None, float(options.get("top_p") or 1.0), first=first)
         ends = self.text.ends
 
@@ -240,17 +249,19 @@ def _unscorable(context: str, continuation: str, problem: str) -> str:
 
 def _shown(text: str) -> str:
     """The end of a text, quoted."""
-    return repr(text) if len(text) <= SHOWN else f"...{text[-SHOWN:]!r}"
+    if len(text) <= SHOWN:
+        return repr(text)
+    return f"...{text[-SHOWN:]!r}"
 
 
 @torch.inference_mode()
 def log_likelihoods(
     model: Stack, pairs: Sequence[tuple[list[int], list[int]]], size: int, check_interrupt: Callable[[], None]
 ) -> list[tuple[float, bool]]:
-    """For each pair of tokens before and after: the log-probability of those after, and whether each was the most probable.
+    """For each pair (tokens before, tokens after): the log-probability of the tokens after, and whether each was the most probable.
 
-    There is at least one token before, and between 1 and a context of tokens after. Only the end of a pair longer than the context is
-    read. Pairs that differ in the last token only are read once.
+    There is at least one token before; after it come at least 1 and at most model.context tokens. Only the end of a pair longer than the
+    context is read. Pairs that differ only in the last token are read once.
     """
     context = model.config.context
     device = next(model.parameters()).device

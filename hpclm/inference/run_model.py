@@ -30,7 +30,7 @@ class TrainedModel(Protocol):
 
     @property
     def data(self) -> DataConfig:
-        """Settings that name its tokenizer."""
+        """Settings that name the run's tokenizer."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class TrainedModel(Protocol):
         ...
 
     def modules(self) -> set[str]:
-        """Top-level modules of the user's own code."""
+        """Top-level modules of the user's code."""
         ...
 
 
@@ -55,7 +55,8 @@ def place(config: TrainedModel) -> Compute:
     device = hardware.device(config.engine, 0)
     hardware.set_matmul(device)
     dtype = hardware.compute_type(config.engine, device)
-    if slow := hardware.slow_type(device, dtype):
+    slow = hardware.slow_type(device, dtype)
+    if slow:
         log.warning("%s", slow)
     return Compute(device, dtype)
 

@@ -1,5 +1,5 @@
-"""The settings of a run for its model in a single process, and checks that the files they name exist, before PyTorch is imported, which
-takes seconds."""
+"""The settings of a run for its model in a single process. Checks that the run's files exist before PyTorch is imported, which takes
+seconds."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +21,19 @@ def inference_settings(run: Path, overrides: list[str]) -> RunConfig:
 
 
 def for_inference(config: RunConfig) -> RunConfig:
-    """The settings of a run, for its model in a single process."""
+    """``config`` for the run's model in a single process."""
     kept = {name: getattr(config.engine, name) for name in ("device", "precision", "loss_chunk")}
-    # the model needs no optimizer: one with offloaded state would not fit this engine, and a user's may be missing
-    # here
-    optim = OptimConfig() if row(config.optim.name).offloaded else config.optim
+    # the model needs no optimizer: offloaded state would not fit this engine, and a user's optimizer may be missing here
+    optim = config.optim
+    if row(optim.name).offloaded:
+        optim = OptimConfig()
     if optim.name not in OPTIMIZERS:
         optim = replace(optim, name=OptimConfig.name, arguments={})
     return replace(config, parallel=ParallelConfig(), engine=EngineConfig(**kept), optim=optim)
 
 
 def check_saved(run: Path) -> None:
-    """ConfigError or NoCheckpointError if the run, or checkpoint, has no checkpoint to load, bad or good."""
+    """ConfigError or NoCheckpointError if ``run`` is not a checkpoint and has none, good or bad."""
     folder = run / "checkpoints"
     if (run / manifest.NAME).is_file():
         return
@@ -52,7 +53,7 @@ def saved_steps(run: Path) -> list[Path]:
 
 
 def checked_settings(run: Path, overrides: list[str], reads_text: bool) -> RunConfig:
-    """The settings of a run; checks that its checkpoint exists, and its tokenizer if it ``reads_text``."""
+    """The settings of a run, after checking that it has a checkpoint. ``reads_text``: also check its tokenizer."""
     config = inference_settings(run, overrides)
     check_saved(run)
     if reads_text:

@@ -1,5 +1,5 @@
-"""Sample texts from the models of runs at some of their checkpoints, for reports. PyTorch is imported only once everything needed
-exists."""
+"""Sample texts from the models of runs at some of their checkpoints, for reports. PyTorch is imported only after checking that checkpoints
+and tokenizers exist."""
 
 import sys
 from collections.abc import Mapping
@@ -11,18 +11,20 @@ from hpclm.inference import run_settings
 from hpclm.inference.generation_settings import Limits, Sampling
 
 SAMPLE_TOKENS = 80
-SAMPLED_CHECKPOINTS = 4  # checkpoints of a run
+SAMPLED_CHECKPOINTS = 4  # checkpoints sampled of a single run
 
 
 def samples(run: Path, prompt: str, max_checkpoints: int) -> dict[int, str]:
-    """Step -> continuation, for at most ``max_checkpoints`` checkpoints from the oldest to the newest; a single one is the newest.
+    """Step -> continuation, for at most ``max_checkpoints`` checkpoints from the oldest to the newest; only the newest if that is 1.
 
     HpclmError without a checkpoint, or if the run has no tokenizer that reads the prompt.
     """
     kept = run_settings.saved_steps(run)
     last = len(kept) - 1
     gaps = min(max_checkpoints, len(kept)) - 1
-    chosen = [kept[round(last * number / gaps)] for number in range(gaps + 1)] if gaps else kept[-1:]
+    chosen = kept[-1:]
+    if gaps:
+        chosen = [kept[round(last * number / gaps)] for number in range(gaps + 1)]
     from hpclm.inference.completion import Completer  # imports PyTorch, which takes seconds
 
     written = {}

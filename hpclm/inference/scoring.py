@@ -1,7 +1,7 @@
 """Scores how well a model predicts a text or dataset: loss, perplexity, bits per byte.
 
-Every document begins with the run's token for that, if any, which is not scored. A document longer than the context is read in windows,
-as in lm-evaluation-harness: each token is scored once, those of the last window after a whole context.
+If the run has a token that begins a text, it precedes every document and is not scored. A document longer than the context is read in
+windows, as in lm-evaluation-harness: each token is scored once, and the last window has a full context.
 """
 
 import math
@@ -30,10 +30,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens to score, and the number of bytes of their text; None if unknown."""
+    """Tokens to score."""
 
     ids: Sequence[int]
     bytes: int | None
+    """Bytes of the text; None if unknown."""
     counts: Sequence[bool] | None = None
     """Whether each token is scored; None: all."""
 
@@ -43,7 +44,7 @@ class Window(NamedTuple):
 
     ids: Sequence[int]
     scored: Sequence[bool]
-    """For each token but the first."""
+    """Whether each token but the first is scored."""
 
 
 @dataclass
@@ -77,13 +78,17 @@ def windows(ids: Sequence[int], context: int, counts: Sequence[bool] | None = No
     for begin in range(0, len(ids) - 1, context):
         end = min(begin + context + 1, len(ids))
         first = max(0, end - context - 1)
-        new = [True] * (end - begin - 1) if counts is None else counts[begin + 1 : end]
-        yield Window(ids[first:end], [*[False] * (begin - first), *new])
+        scored = [position >= begin for position in range(first, end - 1)]
+        if counts is not None:
+            scored[begin - first :] = counts[begin + 1 : end]
+        yield Window(ids[first:end], scored)
 
 
 def of_text(path: str, text: str, json_lines: bool, run_text: RunText) -> Iterator[Document]:
     """The documents of a text: one, or with JSON lines the "text" of each line."""
-    texts = json_texts(path, text, "text", "a document") if json_lines else [text]
+    texts: Iterable[str] = [text]
+    if json_lines:
+        texts = json_texts(path, text, "text", "a document")
     for number, document in enumerate(texts, 1):
         ids = run_text.encode(document)
         if not ids and document:
@@ -92,8 +97,8 @@ def of_text(path: str, text: str, json_lines: bool, run_text: RunText) -> Iterat
 
 
 def of_dataset(dataset: IndexedDataset, mask: IndexedDataset | None, tokenizer: Tokenizer | None) -> Iterator[Document]:
-    """The sequences of a dataset, and which of their tokens count by its loss ``mask``. Without a mask also their bytes, if
-    ``tokenizer``, which made the dataset, is known."""
+    """The sequences of a dataset. With its loss ``mask``, they say which tokens count; without a mask, how many bytes the text has, if the
+    dataset's ``tokenizer`` is known."""
     for number in range(len(dataset)):
         ids = dataset.tokens(number).tolist()
         if mask is not None:
@@ -136,8 +141,9 @@ def score(
             break
         _check(document.ids, model.config.vocab_size)
         total.documents += 1
-        before = [] if begin_token is None or document.counts is not None else [begin_token]
-        ids = [*before, *document.ids]
+        ids = list(document.ids)
+        if begin_token is not None and document.counts is None:
+            ids.insert(0, begin_token)
         if total.bytes is None or document.bytes is None:
             total.bytes = None
         else:

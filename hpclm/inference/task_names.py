@@ -14,9 +14,9 @@ NAME = re.compile(r"^[\s-]*(?:task|group|tag)\s*:\s*[\"']?([\w.:-]+)", re.MULTIL
 
 
 def check_task_names(names: Sequence[str], folder: str | None) -> None:
-    """ConfigError for task names that appear in no file of the library's tasks, nor of ``folder`` if given.
+    """ConfigError for names that appear neither in the files of the library's tasks nor in ``folder``, if given.
 
-    A name that appears may still not be a task; then the library reports that.
+    A name that appears there may still not be a task; the library then reports it.
     """
     for name in names:
         if "/" in name or name.endswith(".yaml"):
@@ -26,8 +26,9 @@ def check_task_names(names: Sequence[str], folder: str | None) -> None:
     library = importlib.util.find_spec("lm_eval")
     if library is None:  # reported when it is imported
         return
-    folders = [folder] if folder else []
-    folders += [f"{path}/tasks" for path in library.submodule_search_locations or []]
+    folders = [f"{path}/tasks" for path in library.submodule_search_locations or []]
+    if folder:
+        folders.insert(0, folder)
     missing = {name.encode() for name in names}
     for path in _task_files(folders):
         missing -= set(WORD.findall(_content(path)))

@@ -18,11 +18,13 @@ PLAIN = ".txt"
 def is_json_lines(path: str, text: str, format: str | None, otherwise: str) -> bool:
     """Whether to read ``text``, of the file ``path`` or "-", as JSON lines; ConfigError if its name and content disagree.
 
-    ``format``: "jsonl" or ``otherwise``, which overrides both; None: decide by name and content.
+    ``format``: "jsonl" or ``otherwise``, which overrides name and content; None: decide by these.
     """
     if format is not None:
         return format == "jsonl"
-    name, suffix = ("standard input", PLAIN) if path == "-" else (path, kinds.suffix_and_storage(path)[0])
+    name, suffix = "standard input", PLAIN
+    if path != "-":
+        name, suffix = path, kinds.suffix_and_storage(path)[0]
     content = text[: kinds.BEGINNING].encode(errors="replace")
     return kinds.holds_json_lines(name, suffix, content, otherwise)
 
@@ -41,8 +43,10 @@ def json_texts(path: str, text: str, key: str, what: str) -> Iterator[str]:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text, as read by `hpclm preprocess --format lines`: without their ends, including empty ones."""
-    return [without_end(line) for line in text.removesuffix("\n").split("\n")] if text else []
+    """The lines of a text as `hpclm preprocess --format lines` reads them: without line ends, including empty lines."""
+    if not text:
+        return []
+    return [without_end(line) for line in text.removesuffix("\n").split("\n")]
 
 
 def text_of(path: str, option: str = "") -> str:
@@ -61,9 +65,11 @@ def text_of(path: str, option: str = "") -> str:
 
 
 def prompts(prompt: str | None, path: str | None, format: str | None) -> Iterator[str]:
-    """The ``prompt``, "-" for standard input, or those in the file at ``path``. ``format``: see ``is_json_lines``."""
+    """The ``prompt`` ("-": standard input), or the prompts in the file ``path``. ``format``: see ``is_json_lines``."""
     if path is None:
-        text = text_of("-", "--prompt") if prompt == "-" else prompt or ""
+        text = prompt or ""
+        if prompt == "-":
+            text = text_of("-", "--prompt")
         if not is_utf8(text):
             raise ConfigError("the prompt is not UTF-8 text")
         yield text

@@ -15,9 +15,9 @@ IMPORTABLE = re.compile(r"config\.json|latest.*|layer_.*|mp_rank_.*|.*\.distcp")
 """Names that mark an importable folder; whether its contents can be read is checked after PyTorch is imported."""
 ADAPTER = "adapter_config.json"
 MERGE = (
-    "{0} holds an adapter (PEFT's {1}), which hpclm does not apply: merge it first, in Python with "
+    "{0} contains an adapter (PEFT's {1}), which hpclm does not apply: merge it first, in Python with "
     "peft.AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...), and convert the result; or remove {1} to "
-    "convert the model beside it alone"
+    "convert the base model without the adapter"
 )
 UNKNOWN = (
     "{} cannot be converted: it is not a run directory or a checkpoint, and has no config.json (Hugging Face), "
@@ -42,7 +42,7 @@ def converted(source: Path, target: Path, overrides: list[str], options: Convert
     from hpclm.inference import run_settings  # imports NumPy
 
     if not source.is_dir():
-        raise ConfigError(f"{source.absolute()} is not a folder{_of_file(source)}")
+        raise ConfigError(f"{source.absolute()} is not a folder{_file_hint(source)}")
     if is_run(source):
         if options.pickle:
             raise ConfigError("--pickle has no effect: an export reads safetensors")
@@ -62,26 +62,31 @@ def converted(source: Path, target: Path, overrides: list[str], options: Convert
     with extras.needed_for("hpclm convert"):
         from hpclm.interop import megatron
         from hpclm.interop.huggingface import folder
+    other = [word for word in overrides if not word.startswith("model.")]
+    if other:
+        raise ConfigError(f"{other[0]}: an import accepts only model.… settings; give the others to hpclm train")
     if (source / "config.json").is_file():
         if options.weights_only:
             raise ConfigError("--weights-only has no effect: a folder with config.json contains only weights")
         model = folder.import_folder(source, target, overrides, options.pickle, list(options.ignore))
-    elif (kind := megatron.recognised(source)) is not None:
-        model = megatron.convert(kind, target, overrides, list(options.ignore), options.weights_only)
     else:
-        raise ConfigError(UNKNOWN.format(source))
+        checkpoint = megatron.recognised(source)
+        if checkpoint is None:
+            raise ConfigError(UNKNOWN.format(source))
+        model = megatron.convert(checkpoint, target, overrides, list(options.ignore), options.weights_only)
     typed = files.typed(target)
-    has_tokenizer = config.of_run(target, []).data.tokenizer
-    use = f"generate {typed} --prompt ..." if has_tokenizer else f"evaluate {typed} --data DATASET"
-    return f"{target}: a run directory of {model.layers} layers x {model.hidden}; next: hpclm {use}"
+    command = f"evaluate {typed} --data DATASET"
+    if config.of_run(target, []).data.tokenizer:
+        command = f"generate {typed} --prompt ..."
+    return f"{target}: a run directory of {model.layers} layers x {model.hidden}; next: hpclm {command}"
 
 
-def _of_file(source: Path) -> str:
+def _file_hint(source: Path) -> str:
     """A hint for a user who named a file instead of its folder."""
     if source.suffix == ".gguf":
-        return ": hpclm writes .gguf files and does not read them; convert the safetensors model that it was made from"
+        return ": hpclm writes .gguf files but does not read them; convert the safetensors model it was made from"
     if source.suffix in (".safetensors", ".bin", ".pt", ".pth", ".json", ".distcp"):
-        return f": give the folder that it is in: hpclm convert {files.typed(source.absolute().parent)} TARGET"
+        return f"; give its folder: hpclm convert {files.typed(source.absolute().parent)} TARGET"
     return ""
 
 
@@ -106,13 +111,12 @@ def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard
             from hpclm.interop.gguf import file
 
     checkpoint = run.find_checkpoint(source, overrides)
-    if target.suffix != ".gguf":
-        name = folder.export_run(checkpoint, target, dtype, shard_gb * 1e9, allow_nan)
-    elif shard_gb != SHARD_GB:
-        raise ConfigError("the size of shards has no effect: a .gguf file is always one")
-    else:
-        name = "llama.cpp's " + file.export_run(checkpoint, target, dtype, allow_nan)
-    ready = f"{target / 'README.md'} says how to load it"
     if target.suffix == ".gguf":
+        if shard_gb != SHARD_GB:
+            raise ConfigError("the size of shards has no effect: a .gguf export is a single file")
+        name = "llama.cpp's " + file.export_run(checkpoint, target, dtype, allow_nan)
         ready = f"next: llama-cli -m {files.typed(target)}"
+    else:
+        name = folder.export_run(checkpoint, target, dtype, shard_gb * 1e9, allow_nan)
+        ready = f"{target / 'README.md'} says how to load it"
     return f"{target}: {name}, from step {checkpoint.step} of {checkpoint.run}; {ready}"

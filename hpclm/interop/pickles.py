@@ -20,7 +20,7 @@ from hpclm.base import files
 from hpclm.base.errors import ConfigError
 
 REPLACED = re.compile(r"(megatron|deepspeed|pathlib)\.[\w.]+|_io\.BytesIO")
-"""Classes in Megatron's files other than weights and settings: replaced by ``StandIn``, and never imported."""
+"""Classes in Megatron's files that hold neither weights nor settings: never imported, but replaced by ``StandIn``."""
 ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 
 
@@ -74,8 +74,9 @@ def refused(path: str) -> Iterator[None]:
 
 
 def _allowed(path: Path, listed: bool) -> Iterable[Any]:
-    """The classes that may be constructed, with ``StandIn`` in place of the others."""
+    """The classes that may be constructed, and ``StandIn`` for those in REPLACED. ``listed``: PyTorch can list the file's classes."""
     array = np.empty(0, np.uint32).__reduce__()[0]
     yield from (Namespace, np.ndarray, np.dtype, type(np.dtype(np.uint32)), *((array, name) for name in ARRAYS))
-    named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if listed else []
-    yield from ((StandIn, name) for name in named if REPLACED.fullmatch(name))
+    if listed:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        yield from ((StandIn, name) for name in named if REPLACED.fullmatch(name))

@@ -83,7 +83,7 @@ def shifted(rule: ConversionRule, by: float = 1.0) -> ConversionRule:
 
 
 def reordered(rule: ConversionRule, order: Tensor) -> ConversionRule:
-    """``rule`` for separate q, k and v; theirs[``order``] are our features of each head in q and k."""
+    """``rule`` for separate q, k and v, whose heads in q and k have another order of features: theirs[``order``] equals ours."""
     back = order.argsort()
 
     def heads(x: Tensor, index: Tensor) -> Tensor:
@@ -94,6 +94,16 @@ def reordered(rule: ConversionRule, order: Tensor) -> ConversionRule:
         return [heads(q, back), heads(k, back), v]
 
     return replace(rule, split=split, join=lambda qkv: rule.join([heads(qkv[0], order), heads(qkv[1], order), qkv[2]]))
+
+
+def changed(
+    rules: Iterable[ConversionRule], part: str, change: Callable[[ConversionRule], ConversionRule]
+) -> Iterator[ConversionRule]:
+    """``rules``, with ``change`` applied to those for our weights with ``part`` in their name."""
+    for rule in rules:
+        if part in rule.ours:
+            rule = change(rule)
+        yield rule
 
 
 def absent(ours: str, shape: Sequence[int], value: float) -> ConversionRule:
@@ -153,18 +163,23 @@ def of_modules(
         assert match is not None, ours
         block, module, kind = match.groups()
         names = modules.get(module, module)
+        if isinstance(names, str):
+            names = [names]
         prefix = "" if block is None else layer.format(block)
         suffix = "weight" if kind == "table" else kind
-        theirs = [f"{prefix}{name}.{suffix}" for name in ([names] if isinstance(names, str) else names)]
+        theirs = [f"{prefix}{name}.{suffix}" for name in names]
         if module in EMBEDDINGS:
             yield table(ours, theirs[0], config)
+        elif len(theirs) > 1 and module == "attention.qkv":
+            yield separate(ours, theirs, config)
         elif len(theirs) > 1:
-            yield separate(ours, theirs, config) if module == "attention.qkv" else stacked(ours, theirs)
+            yield stacked(ours, theirs)
         elif in_out and module == "attention.qkv":
             yield side_by_side(ours, theirs[0], config)
+        elif in_out and kind == "weight" and module in LINEAR:
+            yield transposed(ours, theirs[0])
         else:
-            turned = in_out and kind == "weight" and module in LINEAR
-            yield transposed(ours, theirs[0]) if turned else same(ours, theirs[0])
+            yield same(ours, theirs[0])
 
 
 def placements(config: ModelConfig) -> dict[str, Placement]:
@@ -202,5 +217,12 @@ def without(values: Mapping[str, Any], ignored: Collection[str], needed: Collect
 
 def _named(what: str, names: set[str], place: str) -> Iterator[str]:
     if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        yield f"{place} {what} {', '.join(sorted(names)[:5])}{more}"
+        yield f"{place} {what} {first_few(sorted(names))}"
+
+
+def first_few(names: Sequence[str], shown: int = 5) -> str:
+    """The first names and the number of further ones, such as "a, b and 3 more"."""
+    text = ", ".join(names[:shown])
+    if len(names) > shown:
+        text += f" and {len(names) - shown} more"
+    return text

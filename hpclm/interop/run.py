@@ -17,20 +17,20 @@ from hpclm.base.errors import ConfigError, unwritten
 from hpclm.base.progress import Bar
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, directory, manifest
 from hpclm.checkpoint.manifest import Manifest
-from hpclm.config import DataConfig, ModelConfig, RunConfig
+from hpclm.config import DataConfig, ModelConfig, RunConfig, reading
 from hpclm.config.fields import as_yaml
 from hpclm.config.settings import UnplacedWord
 from hpclm.data import chat_record
 from hpclm.data.chat_record import ChatRecord
 from hpclm.engine import Shard, StateSource
-from hpclm.interop.rules import ConversionRule, check_depth, check_names, placements
+from hpclm.interop.rules import ConversionRule, check_depth, check_names, first_few, placements
 
 
 class TensorSource(Protocol):
     """The tensors of another format."""
 
     def names(self) -> set[str]:
-        """Their names."""
+        """Names of all tensors."""
         ...
 
     def read(self, name: str) -> Tensor:
@@ -74,7 +74,9 @@ class RunCheckpoint:
     @property
     def chat(self) -> ChatRecord | None:
         """The chat settings of the tuning; None at step 0, because the weights are still the imported ones."""
-        return chat_record.of_run(self.run) if self.step else None
+        if not self.step:
+            return None
+        return chat_record.of_run(self.run)
 
 
 def find_checkpoint(path: Path, overrides: list[str]) -> RunCheckpoint:
@@ -138,8 +140,7 @@ class ImportedWeights:
                     yield Shard.whole(f"optim.{moment}.{rule.ours}", self._converted(rule, source))
 
     def _converted(self, rule: ConversionRule, source: TensorSource) -> Tensor:
-        more = f" and {len(rule.theirs) - 3} more" if len(rule.theirs) > 3 else ""
-        where = f"{self.place}: {', '.join(rule.theirs[:3])}{more}"
+        where = f"{self.place}: {first_few(rule.theirs, 3)}"
         try:
             tensor = rule.join(OnDemand(source, rule.theirs))
         except RuntimeError as error:  # torch raises it for mismatched shapes
@@ -171,7 +172,7 @@ def settings_of(
 def save(staging_dir: Path, config: configs.RunConfig, weights: StateSource, progress: Progress | None = None) -> None:
     """Write a run directory into ``staging_dir``, which will become ``config.out``, with a checkpoint of ``weights``.
 
-    ``progress``: of the checkpoint; None: step 0.
+    ``progress``: the checkpoint's; None: step 0.
     """
     configs.dump(config, staging_dir / "config.yaml")
     CheckpointStore(staging_dir / "checkpoints", Retention(), {}).save(weights, progress or Progress())
@@ -179,17 +180,22 @@ def save(staging_dir: Path, config: configs.RunConfig, weights: StateSource, pro
 
 def network(derived: Mapping[str, Any], overrides: list[str]) -> ModelConfig:
     """The network described by the ``derived`` model settings and the ``model.key=value`` overrides; ConfigError if it is invalid."""
-    other = [word for word in overrides if not word.startswith("model.")]
-    if other:
-        raise ConfigError(f"{other[0]}: an import accepts only model.… settings; give the others to hpclm train")
     settings = [UnplacedWord(f"model.{name}={as_yaml(value)}") for name, value in derived.items()]
     return configs.load(None, [*settings, *overrides]).model
 
 
+def located(error: ConfigError, source: Path) -> ConfigError:
+    """``error`` with ``source`` before each problem, except problems that name the command line as their place."""
+    typed = f"({reading.COMMAND_LINE})"
+    return ConfigError([line if line.endswith(typed) else f"{source}: {line}" for line in error.problems])
+
+
 @contextmanager
 def fresh(target: Path, mode: int = 0o777, folder: bool = True) -> Iterator[Path]:
-    """A staging directory, renamed to ``target`` at the end of the block, or removed if the block fails. Without ``folder``: the path of
-    a file that the block writes."""
+    """A staging directory that is renamed to ``target`` at the end of the block, or removed if the block fails.
+
+    Without ``folder``, the path of a file that the block writes.
+    """
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists; remove it, or choose another target")
     try:
@@ -211,4 +217,7 @@ def fresh(target: Path, mode: int = 0o777, folder: bool = True) -> Iterator[Path
     except OSError as error:
         raise unwritten(error, target, "nothing was written") from error
     finally:
-        shutil.rmtree(staging, ignore_errors=True) if folder else staging.unlink(missing_ok=True)
+        if folder:
+            shutil.rmtree(staging, ignore_errors=True)
+        else:
+            staging.unlink(missing_ok=True)

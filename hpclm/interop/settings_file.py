@@ -7,11 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hpclm.base import files
 from hpclm.base.errors import ConfigError
-from hpclm.config import elsewhere
+from hpclm.config import RunConfig, elsewhere
+from hpclm.config.checks import value_at
 from hpclm.config.elsewhere import LEFT_OUT, MEGATRON, NANOGPT
 from hpclm.config.fields import as_yaml, keys, required, type_of
+from hpclm.config.section import all_fields
+from hpclm.config.setting import declared
 from hpclm.config.supports import SUPPORTS
 from hpclm.interop import shell
 from hpclm.interop.megatron import options
@@ -66,10 +71,11 @@ class Translation:
 def translated(words: Sequence[str]) -> tuple[str, bool]:
     """The settings file for a script, nanoGPT's configuration or Megatron's options; and whether all options that change results were
     translated."""
-    path = Path(words[0]) if len(words) == 1 else None
-    if path is not None and path.exists():
-        text = files.read_text(path).replace("\r\n", "\n")
-        source = str(path)
+    is_python = False
+    if len(words) == 1 and Path(words[0]).exists():
+        source = words[0]
+        is_python = source.endswith(".py")
+        text = files.read_text(Path(source)).replace("\r\n", "\n")
     elif any(word.lstrip().startswith("--") for word in words):
         text = " ".join(words)
         source = "options"
@@ -77,8 +83,10 @@ def translated(words: Sequence[str]) -> tuple[str, bool]:
         raise ConfigError(
             f"{' '.join(words) or 'an empty text'} is neither a script nor options of Megatron (--num-layers 12 ...)"
         )
-    is_python = path is not None and path.suffix == ".py"
-    project, flags = (NANOGPT, _of_python(text, source)) if is_python else (MEGATRON, shell.flags(text))
+    if is_python:
+        project, flags = NANOGPT, _assignments(text, source)
+    else:
+        project, flags = MEGATRON, shell.flags(text)
     if not flags:
         raise ConfigError(
             f"{source} has no options of Megatron; give the script that starts its training, or the options themselves"
@@ -90,6 +98,7 @@ def translated(words: Sequence[str]) -> tuple[str, bool]:
         _with_width(result, flags)
         _with_tokenizer(result, flags)
         _with_engine(result)
+    _without_idle(result)
     if "model.vocab_size" not in result.settings:
         result.notes.append("model.vocab_size must be the tokenizer's; 50257 is GPT-2's")
     if "batch.global_size" not in result.settings:
@@ -117,7 +126,9 @@ def _translate(project: str, flags: Sequence[Flag]) -> Translation:
             result.ask(f"{flag.text}: {answer.reason}")
         elif not flag.known or any(setting.endswith(f"={elsewhere.MISSING}") for setting in answer.settings):
             sets = " ".join(elsewhere.keys(answer.settings))
-            why = "has no counterpart" if flag.known else "is not known before the script runs"
+            why = "has no counterpart"
+            if not flag.known:
+                why = "is not known before the script runs"
             result.ask(f"{flag.text}: the value of {sets} {why}", sets.startswith(CHANGES_RESULTS))
         else:
             words += _new(result, flag, answer.settings)
@@ -137,8 +148,10 @@ def _unknown(result: Translation, flag: Flag, name: str) -> None:
         if group not in MEANINGFUL and (plain in names.split() or plain.startswith(prefixes or ("\0",))):
             result.left_out.append(f"{flag.text}: changes no results ({group})")
             return
-    has = "hpclm does not have it" if options.is_classified(plain) else "hpclm does not know this option"
-    result.ask(f"{flag.text}: {has}")
+    why = "hpclm does not know this option"
+    if options.is_classified(plain):
+        why = "hpclm does not have this feature"
+    result.ask(f"{flag.text}: {why}")
 
 
 def _new(result: Translation, flag: Flag, settings: Sequence[str]) -> list[str]:
@@ -151,8 +164,8 @@ def _new(result: Translation, flag: Flag, settings: Sequence[str]) -> list[str]:
             if key != "optim.unit":
                 result.left_out.append(f"{flag.text}: {key} is set by {result.origins[key]}")
             continue
-        earlier = result.origins.get(short)
-        result.origins[short] = f"{earlier}, {flag.text}" if earlier else flag.text
+        origins = [result.origins[short]] if short in result.origins else []
+        result.origins[short] = ", ".join([*origins, flag.text])
         new.append(setting)
     return new
 
@@ -164,12 +177,24 @@ def _defaults(project: str, given: Mapping[str, str]) -> Iterator[str]:
     warms_up = {"optim.warmup", "optim.warmup_fraction"} & settings.keys()
     for row in rows:
         key = row.partition("=")[0]
-        needs_fp16 = key.startswith("scaler.") and settings["engine.precision"] != "fp16"
-        needs_warmup = key == "optim.warmup_start" and not warms_up
-        needs_decay = key == "optim.min_lr" and settings["optim.schedule"] == "constant"
-        needs_mask = key == "batch.loss_norm" and settings.get("data.eod_mask_loss") != "true"
-        if not (needs_fp16 or needs_warmup or needs_decay or needs_mask):
+        lacks_fp16 = key.startswith("scaler.") and settings["engine.precision"] != "fp16"
+        lacks_warmup = key == "optim.warmup_start" and not warms_up
+        lacks_decay = key == "optim.min_lr" and settings["optim.schedule"] == "constant"
+        lacks_mask = key == "batch.loss_norm" and settings.get("data.eod_mask_loss") != "true"
+        if not (lacks_fp16 or lacks_warmup or lacks_decay or lacks_mask):
             yield row
+
+
+def _without_idle(result: Translation) -> None:
+    """Leave out settings that a run would refuse because they have no effect with the others."""
+    for key, entry in all_fields(RunConfig):
+        for condition in declared(entry).only_with:
+            value = yaml.safe_load(result.settings.get(condition.key, "null"))
+            if value is None:
+                value = value_at(RunConfig(), condition.key)
+            if key in result.settings and not condition.holds(value):
+                del result.settings[key]
+                result.left_out.append(f"{result.origins[key]}: {key} has no effect {condition.unmet(value)}")
 
 
 def _with_width(result: Translation, flags: Sequence[Flag]) -> None:
@@ -178,20 +203,23 @@ def _with_width(result: Translation, flags: Sequence[Flag]) -> None:
     hidden = result.settings.get("model.hidden", "")
     if "model.ffn" in result.settings or not hidden.isdecimal() or not names & {"--swiglu", "--glu-activation"}:
         return
-    width = int(4 * int(hidden) * 2 / 3 / 64) * 64 if "--swiglu" in names else 4 * int(hidden)
+    width = 4 * int(hidden)
+    if "--swiglu" in names:
+        width = int(width * 2 / 3 / 64) * 64
     result.settings["model.ffn"] = str(width)
     result.origins["model.ffn"] = "Megatron's width of a gated MLP"
 
 
 def _with_tokenizer(result: Translation, flags: Sequence[Flag]) -> None:
-    """Note the command that makes a dataset with the tokenizer."""
+    """Add a note with the command that makes a dataset with the tokenizer."""
     given = {flag.name: " ".join(flag.values) for flag in flags}
     kind = TOKENIZERS.get(given.get("--tokenizer-type", ""))
     named = [given[name] for name in TOKENIZER_FILES if name in given]
     if kind is not None:
-        paths = [f"{path.rstrip('/')}/tokenizer.json" if kind == "json" else path for path in named]
+        if kind == "json":
+            named = [f"{path.rstrip('/')}/tokenizer.json" for path in named]
         result.notes.append(
-            f"A dataset: hpclm preprocess --input FILE --output-prefix data/mine --tokenizer {kind} --tokenizer-files {' '.join(paths)}"
+            f"A dataset: hpclm preprocess --input FILE --output-prefix data/mine --tokenizer {kind} --tokenizer-files {' '.join(named)}"
         )
 
 
@@ -200,12 +228,13 @@ def _with_engine(result: Translation) -> None:
     stage = result.settings.get("engine.zero_stage", "0")
     if result.settings.get("parallel.pipeline", "1") == "1" or "engine.name" in result.settings:
         return
-    if engine := next((name for name, row in SUPPORTS.items() if stage in map(str, row.pipeline_stages)), None):
+    engine = next((name for name, row in SUPPORTS.items() if stage in map(str, row.pipeline_stages)), None)
+    if engine:
         result.settings["engine.name"] = engine
         result.origins["engine.name"] = f"has parallel.pipeline with engine.zero_stage={stage}"
 
 
-def _of_python(text: str, source: str) -> list[Flag]:
+def _assignments(text: str, source: str) -> list[Flag]:
     """The assignments in nanoGPT's configuration, without running it; a value that is not literal keeps its source after a $."""
     try:
         tree = ast.parse(text)
@@ -258,11 +287,15 @@ def _written(result: Translation, source: str, project: str) -> str:
     section: str | None = None
     for key in (key for key in keys() if key in result.settings):
         name, _, inner = key.rpartition(".")
+        line = f"{inner}: {_yaml(key, result.settings[key])}  # {result.origins[key]}"
         if name != section:
-            lines += ["", f"{name}:"] if name else [""]
             section = name
-        indent = "  " if name else ""
-        lines.append(f"{indent}{inner}: {_yaml(key, result.settings[key])}  # {result.origins[key]}")
+            lines.append("")
+            if name:
+                lines.append(f"{name}:")
+        if name:
+            line = f"  {line}"
+        lines.append(line)
     if result.left_out:
         lines += ["", f"# Options of {project} that need no setting:", *(f"#   {text}" for text in result.left_out)]
     return "\n".join(lines) + "\n"

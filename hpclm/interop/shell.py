@@ -70,7 +70,9 @@ def _of_words(words: Sequence[str]) -> list[Flag]:
     for word in words[program:]:
         if word.startswith("--"):
             name, sign, value = word.partition("=")
-            found.append([name, value] if sign else [name])
+            found.append([name])
+            if sign:
+                found[-1].append(value)
         elif re.fullmatch(VARIABLE, word) and not (found and len(found[-1]) == 1 and found[-1][0].startswith("--")):
             found.append([word])  # perhaps more options
         elif found:
@@ -79,7 +81,7 @@ def _of_words(words: Sequence[str]) -> list[Flag]:
 
 
 def _commands(script: str) -> Iterator[list[str]]:
-    """The words of each command, and of each text that may be one: a quoted command or the value of a variable.
+    """The words of each command, and of each text that may be a command: a quoted text or the value of a variable.
 
     The last item has the words of all assignments.
     """
@@ -97,7 +99,9 @@ def _commands(script: str) -> Iterator[list[str]]:
             yield command
             yield from (_split(word) for word in command if " --" in word)
             continue
-        for word, match in zip(words[:1] if array else words, assigned, strict=False):
+        if array:
+            assigned = assigned[:1]
+        for word, match in zip(words, assigned, strict=False):
             if match is None:
                 break
             name, more, rest = match.groups()
@@ -109,8 +113,9 @@ def _commands(script: str) -> Iterator[list[str]]:
             if depth:
                 values = [f"${name}"]
             elif more:
-                before = variables.get(name, [])
-                values = [*before, *values] if array else ["".join([*before, *values])]
+                values = [*variables.get(name, []), *values]
+                if not array:
+                    values = ["".join(values)]
             variables[name] = values
             everything += [part for text in values for part in _split(text)]
             pieces = [_split(text) if " " in text else [text] for text in values]
@@ -148,7 +153,9 @@ def _statements(script: str) -> Iterator[tuple[list[list[Piece]], bool]]:
 
 def _plain(word: Sequence[Piece]) -> str:
     """The beginning of a word before any quotes and variables."""
-    return word[0][1] if word and word[0][0] == "plain" else ""
+    if word and word[0][0] == "plain":
+        return word[0][1]
+    return ""
 
 
 def _expanded(word: Sequence[Piece], variables: dict[str, list[str]]) -> list[str]:
@@ -163,7 +170,10 @@ def _expanded(word: Sequence[Piece], variables: dict[str, list[str]]) -> list[st
             parts = [_text([(kind, text)], variables)]
         words[-1] += "".join(parts[:1])
         words += parts[1:]
-    return words if words != [""] or any(kind in ("single", "double") for kind, _ in word) else []
+    quoted = any(kind in ("single", "double") for kind, _ in word)
+    if words == [""] and not quoted:
+        return []
+    return words
 
 
 def _text(word: Sequence[Piece], variables: dict[str, list[str]]) -> str:
@@ -172,7 +182,9 @@ def _text(word: Sequence[Piece], variables: dict[str, list[str]]) -> str:
     for kind, text in word:
         if kind in ("double", "variable"):
             text = re.sub(VARIABLE, lambda match: " ".join(_value(match[0], variables)), text)
-        texts.append(re.sub(r'\\([\\"$`])', r"\1", text) if kind == "double" else text)
+        if kind == "double":
+            text = re.sub(r'\\([\\"$`])', r"\1", text)
+        texts.append(text)
     return "".join(texts)
 
 

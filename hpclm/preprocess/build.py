@@ -48,10 +48,12 @@ class DatasetOutput(Writer):
         super().__init__(prefix, job.dtype(column), job.layout, replaces)
         self.prefix = prefix
         self._job = job
-        self.skipped = self.cut = self.dropped = 0  # empty documents, long conversations
+        self.skipped = 0  # empty documents
+        self.cut = 0  # conversations cut because they are too long
+        self.dropped = 0  # conversations omitted because they are too long, or have nothing left to learn
         self.inner = 0  # end-of-document tokens in the text itself
-        self.text_bytes = 0  # of text that became tokens
-        self.endless = 0  # conversations without an end of a turn that is learned
+        self.text_bytes = 0  # bytes of text that became tokens
+        self.endless = 0  # conversations in which no end of a turn is learned
         self.ends: set[str] = set()  # tokens learned as the end of an answer
         self.spanning = 0  # conversations with a token that spans a prompt and its answer
         self.bad: Counter[str] = Counter()  # unreadable lines, by reason
@@ -88,12 +90,14 @@ class DatasetOutput(Writer):
     def refuse_empty(self, names: str) -> None:
         """ConfigError if the inputs ``names`` had no tokens."""
         if not self.tokens:
+            problem = f"no documents in {names}"
             omitted = self._omissions()
-            why = f" ({omitted})" if omitted else ""
-            raise ConfigError(f"no documents in {names}{why}; no dataset was written")
+            if omitted:
+                problem += f" ({omitted})"
+            raise ConfigError(f"{problem}; no dataset was written")
 
     def complete(self, more: dict[str, Any]) -> None:
-        """Complete the files, with ``more`` in PREFIX.json. Everything that can fail happens here (see ``Writer.finish``)."""
+        """Complete the files, with ``more`` in PREFIX.json; after this only renaming remains (see ``Writer.finish``)."""
         self.note = {
             "tokenizer": tokenizer_of(self._job).fingerprint,
             "tokenizer_files": [str(Path(file).absolute()) for file in self._job.files],
@@ -117,14 +121,20 @@ class DatasetOutput(Writer):
 
     def warn(self, formats: Set[Format]) -> None:
         """Warn of text that contains the end-of-document token, and of very short documents or long tokens. Also warn of conversations
-        that teach text generation never asks for, or that do not teach when to stop. ``formats``: those of the inputs."""
+        that do not teach when to stop, or whose answers follow tokens that generation never produces.
+
+        ``formats``: the formats of the inputs.
+        """
         for problem in filter(None, (self._short_documents(formats), self._long_tokens())):
             log.warning("%s: %s", self.prefix, problem)
         if self.inner:
+            times = f"{self.inner:,} times"
+            if self.inner == 1:
+                times = "once"
             log.warning(
                 "%s: the text itself contains the end-of-document token %s; training sees the end of a document there, and "
                 "data.reset_attention_mask splits the document. Remove the token from the input, or name another one with --eod",
-                self.prefix, "once" if self.inner == 1 else f"{self.inner:,} times",
+                self.prefix, times,
             )  # fmt: skip
         if self.spanning:
             log.warning(
@@ -148,7 +158,8 @@ class DatasetOutput(Writer):
             )  # fmt: skip
 
     def _short_documents(self, formats: Set[Format]) -> str | None:
-        """Advice for documents that are too short to learn from; None for longer ones. fairseq's documents are lines of a text."""
+        """Advice for documents that are too short to learn from; None for longer documents, and for fairseq's, which are lines of a
+        text."""
         mean = self.tokens / self.documents
         if mean >= SHORT_DOCUMENT or self.documents < FEW_DOCUMENTS or self._job.chat or self._job.layout == "fairseq":
             return None
@@ -174,7 +185,9 @@ class DatasetOutput(Writer):
         )
 
     def _omissions(self) -> str:
-        omitted = [f"{many(self.skipped, 'empty document')} skipped"] if self.skipped else []
+        omitted = []
+        if self.skipped:
+            omitted.append(f"{many(self.skipped, 'empty document')} skipped")
         if self._job.chat and self.cut:
             omitted.append(f"{many(self.cut, 'conversation')} cut to {self._job.chat.context + 1:,} tokens")
         if self.dropped:
@@ -238,11 +251,15 @@ def write(
     except OSError as error:
         raise unwritten(error, prefixes[0], "no dataset was written") from error
     formats = {source.format for source in corpus.inputs}
-    for output in outputs[:1] if job.chat else outputs:
-        if output.tokens:  # a part may have none
-            output.warn(formats)
     for output in outputs:
-        output.describe(f"; {size / 1e6 / (time.monotonic() - began):.1f} MB/s" if size and share == WHOLE else "")
+        is_mask = job.chat and output is not outputs[0]
+        if output.tokens and not is_mask:  # a part may have no tokens
+            output.warn(formats)
+    speed = ""
+    if size and share == WHOLE:
+        speed = f"; {size / 1e6 / (time.monotonic() - began):.1f} MB/s"
+    for output in outputs:
+        output.describe(speed)
 
 
 def complete(outputs: Sequence[DatasetOutput], job: EncodeJob, more: dict[str, Any]) -> None:
@@ -268,8 +285,15 @@ def check_job(job: EncodeJob) -> None:
         raise ConfigError(
             f"--chat needs a tokenizer.json: the {job.tokenizer} tokenizer has no special tokens in a text"
         )
-    if job.chat and (problem := extras.missing("--chat", "transformers")):
-        raise ConfigError(problem)
+    needed = []
+    if job.chat:
+        needed.append(("--chat", "transformers"))
+    if job.language is not None:
+        needed.append(("--split-sentences", "sentencex"))
+    for option, library in needed:
+        problem = extras.missing(option, library)
+        if problem:
+            raise ConfigError(problem)
     if job.append_eod and tokenizer.eod is None:
         raise ConfigError(
             f"--append-eod: the {job.tokenizer} tokenizer has no end-of-document token; name one with --eod, or leave out --append-eod"
@@ -278,18 +302,19 @@ def check_job(job: EncodeJob) -> None:
         for option, chosen in (("--append-eod", job.append_eod), ("--split-sentences", job.language is not None)):
             if chosen:
                 raise ConfigError(f"the {job.tokenizer} tokenizer ends every text by itself; leave out {option}")
-    if job.language is not None and (problem := extras.missing("--split-sentences", "sentencex")):
-        raise ConfigError(problem)
 
 
 def refuse_to_replace(request: PreprocessRequest, prefixes: Sequence[Path]) -> None:
     """ConfigError if one of these datasets exists, unless --overwrite is given."""
     existing = [str(path) for path in (files(prefix)[1] for prefix in prefixes) if path.exists()]
     if existing and not request.overwrite:
-        verb = "exists" if len(existing) == 1 else "exist"
-        raise ConfigError(
-            f"{' and '.join(existing)} {verb}; give --overwrite to replace it, or another name for the output"
-        )
+        raise ConfigError(f"{exist(existing)}; give --overwrite to replace it, or another name for the output")
+
+
+def exist(paths: Sequence[str]) -> str:
+    """The sentence that ``paths`` exist."""
+    verb = "exists" if len(paths) == 1 else "exist"
+    return f"{' and '.join(paths)} {verb}"
 
 
 def write_dictionary(dictionary: Dictionary, request: PreprocessRequest) -> None:

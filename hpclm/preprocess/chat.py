@@ -1,8 +1,8 @@
 """Conversations as the text of a model's chat template, and the assistant's characters in it.
 
-If a template marks the assistant's text ({% generation %}), the marks count. Otherwise it is the text after the generation prompt
-(add_generation_prompt), up to the end of the turn; white space after the token that ends the turn does not count. Templates for which
-this is inconsistent are refused.
+If a template marks the assistant's text ({% generation %}), the marks count. Otherwise the assistant's text begins after the generation
+prompt (add_generation_prompt) and ends with the turn; white space after the token that ends the turn does not count. A template is refused
+if the generation prompt, or the text so far, changes with later messages.
 """
 
 import re
@@ -21,7 +21,7 @@ from hpclm.preprocess.lines import UnreadableLineError, read_object, text_of
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
 SHAREGPT = ROLES | {"human": "user", "gpt": "assistant"}
 FORMS = {"messages": ("role", "content", ROLES), "conversations": ("from", "value", SHAREGPT)}
-"""Key of a conversation's messages: keys of a message's role and text, and the names of roles."""
+"""Maps the key of a conversation's messages to the keys of a message's role and text, and to the names of roles."""
 CHANGE_TEXT = ("tools", "documents")
 """Keys of a conversation that templates read, but hpclm does not."""
 READ = (*FORMS, *CHANGE_TEXT)
@@ -33,7 +33,7 @@ CONVERT = "`hpclm docs finetune` has a line of Python for it"
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
 NAMED = ("special_tokens_map.json", SETTINGS, "special_tokens.json")
-"""Files with special tokens in a tokenizer's folder: two of transformers', one of a run's."""
+"""Files with special tokens in a tokenizer's folder: the first two are written by transformers, the last by hpclm."""
 
 Message = dict[str, str]
 Span = tuple[int, int]
@@ -59,11 +59,15 @@ def template_in(folder: Path) -> str | None:
     """The chat template in a tokenizer's folder, or None."""
     if (folder / TEMPLATE).is_file():
         return _read(folder / TEMPLATE)
-    given = json_object(folder / SETTINGS).get("chat_template") if (folder / SETTINGS).is_file() else None
-    if isinstance(given, list):  # several, by name
+    if not (folder / SETTINGS).is_file():
+        return None
+    given = json_object(folder / SETTINGS).get("chat_template")
+    if isinstance(given, list):  # several templates, by name
         named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
         given = named.get("default")
-    return given if isinstance(given, str) else None
+    if isinstance(given, str):
+        return given
+    return None
 
 
 def _read(path: Path) -> str:
@@ -80,31 +84,38 @@ def chat_of(
     too_long: Literal["cut", "drop"],
     tuned: ChatRecord | None = None,
 ) -> Chat:
-    """The chat settings of a tokenizer.json. Its template is the file ``template``, or that of a ``tuned`` run, or the one beside the
-    tokenizer; ConfigError without any."""
+    """The chat settings of a tokenizer.json. The template comes from the file ``template``, a ``tuned`` run, or the tokenizer's folder;
+    ConfigError without one."""
     folder = Path(tokenizer_file).parent
+    text: str | None
     if template is not None:
-        text: str | None = _read(readable(template, "chat template"))
+        text = _read(readable(template, "chat template"))
+    elif tuned:
+        text = tuned.template
     else:
-        text = tuned.template if tuned else template_in(folder)
+        text = template_in(folder)
     if text is None:
         raise ConfigError(f"{folder} has no {TEMPLATE}, nor a chat_template in {SETTINGS}; give --chat-template FILE")
     tokens: dict[str, str] = {}
-    for path in (folder / name for name in NAMED):
-        for name, token in json_object(path).items() if path.is_file() else ():
-            token = token.get("content") if isinstance(token, dict) else token  # an AddedToken with its options
+    for path in (folder / name for name in NAMED if (folder / name).is_file()):
+        for name, token in json_object(path).items():
+            if isinstance(token, dict):  # an AddedToken with its options
+                token = token.get("content")
             if name.endswith("_token") and isinstance(token, str):
                 tokens[name] = token
-    tokens |= tuned.tokens if tuned else {}
+    if tuned:
+        tokens |= tuned.tokens
     return Chat(text, tuple(sorted(tokens.items())), context, too_long)
 
 
 def with_end(chat: Chat, end: Callable[[], str | None]) -> Chat:
-    """``chat`` with ``end`` as first and last token of a text, as in an export, if the template needs these tokens and no file names them."""
+    """``chat`` with ``end`` as bos_token and eos_token, as in an export, if the template names one of them and no file does."""
     if chat.tokens or not any(names(chat.template, name) for name in ("bos_token", "eos_token")):
         return chat
     text = end()
-    return chat if text is None else replace(chat, tokens=(("bos_token", text), ("eos_token", text)))
+    if text is None:
+        return chat
+    return replace(chat, tokens=(("bos_token", text), ("eos_token", text)))
 
 
 def read_conversation(line: bytes) -> list[Message]:
@@ -118,7 +129,8 @@ def read_conversation(line: bytes) -> list[Message]:
     for key in CHANGE_TEXT:
         if record.get(key):
             raise UnreadableLineError("tools", f" has {key!r}, which hpclm does not render; {CONVERT}")
-    (key,), messages = forms, record[forms[0]]
+    key = forms[0]
+    messages = record[key]
     if not isinstance(messages, list) or not messages:
         raise UnreadableLineError("empty", f" is empty: {key!r} must be a list of messages")
     conversation = [_message(message, f"message {n}", *FORMS[key]) for n, message in enumerate(messages, 1)]
@@ -174,14 +186,19 @@ def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tupl
         asked = _render(messages[:number], chat, prompt=True)[0]
         answered = _render(messages[: number + 1], chat)[0]
         if not (answered.startswith(asked) and text.startswith(answered)):
-            when = "asks for it" if text.startswith(answered) else "continues after it"
+            when = "continues after it"
+            if text.startswith(answered):
+                when = "asks for it"
             raise UnreadableLineError(
                 "inconsistent template",
                 f": the chat template writes other text before message {number + 1} ends when it {when}, which hides what "
                 "the assistant writes; give --chat-template FILE, a version with {% generation %} marks",
             )
         bare = answered.rstrip()
-        spans.append((len(asked), max(len(asked), len(bare)) if bare.endswith(ends) else len(answered)))
+        end = len(answered)
+        if bare.endswith(ends):
+            end = max(len(asked), len(bare))
+        spans.append((len(asked), end))
     return text, spans
 
 
@@ -224,7 +241,9 @@ def _left_out(roles: tuple[str, ...], chat: Chat) -> int | None:
 
 
 def _incomplete(role: str, number: int) -> UnreadableLineError:
-    what = f"message {number}, of the {role}" if role != "system" else "the system message"
+    what = f"message {number}, of the {role}"
+    if role == "system":
+        what = "the system message"
     return UnreadableLineError("left out", f": the chat template leaves out or changes {what}")
 
 
@@ -245,4 +264,6 @@ def _render(messages: list[Message], chat: Chat, prompt: bool = False, mask: boo
     except Exception as error:  # a template may raise anything
         raise UnreadableLineError("template", f": the chat template refuses it: {error}") from None
     texts, spans = rendered
-    return texts[0], spans[0] if mask else []
+    if not mask:
+        return texts[0], []
+    return texts[0], spans[0]

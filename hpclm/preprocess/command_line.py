@@ -66,7 +66,7 @@ def names_data(words: Sequence[str]) -> bool:
 def _value(words: Sequence[str], name: str) -> str | None:
     """The value of the last word ``name=…``, or None."""
     values = [word.partition("=")[2] for word in words if _is(word, name)]
-    return values[-1] if values else None
+    return next(reversed(values), None)
 
 
 def _is(word: str, name: str) -> bool:

@@ -51,7 +51,9 @@ class EncodeJob:
 
     def dtype(self, column: int) -> np.dtype:
         """Type of the tokens of a dataset."""
-        return DTYPE if self.chat and column else token_dtype(tokenizer_of(self).size)
+        if self.chat and column:
+            return DTYPE
+        return token_dtype(tokenizer_of(self).size)
 
 
 class Column(NamedTuple):
@@ -72,9 +74,9 @@ class Column(NamedTuple):
     dropped: int = 0
     """Number of conversations omitted because they are too long, or because nothing is left to learn when cut."""
     endless: int = 0
-    """Number of conversations without an end of a turn that counts."""
+    """Number of conversations in which no end of a turn counts in the loss."""
     ends: frozenset[str] = frozenset()
-    """Counted tokens that end the answers of conversations."""
+    """Tokens that end the answers of conversations and count in the loss."""
     spanning: int = 0
     """Number of conversations with a token that spans a prompt and its answer."""
     text_bytes: int = 0
@@ -105,7 +107,7 @@ def tokenizer_of(job: EncodeJob) -> tokenizers.Tokenizer:
 
 
 def encode(chunk: InputChunk, job: EncodeJob) -> Encoded:
-    """Encode a chunk and discard its text; ConfigError with file and line if that fails."""
+    """Encode a chunk and discard its text; ConfigError with file and line if the text cannot be encoded."""
     if job.chat:
         conversations, errors = _records(chunk, partial(_conversation, job=job, chat=job.chat), job.on_error)
     else:
@@ -115,7 +117,9 @@ def encode(chunk: InputChunk, job: EncodeJob) -> Encoded:
     if job.chat:
         columns = _conversations(conversations, job, job.chat)
     else:
-        make = partial(_piece, chunk=chunk) if chunk.is_piece and not errors else _column
+        make: Callable[..., Column] = _column
+        if chunk.is_piece and not errors:
+            make = partial(_piece, chunk=chunk)
         columns = [make(documents, job, chunk.source.name) for documents in texts]
     return Encoded(columns, chunk.consumed, Counter(error.reason for _, error in errors), described)
 
@@ -123,11 +127,13 @@ def encode(chunk: InputChunk, job: EncodeJob) -> Encoded:
 def read_texts(
     chunk: InputChunk, keys: tuple[str, ...], on_error: OnError | None = None
 ) -> tuple[list[list[str]], list[tuple[int, UnreadableLineError]]]:
-    """The texts of a chunk, a list for each key, and its unreadable lines; ConfigError for those unless ``on_error`` is "skip".
+    """The texts of a chunk, a list for each key, and its unreadable lines; ConfigError for unreadable lines unless ``on_error`` is "skip".
 
-    None: the command has no --on-error.
+    ``on_error``: None if the command has no --on-error.
     """
-    begin = chunk.begin if chunk.source.format == "files" else 0
+    begin = 0
+    if chunk.source.format == "files":
+        begin = chunk.begin
     read = partial(read_line, format=chunk.source.format, keys=keys, begin=begin)
     records, errors = _records(chunk, read, on_error)
     return [[record[i] for record in records if record] for i in range(len(keys))], errors
@@ -136,7 +142,7 @@ def read_texts(
 def _records(
     chunk: InputChunk, read: Callable[[bytes], Record], on_error: OnError | None
 ) -> tuple[list[Record], list[tuple[int, UnreadableLineError]]]:
-    """The results of ``read`` for each line, and the lines that it raises for; ConfigError as in ``read_texts``."""
+    """The results of ``read`` for each line, and the lines for which it raises an error; ConfigError as in ``read_texts``."""
     records = []
     errors = []
     for number, line in enumerate(chunk.lines):
@@ -144,8 +150,10 @@ def _records(
             records.append(read(line))
         except UnreadableLineError as error:
             if on_error != "skip":
-                way = "; --on-error skip omits such lines" if on_error else ""
-                raise ConfigError(f"{chunk.location(number)}{error}{way}") from None
+                problem = f"{chunk.location(number)}{error}"
+                if on_error:
+                    problem += "; --on-error skip omits such lines"
+                raise ConfigError(problem) from None
             errors.append((number, error))
     return records, errors
 
@@ -177,16 +185,19 @@ def _conversation(line: bytes, job: EncodeJob, chat: Chat) -> Conversation | Non
 def _conversations(given: list[Conversation | None], job: EncodeJob, chat: Chat) -> list[Column]:
     """The tokens of conversations, and their loss mask."""
     longest = chat.context + 1
-    long = sum(len(conversation[0]) > longest for conversation in given if conversation)
+    read = [conversation for conversation in given if conversation]
+    short = [conversation for conversation in read if len(conversation.tokens) <= longest]
+    cut = len(read) - len(short)
+    dropped = 0
     if chat.too_long == "drop":
-        given = [conversation for conversation in given if conversation and len(conversation[0]) <= longest]
-    endless = sum(not conversation.ends for conversation in given if conversation)
-    ends = frozenset[str]().union(*(conversation.ends for conversation in given if conversation))
-    spanning = sum(conversation.spanning for conversation in given if conversation)
-    pairs = [(conversation.tokens[:longest], conversation.counts[:longest]) for conversation in filter(None, given)]
+        cut, dropped = dropped, cut
+        read = short
+    endless = sum(not conversation.ends for conversation in read)
+    ends = frozenset[str]().union(*(conversation.ends for conversation in read))
+    spanning = sum(conversation.spanning for conversation in read)
+    pairs = [(conversation.tokens[:longest], conversation.counts[:longest]) for conversation in read]
     kept = [pair for pair in pairs if pair[1][1:].any()]  # no token predicts the first one
-    dropped = len(pairs) - len(kept) + (long if chat.too_long == "drop" else 0)
-    cut = 0 if chat.too_long == "drop" else long
+    dropped += len(pairs) - len(kept)
     sizes = np.fromiter((len(ids) for ids, _ in kept), np.int64, len(kept))
     joined = [np.concatenate(column).astype(job.dtype(i)) for i, column in enumerate(zip(*kept, strict=True))]
     joined = joined or [np.empty(0, job.dtype(i)) for i in range(2)]
@@ -201,7 +212,9 @@ def _column(texts: list[str], job: EncodeJob, name: str) -> Column:
     per_document = np.ones(len(texts), np.int64)
     if job.language is not None:
         split = [sentences(text, job.language) for text in texts]
-        sequences = [sentence if job.keep_newlines else sentence.rstrip() for parts in split for sentence in parts]
+        sequences = [sentence for parts in split for sentence in parts]
+        if not job.keep_newlines:
+            sequences = [sentence.rstrip() for sentence in sequences]
         per_document = np.fromiter(map(len, split), np.int64, len(split))
     ids, sizes = tokenizer.encode_batch(sequences)
     ids = _checked(ids, job, name)
@@ -211,7 +224,7 @@ def _column(texts: list[str], job: EncodeJob, name: str) -> Column:
     full = documents > 0
     if job.empty == "skip":
         documents = documents[full]
-    inner = int(np.count_nonzero(ids == tokenizer.eod)) if job.append_eod else 0
+    inner = _inner_ends(ids, job)
     if job.append_eod and len(sizes):
         last = np.cumsum(documents)[documents > 0] - 1
         ids = np.insert(ids, np.cumsum(sizes)[last], tokenizers.end(tokenizer))
@@ -220,9 +233,18 @@ def _column(texts: list[str], job: EncodeJob, name: str) -> Column:
     return Column(ids, sizes, documents, int(np.count_nonzero(~full)), inner, text_bytes=size)
 
 
+def _inner_ends(ids: NDArray, job: EncodeJob) -> int:
+    """Number of end-of-document tokens in the text itself, if one is appended."""
+    if not job.append_eod:
+        return 0
+    return int(np.count_nonzero(ids == tokenizer_of(job).eod))
+
+
 def may_cut(job: EncodeJob) -> MayCut | None:
-    """Returns a function that tells where a document may be divided into pieces that together have its tokens. None: nowhere, as with a
-    user's own tokenizer, whose tokens may depend on the whole text."""
+    """Returns a function that tells where a document may be divided into pieces that together have the document's tokens.
+
+    None if documents must not be divided, as with a user's own tokenizer, whose tokens may depend on the whole text.
+    """
     tokenizer = tokenizer_of(job)
     if job.language is not None or job.tokenizer not in TOKENIZERS or tokenizer.ends_itself:
         return None
@@ -251,7 +273,7 @@ def _piece(texts: list[str], job: EncodeJob, name: str, chunk: InputChunk) -> Co
             f"{name}: the {job.tokenizer} tokenizer gives parts of this text other tokens than the whole; give --format lines"
         )
     ids = _checked(ids[begun:], job, name)
-    inner = int(np.count_nonzero(ids == tokenizer.eod)) if job.append_eod else 0
+    inner = _inner_ends(ids, job)
     size = len(texts[0].encode())
     return Column(
         ids, np.array([ids.size]), np.array([1]), 0, inner, text_bytes=size, is_piece=True, closes=chunk.closes

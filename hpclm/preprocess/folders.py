@@ -15,7 +15,7 @@ KINDS = (*JSON_LINES, *TABLES)
 TEXT = ".txt"
 """Extension of the files to read in a folder without any of ``KINDS``."""
 UNPACKED_FIRST = re.compile(r"\.(xz|bz2|lz4|zip|lzma|7z|snappy|br)$", re.IGNORECASE)
-"""Extensions of compressed data that cannot be read; a folder with such data would be read only in part."""
+"""Extensions of compressed files that cannot be read. They are ignored in a name, so that such a shard is refused, not left out."""
 ABOUT = {"dataset_info.json", "dataset_infos.json"}
 """Descriptions that accompany the data."""
 SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
@@ -34,12 +34,14 @@ def files_in(folder: Path, any_text: bool) -> list[str]:
     visible = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
     files = [path for path in visible if path.is_file() and path.name not in ABOUT]
     endings = {path: suffix_and_storage(UNPACKED_FIRST.sub("", path.name))[0] for path in files}
-    shards = files if any_text else [path for path in files if endings[path] in KINDS]
+    shards = [path for path in files if any_text or endings[path] in KINDS]
     shards = shards or [path for path in files if endings[path] == TEXT]
     if not shards:
+        problem = f"folder {folder} has no {', '.join((*KINDS, TEXT))} file, plain, .gz or .zst"
         inner = [path.name for path in visible if path.is_dir()]
-        hint = f"; its folders are not searched: give one of {', '.join(inner)}" if inner else ""
-        raise ConfigError(f"folder {folder} has no {', '.join((*KINDS, TEXT))} file, plain, .gz or .zst{hint}")
+        if inner:
+            problem += f"; its folders are not searched: give one of {', '.join(inner)}"
+        raise ConfigError(problem)
     splits = sorted({word for path in shards for word in re.split(r"[-_.]", path.name)} & SPLITS)
     if len(splits) > 1:
         patterns = [f"'{folder}/*{split}*'" for split in splits]
@@ -57,6 +59,7 @@ def _saved(folder: Path) -> list[str]:
         raise ConfigError(f"{state} is not what datasets writes ({error}); save the dataset again") from None
     if written.get("_indices_data_files"):
         raise ConfigError(f"{folder} selects rows by an indices file; save it with a current version of datasets")
-    if absent := [name for name in names if not (folder / name).is_file()]:
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
         raise ConfigError(f"{folder} is not complete: {absent[0]}, which state.json lists, is missing; copy it again")
     return [str(folder / name) for name in names]

@@ -34,7 +34,7 @@ class Hasher:
                 self._end_block()
 
     def end(self) -> tuple[str, str]:
-        """The hash of the file, and those of its blocks; call it last."""
+        """The hash of the file, and the hashes of its blocks; call it last."""
         if self._room < HASH_BLOCK_BYTES:
             self._end_block()
         blocks = "".join(self._blocks)
@@ -75,7 +75,7 @@ class Documents(NamedTuple):
 class TokenReader:
     """Reads all documents of a dataset in order, in constant memory; the index must have been checked.
 
-    At the end: ConfigError if the tokens do not match the hashes in ``recorded``; ``content`` gives the current hashes.
+    After the last document, ``content`` has the dataset's hashes; ConfigError if they differ from ``recorded``.
     """
 
     def __init__(self, dataset: IndexedDataset, recorded: DatasetContent | None):
@@ -94,7 +94,9 @@ class TokenReader:
             places = dataset.place(first), dataset.place(last)
             self._hasher.update(dataset.raw(*places))
             sizes = dataset.sizes[first:last].astype(np.int64)
-            modes = None if dataset.modes is None else dataset.modes[first:last]
+            modes = dataset.modes
+            if modes is not None:
+                modes = modes[first:last]
             yield Documents(dataset.flat[slice(*places)], sizes, np.diff(bounds), modes)
             dataset.release()
         tokens, blocks = self._hasher.end()

@@ -1,7 +1,7 @@
 """Input files of preprocessing: JSONL or plain text, compressed or not, Parquet, Arrow, or a pipe.
 
-They are read in order, in chunks of whole lines, so memory use depends on the longest line, not on file size. A file that is one
-document is read in pieces, if the tokenizer gives the pieces the same tokens as the whole.
+Files are read in order, in chunks of whole lines, so memory use depends on the longest line, not on file size. A file that is a single
+document is read in pieces if the tokenizer gives the pieces the same tokens as the whole.
 """
 
 import codecs
@@ -57,14 +57,16 @@ class Input:
     changed: int
     """Modification time in ns."""
     columns: tuple[str, ...] = ()
-    """Columns to read of a table, which has at least one of them; empty: all."""
+    """Columns of a table to read; missing columns are skipped unless all are. Empty: all columns."""
     rows_of: str = ""
-    """The Python value that supplies the lines of this file as its rows; empty for a user's file."""
+    """The name of the Python value whose rows are the lines of this file; empty for a user's file."""
 
     @property
     def name(self) -> str:
         """The input's name in messages."""
-        return self.rows_of or ("standard input" if self.path == "-" else self.path)
+        if self.rows_of:
+            return self.rows_of
+        return "standard input" if self.path == "-" else self.path
 
     @property
     def unsplittable(self) -> bool:
@@ -100,7 +102,9 @@ class InputChunk:
         if self.source.format == "files":
             return self.source.name
         number = self.first + line + lines_before(self.source.path, self.begin)
-        return f"{self.source.name}{', row ' if self.source.rows_of else ':'}{number}"
+        if self.source.rows_of:
+            return f"{self.source.name}, row {number}"
+        return f"{self.source.name}:{number}"
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,9 @@ def find(
         for path in _matches(name, format):
             status = readable(path, "input").stat()
             kind = kind_of(path, format, plain)
-            selected = tuple(columns) if kind.storage == "table" else ()
+            selected: tuple[str, ...] = ()
+            if kind.storage == "table":
+                selected = tuple(columns)
             inputs.append(Input(path, kind.format, kind.storage, status.st_size, status.st_mtime_ns, selected))
     refuse_repeated(inputs)
     return inputs
@@ -137,16 +143,19 @@ def find(
 
 def refuse_repeated(inputs: Iterable[Input]) -> None:
     """ConfigError if two ``inputs`` are the same file, even through links: a document could be in both training and evaluation data."""
-    names = dict[tuple[int, int] | None, str]()
-    for source in inputs:
-        status = None if source.path == "-" else Path(source.path).stat()
-        file = status and (status.st_dev, status.st_ino)
+    paths = [source.path for source in inputs]
+    if paths.count("-") > 1:
+        raise ConfigError("--input - is given twice; standard input can be read once")
+    names = dict[tuple[int, int], str]()
+    for path in paths:
+        if path == "-":
+            continue
+        status = Path(path).stat()
+        file = (status.st_dev, status.st_ino)
         if file in names:
-            if file is None:
-                raise ConfigError("--input - is given twice; standard input can be read once")
-            other = "" if names[file] == source.path else f", also as {names[file]}"
-            raise ConfigError(f"{source.path} is an input twice{other}; its documents would be copied. Give it once")
-        names[file] = source.path
+            other = "" if names[file] == path else f", also as {names[file]}"
+            raise ConfigError(f"{path} is an input twice{other}; its documents would be copied. Give it once")
+        names[file] = path
 
 
 def _matches(name: str, format: Format | None) -> list[str]:
@@ -170,10 +179,11 @@ def chunks(
 ) -> Iterator[InputChunk]:
     """The chunks of a share of the inputs, in order; ConfigError for a corrupt compressed file.
 
-    ``may_cut``: decides where a file that is one document may be divided into pieces; None: nowhere. ConfigError for a line or piece of
-    more than ``longest`` bytes of text.
-    A document belongs to the share with its first byte. Compressed files, and files that are single documents, are not divided; they
-    belong to the share in which they begin.
+    ``may_cut``: decides where a file that is a single document may be divided into pieces; None: nowhere. ConfigError for a line or piece
+    of more than ``longest`` bytes of text.
+
+    A document belongs to the share with its first byte. Compressed files, and files that are single documents, belong as a whole to the
+    share with their first byte.
     """
     total = sum(source.size for source in inputs)
     low, high = (total * part // share.parts for part in (share.part, share.part + 1))
@@ -196,7 +206,9 @@ def chunks(
 def _chunks(source: Input, begin: int, end: int | None, longest: int) -> Iterator[InputChunk]:
     """Chunks of the lines that begin in the bytes [``begin``, ``end``); None: up to the end."""
     with _opened(source) as (file, raw):
-        here = begin = _line_start(file, begin) if begin else 0
+        if begin:
+            begin = _line_start(file, begin)
+        here = begin
         number = 1
         lines = list[bytes]()
         size = 0
@@ -244,8 +256,14 @@ def _pieces(source: Input, longest: int, may_cut: MayCut | None) -> Iterator[Inp
         while block := file.read(CHUNK):
             text += block if read else block.removeprefix(BOM)
             read += len(block)
-            if may_cut and len(text) > CHUNK + BESIDE and (cut := _cut(text, may_cut)):
-                if not context and (wrong := _not_utf8(source)):
+            cut = None
+            if may_cut and len(text) > CHUNK + BESIDE:
+                cut = _cut(text, may_cut)
+            if cut:
+                wrong = None
+                if not context:
+                    wrong = _not_utf8(source)
+                if wrong:
                     begin, text[:] = wrong
                     break
                 yield piece(cut, False)
@@ -257,7 +275,7 @@ def _pieces(source: Input, longest: int, may_cut: MayCut | None) -> Iterator[Inp
 
 
 def _cut(text: bytearray, may_cut: MayCut) -> int | None:
-    """Position near the end of ``text`` where it may be divided; None: nowhere there."""
+    """Position near the end of ``text`` where it may be divided, or None."""
     end = len(text) - BESIDE
     begin = max(0, end - (BESIDE << 3))
     near = bytes(text[begin:])
@@ -270,8 +288,8 @@ def _cut(text: bytearray, may_cut: MayCut) -> int | None:
 
 
 def _not_utf8(source: Input) -> tuple[int, bytes] | None:
-    """The beginning and bytes of a piece of text that ends with the first byte that is not UTF-8; None without one. No tokens of such a
-    file are written."""
+    """The position and bytes of the piece that ends with the first byte that is not UTF-8; None for valid text. Found before any tokens
+    of the file are written."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = 0
     with _opened(source) as (file, _):

@@ -18,7 +18,7 @@ from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.preprocess.verify import check_index
 
 SHOWN = 300  # characters shown of a document
-READ = 4 * SHOWN  # tokens decoded for them: a character has at most 4 bytes of UTF-8
+READ = 4 * SHOWN  # tokens decoded for these characters, which have at most 4 bytes of UTF-8 each
 DOCUMENTS_PER_READ = 1 << 18  # number of documents to read the lengths of at a time
 PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -60,26 +60,31 @@ def report(
 
 def as_text(report: dict[str, Any]) -> str:
     """Format a ``report`` for a terminal."""
-    modes = ", with modes" if report["modes"] else ""
+    layout = f"{report['layout']}, {report['dtype']}"
+    if report["modes"]:
+        layout += ", with modes"
     rows = {
-        "layout": f"{report['layout']}, {report['dtype']}{modes}",
+        "layout": layout,
         "files": f"{report['bin_bytes']:,} bytes of tokens, {report['idx_bytes']:,} of index",
         "documents": f"{report['documents']:,}",
         "sequences": f"{report['sequences']:,}",
         "tokens": f"{report['tokens']:,}",
-        "tokenizer": tokenizers.describe(report["tokenizer"]) if report["tokenizer"] else "unknown",
+        "tokenizer": "unknown",
         "": report["tokenizer_missing"] or "",
         "an answer ends with": _ends(report["chat"]),
         "content hash": report["content"] or f"none; to add one: hpclm data hash {typed(report['prefix'])}",
         "tokens in a document": _line(report["document_lengths"]),
     }
+    if report["tokenizer"]:
+        rows["tokenizer"] = tokenizers.describe(report["tokenizer"])
     if report["sequence_lengths"] != report["document_lengths"]:
         rows["tokens in a sequence"] = _line(report["sequence_lengths"])
     parts = [report["prefix"], *(f"  {name:<21} {value}" for name, value in rows.items() if value)]
     for document in report["first"]:
         text = document["text"] if "text" in document else " ".join(map(str, document["ids"]))
-        cut = " … (cut)" if document["cut"] else ""
-        parts += ["", f"document {document['document']}, {many(document['tokens'], 'token')}", text + cut]
+        if document["cut"]:
+            text += " … (cut)"
+        parts += ["", f"document {document['document']}, {many(document['tokens'], 'token')}", text]
     return "\n".join(parts)
 
 
@@ -127,7 +132,7 @@ def bins(lengths: Counter[int]) -> list[tuple[int, int, int]]:
     counts = Counter[int]()
     for length, count in lengths.items():
         counts[length.bit_length()] += count
-    bits = range(min(counts), max(counts) + 1) if counts else range(0)
+    bits = range(min(counts, default=0), max(counts, default=-1) + 1)
     return [(1 << n >> 1, (1 << n) - 1, counts[n]) for n in bits]
 
 
@@ -172,10 +177,13 @@ def _document(dataset: IndexedDataset, number: int, tokenizer: tokenizers.Tokeni
 
 
 def _ends(chat: dict[str, Any] | None) -> str:
-    return "" if chat is None else ", ".join(chat["ends"]) or "no single token"
+    if chat is None:
+        return ""
+    return ", ".join(chat["ends"]) or "no single token"
 
 
 def _line(summary: dict[str, float]) -> str:
-    return " · ".join(
-        f"{name} {value:,.1f}" if name == "mean" else f"{name} {value:,}" for name, value in summary.items()
-    )
+    shown = {name: f"{value:,}" for name, value in summary.items()}
+    if summary:
+        shown["mean"] = f"{summary['mean']:,.1f}"
+    return " · ".join(f"{name} {value}" for name, value in shown.items())

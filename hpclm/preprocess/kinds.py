@@ -1,7 +1,7 @@
 """Detects the contents of a text file from its name and first kilobytes: JSON lines or plain lines, compressed or not, or a table.
 
-Compression (.gz) and numbering (.jsonl-00000-of-00002) in a name are ignored, in any case. If name and content contradict each other,
-nothing is guessed: JSON lines read as plain ones become documents full of keys and braces, without any error.
+Compression (.gz), numbering (.jsonl-00000-of-00002), and upper or lower case in a name are ignored. If name and content contradict each
+other, the file is refused: JSON lines read as plain lines would silently become documents full of keys and braces.
 """
 
 import gzip
@@ -66,7 +66,7 @@ OTHERS = {
     rb"\x93NUMPY": "a NumPy array, not text",
     rb"Obj\x01": "an Avro file; export its text as JSON lines or Parquet",
     rb"MMIDIDX\0": "the index of a dataset, not text; train on it with data.prefix",
-    rb"version https://git-lfs": "a Git LFS pointer, not the file itself; get that with git lfs pull",
+    rb"version https://git-lfs": "a Git LFS pointer, not the file itself; download the file with git lfs pull",
     rb"\xff\xfe\0\0|\0\0\xfe\xff": "text in UTF-32; convert it: iconv -f UTF-32 -t UTF-8",
     rb"\xff\xfe|\xfe\xff": "text in UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
 }
@@ -95,9 +95,10 @@ def kind_of(path: str, format: Format | None, plain: PlainFormat = "files") -> F
     if not storage:
         content = _beginning(path, storage)
         storage = next((kind for magic, kind in STORED.items() if content.startswith(magic)), storage)
-    library = LIBRARIES.get(storage)
-    if library and (problem := extras.missing(f"reading {path}", library)):
-        raise ConfigError(problem)
+    if storage in LIBRARIES:
+        problem = extras.missing(f"reading {path}", LIBRARIES[storage])
+        if problem:
+            raise ConfigError(problem)
     if storage == "table":
         if format not in (None, "jsonl"):
             raise ConfigError(f"{path}: the rows of a table are read as --format jsonl")
@@ -107,17 +108,21 @@ def kind_of(path: str, format: Format | None, plain: PlainFormat = "files") -> F
     _refuse_unreadable(path, content)
     if format is None:
         _refuse_unlikely(path, suffix, content)
-    format = format or ("jsonl" if holds_json_lines(path, suffix, content, plain) else plain)
-    if format == "jsonl" and (ARRAY.match(content) or SPREAD.match(content)):
-        what, items = ("one JSON array", "'.[]'") if ARRAY.match(content) else ("JSON objects of several lines", ".")
-        raise ConfigError(
-            f"{path} holds {what}, but hpclm reads one object per line; convert it: jq -c {items} {typed(path)} > OUT.jsonl"
-        )
+        format = "jsonl" if holds_json_lines(path, suffix, content, plain) else plain
+    if format == "jsonl":
+        for pattern, what, items in (
+            (ARRAY, "one JSON array", "'.[]'"),
+            (SPREAD, "JSON objects of several lines", "."),
+        ):
+            if pattern.match(content):
+                raise ConfigError(
+                    f"{path} holds {what}, but hpclm reads one object per line; convert it: jq -c {items} {typed(path)} > OUT.jsonl"
+                )
     return FileKind(format, storage)
 
 
 def suffix_and_storage(path: str) -> tuple[str, Storage]:
-    """The extension that tells the contents, such as ".jsonl", without numbers and compression; and the compression."""
+    """The extension that describes the contents, such as ".jsonl", without numbers and compression; and the compression."""
     name = Path(path).name.lower()
     storage: Storage = ""
     while True:
@@ -125,13 +130,15 @@ def suffix_and_storage(path: str) -> tuple[str, Storage]:
         if suffix in PACKED and not storage:
             name = Path(name).stem
             storage = PACKED[suffix]
-        elif suffix not in (*JSON_LINES, *TABLES, *CSV) and (unnumbered := _without_number(name)):
-            name = unnumbered
+        elif suffix not in (*JSON_LINES, *TABLES, *CSV) and _without_number(name):
+            name = _without_number(name)
         else:
             break
     if suffix in TABLES:
         storage = "table"
-    return "" if NUMBER.fullmatch(suffix) else suffix, storage
+    if NUMBER.fullmatch(suffix):
+        suffix = ""
+    return suffix, storage
 
 
 def _without_number(name: str) -> str:
@@ -144,7 +151,7 @@ def _without_number(name: str) -> str:
 
 
 def holds_json_lines(name: str, suffix: str, content: bytes, otherwise: str) -> bool:
-    """Whether a text is JSON lines, judging by the ``suffix`` of a file (``suffix_and_storage``) and its beginning; ConfigError if these contradict.
+    """Whether a text is JSON lines, by the file's ``suffix`` (``suffix_and_storage``) and its beginning; ConfigError if the two disagree.
 
     ``otherwise``: the value of --format for a file without JSON lines.
     """
@@ -161,7 +168,7 @@ def holds_json_lines(name: str, suffix: str, content: bytes, otherwise: str) -> 
 
 
 def holds_objects(content: bytes) -> bool:
-    """Whether most lines at the beginning of a text are JSON objects. If there is only one unfinished line, whether it begins like one."""
+    """Whether most lines at the beginning of a text are JSON objects; a single unfinished line must begin like an object."""
     lines = [line for line in content.removeprefix(BOM).split(b"\n") if line.strip()]
     cut = len(content) >= BEGINNING  # the last line may be incomplete
     if len(lines) == 1 and cut:
@@ -209,7 +216,7 @@ def _refuse_unlikely(path: str, suffix: str, content: bytes) -> None:
 
 
 def _beginning(path: str, storage: Storage) -> bytes:
-    """The first bytes of a file, decompressed; of a corrupt file, the readable part, since reading it reports the error."""
+    """The first bytes of a file, decompressed; only the readable part of a corrupt file, whose error is reported when it is read."""
     pieces = b""
     try:
         with reader(path) as file:

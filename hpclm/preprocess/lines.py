@@ -23,7 +23,9 @@ def read_line(line: bytes, format: Format, keys: tuple[str, ...], begin: int = 0
     """
     if format != "jsonl":
         text = _decoded(line, begin)
-        return [without_end(text) if format == "lines" else text] * len(keys)
+        if format == "lines":
+            text = without_end(text)
+        return [text for _ in keys]
     record = read_object(line, f"with the key {keys[0]!r}")
     if record is None:
         return []
@@ -59,7 +61,7 @@ def read_object(line: bytes, hint: str) -> dict[str, Any] | None:
 
 
 def text_of(value: Any, name: str) -> str:
-    """``value`` if it is text; otherwise an UnreadableLineError that calls it ``name``."""
+    """``value`` if it is text; otherwise an UnreadableLineError, in which ``name`` stands for the value."""
     if not isinstance(value, str):
         kind = "null" if value is None else f"a JSON {type(value).__name__}"
         raise UnreadableLineError("not text", f": {name} holds {kind}, not text")

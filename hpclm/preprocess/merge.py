@@ -29,9 +29,9 @@ def merge(
 ) -> IndexedDataset:
     """Write the documents of the datasets ``prefixes``, in order, as the dataset ``out``. ``overwrite`` allows replacing it.
 
-    ``layout``: None: the common one, otherwise Megatron's. ``dtype``: None: the narrowest that holds all tokens. ``compare``: require
-    the same tokenizer in every PREFIX.json; otherwise these are ignored. ConfigError, and nothing is written, if the datasets cannot be
-    merged.
+    ``layout``: None: the datasets' common layout, or Megatron's if they differ. ``dtype``: None: the narrowest that holds all tokens.
+    ``compare``: require the same tokenizer in every PREFIX.json; otherwise these files are ignored. ConfigError, and nothing is written,
+    if the datasets cannot be merged.
     """
     from hpclm.base.progress import Bar
 
@@ -52,7 +52,11 @@ def merge(
                 without.append(dataset.prefix)
             else:
                 with_modes.append(dataset.prefix)
-    layout = layout or (layouts.pop() if len(layouts) == 1 else "megatron")
+    if layout is None and len(layouts) == 1:
+        layout = layouts.pop()
+    layout = layout or "megatron"
+    if dtype is None:
+        dtype = common_dtype(dtypes, layout)
     if with_modes and without:
         raise ConfigError(f"{without[0]} has no modes, but others have: they cannot be merged")
     masked = [str(prefix) for prefix in prefixes if loss_mask.KEY in sidecar(prefix)]
@@ -64,7 +68,7 @@ def merge(
     writable_folder(Path(out).parent, "output folder")
     try:
         with (
-            Writer(out, common_dtype(dtypes, layout) if dtype is None else dtype, layout) as writer,
+            Writer(out, dtype, layout) as writer,
             Bar(total=total, unit=" tokens", unit_scale=True, disable=None) as bar,
         ):
             for prefix in prefixes:

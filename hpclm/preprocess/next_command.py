@@ -19,7 +19,7 @@ SMALL = "small"
 LARGE_FROM = 100_000_000  # training tokens; with fewer, a model of GPT-2's size only memorises them
 TRAIN_ONLY = "data.split=1"
 SPLITS: tuple[list[str], ...] = ([], ["data.split=90,10"], ["data.split=90,10", "data.split_by=tokens"], [TRAIN_ONLY])
-"""Settings that divide a dataset; the first that leave enough for validation are used."""
+"""Settings that divide a dataset; the first entry that leaves enough text for validation is used."""
 EPOCHS = 10
 TUNING_EPOCHS = 3
 STEPS = 10  # minimum number of steps of a run
@@ -39,14 +39,19 @@ def after(request: PreprocessRequest) -> str:
 
 
 def next_command(prefixes: Sequence[Path], vocab_size: int) -> str:
-    """``hpclm train PRESET ...`` for one dataset, or for train, valid, ... datasets; or the amount of text that is missing."""
+    """``hpclm train PRESET ...`` for one dataset, or for train, valid, ... datasets; with too few tokens, advice to add text."""
     vocabulary = f"model.vocab_size={vocab_size}"
-    one = [f"data.prefix={paths.literal(prefixes[0])}", vocabulary] if len(prefixes) == 1 else []
-    for settings, train, valid in _splits(prefixes[0]) if one else _parts(prefixes, vocabulary):
+    if len(prefixes) == 1:
+        named = [f"data.prefix={paths.literal(prefixes[0])}", vocabulary]
+        choices = _splits(prefixes[0])
+    else:
+        named = []
+        choices = _parts(prefixes, vocabulary)
+    for settings, train, valid in choices:
         preset = LARGE if train >= LARGE_FROM else SMALL
         changes = _changes(train, valid, preset)
         if changes is not None:
-            return shlex.join(["hpclm", "train", preset, *one, *settings, *changes])
+            return shlex.join(["hpclm", "train", preset, *named, *settings, *changes])
     min_tokens = SHORTEST * -(-STEPS * config.load(SMALL).batch.global_size // EPOCHS) + 1
     tokens = IndexedDataset(prefixes[0]).token_count
     return f"add text; {tokens:,} tokens are too few (a first run needs at least {min_tokens:,})"
@@ -56,20 +61,23 @@ def next_tuning_command(prefix: Path, run: str, chat: bool) -> str:
     """``hpclm train`` that continues from the weights of ``run``, with text or conversations."""
     words = [f"{paths.literal(run)}/config.yaml", "name=tuned", "out=runs/tuned"]
     words += [f"checkpoint.init_from={paths.literal(run)}", f"data.prefix={paths.literal(prefix)}"]
-    separate = ["data.order=packed", "data.reset_attention_mask=true", "data.reset_position_ids=true"] if chat else []
-    words += [*separate, "optim.lr=1e-5", "optim.min_lr=1e-6", f"budget.epochs={TUNING_EPOCHS}"]
+    if chat:
+        words += ["data.order=packed", "data.reset_attention_mask=true", "data.reset_position_ids=true"]
+    words += ["optim.lr=1e-5", "optim.min_lr=1e-6", f"budget.epochs={TUNING_EPOCHS}"]
     settings = config.of_run(Path(run), []) if Path(run).is_dir() else config.load()
     context = settings.model.context
 
     def samples(tokens: int) -> int:
-        return -(-tokens // context) if chat else samples_in(tokens, context)
+        if chat:
+            return -(-tokens // context)
+        return samples_in(tokens, context)
 
     for chosen, train, valid in _splits(prefix, chat):
         if samples(train) and (valid is None or samples(valid)):
             return shlex.join(
                 ["hpclm", "train", *words, *chosen, *_smaller_batch(settings.batch, TUNING_EPOCHS * samples(train))]
             )
-    return f"add text; {IndexedDataset(prefix).token_count:,} tokens are too few for a sample of model.context={context}; import with a shorter one"
+    return f"add text; {IndexedDataset(prefix).token_count:,} tokens are too few for a sample of model.context={context}; import the model with a shorter context"
 
 
 def _smaller_batch(batch: BatchConfig, samples: int) -> list[str]:
@@ -80,7 +88,10 @@ def _smaller_batch(batch: BatchConfig, samples: int) -> list[str]:
         size //= 2
     if size == batch.global_size:
         return []
-    return [f"batch.global_size={size}", *([] if micro == "auto" else [f"batch.micro_size={math.gcd(size, micro)}"])]
+    changes = [f"batch.global_size={size}"]
+    if micro != "auto":
+        changes.append(f"batch.micro_size={math.gcd(size, micro)}")
+    return changes
 
 
 def dataset_settings(prefix: Path, vocab_size: int, context: int) -> list[str]:
@@ -109,7 +120,8 @@ def _parts(prefixes: Sequence[Path], vocabulary: str) -> Iterator[Choice]:
     parts = {part: [p for p in prefixes if p.name.startswith(part)] for part in ("train", "valid", "test")}
     settings = [f"data.{part}=[{named[0]}]" for part, named in parts.items() if named]
     more = [f"{prefix.name}={prefix}" for prefix in parts["valid"][1:]]
-    settings += [f"data.validation=[{', '.join(more)}]"] if more else []
+    if more:
+        settings.append(f"data.validation=[{', '.join(more)}]")
     train = IndexedDataset((parts["train"] or prefixes)[0]).token_count
     shortest = min((IndexedDataset(prefix).token_count for prefix in parts["valid"]), default=None)
     yield [*settings, vocabulary], train, shortest
@@ -125,7 +137,9 @@ def _changes(train: int, valid: int | None, preset: str) -> list[str] | None:
         context //= 2
     if context < SHORTEST or (valid is not None and not samples_in(valid, context)):
         return None
-    changes = [f"model.context={context}"] if context < defaults.model.context else []
+    changes = []
+    if context < defaults.model.context:
+        changes.append(f"model.context={context}")
     per_epoch = samples_in(train, context)
     epochs = max(EPOCHS, -(-STEPS * batch // per_epoch))
     steps = epochs * per_epoch // batch

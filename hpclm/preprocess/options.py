@@ -1,4 +1,4 @@
-"""The options of hpclm preprocess, and the request that follows from them: datasets, their inputs, and how to tokenize their text."""
+"""The options of hpclm preprocess, and the resulting request: datasets, their inputs, and how to tokenize their text."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ LANGUAGES = dict(
 
 @dataclass(frozen=True)
 class InputCorpus:
-    """The inputs of one dataset, or of one per key."""
+    """The inputs of a dataset, or of the datasets for several keys."""
 
     inputs: tuple[Input, ...]
     prefixes: tuple[Path, ...]
@@ -108,11 +108,13 @@ class PreprocessOptions:
     @property
     def model(self) -> str | None:
         """The run directory that supplies the tokenizer, if --tokenizer names one."""
-        return self.tokenizer if self.tokenizer and Path(self.tokenizer).is_dir() else None
+        if self.tokenizer and Path(self.tokenizer).is_dir():
+            return self.tokenizer
+        return None
 
 
 def request(options: PreprocessOptions, model: str | None) -> PreprocessRequest:
-    """The request that follows from ``options``; ConfigError for invalid inputs. ``model``: the run that supplies the tokenizer."""
+    """The request for ``options``; ConfigError for invalid inputs. ``model``: the run that supplies the tokenizer."""
     share = _share(options.part)
     if options.fairseq:
         corpora, dictionary = _fairseq(options, share)
@@ -130,11 +132,12 @@ def request(options: PreprocessOptions, model: str | None) -> PreprocessRequest:
         append_eod=options.append_eod,
         empty=options.empty,
         on_error=options.on_error,
-        language=LANGUAGES.get(language, language) if options.split_sentences else None,
         keep_newlines=options.keep_newlines,
-        layout="megatron",
-        chat=_chat(options, model) if options.chat else None,
     )
+    if options.split_sentences:
+        job = replace(job, language=LANGUAGES.get(language, language))
+    if options.chat:
+        job = replace(job, chat=_chat(options, model))
     if dictionary:
         job = replace(job, tokenizer="fairseq", files=(str(dictionary.path),), layout="fairseq")
     return PreprocessRequest(
@@ -154,19 +157,7 @@ def text_request(
     ``rows_of``: see Input."""
     inputs = [replace(source, rows_of=rows_of) for source in find([str(path)], None, ["text"], "files")]
     corpus = InputCorpus(tuple(inputs), (Path(f"{name}_text_document"),))
-    job = EncodeJob(
-        tokenizer=tokenizer,
-        files=tuple(files),
-        eod=eod,
-        keys=("text",),
-        append_eod=True,
-        empty="skip",
-        on_error="stop",
-        language=None,
-        keep_newlines=False,
-        layout="megatron",
-        chat=None,
-    )
+    job = EncodeJob(tokenizer=tokenizer, files=tuple(files), eod=eod, append_eod=True)
     return PreprocessRequest((corpus,), job, Share(0, 1), workers=1, overwrite=False, longest_line=MAX_LINE_MB * MB)
 
 
@@ -226,7 +217,7 @@ def _corpus(options: PreprocessOptions, share: Share) -> InputCorpus:
 
 
 def _fairseq(options: PreprocessOptions, share: Share) -> tuple[tuple[InputCorpus, ...], Dictionary | None]:
-    """The datasets of fairseq's options, and their dictionary, unless another tokenizer is given."""
+    """The datasets of fairseq's options, and their dictionary; None in its place if another tokenizer is given."""
     if share.parts > 1:
         raise ConfigError(f"fairseq's options run in one process, not {share.parts}; give --workers to use more cores")
     folder = Path(options.destdir or "data-bin")
@@ -234,12 +225,18 @@ def _fairseq(options: PreprocessOptions, share: Share) -> tuple[tuple[InputCorpu
     for split in ("train", "valid", "test"):
         files = filter(None, (getattr(options, f"{split}pref") or "").split(","))
         found = [find([file], None, plain="lines") for file in files]
-        refuse_repeated(inputs := [source for sources in found for source in sources])
-        if stray := next((source.name for source in inputs if source.format != "lines"), None):
-            raise ConfigError(f"{stray} holds JSON lines, but fairseq's options read plain ones; give --input {stray}")
+        inputs = [source for sources in found for source in sources]
+        refuse_repeated(inputs)
+        stray = next((source.name for source in inputs if source.format != "lines"), None)
+        if stray:
+            raise ConfigError(
+                f"{stray} holds JSON lines, but fairseq's options read plain text; give --input {stray} instead"
+            )
         corpora += [InputCorpus(tuple(sources), (folder / f"{split}{i or ''}",)) for i, sources in enumerate(found)]
+    if options.tokenizer:
+        return tuple(corpora), None
     given = Path(options.srcdict) if options.srcdict else None
-    return tuple(corpora), None if options.tokenizer else Dictionary(folder / "dict.txt", corpora[0], given)
+    return tuple(corpora), Dictionary(folder / "dict.txt", corpora[0], given)
 
 
 def _share(part: str | None) -> Share:

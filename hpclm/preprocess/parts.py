@@ -1,7 +1,7 @@
 """Preprocess text with one process, or one corpus with several: each writes a part, and the last to finish joins them.
 
-The parts are datasets in PREFIX.parts/, with their job in PREFIX.json. No process waits for another's part: one that finds parts missing
-exits. joined.json remains, so that a late or restarted process of the same job knows that nothing is left to do.
+The parts are datasets in PREFIX.parts/, each with its job in its .json file. Processes do not wait for each other: a process that finds
+parts missing exits. joined.json remains, so that a late or restarted process of the same job knows that nothing is left to do.
 """
 
 import json
@@ -90,7 +90,7 @@ def _joined(folder: Path, request: PreprocessRequest) -> bool:
 
 
 def _result(request: PreprocessRequest) -> dict[str, Any]:
-    """The job, and the files that it wrote, as JSON; OSError if they do not exist."""
+    """The job and the files that it wrote, as JSON; OSError if the files do not exist."""
     [corpus] = request.corpora
     status = [path.stat() for prefix in corpus.prefixes for path in files(prefix)[:2]]
     return {"job": job_fingerprint(corpus, request), "files": [[file.st_size, file.st_mtime_ns] for file in status]}

@@ -1,10 +1,10 @@
 """Encodes text of a run, with its beginning and end, for all commands and exports.
 
-Text of an imported run is encoded as by transformers' AutoTokenizer, with the tokens that the template adds. Text of any other run is
-encoded like its data, with nothing added.
+Text of an imported run is encoded as transformers' AutoTokenizer does, with the tokens that the template adds. Text of any other run is
+encoded like the run's data, with nothing added.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,16 +46,20 @@ class RunText:
     @property
     def ids(self) -> dict[str, Any]:
         """Special tokens, in the form of a config.json."""
-        ends = self.chat.ends.values() if self.chat else ()
-        ids = special_tokens.ids(
-            self.imported_tokens, self.tokenizer.eod, token_text(self.tokenizer, self.tokenizer.eod), ends
-        )
-        begin = token_id(self.tokenizer, self.chat.named.get("bos_token")) if self.chat else None
+        answer_ends: Collection[int] = ()
+        begin = None
+        if self.chat:
+            answer_ends = self.chat.ends.values()
+            begin = token_id(self.tokenizer, self.chat.named.get("bos_token"))
+        end = self.tokenizer.eod
+        ids = special_tokens.ids(self.imported_tokens, end, token_text(self.tokenizer, end), answer_ends)
         if begin is None and not self.imported:  # the token that ends a document begins the next
             begin = self.tokenizer.eod
         if begin is None and ids["bos_token_id"] is None:
             begin = token_id(self.tokenizer, self.imported_tokens.get("bos_token"))
-        return ids if begin is None else ids | {"bos_token_id": begin}
+        if begin is not None:
+            ids["bos_token_id"] = begin
+        return ids
 
     @property
     def begin(self) -> int | None:
@@ -63,7 +67,9 @@ class RunText:
         named = token_id(self.tokenizer, self.imported_tokens.get("bos_token"))
         if named is not None:
             return named
-        return special_tokens.first(self.ids["bos_token_id"]) if self.tokenizer.eod is None else self.tokenizer.eod
+        if self.tokenizer.eod is not None:
+            return self.tokenizer.eod
+        return special_tokens.first(self.ids["bos_token_id"])
 
     @property
     def ends(self) -> frozenset[int]:
@@ -78,11 +84,11 @@ class RunText:
     @property
     def hidden(self) -> frozenset[int]:
         """Special tokens that do not belong to an answer."""
-        names = [self.imported_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")]
-        texts = (*(self.tokenizer.special if isinstance(self.tokenizer, Library) else ()), *names)
-        return frozenset(
-            id for id in (self.tokenizer.eod, *(token_id(self.tokenizer, text) for text in texts)) if id is not None
-        )
+        texts = [self.imported_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")]
+        if isinstance(self.tokenizer, Library):
+            texts += self.tokenizer.special
+        ids = [self.tokenizer.eod, *(token_id(self.tokenizer, text) for text in texts)]
+        return frozenset(id for id in ids if id is not None)
 
     def encode(self, text: str, template: bool | None = None) -> list[int]:
         """The ids of ``text``. ``template``: whether to add the template's tokens; None: unless the text already begins with them.
@@ -99,7 +105,9 @@ class RunText:
             raise ConfigError(f"the tokenizer gives id {max(ids)}, but the run's model.vocab_size is {self.vocabulary}")
         if template is None:
             template = not (self.before and text.startswith(self.decode([self.before[0]])))
-        return [*self.before, *ids, *self.after] if template else ids
+        if template:
+            return [*self.before, *ids, *self.after]
+        return ids
 
     def start(self, text: str) -> list[int]:
         """The ids of ``text`` for a model to continue; ConfigError without any."""
@@ -121,7 +129,9 @@ def of_run(run: Path, data: DataConfig, vocabulary: int, tokenizer: Tokenizer | 
     if tokenizer is None:
         tokenizer = tokenizers.of_run(data)
     imported_tokens = special_tokens.of_run(run, tokenizers.files_of_run(data))
-    template = tokenizer.template() if imported_tokens is not None and isinstance(tokenizer, Library) else ((), ())
+    template: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    if imported_tokens is not None and isinstance(tokenizer, Library):
+        template = tokenizer.template()
     return RunText(
         tokenizer,
         imported_tokens or {},
@@ -147,7 +157,10 @@ def token_text(tokenizer: Tokenizer, id: int | None) -> str | None:
         return None
     if isinstance(tokenizer, SentencePiece):
         return str(tokenizer.model.id_to_piece(id))
-    return tokenizer.model.id_to_token(id) if isinstance(tokenizer, Library) else None
+    if isinstance(tokenizer, Library):
+        text: str | None = tokenizer.model.id_to_token(id)
+        return text
+    return None
 
 
 def token_id(tokenizer: Tokenizer, text: str | None) -> int | None:
@@ -157,4 +170,7 @@ def token_id(tokenizer: Tokenizer, text: str | None) -> int | None:
     if isinstance(tokenizer, SentencePiece):
         id = tokenizer.model.piece_to_id(text)
         return int(id) if tokenizer.model.id_to_piece(id) == text else None
-    return tokenizer.model.token_to_id(text) if isinstance(tokenizer, Library) else None
+    if isinstance(tokenizer, Library):
+        id = tokenizer.model.token_to_id(text)
+        return None if id is None else int(id)
+    return None

@@ -1,7 +1,7 @@
 """Special tokens (begin, end and padding of a text), chat template and generation settings of an imported run.
 
-An import stores them next to the tokenizer's files, for every run that uses those. The chat settings with which a run was tuned replace
-them (``hpclm.data.chat_record``).
+An import stores these next to the tokenizer's files, for every run that uses the tokenizer. If a run was tuned on conversations, its chat
+settings replace them (``hpclm.data.chat_record``).
 """
 
 import logging
@@ -24,7 +24,7 @@ ADDED = ("add_bos_token", "add_eos_token")
 def chat_of_run(run: Path, paths: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
     """The chat template of a run before tuning, and its generation settings; None and {} without them. ``paths``: see ``of_run``."""
     places = _places(run, paths)
-    templates = (text for place in places if (text := template_in(place)) is not None)
+    templates = (text for text in map(template_in, places) if text is not None)
     settings = (json_object(place / GENERATION) for place in places if (place / GENERATION).is_file())
     return next(templates, None), next(settings, {})
 
@@ -52,27 +52,36 @@ def _places(run: Path, paths: Sequence[str]) -> list[Path]:
 def ids(
     imported_tokens: Mapping[str, Any], end: int | None, end_text: str | None = None, answer_ends: Iterable[int] = ()
 ) -> dict[str, Any]:
-    """Ids for config.json: the ``imported_tokens``, the run's end-of-document token ``end``, and ``answer_ends``, with which it was
-    tuned to end an answer.
+    """Ids for config.json: the ``imported_tokens``, the run's end-of-document token ``end``, and ``answer_ends``, the tokens that end an
+    answer in the conversations it was tuned on.
 
-    ``end_text``: text of ``end``. If the imported folder names it as its end, it is added to the ends; otherwise the run was trained
-    with another end.
+    ``end_text``: text of ``end``. If the imported folder names this text as its end, ``end`` is added to the imported ends; otherwise it
+    replaces them, since the run was trained with another end.
     """
     tokens = {name: imported_tokens.get(name) for name in IDS}
     ends = listed(tokens["eos_token_id"])
     if end is not None and end not in ends:
         more = bool(ends) and end_text is not None and imported_tokens.get("eos_token") == end_text
         ends = [*ends, end] if more else [end]
-        tokens["eos_token_id"] = ends if more else end
-    if answer_ends := [id for id in answer_ends if id not in ends]:
-        ends = [*ends, *answer_ends]
-        tokens["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        tokens["eos_token_id"] = _value(ends)
+    further = [id for id in answer_ends if id not in ends]
+    if further:
+        tokens["eos_token_id"] = _value([*ends, *further])
     return tokens
+
+
+def _value(ids: list[int]) -> int | list[int]:
+    """``ids`` as config.json writes them: a single id without a list."""
+    if len(ids) == 1:
+        return ids[0]
+    return ids
 
 
 def listed(value: Any) -> list[int]:
     """All ids in a value of config.json."""
-    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
+    if not isinstance(value, list):
+        value = [value]
+    return [one for one in value if isinstance(one, int)]
 
 
 def first(value: Any) -> int | None:

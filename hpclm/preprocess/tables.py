@@ -20,14 +20,18 @@ Batches = Callable[[list[str]], Iterable[Any]]
 
 
 def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[bytes]:
-    """The rows of a table as lines: a JSON object with those of ``columns`` that it has (none: all). ConfigError if the file is corrupt,
-    holds a value without a Python form, or has none of the columns."""
+    """The rows of a table as lines of JSON objects with the existing ones of ``columns`` (empty: all).
+
+    ConfigError if the file is corrupt, has a value without a Python form, or has none of the columns.
+    """
     import pyarrow
 
-    is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC or ".parquet" in path.lower()
+    kind, opened = "an Arrow IPC", _arrow
+    if file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC or ".parquet" in path.lower():
+        kind, opened = "a Parquet", _parquet
     file.seek(0)
     try:
-        table, batches = (_parquet if is_parquet else _arrow)(file)
+        table, batches = opened(file)
         names = table.names
         selected = [column for column in columns or names if column in names]
         if not selected:
@@ -37,7 +41,6 @@ def json_lines(file: BinaryIO, path: str, columns: Sequence[str]) -> Iterator[by
             for first in range(0, batch.num_rows, ROWS):
                 yield b"".join(_line(row) + b"\n" for row in _rows(batch.slice(first, ROWS), path))
     except (pyarrow.ArrowException, OSError, EOFError) as error:
-        kind = "a Parquet" if is_parquet else "an Arrow IPC"
         raise ConfigError(
             f"{path} is truncated, corrupt, or not {kind} file: {error}; copy or create it again"
         ) from None
@@ -65,8 +68,10 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> str:
-    """Bytes as text, which they are in files of Spark and Hive; other values, such as dates, as str."""
-    return value.decode() if isinstance(value, bytes) else str(value)
+    """Bytes as text, because Spark and Hive store text as bytes; str() of other values, such as dates."""
+    if isinstance(value, bytes):
+        return value.decode()
+    return str(value)
 
 
 def _parquet(file: BinaryIO) -> tuple[Any, Batches]:
@@ -78,7 +83,7 @@ def _parquet(file: BinaryIO) -> tuple[Any, Batches]:
 
 
 def _arrow(file: BinaryIO) -> tuple[Any, Batches]:
-    """The same as ``_parquet`` for an Arrow file. EOFError for a stream without its end mark: a truncated one may look whole."""
+    """The same as ``_parquet`` for an Arrow file. EOFError for a stream without its end mark, since a truncated stream may look whole."""
     from pyarrow import ipc
 
     beginning = file.read(len(FILE_MAGIC))

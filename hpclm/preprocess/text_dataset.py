@@ -59,17 +59,19 @@ class NamedDataset:
         job = self.text.request.job
         prefix = self.prefix.parent.parent / self.text.name
         words = ["--input", str(self.text.path), "--output-prefix", str(prefix), "--tokenizer", job.tokenizer]
-        files = ["--tokenizer-files", *job.files] if job.files else []
-        end = ["--eod", job.eod] if job.eod else []
-        return shlex.join(["hpclm", "preprocess", *words, *files, *end, "--append-eod"])
+        if job.files:
+            words += ["--tokenizer-files", *job.files]
+        if job.eod:
+            words += ["--eod", job.eod]
+        return shlex.join(["hpclm", "preprocess", *words, "--append-eod"])
 
     @property
     def written(self) -> bool:
-        """True if the dataset is complete, false if its text has yet to be tokenized."""
+        """Whether the dataset is complete; otherwise its text must be tokenized first."""
         return _is_dataset(self.prefix)
 
     def write(self) -> None:
-        """Tokenize the text, unless that is done. ConfigError or an interrupt leaves nothing behind."""
+        """Tokenize the text unless the dataset is complete. A ConfigError or an interrupt leaves nothing behind."""
         if self.text is None or self.written:
             return
         folder = self.prefix.parent
@@ -80,7 +82,7 @@ class NamedDataset:
             build.write(self.text.corpus, self.text.request, [self.prefix])
         except BaseException as error:
             if isinstance(error, ConfigError) and self.written:
-                return  # by another run that started at the same time
+                return  # another run that started at the same time has written it
             for parent in missing:
                 with suppress(OSError):  # another process may have put something there
                     parent.rmdir()
@@ -92,10 +94,12 @@ class NamedDataset:
         return ["data.source=indexed", *lists, *self._settings(run), *self.divided]
 
     def _settings(self, run: RunConfig) -> list[str]:
-        if self.text is not None and self.written:
+        prefix = f"data.prefix={paths.literal(self.prefix)}"
+        if self.text is None:
+            return [prefix]
+        if self.written:
             return dataset_settings(self.prefix, self.text.vocab_size, run.model.context)
-        vocabulary = [] if self.text is None else [f"model.vocab_size={self.text.vocab_size}"]
-        return [f"data.prefix={paths.literal(self.prefix)}", *vocabulary]
+        return [prefix, f"model.vocab_size={self.text.vocab_size}"]
 
 
 def _is_dataset(prefix: Path) -> bool:
@@ -105,8 +109,8 @@ def _is_dataset(prefix: Path) -> bool:
 def named_dataset(data: str, tokenizer: str | None, run: RunConfig) -> NamedDataset:
     """The dataset for ``run`` that ``data`` names: the prefix of a dataset, or a text.
 
-    ``tokenizer`` of a text: "bytes", a tokenizer.json or sentencepiece file, or package.module:Name; None: that of the settings
-    (data.tokenizer), otherwise "bytes". ConfigError for data that cannot be read.
+    ``tokenizer`` of a text: "bytes", a tokenizer.json or sentencepiece file, or package.module:Name; None: data.tokenizer of the run's
+    settings, otherwise "bytes". ConfigError for data that cannot be read.
     """
     if not data.strip():
         raise ConfigError("data is empty; give the prefix of a dataset, or a text file")
@@ -125,7 +129,7 @@ def named_dataset(data: str, tokenizer: str | None, run: RunConfig) -> NamedData
 
 
 def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConfig, rows_of: str = "") -> NamedDataset:
-    """The dataset that ``run`` makes of the text at ``path``, tokenized as by ``hpclm preprocess --append-eod``.
+    """The dataset that ``run`` makes of the text at ``path``, tokenized as ``hpclm preprocess --append-eod`` does.
 
     ``content``: a hash of the text; None: size and time of the file tell whether it has changed. ``tokenizer``: see ``named_dataset``.
     ``rows_of``: see `Input`.
@@ -135,40 +139,46 @@ def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConf
     files: list[str] = []
     end = None
     of_run = tokenizer is None and run.data.tokenizer is not None
-    if of_run:  # such as that of an imported model
+    if of_run:  # such as the tokenizer of an imported model
         _, kind, files, end = tokenizers.build_of_run(run.data)
-    elif file := FILES.get(Path(kind).suffix):
-        kind, files = file, [str(Path(kind).absolute())]
+    elif Path(kind).suffix in FILES:
+        files = [str(Path(kind).absolute())]
+        kind = FILES[Path(kind).suffix]
     elif kind != TOKENIZER and not OWN.fullmatch(kind):
         raise ConfigError(
             f"tokenizer={kind!r} must be {TOKENIZER!r}, a tokenizer.json, a sentencepiece .model file, or package.module:Name"
         )
-    tokenizer_of.cache_clear()  # its files may have changed since an earlier call
+    tokenizer_of.cache_clear()  # the tokenizer's files may have changed since an earlier call
 
     request = options.text_request(path, name, kind, files, end, rows_of)
     [corpus] = request.corpora
-    facts = build.job_fingerprint(corpus, request) | ({"inputs": content} if content else {})
+    facts = build.job_fingerprint(corpus, request)
+    if content:
+        facts["inputs"] = content
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:10]
     prefix = Path(run.out).parent / "datasets" / f"{name}-{digest}" / corpus.prefixes[0].name
     begun = _data_of_run(Path(run.out))
     divided: Iterable[tuple[str, Any]] = ()
     if begun.get("data.prefix") == str(prefix.absolute()):
         divided = ((key, begun.get(key)) for key in ("data.split", "data.split_by"))
+    vocab_size = run.model.vocab_size if of_run else tokenizer_of(request.job).size
     return NamedDataset(
         prefix,
-        Text(path, name, corpus, request, run.model.vocab_size if of_run else tokenizer_of(request.job).size),
+        Text(path, name, corpus, request, vocab_size),
         tuple(f"{key}={value}" for key, value in divided if value is not None),
     )
 
 
 def _data_of_run(out: Path) -> Mapping[str, Any]:
-    """The settings of the run in ``out``, which it resumes with; empty if it has not begun, or if they cannot be read."""
+    """The settings with which the run in ``out`` resumes; empty if it has not begun, or if they cannot be read."""
     with suppress(ConfigError):
-        return compose.flat_of_run(out) if events.of_kind(events.read_or_refuse(out), "began") else {}
+        if events.of_kind(events.read_or_refuse(out), "began"):
+            return compose.flat_of_run(out)
     return {}
 
 
 def refuse_second_data(data: str, names: Iterable[str]) -> None:
     """ConfigError if one of the settings ``names`` also selects the data, as ``data`` does."""
-    if second := [name for name in names if name in NAMES_DATA]:
+    second = [name for name in names if name in NAMES_DATA]
+    if second:
         raise ConfigError(f"data={data} and {second[0]} both select the data; omit one of them")

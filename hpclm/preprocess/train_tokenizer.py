@@ -21,7 +21,7 @@ from hpclm.preprocess.tokenizers.sentencepieces import SENTENCES, train_sentence
 
 log = logging.getLogger(__name__)
 MEASURED = 1000  # random documents for measuring the compression
-LONG = 1 << 16  # maximum number of characters of such a document
+LONG = 1 << 16  # maximum number of characters of a measured document
 FITTING = range(9, 16)  # exponents of two of default vocabulary sizes
 PACKED = 4  # bytes of text per byte of a compressed file
 RARE = 100  # occurrences in the text needed to learn an entry well
@@ -74,7 +74,9 @@ def train(wanted: TokenizerRequest) -> list[str]:
     size_on_disk = sum(source.size * (PACKED if source.storage else 1) for source in inputs)
     if wanted.vocab_size is None and (library != "json" or not size_on_disk):
         raise ConfigError(f"give --vocab-size, such as 8000, for {output.name if size_on_disk else 'standard input'}")
-    vocab_size = fitting_size(size_on_disk) if wanted.vocab_size is None else wanted.vocab_size
+    vocab_size = wanted.vocab_size
+    if vocab_size is None:
+        vocab_size = fitting_size(size_on_disk)
     writable_folder(output.parent, "output folder")
 
     measured = TextSample(MEASURED)
@@ -110,8 +112,8 @@ def train(wanted: TokenizerRequest) -> list[str]:
     )
     if size > LONG_TOKEN * tokens:
         log.warning(
-            "%s: tokens have %.0f bytes of text on average (3 to 5 are usual), so entries are whole sentences that other text does not "
-            "have; give more text, or a smaller --vocab-size",
+            "%s: tokens have %.0f bytes of text on average (3 to 5 are usual), so entries are whole sentences that do not occur in other "
+            "text; give more text, or a smaller --vocab-size",
             output, size / tokens,
         )  # fmt: skip
     if tokenizer.size < vocab_size:
@@ -126,13 +128,13 @@ def train(wanted: TokenizerRequest) -> list[str]:
     if len(wanted.input) == 1 and not (wanted.format or wanted.json_key) and text_bytes < SHORT_WAY:
         tokenized = [f"data={wanted.input[0]}", f"tokenizer={output}"]
         return [result, f"next: {shlex.join(['hpclm', 'train', 'small', *tokenized])}"]
-    format = f"--format {wanted.format} " if wanted.format else ""
-    key = f"--json-keys {shlex.quote(wanted.json_key)} " if wanted.json_key else ""
-    following = (
-        f"next: hpclm preprocess --input {shlex.join(wanted.input)} {format}{key}--output-prefix DATASET "
-        f"--tokenizer {library} --tokenizer-files {shlex.quote(str(output))} --append-eod"
-    )
-    return [result, following]
+    command = ["hpclm", "preprocess", "--input", *wanted.input]
+    if wanted.format:
+        command += ["--format", wanted.format]
+    if wanted.json_key:
+        command += ["--json-keys", wanted.json_key]
+    command += ["--output-prefix", "DATASET", "--tokenizer", library, "--tokenizer-files", str(output), "--append-eod"]
+    return [result, f"next: {shlex.join(command)}"]
 
 
 def fitting_size(text_bytes: int) -> int:
@@ -155,5 +157,7 @@ class TextSample:
         self.seen += 1
         if len(self.items) < self._limit:
             self.items.append(item)
-        elif (place := self._random.randrange(self.seen)) < self._limit:
+            return
+        place = self._random.randrange(self.seen)
+        if place < self._limit:
             self.items[place] = item

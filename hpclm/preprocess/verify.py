@@ -49,34 +49,41 @@ def add_hashes(dataset: IndexedDataset, overwrite: bool = False) -> tuple[Datase
     _, content = _check_tokens(dataset, recorded, _vocabulary(note, None))
     if recorded is not None:
         return recorded, False
-    counts = {} if note else {"documents": dataset.document_count, "tokens": dataset.token_count}
+    note = note or {"documents": dataset.document_count, "tokens": dataset.token_count}
     try:
-        write_text(path, json.dumps(note | counts | {KEY: content.note()}, indent=1, ensure_ascii=False) + "\n")
+        write_text(path, json.dumps(note | {KEY: content.note()}, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
         raise unwritten(error, path, "no hash was stored") from error
     return content, True
 
 
-def described(dataset: IndexedDataset, result: dict[str, Any]) -> str:
+def verification_summary(dataset: IndexedDataset, result: dict[str, Any]) -> str:
     """The result of ``verify`` in a sentence."""
-    below = f", all below {result['vocab_size']:,}" if result["vocab_size"] is not None else ""
-    highest = "" if result["highest_token"] is None else f", the highest {result['highest_token']:,}"
-    hashed = f"when hpclm data hash recorded it at {result['content_added']}" if result["content_added"] else "written"
+    counts = (
+        f"{many(result['sequences'], 'sequence')} in {many(result['documents'], 'document')}, "
+        f"{many(result['tokens'], 'token')}"
+    )
+    if result["highest_token"] is not None:
+        counts += f", the highest {result['highest_token']:,}"
+    if result["vocab_size"] is not None:
+        counts += f", all below {result['vocab_size']:,}"
     if result["content"]:
-        content = f"the content is as it was {hashed} (hash {result['content'][:8]}…)"
+        since = "it was written"
+        if result["content_added"]:
+            since = f"hpclm data hash recorded it at {result['content_added']}"
+        content = f"the content has not changed since {since} (hash {result['content'][:8]}…)"
     else:
         add = f"hpclm data hash {typed(dataset.prefix)}"
         content = f"it has no content hash, so a change to other valid tokens goes undetected; to add one: {add}"
-    return (
-        f"verified: {many(result['sequences'], 'sequence')} in {many(result['documents'], 'document')}, "
-        f"{many(result['tokens'], 'token')}{highest}{below}; {content}"
-    )
+    return f"verified: {counts}; {content}"
 
 
 def prefix(name: str) -> str:
     """The dataset that ``name`` refers to, possibly by one of its files."""
     stem, _, end = name.rpartition(".")
-    return stem if end in ("bin", "idx", "json") and not Path(f"{name}.idx").exists() else name
+    if end in ("bin", "idx", "json") and not Path(f"{name}.idx").exists():
+        return stem
+    return name
 
 
 def prefixes(names: Sequence[str]) -> list[str]:
@@ -98,7 +105,9 @@ def check_index(dataset: IndexedDataset) -> None:
 
 def _vocabulary(note: dict[str, Any], vocab_size: int | None) -> int | None:
     """The limit of the token ids: ``vocab_size``, or the size of the tokenizer in PREFIX.json; None if unknown."""
-    return note["tokenizer"]["size"] if "tokenizer" in note and vocab_size is None else vocab_size
+    if vocab_size is None and "tokenizer" in note:
+        return int(note["tokenizer"]["size"])
+    return vocab_size
 
 
 def _check_tokens(
@@ -108,7 +117,7 @@ def _check_tokens(
     from hpclm.base.progress import Bar
 
     reader = TokenReader(dataset, recorded)
-    highest = None
+    highest: int | None = None
     count = 0
     first = None
     begin = 0
@@ -121,9 +130,13 @@ def _check_tokens(
                     continue
                 low = int(block.min())
                 high = int(block.max())
-                highest = high if highest is None else max(highest, high)
+                if highest is None or high > highest:
+                    highest = high
                 if low < 0 or (size is not None and high >= size):
-                    outside = np.flatnonzero((block < 0) if size is None else (block < 0) | (block >= size))
+                    is_outside = block < 0
+                    if size is not None:
+                        is_outside |= block >= size
+                    outside = np.flatnonzero(is_outside)
                     count += len(outside)
                     first = first or (begin + int(outside[0]), int(block[outside[0]]))
                 begin += len(block)

@@ -1,7 +1,7 @@
 """Encoding processes: results come in the order of the work, and no worker outlives its parent.
 
-Work and results are stored in files; only their names go through the executor's pipes. A name is written at once, so a worker killed
-while it answers cannot leave half a message that the parent would wait for.
+Work and results are stored in files; only the names of files go through the executor's pipes. A name is short enough to be written at
+once, so a worker that is killed cannot leave half a message, for which the parent would wait.
 """
 
 import logging
@@ -29,14 +29,14 @@ Work = TypeVar("Work")
 Result = TypeVar("Result")
 QUEUED = 3  # pieces of work for each worker at a time, including the current one
 ALONE = 4.0
-"""Seconds that this process works alone at first: about the start-up time of workers, so that little work finishes sooner without them."""
+"""Seconds that this process works alone at first: about the start-up time of workers, so that little work ends before they would start."""
 
 
 def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: int) -> Generator[Result, None, None]:
     """The results of ``function`` for each piece of work, in order, with a few pieces per worker in memory.
 
-    It runs in this process. Work left after ``ALONE`` seconds goes to up to ``workers`` processes, no more than there are cores, if that
-    is more than one. HpclmError if a worker is killed; exceptions of ``function`` are raised here.
+    At first ``function`` runs in this process. Work left after ``ALONE`` seconds goes to up to ``workers`` processes, but at most one per
+    core; a single worker is not started. HpclmError if a worker is killed; exceptions of ``function`` are raised here.
     """
     workers = min(workers, threads.usable())
     began = time.monotonic()
@@ -92,7 +92,7 @@ def _ctrl_c_for_parent() -> Iterator[None]:
 
 
 def _begin() -> None:
-    """In a worker: exit when the parent ends, however it does, and silence warnings, which the parent has given for the same tokenizer."""
+    """In a worker: exit when the parent ends in any way, and silence warnings, which the parent has given for the same tokenizer."""
     logging.disable(logging.WARNING)
     parent = multiprocessing.parent_process()
 

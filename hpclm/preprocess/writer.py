@@ -65,7 +65,7 @@ class Writer:
         self.extend(given, np.array([given.size]), np.array([1]))
 
     def add_piece(self, tokens: NDArray[np.integer], closes: bool) -> None:
-        """Append tokens [t] of a document of one sequence. It ends with them if ``closes``; otherwise the next piece continues it."""
+        """Append tokens [t] of a document of one sequence. ``closes``: the document ends with them; otherwise the next piece continues it."""
         self.open_tokens += tokens.size
         _check_length(self.open_tokens)
         self._write_tokens(tokens)
@@ -183,7 +183,9 @@ class Writer:
     def _write_index(self) -> None:
         counts = (self.sequences, self.documents + 1)
         head = HEADER.pack(MAGIC, VERSION, self._code, *counts)
-        self._indexed.write(head[: FAIRSEQ_HEADER.size] if self.layout == "fairseq" else head)
+        if self.layout == "fairseq":
+            head = head[: FAIRSEQ_HEADER.size]
+        self._indexed.write(head)
         _copy(self._sizes, self._indexed)
         self._sizes.seek(0)
         end = 0

@@ -84,7 +84,7 @@ def test_an_adapter_is_not_left_out_without_a_word(beside, tmp_path):
         (tmp_path / name).write_text("{}")
     with pytest.raises(
         ConfigError,
-        match=r"holds an adapter \(PEFT's adapter_config.json\), which hpclm does not apply: merge it first",
+        match=r"contains an adapter \(PEFT's adapter_config.json\), which hpclm does not apply: merge it first",
     ):
         convert([str(tmp_path), str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()

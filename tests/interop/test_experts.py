@@ -117,7 +117,7 @@ def test_a_network_with_experts_that_no_class_has_is_refused_by_name_before_anyt
     made.run(tmp_path / "run", settings)
     with pytest.raises(ConfigError) as error:
         convert(tmp_path / "run", tmp_path / "hf")
-    assert why in str(error.value) and "model.experts.count=" in str(error.value)
+    assert why in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

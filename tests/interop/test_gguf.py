@@ -105,7 +105,7 @@ REFUSED = {
     "smollm's layers": ({**LLAMA, "attention.pattern": ["full", "nope"]}, "every fourth layer"),
     "qwen's bias": (
         {**LLAMA, "attention.qk_norm": True, "bias": True, "mlp_bias": False},
-        "biases of attention's output projection",
+        "biases in attention's output projection",
     ),
     "windows everywhere": (
         {**LLAMA, **POST, "attention.pattern": ["window"], "attention.window": 5},

@@ -220,12 +220,18 @@ def test_a_network_of_ours_is_fine_tuned_and_saved_by_transformers(trusted, tmp_
 )
 def test_what_keeps_a_network_from_the_nearest_class_is_told(settings, answer):
     case, wanted = answer
-    assert wanted in families.why_own(ModelConfig.of(made.SHAPE | case))
+    assert any(wanted in line for line in families.nearest_obstacles(ModelConfig.of(made.SHAPE | case)))
 
 
 def test_a_block_of_ones_own_has_no_form(tmp_path):
-    with pytest.raises(ConfigError, match=r"no Hugging Face form:\nmodel\.block=mine:Block, but it needs gpt"):
+    with pytest.raises(ConfigError, match=r"no Hugging Face form:\nGPT2LMHeadModel: model\.block=mine:Block, which"):
         families.of_network(ModelConfig.of({**made.SHAPE, "block": "mine:Block"}))
+
+
+def test_a_refusal_gives_each_reason_once():
+    with pytest.raises(ConfigError) as error:
+        families.of_network(ModelConfig.of({**made.SHAPE, "logit_cap": 30.0}))
+    assert str(error.value).count("model.logit_cap=30.0") == 1
 
 
 def test_two_dropouts_of_gpt2_of_which_one_is_lost_are_told(tmp_path, caplog):

@@ -342,7 +342,7 @@ REFUSED = {
     "head width": (dict(kv_channels=16), "kv_channels=16, but hidden_size / num_attention_heads = 6"),
     "unit gain": (dict(apply_layernorm_1p=True), "apply_layernorm_1p=True"),
     "positions": (dict(position_embedding_type="mrope"), "position_embedding_type=mrope"),
-    "layers": (dict(num_layers=None), "does not give num_layers"),
+    "layers": (dict(num_layers=None), "num_layers is missing"),
     "more layers": (dict(num_layers=5), "has no block4."),
     "endless": (dict(num_layers=10**4), "tensors, too few for the 10000 layers"),
     "a tensor too many": (dict(num_layers=3), "that this network does not use: block3."),
@@ -368,7 +368,7 @@ def test_unsupported_networks_are_refused_and_nothing_is_left(case, tmp_path):
 def test_a_rank_that_only_one_stage_lacks_is_named(tmp_path):
     megatron_lm(tmp_path / "a", made.Drawn(ModelConfig.of(SHAPE)).weights, ARGS, 2, 2)
     (tmp_path / "a/iter_0000007/mp_rank_01_001/model_optim_rng.pt").unlink()
-    with pytest.raises(ConfigError, match="no file of tensor rank 1 beside mp_rank_00_001/model_optim"):
+    with pytest.raises(ConfigError, match="no file of tensor-parallel rank 1 next to mp_rank_00_001/model_optim"):
         convert(tmp_path / "a", tmp_path / "run")
 
 
@@ -378,7 +378,7 @@ def test_missing_ranks_foreign_classes_and_other_formats_are_refused(tmp_path):
     first = tmp_path / "a/iter_0000007/mp_rank_00/model_optim_rng.pt"
     held = first.read_bytes()
     first.unlink()
-    with pytest.raises(ConfigError, match="has no file of tensor rank 0"):
+    with pytest.raises(ConfigError, match="has no file of tensor-parallel rank 0"):
         convert(tmp_path / "a", tmp_path / "run")
     save(first, {"args": Namespace(**ARGS), "optimizer": Code(), "model": {}})
     with pytest.raises(ConfigError, match=r"it names os\.system|it names posix\.system"):
@@ -417,6 +417,8 @@ def test_settings_that_the_files_do_not_have_are_given_as_words(tmp_path, caplog
     same_weights(tmp_path / "run", drawn)
     with pytest.raises(ConfigError, match=r"optim\.lr=1: an import accepts only model.… settings"):
         convert(tmp_path / "megatron", tmp_path / "more", "optim.lr=1")
+    with pytest.raises(ConfigError, match=r"^model\.norm_eps='x' must be a number \(command line\)$"):
+        convert(tmp_path / "megatron", tmp_path / "more", *words, "model.norm_eps=x")
 
 
 NAMES = [

@@ -158,6 +158,15 @@ def test_options_may_be_given_as_they_are(tmp_path, monkeypatch, capsys):
         assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--rotary-base 5000", "--moe-router-topk 1"])
+def test_an_option_without_effect_does_not_become_a_setting_that_the_run_refuses(option, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["config", "--from-megatron", f"--num-layers 3 {option}"]) == 0
+    said = capsys.readouterr().out
+    assert f"#   {option}: model." in said and "has no effect with model." in said
+    assert load(said, tmp_path).model.layers == 3
+
+
 @pytest.mark.parametrize(
     "script, words",
     {

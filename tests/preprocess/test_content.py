@@ -92,7 +92,7 @@ def test_a_hash_that_is_added_later_vouches_for_nothing_before_it(large, capsys)
     for _ in range(2):  # the second time it compares
         assert cli.main(["data", "hash", str(large)]) == 0
     assert cli.main(["data", "verify", str(large)]) == 0
-    assert "as it was when hpclm data hash recorded it at 20" in capsys.readouterr().out
+    assert "has not changed since hpclm data hash recorded it at 20" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", [0, 1, -1])
@@ -143,7 +143,7 @@ def test_hashes_are_added_to_datasets_of_other_projects(tmp_path, capsys):
     assert cli.main(["data", "hash", str(tmp_path / "x")]) == 0
     assert ", as recorded" in capsys.readouterr().out
     assert cli.main(["data", "verify", str(tmp_path / "x")]) == 0
-    assert "the content is as it was when hpclm data hash recorded it at 20" in capsys.readouterr().out
+    assert "the content has not changed since hpclm data hash recorded it at 20" in capsys.readouterr().out
     zero(tmp_path / "x.bin", 0, 2)
     before = (tmp_path / "x.json").read_bytes()
     assert cli.main(["data", "verify", str(tmp_path / "x")]) == cli.main(["data", "hash", str(tmp_path / "x")]) == 64

@@ -210,7 +210,10 @@ def test_files_of_a_pattern_and_a_folder_are_all_read_as_what_they_are(capsys):
 def test_options_of_fairseq_do_not_read_json_as_plain_lines(capsys):
     write(**{"a.ndjson": OBJECTS})
     assert preprocess("--only-source", "--trainpref", "a.ndjson") == 64
-    assert "a.ndjson holds JSON lines, but fairseq's options read plain ones" in capsys.readouterr().err
+    assert (
+        "a.ndjson holds JSON lines, but fairseq's options read plain text; give --input a.ndjson instead"
+        in capsys.readouterr().err
+    )
 
 
 def prompts(*words):

@@ -92,7 +92,7 @@ def test_conversations_are_kept_whole_and_apart_in_tuning(tmp_path):
 
 
 def test_tuning_data_below_one_sample_get_no_command(tmp_path):
-    said = "add text; 16 tokens are too few for a sample of model.context=16; import with a shorter one"
+    said = "add text; 16 tokens are too few for a sample of model.context=16; import the model with a shorter context"
     assert next_tuning_command(dataset(tmp_path / "x", [16]), made_run(tmp_path), False) == said
 
 

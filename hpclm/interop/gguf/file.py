@@ -50,8 +50,9 @@ def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", all
         )
     paths = files_of_run(checkpoint.config.data)
     chat = checkpoint.chat
-    (template, _) = special_tokens.chat_of_run(checkpoint.run, paths)
-    template = chat.template if chat else template
+    template, _ = special_tokens.chat_of_run(checkpoint.run, paths)
+    if chat:
+        template = chat.template
     text = replace(run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, run_tokenizer), chat=chat)
     words = vocabulary.keys(text, vocabulary.sentencepiece_of(text, paths), template)
     with fresh(target, folder=False) as staging, closing(gguf.GGUFWriter(staging, network.name)) as writer:
@@ -80,13 +81,17 @@ def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", all
 
 def _kind(tensor: Tensor, dtype: str) -> torch.dtype:
     """The type that a tensor is written in; llama.cpp computes with vectors in fp32."""
-    return TYPES[dtype] if tensor.ndim > 1 else torch.float32
+    if tensor.ndim > 1:
+        return TYPES[dtype]
+    return torch.float32
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
     """The bits of a tensor, viewed as int16 for bf16, which NumPy lacks."""
     whole = tensor.contiguous()
-    return (whole.view(torch.int16) if whole.dtype == torch.bfloat16 else whole).numpy()
+    if whole.dtype == torch.bfloat16:
+        whole = whole.view(torch.int16)
+    return whole.numpy()
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -37,6 +37,13 @@ MODULES = {
 }
 """Maps our modules to llama.cpp's; the output projection has the same name."""
 GATED = {"mlp.up": ("ffn_gate", "ffn_up")}
+EPSILON = {
+    "rmsnorm": "attention.layer_norm_rms_epsilon",
+    "layernorm": "attention.layer_norm_epsilon",
+}
+NO_YARN = {"mscale", "mscale_all_dim", "truncate", "attention_factor"}
+"""Parameters of YaRN that llama.cpp does not support."""
+SMOLLM3_KINDS = ("full", "full", "full", "nope")
 Keys = dict[str, Any]
 
 
@@ -68,8 +75,10 @@ class Network:
 
     def rules(self, config: ModelConfig) -> Iterator[ConversionRule]:
         """The conversion rule of each weight."""
-        gated = GATED if config.gated and not self.joined else {}
-        for rule in of_modules(config, {**MODULES, **gated}, "blk.{}."):
+        modules: dict[str, Any] = dict(MODULES)
+        if config.gated and not self.joined:
+            modules |= GATED
+        for rule in of_modules(config, modules, "blk.{}."):
             if ".attention.qkv." in rule.ours and self.fused:
                 yield in_one(rule.ours, rule.theirs[0].replace("attn_q.", "attn_qkv."), config)
             elif ".attention.qkv." in rule.ours and self.neighbours:
@@ -81,7 +90,6 @@ class Network:
 
     def metadata(self, config: ModelConfig) -> Keys:
         """The file's keys that describe the network, without the prefix of its name."""
-        epsilon = "attention.layer_norm_rms_epsilon" if config.norm == "rmsnorm" else "attention.layer_norm_epsilon"
         metadata: Keys = {
             "vocab_size": config.vocab_size,
             "context_length": config.context,
@@ -92,7 +100,7 @@ class Network:
             "attention.head_count_kv": config.attention.groups,
             "attention.key_length": config.head_width,
             "attention.value_length": config.head_width,
-            epsilon: config.norm_eps,
+            EPSILON[config.norm]: config.norm_eps,
         }
         if config.positions == "rope":
             metadata |= {"rope.dimension_count": config.rotated, "rope.freq_base": config.rope.base, **_scaling(config)}
@@ -117,19 +125,14 @@ class Network:
                 yield f"model.{name}={value_at(config, name)}, but it needs {' or '.join(map(str, values))}"
         kinds = {config.attention.window_of(config.attention.kind(i)) for i in range(config.layers)}
         if config.attention.window and not (self.windows and None in kinds):
-            few = "some layers" if self.windows else "its layers"
-            yield f"model.attention.window={config.attention.window}, but {few} have full attention"
+            layers = "some layers" if self.windows else "its layers"
+            yield f"model.attention.window={config.attention.window}, but {layers} have full attention"
         if any(config.biases[1:]) and not self.biased:
-            yield "biases of attention's output projection or the MLP, but it needs none"
-        given = rope_type(config)
-        if given and given not in self.scalings:
-            yield f"model.rope.scaling.rope_type={given}, but it needs {' or '.join(self.scalings) or 'none'}"
-        if given == "yarn" and config.rope.scaling.keys() & {
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-            "attention_factor",
-        }:
+            yield "biases in attention's output projection or the MLP, which it does not support"
+        kind = rope_type(config)
+        if kind and kind not in self.scalings:
+            yield f"model.rope.scaling.rope_type={kind}, but it needs {' or '.join(self.scalings) or 'none'}"
+        if kind == "yarn" and config.rope.scaling.keys() & NO_YARN:
             yield "model.rope.scaling with mscale, mscale_all_dim, truncate or attention_factor, which it does not support"
         yield from self.more(config)
 
@@ -153,14 +156,16 @@ def _scaling(config: ModelConfig) -> Keys:
 
 def _twice(rule: ConversionRule) -> ConversionRule:
     """The rule for an embedding that also serves as output projection."""
-    return replace(rule, theirs=(*rule.theirs, "output.weight"), split=lambda x: [*rule.split(x)] * 2)
+    return replace(rule, theirs=(*rule.theirs, "output.weight"), split=lambda x: [*rule.split(x), *rule.split(x)])
 
 
 def _windows(config: ModelConfig) -> Keys:
-    """The keys for layers with a window."""
+    """The keys for layers with a window; none for a network without such layers."""
+    if not config.attention.window:
+        return {}
     pattern = [config.attention.window_of(config.attention.kind(i)) is not None for i in range(config.layers)]
     return {
-        "attention.sliding_window": config.attention.window or config.context,
+        "attention.sliding_window": config.attention.window,
         "attention.sliding_window_pattern": pattern,
     }
 
@@ -171,8 +176,7 @@ def _scaled_windows(config: ModelConfig, scaled: bool) -> Iterator[str]:
 
 
 def _smollm3(config: ModelConfig) -> Iterator[str]:
-    kinds = [config.attention.kind(i) for i in range(config.layers)]
-    if kinds != ["full" if (i + 1) % 4 else "nope" for i in range(config.layers)]:
+    if any(config.attention.kind(i) != SMOLLM3_KINDS[i % 4] for i in range(config.layers)):
         yield f"model.attention.pattern={config.attention.pattern}, but it needs every fourth layer without positions"
 
 
@@ -194,7 +198,7 @@ def _gemma3(config: ModelConfig) -> Iterator[str]:
 
 
 def _gemma3_keys(config: ModelConfig) -> Keys:
-    keys = _windows(config) if config.attention.window else {}
+    keys = _windows(config)
     keys["rope.freq_base_swa"] = config.rope.window_base or config.rope.base
     if config.logit_cap:
         keys["final_logit_softcapping"] = config.logit_cap
@@ -211,9 +215,7 @@ SWIGLU = {"activation": ("swiglu",)}
 TANH = {"activation": ("gelu_tanh",)}
 GPT2 = Network("gpt2", TANH, fused=True, biased=True)
 LLAMA = Network("llama", SWIGLU, neighbours=True, biased=True, scalings=("linear", "yarn", "llama3"))
-OLMO2 = Network(
-    "olmo2", SWIGLU, untied=True, windows=True, more=_olmo2, keys=lambda c: _windows(c) if c.attention.window else {}
-)
+OLMO2 = Network("olmo2", SWIGLU, untied=True, windows=True, more=_olmo2, keys=_windows)
 GRANITE = Network(
     "granite",
     SWIGLU,

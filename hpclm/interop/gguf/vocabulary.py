@@ -5,7 +5,7 @@ Source: llama.cpp, src/llama-vocab.cpp.
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ USER_DEFINED = 4
 UNUSED = 5
 """Types of tokens; sentencepiece numbers the types of its pieces in the same way."""
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MODELS = {"bpe": "llama", "unigram": "t5"}
+"""Maps kinds of sentencepiece models to llama.cpp's names."""
 SPLITS = {(WORDS % r"\p{N}{1,3}", True): "llama-bpe", (WORDS % r"\p{N}", False): "qwen2"}
 """Maps (pattern that splits a text, whether words that are tokens are never split) to llama.cpp's name."""
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -34,7 +36,8 @@ Keys = dict[str, Any]
 
 
 def sentencepiece_of(text: RunText, paths: Sequence[str]) -> SentencePiece | None:
-    """The sentencepiece model from which an import made the run's tokenizer.json, next to its files ``paths``; None without one."""
+    """The sentencepiece model next to the tokenizer's files ``paths``, if an import made the run's tokenizer.json from it; otherwise
+    None."""
     if not (text.imported and isinstance(text.tokenizer, Library) and paths):
         return None
     for path in (Path(paths[0]).with_name(name) for name in ("tokenizer.model", "spiece.model")):
@@ -49,8 +52,10 @@ def sentencepiece_of(text: RunText, paths: Sequence[str]) -> SentencePiece | Non
 
 
 def keys(text: RunText, pieces: SentencePiece | None, template: str | None) -> Keys:
-    """The tokenizer's keys of the file, without the prefix "tokenizer.". ``text``: the run's; ``pieces``: see ``sentencepiece_of``;
-    ``template``: the chat template. ConfigError if llama.cpp would give other ids."""
+    """The file's keys for the tokenizer of ``text``, without the prefix "tokenizer.". ConfigError if llama.cpp would give other ids.
+
+    ``pieces``: see ``sentencepiece_of``. ``template``: the chat template.
+    """
     tokenizer = text.tokenizer
     size = text.vocabulary
     if isinstance(tokenizer, Library) and pieces is not None:
@@ -64,11 +69,11 @@ def keys(text: RunText, pieces: SentencePiece | None, template: str | None) -> K
         entries = _of_bytes()
     else:
         raise _refused(tokenizer, "llama.cpp has no such kind")
-    spare = range(tokenizer.size, size)
-    entries["tokens"] += [f"[PAD{id}]" for id in spare]
-    entries["token_type"] += [UNUSED] * len(spare)
-    if "scores" in entries:
-        entries["scores"] += [-10000.0] * len(spare)
+    for id in range(tokenizer.size, size):
+        entries["tokens"].append(f"[PAD{id}]")
+        entries["token_type"].append(UNUSED)
+        if "scores" in entries:
+            entries["scores"].append(-10000.0)
     entries |= _special(text)
     words: Keys = {f"ggml.{name}": value for name, value in entries.items()}
     if template:
@@ -77,30 +82,33 @@ def keys(text: RunText, pieces: SentencePiece | None, template: str | None) -> K
 
 
 def _special(text: RunText) -> Keys:
-    """The tokens that begin and end a text, and whether a text gets them."""
+    """The tokens that begin and end a text, and whether llama.cpp adds them to a text."""
     ids = text.ids
     end = text.tokenizer.eod
-    of_chat = text.chat.named if text.chat else {}  # the template must write the same text here as in training
     begin = special_tokens.first(ids["bos_token_id"])
     ends = special_tokens.listed(ids["eos_token_id"])
-    of_answers = text.chat.ends.values() if text.chat else ()
-    named_end = token_id(text.tokenizer, of_chat.get("eos_token"))
-    if named_end is not None:
-        end = named_end
-        ends = [end, *(id for id in ends if id != end)]
+    answer_ends: Collection[int] = ()
+    if text.chat:
+        answer_ends = text.chat.ends.values()
+        # the template must write the same text here as in training
+        named_end = token_id(text.tokenizer, text.chat.named.get("eos_token"))
+        if named_end is not None:
+            end = named_end
+            ends = [end, *(id for id in ends if id != end)]
     # ends of documents first, then ends of answers
-    ends = sorted(ends, key=lambda id: (id != end, id not in of_answers))
+    ends = sorted(ends, key=lambda id: (id != end, id not in answer_ends))
     begin = (text.before or (begin,))[0]
     ends = [*text.after[-1:], *(id for id in ends if id not in text.after[-1:])]
     if text.before not in ((), (begin,)) or text.after not in ((), tuple(ends[:1])):
         raise _refused(
             text.tokenizer,
-            "its template adds several tokens before or after a text, but llama.cpp adds only one of each",
+            "its template adds several tokens before or after a text, but llama.cpp adds at most one",
         )
     padding = special_tokens.first(ids["pad_token_id"])
     token_ids = {"bos_token_id": begin, "padding_token_id": padding}
     token_ids |= dict(zip(ENDS, ends, strict=False))
-    if further := [token_text(text.tokenizer, id) or str(id) for id in ends[len(ENDS) :]]:
+    further = [token_text(text.tokenizer, id) or str(id) for id in ends[len(ENDS) :]]
+    if further:
         log.warning("a GGUF file names up to %d tokens that end a text; left out: %s", len(ENDS), ", ".join(further))
     flags = {"add_bos_token": bool(text.before), "add_eos_token": bool(text.after)}
     return {name: id for name, id in token_ids.items() if id is not None} | flags
@@ -141,19 +149,22 @@ def _of_library(tokenizer: Library) -> Keys:
     tokens = {id: text for text, id in model["vocab"].items()}
     added = {token["id"]: token for token in tree["added_tokens"]}
     tokens |= {id: token["content"] for id, token in added.items()}
-    types = {id: CONTROL if token["special"] else USER_DEFINED for id, token in added.items()}
+    types = dict.fromkeys(tokens, NORMAL)
+    types |= {id: CONTROL if token["special"] else USER_DEFINED for id, token in added.items()}
     return {
         "model": "gpt2",
         "pre": splits,
         "tokens": [tokens.get(id, f"[PAD{id}]") for id in range(tokenizer.size)],
-        "token_type": [types.get(id, NORMAL if id in tokens else UNUSED) for id in range(tokenizer.size)],
+        "token_type": [types.get(id, UNUSED) for id in range(tokenizer.size)],
         "merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]] or NO_MERGES,
     }
 
 
 def _splits(tree: Any, whole: bool) -> str | None:
     """llama.cpp's name for a pre_tokenizer, or None. ``whole``: words that are tokens are never split."""
-    steps = tree["pretokenizers"] if tree and tree["type"] == "Sequence" else [tree]
+    steps = [tree]
+    if tree and tree["type"] == "Sequence":
+        steps = tree["pretokenizers"]
     match [(step["type"], step) for step in steps if step]:
         case [("ByteLevel", {"use_regex": True, "add_prefix_space": False})] if not whole:
             return "gpt-2"
@@ -173,17 +184,16 @@ def _splits(tree: Any, whole: bool) -> str | None:
 def _of_sentencepiece(tokenizer: SentencePiece) -> Keys:
     """Keys for a unigram model, or for a BPE if llama.cpp supports its features."""
     given = parameters(tokenizer)
-    if given.kind not in ("bpe", "unigram") or not given.plain:
-        raise _refused(
-            tokenizer,
-            f"it is of kind {given.kind}{'' if given.plain else ', with user-defined pieces or unusual spaces'}",
-        )
+    if given.kind not in MODELS:
+        raise _refused(tokenizer, f"it is of kind {given.kind}")
+    if not given.plain:
+        raise _refused(tokenizer, f"it is of kind {given.kind}, with user-defined pieces or unusual spaces")
     if given.kind == "bpe" and (given.charsmap or given.squeezed or not given.bytes):
         raise _refused(tokenizer, "llama.cpp's BPE neither normalises text nor merges spaces, and needs byte_fallback")
     if given.kind == "unigram" and given.bytes:
-        log.warning("llama.cpp will read characters that are not in the vocabulary as <unk>; here they are bytes")
+        log.warning("llama.cpp will read characters outside the vocabulary as <unk>; hpclm encodes them as bytes")
     entries: Keys = {
-        "model": "llama" if given.kind == "bpe" else "t5",
+        "model": MODELS[given.kind],
         "pre": "default",
         "tokens": [text for text, _ in given.pieces],
         "scores": [score for _, score in given.pieces],
@@ -192,7 +202,9 @@ def _of_sentencepiece(tokenizer: SentencePiece) -> Keys:
         "add_space_prefix": given.prefix,
         "remove_extra_whitespaces": given.squeezed,
     }
-    return entries | ({"precompiled_charsmap": given.charsmap} if given.charsmap else {})
+    if given.charsmap:
+        entries["precompiled_charsmap"] = given.charsmap
+    return entries
 
 
 def _of_bytes() -> Keys:

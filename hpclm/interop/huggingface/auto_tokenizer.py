@@ -20,9 +20,9 @@ class AutoTokenizer:
     encode: Callable[[str], list[int]]
     """Ids of a text, including tokens that the template adds."""
     named: dict[str, str]
-    """The existing ones of bos_token, eos_token and other tokens that a template may name."""
+    """Texts of bos_token, eos_token and the other tokens that a template may name."""
     added: dict[str, int]
-    """Added tokens, and their ids."""
+    """Added tokens with their ids."""
     text: str | None
     """The tokenizer as a tokenizer.json; None for classes without one."""
 
@@ -54,24 +54,34 @@ def opened(folder: Path) -> AutoTokenizer | None:
 
 def declared(folder: Path) -> Iterator[str]:
     """The added tokens named in the files of ``folder``."""
-    if (folder / "added_tokens.json").is_file():
-        yield from json_object(folder / "added_tokens.json")
+    yield from optional_json(folder / "added_tokens.json")
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        tree = json_object(folder / name) if (folder / name).is_file() else {}
-        decoder = tree.get("added_tokens_decoder")
-        for token in (*(decoder.values() if isinstance(decoder, dict) else ()), *_several(tree)):
+        for token in _added(optional_json(folder / name)):
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
                 yield text
 
 
-def _several(tree: dict[str, Any]) -> list[Any]:
-    lists = (tree.get(name) for name in ("additional_special_tokens", "extra_special_tokens"))
-    return [token for tokens in lists if isinstance(tokens, list) for token in tokens]
+def optional_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file ``path``; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    return json_object(path)
+
+
+def _added(tree: dict[str, Any]) -> Iterator[Any]:
+    """The added tokens in a file of a tokenizer, each a text or an object with the text as its content."""
+    decoder = tree.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        yield from decoder.values()
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = tree.get(name)
+        if isinstance(tokens, list):
+            yield from tokens
 
 
 def within(text: str, entries: int) -> tuple[str, list[str]]:
-    """A tokenizer.json without truncation, padding, and added tokens with ids >= ``entries``; and those tokens."""
+    """A tokenizer.json without truncation, padding, and added tokens with ids >= ``entries``; and the omitted tokens."""
     tree = json.loads(text)
     tree["truncation"] = tree["padding"] = None
     beyond = [token["content"] for token in tree["added_tokens"] if token["id"] >= entries]

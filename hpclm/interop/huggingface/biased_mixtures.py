@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hpclm.base.errors import ConfigError
@@ -10,9 +11,8 @@ from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import experts, llama, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.huggingface.glm_phi import TURNED, interleaved
-from hpclm.interop.rules import ConversionRule, reordered
+from hpclm.interop.rules import ConversionRule, changed, reordered
 
-NONE = (False, False, False)
 GLM_BIASES = ("attention_bias", False, False)
 ERNIE_NAMES = experts.Names(choice_bias="mlp.moe_statics.e_score_correction_bias")
 NUMBERED = re.compile(r"(?:model\.)?layers\.(\d+)\.")
@@ -41,11 +41,13 @@ def more(config: ModelConfig, fewest: int = 1) -> Iterator[str]:
 
 def ernie_rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight of an ERNIE 4.5, which rotates pairs of neighbours and has a bias [1, E]."""
-    for rule in experts.rules(config, ERNIE_NAMES):
-        if rule.ours.endswith(".choice_bias"):
-            yield replace(rule, split=lambda x: [x[None]], join=lambda tensors: tensors[0].flatten())
-        else:
-            yield reordered(rule, interleaved(config)) if ".attention.qkv." in rule.ours else rule
+
+    def flat(rule: ConversionRule) -> ConversionRule:
+        return replace(rule, split=lambda x: [x[None]], join=lambda tensors: tensors[0].flatten())
+
+    rules = experts.rules(config, ERNIE_NAMES)
+    rules = changed(rules, ".attention.qkv.", partial(reordered, order=interleaved(config)))
+    return changed(rules, ".choice_bias", flat)
 
 
 def _sparse(first: int, last: int, interval: int, count: int) -> list[bool]:
@@ -61,15 +63,17 @@ def ernie(tree: Json) -> dict[str, Any]:
             f"{', '.join(f'{name}={tree[name]}' for name in names)} must be whole numbers, the interval at least 1"
         )
     count = max(1, shape.whole(tree, "num_hidden_layers"))
-    sparse = _sparse(first, count - 1 if last == -1 else last, interval, count)
-    settings = llama.read_settings(tree, NONE, 500000.0) | shared(
+    if last == -1:
+        last = count - 1
+    sparse = _sparse(first, last, interval, count)
+    settings = llama.read_settings(tree, llama.NONE, 500000.0) | shared(
         tree, "moe_num_shared_experts", "moe_intermediate_size"
     )
     return settings | experts.mlp_pattern(sparse)
 
 
 def described_ernie_layers(config: ModelConfig) -> dict[str, int] | None:
-    """The keys for layers with experts; None if no keys describe these."""
+    """The keys for layers with experts; None if config.json cannot describe the layers."""
     sparse = [config.experts.in_layer(i) for i in range(config.layers)]
     if not any(sparse):
         return None
@@ -77,19 +81,20 @@ def described_ernie_layers(config: ModelConfig) -> dict[str, int] | None:
     last = config.layers - 1 - sparse[::-1].index(True)
     intervals = range(1, config.layers + 1)
     interval = next((n for n in intervals if _sparse(first, last, n, config.layers) == sparse), None)
-    keys = dict(moe_layer_start_index=first, moe_layer_end_index=last)
-    return None if interval is None else keys | dict(moe_layer_interval=interval)
+    if interval is None:
+        return None
+    return dict(moe_layer_start_index=first, moe_layer_end_index=last, moe_layer_interval=interval)
 
 
 def described_ernie(config: ModelConfig) -> dict[str, Any]:
     """The keys that ernie() reads."""
     count = dict(moe_num_shared_experts=config.experts.shared_ffn // config.expert_width, use_bias=False)
-    return llama.described_llama(config, NONE) | count | (described_ernie_layers(config) or {})
+    return llama.described_llama(config, llama.NONE) | count | (described_ernie_layers(config) or {})
 
 
 def more_ernie(config: ModelConfig) -> Iterator[str]:
     """Reasons why an ERNIE 4.5 does not cover a network."""
-    yield from shape.bias_obstacles(config, NONE)
+    yield from shape.bias_obstacles(config, llama.NONE)
     yield from more(config, fewest=0)
     if config.experts.count and described_ernie_layers(config) is None:
         yield f"model.experts.pattern={config.experts.pattern}, but it needs experts in every n-th of consecutive layers"
@@ -145,7 +150,9 @@ def sigmoid(tree: Json) -> dict[str, Any]:
     settings |= experts.mlp_pattern([i >= dense for i in range(count)])
     for ours in ("experts.router_groups", "experts.router_top_groups"):
         key = SIGMOID_KEYS[ours]
-        groups = 1 if tree[key] is None else tree[key]
+        groups = tree[key]
+        if groups is None:
+            groups = 1
         # without groups, transformers chooses experts regardless of their scores
         if type(groups) is not int or groups < 1:
             raise ConfigError(f"{key}={groups} must be a whole number of at least 1")
@@ -168,11 +175,7 @@ def more_sigmoid(config: ModelConfig) -> Iterator[str]:
 
 def dots1(tree: Json) -> dict[str, Any]:
     """Settings that depend on several keys; layers from max_window_layers on have a window."""
-    first = tree["max_window_layers"]
-    if type(first) is not int:
-        raise ConfigError(f"max_window_layers={first} must be a whole number")
-    kind: Any = lambda i: "sliding_attention" if i >= first else "full_attention"  # noqa: E731
-    return llama.windowed(tree, llama.ALL_ATTENTION, kind=kind) | sigmoid(tree)
+    return llama.windowed(tree, llama.ALL_ATTENTION, kind=llama.last_layers(tree)) | sigmoid(tree)
 
 
 def described_dots1(config: ModelConfig) -> dict[str, Any]:

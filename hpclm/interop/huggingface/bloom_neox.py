@@ -36,7 +36,7 @@ NEOX_MODULES = IN_BLOCK | {
 
 
 def more(config: ModelConfig) -> Iterator[str]:
-    """A Bloom's MLP has a fixed width."""
+    """Reasons why a Bloom, whose MLP has a fixed width, does not cover a network."""
     if config.ffn_width != 4 * config.hidden:
         yield f"model.ffn={config.ffn}, but it needs 4 x model.hidden = {4 * config.hidden}"
 
@@ -101,7 +101,7 @@ NEOX = Family(
         rope_scaling=shape.scaling(config) or None,
         use_parallel_residual=False,
     ),
-    shape=lambda tree: neox_rope(tree),
+    shape=neox_rope,
     covers=shape.ROPE_SETTINGS,
     read=f"{shape.ROPE} rotary_pct rotary_emb_base use_parallel_residual",
     unread="is_decoder",

@@ -33,7 +33,7 @@ ASKED = (
     'messages = [{"role": "user", "content": input("Question: ")}]',
     'ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)',
 )
-"""Examples in a card: text completion, or a conversation for a model tuned on conversations."""
+"""Lines of the example in a card: CONTINUED completes a text, ASKED answers in a model tuned on conversations."""
 Row = tuple[str, Any]
 
 
@@ -43,7 +43,7 @@ def written(
     """The card of an export to ``target`` with weights in ``dtype``. ``own_code``, ``tokenizer``: whether the class or the tokenizer is
     exported too.
 
-    It names no folders of this machine except those between the current one and ``target``, since the code is first run here.
+    The only folders of this machine in the card are those on the way from the current folder to ``target``.
     """
     config = checkpoint.config
     size = count.described(replace(config.model, vocab_multiple=1))  # the padding of the vocabulary is not exported
@@ -62,25 +62,27 @@ def _seen_from_here(target: Path) -> str:
     """The path of ``target`` from the current folder, or its name if it is elsewhere."""
     target = target.absolute()
     here = Path.cwd()
-    return str(target.relative_to(here) if target.is_relative_to(here) else target.name)
+    if target.is_relative_to(here):
+        return str(target.relative_to(here))
+    return target.name
 
 
 def _use(path: str, own_code: bool, tokenizer: bool, chat: bool, tokens: int) -> str:
-    more = ", trust_remote_code=True" if own_code else ""
-    where = f"`{_line(path)}` is the path of this folder where it was exported; replace it with yours."
-    lines = [where, ""]
-    lines += ["Read `modeling_hpclm.py` before you load it: transformers runs it.", ""] if own_code else []
-    classes = "AutoModelForCausalLM, AutoTokenizer" if tokenizer else "AutoModelForCausalLM"
-    lines += ["```python", f"from transformers import {classes}", ""]
-    lines += [f"model = AutoModelForCausalLM.from_pretrained({path!r}{more})"]
-    if tokenizer:
-        lines += [
-            f"tokenizer = AutoTokenizer.from_pretrained({path!r})",
-            *(ASKED if chat else CONTINUED),
-            f"print(tokenizer.decode(model.generate(**ids, max_new_tokens={tokens})[0]))",
-        ]
-    without = [] if tokenizer else ["", "The run's tokenizer has no Hugging Face form and is not included."]
-    return "\n".join([*lines, "```", *without])
+    arguments = repr(path)
+    lines = [f"`{_line(path)}` is the path of this folder where it was exported; replace it with yours.", ""]
+    if own_code:
+        arguments += ", trust_remote_code=True"
+        lines += ["Read `modeling_hpclm.py` before you load it: transformers runs it.", ""]
+    loaded = f"model = AutoModelForCausalLM.from_pretrained({arguments})"
+    if not tokenizer:
+        lines += ["```python", "from transformers import AutoModelForCausalLM", "", loaded, "```"]
+        lines += ["", "The run's tokenizer has no Hugging Face form and is not included."]
+        return "\n".join(lines)
+    lines += ["```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "", loaded]
+    lines += [f"tokenizer = AutoTokenizer.from_pretrained({path!r})"]
+    lines += ASKED if chat else CONTINUED
+    lines += [f"print(tokenizer.decode(model.generate(**ids, max_new_tokens={tokens})[0]))", "```"]
+    return "\n".join(lines)
 
 
 def _results(checkpoint: RunCheckpoint) -> Iterator[Row]:
@@ -115,9 +117,12 @@ def _settings(checkpoint: RunCheckpoint, dtype: str) -> Iterator[Row]:
         yield from (("dataset", Path(prefix).name) for prefix in config.data.prefixes())
         if fingerprint.get("tokenizer"):
             yield "tokenizer", tokenizers.describe(fingerprint["tokenizer"])
-    if chat := checkpoint.chat:
+    chat = checkpoint.chat
+    if chat:
         yield "end of an answer", ", ".join(chat.ends) or "no single token"
-    sections = ("model", "batch", "optim") if checkpoint.step else ("model",)
+    sections = ["model"]
+    if checkpoint.step:
+        sections += ["batch", "optim"]
     for name in sections:
         used = dict(leaves(getattr(config, name)))
         defaults = dict(leaves(getattr(RunConfig(), name)))

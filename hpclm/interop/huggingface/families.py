@@ -5,7 +5,6 @@ from typing import Any
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.config.model import BLOCKS
 from hpclm.config.rope import KINDS
 from hpclm.interop.huggingface import (
     biased_mixtures,
@@ -35,20 +34,22 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN
 
 def of_network(config: ModelConfig) -> Family:
     """The class for a network: transformers' or hpclm's; ConfigError for a user-defined block."""
-    family = next((family for family in WRITTEN if not family.obstacles(config)), custom.FAMILY)
-    obstacles = family.obstacles(config)
-    if obstacles:
-        nearest = [why_own(config)] if config.block in BLOCKS else []
-        raise ConfigError(["this network has no Hugging Face form:", *nearest, *obstacles])
-    return family
+    candidates = (*WRITTEN, custom.FAMILY)
+    for family in candidates:
+        if not family.obstacles(config):
+            return family
+    raise ConfigError(["this network has no Hugging Face form:", *nearest_obstacles(config, candidates)])
 
 
-def why_own(config: ModelConfig) -> str:
-    """Reasons why the nearest classes of transformers do not cover a network."""
-    obstacles = [(family, family.obstacles(config)) for family in WRITTEN]
-    fewest = min(len(wrong) for _, wrong in obstacles)
-    nearest = [(family, wrong) for family, wrong in obstacles if len(wrong) == fewest]
-    return " | ".join(f"{family.architecture}: {'; '.join(wrong)}" for family, wrong in nearest)
+def nearest_obstacles(config: ModelConfig, candidates: Sequence[Family] = WRITTEN) -> list[str]:
+    """Reasons why the nearest ``candidates`` do not cover a network, as "CLASS, CLASS: reasons"."""
+    obstacles = {family.architecture: family.obstacles(config) for family in candidates}
+    fewest = min(map(len, obstacles.values()))
+    classes: dict[str, list[str]] = {}
+    for architecture, wrong in obstacles.items():
+        if len(wrong) == fewest:
+            classes.setdefault("; ".join(wrong), []).append(architecture)
+    return [f"{', '.join(names)}: {reasons}" for reasons, names in classes.items()]
 
 
 def without_ignored(tree: Json, ignored: Collection[str]) -> Json:
@@ -78,9 +79,11 @@ def of_config(tree: Json) -> Family:
     """The class described by a config.json; ConfigError if hpclm does not support the network."""
     kind = tree.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
+        problem = f"model_type={kind} is not supported"
         lacking = unsupported.lacking(tree)
-        why = f": it has {lacking}, which hpclm lacks" if lacking else ""
-        raise ConfigError(f"model_type={kind} is not supported{why}; hpclm reads {', '.join(FAMILIES)}")
+        if lacking:
+            problem += f": it has {lacking}, which hpclm lacks"
+        raise ConfigError(f"{problem}; hpclm reads {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     wrong = family.problems(tree)
     if tree.get("quantization_config") is not None:

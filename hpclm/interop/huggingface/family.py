@@ -50,8 +50,6 @@ ELSEWHERE = {
     "kernels",
     "attention.kernel",
     "tied",
-}
-ELSEWHERE |= {
     "attention.kv_heads",
     "ffn",
     "attention.head_dim",
@@ -105,7 +103,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps keys of old config.json files to their current names."""
     read: str = ""
-    """Keys of config.json that ``wrong`` and ``remark`` check."""
+    """Keys of config.json that ``shape``, ``wrong`` and ``remark`` read."""
     unread: str = ""
     """Keys of config.json that this class's logits do not depend on."""
     more: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
@@ -123,8 +121,8 @@ class Family:
     shape: Callable[[Json], dict[str, Any]] = lambda tree: {}
     """Settings that depend on several keys of a config.json; ConfigError for features that hpclm lacks."""
     covers: tuple[str, ...] = ()
-    """Settings translated by ``shape`` and ``constant``. Any setting outside these, ``keys`` and ``needs`` must have its default, or the
-    class does not cover the network."""
+    """Settings translated by ``shape`` and ``constant``. A setting that is in none of ``covers``, ``keys`` and ``needs`` must have its
+    default, or the class does not cover the network."""
     width: bool = False
     """Whether the heads may be wider or narrower than hidden / heads."""
 
@@ -153,10 +151,9 @@ class Family:
         if missing:
             raise ConfigError(f"it does not say {', '.join(missing)}")
         values = {ours: tree[key] for ours, key in self.theirs.items()}
+        expected = {ours: _expected(ours, value) for ours, value in values.items()}
         wrong = [
-            f"{self.theirs[ours]}={_shown(value)} must be {kind}"
-            for ours, value in values.items()
-            if (kind := _expected(ours, value))
+            f"{self.theirs[ours]}={_shown(values[ours])} must be {kind}" for ours, kind in expected.items() if kind
         ]
         if wrong:
             raise ConfigError(wrong)
@@ -267,8 +264,12 @@ def _expected(name: str, value: Any) -> str:
         return ""
     if isinstance(value, bool) == (inner is bool) and isinstance(value, (inner, int)) and (value >= 1 or not least):
         return ""
-    return f"{type_text(kind)} of at least 1" if least else type_text(kind)
+    if least:
+        return f"{type_text(kind)} of at least 1"
+    return type_text(kind)
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)

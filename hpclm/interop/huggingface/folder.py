@@ -23,7 +23,7 @@ from hpclm.interop.huggingface import card, custom, families, shards, tokenizer
 from hpclm.interop.huggingface.family import Family
 from hpclm.interop.huggingface.shape import canonical
 from hpclm.interop.huggingface.shards import Reader
-from hpclm.interop.rules import ConversionRule
+from hpclm.interop.rules import ConversionRule, first_few
 from hpclm.interop.run import RunCheckpoint, fresh
 from hpclm.node.hardware import TYPES
 from hpclm.preprocess import run_text, special_tokens
@@ -36,6 +36,7 @@ SHAPED = dict(
 SHAPED |= dict(residual_dropout="dropout", logits_scaling="logit_multiplier")
 SHAPED |= dict(partial_rotary_factor="rope.fraction", rotary_pct="rope.fraction")
 """Keys of config.json that only a class's ``shape`` reads, with the settings that they become."""
+SETTING = re.compile(r"\bmodel(\.\w+)+")
 CHOICE_BIAS = ".e_score_correction_bias"
 
 
@@ -54,17 +55,15 @@ def export_run(
         with Exported(checkpoint, rules, allow_nan) as exported:
             sizes = [math.prod(exported.shapes[rule.ours]) * TYPES[dtype].itemsize for rule in rules]
             parts = (exported.tensors(part) for part in _divided(rules, sizes, limit))
-            # transformers keeps the bias on the choice of experts in fp32
-            types = lambda name: "fp32" if name.endswith(CHOICE_BIAS) else dtype  # noqa: E731
             shards.write(
-                staging_dir, [((name, cast(name, x, TYPES[types(name)])) for name, x in part) for part in parts]
+                staging_dir, [((name, cast(name, x, _stored_type(name, dtype))) for name, x in part) for part in parts]
             )
         paths = files_of_run(checkpoint.config.data)
         chat = checkpoint.chat
         text = None
         if run_tokenizer is None:
             imported_tokens = special_tokens.of_run(checkpoint.run, paths) or {}
-            ends = chat.ends.values() if chat else ()
+            ends = list(chat.ends.values()) if chat else []
             ids = special_tokens.ids(imported_tokens, _recorded_end(checkpoint), answer_ends=ends)
         else:
             text = run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, run_tokenizer)
@@ -72,13 +71,17 @@ def export_run(
             ids = text.ids
         if family is custom.FAMILY:
             shutil.copyfile(custom.CODE, staging_dir / custom.CODE.name)
-            why = f"no class of transformers supports this network ({families.why_own(config)})"
-            how = "%s; %s is written next to the weights: load them with trust_remote_code=True"
-            log.warning(how, why, custom.CODE.name)
+            log.warning(
+                "no class of transformers supports this network (%s); %s is written next to the weights: load them with "
+                "trust_remote_code=True",
+                " | ".join(families.nearest_obstacles(config)),
+                custom.CODE.name,
+            )
         _write(staging_dir / "config.json", config_json(config, ids, dtype))
         template, generation = special_tokens.chat_of_run(checkpoint.run, paths)
         _write(staging_dir / special_tokens.GENERATION, generation | ids)
-        template = chat.template if chat else template
+        if chat:
+            template = chat.template
         if template is not None and text is not None:
             (staging_dir / TEMPLATE).write_text(template, encoding="utf-8")
         if text is not None:
@@ -87,6 +90,13 @@ def export_run(
         readme = card.written(checkpoint, target, family.architecture, family is custom.FAMILY, has_tokenizer, dtype)
         (staging_dir / "README.md").write_text(readme, encoding="utf-8")
     return family.architecture
+
+
+def _stored_type(name: str, dtype: str) -> torch.dtype:
+    """The type that a tensor is written in; transformers keeps the bias on the choice of experts in fp32."""
+    if name.endswith(CHOICE_BIAS):
+        return torch.float32
+    return TYPES[dtype]
 
 
 def config_json(config: ModelConfig, ids: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -109,8 +119,8 @@ def _recorded_end(checkpoint: RunCheckpoint) -> int | None:
 
 
 def _divided(rules: Sequence[ConversionRule], sizes: Sequence[int], limit: float) -> list[list[ConversionRule]]:
-    """Consecutive groups of ``rules`` whose weights, of ``sizes`` bytes, take at most ``limit`` bytes together; at least one rule in
-    each."""
+    """``rules`` in consecutive groups: the weights of a group, of ``sizes`` bytes each, take at most ``limit`` bytes together unless there
+    is only one."""
     parts = [list[ConversionRule]()]
     filled = 0
     for rule, size in zip(rules, sizes, strict=True):
@@ -133,21 +143,25 @@ class Prefixed:
         there = {name for name in reader.names() if not name.endswith(family.buffers or ("\0",))} - {*left_out}
         bare = not any(name.startswith(family.prefix) for name in there)
         self._reader = reader
-        self._names = {family.prefix + name if bare and not _head(name) else name: name for name in there}
-        heads = [name for name in self._names if _head(name)]
+        heads = [name for name in there if _head(name)]
+        self._names = {name: name for name in there}
+        if bare:
+            self._names = {family.prefix + name: name for name in there if name not in heads}
+            self._names |= {name: name for name in heads}
         if not (config.tied or heads):
             raise ConfigError(
                 "config.json does not tie the output to the embedding, but the weights have no matrix for the output; give model.tied=true "
                 "if the embedding is also the output projection"
             )
-        heads = heads if config.tied else []
+        if not config.tied:
+            return
         for head in heads:  # some files contain the embedding twice
-            head_name = self._names.pop(head)
+            del self._names[head]
             tokens = next(rule.theirs[0] for rule in family.rules(config) if rule.ours == "tokens.weight")
-            if not torch.equal(reader.read(head_name), self.read(tokens)):
+            if not torch.equal(reader.read(head), self.read(tokens)):
                 raise ConfigError(
-                    f"config.json ties the output to the embedding, but {head_name} in the weights is another matrix; give "
-                    "model.tied=false to use it, or remove it"
+                    f"config.json ties the output to the embedding, but {head} in the weights is another matrix; give "
+                    "model.tied=false to use this matrix, or remove it"
                 )
 
     def names(self) -> set[str]:
@@ -178,16 +192,12 @@ def import_folder(
         theirs = {f"model.{ours}": key for ours, key in names.items() if f"model.{ours}" not in given}
         config = run.network(settings, overrides)
     except ConfigError as error:
-        ours = re.compile(rf"\b({'|'.join(map(re.escape, theirs))})\b" if theirs else "(?!)")
-        lines = [ours.sub(lambda name: theirs[name[0]], line) for line in error.problems]
-        raise ConfigError([f"{folder / 'config.json'}: {line}" for line in lines]) from None
+        lines = [SETTING.sub(lambda name: theirs.get(name[0], name[0]), line) for line in error.problems]
+        raise run.located(ConfigError(lines), folder / "config.json") from None
     reader = Reader(folder, pickle)
     left_out = sorted(name for name in reader.names() if family.left_out(tree, name))
     if left_out:
-        more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
-        log.warning(
-            "multi-token prediction, which hpclm does not train, is left out: %s%s", ", ".join(left_out[:5]), more
-        )
+        log.warning("multi-token prediction, which hpclm does not train, is left out: %s", first_few(left_out))
     source = Prefixed(reader, family, config, left_out)
     weights = run.ImportedWeights(config, source, family.rules(config), str(folder))
     with fresh(target, mode=0o700) as staging_dir:

@@ -8,7 +8,7 @@ from hpclm.config import ModelConfig
 from hpclm.config.checks import value_at
 from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
-from hpclm.interop.rules import ConversionRule, shifted
+from hpclm.interop.rules import ConversionRule, changed, shifted
 
 MODULES = {
     "post_norm1": "post_attention_layernorm",
@@ -20,8 +20,7 @@ CAPS = {"attention.score_cap": "attn_logit_softcapping", "logit_cap": "final_log
 
 def rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight."""
-    for rule in llama.rules(config, MODULES):
-        yield shifted(rule) if "norm" in rule.ours else rule
+    return changed(llama.rules(config, MODULES), "norm", shifted)
 
 
 def _read(tree: Json, kind: Any) -> dict[str, Any]:
@@ -48,15 +47,13 @@ def _more(config: ModelConfig) -> Iterator[str]:
 
 
 def _scalar(config: ModelConfig) -> int | float:
-    """query_pre_attn_scalar, which must be whole."""
-    scalar = config.head_width if config.attention.score_scale is None else config.attention.score_scale**-2
+    """query_pre_attn_scalar; an int if it is a whole number, as Gemma needs."""
+    if config.attention.score_scale is None:
+        return config.head_width
+    scalar = config.attention.score_scale**-2
     if scalar > 0.5 and abs(scalar - round(scalar)) < 1e-6 * scalar:
         return round(scalar)
     return scalar
-
-
-def _second(i: int) -> str:
-    return "full_attention" if i % 2 else "sliding_attention"
 
 
 GEMMA2 = replace(
@@ -74,7 +71,7 @@ GEMMA2 = replace(
         "rope.fraction": (1.0,),
     },
     constant=lambda config: _described(config) | shape.described_rope(config),
-    shape=lambda tree: _read(tree, _second) | shape.rope(tree),
+    shape=lambda tree: _read(tree, shape.full_every(2)) | shape.rope(tree),
     covers=(*llama.LLAMA.covers, *CAPS, "attention.score_scale", "attention.pattern", "attention.window"),
     read=f"{llama.LLAMA.read} query_pre_attn_scalar {' '.join(CAPS.values())}",
     unread="hidden_act",
@@ -86,7 +83,7 @@ GEMMA2 = replace(
 def read_settings(tree: Json) -> dict[str, Any]:
     """Gemma 3's settings: layers with a window have their own rotary base, and only the others are scaled."""
     every = int(shape.number({"sliding_window_pattern": 6, **tree}, "sliding_window_pattern"))
-    common = _read(tree, lambda i: "sliding_attention" if (i + 1) % every else "full_attention")
+    common = _read(tree, shape.full_every(every))
     full, near = shape.by_kind(tree)
     near.setdefault("rope_theta", tree.get("rope_local_base_freq", 10000.0))
     far = shape.rope(tree, 1e6, parameters=full)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
-from hpclm.interop.rules import ConversionRule, in_one, of_modules, reordered
+from hpclm.interop.rules import ConversionRule, changed, in_one, reordered
 
 GLM4_MODULES = {
     "post_norm1": "post_self_attn_layernorm",
@@ -19,13 +20,12 @@ GLM4_MODULES = {
 }
 GLM4_BIASES = ("attention_bias", False, False)
 PHI3_MODULES = {"mlp.up": "mlp.gate_up_proj", "attention.qkv": "self_attn.qkv_proj"}
-NONE = (False, False, False)
 TURNED = {name: values for name, values in llama.LLAMA.needs.items() if name != "rope.fraction"}
-"""Requirements of both classes; they may rotate a part of each head."""
+"""Requirements of both classes, which may rotate only a part of each head."""
 
 
 def interleaved(config: ModelConfig) -> torch.Tensor:
-    """Positions of a head's features in a GLM, which rotates pairs of neighbours, ours being the two halves."""
+    """Positions of our features of a head in a GLM's head. A GLM rotates pairs of neighbours, hpclm pairs from the two halves."""
     half = config.rotated // 2
     pairs = torch.arange(config.rotated).view(half, 2).t().flatten()
     return torch.cat([pairs, torch.arange(config.rotated, config.head_width)])
@@ -33,14 +33,14 @@ def interleaved(config: ModelConfig) -> torch.Tensor:
 
 def glm4_rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight of a GLM 4."""
-    for rule in llama.rules(config, GLM4_MODULES):
-        yield reordered(rule, interleaved(config)) if ".attention.qkv." in rule.ours else rule
+    rules = llama.rules(config, GLM4_MODULES)
+    return changed(rules, ".attention.qkv.", partial(reordered, order=interleaved(config)))
 
 
 def phi3_rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight of a Phi 3."""
-    for rule in of_modules(config, llama.modules(config, PHI3_MODULES), llama.LAYER):
-        yield in_one(rule.ours, rule.theirs[0], config) if ".attention.qkv." in rule.ours else rule
+    rules = llama.rules(config, PHI3_MODULES)
+    return changed(rules, ".attention.qkv.", lambda rule: in_one(rule.ours, rule.theirs[0], config))
 
 
 GLM4 = replace(
@@ -65,8 +65,9 @@ def phi3(tree: Json) -> dict[str, Any]:
         if given.get("rope_type", given.get("type")) in ("su", "yarn"):
             tree[key] = {**given, "rope_type": "longrope"}
     window = shape.layers({**tree, "layer_types": None})
-    settings = llama.read_settings(tree, NONE)
-    if (kind := settings["rope.scaling"].get("rope_type")) not in (None, "longrope"):
+    settings = llama.read_settings(tree, llama.NONE)
+    kind = settings["rope.scaling"].get("rope_type")
+    if kind not in (None, "longrope"):
         raise ConfigError(f"rope_type={kind}, but Phi3ForCausalLM supports only longrope")
     return settings | window | dict(dropout=tree["resid_pdrop"])
 
@@ -74,7 +75,7 @@ def phi3(tree: Json) -> dict[str, Any]:
 def described_phi3(config: ModelConfig) -> dict[str, Any]:
     """The keys that phi3() reads."""
     original = shape.scaling(config).get("original_max_position_embeddings", config.context)
-    return llama.described_llama(config, NONE) | dict(
+    return llama.described_llama(config, llama.NONE) | dict(
         sliding_window=config.attention.window,
         original_max_position_embeddings=original,
         resid_pdrop=config.dropout,
@@ -90,7 +91,7 @@ def wrong_phi3(tree: Json) -> Iterator[str]:
 
 def more_phi3(config: ModelConfig) -> Iterator[str]:
     """Reasons why a Phi 3 does not cover a network."""
-    yield from shape.bias_obstacles(config, NONE)
+    yield from shape.bias_obstacles(config, llama.NONE)
     kind = config.rope.scaling.get("rope_type")
     if kind not in (None, "longrope") or (kind is None and config.rope.fraction == 1.0):
         yield f"model.rope.scaling.rope_type={kind or 'null'}, but it needs longrope"

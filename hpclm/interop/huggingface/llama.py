@@ -1,6 +1,6 @@
 """transformers' LlamaForCausalLM, and classes that differ in biases, norms of q and k, windows, multipliers or activation."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,14 +29,17 @@ ALWAYS = {
 LAYER = "model.layers.{}."
 ALL_ATTENTION = ("attention_bias", "attention_bias", False)
 ALL = ("attention_bias", "attention_bias", "mlp_bias")
+NONE = (False, False, False)
 SILU = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 SQUARED = {"relu2": "relu2"}
 
 
 def modules(config: ModelConfig, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Maps our modules to theirs. ``more``: the modules where a class differs."""
-    up = ("mlp.gate_proj", "mlp.up_proj") if config.gated else "mlp.up_proj"
-    return {**ALWAYS, "mlp.up": up, **(more or {})}
+    modules: dict[str, Any] = {**ALWAYS, "mlp.up": "mlp.up_proj"}
+    if config.gated:
+        modules["mlp.up"] = ("mlp.gate_proj", "mlp.up_proj")
+    return modules | dict(more or {})
 
 
 def rules(config: ModelConfig, more: Mapping[str, Any] | None = None) -> Iterable[ConversionRule]:
@@ -61,11 +64,15 @@ def described_llama(config: ModelConfig, biases: Sequence[str | bool] = ALL) -> 
 
 def last_windowed(tree: Json) -> dict[str, Any]:
     """Qwen 2's and 3's layers with a window: those from max_window_layers on, if use_sliding_window is set."""
+    return shape.layers(tree, last_layers(tree), switched=True)
+
+
+def last_layers(tree: Json) -> Callable[[int], str]:
+    """Returns a function that gives a layer's kind: a window from max_window_layers on, full attention before."""
     first = tree["max_window_layers"]
     if type(first) is not int:
         raise ConfigError(f"max_window_layers={first} must be a whole number")
-    kind: Any = lambda i: "sliding_attention" if i >= first else "full_attention"  # noqa: E731
-    return shape.layers(tree, kind, switched=True)
+    return lambda i: "sliding_attention" if i >= first else "full_attention"
 
 
 def no_rope(tree: Json) -> dict[str, Any]:
@@ -93,6 +100,24 @@ def described_no_rope(config: ModelConfig) -> dict[str, Any]:
 def bias_reasons(biases: Sequence[str | bool]) -> Any:
     """Returns a function that gives the reasons why a class with these bias keys does not cover a network."""
     return partial(shape.bias_obstacles, keys=biases)
+
+
+def window_unread(tree: Json) -> Iterator[str]:
+    """Window keys in a class without windows."""
+    if set(tree.get("layer_types") or []) - {"full_attention"}:
+        yield f"layer_types={tree['layer_types']}, but this class has full attention in all layers"
+    window = tree.get("sliding_window")
+    context = tree["max_position_embeddings"]
+    on = window and tree.get("use_sliding_window", True)
+    if on and not (isinstance(window, int) and isinstance(context, int) and window >= context):
+        yield f"sliding_window={window}, but this class has full attention in all layers"
+
+
+def other_layers(tree: Json) -> Iterator[str]:
+    """Kinds of layers that a class with a single kind does not read."""
+    kind = "full_attention" if tree["sliding_window"] is None else "sliding_attention"
+    if set(tree.get("layer_types") or []) - {kind}:
+        yield f"layer_types={tree['layer_types']}, but with sliding_window={tree['sliding_window']} this class has {kind} in all layers"
 
 
 LLAMA = Family(
@@ -128,27 +153,9 @@ LLAMA = Family(
     buffers=(".rotary_emb.inv_freq",),
     read=f"{shape.ROPE} {shape.LAYERS} attention_bias mlp_bias",
     unread="pretraining_tp max_window_layers",
-    wrong=lambda tree: window_unread(tree),
+    wrong=window_unread,
     more=bias_reasons(ALL),
 )
-
-
-def window_unread(tree: Json) -> Iterator[str]:
-    """Window keys in a class without windows."""
-    if set(tree.get("layer_types") or []) - {"full_attention"}:
-        yield f"layer_types={tree['layer_types']}, but this class has full attention in all layers"
-    window = tree.get("sliding_window")
-    context = tree["max_position_embeddings"]
-    on = window and tree.get("use_sliding_window", True)
-    if on and not (isinstance(window, int) and isinstance(context, int) and window >= context):
-        yield f"sliding_window={window}, but this class has full attention in all layers"
-
-
-def other_layers(tree: Json) -> Iterator[str]:
-    """Kinds of layers that a class with a single kind does not read."""
-    kind = "full_attention" if tree["sliding_window"] is None else "sliding_attention"
-    if set(tree.get("layer_types") or []) - {kind}:
-        yield f"layer_types={tree['layer_types']}, but with sliding_window={tree['sliding_window']} this class has {kind} in all layers"
 
 
 NARROW = {name: key for name, key in LLAMA.keys.items() if name != "attention.head_dim"}
@@ -159,10 +166,10 @@ MISTRAL = replace(
     architecture="MistralForCausalLM",
     model_type="mistral",
     needs={**LLAMA.needs, "attention.pattern": (["window"], ["full"])},
-    constant=lambda config: described_llama(config, (False,) * 3) | {"sliding_window": config.attention.window},
-    shape=lambda tree: windowed({**tree, "layer_types": None}, (False,) * 3),
-    wrong=lambda tree: other_layers(tree),
-    more=bias_reasons((False,) * 3),
+    constant=lambda config: described_llama(config, NONE) | {"sliding_window": config.attention.window},
+    shape=lambda tree: windowed({**tree, "layer_types": None}, NONE),
+    wrong=other_layers,
+    more=bias_reasons(NONE),
 )
 QWEN2_BIASES = (True, False, False)
 QWEN2 = replace(

@@ -13,7 +13,6 @@ from hpclm.interop.huggingface import experts, llama, olmo, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import LOGICAL, ConversionRule, same
 
-NONE = (False, False, False)
 MIXTRAL_NAMES = experts.Names(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts.{}.", up=("w1", "w3"), down=("w2",)
 )
@@ -32,10 +31,10 @@ MIXTRAL = replace(
     needs={**llama.MISTRAL.needs, **EVERY_LAYER, "experts.router_normalize": (True,)},
     fixed=dict(router_jitter_noise=(0.0,)),
     aliases={"num_experts": "num_local_experts"},
-    shape=lambda tree: llama.read_settings(tree, NONE, 1e6) | shape.layers({**tree, "layer_types": None}),
+    shape=lambda tree: llama.read_settings(tree, llama.NONE, 1e6) | shape.layers({**tree, "layer_types": None}),
     unread=experts.LOSSES,
     remark=experts.remark,
-    more=lambda config: [*shape.bias_obstacles(config, NONE), *experts.absent(config)],
+    more=lambda config: [*shape.bias_obstacles(config, llama.NONE), *experts.absent(config)],
 )
 
 
@@ -133,8 +132,12 @@ def gpt_oss_rules(config: ModelConfig) -> Iterable[ConversionRule]:
             yield rule
             continue
         theirs = f"{llama.LAYER.format(block)}mlp.experts.{GPT_OSS_NAMES[kind]}"
-        rule = experts.interleaved(rule.ours, theirs) if kind.startswith("up") else same(rule.ours, theirs)
-        yield rule if kind.endswith("bias") else turned(rule)
+        rule = same(rule.ours, theirs)
+        if kind.startswith("up"):
+            rule = experts.interleaved(rule.ours, theirs)
+        if not kind.endswith("bias"):
+            rule = turned(rule)
+        yield rule
 
 
 def turned(rule: ConversionRule) -> ConversionRule:
@@ -146,14 +149,10 @@ def turned(rule: ConversionRule) -> ConversionRule:
     return replace(rule, split=split, join=lambda tensors: rule.join([tensors[0].transpose(1, 2)]))
 
 
-def _every_other(i: int) -> str:
-    return "full_attention" if i % 2 else "sliding_attention"
-
-
 def gpt_oss(tree: Json) -> dict[str, Any]:
     """Settings that depend on several keys. If config.json does not scale positions, transformers applies the published models' scaling."""
     tree = shape.with_default_scaling(tree, GPT_OSS_SCALING)
-    return llama.read_settings(tree, GPT_OSS_BIASES, 150000.0) | shape.layers(tree, _every_other, turned=True)
+    return llama.read_settings(tree, GPT_OSS_BIASES, 150000.0) | shape.layers(tree, shape.full_every(2), turned=True)
 
 
 def described_gpt_oss(config: ModelConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A GPT as hpclm trains it, for transformers: this file belongs to the weights of a network that transformers has no class for.
+"""A GPT as hpclm trains it, for transformers. This file belongs to the weights next to it, whose network has no class in transformers.
 
 Load the folder with ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. Only PyTorch and transformers are
 needed. B sequences, T tokens of each, S including earlier ones, C hidden width, H query heads, G key/value heads, D width
@@ -234,9 +234,13 @@ class HpclmForCausalLM(PreTrainedModel, GenerationMixin):
 
         ``cache``: past_key_values, as transformers names them from 5.24 on.
         """
-        past_key_values = cache if past_key_values is None else past_key_values
-        x = self.model.tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if past_key_values is None:
+            past_key_values = cache
+        if use_cache is None:
+            use_cache = self.config.use_cache
+        x = inputs_embeds
+        if x is None:
+            x = self.model.tokens(input_ids)
         if past_key_values is None and use_cache and not self.training:
             past_key_values = DynamicCache()
         before = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
@@ -245,7 +249,8 @@ class HpclmForCausalLM(PreTrainedModel, GenerationMixin):
         elif position_ids is None:
             position_ids = torch.arange(before, before + x.shape[1], device=x.device)[None]
         x = self.model(x, position_ids, attention_mask, past_key_values)
-        x = x[:, -logits_to_keep:] if logits_to_keep else x
+        if logits_to_keep:
+            x = x[:, -logits_to_keep:]
         logits = F.linear(x, self.model.tokens.weight) if self.output is None else self.output(x)
         loss = None
         if labels is not None:
@@ -254,7 +259,7 @@ class HpclmForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def attention_mask(config: HpclmConfig, x: Tensor, before: int, seen: Tensor | None) -> Tensor:
-    """[B or 1, H or 1, T, S] for x [B, T, C] after ``before`` tokens: what is added to the scores."""
+    """The terms that are added to the scores, [B or 1, H or 1, T, S], for x [B, T, C] after ``before`` tokens."""
     rows = torch.arange(before, before + x.shape[1], device=x.device)
     columns = torch.arange(before + x.shape[1], device=x.device)
     distance = columns[None, :] - rows[:, None]
@@ -271,9 +276,9 @@ def attention_mask(config: HpclmConfig, x: Tensor, before: int, seen: Tensor | N
 def slopes(heads: int, device: torch.device) -> Tensor:
     """[H] slopes: the scores fall by slope x distance (Press et al. 2022)."""
     power = 2 ** math.floor(math.log2(heads))
-    found = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    found += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-    return torch.tensor(found, device=device)
+    values = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    values += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(values, device=device)
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:

@@ -23,20 +23,24 @@ def rules(config: ModelConfig) -> Iterable[ConversionRule]:
     for rule in of_modules(config, llama.modules(config, MODULES), llama.LAYER):
         if "norm" in rule.ours:
             yield absent(rule.ours, shapes[rule.ours].shape, 1.0)
+        elif ".attention.qkv." in rule.ours:
+            yield reordered(rule, swapped)
         else:
-            yield reordered(rule, swapped) if ".attention.qkv." in rule.ours else rule
+            yield rule
 
 
 def scaled(rope_scaling: Mapping[str, str]) -> Iterator[str]:
     """Scalings of rotary positions that also multiply q and k; NanoChat's norms come after the rotation and undo that."""
-    if (kind := rope_scaling.get("rope_type")) in ("yarn", "longrope"):
+    kind = rope_scaling.get("rope_type")
+    if kind in ("yarn", "longrope"):
         yield f"rotary positions scaled by rope_type={kind}, which scales q and k after their norms in hpclm but before them in NanoChat"
 
 
 def read_settings(tree: Json) -> dict[str, Any]:
     """Settings that depend on several keys."""
     settings = llama.read_settings(tree, llama.ALL_ATTENTION)
-    if wrong := list(scaled(settings["rope.scaling"])):
+    wrong = list(scaled(settings["rope.scaling"]))
+    if wrong:
         raise ConfigError(wrong)
     return settings | dict(logit_cap=tree["final_logit_softcapping"])
 

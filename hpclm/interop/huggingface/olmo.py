@@ -30,14 +30,10 @@ OLMO2 = replace(
 )
 
 
-def _three_of_four(i: int) -> str:
-    return "full_attention" if (i + 1) % 4 == 0 else "sliding_attention"
-
-
 def read_settings(tree: Json) -> dict[str, Any]:
     """OLMo 3's settings: layers with a window have their own rotary positions, unscaled in its own models."""
     full, near = shape.by_kind(tree)
-    layers = shape.layers(tree, _three_of_four, turned=True)
+    layers = shape.layers(tree, shape.full_every(4), turned=True)
     far = shape.rope(tree, THETA, parameters=full)
     return far | shape.biases(tree, llama.ALL_ATTENTION) | layers | shape.near(tree, near, far, layers, THETA)
 

@@ -9,9 +9,8 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import gemma, llama, olmo, shape
 from hpclm.interop.huggingface.family import Json
-from hpclm.interop.rules import ConversionRule, shifted
+from hpclm.interop.rules import ConversionRule, changed, shifted
 
-NONE = (False, False, False)
 CWM_BIASES = (False, False, "mlp_bias")
 CWM_SCALING = dict(
     rope_type="llama3",
@@ -39,14 +38,14 @@ MINISTRAL = replace(
         "context": "max_position_embeddings",
     },
     constant=lambda config: (
-        llama.described_llama(config, NONE)
+        llama.described_llama(config, llama.NONE)
         | {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window}
     ),
-    shape=lambda tree: llama.read_settings(tree, NONE) | shape.layers(tree),
+    shape=lambda tree: llama.read_settings(tree, llama.NONE) | shape.layers(tree),
     covers=WINDOWS,
     unread="auto_map",
     wrong=lambda tree: (),
-    more=lambda config: [*shape.bias_obstacles(config, NONE), *shape.only(config, "full", "window")],
+    more=lambda config: [*shape.bias_obstacles(config, llama.NONE), *shape.only(config, "full", "window")],
 )
 CWM = replace(
     MINISTRAL,
@@ -99,25 +98,26 @@ def exaone4(tree: Json) -> dict[str, Any]:
         raise ConfigError(
             f"sliding_window_pattern={every} and sliding_window={window} need layer_types, which config.json lacks"
         )
-    kinds = shape.layers(tree, lambda i: "sliding_attention" if (i + 1) % every else "full_attention", turned=True)
+    kinds = shape.layers(tree, shape.full_every(every), turned=True)
     if window is not None:
         kinds["attention.pattern"] = ["nope" if kind == "full" else kind for kind in kinds["attention.pattern"]]
-    return llama.read_settings(tree, NONE) | kinds
+    return llama.read_settings(tree, llama.NONE) | kinds
 
 
 def described_exaone4(config: ModelConfig) -> dict[str, Any]:
     """The keys that exaone4() reads."""
-    window = (
-        config.attention.window if "nope" not in config.attention.pattern else config.attention.window or config.context
-    )
+    window = config.attention.window
+    if "nope" in config.attention.pattern:
+        window = window or config.context
     types = {"layer_types": shape.layer_types(config), "sliding_window": window}
-    return llama.described_llama(config, NONE) | types
+    return llama.described_llama(config, llama.NONE) | types
 
 
 def more_exaone4(config: ModelConfig) -> Iterator[str]:
     """Reasons why an EXAONE 4 does not cover a network."""
-    yield from shape.bias_obstacles(config, NONE)
-    yield from shape.only(config, *(("full",) if config.attention.pattern == ["full"] else ("window", "nope")))
+    yield from shape.bias_obstacles(config, llama.NONE)
+    if config.attention.pattern != ["full"]:
+        yield from shape.only(config, "window", "nope")
 
 
 EXAONE4 = replace(
@@ -178,8 +178,7 @@ JAIS2 = replace(
 
 def vault_rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight of a VaultGemma."""
-    for rule in llama.rules(config, {"norm2": "pre_feedforward_layernorm"}):
-        yield shifted(rule) if "norm" in rule.ours else rule
+    return changed(llama.rules(config, {"norm2": "pre_feedforward_layernorm"}), "norm", shifted)
 
 
 VAULTGEMMA = replace(
@@ -209,12 +208,15 @@ def granite_swa(tree: Json) -> dict[str, Any]:
     full, near = (next(iter(of_kind[kind]), None) for kind in ("full", "window"))
     without = {"full": "nope", "window": "window_nope"}
     common["rope.base"] = float(full or near or common["rope.base"])
-    base = float(near) if near and float(near) != common["rope.base"] else None
-    pattern = shape.period([kind if base else without[kind] for kind, base in layer_bases])
-    scaled = bool(common["rope.scaling"])
-    more = {"rope.window_base": base, "rope.window_scaled": scaled} if near else {}
-    scaling = {"logit_multiplier": 1 / shape.number(tree, "logits_scaling"), "attention.sinks": True}
-    return common | kinds | more | scaling | {"attention.pattern": pattern}
+    if near:
+        common["rope.window_base"] = shape.other_base(float(near), common["rope.base"])
+        common["rope.window_scaled"] = bool(common["rope.scaling"])
+    return common | {
+        **kinds,
+        "logit_multiplier": 1 / shape.number(tree, "logits_scaling"),
+        "attention.sinks": True,
+        "attention.pattern": shape.period([kind if base else without[kind] for kind, base in layer_bases]),
+    }
 
 
 def described_granite_swa(config: ModelConfig) -> dict[str, Any]:

@@ -27,8 +27,15 @@ BIASES = ("attention.qkv_bias", "attention.out_bias", "mlp_bias")
 def mapping(value: Any, key: str) -> Json:
     """A mapping in config.json; empty if missing. ConfigError for any other value."""
     if not isinstance(value or {}, Mapping):
-        raise ConfigError(f"{key}={value if isinstance(value, str) else json.dumps(value)} must be a mapping")
+        raise ConfigError(f"{key}={_json(value)} must be a mapping")
     return value or {}
+
+
+def _json(value: Any) -> str:
+    """A value as JSON; a text without quotes."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def number(tree: Json, key: str) -> float:
@@ -55,7 +62,8 @@ def rope(tree: Json, theta: float = 10000.0, part: float = 1.0, parameters: Json
     nested = parameters is not None
     both = mapping(tree.get("rope_parameters"), "rope_parameters")
     given = parameters or ({} if nested else mapping(tree.get("rope_scaling"), "rope_scaling") or both)
-    if kinds := [key for key in given if key in KEPT]:
+    kinds = [key for key in given if key in KEPT]
+    if kinds:
         raise ConfigError(
             f"rope_parameters of {', '.join(kinds)}: this class has the same rotary positions in all layers"
         )
@@ -93,13 +101,13 @@ def _scaling(tree: Json, kind: Any, given: Json, nested: bool) -> dict[str, str]
     if "truncate" in scaling:
         scaling["truncate"] = bool(scaling["truncate"])
     read_keys = " ".join(KINDS.get(str(kind), ())).split()
-    if unknown := [f"{_place(tree, key)}{key}" for key in scaling if read_keys and key not in read_keys]:
+    unknown = [f"{_place(tree, key)}{key}" for key in scaling if read_keys and key not in read_keys]
+    if unknown:
         ignore = " ".join(f"--ignore {key}" for key in unknown)
         raise ConfigError(
-            f"{', '.join(unknown)}: transformers ignores this with rope_type={kind}; to do so too, give {ignore}"
+            f"{', '.join(unknown)}: transformers ignores this with rope_type={kind}; if hpclm should ignore it too, give {ignore}"
         )
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in scaling.items()}
-    return {"rope_type": kind if isinstance(kind, str) else json.dumps(kind), **texts}
+    return {"rope_type": _json(kind), **{key: _json(value) for key, value in scaling.items()}}
 
 
 def _place(tree: Json, key: str) -> str:
@@ -112,8 +120,10 @@ def _place(tree: Json, key: str) -> str:
 
 def described_rope(config: ModelConfig) -> dict[str, Any]:
     """Keys of config.json for rotary positions, as all versions of transformers and other programs read them."""
-    part = {} if config.rope.fraction == 1.0 else {"partial_rotary_factor": config.rope.fraction}
-    return {"rope_theta": config.rope.base, "rope_scaling": scaling(config) or None, **part}
+    keys: dict[str, Any] = {"rope_theta": config.rope.base, "rope_scaling": scaling(config) or None}
+    if config.rope.fraction != 1.0:
+        keys["partial_rotary_factor"] = config.rope.fraction
+    return keys
 
 
 def scaling(config: ModelConfig) -> dict[str, Any]:
@@ -130,7 +140,9 @@ def layers(
     """Our settings for kinds of layers. ``kind``: gives a layer's kind without layer_types; None: all layers have the window, if any.
     ``switched``: use_sliding_window turns windows on. ``turned``: layers with a window have their own rotary positions, even if the
     window covers the context."""
-    window = None if switched and not tree["use_sliding_window"] else tree["sliding_window"]
+    window = tree["sliding_window"]
+    if switched and not tree["use_sliding_window"]:
+        window = None
     context = whole(tree, "max_position_embeddings")
     count = whole(tree, "num_hidden_layers")
     if window is not None and type(window) is not int:
@@ -161,6 +173,11 @@ def layers(
     return {"attention.pattern": period(kinds), "attention.window": window}
 
 
+def full_every(n: int) -> Callable[[int], str]:
+    """Returns a function that gives a layer's kind: full attention in every ``n``-th layer, a window in the others."""
+    return lambda i: "sliding_attention" if (i + 1) % n else "full_attention"
+
+
 def whole(tree: Json, key: str) -> int:
     """A number in config.json that is checked elsewhere; 0 if it is not valid."""
     value = tree.get(key)
@@ -181,12 +198,15 @@ def layer_types(config: ModelConfig) -> list[str]:
 
 
 def described_by_kind(config: ModelConfig) -> dict[str, Any]:
-    """rope_parameters of a class with rotary positions for each kind of layers; transformers reads truncate outside these."""
+    """rope_parameters of a class with rotary positions for each kind of layers; transformers reads truncate at the outer level."""
     full = {"rope_type": "default", "rope_theta": config.rope.base, **scaling(config)}
     near = {"rope_type": "default", "rope_theta": config.rope.window_base or config.rope.base}
-    near |= scaling(config) if config.rope.window_scaled else {}
-    outer = {"truncate": full["truncate"]} if "truncate" in full else {}
-    return {"rope_parameters": {"full_attention": full, "sliding_attention": near, **outer}}
+    if config.rope.window_scaled:
+        near |= scaling(config)
+    parameters: dict[str, Any] = {"full_attention": full, "sliding_attention": near}
+    if "truncate" in full:
+        parameters["truncate"] = full["truncate"]
+    return {"rope_parameters": parameters}
 
 
 def canonical(config: ModelConfig) -> ModelConfig:
@@ -258,8 +278,17 @@ def near(tree: Json, given: Json, far: Json, kinds: Json, theta: float) -> dict[
         far["rope.scaling"],
     ):
         raise ConfigError("rope_parameters: layers with a window are scaled differently from the others")
-    base = window_rope["rope.base"] if window_rope["rope.base"] != far["rope.base"] else None
-    return {"rope.window_base": base, "rope.window_scaled": window_rope["rope.scaling"] == far["rope.scaling"]}
+    return {
+        "rope.window_base": other_base(window_rope["rope.base"], far["rope.base"]),
+        "rope.window_scaled": window_rope["rope.scaling"] == far["rope.scaling"],
+    }
+
+
+def other_base(window: float, base: float) -> float | None:
+    """model.rope.window_base for the base of layers with a window; None if it equals the ``base`` of the other layers."""
+    if window == base:
+        return None
+    return window
 
 
 def only(config: ModelConfig, *kinds: str) -> Iterator[str]:

@@ -65,11 +65,10 @@ class Reader:
             if allowed and (self.folder / whole).exists():
                 yield from ((name, whole) for name in self._file(whole).keys())  # noqa: SIM118 - it is not a dict
                 return
-        pickled = any((self.folder / name).exists() for name in (PICKLED, PICKLED_INDEX))
-        raise ConfigError(
-            f"{self.folder} has neither {WHOLE} nor {INDEX}"
-            + (f"; --pickle reads its {PICKLED}, but only tensors" if pickled else "")
-        )
+        problem = f"{self.folder} has neither {WHOLE} nor {INDEX}"
+        if any((self.folder / name).exists() for name in (PICKLED, PICKLED_INDEX)):
+            problem += f"; --pickle reads its {PICKLED}, but only tensors"
+        raise ConfigError(problem)
 
     def _indexed(self, path: Path) -> Iterator[tuple[str, str]]:
         weight_map = json_object(path).get("weight_map")

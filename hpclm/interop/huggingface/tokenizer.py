@@ -5,7 +5,7 @@ import logging
 import shutil
 import sys
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
@@ -13,13 +13,12 @@ from typing import Any
 
 from hpclm.base import files
 from hpclm.base.errors import ConfigError
-from hpclm.base.files import read_text
 from hpclm.config import DataConfig
-from hpclm.config.reading import json_object
 from hpclm.data import chat_record, tokenizers
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.interop.huggingface import auto_tokenizer
 from hpclm.interop.huggingface.auto_tokenizer import AutoTokenizer
+from hpclm.interop.rules import first_few
 from hpclm.preprocess import run_text
 from hpclm.preprocess.chat import TEMPLATE, template_in
 from hpclm.preprocess.run_text import RunText
@@ -38,7 +37,7 @@ PROBES = (
 """Texts on which tokenizers tend to differ."""
 WIDTH = 16
 CHUNKS = 256
-"""The vocabulary is tested in up to CHUNKS runs of WIDTH consecutive ids."""
+"""Up to CHUNKS test texts are made from the vocabulary, each of WIDTH consecutive ids."""
 KINDS = (
     ("json", ("tokenizer.json",)),
     ("gpt2", ("vocab.json", "merges.txt")),
@@ -76,7 +75,9 @@ def write(folder: Path, text: RunText, paths: list[str], context: int) -> None:
     elif isinstance(tokenizer, SentencePiece):
         model = tokenizer.model.serialized_model_proto()
         known_model = parameters(tokenizer)
-        whole = of_sentencepiece(known_model) if known_model.kind == "bpe" and known_model.plain else None
+        whole = None
+        if known_model.kind == "bpe" and known_model.plain:
+            whole = of_sentencepiece(known_model)
         if whole is not None and not differing(tokenizer.encode, encoder(whole), tokenizer):
             (folder / "tokenizer.json").write_text(whole, encoding="utf-8")
             (folder / "tokenizer.model").write_bytes(model)  # for programs that do not read tokenizer.json
@@ -96,9 +97,11 @@ def write(folder: Path, text: RunText, paths: list[str], context: int) -> None:
         return
     end = run_text.token_text(tokenizer, tokenizer.eod)
     settings = {"model_max_length": context, "clean_up_tokenization_spaces": False, **named}
-    settings |= {} if text.imported else {"bos_token": end}
+    if not text.imported:
+        settings["bos_token"] = end
     settings |= {name: value for name, value in text.imported_tokens.items() if is_text(name)}
-    settings |= {"eos_token": end} if end else {}
+    if end:
+        settings["eos_token"] = end
     if text.chat:  # the template must write the same text here as in training
         settings = {name: value for name, value in settings.items() if not chat_record.names(text.chat.template, name)}
         tokens = {name: token for name, token in text.chat.tokens.items() if _has(tokenizer, token)}
@@ -110,9 +113,11 @@ def write(folder: Path, text: RunText, paths: list[str], context: int) -> None:
     if theirs is None:
         return
     # gpt2, wordpiece and sentencepiece read the text of a special token as ordinary text
-    added = [*theirs.added] if kind == "json" else []
-    avoided = [] if kind == "json" else [*theirs.added]
-    if wrong := differing(partial(text.encode, template=True), theirs.encode, tokenizer, added, avoided):
+    added, avoided = list(theirs.added), list[str]()
+    if kind != "json":
+        added, avoided = avoided, added
+    wrong = differing(partial(text.encode, template=True), theirs.encode, tokenizer, added, avoided)
+    if wrong:
         log.warning("transformers will return other ids for some texts: %s", wrong)
 
 
@@ -154,7 +159,7 @@ def differing(
 
 @cache
 def _characters() -> tuple[str, ...]:
-    """Texts with every character that normalisation may change, as it is and decomposed, in upper and lower case."""
+    """Texts with every character that normalisation may change, composed and decomposed, in upper and lower case."""
     changed = (c for c in map(chr, range(0x80, sys.maxunicode)) if unicodedata.decomposition(c) or c.lower() != c)
     forms = [
         form
@@ -204,17 +209,21 @@ def take(
             if (folder / model).is_file():
                 shutil.copyfile(folder / model, place / model)
     _warn_of_differences(folder, tokenizer, theirs, tokens, entries)
-    settings = dict(tokenizer=kind, tokenizer_files=[str(final.absolute() / "tokenizer" / name) for name in names])
+    settings: dict[str, Any] = dict(
+        tokenizer=kind, tokenizer_files=[str(final.absolute() / "tokenizer" / name) for name in names]
+    )
     end = tokenizer.fingerprint.get("options", {}).get("eod")
+    if end:
+        settings["eod"] = end
     tokens = {name: value for name, value in tokens.items() if not isinstance(value, str) or _has(tokenizer, value)}
-    return settings | ({"eod": end} if end else {}), tokens
+    return settings, tokens
 
 
 def _write_json(folder: Path, text: str, entries: int, place: Path) -> None:
     """Write the tokenizer.json ``text`` into ``place``; copies the folder's own file, byte for byte, if it is equivalent."""
     text, beyond = auto_tokenizer.within(text, entries)
     if beyond:
-        some = ", ".join(map(repr, beyond[:5])) + (f" and {len(beyond) - 5} more" if len(beyond) > 5 else "")
+        some = first_few(list(map(repr, beyond)))
         log.warning("the network has no entries for the added tokens %s of %s; omitting them", some, folder)
     original = folder / "tokenizer.json"
     if original.is_file() and alike(files.read_text(original), text):
@@ -238,7 +247,8 @@ def _warn_of_differences(
     ours = RunText(tokenizer, tokens, True, entries, *template)
     added = [token for token, id in theirs.added.items() if theirs.text and id < entries]
     avoided = [token for token in theirs.added if token not in added]
-    if wrong := differing(partial(ours.encode, template=True), theirs.encode, tokenizer, added, avoided):
+    wrong = differing(partial(ours.encode, template=True), theirs.encode, tokenizer, added, avoided)
+    if wrong:
         log.warning("transformers returns other ids than the run will for some texts: %s", wrong)
 
 
@@ -260,15 +270,19 @@ def _built(kind: str, paths: list[str], tokens: Mapping[str, Any]) -> Tokenizer:
     except ConfigError as error:
         log.warning("the end-of-text token %s is not used: %s", end, "; ".join(error.problems))
         return tokenizer
-    return tokenizer if tokenizer.eod == other.eod else other
+    if tokenizer.eod == other.eod:
+        return tokenizer
+    return other
 
 
 def special_tokens_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The special tokens of a Hugging Face folder; more specific files override config.json."""
     tokens = {name: config[name] for name in IDS if config.get(name) is not None}
     for file in (GENERATION, "special_tokens_map.json", "tokenizer_config.json"):
-        tree = json_object(folder / file) if (folder / file).is_file() else {}
-        names = IDS if file == GENERATION else [name for name in tree if is_text(name) or name in ADDED]
+        tree = auto_tokenizer.optional_json(folder / file)
+        names: Iterable[str] = IDS
+        if file != GENERATION:
+            names = [name for name in tree if is_text(name) or name in ADDED]
         tokens |= {name: tree[name] for name in names if tree.get(name) is not None}
     for name, value in tokens.items():
         if isinstance(value, dict):  # an AddedToken with its options
@@ -284,9 +298,10 @@ def keep_special_tokens(place: Path, tokens: Mapping[str, Any]) -> None:
 
 def keep_chat(folder: Path, place: Path) -> None:
     """Copy the chat template and generation settings of a Hugging Face folder into the folder ``place``."""
-    template = template_in(folder)
-    generation = folder / GENERATION
-    for name, text in ((TEMPLATE, template), (GENERATION, read_text(generation) if generation.is_file() else None)):
+    texts = {TEMPLATE: template_in(folder)}
+    if (folder / GENERATION).is_file():
+        texts[GENERATION] = files.read_text(folder / GENERATION)
+    for name, text in texts.items():
         if text is not None:
             place.mkdir(exist_ok=True)
             (place / name).write_text(text, encoding="utf-8")

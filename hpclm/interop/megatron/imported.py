@@ -47,7 +47,7 @@ class Merged:
     """The weights of a checkpoint under our names, with the shards of all tensor-parallel ranks merged."""
 
     def __init__(self, state: MegatronState, config: ModelConfig, moment: str | None = None):
-        """``moment``: read this one of Adam's moments instead of the weights."""
+        """``moment``: the name of one of Adam's moments, which is read instead of the weights."""
         self.state = state
         self.config = config
         self.placements = placements(config)
@@ -70,7 +70,9 @@ class Merged:
             raise ConfigError(
                 f"{self._names[name]} has {len(whole)} rows, but model.vocab_size is {self.config.vocab_size}"
             )
-        return whole[: self.config.vocab_size] if name in EMBEDDINGS else whole
+        if name in EMBEDDINGS:
+            return whole[: self.config.vocab_size]
+        return whole
 
 
 def merged(parts: Sequence[Tensor], placement: Placement, swap: bool = False) -> Tensor:
@@ -78,12 +80,15 @@ def merged(parts: Sequence[Tensor], placement: Placement, swap: bool = False) ->
     if placement.dim is None or (len(parts) == 1 and not (swap and placement.parts == 2)):
         return parts[0]
     blocks = [part.chunk(placement.parts, placement.dim) for part in parts]
-    order = reversed(range(placement.parts)) if swap else range(placement.parts)
+    order = list(range(placement.parts))
+    if swap:
+        order.reverse()
     return torch.cat([block[number] for number in order for block in blocks], placement.dim)
 
 
 def reordered(x: Tensor, version: float, config: ModelConfig) -> Tensor:
-    """A rank's fused projection in current order, heads x (q, k, v) x D. In version 0, (q, k, v) comes first; in version 1, last."""
+    """A rank's fused projection in today's order, heads x (q, k, v) x D. In version 0, (q, k, v) is the first dimension; in version 1,
+    the last."""
     width = config.head_width
     if version >= 2:
         return x
@@ -114,14 +119,17 @@ def convert(
             f"{folder} does not contain the network's settings; give model.layers=… model.hidden=… model.attention.heads=… and all "
             "others that differ from hpclm's defaults"
         )
-    goes_on = bool(state.moments) and state.args is not None
+    settings_of_run: list[str] = []
+    progress = Progress()
     try:
         if ignored:
             state.args = Namespace(**without(vars(state.args or Namespace()), ignored, options.READ, "option"))
-        config = run.network({} if state.args is None else model_settings(state.args), overrides)
-        settings_of_run = _training(state.args, config) if goes_on and state.args is not None else []
+        config = run.network(model_settings(state.args) if state.args else {}, overrides)
+        if state.moments and state.args:
+            settings_of_run = _training(state.args, config)
+            progress = training.progress(state)
     except ConfigError as error:
-        raise ConfigError([f"{folder}: {line}" for line in error.problems]) from None
+        raise run.located(error, folder) from None
     if not any(override.startswith("model.vocab_size=") for override in overrides):
         log.warning(
             "model.vocab_size=%d is the checkpoint's, which may include padding; if so, give the tokenizer's size",
@@ -134,7 +142,6 @@ def convert(
     imported = run.ImportedMoments(moments, state.steps)
     weights = run.ImportedWeights(config, source, rules, str(folder), moments=imported)
     with fresh(target, mode=0o700) as staging_dir:
-        progress = training.progress(state) if goes_on else Progress()
         run.save(staging_dir, run.settings_of(target, config, {}, settings_of_run), weights, progress)
     return config
 
@@ -153,9 +160,11 @@ def _training(args: Namespace, config: ModelConfig) -> list[str]:
 def ours(name: str) -> str:
     """Our name of a weight; ``name`` itself without a match."""
     layer = re.fullmatch(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.*)", name)
-    inner, table = (layer[2], IN_LAYER) if layer else (name, OURS)
-    for pattern, replacement in table:
+    prefix, inner, patterns = "", name, OURS
+    if layer:
+        prefix, inner, patterns = f"block{layer[1]}.", layer[2], IN_LAYER
+    for pattern, replacement in patterns:
         match = re.fullmatch(pattern, inner)
         if match:
-            return (f"block{layer[1]}." if layer else "") + match.expand(replacement)
+            return prefix + match.expand(replacement)
     return name

@@ -1,8 +1,8 @@
 """The files of a Megatron checkpoint, and the part of the network in each.
 
-Megatron-DeepSpeed's pipeline saves a file for each layer and tensor-parallel rank, and another one with the settings; without the
-pipeline it saves one for each tensor-parallel rank. Megatron-LM saves one for each tensor- and pipeline-parallel rank, with the settings
-and, under model0, model1, …, the parts of an interleaved pipeline: part 0 of every stage comes before part 1 of the first.
+With a pipeline, Megatron-DeepSpeed saves a file for each layer and tensor-parallel rank, and a file with the settings. Without one, it
+saves a file for each tensor-parallel rank. Megatron-LM saves a file for each tensor- and pipeline-parallel rank, with the settings. An
+interleaved pipeline's parts are under model0, model1, …; the layers of part 0 on all stages come before those of part 1.
 """
 
 import re
@@ -60,12 +60,15 @@ def recognised(source: Path) -> Path | None:
                 raise unread(error, source / note) from None
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{source / note} cannot be read: {error}") from None
-            named = pattern.format(int(text)) if pattern and re.fullmatch("[0-9]+", text) else text
+            named = text
+            if pattern and re.fullmatch("[0-9]+", text):
+                named = pattern.format(int(text))
             if Path(named).name != named:
                 raise ConfigError(f"{source / note} must name a folder next to it, not {text!r}")
             folder = source / named
-    there = distributed(folder) or any(folder.glob("layer_*-model_*-model_states.pt")) or _rank_files(folder)
-    return folder if there else None
+    if distributed(folder) or any(folder.glob("layer_*-model_*-model_states.pt")) or _rank_files(folder):
+        return folder
+    return None
 
 
 def distributed(folder: Path) -> bool:
@@ -75,7 +78,9 @@ def distributed(folder: Path) -> bool:
 
 def read_files(folder: Path) -> MegatronState:
     """Read the checkpoint in ``folder``, which must not be a distributed one; tensors are memory-mapped."""
-    return _layers(folder) if any(folder.glob("layer_*-model_*-model_states.pt")) else _ranks(folder)
+    if any(folder.glob("layer_*-model_*-model_states.pt")):
+        return _layers(folder)
+    return _ranks(folder)
 
 
 def _layers(folder: Path) -> MegatronState:
@@ -133,8 +138,8 @@ def _ranks(folder: Path) -> MegatronState:
             held = [_tensors(rank[key]) for rank in ranks]
             there = {full(name, blocks): [part[name] for part in held if name in part] for name in held[0]}
             _add(state, {name: parts for name, parts in there.items() if name is not None}, folder)
-            local = {int(match[1]) for name in held[0] if (match := re.search(r"\blayers\.(\d+)\.", name))}
-            blocks += max(local, default=-1) + 1
+            numbers = [re.search(r"\blayers\.(\d+)\.", name) for name in held[0]]
+            blocks += max((int(number[1]) for number in numbers if number), default=-1) + 1
     return state
 
 
@@ -148,18 +153,20 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
             raise ConfigError(f"{path} is not a supported rank folder; experts are not supported")
         if file and numbers:
             by_place[int(numbers[1]), int(numbers[2] or 0)] = file
-        if path.is_file() and (rank := DEEPSPEED_FILE.fullmatch(path.name)):
+        rank = DEEPSPEED_FILE.fullmatch(path.name)
+        if rank and path.is_file():
             by_place[int(rank[1]), 0] = path
     return by_place
 
 
 def _complete(parts: Mapping[int, Mapping[int, Path]], folder: Path) -> list[list[Path]]:
-    """The files of each layer or stage, by tensor rank; ConfigError if one lacks a rank that another has."""
+    """The files of each layer or stage, by tensor-parallel rank; ConfigError if a layer or stage lacks a rank that another has."""
     ranks = range(1 + max(rank for by_rank in parts.values() for rank in by_rank))
     for by_rank in parts.values():
-        if missing := set(ranks) - by_rank.keys():
+        missing = set(ranks) - by_rank.keys()
+        if missing:
             beside = by_rank[max(by_rank)].relative_to(folder)
-            raise ConfigError(f"{folder} has no file of tensor rank {min(missing)} beside {beside}")
+            raise ConfigError(f"{folder} has no file of tensor-parallel rank {min(missing)} next to {beside}")
     return [[by_rank[rank] for rank in ranks] for _, by_rank in sorted(parts.items())]
 
 
@@ -179,14 +186,18 @@ def _saved(path: Path) -> dict[Any, Any]:
 
 def _args(saved: Mapping[str, Any]) -> Namespace | None:
     args = saved.get("args")
-    return args if isinstance(args, Namespace) else None
+    if isinstance(args, Namespace):
+        return args
+    return None
 
 
 def _version(saved: Mapping[str, Any], default: float) -> float:
     given = saved.get("checkpoint_version")
-    if given is not None and not isinstance(given, int | float):
+    if given is None:
+        return default
+    if not isinstance(given, int | float):
         raise ConfigError(f"checkpoint_version={given} is not a number")
-    return default if given is None else float(given)
+    return float(given)
 
 
 def _tensors(saved: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:

@@ -1,7 +1,4 @@
-"""Classification of Megatron's options by options.yaml: read, checked, or known to have no effect.
-
-An option in none of these groups must not be set.
-"""
+"""Classification of Megatron's options by options.yaml: read, checked, or known to have no effect. Other options must not be set."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -23,13 +20,14 @@ PREFIXES = tuple(name.rstrip("*") for name in WITHOUT_EFFECT if name.endswith("*
 
 
 def plain(value: Any) -> Any:
-    """An option's value in plain form: an enum member's value for a stand-in, None for an empty container, text for anything but a
-    number."""
+    """An option's value as a number or text; None for an empty container. A stand-in becomes the value of the enum member."""
     if isinstance(value, StandIn):
         value = "an object" if value.value is None else value.value
     if value is None or isinstance(value, bool | int | float):
         return value
-    return None if isinstance(value, list | tuple | dict) and not value else str(value)[:200]
+    if isinstance(value, list | tuple | dict) and not value:
+        return None
+    return str(value)[:200]
 
 
 def is_classified(name: str) -> bool:
@@ -59,5 +57,6 @@ def _wrong(args: Namespace, kind: str) -> Iterator[str]:
         if value is not None and value not in supported:
             yield f"{name}={value}, but hpclm supports {' or '.join(str(other) for other in supported if other is not None)}"
     for name in GROUPS[f"{kind}_unset"].split():
-        if value := plain(getattr(args, name, None)):
+        value = plain(getattr(args, name, None))
+        if value:
             yield f"{name}={value} is not supported"

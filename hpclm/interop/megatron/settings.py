@@ -16,19 +16,21 @@ def model_settings(args: Namespace) -> dict[str, Any]:
     """Model settings for ``args``; ConfigError if hpclm does not support the network."""
     wrong = [*options.of_network(args)]
     lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not argument(args, name)]
-    wrong += [f"it does not give {name}" for name in lacking]
+    wrong += [f"{name} is missing" for name in lacking]
     if not lacking:
         width = args.hidden_size // args.num_attention_heads
         if argument(args, "kv_channels", default=width) != width:
             wrong.append(f"kv_channels={args.kv_channels}, but hidden_size / num_attention_heads = {width}")
     if wrong:
         raise ConfigError(wrong)
-    grouped = argument(args, "group_query_attention", default=False)
+    kv_heads = "num_key_value_heads"
+    if argument(args, "group_query_attention", default=False):
+        kv_heads = "num_query_groups"
     values = {
         "layers": args.num_layers,
         "hidden": args.hidden_size,
         "attention.heads": args.num_attention_heads,
-        "attention.kv_heads": argument(args, "num_query_groups" if grouped else "num_key_value_heads"),
+        "attention.kv_heads": argument(args, kv_heads),
         "ffn": argument(args, "ffn_hidden_size", default=4 * args.hidden_size),
         "context": argument(args, "max_position_embeddings", "seq_length"),
         "vocab_size": argument(args, "padded_vocab_size"),
@@ -78,5 +80,6 @@ def _activation(args: Namespace) -> str:
     glu = argument(args, "glu_activation")
     if glu or argument(args, "swiglu", default=False):
         return glu or "swiglu"
-    approximate = argument(args, "bias_gelu_fusion", default=False) or argument(args, "openai_gelu", default=False)
-    return "gelu_tanh" if approximate else "gelu"
+    if argument(args, "bias_gelu_fusion", default=False) or argument(args, "openai_gelu", default=False):
+        return "gelu_tanh"
+    return "gelu"

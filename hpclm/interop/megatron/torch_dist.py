@@ -1,8 +1,8 @@
 """Megatron-core's torch_dist checkpoints: PyTorch's distributed format (DCP), read without running its pickles.
 
-.metadata gives the shape and chunks of each tensor, and the file and bytes of each chunk. PyTorch reads and merges the chunks from
-*.distcp files, so the layout of the run does not matter. common.pt has the arguments and the optimizer's step count. Layers of equal
-shape are stacked in one tensor along its first dimension.
+.metadata gives the shape and chunks of each tensor, and each chunk's file and bytes. PyTorch reads and merges the chunks from the
+*.distcp files, whatever the layout of the run was. common.pt has the arguments and the optimizer's step count. Layers of equal shape are
+stacked in one tensor along its first dimension.
 """
 
 import io
@@ -98,20 +98,22 @@ def _read(folder: Path, metadata: Metadata, names: Iterable[str]) -> dict[str, T
 def _parts(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[str, list[Tensor]]:
     """Tensors by Megatron-core's names with layer numbers, each in one part.
 
-    ``shapes``: of the weights, which the optimizer may store in another form.
+    ``shapes``: shapes of the weights; the optimizer may store its tensors in another form.
     """
     parts: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():
-        whole = tensor if tensor.shape == shapes[name] else _unflattened(name, tensor, shapes[name])
-        if stack := STACKED.fullmatch(name):
-            parts |= {f"{stack[1]}.{layer}.{stack[2]}": [one] for layer, one in enumerate(whole)}
+        if tensor.shape != shapes[name]:
+            tensor = _unflattened(name, tensor, shapes[name])
+        stack = STACKED.fullmatch(name)
+        if stack:
+            parts |= {f"{stack[1]}.{layer}.{stack[2]}": [one] for layer, one in enumerate(tensor)}
         else:
-            parts[name] = [whole]
+            parts[name] = [tensor]
     return parts
 
 
 def _unflattened(name: str, stored: Tensor, shape: Shape) -> Tensor:
-    """Restore a tensor flattened by the distributed optimizer of Megatron-core before 0.15: [blocks along each dimension …, values]."""
+    """Restore a tensor [blocks along each dimension …, values] that the distributed optimizer of Megatron-core before 0.15 flattened."""
     blocks = stored.shape[:-1]
     fits = len(blocks) == len(shape) and all(n and not whole % n for whole, n in zip(shape, blocks, strict=True))
     if not fits or stored.numel() != math.prod(shape):
@@ -127,18 +129,21 @@ def read_torch_dist(folder: Path, weights_only: bool = False) -> MegatronState:
     described: Mapping[str, Any] = metadata.state_dict_metadata
     weights = [key for key in described if not (NO_TENSORS.match(key) or NO_WEIGHTS.search(key))]
     shapes: dict[str, Shape] = {key: tuple(described[key].size) for key in weights}
-    if (
-        count := sum(shape[0] for key, shape in shapes.items() if shape and STACKED.fullmatch(key))
-    ) > MAX_LAYER_TENSORS:
+    count = sum(shape[0] for key, shape in shapes.items() if shape and STACKED.fullmatch(key))
+    if count > MAX_LAYER_TENSORS:
         raise ConfigError(
             f"{folder / '.metadata'} describes {count} tensors of layers; at most {MAX_LAYER_TENSORS} are read"
         )
     kept: dict[str, dict[str, str]] = {}
     for key in described:
-        if (named := STATE.fullmatch(key)) and named[2] in shapes:
+        named = STATE.fullmatch(key)
+        if named and named[2] in shapes:
             kept.setdefault(named[1], {})[named[2]] = key
-    common = load(folder / "common.pt") if (folder / "common.pt").is_file() else {}
-    common = common if isinstance(common, dict) else {}
+    common: dict[str, Any] = {}
+    if (folder / "common.pt").is_file():
+        loaded = load(folder / "common.pt")
+        if isinstance(loaded, dict):
+            common = loaded
     args = common.get("args")
 
     def parts(keys: Mapping[str, str]) -> dict[str, list[Tensor]]:
@@ -157,8 +162,8 @@ def read_torch_dist(folder: Path, weights_only: bool = False) -> MegatronState:
         state.iteration = _whole(common.get("iteration"))
     elif any(re.match(r"(chained_\d+\.)?optimizer\.", key) for key in described) or "optimizer" in common:
         log.warning(
-            "%s: only the weights are imported, because its optimizer state fits only the layout of the run that saved it; save once "
-            "with --dist-ckpt-optim-fully-reshardable to import that too",
+            "%s: only the weights are imported, because the optimizer state fits only the layout of the run that saved it; to import "
+            "the optimizer state too, save once with --dist-ckpt-optim-fully-reshardable",
             folder,
         )
     return state
@@ -244,5 +249,9 @@ def _steps(optimizer: Any) -> int:
 
 
 def _whole(value: Any) -> int:
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    return int(number) if isinstance(number, int | float) and math.isfinite(number) and number > 0 else 0
+    """A positive number as an int; 0 for any other value."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, int | float) and math.isfinite(value) and value > 0:
+        return int(value)
+    return 0

@@ -45,9 +45,9 @@ def overrides(args: Namespace, model: ModelConfig) -> list[str]:
         wrong.append(f"seq_length={length} differs from model.context={model.context}; give model.context={length}")
     if wrong:
         raise ConfigError(wrong)
-    by_samples = bool(argument(args, "train_samples"))
-    unit = "samples" if by_samples else "iters"
-    steps_or_samples = "samples" if by_samples else "steps"
+    unit, steps_or_samples = "iters", "steps"
+    if argument(args, "train_samples"):
+        unit = steps_or_samples = "samples"
     warmup = argument(args, f"lr_warmup_{unit}", default=0)
     style = argument(args, "lr_decay_style")
     fraction = argument(args, "lr_warmup_fraction")
@@ -59,7 +59,8 @@ def overrides(args: Namespace, model: ModelConfig) -> list[str]:
         values["data.reset_position_ids"] = False  # Megatron's rotary positions count from the start of the sample
     if argument(args, "train_data_path"):
         log.warning(
-            "the run read train_data_path=%s, not parts of one: list its datasets in data.train", args.train_data_path
+            "the run read the datasets train_data_path=%s whole, without data.split: list them in data.train",
+            args.train_data_path,
         )
         values.pop("data.split")
     if argument(args, "fp16", default=False):
@@ -69,10 +70,10 @@ def overrides(args: Namespace, model: ModelConfig) -> list[str]:
     betas = [argument(args, name) for name in ("adam_beta1", "adam_beta2")]
     ramp = argument(args, "rampup_batch_size")
     values |= {
-        "optim.betas": betas if None not in betas else None,
-        "optim.schedule": SCHEDULES.get(str(style)) if style else None,
+        "optim.betas": None if None in betas else betas,
+        "optim.schedule": SCHEDULES.get(str(style)),
         "optim.unit": steps_or_samples,
-        "optim.warmup": warmup if not fraction else None,
+        "optim.warmup": None if fraction else warmup,
         "optim.warmup_fraction": fraction,
         "optim.warmup_start": argument(args, "lr_warmup_init") if warmup or fraction else None,
         "optim.schedule_length": argument(args, f"lr_decay_{unit}"),
@@ -96,4 +97,6 @@ def _precision(args: Namespace) -> str | None:
         return "bf16"
     if argument(args, "fp16", default=False):
         return "fp16"
-    return "fp32" if hasattr(args, "bf16") else None
+    if hasattr(args, "bf16"):
+        return "fp32"
+    return None

@@ -34,11 +34,15 @@ class Fairseq(Words):
         self.size = len(symbols)
         self.eod = EOS
         self.fingerprint = fingerprint("fairseq", files, self.size, self.eod)
-        self.model = sentencepieces.processor("fairseq", models[0]) if models else None
+        self.model = None
+        if models:
+            self.model = sentencepieces.processor("fairseq", models[0])
 
     def encode(self, text: str) -> list[int]:
         """Ids of the words or pieces (or <unk>), and </s>."""
-        return super().encode(text if self.model is None else " ".join(self.model.encode(text, out_type=str)))
+        if self.model is not None:
+            text = " ".join(self.model.encode(text, out_type=str))
+        return super().encode(text)
 
     def decode(self, ids: list[int]) -> str:
         """The words separated by spaces, including </s>; or the text of the pieces, without </s>."""
@@ -82,7 +86,7 @@ def read_dictionary(path: Path) -> tuple[list[str], dict[str, int]]:
 def dictionary_of(texts: Iterable[str]) -> str:
     """The content of a dict.txt: the words of ``texts`` by descending count, ties in alphabetical order.
 
-    Entries madeupword0000 ... make their number, with the specials, a multiple of 8.
+    Entries madeupword0000 ... are added until the number of entries, special ones included, is a multiple of 8.
     """
     counts: Counter[str] = Counter()
     for text in texts:
@@ -90,7 +94,8 @@ def dictionary_of(texts: Iterable[str]) -> str:
     for special in SPECIALS:
         del counts[special]
     entries = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
-    made_up = (word for number in count() if (word := f"madeupword{number:04d}") not in counts)
+    words = (f"madeupword{number:04d}" for number in count())
+    made_up = (word for word in words if word not in counts)
     while (len(entries) + len(SPECIALS)) % PADDING:
         entries.append((next(made_up), 0))
     return "".join(f"{word} {number}\n" for word, number in entries)

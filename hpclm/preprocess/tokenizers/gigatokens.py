@@ -51,7 +51,8 @@ def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
     try:
         if len(markers) > MARKERS:
             raise ValueError(f"it has {len(markers)} added tokens, but gigatoken is used with at most {MARKERS}")
-        if unsuitable := why_unsuitable():
+        unsuitable = why_unsuitable()
+        if unsuitable:
             raise ValueError(unsuitable)
         fast = Fast(settings, exact, markers)
         if not np.array_equal(exact(TEXTS)[0], np.concatenate([fast.encode(text) for text in TEXTS])):
@@ -65,11 +66,13 @@ def faster(settings: str, exact: Encode, markers: list[str]) -> "Fast | None":
 
 
 def why_unsuitable() -> str | None:
-    """The reason not to use the installed libraries together, or None."""
+    """The reason why the installed libraries must not be used together, or None."""
     if extras.missing("encoding", "gigatoken"):
         return f"gigatoken is not installed; {extras.install('gigatoken')}"
     versions = {name: ".".join(version(name).split(".")[:2]) for name in COMPARED}
-    return None if versions == COMPARED else f"hpclm has been tested with {COMPARED}, not with {versions}"
+    if versions == COMPARED:
+        return None
+    return f"hpclm has been tested with {COMPARED}, not with {versions}"
 
 
 class Fast:

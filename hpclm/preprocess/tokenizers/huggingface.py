@@ -57,11 +57,15 @@ class Library:
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without the special tokens of a template."""
-        return self.fast.encode(text) if self.fast else self.exact([text])[0].tolist()
+        if self.fast:
+            return self.fast.encode(text)
+        return self.exact([text])[0].tolist()
 
     def encode_batch(self, texts: list[str]) -> Batch:
         """``encode`` of each text."""
-        return self.fast.encode_batch(texts) if self.fast else self.exact(texts)
+        if self.fast:
+            return self.fast.encode_batch(texts)
+        return self.exact(texts)
 
     def exact(self, texts: list[str]) -> Batch:
         """``encode_batch`` with the tokenizers library."""
@@ -123,7 +127,8 @@ class TokenizerJson(Library):
             return model
 
         super().__init__("json", files, eod, make, [END, "</s>"], "<")
-        if wrong := changed_by_template(self.model):
+        wrong = changed_by_template(self.model)
+        if wrong:
             raise ConfigError(f"tokenizer json: {path}: {wrong}")
 
 
@@ -134,7 +139,8 @@ def switch_off(model: Any) -> list[str]:
     """
     off = []
     for name, default in RANDOM.items():
-        if value := getattr(model.model, name, default):
+        value = getattr(model.model, name, default)
+        if value:
             setattr(model.model, name, default)
             off.append(f"model.{name}={value:g}, which draws ids at random")
     if model.truncation:
@@ -148,7 +154,7 @@ def switch_off(model: Any) -> list[str]:
 
 @cache
 def report_switched_off(path: str, off: tuple[str, ...]) -> None:
-    """Log once which features of a tokenizer.json are off. Processes that only encode leave that to their parent."""
+    """Log once which features of a tokenizer.json are off. Worker processes log nothing, because their parent does."""
     if off and parent_process() is None:
         log.warning("%s: switched off, so that a text always has the same ids: %s", path, "; ".join(off))
 
@@ -163,7 +169,7 @@ def changed_by_template(model: Any) -> str | None:
         model.post_processor = template
     if processed == plain:
         return None
-    return f"its post_processor makes {len(processed)} tokens of the {len(plain)} of a text; it must contain a text once, as it is"
+    return f"its post_processor turns the {len(plain)} tokens of a text into {len(processed)}; it must contain a text once, unchanged"
 
 
 class WordPiece(Library):
@@ -234,7 +240,9 @@ def of_sentencepiece(bpe: Parameters) -> str:
     model = Tokenizer(models.BPE(ids, _merges(bpe), unk_token=unknown, fuse_unk=True, byte_fallback=bpe.bytes))
     # Precompiled omits this one composition of NFKC
     composed = normalizers.Replace("\u017f\u0307", "\u1e61")
-    steps: list[Any] = [composed, normalizers.Precompiled(bpe.charsmap)] if bpe.charsmap else []
+    steps: list[Any] = []
+    if bpe.charsmap:
+        steps += [composed, normalizers.Precompiled(bpe.charsmap)]
     if bpe.squeezed:
         steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if bpe.prefix:
@@ -264,7 +272,7 @@ def _merges(bpe: Parameters) -> list[tuple[str, str]]:
 
 
 def alike(one: str, other: str) -> bool:
-    """Whether two tokenizer.json differ at most in their spelling, truncation and padding; ConfigError if one cannot be read."""
+    """Whether two tokenizer.json are equal except for formatting, truncation and padding; ConfigError if one cannot be read."""
     from tokenizers import Tokenizer
 
     models = [load("json", [Path("tokenizer.json")], partial(Tokenizer.from_str, text)) for text in (one, other)]
@@ -328,7 +336,7 @@ def with_words_divided(texts: Iterable[str]) -> Iterator[str]:
             for cut in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD):
                 yield text[begin:cut]
                 begin = cut
-        yield text[begin:] if begin else text
+        yield text[begin:]
 
 
 @contextmanager

@@ -64,7 +64,10 @@ class Whitespace(Words):
 
     def __init__(self, files: list[str], eod: str | None = None):
         [path] = expect("whitespace", files, "vocab.json")
-        self.ids = vocabulary("whitespace", path, ["<unk>", *([END] if eod is None else [])])
+        needed = ["<unk>"]
+        if eod is None:
+            needed.append(END)
+        self.ids = vocabulary("whitespace", path, needed)
         self.words = {id: word for word, id in self.ids.items()}
         self.size = max(self.words) + 1
         angled = (word for word in self.ids if word.startswith("<"))

@@ -81,8 +81,7 @@ class Parameters:
     bytes: bool
     """Whether unknown characters become byte pieces."""
     plain: bool
-    """Whether the model lacks features unknown to other libraries: user-defined pieces, which are never split, and other treatments of
-    spaces."""
+    """Whether other libraries can represent the model: it has no user-defined pieces, which are never split, and treats spaces as usual."""
 
 
 def parameters(tokenizer: SentencePiece) -> Parameters:
@@ -164,7 +163,8 @@ def parts_of_line(line: str) -> Iterator[str]:
             cut = max(text.rfind(end, begin, limit) + len(end.rstrip()) for end in ENDS)
             if cut <= begin + 1:
                 cut = text.rfind(" ", begin + 1, limit)
-            cut = cut if cut > begin else limit
+            if cut <= begin:
+                cut = limit
             yield text[begin:cut]
             begin = cut + text.startswith(" ", cut)  # the library puts one before each line
         if begin < len(text):
@@ -173,15 +173,17 @@ def parts_of_line(line: str) -> Iterator[str]:
 
 def _explained(error: str, vocab_size: int) -> str:
     """Translates the library's ``error`` in training ``vocab_size`` entries into terms of the command line."""
-    if high := re.search(r"Vocabulary size too high \(\d+\).* <= (\d+)", error):
+    high = re.search(r"Vocabulary size too high \(\d+\).* <= (\d+)", error)
+    if high:
         return (
             f"--vocab-size {vocab_size} is too large for this text, which is enough for {high[1]} entries; give --vocab-size "
             f"{high[1]}, or more text"
         )
-    if low := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+    low = re.search(r"smaller than required_chars\. \d+ vs (\d+)", error)
+    if low:
         return (
-            f"--vocab-size {vocab_size} is too small: the 256 bytes, the special entries and the characters of this text are {low[1]}; "
-            f"give at least --vocab-size {low[1]}"
+            f"--vocab-size {vocab_size} is too small: the 256 bytes, the special entries and the characters of this text need {low[1]} "
+            f"entries; give at least --vocab-size {low[1]}"
         )
     if "sentences_.empty()" in error:
         return "no text in the input: all of its lines are empty; give text"

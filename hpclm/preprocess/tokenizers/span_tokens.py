@@ -1,8 +1,7 @@
-"""Marks the tokens of a text that count in the loss: those of given spans, such as the answers of a conversation, tokenized as in
-generation.
+"""Marks the tokens of a text that count in the loss: the tokens of given spans, such as the answers of a conversation.
 
-Generation tokenizes the text before a span alone. That may give other ids than in the whole text, for example if a token crosses the
-beginning of a span. Then the text is tokenized in pieces: the spans, and the text between them.
+Generation tokenizes the text before a span alone. The resulting ids may differ from those in the whole text, for example if a token
+crosses the beginning of a span. In that case the text is tokenized in pieces: the spans, and the text between them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 APART = ("\n", ":", "0", "a")
-"""Contexts after which a piece of text is tokenized as in the middle of a text, if no token spans the two."""
+"""Texts before a piece that make a tokenizer treat it as the middle of a text, if no token spans the two."""
 
 
 class Marked(NamedTuple):
@@ -57,7 +56,9 @@ def _as_generated(
             return False
         before = np.count_nonzero(offsets[:, 1] <= begin)
         last = max(np.flatnonzero(is_special[:before]), default=None)
-        first, start = (0, 0) if last is None else (last, offsets[last, 0])
+        first, start = 0, 0
+        if last is not None:
+            first, start = int(last), int(offsets[last, 0])
         alone = model.encode(text[start:begin], add_special_tokens=False).ids
         if alone != ids[first:before].tolist():
             return False
@@ -67,7 +68,7 @@ def _as_generated(
 def _in_pieces(
     model: Any, special: Iterable[str], text: str, whole: NDArray, spans: list[tuple[int, int]]
 ) -> Marked | None:
-    """``marked`` with tokens that end at the bounds of ``spans``; None if no such tokens have the text.
+    """``marked`` with tokens that end at the bounds of ``spans``; None if such tokens do not decode to the text.
 
     A tokenizer may put a space before any text. So a piece is tokenized after the special token that precedes it, or after another text,
     whose tokens are removed again.

@@ -16,10 +16,13 @@ T = TypeVar("T")
 def expect(kind: str, files: list[str], *names: str, optional: int = 0) -> list[Path]:
     """``files`` as readable paths, one for each of ``names``; the last ``optional`` ones may be missing."""
     if not len(names) - optional <= len(files) <= len(names):
-        needed = f"{many(len(names), 'file')}, {' and '.join(names)}" if names else "no files"
-        may = f" (the last {optional} may be omitted)" if optional else ""
+        needed = "no files"
+        if names:
+            needed = f"{many(len(names), 'file')}, {' and '.join(names)}"
+        if optional:
+            needed += f" (the last {optional} may be omitted)"
         given = ", ".join(map(str, files)) or "none"
-        raise ConfigError(f"tokenizer {kind} takes {needed}{may}, but got {len(files)}: {given}")
+        raise ConfigError(f"tokenizer {kind} takes {needed}, but got {len(files)}: {given}")
     return [readable(file, f"{kind} tokenizer's {name}") for file, name in zip(files, names, strict=False)]
 
 
@@ -52,12 +55,11 @@ def id_of_end(kind: str, path: Path, end: str, ids: Mapping[str, int], candidate
     """The id of the end-of-document token ``end``. ``ids``: {text: id} of ``path``; ``candidates``: suggestions for the error."""
     if end in ids:
         return ids[end]
+    problem = f"end-of-document token {end!r} is not in {path} of the {kind} tokenizer"
     some = list(candidates)[:20]
-    listed = f"; it has {', '.join(map(repr, some))}" if some else ""
-    raise ConfigError(
-        f"end-of-document token {end!r} is not in {path} of the {kind} tokenizer{listed}"
-        f"{hint(end, some)}; use one of its {len(ids)} entries"
-    )
+    if some:
+        problem += f"; it has {', '.join(map(repr, some))}"
+    raise ConfigError(f"{problem}{hint(end, some)}; use one of its {len(ids)} entries")
 
 
 def only_end(kind: str, given: str | None, end: str) -> None:

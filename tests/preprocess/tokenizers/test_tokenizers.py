@@ -206,7 +206,7 @@ def test_a_template_that_repeats_the_text_is_refused(made, tmp_path):
     settings["post_processor"] = dict(type="TemplateProcessing", single=[text, text], pair=[text], special_tokens={})
     settings["post_processor"]["pair"] = [text, {"Sequence": {"id": "B", "type_id": 0}}]
     (tmp_path / "t.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"t\.json: its post_processor makes \d+ tokens of the \d+ of a text"):
+    with pytest.raises(ConfigError, match=r"t\.json: its post_processor turns the \d+ tokens of a text into \d+"):
         build_tokenizer("json", [str(tmp_path / "t.json")])
 
 

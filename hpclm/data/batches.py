@@ -28,13 +28,7 @@ class Batches:
     """The micro-batches of any step of one replica."""
 
     def __init__(
-        self,
-        samples: Samples,
-        plan: Plan,
-        data: DataConfig,
-        model: ModelConfig,
-        eod: int | None,
-        compute: Compute,
+        self, samples: Samples, plan: Plan, data: DataConfig, model: ModelConfig, eod: int | None, compute: Compute
     ):
         """``eod``: the end-of-document token. ``compute``: device and replica of the micro-batches."""
         lacking = list(needs_eod(data, eod))

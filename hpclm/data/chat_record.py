@@ -71,9 +71,7 @@ def of_json(tree: Any, path: Path, way_out: str) -> ChatRecord:
 def of_dataset(prefix: str | Path) -> ChatRecord | None:
     """The chat settings of a dataset of conversations; None for other datasets."""
     note = sidecar(prefix).get(KEY)
-    if note is None:
-        return None
-    return of_json(note, files(prefix)[2], "restore that file, or preprocess again")
+    return None if note is None else of_json(note, files(prefix)[2], "restore that file, or preprocess again")
 
 
 def of_run(run: Path) -> ChatRecord | None:
@@ -151,6 +149,4 @@ def _text_difference(one: str, other: str) -> str | None:
 
 
 def _quoted(text: str | None) -> str:
-    if text is None:
-        return "nothing"
-    return repr(text)
+    return "nothing" if text is None else repr(text)

@@ -184,9 +184,7 @@ def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:
 
 def divided(settings: DataConfig) -> Mixture:
     """The datasets that data.split divides."""
-    if settings.blend:
-        return mixture(settings.blend, "data.blend")
-    return Mixture((settings.prefix or "",), None)
+    return mixture(settings.blend, "data.blend") if settings.blend else Mixture((settings.prefix or "",), None)
 
 
 def open_dataset(prefix: str, facts: SharedFacts) -> IndexedDataset:
@@ -234,9 +232,7 @@ def corpus(data: DataConfig, context: int, seed: int, vocab_size: int, facts: Sh
 def shared_chat(prefixes: list[str]) -> dict[str, Any]:
     """The chat settings shared by all datasets, as JSON; {} without conversations. ConfigError if they differ."""
     record = chat_record.shared(prefixes)
-    if record is None:
-        return {}
-    return record.note()
+    return {} if record is None else record.note()
 
 
 def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int) -> dict[str, Any]:

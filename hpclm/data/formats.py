@@ -93,9 +93,7 @@ def read_index(path: Path, content: mmap.mmap | bytes) -> IndexFile:
             f"({needed + n} with modes, {fairseq} in fairseq's layout): it is corrupt; create or copy it again"
         )
     at = HEADER.size
-    modes = None
-    if n and length > needed:
-        modes = np.frombuffer(content, "i1", n, needed)
+    modes = np.frombuffer(content, "i1", n, needed) if n and length > needed else None
     return IndexFile(
         "megatron",
         dtype,

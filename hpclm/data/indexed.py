@@ -113,9 +113,7 @@ class IndexedDataset:
     @property
     def document_count(self) -> int:
         """Number of documents. In a layout without documents, each sequence counts as one."""
-        if self._index.documents is None:
-            return len(self)
-        return len(self._index.documents) - 1
+        return len(self) if self._index.documents is None else len(self._index.documents) - 1
 
     @property
     def token_count(self) -> int:
@@ -124,9 +122,7 @@ class IndexedDataset:
 
     def bounds(self, begin: int, end: int) -> NDArray[np.int64]:
         """``documents[begin : end + 1]``, without loading other documents' bounds."""
-        if self._index.documents is None:
-            return np.arange(begin, end + 1)
-        return self._index.documents[begin : end + 1]
+        return np.arange(begin, end + 1) if self._index.documents is None else self._index.documents[begin : end + 1]
 
     def place(self, i: int) -> int:
         """Start of sequence ``i`` in ``flat``; for i = n, the end of the last."""
@@ -215,9 +211,7 @@ def _not_there(prefix: Path, missing: list[str]) -> str:
         return f"{prefix} is one of a dataset's files: leave off {prefix.suffix}"
     folder = prefix.parent
     near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx"))
-    hint = "run hpclm preprocess first"
-    if near:
-        hint = f"{folder} has {', '.join(near[:5])}"
+    hint = f"{folder} has {', '.join(near[:5])}" if near else "run hpclm preprocess first"
     verb = "do" if len(missing) > 1 else "does"
     return f"dataset not found: {' and '.join(missing)} {verb} not exist; {hint}"
 

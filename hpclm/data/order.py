@@ -82,9 +82,7 @@ def samples_in(tokens: int, context: int, keep_partial: bool = False) -> int:
 
 def passes(tokens: int, order: Order) -> int:
     """E: number of epochs over a split of ``tokens`` tokens needed for the requested samples."""
-    if order.requested is None:
-        return 1
-    return max(1, -(-(order.requested * order.context + 1) // tokens))
+    return 1 if order.requested is None else max(1, -(-(order.requested * order.context + 1) // tokens))
 
 
 def index_bytes(sequences: int, tokens: int, order: Order) -> int:

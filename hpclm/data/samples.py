@@ -174,9 +174,7 @@ class BlendedSamples:
     def __init__(self, parts: Sequence[Any], blend_index: BlendIndex):
         """``parts``: Samples; either all or none are DocumentSamples."""
         types = {part.dtype for part in parts}
-        self.dtype = WIDE
-        if len(types) == 1:
-            self.dtype = types.pop()
+        self.dtype = types.pop() if len(types) == 1 else WIDE
         self._parts = parts
         self._reads = [part.read for part in parts]
         self._which = _view(blend_index.which)

@@ -62,9 +62,7 @@ class DatasetSlice:
     ) -> "DatasetSlice":
         """The tokens ``inside`` of a dataset."""
         first = dataset.holder(inside.start)
-        span = range(first, first)
-        if inside:
-            span = range(first, dataset.holder(inside.stop - 1) + 1)
+        span = range(first, dataset.holder(inside.stop - 1) + 1) if inside else range(first, first)
         return cls(dataset, span, sampling, keep_partial, inside=inside)
 
     @cached_property
@@ -80,9 +78,7 @@ class DatasetSlice:
     @cached_property
     def masked_out(self) -> int:
         """Number of sequences without a token that counts in the loss."""
-        if self.mask is None:
-            return 0
-        return loss_mask.without_counted(self.mask, self.span)
+        return 0 if self.mask is None else loss_mask.without_counted(self.mask, self.span)
 
     @cached_property
     def per_epoch(self) -> int:
@@ -220,9 +216,7 @@ class DatasetSlice:
         seed = self.sampling.seed
         sequences = self._sequences
         sizes = sequences.sizes[sequences.span.start : sequences.span.stop]
-        first = self.dataset.place(self.span.start)
-        if self.inside is not None:
-            first = self.inside.start
+        first = self.inside.start if self.inside is not None else self.dataset.place(self.span.start)
 
         def build() -> index_cache.Arrays:
             self.dataset.check_once()
@@ -291,9 +285,7 @@ class Split:
         return self.weights is None and (requested is None or requested <= self.per_epoch)
 
     def _weights(self) -> Sequence[float]:
-        if self.weights is None:
-            return [part.per_epoch for part in self.slices]
-        return self.weights
+        return [part.per_epoch for part in self.slices] if self.weights is None else self.weights
 
     def _shares(self, requested: int | None, settings: DataConfig) -> tuple[list[int], int]:
         if requested is None:

@@ -139,9 +139,7 @@ class Adapter(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The end-of-document token."""
-        if self.text.tokenizer.eod is None:
-            return self.first
-        return self.text.tokenizer.eod
+        return self.first if self.text.tokenizer.eod is None else self.text.tokenizer.eod
 
     @property
     def prefix_token_id(self) -> int:
@@ -249,9 +247,7 @@ def _unscorable(context: str, continuation: str, problem: str) -> str:
 
 def _shown(text: str) -> str:
     """The end of a text, quoted."""
-    if len(text) <= SHOWN:
-        return repr(text)
-    return f"...{text[-SHOWN:]!r}"
+    return repr(text) if len(text) <= SHOWN else f"...{text[-SHOWN:]!r}"
 
 
 @torch.inference_mode()

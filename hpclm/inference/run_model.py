@@ -73,11 +73,7 @@ def load_model(
 
 
 def load_checkpoint(
-    checkpoint: Path,
-    manifest: Manifest,
-    config: TrainedModel,
-    tokenizer: dict[str, Any] | None,
-    compute: Compute,
+    checkpoint: Path, manifest: Manifest, config: TrainedModel, tokenizer: dict[str, Any] | None, compute: Compute
 ) -> tuple[Stack, Progress]:
     """The model of the checkpoint in the folder ``checkpoint``; see ``load_model``."""
     clash = tokenizer_clash(manifest.fingerprint, tokenizer)

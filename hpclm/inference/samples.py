@@ -22,9 +22,7 @@ def samples(run: Path, prompt: str, max_checkpoints: int) -> dict[int, str]:
     kept = run_settings.saved_steps(run)
     last = len(kept) - 1
     gaps = min(max_checkpoints, len(kept)) - 1
-    chosen = kept[-1:]
-    if gaps:
-        chosen = [kept[round(last * number / gaps)] for number in range(gaps + 1)]
+    chosen = [kept[round(last * number / gaps)] for number in range(gaps + 1)] if gaps else kept[-1:]
     from hpclm.inference.completion import Completer  # imports PyTorch, which takes seconds
 
     written = {}

@@ -86,9 +86,7 @@ def windows(ids: Sequence[int], context: int, counts: Sequence[bool] | None = No
 
 def of_text(path: str, text: str, json_lines: bool, run_text: RunText) -> Iterator[Document]:
     """The documents of a text: one, or with JSON lines the "text" of each line."""
-    texts: Iterable[str] = [text]
-    if json_lines:
-        texts = json_texts(path, text, "text", "a document")
+    texts: Iterable[str] = json_texts(path, text, "text", "a document") if json_lines else [text]
     for number, document in enumerate(texts, 1):
         ids = run_text.encode(document)
         if not ids and document:

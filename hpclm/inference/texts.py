@@ -44,9 +44,7 @@ def json_texts(path: str, text: str, key: str, what: str) -> Iterator[str]:
 
 def lines_of(text: str) -> list[str]:
     """The lines of a text as `hpclm preprocess --format lines` reads them: without line ends, including empty lines."""
-    if not text:
-        return []
-    return [without_end(line) for line in text.removesuffix("\n").split("\n")]
+    return [without_end(line) for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def text_of(path: str, option: str = "") -> str:
@@ -67,9 +65,7 @@ def text_of(path: str, option: str = "") -> str:
 def prompts(prompt: str | None, path: str | None, format: str | None) -> Iterator[str]:
     """The ``prompt`` ("-": standard input), or the prompts in the file ``path``. ``format``: see ``is_json_lines``."""
     if path is None:
-        text = prompt or ""
-        if prompt == "-":
-            text = text_of("-", "--prompt")
+        text = text_of("-", "--prompt") if prompt == "-" else prompt or ""
         if not is_utf8(text):
             raise ConfigError("the prompt is not UTF-8 text")
         yield text

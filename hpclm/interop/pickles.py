@@ -21,6 +21,10 @@ from hpclm.base.errors import ConfigError
 
 REPLACED = re.compile(r"(megatron|deepspeed|pathlib)\.[\w.]+|_io\.BytesIO")
 """Classes in Megatron's files that hold neither weights nor settings: never imported, but replaced by ``StandIn``."""
+NOT_READ = (
+    RuntimeError, EOFError, KeyError, IndexError, ValueError, AttributeError, TypeError, AssertionError,
+)  # fmt: skip
+"""Exceptions of torch.load for a file that is not its own."""
 ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 
 
@@ -60,16 +64,7 @@ def refused(path: str) -> Iterator[None]:
         named = re.search(r"GLOBAL (\S+) (?:was not an allowed global|whose module)", str(error))
         why = f"it names {named[1]}, which is not data" if named else str(error).splitlines()[-1]
         raise ConfigError(f"{path} is refused: {why}") from None
-    except (
-        RuntimeError,
-        EOFError,
-        KeyError,
-        IndexError,
-        ValueError,
-        AttributeError,
-        TypeError,
-        AssertionError,
-    ) as error:
+    except NOT_READ as error:
         raise ConfigError(f"{path} is not a torch.save file: {str(error).splitlines()[0]}") from None
 
 

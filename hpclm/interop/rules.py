@@ -76,9 +76,7 @@ def in_one(ours: str, theirs: str, config: ModelConfig) -> ConversionRule:
 def shifted(rule: ConversionRule, by: float = 1.0) -> ConversionRule:
     """``rule`` for a weight that is stored minus ``by``."""
     return replace(
-        rule,
-        split=lambda x: [part - by for part in rule.split(x)],
-        join=lambda tensors: rule.join(tensors) + by,
+        rule, split=lambda x: [part - by for part in rule.split(x)], join=lambda tensors: rule.join(tensors) + by
     )
 
 

@@ -74,9 +74,7 @@ class RunCheckpoint:
     @property
     def chat(self) -> ChatRecord | None:
         """The chat settings of the tuning; None at step 0, because the weights are still the imported ones."""
-        if not self.step:
-            return None
-        return chat_record.of_run(self.run)
+        return chat_record.of_run(self.run) if self.step else None
 
 
 def find_checkpoint(path: Path, overrides: list[str]) -> RunCheckpoint:
@@ -112,10 +110,9 @@ class ImportedWeights:
         source: TensorSource,
         rules: Iterable[ConversionRule],
         place: str,
-        spare: Iterable[str] = (),
         moments: ImportedMoments = NO_MOMENTS,
     ):
-        """``place``: name of the source in errors. ``spare``: tensors there that are not needed.
+        """``place``: name of the source in errors.
 
         ConfigError if tensors are missing or unexpected.
         """
@@ -127,9 +124,7 @@ class ImportedWeights:
         self.steps = moments.steps
         self.shapes = {name: placement.shape for name, placement in placements(config).items()}
         for tensor_source in (source, *self.moments.values()):
-            check_names(
-                (name for rule in self.rules for name in rule.theirs), tensor_source.names() - set(spare), place
-            )
+            check_names((name for rule in self.rules for name in rule.theirs), tensor_source.names(), place)
 
     def tensors(self) -> Iterator[Shard]:
         """Every weight whole, in fp32, followed by its moments."""

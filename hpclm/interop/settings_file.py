@@ -126,9 +126,7 @@ def _translate(project: str, flags: Sequence[Flag]) -> Translation:
             result.ask(f"{flag.text}: {answer.reason}")
         elif not flag.known or any(setting.endswith(f"={elsewhere.MISSING}") for setting in answer.settings):
             sets = " ".join(elsewhere.keys(answer.settings))
-            why = "has no counterpart"
-            if not flag.known:
-                why = "is not known before the script runs"
+            why = "has no counterpart" if flag.known else "is not known before the script runs"
             result.ask(f"{flag.text}: the value of {sets} {why}", sets.startswith(CHANGES_RESULTS))
         else:
             words += _new(result, flag, answer.settings)
@@ -148,9 +146,7 @@ def _unknown(result: Translation, flag: Flag, name: str) -> None:
         if group not in MEANINGFUL and (plain in names.split() or plain.startswith(prefixes or ("\0",))):
             result.left_out.append(f"{flag.text}: changes no results ({group})")
             return
-    why = "hpclm does not know this option"
-    if options.is_classified(plain):
-        why = "hpclm does not have this feature"
+    why = "hpclm does not have this feature" if options.is_classified(plain) else "hpclm does not know this option"
     result.ask(f"{flag.text}: {why}")
 
 

@@ -18,22 +18,7 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 NAMED = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}?")
 BEGINS = ("if", "for", "while", "until", "case", "select")
 ENDS = ("fi", "done", "esac")
-BEFORE_COMMANDS = (
-    "then",
-    "else",
-    "elif",
-    "do",
-    "{",
-    "}",
-    "!",
-    "time",
-    "exec",
-    "nohup",
-    "export",
-    "declare",
-    "readonly",
-    "local",
-)
+BEFORE_COMMANDS = "then else elif do { } ! time exec nohup export declare readonly local"
 Piece = tuple[str, str]
 """The quoting of a part of a word, and its text."""
 
@@ -91,7 +76,7 @@ def _commands(script: str) -> Iterator[list[str]]:
     for words, array in _statements(script):
         first = _plain(words[0])
         depth += (first in BEGINS) - (first in ENDS)
-        while words and _plain(words[0]) in BEFORE_COMMANDS:
+        while words and _plain(words[0]) in BEFORE_COMMANDS.split():
             words = words[1:]
         assigned = [ASSIGNMENT.fullmatch(_plain(word)) for word in words]
         if not words or not assigned[0]:
@@ -153,9 +138,7 @@ def _statements(script: str) -> Iterator[tuple[list[list[Piece]], bool]]:
 
 def _plain(word: Sequence[Piece]) -> str:
     """The beginning of a word before any quotes and variables."""
-    if word and word[0][0] == "plain":
-        return word[0][1]
-    return ""
+    return word[0][1] if word and word[0][0] == "plain" else ""
 
 
 def _expanded(word: Sequence[Piece], variables: dict[str, list[str]]) -> list[str]:
@@ -171,9 +154,7 @@ def _expanded(word: Sequence[Piece], variables: dict[str, list[str]]) -> list[st
         words[-1] += "".join(parts[:1])
         words += parts[1:]
     quoted = any(kind in ("single", "double") for kind, _ in word)
-    if words == [""] and not quoted:
-        return []
-    return words
+    return [] if words == [""] and not quoted else words
 
 
 def _text(word: Sequence[Piece], variables: dict[str, list[str]]) -> str:

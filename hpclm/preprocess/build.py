@@ -128,9 +128,7 @@ class DatasetOutput(Writer):
         for problem in filter(None, (self._short_documents(formats), self._long_tokens())):
             log.warning("%s: %s", self.prefix, problem)
         if self.inner:
-            times = f"{self.inner:,} times"
-            if self.inner == 1:
-                times = "once"
+            times = "once" if self.inner == 1 else f"{self.inner:,} times"
             log.warning(
                 "%s: the text itself contains the end-of-document token %s; training sees the end of a document there, and "
                 "data.reset_attention_mask splits the document. Remove the token from the input, or name another one with --eod",
@@ -255,9 +253,7 @@ def write(
         is_mask = job.chat and output is not outputs[0]
         if output.tokens and not is_mask:  # a part may have no tokens
             output.warn(formats)
-    speed = ""
-    if size and share == WHOLE:
-        speed = f"; {size / 1e6 / (time.monotonic() - began):.1f} MB/s"
+    speed = f"; {size / 1e6 / (time.monotonic() - began):.1f} MB/s" if size and share == WHOLE else ""
     for output in outputs:
         output.describe(speed)
 
@@ -308,13 +304,8 @@ def refuse_to_replace(request: PreprocessRequest, prefixes: Sequence[Path]) -> N
     """ConfigError if one of these datasets exists, unless --overwrite is given."""
     existing = [str(path) for path in (files(prefix)[1] for prefix in prefixes) if path.exists()]
     if existing and not request.overwrite:
-        raise ConfigError(f"{exist(existing)}; give --overwrite to replace it, or another name for the output")
-
-
-def exist(paths: Sequence[str]) -> str:
-    """The sentence that ``paths`` exist."""
-    verb = "exists" if len(paths) == 1 else "exist"
-    return f"{' and '.join(paths)} {verb}"
+        verb = "exists" if len(existing) == 1 else "exist"
+        raise ConfigError(f"{' and '.join(existing)} {verb}; give --overwrite to replace it, or another output name")
 
 
 def write_dictionary(dictionary: Dictionary, request: PreprocessRequest) -> None:

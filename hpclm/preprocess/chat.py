@@ -65,9 +65,7 @@ def template_in(folder: Path) -> str | None:
     if isinstance(given, list):  # several templates, by name
         named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
         given = named.get("default")
-    if isinstance(given, str):
-        return given
-    return None
+    return given if isinstance(given, str) else None
 
 
 def _read(path: Path) -> str:
@@ -113,9 +111,7 @@ def with_end(chat: Chat, end: Callable[[], str | None]) -> Chat:
     if chat.tokens or not any(names(chat.template, name) for name in ("bos_token", "eos_token")):
         return chat
     text = end()
-    if text is None:
-        return chat
-    return replace(chat, tokens=(("bos_token", text), ("eos_token", text)))
+    return chat if text is None else replace(chat, tokens=(("bos_token", text), ("eos_token", text)))
 
 
 def read_conversation(line: bytes) -> list[Message]:
@@ -186,18 +182,14 @@ def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tupl
         asked = _render(messages[:number], chat, prompt=True)[0]
         answered = _render(messages[: number + 1], chat)[0]
         if not (answered.startswith(asked) and text.startswith(answered)):
-            when = "continues after it"
-            if text.startswith(answered):
-                when = "asks for it"
+            when = "asks for it" if text.startswith(answered) else "continues after it"
             raise UnreadableLineError(
                 "inconsistent template",
                 f": the chat template writes other text before message {number + 1} ends when it {when}, which hides what "
                 "the assistant writes; give --chat-template FILE, a version with {% generation %} marks",
             )
         bare = answered.rstrip()
-        end = len(answered)
-        if bare.endswith(ends):
-            end = max(len(asked), len(bare))
+        end = max(len(asked), len(bare)) if bare.endswith(ends) else len(answered)
         spans.append((len(asked), end))
     return text, spans
 
@@ -241,9 +233,7 @@ def _left_out(roles: tuple[str, ...], chat: Chat) -> int | None:
 
 
 def _incomplete(role: str, number: int) -> UnreadableLineError:
-    what = f"message {number}, of the {role}"
-    if role == "system":
-        what = "the system message"
+    what = "the system message" if role == "system" else f"message {number}, of the {role}"
     return UnreadableLineError("left out", f": the chat template leaves out or changes {what}")
 
 
@@ -264,6 +254,4 @@ def _render(messages: list[Message], chat: Chat, prompt: bool = False, mask: boo
     except Exception as error:  # a template may raise anything
         raise UnreadableLineError("template", f": the chat template refuses it: {error}") from None
     texts, spans = rendered
-    if not mask:
-        return texts[0], []
-    return texts[0], spans[0]
+    return texts[0], spans[0] if mask else []

@@ -51,9 +51,7 @@ class EncodeJob:
 
     def dtype(self, column: int) -> np.dtype:
         """Type of the tokens of a dataset."""
-        if self.chat and column:
-            return DTYPE
-        return token_dtype(tokenizer_of(self).size)
+        return DTYPE if self.chat and column else token_dtype(tokenizer_of(self).size)
 
 
 class Column(NamedTuple):
@@ -117,9 +115,7 @@ def encode(chunk: InputChunk, job: EncodeJob) -> Encoded:
     if job.chat:
         columns = _conversations(conversations, job, job.chat)
     else:
-        make: Callable[..., Column] = _column
-        if chunk.is_piece and not errors:
-            make = partial(_piece, chunk=chunk)
+        make: Callable[..., Column] = partial(_piece, chunk=chunk) if chunk.is_piece and not errors else _column
         columns = [make(documents, job, chunk.source.name) for documents in texts]
     return Encoded(columns, chunk.consumed, Counter(error.reason for _, error in errors), described)
 
@@ -235,9 +231,7 @@ def _column(texts: list[str], job: EncodeJob, name: str) -> Column:
 
 def _inner_ends(ids: NDArray, job: EncodeJob) -> int:
     """Number of end-of-document tokens in the text itself, if one is appended."""
-    if not job.append_eod:
-        return 0
-    return int(np.count_nonzero(ids == tokenizer_of(job).eod))
+    return int(np.count_nonzero(ids == tokenizer_of(job).eod)) if job.append_eod else 0
 
 
 def may_cut(job: EncodeJob) -> MayCut | None:

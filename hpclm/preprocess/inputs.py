@@ -102,9 +102,7 @@ class InputChunk:
         if self.source.format == "files":
             return self.source.name
         number = self.first + line + lines_before(self.source.path, self.begin)
-        if self.source.rows_of:
-            return f"{self.source.name}, row {number}"
-        return f"{self.source.name}:{number}"
+        return f"{self.source.name}, row {number}" if self.source.rows_of else f"{self.source.name}:{number}"
 
 
 @dataclass(frozen=True)
@@ -133,9 +131,7 @@ def find(
         for path in _matches(name, format):
             status = readable(path, "input").stat()
             kind = kind_of(path, format, plain)
-            selected: tuple[str, ...] = ()
-            if kind.storage == "table":
-                selected = tuple(columns)
+            selected: tuple[str, ...] = tuple(columns) if kind.storage == "table" else ()
             inputs.append(Input(path, kind.format, kind.storage, status.st_size, status.st_mtime_ns, selected))
     refuse_repeated(inputs)
     return inputs
@@ -172,10 +168,7 @@ def _matches(name: str, format: Format | None) -> list[str]:
 
 
 def chunks(
-    inputs: list[Input],
-    share: Share = Share(),
-    longest: int = MAX_LINE_MB * MB,
-    may_cut: MayCut | None = None,
+    inputs: list[Input], share: Share = Share(), longest: int = MAX_LINE_MB * MB, may_cut: MayCut | None = None
 ) -> Iterator[InputChunk]:
     """The chunks of a share of the inputs, in order; ConfigError for a corrupt compressed file.
 
@@ -256,13 +249,9 @@ def _pieces(source: Input, longest: int, may_cut: MayCut | None) -> Iterator[Inp
         while block := file.read(CHUNK):
             text += block if read else block.removeprefix(BOM)
             read += len(block)
-            cut = None
-            if may_cut and len(text) > CHUNK + BESIDE:
-                cut = _cut(text, may_cut)
+            cut = _cut(text, may_cut) if may_cut and len(text) > CHUNK + BESIDE else None
             if cut:
-                wrong = None
-                if not context:
-                    wrong = _not_utf8(source)
+                wrong = None if context else _not_utf8(source)
                 if wrong:
                     begin, text[:] = wrong
                     break

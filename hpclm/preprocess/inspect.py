@@ -177,9 +177,7 @@ def _document(dataset: IndexedDataset, number: int, tokenizer: tokenizers.Tokeni
 
 
 def _ends(chat: dict[str, Any] | None) -> str:
-    if chat is None:
-        return ""
-    return ", ".join(chat["ends"]) or "no single token"
+    return "" if chat is None else ", ".join(chat["ends"]) or "no single token"
 
 
 def _line(summary: dict[str, float]) -> str:

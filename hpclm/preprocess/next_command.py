@@ -68,9 +68,7 @@ def next_tuning_command(prefix: Path, run: str, chat: bool) -> str:
     context = settings.model.context
 
     def samples(tokens: int) -> int:
-        if chat:
-            return -(-tokens // context)
-        return samples_in(tokens, context)
+        return -(-tokens // context) if chat else samples_in(tokens, context)
 
     for chosen, train, valid in _splits(prefix, chat):
         if samples(train) and (valid is None or samples(valid)):

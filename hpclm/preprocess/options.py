@@ -108,9 +108,7 @@ class PreprocessOptions:
     @property
     def model(self) -> str | None:
         """The run directory that supplies the tokenizer, if --tokenizer names one."""
-        if self.tokenizer and Path(self.tokenizer).is_dir():
-            return self.tokenizer
-        return None
+        return self.tokenizer if self.tokenizer and Path(self.tokenizer).is_dir() else None
 
 
 def request(options: PreprocessOptions, model: str | None) -> PreprocessRequest:
@@ -146,12 +144,7 @@ def request(options: PreprocessOptions, model: str | None) -> PreprocessRequest:
 
 
 def text_request(
-    path: Path,
-    name: str,
-    tokenizer: str,
-    files: Sequence[str] = (),
-    eod: str | None = None,
-    rows_of: str = "",
+    path: Path, name: str, tokenizer: str, files: Sequence[str] = (), eod: str | None = None, rows_of: str = ""
 ) -> PreprocessRequest:
     """The request that tokenizes the text at ``path`` into the dataset ``name``, in this process, with the end of each document marked.
     ``rows_of``: see Input."""

@@ -105,9 +105,7 @@ class RunText:
             raise ConfigError(f"the tokenizer gives id {max(ids)}, but the run's model.vocab_size is {self.vocabulary}")
         if template is None:
             template = not (self.before and text.startswith(self.decode([self.before[0]])))
-        if template:
-            return [*self.before, *ids, *self.after]
-        return ids
+        return [*self.before, *ids, *self.after] if template else ids
 
     def start(self, text: str) -> list[int]:
         """The ids of ``text`` for a model to continue; ConfigError without any."""

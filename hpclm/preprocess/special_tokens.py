@@ -63,18 +63,12 @@ def ids(
     if end is not None and end not in ends:
         more = bool(ends) and end_text is not None and imported_tokens.get("eos_token") == end_text
         ends = [*ends, end] if more else [end]
-        tokens["eos_token_id"] = _value(ends)
+        tokens["eos_token_id"] = ends if more else end
     further = [id for id in answer_ends if id not in ends]
     if further:
-        tokens["eos_token_id"] = _value([*ends, *further])
+        ends = [*ends, *further]
+        tokens["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     return tokens
-
-
-def _value(ids: list[int]) -> int | list[int]:
-    """``ids`` as config.json writes them: a single id without a list."""
-    if len(ids) == 1:
-        return ids[0]
-    return ids
 
 
 def listed(value: Any) -> list[int]:

@@ -69,9 +69,7 @@ def _line(row: dict[str, Any]) -> bytes:
 
 def _plain(value: Any) -> str:
     """Bytes as text, because Spark and Hive store text as bytes; str() of other values, such as dates."""
-    if isinstance(value, bytes):
-        return value.decode()
-    return str(value)
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _parquet(file: BinaryIO) -> tuple[Any, Batches]:

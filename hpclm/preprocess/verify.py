@@ -81,9 +81,7 @@ def verification_summary(dataset: IndexedDataset, result: dict[str, Any]) -> str
 def prefix(name: str) -> str:
     """The dataset that ``name`` refers to, possibly by one of its files."""
     stem, _, end = name.rpartition(".")
-    if end in ("bin", "idx", "json") and not Path(f"{name}.idx").exists():
-        return stem
-    return name
+    return stem if end in ("bin", "idx", "json") and not Path(f"{name}.idx").exists() else name
 
 
 def prefixes(names: Sequence[str]) -> list[str]:
@@ -105,9 +103,7 @@ def check_index(dataset: IndexedDataset) -> None:
 
 def _vocabulary(note: dict[str, Any], vocab_size: int | None) -> int | None:
     """The limit of the token ids: ``vocab_size``, or the size of the tokenizer in PREFIX.json; None if unknown."""
-    if vocab_size is None and "tokenizer" in note:
-        return int(note["tokenizer"]["size"])
-    return vocab_size
+    return int(note["tokenizer"]["size"]) if vocab_size is None and "tokenizer" in note else vocab_size
 
 
 def _check_tokens(

@@ -81,9 +81,7 @@ def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", all
 
 def _kind(tensor: Tensor, dtype: str) -> torch.dtype:
     """The type that a tensor is written in; llama.cpp computes with vectors in fp32."""
-    if tensor.ndim > 1:
-        return TYPES[dtype]
-    return torch.float32
+    return TYPES[dtype] if tensor.ndim > 1 else torch.float32
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:

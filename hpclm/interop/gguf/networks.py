@@ -37,10 +37,7 @@ MODULES = {
 }
 """Maps our modules to llama.cpp's; the output projection has the same name."""
 GATED = {"mlp.up": ("ffn_gate", "ffn_up")}
-EPSILON = {
-    "rmsnorm": "attention.layer_norm_rms_epsilon",
-    "layernorm": "attention.layer_norm_epsilon",
-}
+EPSILON = {"rmsnorm": "attention.layer_norm_rms_epsilon", "layernorm": "attention.layer_norm_epsilon"}
 NO_YARN = {"mscale", "mscale_all_dim", "truncate", "attention_factor"}
 """Parameters of YaRN that llama.cpp does not support."""
 SMOLLM3_KINDS = ("full", "full", "full", "nope")
@@ -164,10 +161,7 @@ def _windows(config: ModelConfig) -> Keys:
     if not config.attention.window:
         return {}
     pattern = [config.attention.window_of(config.attention.kind(i)) is not None for i in range(config.layers)]
-    return {
-        "attention.sliding_window": config.attention.window,
-        "attention.sliding_window_pattern": pattern,
-    }
+    return {"attention.sliding_window": config.attention.window, "attention.sliding_window_pattern": pattern}
 
 
 def _scaled_windows(config: ModelConfig, scaled: bool) -> Iterator[str]:
@@ -239,13 +233,7 @@ GEMMA2 = Network(
         | {"rope.freq_base_swa": c.rope.window_base or c.rope.base}
     ),
 )
-GEMMA3 = replace(
-    GEMMA2,
-    name="gemma3",
-    needs={"activation": ("geglu_tanh",)},
-    more=_gemma3,
-    keys=_gemma3_keys,
-)
+GEMMA3 = replace(GEMMA2, name="gemma3", needs={"activation": ("geglu_tanh",)}, more=_gemma3, keys=_gemma3_keys)
 NETWORKS = {
     "GPT2LMHeadModel": GPT2,
     "BloomForCausalLM": replace(GPT2, name="bloom"),

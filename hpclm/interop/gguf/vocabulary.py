@@ -101,8 +101,7 @@ def _special(text: RunText) -> Keys:
     ends = [*text.after[-1:], *(id for id in ends if id not in text.after[-1:])]
     if text.before not in ((), (begin,)) or text.after not in ((), tuple(ends[:1])):
         raise _refused(
-            text.tokenizer,
-            "its template adds several tokens before or after a text, but llama.cpp adds at most one",
+            text.tokenizer, "its template adds several tokens before or after a text, but llama.cpp adds at most one"
         )
     padding = special_tokens.first(ids["pad_token_id"])
     token_ids = {"bos_token_id": begin, "padding_token_id": padding}
@@ -162,9 +161,7 @@ def _of_library(tokenizer: Library) -> Keys:
 
 def _splits(tree: Any, whole: bool) -> str | None:
     """llama.cpp's name for a pre_tokenizer, or None. ``whole``: words that are tokens are never split."""
-    steps = [tree]
-    if tree and tree["type"] == "Sequence":
-        steps = tree["pretokenizers"]
+    steps = tree["pretokenizers"] if tree and tree["type"] == "Sequence" else [tree]
     match [(step["type"], step) for step in steps if step]:
         case [("ByteLevel", {"use_regex": True, "add_prefix_space": False})] if not whole:
             return "gpt-2"

@@ -64,9 +64,7 @@ def declared(folder: Path) -> Iterator[str]:
 
 def optional_json(path: Path) -> dict[str, Any]:
     """The JSON object in the file ``path``; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    return json_object(path)
+    return json_object(path) if path.is_file() else {}
 
 
 def _added(tree: dict[str, Any]) -> Iterator[Any]:

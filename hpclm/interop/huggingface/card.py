@@ -62,9 +62,7 @@ def _seen_from_here(target: Path) -> str:
     """The path of ``target`` from the current folder, or its name if it is elsewhere."""
     target = target.absolute()
     here = Path.cwd()
-    if target.is_relative_to(here):
-        return str(target.relative_to(here))
-    return target.name
+    return str(target.relative_to(here)) if target.is_relative_to(here) else target.name
 
 
 def _use(path: str, own_code: bool, tokenizer: bool, chat: bool, tokens: int) -> str:

@@ -14,6 +14,7 @@ from hpclm.config.fields import required, type_of, type_text
 from hpclm.config.section import leaves
 from hpclm.interop.huggingface.defaults import DEFAULTS as MISSING
 from hpclm.interop.huggingface.defaults import NULLABLE
+from hpclm.interop.huggingface.shape import as_json
 from hpclm.interop.rules import ConversionRule
 
 Json = Mapping[str, Any]
@@ -41,24 +42,9 @@ GELUS |= dict(gelu_fast="gelu_tanh", gelu_accurate="gelu_tanh", gelu_python_tanh
 """Maps transformers' names of activations to ours."""
 LAYERNORM = dict(norm=("layernorm",), activation=("gelu", "gelu_tanh", "relu", "relu2"), bias=(True,))
 """Settings required by older classes."""
-ELSEWHERE = {
-    "vocab_size",
-    "vocab_multiple",
-    "dropout",
-    "attention.dropout",
-    "init_std",
-    "kernels",
-    "attention.kernel",
-    "tied",
-    "attention.kv_heads",
-    "ffn",
-    "attention.head_dim",
-    "hidden",
-    "attention.heads",
-    "layers",
-    "context",
-    *COEFFICIENTS,
-}
+ELSEWHERE = """
+    vocab_size vocab_multiple dropout attention.dropout init_std kernels attention.kernel tied attention.kv_heads ffn attention.head_dim
+    hidden attention.heads layers context"""
 """Settings that do not affect the choice of a class, or that are checked separately."""
 DIVIDED = {
     f"{name}ForCausalLM"
@@ -67,16 +53,7 @@ DIVIDED = {
 """Classes that refuse a hidden size that is not a multiple of the number of heads, even if head_dim is set."""
 DERIVED = ("ffn", "attention.kv_heads", "attention.dropout")
 """Settings that take a default if config.json has null."""
-DIVISORS = (
-    "layers",
-    "hidden",
-    "attention.heads",
-    "attention.kv_heads",
-    "attention.head_dim",
-    "ffn",
-    "context",
-    "vocab_size",
-)
+DIVISORS = "layers hidden attention.heads attention.kv_heads attention.head_dim ffn context vocab_size"
 DEFAULTS = dict(leaves(ModelConfig()))
 
 
@@ -153,7 +130,7 @@ class Family:
         values = {ours: tree[key] for ours, key in self.theirs.items()}
         expected = {ours: _expected(ours, value) for ours, value in values.items()}
         wrong = [
-            f"{self.theirs[ours]}={_shown(values[ours])} must be {kind}" for ours, kind in expected.items() if kind
+            f"{self.theirs[ours]}={as_json(values[ours])} must be {kind}" for ours, kind in expected.items() if kind
         ]
         if wrong:
             raise ConfigError(wrong)
@@ -161,7 +138,7 @@ class Family:
             key = self.keys["activation"]
             theirs = values["activation"]
             if not isinstance(theirs, str) or theirs not in self.activations:
-                raise ConfigError(f"{key}={_shown(theirs)}, but hpclm supports {', '.join(self.activations)}")
+                raise ConfigError(f"{key}={as_json(theirs)}, but hpclm supports {', '.join(self.activations)}")
             values["activation"] = self.activations[theirs]
         derived = {
             "ffn": 4 * values["hidden"],
@@ -182,13 +159,13 @@ class Family:
     def obstacles(self, config: ModelConfig) -> list[str]:
         """Reasons why this class does not cover a network."""
         reasons = [
-            f"model.{name}={_shown(value_at(config, name))}, but it needs {' or '.join(map(_shown, values))}"
+            f"model.{name}={as_json(value_at(config, name))}, but it needs {' or '.join(map(as_json, values))}"
             for name, values in self.needs.items()
             if value_at(config, name) not in values
         ]
-        supported_fields = {*self.keys, *self.needs, *self.covers, *ELSEWHERE}
+        supported_fields = {*self.keys, *self.needs, *self.covers, *ELSEWHERE.split(), *COEFFICIENTS}
         reasons += [
-            f"model.{name}={_shown(value)}, which it does not support"
+            f"model.{name}={as_json(value)}, which it does not support"
             for name, value in leaves(config)
             if name not in supported_fields and value != DEFAULTS[name]
         ]
@@ -209,7 +186,7 @@ class Family:
     def problems(self, tree: Json) -> list[str]:
         """Features of a config.json that hpclm does not support."""
         reasons = [
-            f"{key}={_shown(tree.get(key, values[0]))}, but hpclm supports {' or '.join(map(_shown, values))}"
+            f"{key}={as_json(tree.get(key, values[0]))}, but hpclm supports {' or '.join(map(as_json, values))}"
             for key, values in {**CAUSAL, **self.fixed}.items()
             if tree.get(key, values[0]) not in values
         ]
@@ -217,12 +194,12 @@ class Family:
         supported_keys |= {*WITHOUT_EFFECT.split(), *self.read.split(), *self.unread.split()}
         unset = {*UNSET.split()}
         reasons += [
-            f"{key}={_shown(value)}: hpclm does not know this key; if the logits do not depend on it, give --ignore {key}"
+            f"{key}={as_json(value)}: hpclm does not know this key; if the logits do not depend on it, give --ignore {key}"
             for key, value in tree.items()
             if value is not None and key not in supported_keys and (value or key not in unset)
         ]
         reasons += [
-            f"{old}={_shown(tree[old])} and {key}={_shown(tree[key])}: two names of one setting"
+            f"{old}={as_json(tree[old])} and {key}={as_json(tree[key])}: two names of one setting"
             for old, key in self.aliases.items()
             if old in tree and tree[old] != tree.get(key, tree[old])
         ]
@@ -259,17 +236,9 @@ def _expected(name: str, value: Any) -> str:
     """The kind of value that the setting model.``name`` takes; empty if ``value`` is valid."""
     kind = type_of(f"model.{name}")
     inner = required(kind)
-    least = name in DIVISORS
+    least = name in DIVISORS.split()
     if inner not in (int, float, bool) or (value is None and (inner is not kind or name in DERIVED)):
         return ""
     if isinstance(value, bool) == (inner is bool) and isinstance(value, (inner, int)) and (value >= 1 or not least):
         return ""
-    if least:
-        return f"{type_text(kind)} of at least 1"
-    return type_text(kind)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
+    return f"{type_text(kind)} of at least 1" if least else type_text(kind)

@@ -94,9 +94,7 @@ def export_run(
 
 def _stored_type(name: str, dtype: str) -> torch.dtype:
     """The type that a tensor is written in; transformers keeps the bias on the choice of experts in fp32."""
-    if name.endswith(CHOICE_BIAS):
-        return torch.float32
-    return TYPES[dtype]
+    return torch.float32 if name.endswith(CHOICE_BIAS) else TYPES[dtype]
 
 
 def config_json(config: ModelConfig, ids: Mapping[str, Any], dtype: str) -> dict[str, Any]:

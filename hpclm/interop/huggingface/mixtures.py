@@ -107,12 +107,7 @@ OLMOE = replace(
 )
 GPT_OSS_BIASES = ("attention_bias", "attention_bias", True)
 GPT_OSS_SCALING = dict(
-    rope_type="yarn",
-    factor=32.0,
-    beta_fast=32.0,
-    beta_slow=1.0,
-    truncate=False,
-    original_max_position_embeddings=4096,
+    rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
 )
 GPT_OSS_NAMES = {
     "up": "gate_up_proj",

@@ -31,12 +31,6 @@ MINISTRAL = replace(
     llama.LLAMA,
     architecture="MinistralForCausalLM",
     model_type="ministral",
-    keys={
-        **llama.LLAMA.keys,
-        "attention.head_dim": "head_dim",
-        "attention.kv_heads": "num_key_value_heads",
-        "context": "max_position_embeddings",
-    },
     constant=lambda config: (
         llama.described_llama(config, llama.NONE)
         | {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window}
@@ -51,7 +45,6 @@ CWM = replace(
     MINISTRAL,
     architecture="CwmForCausalLM",
     model_type="cwm",
-    keys={**MINISTRAL.keys, "attention.head_dim": "head_dim", "norm_eps": "rms_norm_eps"},
     constant=lambda config: (
         shape.described_biases(config, CWM_BIASES)
         | {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window or config.context}
@@ -68,13 +61,6 @@ INTERNLM3 = replace(
     llama.LLAMA,
     architecture="InternLM3ForCausalLM",
     model_type="internlm3",
-    keys={
-        **llama.LLAMA.keys,
-        "attention.head_dim": "head_dim",
-        "attention.kv_heads": "num_key_value_heads",
-        "context": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps",
-    },
     aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     unread="auto_map",
     wrong=lambda tree: [*llama.window_unread(tree), *_two_biases(tree)],
@@ -124,7 +110,7 @@ EXAONE4 = replace(
     olmo.OLMO2,
     architecture="Exaone4ForCausalLM",
     model_type="exaone4",
-    keys={**llama.LLAMA.keys, "attention.kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"},
+    keys=llama.LLAMA.keys,
     needs={**llama.LLAMA.needs, "norm_order": ("post",), "attention.qk_norm": (True,)},
     constant=described_exaone4,
     shape=exaone4,
@@ -139,7 +125,6 @@ HYPERCLOVAX = replace(
     llama.GRANITE,
     architecture="HyperCLOVAXForCausalLM",
     model_type="hyperclovax",
-    keys={**llama.GRANITE.keys, "attention.score_scale": "attention_multiplier"},
     rules=partial(llama.rules, more={"post_norm1": "post_norm1", "post_norm2": "post_norm2"}),
     needs={**llama.LLAMA.needs, "norm_order": ("sandwich", "pre")},
     constant=lambda config: (
@@ -164,13 +149,8 @@ JAIS2 = replace(
     llama.ARCEE,
     architecture="Jais2ForCausalLM",
     model_type="jais2",
-    keys={
-        **{name: key for name, key in llama.ARCEE.keys.items() if name != "norm_eps"},
-        "norm_eps": "layer_norm_eps",
-        "context": "max_position_embeddings",
-    },
+    keys={**llama.ARCEE.keys, "norm_eps": "layer_norm_eps"},
     needs={**llama.ARCEE.needs, "norm": ("layernorm",), "bias": (True,)},
-    shape=lambda tree: llama.read_settings(tree),
     fixed=dict(attention_bias=(True,), mlp_bias=(True,)),
     unread="auto_map",
 )
@@ -241,13 +221,6 @@ GRANITE_SWA = replace(
     llama.GRANITE,
     architecture="GraniteSWAForCausalLM",
     model_type="granite_swa",
-    keys={
-        **llama.GRANITE.keys,
-        "attention.kv_heads": "num_key_value_heads",
-        "context": "max_position_embeddings",
-        "norm_eps": "rms_norm_eps",
-        "tied": "tie_word_embeddings",
-    },
     rules=partial(llama.rules, more={"attention": "self_attn"}),
     needs={**llama.LLAMA.needs, "attention.sinks": (True,)},
     constant=described_granite_swa,

@@ -27,15 +27,13 @@ BIASES = ("attention.qkv_bias", "attention.out_bias", "mlp_bias")
 def mapping(value: Any, key: str) -> Json:
     """A mapping in config.json; empty if missing. ConfigError for any other value."""
     if not isinstance(value or {}, Mapping):
-        raise ConfigError(f"{key}={_json(value)} must be a mapping")
+        raise ConfigError(f"{key}={as_json(value)} must be a mapping")
     return value or {}
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
     """A value as JSON; a text without quotes."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def number(tree: Json, key: str) -> float:
@@ -107,7 +105,7 @@ def _scaling(tree: Json, kind: Any, given: Json, nested: bool) -> dict[str, str]
         raise ConfigError(
             f"{', '.join(unknown)}: transformers ignores this with rope_type={kind}; if hpclm should ignore it too, give {ignore}"
         )
-    return {"rope_type": _json(kind), **{key: _json(value) for key, value in scaling.items()}}
+    return {"rope_type": as_json(kind), **{key: as_json(value) for key, value in scaling.items()}}
 
 
 def _place(tree: Json, key: str) -> str:
@@ -132,17 +130,12 @@ def scaling(config: ModelConfig) -> dict[str, Any]:
 
 
 def layers(
-    tree: Json,
-    kind: Callable[[int], str] | None = None,
-    switched: bool = False,
-    turned: bool = False,
+    tree: Json, kind: Callable[[int], str] | None = None, switched: bool = False, turned: bool = False
 ) -> dict[str, Any]:
     """Our settings for kinds of layers. ``kind``: gives a layer's kind without layer_types; None: all layers have the window, if any.
     ``switched``: use_sliding_window turns windows on. ``turned``: layers with a window have their own rotary positions, even if the
     window covers the context."""
-    window = tree["sliding_window"]
-    if switched and not tree["use_sliding_window"]:
-        window = None
+    window = None if switched and not tree["use_sliding_window"] else tree["sliding_window"]
     context = whole(tree, "max_position_embeddings")
     count = whole(tree, "num_hidden_layers")
     if window is not None and type(window) is not int:
@@ -286,9 +279,7 @@ def near(tree: Json, given: Json, far: Json, kinds: Json, theta: float) -> dict[
 
 def other_base(window: float, base: float) -> float | None:
     """model.rope.window_base for the base of layers with a window; None if it equals the ``base`` of the other layers."""
-    if window == base:
-        return None
-    return window
+    return None if window == base else window
 
 
 def only(config: ModelConfig, *kinds: str) -> Iterator[str]:

@@ -75,9 +75,7 @@ def write(folder: Path, text: RunText, paths: list[str], context: int) -> None:
     elif isinstance(tokenizer, SentencePiece):
         model = tokenizer.model.serialized_model_proto()
         known_model = parameters(tokenizer)
-        whole = None
-        if known_model.kind == "bpe" and known_model.plain:
-            whole = of_sentencepiece(known_model)
+        whole = of_sentencepiece(known_model) if known_model.kind == "bpe" and known_model.plain else None
         if whole is not None and not differing(tokenizer.encode, encoder(whole), tokenizer):
             (folder / "tokenizer.json").write_text(whole, encoding="utf-8")
             (folder / "tokenizer.model").write_bytes(model)  # for programs that do not read tokenizer.json
@@ -270,9 +268,7 @@ def _built(kind: str, paths: list[str], tokens: Mapping[str, Any]) -> Tokenizer:
     except ConfigError as error:
         log.warning("the end-of-text token %s is not used: %s", end, "; ".join(error.problems))
         return tokenizer
-    if tokenizer.eod == other.eod:
-        return tokenizer
-    return other
+    return tokenizer if tokenizer.eod == other.eod else other
 
 
 def special_tokens_of(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:

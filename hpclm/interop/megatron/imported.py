@@ -70,9 +70,7 @@ class Merged:
             raise ConfigError(
                 f"{self._names[name]} has {len(whole)} rows, but model.vocab_size is {self.config.vocab_size}"
             )
-        if name in EMBEDDINGS:
-            return whole[: self.config.vocab_size]
-        return whole
+        return whole[: self.config.vocab_size] if name in EMBEDDINGS else whole
 
 
 def merged(parts: Sequence[Tensor], placement: Placement, swap: bool = False) -> Tensor:

@@ -60,9 +60,7 @@ def recognised(source: Path) -> Path | None:
                 raise unread(error, source / note) from None
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{source / note} cannot be read: {error}") from None
-            named = text
-            if pattern and re.fullmatch("[0-9]+", text):
-                named = pattern.format(int(text))
+            named = pattern.format(int(text)) if pattern and re.fullmatch("[0-9]+", text) else text
             if Path(named).name != named:
                 raise ConfigError(f"{source / note} must name a folder next to it, not {text!r}")
             folder = source / named
@@ -78,9 +76,7 @@ def distributed(folder: Path) -> bool:
 
 def read_files(folder: Path) -> MegatronState:
     """Read the checkpoint in ``folder``, which must not be a distributed one; tensors are memory-mapped."""
-    if any(folder.glob("layer_*-model_*-model_states.pt")):
-        return _layers(folder)
-    return _ranks(folder)
+    return _layers(folder) if any(folder.glob("layer_*-model_*-model_states.pt")) else _ranks(folder)
 
 
 def _layers(folder: Path) -> MegatronState:
@@ -186,9 +182,7 @@ def _saved(path: Path) -> dict[Any, Any]:
 
 def _args(saved: Mapping[str, Any]) -> Namespace | None:
     args = saved.get("args")
-    if isinstance(args, Namespace):
-        return args
-    return None
+    return args if isinstance(args, Namespace) else None
 
 
 def _version(saved: Mapping[str, Any], default: float) -> float:

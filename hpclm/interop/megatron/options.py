@@ -25,9 +25,7 @@ def plain(value: Any) -> Any:
         value = "an object" if value.value is None else value.value
     if value is None or isinstance(value, bool | int | float):
         return value
-    if isinstance(value, list | tuple | dict) and not value:
-        return None
-    return str(value)[:200]
+    return None if isinstance(value, list | tuple | dict) and not value else str(value)[:200]
 
 
 def is_classified(name: str) -> bool:

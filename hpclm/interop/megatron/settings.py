@@ -23,9 +23,7 @@ def model_settings(args: Namespace) -> dict[str, Any]:
             wrong.append(f"kv_channels={args.kv_channels}, but hidden_size / num_attention_heads = {width}")
     if wrong:
         raise ConfigError(wrong)
-    kv_heads = "num_key_value_heads"
-    if argument(args, "group_query_attention", default=False):
-        kv_heads = "num_query_groups"
+    kv_heads = "num_query_groups" if argument(args, "group_query_attention", default=False) else "num_key_value_heads"
     values = {
         "layers": args.num_layers,
         "hidden": args.hidden_size,

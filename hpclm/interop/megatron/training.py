@@ -97,6 +97,4 @@ def _precision(args: Namespace) -> str | None:
         return "bf16"
     if argument(args, "fp16", default=False):
         return "fp16"
-    if hasattr(args, "bf16"):
-        return "fp32"
-    return None
+    return "fp32" if hasattr(args, "bf16") else None

@@ -34,9 +34,7 @@ class Fairseq(Words):
         self.size = len(symbols)
         self.eod = EOS
         self.fingerprint = fingerprint("fairseq", files, self.size, self.eod)
-        self.model = None
-        if models:
-            self.model = sentencepieces.processor("fairseq", models[0])
+        self.model = sentencepieces.processor("fairseq", models[0]) if models else None
 
     def encode(self, text: str) -> list[int]:
         """Ids of the words or pieces (or <unk>), and </s>."""

@@ -70,9 +70,7 @@ def why_unsuitable() -> str | None:
     if extras.missing("encoding", "gigatoken"):
         return f"gigatoken is not installed; {extras.install('gigatoken')}"
     versions = {name: ".".join(version(name).split(".")[:2]) for name in COMPARED}
-    if versions == COMPARED:
-        return None
-    return f"hpclm has been tested with {COMPARED}, not with {versions}"
+    return None if versions == COMPARED else f"hpclm has been tested with {COMPARED}, not with {versions}"
 
 
 class Fast:

@@ -57,15 +57,11 @@ class Library:
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without the special tokens of a template."""
-        if self.fast:
-            return self.fast.encode(text)
-        return self.exact([text])[0].tolist()
+        return self.fast.encode(text) if self.fast else self.exact([text])[0].tolist()
 
     def encode_batch(self, texts: list[str]) -> Batch:
         """``encode`` of each text."""
-        if self.fast:
-            return self.fast.encode_batch(texts)
-        return self.exact(texts)
+        return self.fast.encode_batch(texts) if self.fast else self.exact(texts)
 
     def exact(self, texts: list[str]) -> Batch:
         """``encode_batch`` with the tokenizers library."""

@@ -16,9 +16,7 @@ T = TypeVar("T")
 def expect(kind: str, files: list[str], *names: str, optional: int = 0) -> list[Path]:
     """``files`` as readable paths, one for each of ``names``; the last ``optional`` ones may be missing."""
     if not len(names) - optional <= len(files) <= len(names):
-        needed = "no files"
-        if names:
-            needed = f"{many(len(names), 'file')}, {' and '.join(names)}"
+        needed = f"{many(len(names), 'file')}, {' and '.join(names)}" if names else "no files"
         if optional:
             needed += f" (the last {optional} may be omitted)"
         given = ", ".join(map(str, files)) or "none"

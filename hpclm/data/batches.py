@@ -69,7 +69,7 @@ class Batches:
         return map(self._place, self._read(start, count))
 
     def close(self) -> None:
-        """Stop prefetching."""
+        """Stop the threads that prefetch."""
         self._ahead.close()
 
     def _read(self, start: int, count: int) -> "Iterator[_Loaded]":

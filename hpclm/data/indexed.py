@@ -117,7 +117,7 @@ class IndexedDataset:
 
     @property
     def token_count(self) -> int:
-        """Number of tokens."""
+        """Number of tokens in all sequences."""
         return len(self.flat)
 
     def bounds(self, begin: int, end: int) -> NDArray[np.int64]:

@@ -28,7 +28,7 @@ class Samples(Protocol):
     """Type of the rows: int64, or a smaller integer type if it can hold every token and no sample is padded."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Number of samples, after which they repeat."""
         ...
 
     def read(self, index: int, row: NDArray[np.integer]) -> None:

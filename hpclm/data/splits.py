@@ -67,7 +67,7 @@ class DatasetSlice:
 
     @cached_property
     def tokens(self) -> int:
-        """Number of tokens."""
+        """Number of tokens in the slice."""
         if self.inside is not None:
             return len(self.inside)
         begin = self.span.start

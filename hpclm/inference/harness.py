@@ -138,7 +138,7 @@ class Adapter(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token."""
+        """Id of the end-of-document token."""
         return self.first if self.text.tokenizer.eod is None else self.text.tokenizer.eod
 
     @property

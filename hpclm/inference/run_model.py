@@ -25,7 +25,7 @@ class TrainedModel(Protocol):
 
     @property
     def model(self) -> ModelConfig:
-        """The model's shape."""
+        """The shape of the network."""
         ...
 
     @property

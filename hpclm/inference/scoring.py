@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens to score."""
+    """A text as tokens to score."""
 
     ids: Sequence[int]
     bytes: int | None

@@ -81,7 +81,7 @@ def shifted(rule: ConversionRule, by: float = 1.0) -> ConversionRule:
 
 
 def reordered(rule: ConversionRule, order: Tensor) -> ConversionRule:
-    """``rule`` for separate q, k and v, whose heads in q and k have another order of features: theirs[``order``] equals ours."""
+    """``rule`` for separate q, k and v. The heads of q and k have another order of features there: theirs[``order``] equals ours."""
     back = order.argsort()
 
     def heads(x: Tensor, index: Tensor) -> Tensor:

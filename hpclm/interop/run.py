@@ -34,7 +34,7 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str) -> Tensor:
-        """The tensor ``name``."""
+        """The whole tensor with this ``name``."""
         ...
 
 

@@ -120,11 +120,8 @@ class DatasetOutput(Writer):
         say(f"{self.prefix}.bin, .idx, .json: {'; '.join(filter(None, (counts, self._omissions())))}{end}")
 
     def warn(self, formats: Set[Format]) -> None:
-        """Warn of text that contains the end-of-document token, and of very short documents or long tokens. Also warn of conversations
-        that do not teach when to stop, or whose answers follow tokens that generation never produces.
-
-        ``formats``: the formats of the inputs.
-        """
+        """Warn of text that contains the end-of-document token, of very short documents, and of long tokens. Also warn of conversations
+        that do not teach when to stop, or with answers after tokens that generation never produces. ``formats``: formats of the inputs."""
         for problem in filter(None, (self._short_documents(formats), self._long_tokens())):
             log.warning("%s: %s", self.prefix, problem)
         if self.inner:

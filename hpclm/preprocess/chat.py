@@ -163,7 +163,7 @@ def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tupl
     """The text of a conversation, and the spans of its characters that count. UnreadableLineError for a conversation or template that
     cannot be used.
 
-    ``ends``: the tokenizer's special tokens, one of which may end a turn.
+    ``ends``: the tokenizer's special tokens; any of them may end a turn.
     """
     if MARKED.search(chat.template):
         text, spans = _render(messages, chat, mask=True)

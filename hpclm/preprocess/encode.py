@@ -86,7 +86,7 @@ class Column(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """An encoded chunk."""
+    """The result of encoding a chunk."""
 
     columns: list[Column]
     """One column for each key."""
@@ -115,7 +115,7 @@ def encode(chunk: InputChunk, job: EncodeJob) -> Encoded:
     if job.chat:
         columns = _conversations(conversations, job, job.chat)
     else:
-        make: Callable[..., Column] = partial(_piece, chunk=chunk) if chunk.is_piece and not errors else _column
+        make = partial(_piece, chunk=chunk) if chunk.is_piece and not errors else _column
         columns = [make(documents, job, chunk.source.name) for documents in texts]
     return Encoded(columns, chunk.consumed, Counter(error.reason for _, error in errors), described)
 
@@ -155,7 +155,7 @@ def _records(
 
 
 class Conversation(NamedTuple):
-    """An encoded conversation."""
+    """The tokens of a conversation."""
 
     tokens: NDArray
     """[t]"""
@@ -186,7 +186,8 @@ def _conversations(given: list[Conversation | None], job: EncodeJob, chat: Chat)
     cut = len(read) - len(short)
     dropped = 0
     if chat.too_long == "drop":
-        cut, dropped = dropped, cut
+        dropped = cut
+        cut = 0
         read = short
     endless = sum(not conversation.ends for conversation in read)
     ends = frozenset[str]().union(*(conversation.ends for conversation in read))
@@ -237,7 +238,7 @@ def _inner_ends(ids: NDArray, job: EncodeJob) -> int:
 def may_cut(job: EncodeJob) -> MayCut | None:
     """Returns a function that tells where a document may be divided into pieces that together have the document's tokens.
 
-    None if documents must not be divided, as with a user's own tokenizer, whose tokens may depend on the whole text.
+    None if documents must not be divided. A user's own tokenizer is an example: its tokens may depend on the whole text.
     """
     tokenizer = tokenizer_of(job)
     if job.language is not None or job.tokenizer not in TOKENIZERS or tokenizer.ends_itself:

@@ -59,7 +59,7 @@ class Input:
     columns: tuple[str, ...] = ()
     """Columns of a table to read; missing columns are skipped unless all are. Empty: all columns."""
     rows_of: str = ""
-    """The name of the Python value whose rows are the lines of this file; empty for a user's file."""
+    """The name of the Python value that was written to this file, a row per line; empty for a user's file."""
 
     @property
     def name(self) -> str:
@@ -131,7 +131,7 @@ def find(
         for path in _matches(name, format):
             status = readable(path, "input").stat()
             kind = kind_of(path, format, plain)
-            selected: tuple[str, ...] = tuple(columns) if kind.storage == "table" else ()
+            selected = tuple(columns) if kind.storage == "table" else ()
             inputs.append(Input(path, kind.format, kind.storage, status.st_size, status.st_mtime_ns, selected))
     refuse_repeated(inputs)
     return inputs

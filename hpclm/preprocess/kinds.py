@@ -216,7 +216,7 @@ def _refuse_unlikely(path: str, suffix: str, content: bytes) -> None:
 
 
 def _beginning(path: str, storage: Storage) -> bytes:
-    """The first bytes of a file, decompressed; only the readable part of a corrupt file, whose error is reported when it is read."""
+    """The first bytes of a file, decompressed; only the readable part of a corrupt file, because reading the file reports the error."""
     pieces = b""
     try:
         with reader(path) as file:

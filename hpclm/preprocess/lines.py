@@ -61,7 +61,7 @@ def read_object(line: bytes, hint: str) -> dict[str, Any] | None:
 
 
 def text_of(value: Any, name: str) -> str:
-    """``value`` if it is text; otherwise an UnreadableLineError, in which ``name`` stands for the value."""
+    """``value`` if it is text; otherwise UnreadableLineError. ``name``: describes the value in the message."""
     if not isinstance(value, str):
         kind = "null" if value is None else f"a JSON {type(value).__name__}"
         raise UnreadableLineError("not text", f": {name} holds {kind}, not text")

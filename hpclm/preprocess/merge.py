@@ -125,7 +125,7 @@ def _check_places(out: Path, prefixes: Sequence[str | Path], overwrite: bool) ->
 
 
 def copy(dataset: IndexedDataset, writer: Writer, progress: Callable[[int], object] = lambda tokens: None) -> None:
-    """Append all documents of ``dataset``, whose index must have been checked; calls ``progress`` with numbers of tokens.
+    """Append all documents of ``dataset``; its index must have been checked. Calls ``progress`` with numbers of tokens.
 
     ConfigError if the tokens do not match their hash, or if the writer's layout cannot store the documents.
     """

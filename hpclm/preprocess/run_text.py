@@ -155,10 +155,7 @@ def token_text(tokenizer: Tokenizer, id: int | None) -> str | None:
         return None
     if isinstance(tokenizer, SentencePiece):
         return str(tokenizer.model.id_to_piece(id))
-    if isinstance(tokenizer, Library):
-        text: str | None = tokenizer.model.id_to_token(id)
-        return text
-    return None
+    return tokenizer.model.id_to_token(id) if isinstance(tokenizer, Library) else None
 
 
 def token_id(tokenizer: Tokenizer, text: str | None) -> int | None:
@@ -168,7 +165,4 @@ def token_id(tokenizer: Tokenizer, text: str | None) -> int | None:
     if isinstance(tokenizer, SentencePiece):
         id = tokenizer.model.piece_to_id(text)
         return int(id) if tokenizer.model.id_to_piece(id) == text else None
-    if isinstance(tokenizer, Library):
-        id = tokenizer.model.token_to_id(text)
-        return None if id is None else int(id)
-    return None
+    return tokenizer.model.token_to_id(text) if isinstance(tokenizer, Library) else None

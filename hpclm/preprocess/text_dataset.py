@@ -170,7 +170,7 @@ def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConf
 
 
 def _data_of_run(out: Path) -> Mapping[str, Any]:
-    """The settings with which the run in ``out`` resumes; empty if it has not begun, or if they cannot be read."""
+    """The settings that the run in ``out`` uses when it resumes; empty if it has not begun, or if they cannot be read."""
     with suppress(ConfigError):
         if events.of_kind(events.read_or_refuse(out), "began"):
             return compose.flat_of_run(out)

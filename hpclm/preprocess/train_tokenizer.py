@@ -153,7 +153,7 @@ class TextSample:
         self._random = random.Random(limit)
 
     def add(self, item: str) -> None:
-        """Offer a text."""
+        """Add a text, which the sample keeps or drops at random."""
         self.seen += 1
         if len(self.items) < self._limit:
             self.items.append(item)

@@ -36,7 +36,7 @@ NEOX_MODULES = IN_BLOCK | {
 
 
 def more(config: ModelConfig) -> Iterator[str]:
-    """Reasons why a Bloom, whose MLP has a fixed width, does not cover a network."""
+    """Reasons why a Bloom does not cover a network: its MLP has a fixed width."""
     if config.ffn_width != 4 * config.hidden:
         yield f"model.ffn={config.ffn}, but it needs 4 x model.hidden = {4 * config.hidden}"
 

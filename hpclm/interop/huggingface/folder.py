@@ -167,7 +167,7 @@ class Prefixed:
         return set(self._names)
 
     def read(self, name: str) -> Tensor:
-        """The tensor ``name``."""
+        """The tensor with this ``name`` in the whole model."""
         return self._reader.read(self._names[name])
 
 

@@ -1,4 +1,4 @@
-"""A GPT as hpclm trains it, for transformers. This file belongs to the weights next to it, whose network has no class in transformers.
+"""A GPT as hpclm trains it, for transformers. This file belongs to the weights next to it; transformers has no class for their network.
 
 Load the folder with ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. Only PyTorch and transformers are
 needed. B sequences, T tokens of each, S including earlier ones, C hidden width, H query heads, G key/value heads, D width
@@ -202,11 +202,11 @@ class HpclmForCausalLM(PreTrainedModel, GenerationMixin):
                 module.bias.data.zero_()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token table."""
+        """The embedding of the tokens."""
         return self.model.tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Another token table."""
+        """Replace the embedding of the tokens."""
         self.model.tokens = value
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -214,7 +214,7 @@ class HpclmForCausalLM(PreTrainedModel, GenerationMixin):
         return self.output
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Another output projection."""
+        """Replace the output projection."""
         self.output = new_embeddings
 
     def forward(

@@ -12,14 +12,7 @@ from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import ConversionRule, changed, shifted
 
 CWM_BIASES = (False, False, "mlp_bias")
-CWM_SCALING = dict(
-    rope_type="llama3",
-    rope_theta=1e6,
-    factor=16.0,
-    original_max_position_embeddings=8192,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-)
+CWM_SCALING = llama.APERTUS_SCALING | dict(rope_theta=1e6, factor=16.0)
 WINDOWS = (*llama.LLAMA.covers, *shape.WINDOW_SETTINGS[:2])
 
 

@@ -185,7 +185,7 @@ def period(kinds: Sequence[str]) -> list[str]:
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    """config.json's layer_types."""
+    """The value of layer_types in config.json."""
     there = {ours.split("_")[0]: theirs for theirs, ours in KEPT.items()}
     return [there["window" if "window" in config.attention.kind(i) else "full"] for i in range(config.layers)]
 

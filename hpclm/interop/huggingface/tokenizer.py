@@ -111,9 +111,8 @@ def write(folder: Path, text: RunText, paths: list[str], context: int) -> None:
     if theirs is None:
         return
     # gpt2, wordpiece and sentencepiece read the text of a special token as ordinary text
-    added, avoided = list(theirs.added), list[str]()
-    if kind != "json":
-        added, avoided = avoided, added
+    added = [*theirs.added] if kind == "json" else []
+    avoided = [] if kind == "json" else [*theirs.added]
     wrong = differing(partial(text.encode, template=True), theirs.encode, tokenizer, added, avoided)
     if wrong:
         log.warning("transformers will return other ids for some texts: %s", wrong)

@@ -130,7 +130,7 @@ def _ranks(folder: Path) -> MegatronState:
     for key in chunks:
         for ranks in stages:
             if not all(isinstance(rank.get(key), dict) for rank in ranks):
-                raise ConfigError(f"{folder} has files in which {key} is not a dictionary")
+                raise ConfigError(f"{folder} has files with a {key} that is not a dictionary")
             held = [_tensors(rank[key]) for rank in ranks]
             there = {full(name, blocks): [part[name] for part in held if name in part] for name in held[0]}
             _add(state, {name: parts for name, parts in there.items() if name is not None}, folder)

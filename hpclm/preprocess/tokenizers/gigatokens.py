@@ -89,7 +89,7 @@ class Fast:
         self._base = 0
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``."""
+        """The same ids as ``exact`` gives for ``text``."""
         if self.needs_exact(text):
             return self._exact([text])[0].tolist()
         self._renew(len(text))

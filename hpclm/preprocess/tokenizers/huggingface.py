@@ -21,7 +21,7 @@ from hpclm.preprocess.tokenizers.vocabulary import expect, id_of_end, load, voca
 log = logging.getLogger("hpclm")
 SPACE = "\u2581"  # sentencepiece's space
 RANDOM = {"dropout": None, "alpha": None, "nbest_size": None}
-"""Attributes with which the library's models sample among the encodings of a text (BPE dropout, Provilkov et al. 2020; subword
+"""Attributes that make the library's models sample among the encodings of a text (BPE dropout, Provilkov et al. 2020; subword
 regularization, Kudo 2018), and their values without sampling."""
 LONGEST_WORD = 1024  # characters
 LONG_WORD = re.compile(rf"[^\W\d_]{{{LONGEST_WORD + 1},}}|\d{{{LONGEST_WORD + 1},}}|[^\w\s]{{{LONGEST_WORD + 1},}}")

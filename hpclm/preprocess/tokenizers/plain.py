@@ -19,7 +19,7 @@ class Bytes:
         self.fingerprint = fingerprint("bytes", files, self.size, self.eod)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``."""
+        """The UTF-8 bytes of ``text``."""
         return list(text.encode())
 
     def encode_batch(self, texts: list[str]) -> Batch:

@@ -70,8 +70,8 @@ def _in_pieces(
 ) -> Marked | None:
     """``marked`` with tokens that end at the bounds of ``spans``; None if such tokens do not decode to the text.
 
-    A tokenizer may put a space before any text. So a piece is tokenized after the special token that precedes it, or after another text,
-    whose tokens are removed again.
+    A tokenizer may put a space before any text. So a piece is tokenized after the special token that precedes it. Without such a token, it
+    is tokenized after another text, and the tokens of that text are removed again.
     """
     cuts = sorted({0, len(text), *chain.from_iterable(spans)})
     before = [max((token for token in special if text.endswith(token, 0, cut)), key=len, default="") for cut in cuts]

@@ -104,8 +104,8 @@ class Corpus:
             lacking = [prefix for prefix, dataset in self._datasets.items() if not holds(dataset, self.eod)]
             if lacking:
                 said.append(
-                    f"{no_effect(names)} on {', '.join(lacking)}: neither the end of documents nor the first tokens have the end-of-document "
-                    f"token ({self.eod}); hpclm preprocess --append-eod adds it"
+                    f"{no_effect(names)} on {', '.join(lacking)}: no end-of-document token ({self.eod}) was found there, neither at the end "
+                    "of documents nor in the first tokens; hpclm preprocess --append-eod adds such tokens"
                 )
         if settings.loss_mask == "ignore" and not any(map(loss_mask.exists, self._datasets.values())):
             said.append("data.loss_mask=ignore has no effect: no dataset has a loss mask")

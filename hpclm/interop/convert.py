@@ -84,7 +84,7 @@ def converted(source: Path, target: Path, overrides: list[str], options: Convert
 def _file_hint(source: Path) -> str:
     """A hint for a user who named a file instead of its folder."""
     if source.suffix == ".gguf":
-        return ": hpclm writes .gguf files but does not read them; convert the safetensors model it was made from"
+        return ": hpclm writes .gguf files but does not read them; convert the safetensors model that it was made from"
     if source.suffix in (".safetensors", ".bin", ".pt", ".pth", ".json", ".distcp"):
         return f"; give its folder: hpclm convert {files.typed(source.absolute().parent)} TARGET"
     return ""

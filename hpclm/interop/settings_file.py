@@ -146,7 +146,7 @@ def _unknown(result: Translation, flag: Flag, name: str) -> None:
         if group not in MEANINGFUL and (plain in names.split() or plain.startswith(prefixes or ("\0",))):
             result.left_out.append(f"{flag.text}: changes no results ({group})")
             return
-    why = "hpclm does not have this feature" if options.is_classified(plain) else "hpclm does not know this option"
+    why = "hpclm does not have it" if options.is_classified(plain) else "hpclm does not know this option"
     result.ask(f"{flag.text}: {why}")
 
 

@@ -75,7 +75,8 @@ def next_tuning_command(prefix: Path, run: str, chat: bool) -> str:
             return shlex.join(
                 ["hpclm", "train", *words, *chosen, *_smaller_batch(settings.batch, TUNING_EPOCHS * samples(train))]
             )
-    return f"add text; {IndexedDataset(prefix).token_count:,} tokens are too few for a sample of model.context={context}; import the model with a shorter context"
+    tokens = IndexedDataset(prefix).token_count
+    return f"add text; {tokens:,} tokens are too few for a sample of model.context={context}; import the model with a shorter context"
 
 
 def _smaller_batch(batch: BatchConfig, samples: int) -> list[str]:

@@ -65,7 +65,7 @@ class Writer:
         self.extend(given, np.array([given.size]), np.array([1]))
 
     def add_piece(self, tokens: NDArray[np.integer], closes: bool) -> None:
-        """Append tokens [t] of a document of one sequence. ``closes``: the document ends with them; otherwise the next piece continues it."""
+        """Append tokens [t] of a document of one sequence. ``closes``: the document ends with them, and no piece follows."""
         self.open_tokens += tokens.size
         _check_length(self.open_tokens)
         self._write_tokens(tokens)

@@ -53,7 +53,9 @@ def test_a_prompt_of_which_the_model_does_not_see_the_beginning_is_named_once(ru
     (tmp_path / "p.txt").write_text("\n".join(["x" * 64, "x" * 65, "x" * 70]) + "\n")
     generate(capsys, run, "--prompts", tmp_path / "p.txt", "--batch", 2, "--tokens", 1)
     said = [record.getMessage() for record in caplog.records if "does not see the beginning" in record.getMessage()]
-    assert said == ["a prompt has 65 tokens, and model.context=64: the model does not see the beginning of longer ones"]
+    assert said == [
+        "a prompt has 65 tokens, and model.context=64: the model does not see the beginning of longer prompts"
+    ]
     caplog.clear()
     generate(capsys, run, "--prompt", "x" * 64, "--tokens", 1)
     assert "does not see" not in caplog.text

@@ -66,7 +66,7 @@ READERS = {
     "summary.json": [runs.read_run],
     "lock": [lease.holder, lease.refuse_if_held],
     "checkpoints/step-00000001/MANIFEST.json": [
-        lambda out: manifests.read(out / "checkpoints/step-00000001"),
+        lambda out: manifests.read_manifest(out / "checkpoints/step-00000001"),
         lambda out: folder.survey_checkpoints(out / "checkpoints"),
         lambda out: directory.newest(out / "checkpoints"),
     ],

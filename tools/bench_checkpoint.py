@@ -82,12 +82,12 @@ class Subjects:
     def __init__(self, tensors: Named):
         import torch
 
-        from hpclm.checkpoint.staging import Snapshot
+        from hpclm.checkpoint.staging import ShardSnapshot
 
         self.tensors = tensors
         self.bytes = sum(4 * tensor.numel() for tensor in tensors.values())
         self.other = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-        self._snapshot = Snapshot()
+        self._snapshot = ShardSnapshot()
         self._staging: Any = None
         for tensor in self.other.values():
             tensor.fill_(1.0)
@@ -260,7 +260,7 @@ def training(args: argparse.Namespace) -> int:
     tokens = torch.randint(1024, (4, 257), generator=torch.Generator().manual_seed(0))
     batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     saved = EngineState(state(args.megabytes, args.tensors))
-    snapshot = staging.Snapshot()
+    snapshot = staging.ShardSnapshot()
 
     def steps(until: Callable[[int], bool]) -> list[float]:
         taken: list[float] = []

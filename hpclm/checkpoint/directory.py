@@ -1,6 +1,6 @@
 """The checkpoint directory of a run: list, publish, remove and set aside checkpoints.
 
-step-00001000 is a checkpoint, complete when it got its name. The others are never read: .tmp-* is being written, .old-* is being
+step-00001000 is a checkpoint, complete when it got its name. Folders with other names are never read: .tmp-* is being written, .old-* is being
 replaced by another checkpoint of its step, .trash-* is being removed, .bad-* did not match its manifest, and .rolled-back-* is newer
 than the checkpoint to which the run was rolled back.
 """
@@ -38,15 +38,15 @@ def names(folder: Path) -> list[str]:
 
 
 def steps(folder: Path) -> list[Path]:
-    """The checkpoints, oldest first; complete when they were saved, not verified."""
+    """The checkpoints, oldest first. All were complete when saved; none is verified here."""
     checkpoints = [folder / name for name in names(folder) if re.fullmatch(r"step-[0-9]+", name)]
     return sorted(checkpoints, key=lambda path: (int(path.name[5:]), path.name))
 
 
 def has_history(folder: Path) -> bool:
     """Whether a run has ever saved here, even if nothing is left, not even the directory."""
-    named = any(name == "latest" or name.startswith(("step-", ".bad-", ".rolled-back-")) for name in names(folder))
-    return named or marker(folder).exists()
+    left = any(name == "latest" or name.startswith(("step-", ".bad-", ".rolled-back-")) for name in names(folder))
+    return left or marker(folder).exists()
 
 
 def marker(folder: Path) -> Path:
@@ -66,7 +66,7 @@ Check = Callable[[Path, Manifest], object]
 def checked(folder: Path, check: Check = check_sizes) -> Manifest:
     """The manifest of a checkpoint after ``check``; BadCheckpoint, or HpclmError if it cannot be read."""
     try:
-        manifest = manifests.read(folder)
+        manifest = manifests.read_manifest(folder)
         check(folder, manifest)
     except OSError as error:
         if not folder.exists():
@@ -91,7 +91,7 @@ def newest(folder: Path, look: Callable[[Path], Manifest] = verified) -> tuple[P
         try:
             return step, look(step)
         except BadCheckpoint as reason:
-            if not step.exists():  # its run, which is training, has newer ones
+            if not step.exists():  # a training run removed it, and has newer ones
                 return newest(folder, look)
             log.warning("checkpoint %s is bad: %s", step, reason)
     raise NoCheckpointError(f"no good checkpoint in {folder}; train first, with hpclm train")
@@ -108,7 +108,7 @@ def locate(path: Path, look: Callable[[Path], Manifest] = verified) -> tuple[Pat
 
 
 def unreadable(folder: Path, error: object) -> HpclmError:
-    """The error for files that exist but cannot be read, or that were removed with their folder."""
+    """The error for a checkpoint that cannot be read, or that was removed meanwhile."""
     if not folder.exists():
         return HpclmError(
             f"checkpoint {folder} was removed while it was read: its run has newer ones; repeat the command"
@@ -141,7 +141,7 @@ def sweep(folder: Path, generation: int) -> None:
 
 
 def discard(folders: Iterable[Path]) -> None:
-    """Remove directories, renaming each first, so that none is ever incomplete under its own name."""
+    """Remove directories, renaming each first, so that none is ever incomplete under its original name."""
     doomed = []
     for old in folders:
         try:
@@ -166,7 +166,7 @@ def publish(staging_dir: Path, final: Path) -> None:
     try:
         staging_dir.rename(final)
         try:
-            # a rename is durable only once its directory is
+            # a rename is durable only once its directory is synced
             files.sync(final.parent)
         except OSError:  # the new name might not survive a power failure, so it must not count now either
             final.rename(staging_dir)
@@ -203,7 +203,7 @@ def set_aside(folder: Path, reason: str) -> None:
 def put_away(folder: Path, kind: str, reason: str) -> str:
     """Rename a checkpoint to .KIND-step-…, with the reason next to its files; returns the new name. OSError if that fails."""
     away = _renamed(folder, f".{kind}-{folder.name}")
-    with suppress(OSError):  # the log has it too
+    with suppress(OSError):  # the log has the reason too
         if not away.is_symlink():  # a link may point to a good checkpoint
             files.overwrite(away / "REASON.txt", reason + "\n")
     return away.name
@@ -220,17 +220,17 @@ def _renamed(folder: Path, name: str) -> Path:
 
 
 def _remove(doomed: Sequence[Path]) -> None:
-    """Remove as much as possible of directories that were renamed; the next sweep tries again.
+    """Remove as much as possible of renamed directories; the next sweep tries again.
 
-    Their new names are made durable first: otherwise a power cut could bring one back under its old name, without some of its files.
+    Their new names are made durable first: otherwise a power cut could restore an old name to a directory without some of its files.
     """
     try:
-        for folder in doomed[:1]:
-            files.sync(folder.parent)
+        if doomed:
+            files.sync(doomed[0].parent)
     except OSError:
         return
     for folder in doomed:
-        with suppress(OSError):  # rmtree raises some of them even with ignore_errors
+        with suppress(OSError):  # rmtree raises some errors even with ignore_errors
             if folder.is_symlink() or folder.is_file():
                 folder.unlink()
             else:

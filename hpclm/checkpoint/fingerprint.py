@@ -16,7 +16,7 @@ FREE = {"dropout", "attention.dropout", "init_std", "kernels", "attention.kernel
 """Model settings that may change when a run is resumed."""
 WHY = {"batch.micro_size": ", and model.experts.balance_micro_batch, a loss over each micro-batch, depends on it"}
 """Reasons why a setting must not change, by its name, if not obvious."""
-OF_DATASETS = {
+DATASET_DIFFERENCES = {
     "layout": "another layout",
     "dtype": "another type of tokens",
     "bin_bytes": "another number of tokens",
@@ -25,7 +25,7 @@ OF_DATASETS = {
     **dict.fromkeys(("span", "tokens"), "another part in use (data.split, data.split_by)"),
     "loss_mask": "another loss mask (data.loss_mask)",
 }
-"""The difference between datasets if a key of their fingerprints differs."""
+"""What differs between two datasets if this key of their fingerprints differs."""
 
 
 def fingerprint(
@@ -39,13 +39,15 @@ def fingerprint(
     model.experts.balance_micro_batch the micro-batches.
 
     ``data``: the fingerprint of its source; None if unknown. ``optimizer``: optim.name. ``micro_size``: samples of a micro-batch, or
-    auto if another number may be chosen; None if unknown.
+    "auto" if a resumed run may choose another number; None if unknown.
     """
     shape = {key: value for key, value in leaves(model) if key not in FREE}
-    identity = {"model": shape, "seed": seed, "optim": {"name": row(optimizer).family or optimizer}}
+    identity: dict[str, Any] = {"model": shape, "seed": seed, "optim": {"name": row(optimizer).family or optimizer}}
     if model.experts.count and model.experts.balance_micro_batch and micro_size:
         identity["batch"] = {"micro_size": micro_size}
-    return identity | ({} if data is None else {"data": data})
+    if data is not None:
+        identity["data"] = data
+    return identity
 
 
 def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -59,13 +61,15 @@ def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, 
 def tokenizer_clash(saved: Mapping[str, Any], tokenizer: Mapping[str, Any] | None) -> list[str]:
     """The difference between the tokenizer in a checkpoint's fingerprint and another, naming both; empty if one is unknown."""
     saved_tokenizer = saved.get("data", {}).get("tokenizer")
-    clash = mismatch(saved_tokenizer, dict(tokenizer)) if saved_tokenizer and tokenizer else None
+    if not saved_tokenizer or not tokenizer:
+        return []
+    clash = mismatch(saved_tokenizer, dict(tokenizer))
     return [f"the checkpoint's tokenizer is different: {clash}"] if clash else []
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences between two fingerprints, one sentence each, except for tokenizers."""
-    if not ("batch" in saved and "batch" in now):  # the loss may have been switched on or off since
+    if not ("batch" in saved and "batch" in now):  # balance_micro_batch may be switched on or off
         saved, now = ({key: value for key, value in given.items() if key != "batch"} for given in (saved, now))
     before = _leaves(saved)
     after = _leaves(now)
@@ -91,14 +95,18 @@ def _datasets(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iter
             keys = [key for key in keys if key != "content"]
         if keys:
             which = "the training dataset" if len(before) == 1 else f"training dataset {number} of {len(before)}"
-            yield f"{which} has {', '.join(dict.fromkeys(OF_DATASETS.get(key, f'another {key}') for key in keys))}"
+            yield f"{which} has {', '.join(dict.fromkeys(DATASET_DIFFERENCES.get(key, f'another {key}') for key in keys))}"
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Every value of nested mappings by its path, without the tokenizer's."""
-    leaves: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
-        if path != "data.tokenizer":
-            leaves |= _leaves(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
-    return leaves
+        if path == "data.tokenizer":
+            continue
+        if isinstance(value, Mapping):
+            values |= _leaves(value, f"{path}.")
+        else:
+            values[path] = value
+    return values

@@ -32,7 +32,7 @@ NAMES = {
     torch.uint8: "U8",
 }
 TYPES = {name: dtype for dtype, name in NAMES.items()}
-MAX_HEADER_BYTES = 1 << 28  # bytes of a header
+MAX_HEADER_BYTES = 1 << 28
 HASH_BLOCK_BYTES = 1 << 22  # bytes of a tensor that share a hash
 DIGEST = 16  # characters of a hash: xxh3 of 64 bits, in hex
 
@@ -111,7 +111,7 @@ def _finite(block: memoryview, dtype: torch.dtype) -> bool:
 
 
 def verify(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
-    """Read files (``names``; None: all) and verify their sizes and hashes. BadCheckpoint names the first mismatch; OSError means a
+    """Read the files ``names`` (None: all) and verify their sizes and hashes. BadCheckpoint names the first mismatch; OSError means a
     failing disk. Returns the names of tensors with values that are not finite."""
     check_sizes(folder, manifest, names)
     not_finite: list[str] = []
@@ -126,7 +126,7 @@ class File:
     """A file written by ``write``, open for reading; raises BadCheckpoint as soon as a mismatch is found."""
 
     def __init__(self, folder: Path, name: str, info: FileInfo):
-        """``name``: see the manifest."""
+        """``name``: the file's name in the manifest."""
         self.path = folder / name
         self._name = name
         self._digests = info.xxh3
@@ -170,7 +170,7 @@ class File:
         return tuple(self._entries[name]["shape"])
 
     def values(self, name: str, low: Sequence[int], high: Sequence[int]) -> Tensor:
-        """Values from ``low`` up to but excluding ``high``. Reads the blocks that contain their rows (of the first dimension)."""
+        """Values from ``low`` up to but excluding ``high``. Reads the hash blocks that contain these rows (first dimension)."""
         shape = self.shape(name)
         dtype = TYPES[self._entries[name]["dtype"]]
         if not shape:

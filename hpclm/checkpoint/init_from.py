@@ -1,6 +1,6 @@
 """Start a new run from the weights of another run's checkpoint (checkpoint.init_from)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from hpclm.distributed.context import DistributedContext
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hpclm.checkpoint.tensors import Tensors
+    from hpclm.checkpoint.tensors import CheckpointTensors
     from hpclm.engine import Engine
 
 FRESH = {"optimizer_steps": 0}
@@ -22,7 +22,7 @@ FRESH = {"optimizer_steps": 0}
 class SavedWeights:
     """Only the weights of a checkpoint."""
 
-    def __init__(self, saved: "Tensors"):
+    def __init__(self, saved: "CheckpointTensors"):
         self.saved = saved
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -41,14 +41,14 @@ def begin_from(path: Path, engine: "Engine", context: DistributedContext, finger
     """
 
     def located() -> tuple[str, dict[str, Any]]:
-        folder, manifest = _located(path, hashes=True)
+        folder, manifest = _located(path, directory.verified)
         _check_model(folder, manifest, fingerprint)
         return str(folder), manifest.fields
 
-    from hpclm.checkpoint.tensors import Tensors  # imports PyTorch
+    from hpclm.checkpoint.tensors import CheckpointTensors  # imports PyTorch
 
     folder, fields = context.run_on_main(located)
-    with Tensors(Path(folder), Manifest(**fields)) as saved:
+    with CheckpointTensors(Path(folder), Manifest(**fields)) as saved:
         engine.load(SavedWeights(saved), FRESH)
     return folder
 
@@ -56,18 +56,18 @@ def begin_from(path: Path, engine: "Engine", context: DistributedContext, finger
 def check_init_from(path: str | None, checkpoints: Path, fingerprint: Mapping[str, Any]) -> None:
     """ConfigError or NoCheckpointError if a run cannot start from ``path``, its checkpoint.init_from.
 
-    Reads names, sizes and manifests only. ``checkpoints``: the folder of the run's checkpoints; a run with checkpoints
-    resumes from these. ``fingerprint``: the run's, without its data if unknown.
+    Reads names, sizes and manifests only. ``checkpoints``: the folder of the run's checkpoints; a run that has some resumes
+    from them instead. ``fingerprint``: that of the run, without its data if unknown.
     """
     if path is not None and not (checkpoints.is_dir() and directory.steps(checkpoints)):
-        _check_model(*_located(Path(path), hashes=False), fingerprint)
+        _check_model(*_located(Path(path), directory.checked), fingerprint)
 
 
-def _located(path: Path, hashes: bool) -> tuple[Path, Manifest]:
-    """The checkpoint that ``path`` refers to, and its manifest; verifies its sizes, or all its ``hashes``."""
+def _located(path: Path, look: Callable[[Path], Manifest]) -> tuple[Path, Manifest]:
+    """The checkpoint that ``path`` refers to, and its manifest, which ``look`` reads and verifies."""
     if not (path / manifest.NAME).exists() and not directory.steps(path / "checkpoints"):
         raise ConfigError(f"checkpoint.init_from={path} is neither a run directory with checkpoints nor a checkpoint")
-    return directory.locate(path, directory.verified if hashes else directory.checked)
+    return directory.locate(path, look)
 
 
 def _check_model(folder: Path, manifest: Manifest, fingerprint: Mapping[str, Any]) -> None:

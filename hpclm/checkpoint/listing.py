@@ -12,7 +12,7 @@ from hpclm.checkpoint import directory, retention
 from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.manifest import BadCheckpoint, Manifest
 
-MAX_REASON_BYTES = 1 << 16  # bytes of a reason
+MAX_REASON_BYTES = 1 << 16
 USABLE = ("good", "complete")
 """States of checkpoints that can be loaded."""
 
@@ -24,7 +24,7 @@ def rows(folder: Path, verify: bool) -> Iterator[dict[str, Any]]:
     problems = dict[Path, Exception]()
     for step in steps:
         try:
-            read[step] = manifests.read(step)
+            read[step] = manifests.read_manifest(step)
         except (BadCheckpoint, OSError, ConfigError) as error:
             problems[step] = error
     healthy = retention.healthy([*read.values()])
@@ -73,13 +73,14 @@ def check_usable(folder: Path, listed: Sequence[Mapping[str, Any]]) -> None:
     """NoCheckpointError if no checkpoint ``listed`` can be loaded; HpclmError if that is only because they cannot be read."""
     if any(row["state"] in USABLE for row in listed):
         return
-    if unreadable := [row["reason"] for row in listed if row["state"] == "unreadable"]:
+    unreadable = [row["reason"] for row in listed if row["state"] == "unreadable"]
+    if unreadable:
         raise HpclmError(f"checkpoints in {folder} cannot be read now: {unreadable[0]}")
     raise NoCheckpointError(f"no good checkpoint in {folder}")
 
 
 def to_go_back(folder: Path, listed: Sequence[Mapping[str, Any]]) -> str:
-    """How to go back to the newest healthy checkpoint, if the newest one is not healthy; otherwise empty."""
+    """The command that goes back to the newest healthy checkpoint; empty if the newest is healthy, or if none is."""
     usable = [row for row in listed if row["state"] in USABLE]
     healthy = [row for row in usable if row["healthy"]]
     if not healthy or usable[-1]["healthy"]:
@@ -94,12 +95,12 @@ def line(row: dict[str, Any]) -> str:
     row = {name: terminal.line(value) if isinstance(value, str) else value for name, value in row.items()}
     if "bytes" not in row:
         return f"{row['name']:<28}{row['state']:<11}{row['reason']}"
-    loss = f"validation loss {row['validation_loss']:.4f}" if row["validation_loss"] is not None else ""
-    what = f"{row['bytes'] / 1e6:,.1f} MB in {terminal.many(row['files'], 'file')}"
-    who = "imported"
+    parts = [f"{row['bytes'] / 1e6:,.1f} MB in {terminal.many(row['files'], 'file')}", f"{row['time']}", "imported"]
     if row["engine"]:
-        processes = "1 process" if row["processes"] == 1 else f"{row['processes']} processes"
-        who = f"{row['engine']} on {processes}"
-    left = f"saved on {row['why']}" if row["why"] else ""
-    parts = [what, f"{row['time']}", who, loss, left, row["health"], row["reason"]]
+        parts[-1] = f"{row['engine']} on {terminal.many(row['processes'], 'process')}"
+    if row["validation_loss"] is not None:
+        parts.append(f"validation loss {row['validation_loss']:.4f}")
+    if row["why"]:
+        parts.append(f"saved on {row['why']}")
+    parts += [row["health"], row["reason"]]
     return f"{row['name']:<28}{row['state']:<11}{'  '.join(part for part in parts if part)}"

@@ -22,7 +22,7 @@ from hpclm.rundir import rows
 
 NAME = "MANIFEST.json"
 SCHEMA = 4
-MAX_MANIFEST_BYTES = 1 << 30  # bytes of a manifest
+MAX_MANIFEST_BYTES = 1 << 30
 USUAL = 1 << 24  # bytes; a larger file is examined before it is read
 TAIL = 1 << 10
 END = re.compile(rb'"blake2b": *"[0-9a-f]{128}"\s*\}\s*$')
@@ -54,7 +54,9 @@ class Manifest:
     fingerprint: dict[str, Any]  # what must not change when the run is resumed; named identity in the file
     tensors: dict[str, dict[str, Any]]  # name -> shape of the whole tensor; parts: file, start, size, key in that file
     files: dict[str, dict[str, Any]]  # name -> FileInfo
-    made: dict[str, Any] = field(default_factory=dict)  # when and why it was saved, by which attempt, in which layout
+    made: dict[str, Any] = field(
+        default_factory=dict
+    )  # time, reason and attempt of the save, and the layout of processes
     validation: float | None = None  # validation loss at this step, if measured
 
     def write(self, folder: Path) -> Path:
@@ -78,7 +80,7 @@ class Manifest:
 
     @property
     def why(self) -> str | None:
-        """The reason for the run's exit, if it was saved for that: a signal, stop; None for a regular save."""
+        """The reason (a signal, stop) if this was saved because the run had to exit; None for a regular save."""
         why: str | None = self.made.get("why")
         return why
 
@@ -100,8 +102,8 @@ class Manifest:
 
 @contextmanager
 def many_objects() -> Iterator[None]:
-    """Disable the garbage collector in a block that creates a million objects without garbage among them, like a manifest of 512 ranks.
-    It would scan all of them again and again, which takes most of the time."""
+    """Disable the garbage collector while a block creates a million live objects, such as the manifest of 512 ranks. Otherwise
+    repeated scans of them take most of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -111,8 +113,8 @@ def many_objects() -> Iterator[None]:
             gc.enable()
 
 
-def read(folder: Path) -> Manifest:
-    """The manifest in ``folder``; BadCheckpoint if it is not valid, OSError if the disk fails. No other file is read."""
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in ``folder``; reads no other file. BadCheckpoint if it is not valid, OSError if the disk fails."""
     try:
         with many_objects():
             return _parsed(_content(folder / NAME), folder)
@@ -120,14 +122,14 @@ def read(folder: Path) -> Manifest:
         if isinstance(error, files.Unfit) or error.errno in NO_FILE:
             raise BadCheckpoint(f"{NAME}: {error.strerror}") from None
         raise
-    except ConfigError:  # which is a ValueError
+    except ConfigError:  # a subclass of ValueError
         raise
     except (RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadCheckpoint(f"{NAME} cannot be read: {error}") from None
 
 
 def _content(path: Path) -> str:
-    """The text of a manifest; ValueError for a large file that cannot be one, before much of it is in memory."""
+    """The text of a manifest; ValueError for a large file that cannot be a manifest, before much of it is in memory."""
     with files.reader(path) as file, files.naming(path):
         size = files.check_size(file, path, MAX_MANIFEST_BYTES).st_size
         if size > USUAL:
@@ -161,7 +163,7 @@ def _parsed(text: str, folder: Path) -> Manifest:
 def _check(manifest: Manifest, folder: Path) -> None:
     """BadCheckpoint unless all files are in ``folder``, the parts of every tensor form a whole, and the folder has the step's name.
 
-    The hash only proves that the manifest has not changed since it was written, by anyone.
+    The hash only proves that the manifest has not changed since somebody wrote it.
     """
     infos = manifest.infos
     if not infos or not all(map(PLAIN.fullmatch, infos)):
@@ -175,14 +177,14 @@ def _check(manifest: Manifest, folder: Path) -> None:
         if count != whole:
             raise BadCheckpoint(f"{NAME} lists {count} of the {whole} values of {name}")
         starts = [tuple(part["start"]) for part in entry["parts"] if prod(part["size"])]
-        if len(set(starts)) != len(starts):  # then others are missing
+        if len(set(starts)) != len(starts):  # if one is there twice, another is missing
             raise BadCheckpoint(f"{NAME} lists values of {name} more than once")
     if not isinstance(manifest.scalars, dict):
         raise BadCheckpoint(f"{NAME} has no scalars object")
     for name, kind in PROGRESS.items():
         value = manifest.progress.get(name)
         if not rows.fits(value, kind) or (value is None and name != "planned"):
-            raise BadCheckpoint(f"{NAME} has progress.{name}={value!r:.60}, which no run saves")
+            raise BadCheckpoint(f"{NAME} has progress.{name}={value!r:.60}, which is not a valid value")
     step = Progress.of(manifest.progress).step
     named = re.fullmatch(r"step-(\d+)", folder.name)
     if named and step != int(named[1]):

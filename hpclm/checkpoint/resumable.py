@@ -1,5 +1,5 @@
 """The checkpoint that a run resumes from. Resumability is checked from manifests alone, before anything is written or queued. A
-roll-back sets newer checkpoints aside; nothing is deleted.
+rollback sets newer checkpoints aside; nothing is deleted.
 
 A checkpoint becomes checkpoints/.rolled-back-step-00000040, and its lines of metrics.jsonl move to metrics.rolled-back-1.jsonl. Every
 operation is idempotent, so the next attempt completes an interrupted rollback.
@@ -59,7 +59,7 @@ def candidate(out: Path, step: int | None = None) -> Candidate | None:
     if required is None:
         return None
     if not (out / "checkpoints").is_dir():
-        place = f"{out} is not a run yet" if step is not None else f"{out} has saved nothing"
+        place = f"{out} has saved nothing" if step is None else f"{out} is not a run yet"
         raise ConfigError(
             f"{place}, so it has no checkpoint of step {required}; without a step to go back to, it starts from the beginning"
         )
@@ -71,7 +71,7 @@ def candidate(out: Path, step: int | None = None) -> Candidate | None:
 
 
 def progress(out: Path, step: int | None = None) -> Progress:
-    """The run's progress where the next attempt in ``out`` begins; see ``candidate``."""
+    """The progress from which the next attempt in ``out`` continues; see ``candidate``."""
     checkpoint = candidate(out, step)
     return Progress.of(checkpoint[1].progress) if checkpoint else Progress()
 
@@ -89,7 +89,8 @@ def listed(saved: list[Path]) -> str:
     numbers = [str(int(path.name[5:])) for path in saved]
     if not numbers:
         return "none"
-    return f"{'step' if len(numbers) == 1 else 'steps'} {', '.join(numbers)}"
+    word = "step" if len(numbers) == 1 else "steps"
+    return f"{word} {', '.join(numbers)}"
 
 
 def roll_back(out: Path) -> int | None:

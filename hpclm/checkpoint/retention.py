@@ -20,14 +20,13 @@ class Retention:
     """Which checkpoints of a run are kept; the others are removed once a newer one is published."""
 
     last: int = 3
-    """Number of newest regular checkpoints to keep. One saved because the run had to exit is kept in addition until the next regular
-    one."""
+    """Number of newest regular checkpoints to keep. A checkpoint saved on exit is kept in addition, until the next regular one."""
     every: int = 0
     """Also keep every step that is a multiple of this; 0: none."""
     best: int = 0
-    """Also keep this many with the lowest validation loss."""
+    """Also keep this many checkpoints, those with the lowest validation loss."""
     passes: int = 0
-    """Also keep the first one after each of this many last epochs; 0: none."""
+    """Also keep the first checkpoint after each of the last ``passes`` epochs; 0: none."""
     samples: float = math.inf
     """Samples per epoch."""
 
@@ -43,7 +42,8 @@ class Retention:
             *regular[-MIN_COMPLETE:],
         }
         kept |= {folder for folder, _ in complete[-1:]}  # of those saved on exit, only the newest is kept
-        kept |= {folder for folder, _ in complete[-MIN_COMPLETE:] if len(kept) < MIN_COMPLETE}
+        if len(kept) < MIN_COMPLETE:
+            kept |= {folder for folder, _ in complete[-MIN_COMPLETE:]}
         if self.every:
             kept |= {folder for folder, manifest in complete if manifest.progress["step"] % self.every == 0}
         measured = [(m.validation, -m.progress["step"], folder) for folder, m in complete if m.validation is not None]
@@ -52,11 +52,13 @@ class Retention:
         return [folder for folder, _ in complete if folder not in kept]
 
     def _ends_of_passes(self, complete: Sequence[tuple[Path, Manifest]]) -> list[Path]:
+        if not self.passes:
+            return []
         first: dict[int, Path] = {}
         for folder, manifest in complete:
             first.setdefault(int(manifest.progress.get("samples", 0) / self.samples), folder)
         first.pop(0, None)
-        return [first[number] for number in sorted(first)[-self.passes :]] if self.passes else []
+        return [first[number] for number in sorted(first)[-self.passes :]]
 
 
 def healthy(manifests: Sequence[Manifest]) -> dict[int, bool]:
@@ -66,14 +68,14 @@ def healthy(manifests: Sequence[Manifest]) -> dict[int, bool]:
     the loss of a step belongs to the weights before it.
     """
     good: dict[int, bool] = {}
-    begins = None
+    begins = math.inf
     """First step of the earliest spike recorded by a later checkpoint."""
     for manifest in reversed(manifests):
         step = int(manifest.progress["step"])
         health = manifest.health
-        spiking = health.spiking_since
-        good[step] = health.good and (begins is None or step + 1 < begins)
-        begins = spiking if begins is None or (spiking is not None and spiking < begins) else begins
+        good[step] = health.good and step + 1 < begins
+        if health.spiking_since is not None:
+            begins = min(begins, health.spiking_since)
     return good
 
 
@@ -102,7 +104,7 @@ class CompleteCheckpoints:
         path = folder / manifests.NAME
         written = path.stat().st_mtime_ns if path.exists() else 0
         if folder not in self._known or self._known[folder][0] != written:
-            self._known[folder] = written, replace(manifests.read(folder), tensors={})
+            self._known[folder] = written, replace(manifests.read_manifest(folder), tensors={})
         manifest = self._known[folder][1]
         manifests.check_sizes(folder, manifest)
         return manifest

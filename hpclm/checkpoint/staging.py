@@ -48,7 +48,7 @@ class Arena:
         return self._block[begin : begin + size].view(like.dtype).view(like.shape)
 
 
-class Snapshot:
+class ShardSnapshot:
     """Copies of shards in CPU memory; buffers are allocated once and reused by every save."""
 
     def __init__(self) -> None:
@@ -65,14 +65,15 @@ class Snapshot:
             key = (shard.name, shard.start)
             copy = self._copies.get(key)
             if copy is None or copy.tensor.shape != source.shape or copy.tensor.dtype != source.dtype:
-                buffer = (self._pinned if source.is_cuda else self._pageable).empty(source)
-                self._copies[key] = copy = Shard(shard.name, buffer, shard.shape, shard.start)
-            # into reused buffers: with them PyTorch's DCP stalls for 0.04 s on 530 MB, without them for 0.19 s
+                arena = self._pinned if source.is_cuda else self._pageable
+                copy = Shard(shard.name, arena.empty(source), shard.shape, shard.start)
+                self._copies[key] = copy
+            # reused buffers shorten the stall: PyTorch's DCP takes 0.04 s with them, 0.19 s without, for 530 MB
             copy.tensor.copy_(source, non_blocking=True)
             device = device or source.is_cuda
             taken.append(copy)
         if device:
-            # once for all copies: from here on training may change the weights
+            # one wait for all copies; after it, training may change the weights
             torch.cuda.synchronize()
         return taken
 
@@ -107,16 +108,19 @@ def write_shards(
         for number, group in enumerate(file_groups(shards, largest)):
             name = f"rank-{rank:05d}.safetensors" if not number else f"rank-{rank:05d}-{number}.safetensors"
             keyed: dict[str, Shard] = {}
-            for shard in group:  # there may be several blocks of a tensor
-                key = shard.name if shard.name not in keyed else f"{shard.name}#{len(keyed)}"
+            for shard in group:
+                key = shard.name
+                part: dict[str, Any] = {"file": name, "start": list(shard.start), "size": list(shard.tensor.shape)}
+                if key in keyed:  # the file already has another block of this tensor
+                    key = f"{key}#{len(keyed)}"
+                    part["key"] = key
                 keyed[key] = shard
-                part = {"file": name, "start": list(shard.start), "size": list(shard.tensor.shape)}
-                parts.append((shard.name, list(shard.shape), part if key == shard.name else {**part, "key": key}))
+                parts.append((shard.name, list(shard.shape), part))
             info = write(staging_dir / name, [(key, shard.tensor) for key, shard in keyed.items()])
             files[name] = {"size": info.size, "xxh3": info.xxh3}
     except OSError as error:
         return {"error": error.strerror or str(error)}
-    except Exception as error:  # so that the other ranks hear of it
+    except Exception as error:  # returned, so that the other ranks fail too
         return {"error": f"{type(error).__name__}: {error}"}
     return {"files": files, "parts": parts}
 

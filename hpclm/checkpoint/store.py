@@ -18,8 +18,8 @@ from hpclm.checkpoint import directory, staging
 from hpclm.checkpoint.fingerprint import check_fingerprint
 from hpclm.checkpoint.manifest import NAME, BadCheckpoint, Manifest, Progress, many_objects
 from hpclm.checkpoint.retention import CompleteCheckpoints, Retention
-from hpclm.checkpoint.staging import Snapshot
-from hpclm.checkpoint.tensors import Tensors
+from hpclm.checkpoint.staging import ShardSnapshot
+from hpclm.checkpoint.tensors import CheckpointTensors
 from hpclm.distributed.context import DistributedContext, single
 from hpclm.engine import Engine, StateSource
 from hpclm.rundir.lease import Lease
@@ -45,7 +45,7 @@ class PendingSave:
 class CheckpointStore:
     """The checkpoints of one run, in one directory.
 
-    The file `latest` names the newest, for people and scripts; its existence also shows that the run has saved before.
+    The file `latest` names the newest, for people and scripts. The file also shows that the run has saved before.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CheckpointStore:
         self.lease = lease
         self.attempt = attempt or {}
         self.pending: PendingSave | None = None
-        self._snapshot = Snapshot()
+        self._snapshot = ShardSnapshot()
         self._complete = CompleteCheckpoints()
 
     def save(self, state: StateSource, progress: Progress, validation: float | None = None) -> Path:
@@ -84,7 +84,7 @@ class CheckpointStore:
     ) -> None:
         """Start to save ``state``: in the background if ``background``, otherwise it is written when this returns.
 
-        ``why``: the reason for the run's exit, if it saves for that; None for a regular save. Only one save can be pending: commit() the
+        ``why``: the reason if this is saved because the run has to exit; None for a regular save. Only one save can be pending: commit() the
         previous one first. HpclmError on every rank if there is not enough space.
         """
         assert self.pending is None
@@ -147,22 +147,24 @@ class CheckpointStore:
         return Progress()
 
     def _load(self, folder: Path, engine: Engine) -> tuple[Progress | None, str | None]:
-        """Load a checkpoint into ``engine``. Returns its progress, or its fault; then it is set aside, and the engine's state is
-        unusable. All ranks get the same answer."""
+        """Load a checkpoint into ``engine``. Returns its progress, or its fault; a faulty checkpoint is set aside and leaves the
+        engine's state unusable. All ranks get the same answer."""
         with many_objects():
             fields, reason = self.context.run_on_main(lambda: self._inspect(folder))
         if reason is not None:
             return None, reason
         manifest = Manifest(**fields)
         wrong = dict[str, str]()
-        with Tensors(folder, manifest, wrong) as saved:
+        with CheckpointTensors(folder, manifest, wrong) as saved:
             try:
                 engine.load(saved, manifest.scalars)
             except ConfigError as error:
                 raise ConfigError(f"{folder / NAME}: {problem}" for problem in error.problems) from None
         every = self.context.gather(wrong, unlimited=True)
         reason = self.context.run_on_main(lambda: self._agreed(folder, every))
-        return (Progress.of(manifest.progress), None) if reason is None else (None, reason)
+        if reason is not None:
+            return None, reason
+        return Progress.of(manifest.progress), None
 
     def _inspect(self, folder: Path) -> tuple[dict[str, Any], str | None]:
         """The fields of a checkpoint's manifest, or its fault; a bad checkpoint is set aside."""
@@ -176,7 +178,7 @@ class CheckpointStore:
         return manifest.fields, None
 
     def _agreed(self, folder: Path, every: Sequence[dict[str, str]]) -> str | None:
-        """The fault of a checkpoint according to any rank; it is then set aside."""
+        """The fault that any rank found in a checkpoint, which is then set aside; None without one."""
         for wrong in every:
             if "failed" in wrong:
                 raise directory.unreadable(folder, wrong["failed"])
@@ -197,8 +199,8 @@ class CheckpointStore:
             needed = 1.2 * size
             if free < needed:
                 raise HpclmError(
-                    f"{self.folder} has {free / 1e6:,.1f} MB free, but a checkpoint needs {needed / 1e6:,.1f} MB, a margin of "
-                    "20% included"
+                    f"{self.folder} has {free / 1e6:,.1f} MB free, but a checkpoint needs {needed / 1e6:,.1f} MB, including "
+                    "a margin of 20%; free space or choose another out"
                 )
             staging_dir.mkdir(mode=0o700)
         except OSError as error:

@@ -17,19 +17,19 @@ Span = tuple[int, int]
 AT_ONCE = 128  # open files; a process may have 1,024, and a checkpoint has one or more per rank
 
 
-class Tensors:
+class CheckpointTensors:
     """Reads and verifies blocks of a checkpoint's tensors; files stay open inside the context."""
 
     def __init__(self, folder: Path, manifest: Manifest, wrong: dict[str, str] | None = None):
         """``wrong``: if given, a failure is recorded here, under "bad" (corrupt) or "failed" (disk error), instead of raised, and all
-        further blocks are 0. So every process finishes the load, and all can agree on the outcome."""
+        further blocks are 0. So every process finishes the load, and the processes can agree on the outcome."""
         self.folder = folder
         self.manifest = manifest
         self.wrong = wrong
         self._files: dict[str, File] = {}
         """Least recently used first; only the most recent ``AT_ONCE`` stay open."""
 
-    def __enter__(self) -> "Tensors":
+    def __enter__(self) -> "CheckpointTensors":
         return self
 
     def __exit__(self, *_: object) -> None:

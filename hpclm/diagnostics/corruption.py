@@ -49,19 +49,17 @@ Group = tuple[int, int, bool]
 """Ranks that hold the same state: the first rank, the number of data-parallel ranks, and whether tensor-parallel ranks are among them."""
 
 BETWEEN_UPDATES = "change weights and optimizer state only in the optimizer's step"
-TWO_LOSSES = (
-    "let the loss in evaluation follow from weights and batch alone, without random numbers or state of the block"
-)
+TWO_LOSSES = "make the evaluation loss depend on weights and batch alone, not on random numbers or state of the block"
 ACROSS_TENSOR = (
     "if every tensor-parallel rank holds a whole weight, pass it in forward through hpclm.parallel.collectives.copy_to_tp(weight, tp), "
-    "which sums its gradient over them, and initialise it alike on all of them"
+    "which sums the gradient over the ranks, and initialise the weight equally on all ranks"
 )
 ACROSS_REPLICAS = "make the update independent of the rank, its random numbers and its time, and initialise the same weights on all ranks"
 
 
 @dataclass(frozen=True)
 class CorruptionFinding:
-    """A detected fault."""
+    """A fault that the ranks have detected."""
 
     ranks: tuple[int, ...]
     text: str
@@ -76,8 +74,10 @@ class CorruptionFinding:
 
     def described(self, names: Sequence[str]) -> str:
         """The ranks at fault, by the ``names`` of all ranks, and the fault, with the weights that differ."""
-        weights = f" ({', '.join(_first(self.weights))})" if self.weights else ""
-        return f"{'; '.join(_first([names[rank] for rank in self.ranks]))}: {self.text}{weights}"
+        text = f"{'; '.join(_first([names[rank] for rank in self.ranks]))}: {self.text}"
+        if self.weights:
+            text += f" ({', '.join(_first(self.weights))})"
+        return text
 
 
 def _first(names: Sequence[str]) -> list[str]:
@@ -111,11 +111,13 @@ class Verifier:
             log.info("cluster.verify_every: state in engine.offload_folder is not checked for corruption")
         self._shared: dict[Group, list[ShardedParameter]] = {}
         for weight in self._weights:
-            if group := self._group(weight):
+            group = self._group(weight)
+            if group:
                 self._shared.setdefault(group, []).append(weight)
         self._routers: dict[str, list[Tensor]] = {}
         """The routers' state, which every process has in full."""
-        if routers := engine.router_state:
+        routers = engine.router_state
+        if routers:
             rows = routers.rows.items()
             self._routers = {f"{name}.mlp.router": [routers.bias[row], routers.load[row]] for name, row in rows}
         self._all_ranks: Group = (0, mesh.world.size, False)
@@ -181,14 +183,16 @@ class Verifier:
         if replicas.size == 1 and not everywhere:
             return None
         first = replicas.ranks[0] if replicas.size > 1 else self.context.rank
-        return first - tp.rank * everywhere, replicas.size, everywhere  # tensor-parallel ranks are consecutive
+        if everywhere:
+            first -= tp.rank  # tensor-parallel ranks are consecutive
+        return first, replicas.size, everywhere
 
     def _shared_tensors(self, weights: Iterable[ShardedParameter]) -> Iterator[Tensor]:
         """The part of these weights' state that other ranks hold too."""
         return local_tensors(self.engine.state, weights, shared=True)
 
     def _state_of(self, group: Group, weights: Iterable[ShardedParameter]) -> Iterator[Tensor]:
-        """The state that the ranks of a group share; ``weights``: the group's."""
+        """The state that the ranks of a group share; ``weights``: the group's weights."""
         yield from self._shared_tensors(weights)
         if group == self._all_ranks:
             yield from chain(*self._routers.values())
@@ -251,7 +255,7 @@ def verifier(engine: Engine, mesh: Mesh, context: DistributedContext, every: int
 
 
 def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[CorruptionFinding]:
-    """The faults, judged from each rank's answer. ``exact``: whether kernels are bit-exact."""
+    """The faults that follow from all ranks' answers. ``exact``: whether kernels are bit-exact."""
     problems = [
         CorruptionFinding((rank,), "its weights or optimizer state changed between two updates", advice=BETWEEN_UPDATES)
         for rank, answer in enumerate(answers)
@@ -259,7 +263,7 @@ def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Corrupti
     ]
     unequal = {answer["replica"] for answer in answers if answer["losses"] and _differ(exact, *answer["losses"])}
     for replica in sorted(unequal):
-        # any of them may be at fault, whichever rank's loss differed
+        # any rank of the replica may be at fault, whichever rank's loss differed
         ranks = [rank for rank, answer in enumerate(answers) if answer["replica"] == replica]
         text = "one micro-batch, computed twice, had two losses"
         problems.append(CorruptionFinding(tuple(ranks), text, len(ranks) == 1, TWO_LOSSES))
@@ -298,15 +302,13 @@ def blame_program(
 ) -> NoReturn:
     """DivergedError on every rank, without excluding a node: user code takes part, and may have caused the ``problems``.
 
-    ``own_code``: the settings that name it. ``saved``: the step of the newest checkpoint; 0 without one.
+    ``own_code``: the settings that name user code. ``saved``: the step of the newest checkpoint; 0 without one.
     """
     texts = [finding.described([str(info) for info in context.ranks]) for finding in problems]
     advice = list(dict.fromkeys(finding.advice for finding in problems))
-    way = (
-        f"resumes from step {saved}, which was good when it was saved"
-        if saved
-        else "starts from the beginning: nothing was saved"
-    )
+    way = "starts from the beginning: nothing was saved"
+    if saved:
+        way = f"resumes from step {saved}, which was good when it was saved"
     error = DivergedError(
         f"state that must be equal differs after step {step}: {'; '.join(texts)}. Your own code takes part in training "
         f"({', '.join(own_code)}), so hpclm blames that code and excludes no node. To fix it, {'; '.join(advice)}. Then hpclm resume: the run {way}"
@@ -333,8 +335,9 @@ def end_run(
         faulty: set[tuple[str, str]] = set()
         for finding in problems:
             nodes = {(places[rank][0], places[rank][2]) for rank in finding.ranks}
-            faulty |= nodes if finding.certain or len(nodes) == 1 else set()
-        if 2 * len(faulty) > max(2, len(all_nodes)):  # then software is the more likely cause
+            if finding.certain or len(nodes) == 1:
+                faulty |= nodes
+        if 2 * len(faulty) > max(2, len(all_nodes)):  # software is then the more likely cause
             faulty = set()
         bad = {name for name, _ in faulty}
         names = ", ".join(sorted(bad))
@@ -344,7 +347,9 @@ def end_run(
         text = f"silent corruption detected after step {step}: {'; '.join(texts)}"
         record = SidePath(f"{out / events.NAME} cannot be written")
         record.attempt(lambda: events.append(out, "corrupt", step=step, bad=sorted(bad), text=text))
-        way = f"The run resumes from step {saved}, which was good when it was saved" if saved else "Nothing was saved"
+        way = "Nothing was saved"
+        if saved:
+            way = f"The run resumes from step {saved}, which was good when it was saved"
         if bad and context.world.launcher not in ("single", "local") and context.job.requeue(sorted(bad)):
             way += f"; {context.job.scheduler} was asked to start the job again without {names}"
         elif bad:

@@ -90,7 +90,7 @@ def of_device(device: "torch.device") -> Facts:
     import torch
 
     if device.type != "cuda":
-        return of_torch() | {"device": str(device), "device_name": "CPU", "driver": None}  # no driver matters to it
+        return of_torch() | {"device": str(device), "device_name": "CPU", "driver": None}  # a CPU needs no driver
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     return of_torch() | {
@@ -120,7 +120,7 @@ def pytorch() -> Facts:
     reported = {name: str(value) for name, value in collect_env.get_env_info()._asdict().items() if name != "cpu_info"}
     names = []
     broken = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    for index in range(torch.cuda.device_count()):
         names.append(torch.cuda.get_device_name(index))
         try:
             torch.ones(1, device=f"cuda:{index}").add(1).item()
@@ -135,9 +135,9 @@ def pytorch() -> Facts:
 
 
 def everything(world: World, node: str, env: Mapping[str, str] = os.environ) -> Facts:
-    """The facts that ``hpclm doctor`` shows of this process. ``world``: its launcher's view; ``node``: its scheduler's name of the node.
+    """The facts that ``hpclm doctor`` shows of this process. ``world``: the launcher's view; ``node``: the scheduler's name of the node.
 
-    PyTorch runs in a separate process, so that a crash or hang gives an answer too: {"error": reason}.
+    PyTorch runs in a separate process, so that a crash or hang gives {"error": reason}.
     """
     redact = secrets.Redactor(env)
     return {
@@ -207,11 +207,12 @@ def lines(facts: Facts) -> list[str]:
 
 
 def line(facts: Facts) -> str:
-    """One process in a line."""
+    """The facts of one process in one line."""
     gpus = facts.get("gpus")
     visible = facts["visible"]
     device = f"{gpus} x {facts['device_name']}" if gpus else "CPU"
-    device += f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    if visible is not None:
+        device += f" (CUDA_VISIBLE_DEVICES={visible})"
     rank = f"rank {facts['rank']}/{facts['size']}  {facts['host']}  local {facts['local_rank']}/{facts['local_size']}"
     return f"{rank}  {facts['launcher']}  {device}  {many(facts['threads'], 'thread')}  python {facts['python']}  torch {facts['torch']}"
 
@@ -224,4 +225,6 @@ def _shown(value: Any) -> str:
         return "; ".join(map(_shown, value)) or "none"
     if isinstance(value, int) and value >= 1 << 24:
         return f"{value / (1 << 30):.1f} GiB"
-    return "none" if value is None else str(value).replace("\n", "; ")
+    if value is None:
+        return "none"
+    return str(value).replace("\n", "; ")

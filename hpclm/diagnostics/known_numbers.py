@@ -1,4 +1,4 @@
-"""Checks that known numbers arrive: summed, gathered and scattered over every process group, and as matrices of an optimizer."""
+"""Checks that known numbers arrive unchanged: over every process group, and as matrices of an optimizer."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ def wrong_sums(compute: Compute) -> Iterator[str]:
     axes = {name: getattr(mesh, name) for name in ("world", "pp", "dp", "ep", "shard", "replicate", "tp", "model")}
     numbers = (torch.arange(SENT) % 251 + 1).to(compute.device)
 
-    def of(rank: int) -> Tensor:
+    def sent_by(rank: int) -> Tensor:
         """The numbers that a rank sends: whole, so fp32 holds their sums exactly."""
         return (numbers * (rank % 8 + 1)).float()
 
@@ -32,11 +32,11 @@ def wrong_sums(compute: Compute) -> Iterator[str]:
             continue
         done.add(axis.ranks)
         total = (numbers * sum(rank % 8 + 1 for rank in range(axis.size))).float()
-        gathered = all_gather(of(axis.rank), axis).view(axis.size, SENT)
-        spread = finish(*start_scatter(of(axis.rank).repeat(axis.size), axis))
+        gathered = all_gather(sent_by(axis.rank), axis).view(axis.size, SENT)
+        spread = finish(*start_scatter(sent_by(axis.rank).repeat(axis.size), axis))
         right = {
-            "sum": torch.equal(all_reduce(of(axis.rank), axis), total),
-            "gather": all(torch.equal(gathered[rank], of(rank)) for rank in range(axis.size)),
+            "sum": torch.equal(all_reduce(sent_by(axis.rank), axis), total),
+            "gather": all(torch.equal(gathered[rank], sent_by(rank)) for rank in range(axis.size)),
             "scatter": torch.equal(spread, total),
         }
         wrong = [kind for kind, holds in right.items() if not holds]
@@ -73,7 +73,7 @@ def _numbers(number: int, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _part(number: int, weight: ShardedParameter, tp: Axis) -> Tensor:
-    """This process's values of a matrix of such numbers, flattened."""
+    """This process's values of a matrix of ``_numbers``, flattened."""
     values = torch.empty(weight.count, device=weight.parameter.device)
     for start, block in blocks(weight, weight.begin, values, tp):
         places = (torch.arange(low, low + n, device=values.device) for low, n in zip(start, block.shape, strict=True))

@@ -1,6 +1,6 @@
 """A miniature of a run: two blocks of its width, trained for two steps on random tokens, to compare two ways to compute.
 
-It runs like the run, or plainly: eager, with plain attention, on one replica. The updates of a run can be replayed from the same
+The miniature computes like the run, or plainly: eager, with plain attention, on one replica. The updates of a run can be replayed from the same
 gradients with the same optimizer, in plain PyTorch or as in the run. An optimizer's row in hpclm.config.optimizers describes it and its
 state; nothing here depends on a particular one.
 """
@@ -24,7 +24,16 @@ from hpclm.config.optimizers import OPTIMIZERS, row
 from hpclm.config.plan import Plan
 from hpclm.config.rules import SPLIT
 from hpclm.config.section import broken
-from hpclm.diagnostics.samples import EPS, Sample, Samples, of_matrices, of_update, of_weights, sample, sample_of
+from hpclm.diagnostics.samples import (
+    EPS,
+    Samples,
+    TensorSample,
+    matrix_samples,
+    sample,
+    sample_of,
+    update_samples,
+    weight_samples,
+)
 from hpclm.engine.base import BaseEngine, optimizer_for
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import count
@@ -40,10 +49,9 @@ from hpclm.parallel.micro_batch import MicroBatch
 BLOCKS = 2
 LR = 1e-3
 CLIP = 0.01  # less than any miniature's gradient norm, so that gradients are clipped
-OPTIMIZER_EPS = (
-    1e-4  # for gradients of norm 1: with the usual eps, a tiny gradient's rounding error could reverse a whole update
-)
-LOSS_SCALE = 256.0  # so that fp16 overflows in none of the steps
+# for gradients of norm 1: with the usual eps, a tiny gradient's rounding error could reverse a whole update
+OPTIMIZER_EPS = 1e-4
+LOSS_SCALE = 256.0  # small enough that fp16 does not overflow
 MAX_TOKENS = 1 << 17  # maximum number of tokens in a step for the plain way
 MIN_CONTEXT = 256  # tokens
 MEMORY_FRACTION = {"cuda": 0.4, "cpu": 0.1}
@@ -89,20 +97,20 @@ class MiniatureRun:
         mesh = compute.mesh
         parallel = settings.parallel
         optim = settings.optim
-        # the allowed difference of its updates is unknown; a trial has compared them (hpclm.optim.trial)
+        # the tolerance of a user's optimizer is unknown; a trial has checked its updates (hpclm.optim.trial)
         if optim.name not in OPTIMIZERS:
             optim = replace(optim, name=OptimConfig.name, arguments={})
         model = settings.model
         numbers = range(settings.model.layers)
         kinds = list(dict.fromkeys((model.attention.kind(layer), model.experts.in_layer(layer)) for layer in numbers))
         layers = max(BLOCKS, parallel.pipeline * parallel.chunks, len(kinds))
-        if settings.engine.fp8:  # not in the first and the last block
+        if settings.engine.fp8:  # the first and the last block do not use FP8
             layers = max(layers, len(kinds) + 2)
         patterns = {"attention.pattern": [kind for kind, _ in kinds]}
         if model.experts.count:
             patterns["experts.pattern"] = [MLP_KINDS[not of_experts] for _, of_experts in kinds]
         model = model.replaced({"layers": layers, "attention.dropout": 0.0, **patterns})
-        # attention scores that differ by about 1: a narrow model's would be so small that attention is a mere mean
+        # makes attention scores differ by about 1; in a narrow model, they would be so small that attention is a plain mean
         model = replace(model, init_std=max(model.init_std, model.hidden**-0.5))
         micro_batches = 2 * parallel.pipeline
         room = MEMORY_FRACTION[compute.device.type] * memory
@@ -114,7 +122,10 @@ class MiniatureRun:
         while length % divisible == 0 and length > MIN_CONTEXT and _bytes(settings, model, size, length) > room:
             length //= 2
         # the plain way has all experts in one replica
-        while _bytes(settings, model, size, length) > room and (fewer := _half_the_experts(model, parallel)):
+        while _bytes(settings, model, size, length) > room:
+            fewer = _half_the_experts(model, parallel)
+            if fewer is None:
+                break
             model = fewer
         window = model.attention.window and max(1, min(model.attention.window, length // 2))
         model = model.replaced({"context": length, "attention.window": window})
@@ -123,8 +134,9 @@ class MiniatureRun:
         if others < mesh.replicas:  # masks differ between replicas
             model = replace(model, dropout=0.0)
         clip = min(optim.clip, CLIP)
-        has_eps = "eps" in kind_of(optim).settings
-        eps: dict[str, Any] = dict(eps=OPTIMIZER_EPS * (clip or 1.0)) if has_eps else {}
+        eps: dict[str, Any] = {}
+        if "eps" in kind_of(optim).settings:
+            eps["eps"] = OPTIMIZER_EPS * (clip or 1.0)
         draw = torch.Generator().manual_seed(settings.seed)
         rows = torch.randint(model.vocab_size, (others, micro_batches, size, length + 1), generator=draw)
         miniature = replace(
@@ -156,13 +168,17 @@ class MiniatureRun:
         return engine, [self._batch(rows).part(mesh.cp) for rows in self.rows[mesh.replica % len(self.rows)]]
 
     def plainly(self, exact: bool) -> Measured:
-        """The run's steps, eager, with plain attention, and with the samples of all replicas on each. ``exact``: in fp32, otherwise in
-        the types of the run."""
+        """The run's steps, eager, with plain attention, and with the samples of all replicas on each replica. ``exact``: in fp32,
+        otherwise in the types of the run."""
         parallel = self.settings.parallel
         engine = self.settings.engine
         name = "pipelining" if parallel.pipeline > 1 else "native"
         rows = self.rows.transpose(0, 1).flatten(0, 1)  # in the order of micro-batches, which dropout depends on
-        compute = replace(self.compute.alone, dtype=torch.float32 if exact else self.compute.dtype)
+        compute = self.compute.alone
+        fp8 = engine.fp8
+        if exact:
+            compute = replace(compute, dtype=torch.float32)
+            fp8 = None
         with plain_attention():
             plain = self._engine(
                 compute,
@@ -174,7 +190,7 @@ class MiniatureRun:
                     compile=False,
                     device=engine.device,
                     precision=engine.precision,
-                    fp8=None if exact else engine.fp8,
+                    fp8=fp8,
                 ),
                 plan=Plan.divide(1, rows.shape[0] * rows.shape[1], rows.shape[1]),
                 in_place=False,
@@ -187,7 +203,7 @@ class MiniatureRun:
             return measured(plain, [self._batch(batch_rows) for batch_rows in rows], plain=True)
 
     def lost_tokens(self, run: Measured, plain: Measured) -> str:
-        """Compares the tokens that the run's experts counted with the expected number; empty if they agree."""
+        """How the number of tokens that the run's experts counted differs from the expected one; empty if they agree."""
         due = plain.routed * self.compute.mesh.replicas // len(self.rows)
         if run.routed == due:
             return ""
@@ -220,13 +236,15 @@ class MiniatureRun:
         quarter = max(1, length // 4)
 
         def moved(values: Tensor) -> Tensor:
-            values = values.contiguous().pin_memory() if device.type == "cuda" else values
+            if device.type == "cuda":
+                values = values.contiguous().pin_memory()
             return values.to(device, non_blocking=True)
 
         of_attention, of_positions = self.restarts
         ids = moved(rows)
+        positions = moved(index % quarter) if of_positions else None
         documents = moved(index // quarter) if of_attention else None
-        return MicroBatch(ids[:, :-1], ids[:, 1:], None, moved(index % quarter) if of_positions else None, documents)
+        return MicroBatch(ids[:, :-1], ids[:, 1:], None, positions, documents)
 
     def replayed(self, run: Measured, exact: bool, plain: bool, rounded: bool = False) -> Samples:
         """Weights and state after the optimizer has replayed the updates of ``run``; a collective.
@@ -238,14 +256,18 @@ class MiniatureRun:
         draw = torch.Generator(self.compute.device).manual_seed(0)
 
         def given(weight: ShardedParameter, values: Tensor) -> Tensor:
-            return self._whole(weight, values) if plain else values.detach().clone()
+            if plain:
+                return self._whole(weight, values)
+            return values.detach().clone()
 
         def error(values: Tensor) -> Tensor:
             return torch.rand(values.shape, generator=draw, device=values.device).sub(0.5).mul(2 * EPS).add(1.0)
 
-        mesh = self.compute.alone.mesh if plain else self.compute.mesh
-        whole: dict[str, Any] = dict(begin=0, values=None, replicas=SINGLE, local_range=None, holders=None)
-        slices = whole if plain else {}
+        mesh = self.compute.mesh
+        slices: dict[str, Any] = {}
+        if plain:
+            mesh = self.compute.alone.mesh
+            slices = dict(begin=0, values=None, replicas=SINGLE, local_range=None, holders=None)
         weights = [
             replace(weight, parameter=nn.Parameter(given(weight, weight.parameter)), **slices) for weight in run.weights
         ]
@@ -254,25 +276,27 @@ class MiniatureRun:
             group["lr"] = LR * group.get("factor", 1.0)
             group.update({kernel: False for kernel in KERNELS if plain and kernel in group})
         one = torch.ones((), device=weights[0].parameter.device)
-        outcomes = dict[str, Sample]()
+        outcomes = dict[str, TensorSample]()
         for number, gradients in enumerate(run.gradients, 1):
-            before = of_weights(state, weights, mesh)
+            before = weight_samples(state, weights, mesh)
             for held, weight in zip(run.weights, weights, strict=True):
                 if held.name not in gradients:
                     weight.parameter.grad = None
                     continue
                 gradient = given(held, gradients[held.name]).view_as(weight.parameter)
-                weight.parameter.grad = gradient.mul_(error(gradient)) if rounded else gradient
+                if rounded:
+                    gradient.mul_(error(gradient))
+                weight.parameter.grad = gradient
             update(optimizer, one, 0.0, 1.0, torch.zeros_like(one))
-            outcomes |= of_update(number, before, state, weights, mesh)
+            outcomes |= update_samples(number, before, state, weights, mesh)
             # in the run, another process may work on a matrix
-            for theirs in all_gather_objects(of_matrices(number, state, weights), mesh.tp if plain else SINGLE):
+            for theirs in all_gather_objects(matrix_samples(number, state, weights), mesh.tp if plain else SINGLE):
                 outcomes |= theirs
         return outcomes
 
     def _whole(self, weight: ShardedParameter, values: Tensor) -> Tensor:
-        """A new tensor: the whole tensor-parallel slice around this process's ``values``; a collective over the holders of the rest.
-        Of stacked experts, only those in this process."""
+        """A new tensor: the whole tensor-parallel slice around this process's ``values``; for stacked experts, only this process's
+        experts. A collective over the processes with the other values."""
         mesh = self.compute.mesh
         parts = weight.placement.data_ranks
         shape = weight.placement.local(mesh.tp)
@@ -306,7 +330,9 @@ def _half_the_experts(model: ModelConfig, parallel: ParallelConfig) -> ModelConf
         fewer = model.replaced({"experts.count": model.experts.count // 2})
     except ConfigError:  # the router would choose more experts than exist
         return None
-    return None if [*broken(SimpleNamespace(model=fewer, parallel=parallel), SPLIT)] else fewer
+    if [*broken(SimpleNamespace(model=fewer, parallel=parallel), SPLIT)]:
+        return None
+    return fewer
 
 
 def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False) -> Measured:
@@ -314,16 +340,18 @@ def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False)
     state = engine.state
     mesh = engine.mesh
     weights = engine.weights
-    before = of_weights(state, weights, mesh)
+    before = weight_samples(state, weights, mesh)
     initial = {f"initial {name}": values for name, values in before.items()}
     kept = [] if plain else [*_copies(engine)]
-    outcomes = dict[str, Sample]()
-    scalars = list[dict[str, Sample]]()
+    outcomes = dict[str, TensorSample]()
+    scalars = list[dict[str, TensorSample]]()
     gradients = list[dict[str, Any]]()
     routed = 0
 
     def record(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        scale = getattr(optimizer, "grad_scale", 1.0)  # as torch.amp has it; a library scales gradients itself
+        scale = getattr(
+            optimizer, "grad_scale", 1.0
+        )  # the attribute is torch.amp's; without it, a library scales gradients itself
         for weight in weights:
             gradient = state.gradient(weight)
             if gradient is not None:
@@ -342,8 +370,8 @@ def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False)
             routed = int(routers.counts.sum())
         scalars.append({f"{what} of step {number}": sample(value) for what, value in numbers.items()})
         if not plain:
-            outcomes |= of_update(number, before, state, weights, mesh) | of_matrices(number, state, weights)
-            before = of_weights(state, weights, mesh)
+            outcomes |= update_samples(number, before, state, weights, mesh) | matrix_samples(number, state, weights)
+            before = weight_samples(state, weights, mesh)
     hook.remove()
     first = gradients[0]
     applied = (
@@ -358,5 +386,6 @@ def _copies(engine: BaseEngine) -> Iterator[ShardedParameter]:
     for weight in engine.weights:
         held = engine.state.local_part(weight)
         values = engine.state.values(weight)
-        values = values if held.values is None else values.flatten()[: held.count]
+        if held.values is not None:
+            values = values.flatten()[: held.count]
         yield replace(held, parameter=nn.Parameter(values.clone()), values=None)

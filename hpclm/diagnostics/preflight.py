@@ -30,7 +30,7 @@ ROUNDS = 5  # messages over each link; the fastest one counts
 ROOM = 256 << 20  # bytes that must be free in a run directory if the size of a checkpoint is unknown
 
 
-def check(
+def check_nodes(
     context: "DistributedContext",
     device: "torch.device",
     modules: Collection[str],
@@ -84,10 +84,11 @@ def check(
             events.append(out, "preflight", **report)
             kept = True
         if context.size > 1:
-            state = f", {many(len(problems), 'problem')}" if problems else " agree"
-            slowest = f"; slowest link {verdict.rate(min(link.speed for link in links))}" if links else ""
-            count = f"{len(ranks)} ranks on {many(len(nodes), 'node')}"
-            log.info("preflight: %s%s%s; %.1f s", count, state, slowest, seconds)
+            text = f"{len(ranks)} ranks on {many(len(nodes), 'node')}"
+            text += f", {many(len(problems), 'problem')}" if problems else " agree"
+            if links:
+                text += f"; slowest link {verdict.rate(min(link.speed for link in links))}"
+            log.info("preflight: %s; %.1f s", text, seconds)
         for warning in warnings:
             log.warning("preflight: %s", warning)
         if problems:
@@ -116,7 +117,7 @@ def check_code(context: "DistributedContext", modules: Collection[str], node: st
 def measure_links(
     context: "DistributedContext", nodes: Mapping[str, Sequence[int]], device: "torch.device"
 ) -> list[Link]:
-    """Do an all-reduce over all ranks; then the first rank of each node sends to that of the next node, the last to the first."""
+    """Do an all-reduce over all ranks; then the first rank of each node sends to the first rank of the next node, and the last node to the first."""
     if context.size == 1:
         return []
     try:
@@ -157,8 +158,8 @@ def refusal(problems: Sequence[str], bad: Sequence[str], out: Path, kept: bool) 
             f"{'bad node' if len(bad) == 1 else 'bad nodes'}: {', '.join(bad)}; start again without: "
             f"hpclm resume {files.typed(out)} --exclude-bad {files.typed(out)}"
         )
-    measured = (
-        f"the host, device and library versions of each process, and what was measured, are in {out / events.NAME}; "
-    )
-    lines.append(f"{measured if kept else ''}set cluster.preflight=false to skip these checks")
+    last = "set cluster.preflight=false to skip these checks"
+    if kept:
+        last = f"the host, device and library versions of each process, and the measurements, are in {out / events.NAME}; {last}"
+    lines.append(last)
     return "\n".join(lines)

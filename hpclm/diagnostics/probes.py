@@ -24,13 +24,13 @@ MESSAGE = 15.0  # seconds for one message
 def mark(out: Path) -> str:
     """Write a file in the run directory ``out`` that the other nodes must see; returns the token that is its name and content."""
     token = secrets.token_hex(8)
-    with suppress(OSError):  # every node itself reports that it cannot write
+    with suppress(OSError):  # probe_disk reports on every node that it cannot write
         files.write_text(marker(out, token), token)
     return token
 
 
 def unmark(out: Path, token: str) -> None:
-    """Remove that file."""
+    """Remove the file that mark() wrote."""
     with suppress(OSError):
         marker(out, token).unlink()
 
@@ -89,7 +89,7 @@ def receive(before: int, after: int, device: torch.device) -> float:
 
 
 def _wait(works: Sequence[dist.Work], device: torch.device, patience: float) -> None:
-    """Wait until all are complete; RuntimeError after ``patience`` seconds."""
+    """Wait until all ``works`` are complete; RuntimeError after ``patience`` seconds."""
     until = time.monotonic() + patience
     for work in works:
         if device.type == "cpu":
@@ -99,4 +99,4 @@ def _wait(works: Sequence[dist.Work], device: torch.device, patience: float) -> 
             if time.monotonic() > until:
                 raise RuntimeError(f"no answer within {patience:.0f} s")
             time.sleep(0.0001)
-        work.wait()  # raises the error of a failed one
+        work.wait()  # raises the error of a failed message

@@ -1,7 +1,7 @@
 """Samples of tensors, to compare two ways to compute the same, and to judge whether they differ by more than the precision of the type.
 
-The error of the type is that of the plain way in that type, relative to the plain way in fp32. A gradient may be off by three times that
-error, plus a rounding. So may the result of an update, compared with that of the same gradient in fp32.
+The error of the type is the difference between the plain way in that type and the plain way in fp32. A gradient may be off by three
+times that error, plus a rounding. So may the result of an update, compared with the update by the same gradient in fp32.
 """
 
 import math
@@ -32,46 +32,46 @@ TINY = 1e-30
 JUDGED_ALONE = 256  # minimum number of values of a tensor to judge a single rank by
 
 
-class Sample(NamedTuple):
+class TensorSample(NamedTuple):
     """The sampled values of a tensor that this process has."""
 
     first: int
-    """Index of the first of them among all samples of the tensor-parallel slice."""
+    """Index of this process's first value among all samples of the tensor-parallel slice."""
     values: Tensor
     """On the CPU, in fp32; scalars in fp64."""
     rounding: float = 0.0
     """Norm of the rounding errors that any way to compute may add."""
 
 
-Samples = Mapping[str, Sample]
+Samples = Mapping[str, TensorSample]
 """Samples by description."""
 
 
-def sample(values: Tensor | float, size: int | None = None, begin: int = 0) -> Sample:
-    """Every n-th value of a tensor with ``size`` values. ``values``: its values from ``begin`` on. ``size`` None: these are all."""
+def sample(values: Tensor | float, size: int | None = None, begin: int = 0) -> TensorSample:
+    """Every n-th value of a tensor with ``size`` values. ``values``: its values from ``begin`` on. ``size``: None if these are all."""
     flat = torch.as_tensor(values).detach().flatten()
     every = (len(flat) if size is None else size) // SAMPLED + 1 | 1  # odd, so that it meets every column
     skip = -begin % every
     kind = torch.float64 if flat.dtype == torch.float64 else torch.float32
-    return Sample((begin + skip) // every, flat[skip::every].to("cpu", kind, copy=True))
+    return TensorSample((begin + skip) // every, flat[skip::every].to("cpu", kind, copy=True))
 
 
-def sample_of(held: ShardedParameter, values: Tensor, mesh: Mesh) -> Sample:
+def sample_of(held: ShardedParameter, values: Tensor, mesh: Mesh) -> TensorSample:
     """A sample of the tensor-parallel slice around ``values``, this process's part of a weight or of a tensor of its shape."""
     size = math.prod(held.placement.local(mesh.tp))
     parts = held.placement.data_ranks
-    begin = held.begin + held.data_rank % parts * size  # a part of experts is some of the first dimension
+    begin = held.begin + held.data_rank % parts * size  # experts are split along the first dimension
     return sample(values.flatten()[: held.count], size * parts, begin)
 
 
-def of_weights(state: TrainingState, weights: Sequence[ShardedParameter], mesh: Mesh) -> Samples:
+def weight_samples(state: TrainingState, weights: Sequence[ShardedParameter], mesh: Mesh) -> Samples:
     """Samples of the weights, by their names."""
     return {weight.name: sample_of(state.local_part(weight), state.values(weight), mesh) for weight in weights}
 
 
-def of_update(
+def update_samples(
     number: int, before: Samples, state: TrainingState, weights: Sequence[ShardedParameter], mesh: Mesh
-) -> dict[str, Sample]:
+) -> dict[str, TensorSample]:
     """The result of update ``number``: the change of each weight since ``before``, and the optimizer's state."""
     after = f"after update {number}"
     results = {f"updates {after}": sample(state.steps())}
@@ -80,7 +80,7 @@ def of_update(
         name = weight.name
         first, values, _ = sample_of(held, state.values(weight), mesh)
         rounding = ROUNDINGS * float(values.norm())
-        results[f"change of {name} by update {number}"] = Sample(first, values - before[name].values, rounding)
+        results[f"change of {name} by update {number}"] = TensorSample(first, values - before[name].values, rounding)
         for key in state.names(weight, "weight"):
             results[f"{key} of {name} {after}"] = sample_of(held, state.values(weight, key), mesh)
         for key in state.names(weight, "everywhere"):
@@ -92,7 +92,7 @@ def of_update(
     return results
 
 
-def of_matrices(number: int, state: TrainingState, weights: Sequence[ShardedParameter]) -> dict[str, Sample]:
+def matrix_samples(number: int, state: TrainingState, weights: Sequence[ShardedParameter]) -> dict[str, TensorSample]:
     """The optimizer's state, after update ``number``, of the whole matrices that this process works on."""
     return {
         f"{key} of {weight.name} after update {number}": sample(state.values(weight, key))
@@ -108,23 +108,24 @@ class Tolerance:
     floor: float
     """The relative difference that is always allowed."""
     routing: float = 0.0
-    """The same for samples in ROUTED."""
+    """The relative difference that is always allowed for samples in ROUTED."""
     alike: bool = True
     """Whether the typical error of tensors of the same kind is allowed too, since a small tensor's own error may be chance."""
 
 
-OF_UPDATES = Tolerance(UPDATE_FLOOR, alike=False)
-"""For updates of the same gradients. Their errors come from the same operations on the same numbers, so chance plays no part."""
+UPDATE_TOLERANCE = Tolerance(UPDATE_FLOOR, alike=False)
+"""The tolerance of updates by the same gradients: the same operations on the same numbers, so chance plays no part."""
 
 
-def of_steps(settings: EngineSettings, compute: Compute) -> Tolerance:
-    """For steps: one rounding to the type, for each sum over replicas if gradients are sent in it."""
+def step_tolerance(settings: EngineSettings, compute: Compute) -> Tolerance:
+    """The tolerance of steps: one rounding to the type, and more with many replicas if gradients are sent in the type."""
     engine = settings.engine
     floor = max(torch.finfo(compute.dtype).eps, FLOOR)
     library = engine.gradients == "auto" and engine.name in ("deepspeed", "fairscale")
-    in_type = engine.gradients == "compute" or library
+    if engine.gradients == "compute" or library:
+        floor = min(0.25, floor * math.sqrt(compute.mesh.dp.size))
     routing = ROUTING_FLOOR if settings.model.experts.count else 0.0
-    return Tolerance(min(0.25, floor * math.sqrt(compute.mesh.dp.size)) if in_type else floor, routing)
+    return Tolerance(floor, routing)
 
 
 class Squares(NamedTuple):
@@ -139,14 +140,14 @@ class Squares(NamedTuple):
     rounding: float
     """Rounding errors that any way to compute may add."""
     number: int
-    """How many values; not a sum of squares."""
+    """Number of values; not a sum of squares."""
 
 
 def differing(
     run: Samples, in_type: Samples, exact: Samples, tolerance: Tolerance, context: DistributedContext
 ) -> tuple[str, str]:
-    """The sample of ``run`` that differs too much from ``exact``, compared with the error of ``in_type``; empty if none does. Then the
-    sample that came closest to it. Judges the sums of all ranks, and each rank alone; the same on every rank."""
+    """Two descriptions: the sample of ``run`` that differs from ``exact`` by more than the error of ``in_type`` allows, empty if none
+    does; and the sample closest to its limit. Judges the sums of all ranks, and each rank alone; the same on every rank."""
     everyone = context.gather([_squares(run, in_type, exact), sorted(exact)])
 
     def judge() -> tuple[str, str]:

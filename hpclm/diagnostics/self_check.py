@@ -2,7 +2,7 @@
 
 Known numbers are summed, gathered and scattered over every process group. Then a miniature of the run trains like the run (its engine,
 compiled, its attention kernel, its type, asynchronous) and plainly (eager, plain attention, fp32, one replica). The results may differ
-by the error of the type, which the plain way in that type shows. If steps must be bit-exact, they are computed twice. A snapshot taken
+by the error of the type, which the plain way in that type measures. If steps must be bit-exact, they are computed twice. A snapshot taken
 while the device computes must equal the state at rest.
 
 A failing way to compute is replaced by a plainer one, which is slower but correct.
@@ -26,7 +26,7 @@ import torch
 from hpclm import engine as engines
 from hpclm.base import files
 from hpclm.base.errors import HpclmError
-from hpclm.checkpoint.staging import Snapshot
+from hpclm.checkpoint.staging import ShardSnapshot
 from hpclm.config import EngineSettings, RunConfig
 from hpclm.config.model import BLOCKS
 from hpclm.config.optimizers import OPTIMIZERS
@@ -34,7 +34,7 @@ from hpclm.config.supports import SUPPORTS
 from hpclm.diagnostics import facts
 from hpclm.diagnostics.known_numbers import lost_matrices, wrong_sums
 from hpclm.diagnostics.miniature import Measured, MiniatureRun, measured
-from hpclm.diagnostics.samples import OF_UPDATES, Samples, Tolerance, differing, of_steps, unequal
+from hpclm.diagnostics.samples import UPDATE_TOLERANCE, Samples, Tolerance, differing, step_tolerance, unequal
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Shard, compiling
 from hpclm.engine.base import BaseEngine
@@ -83,7 +83,10 @@ def check_computation(config: RunConfig, context: DistributedContext, compute: C
             "self-check: the compared steps use AdamW instead of optim.name=%s",
             settings.optim.name,
         )
-    if settings.parallel.pipeline > 1 and (reason := engines.unavailable("pipelining")):  # the plain way needs it
+    reason = None
+    if settings.parallel.pipeline > 1:  # the plain way needs this engine
+        reason = engines.unavailable("pipelining")
+    if reason:
         log.info("self-check: sums over all process groups are right; steps are not compared: %s", reason)
         return unchecked
     free = torch.cuda.mem_get_info(compute.device)[0] if on_gpu else _free_host_memory()
@@ -118,7 +121,7 @@ def _free_host_memory() -> int:
 
 
 def _on_all_ranks(text: str) -> HpclmError:
-    """An error that every rank has reached."""
+    """An error that every rank raises."""
     error = HpclmError(text)
     error.shared = True
     return error
@@ -151,7 +154,7 @@ def _ways(settings: EngineSettings, device: torch.device) -> Iterator[tuple[str,
 def _compared(
     miniature: MiniatureRun, settings: EngineSettings, background: bool, context: DistributedContext
 ) -> dict[str, Any]:
-    """The first way that computes correctly, and the problems of those before it; HpclmError if none does."""
+    """The first way that computes correctly, and the problems of the ways before it; HpclmError if none does."""
     device = miniature.compute.device
     problems = list[str]()
     context.watchdog.enter("self-check")
@@ -176,7 +179,9 @@ def _compared(
         del engine
         _free(device)  # before another engine is built
         closest = list[str]()
-        for what in () if wrong else _comparisons(miniature, run, in_type, plain, of_steps(tried, miniature.compute)):
+        for what in (
+            () if wrong else _comparisons(miniature, run, in_type, plain, step_tolerance(tried, miniature.compute))
+        ):
             wrong, nearest = differing(*what, context)
             closest.append(nearest)
             if wrong:
@@ -204,7 +209,7 @@ def _compared(
     raise _on_all_ranks(
         "self-check failed in every mode, including eager with math attention:\n"
         + "\n".join(problems)
-        + "\ncheck its GPUs (dcgmi diag -r 3) and drivers; cluster.self_check=false trains anyway"
+        + "\ncheck the GPUs (dcgmi diag -r 3) and drivers; cluster.self_check=false trains anyway"
     )
 
 
@@ -213,23 +218,23 @@ def _comparisons(
 ) -> Iterator[tuple[Samples, Samples, Samples, Tolerance]]:
     """All comparisons: results of the run, in its type, and exact, with the tolerance.
 
-    The run optimizer's updates of its gradients are compared with plain PyTorch's updates of them.
+    The run's updates are compared with plain PyTorch's updates by the same gradients.
     """
     yield run.first, in_type.first, plain.first, of_step
     exact = miniature.replayed(run, exact=True, plain=True)
     rounded = miniature.replayed(run, exact=True, plain=True, rounded=True)
     if miniature.exact_updates:
-        yield run.outcomes, rounded, exact, OF_UPDATES
+        yield run.outcomes, rounded, exact, UPDATE_TOLERANCE
     else:
-        yield run.outcomes, miniature.replayed(run, exact=False, plain=True, rounded=True), exact, OF_UPDATES
+        yield run.outcomes, miniature.replayed(run, exact=False, plain=True, rounded=True), exact, UPDATE_TOLERANCE
         # errors smaller than that of the type show in fp32
-        yield miniature.replayed(run, exact=True, plain=False), rounded, exact, OF_UPDATES
+        yield miniature.replayed(run, exact=True, plain=False), rounded, exact, UPDATE_TOLERANCE
     yield run.second, in_type.second, plain.second, of_step
 
 
 def _choose_kernels(tried: EngineSettings, device: torch.device) -> None:
-    """Let this way to compute choose its attention kernel. Compiled code keeps the kernel it was compiled with, whatever is preferred
-    when it runs, so compiled code of the way before is dropped."""
+    """Let this way to compute choose its attention kernel. Compiled code keeps the kernel that it was compiled with, so the
+    compiled code of the previous way is dropped."""
     attention_backend.use(tried.model, device)
     if "torch._dynamo" in sys.modules:  # importing it takes every process a second
         torch.compiler.reset()
@@ -246,7 +251,7 @@ def _free(device: torch.device) -> None:
 def _snapshot_moves(engine: BaseEngine, batches: Any, context: DistributedContext) -> bool:
     """Whether a snapshot taken while the device computes a step, or kept during the next one, differs from the state at rest."""
     engine.train_step(batches, 0.0, 2)
-    taken = Snapshot().take(_first(engine))
+    taken = ShardSnapshot().take(_first(engine))
     kept = [shard.tensor.clone() for shard in taken]
     rest = [shard.tensor.detach().to("cpu", copy=True) for shard in _first(engine)]
     same = all(map(torch.equal, kept, rest))
@@ -258,9 +263,9 @@ def _snapshot_moves(engine: BaseEngine, batches: Any, context: DistributedContex
 
 
 def _first(engine: BaseEngine) -> Iterator[Shard]:
-    """The first of the state's shards."""
+    """The first shards of the state, up to SNAPSHOT_BYTES."""
     used = 0
-    for shard in engine.tensors():  # on every rank, all of them
+    for shard in engine.tensors():  # a collective: every rank iterates over all shards
         used += shard.tensor.nbytes
         if used <= SNAPSHOT_BYTES:
             yield shard
@@ -283,5 +288,6 @@ def _read(kept: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError, TypeError, KeyError):
         report: dict[str, Any] = json.loads(files.read_text(kept))
         good = report["way"] == AS_SET and report["problems"] == [] and report["background"] in (True, False)
-        return report if good else None
+        if good:
+            return report
     return None

@@ -24,11 +24,11 @@ FAR = 5.0  # times slower than the others counts as a fault
 
 @dataclass(frozen=True)
 class NodeFinding:
-    """A problem."""
+    """A problem that the preflight check has found."""
 
     text: str
     bad: tuple[str, ...] = ()
-    """The bad nodes, if the problem is theirs."""
+    """The bad nodes, if nodes are at fault."""
     serious: bool = True
     """Whether the run must not start."""
 
@@ -76,8 +76,10 @@ def problems(facts: Facts) -> Iterator[str]:
     yield from failures
     if facts["torch"] is None and not failures:
         path = facts.get("outside", {}).get("torch")
-        origin = f"; torch comes from {path}, outside the environment" if path else ""
-        yield f"PyTorch cannot be loaded ({facts['error']}): reinstall it, or load the modules it was built with{origin}"
+        text = f"PyTorch cannot be loaded ({facts['error']}): reinstall it, or load the modules it was built with"
+        if path:
+            text += f"; torch comes from {path}, outside the environment"
+        yield text
     yield from facts.get("broken", ())
     if 1 < gpus < local:
         yield f"{local} processes see {gpus} GPUs: request one GPU for each process of a node"
@@ -108,7 +110,9 @@ def agreement(ranks: Sequence[Facts]) -> list[NodeFinding]:
         if len(groups) == 1 and len(node_values[0][1]) == 1:
             continue
         usual, *others = groups.values()
-        bad = [node for group in others for node in group] if others and len(usual) > len(others[0]) else []
+        bad = []
+        if others and len(usual) > len(others[0]):
+            bad = [node for group in others for node in group]
         listed = "; ".join(f"{value} on {listing(names)}" for value, names in groups.items())
         findings.append(NodeFinding(f"{key.replace('_', ' ')} differs: {listed}", tuple(bad)))
     return findings
@@ -200,10 +204,12 @@ def disks(out: str, probed: Mapping[str, Mapping[str, Any]], room: int) -> list[
 
     errors = grouped((node, probe["error"]) for node, probe in probed.items() if "error" in probe)
     findings = [finding(nodes, f"cannot be written on {listing(nodes)}: {error}") for error, nodes in errors.items()]
-    if other := [node for node, probe in probed.items() if not probe.get("same", True)]:
+    other = [node for node, probe in probed.items() if not probe.get("same", True)]
+    if other:
         text = f"on {listing(other)} is not the folder that {next(iter(probed))} has: files written on one are not visible on the other"
         findings.append(finding(other, f"{text}; choose an out= on a file system that all nodes share"))
-    if full := [node for node, probe in probed.items() if probe.get("free", room) < room]:
+    full = [node for node, probe in probed.items() if probe.get("free", room) < room]
+    if full:
         min_free = min(probed[node]["free"] for node in full) / MIB
         text = f"has {min_free:,.1f} MiB free on {listing(full)}; a checkpoint may take {room / MIB:,.1f} MiB"
         findings.append(finding(full, f"{text}: free some, or choose another out="))
@@ -213,7 +219,7 @@ def disks(out: str, probed: Mapping[str, Mapping[str, Any]], room: int) -> list[
 def links(measured: Sequence[Link]) -> list[NodeFinding]:
     """Links that fail or are slow. A node is bad if all its links are far slower than the median node's fastest link.
 
-    Of two nodes neither is bad, because no third one shows which is slow.
+    With two nodes, neither counts as bad, because no third node shows which one is slow.
     """
     best: dict[str, float] = {}
     for link in measured:
@@ -233,7 +239,7 @@ def links(measured: Sequence[Link]) -> list[NodeFinding]:
 
 
 def rate(speed: float) -> str:
-    """GB/s, rounded."""
+    """``speed`` in GB/s, rounded, as text."""
     return f"{speed:.3g} GB/s"
 
 
@@ -242,4 +248,6 @@ def listing(items: Sequence[object], max_items: int = 8) -> str:
     words = [str(item) for item in items]
     if len(words) > max_items:
         words = [*words[:max_items], f"{len(words) - max_items} more"]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,7 +1,7 @@
 """Detect the rank of this process from the environment variables of its launcher.
 
-Variables leak: a job submitted from inside a step, or srun under mpirun, inherits those of the outer launcher. Contradictions are refused
-here, before anything waits for processes that will never start.
+Variables leak: a job submitted from inside a step, or srun under mpirun, inherits the variables of the outer launcher. Contradictions are
+refused here, before anything waits for processes that will never start.
 """
 
 import os
@@ -56,7 +56,7 @@ SRUN = "Slurm"
 def _torchrun(env: Env) -> World:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = _values("torchrun", env, int, *names)
-    # torchrun keeps its id when it restarts the ranks, but keys of the last start must not count for this one
+    # torchrun keeps its id when it restarts the ranks, but this start must not read keys of the last one
     run_id = f"{env['TORCHELASTIC_RUN_ID']}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     launcher = "local" if env.get("HPCLM_LAUNCHER") == "local" else "torchrun"  # local: started by hpclm on one machine
     return World(launcher, rank, size, local_rank, local_size, run_id, masters=(env.get("MASTER_ADDR", ""),))
@@ -72,7 +72,7 @@ def _hydra(env: Env) -> World:
 
 
 def _srun(env: Env) -> World:
-    # variables of the step, not of the job: srun may use fewer nodes, and those of the job are stale after a requeue
+    # variables of the step, not of the job: srun may use fewer nodes, and the job's variables are stale after a requeue
     rank, size, local_rank, node = _values(SRUN, env, int, *slurm.NUMBERS_OF_RANK)
     nodes, tasks, _ = _values(SRUN, env, str, slurm.NODES_OF_STEP, slurm.TASKS_OF_NODES, slurm.JOB)
     counts = slurm.tasks_per_node(tasks)
@@ -124,7 +124,8 @@ def _contradictions(world: World, env: Env, alone: bool) -> Iterator[str]:
     if (launcher != "single" or not alone) and slurm.number(env, slurm.COMPONENTS) > 1:
         yield "this is a heterogeneous Slurm job, but a run uses only one component; submit one job of equal nodes"
     for name in OTHERS.get(launcher, ()):
-        if (count := slurm.number(env, name)) > size:
+        count = slurm.number(env, name)
+        if count > size:
             launch = f"{launcher} started {size} processes"
             if launcher == "single":
                 launch = "no launcher started this process"
@@ -154,8 +155,8 @@ def _values(launcher: str, env: Env, kind: type, *names: str) -> Any:
 def lost_code(launcher: str, job: OwnJob, env: Env = os.environ) -> int:
     """Exit code of the other ranks if one is killed.
 
-    In a job it asks for a requeue, because the scheduler may not know that a node is down. It does not if torchrun's agent can restart the
-    ranks, which the agent does only after another exit code.
+    In a job, the code asks for a requeue, because the scheduler may not know that a node is down. If torchrun's agent can restart the
+    ranks, the code is another one, since the agent does not restart them after a request for a requeue.
     """
     agent_restarts = slurm.number(env, "TORCHELASTIC_RESTART_COUNT") < slurm.number(env, "TORCHELASTIC_MAX_RESTARTS")
     if job.id and launcher != "local" and not agent_restarts:

@@ -1,4 +1,4 @@
-"""The processes of a run as one object: collectives, work on rank 0, and a joint exit."""
+"""The processes of a run as one object: collectives, calls on rank 0 alone, and a joint exit."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ from hpclm.base.errors import ConfigError, ExitCode, HpclmError
 from hpclm.config import ClusterConfig
 from hpclm.distributed import bootstrap, network
 from hpclm.distributed.bootstrap import World
-from hpclm.distributed.ending import Ending
+from hpclm.distributed.ending import RankEnding
 from hpclm.distributed.ranks import RankInfo
 from hpclm.distributed.rendezvous import connect
 from hpclm.distributed.stragglers import EVERY, Stragglers
@@ -121,10 +121,13 @@ class DistributedContext:
         from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
         group: Any = dist.group.WORLD
-        options: Any = AllgatherOptions() if everywhere else dist.GatherOptions()
+        gather = group.gather
+        options: Any = dist.GatherOptions()
+        if everywhere:
+            gather = group.allgather
+            options = AllgatherOptions()
         if unlimited:  # for this operation: a second group with a longer limit would connect all ranks once more
             options.timeout = UNLIMITED
-        gather = group.allgather if everywhere else group.gather
         parts: list[torch.Tensor] = []
         if everywhere or self.is_main:
             parts = [tensor.new_zeros(tensor.shape) for _ in range(self.size)]
@@ -146,7 +149,7 @@ class DistributedContext:
         return vector.tolist()
 
     def run_on_main(self, act: Callable[[], T]) -> T:
-        """Call ``act`` on rank 0 only. Every rank returns its result (JSON), or raises its HpclmError."""
+        """Call ``act`` on rank 0 only. Every rank returns the result (JSON), or raises the HpclmError of ``act``."""
         self.watchdog.tick()
         if self.size == 1:
             return act()
@@ -176,7 +179,7 @@ class DistributedContext:
         return result
 
     def keep_on_main(self, act: Callable[[], T]) -> T | None:
-        """Call ``act`` on rank 0 only. Rank 0 returns its result, of any type, the others None; every rank raises its HpclmError."""
+        """Call ``act`` on rank 0 only. Rank 0 returns the result, of any type, and the others None; every rank raises an HpclmError of ``act``."""
         results: list[T] = []
         self.run_on_main(lambda: results.append(act()))
         return results[0] if results else None
@@ -274,10 +277,10 @@ class DistributedContext:
 def single(
     settings: ClusterConfig | None = None, job: OwnJob | None = None, world: World | None = None
 ) -> DistributedContext:
-    """The context of a process without peers. ``settings``: for its watchdog. ``job``: the job of this process."""
+    """The context of a process without peers. ``settings``: settings of its watchdog. ``job``: the job of this process."""
     world = world or World("single", 0, 1)
     ranks = (RankInfo.of(world),)
-    watchdog = Watchdog(settings or ClusterConfig(hang_minutes=0), Ending(ranks[0], ranks))
+    watchdog = Watchdog(settings or ClusterConfig(hang_minutes=0), RankEnding(ranks[0], ranks))
     return DistributedContext(world, ranks, watchdog, job=job)
 
 
@@ -300,7 +303,7 @@ def join(world: World, settings: ClusterConfig, job: OwnJob | None = None) -> It
         return
     met = connect(world, settings)
     preemption.ranks_have_met()
-    ending = Ending(met.ranks[world.rank], met.ranks, bootstrap.lost_code(world.launcher, job))
+    ending = RankEnding(met.ranks[world.rank], met.ranks, bootstrap.lost_code(world.launcher, job))
     context = DistributedContext(world, met.ranks, Watchdog(settings, ending), met.store, job)
     context.watchdog.start()
     try:

@@ -25,16 +25,15 @@ from hpclm.node import ends, processes, secrets
 from hpclm.node.ends import End
 
 log = logging.getLogger(__name__)
-CAUSE = (
-    3.0  # seconds for the rank at fault to leave the cause, before a rank that lost its connection reports only that
-)
+# seconds for the rank at fault to leave the cause, before a rank that lost its connection reports only the lost connection
+CAUSE = 3.0
 OTHERS = 10.0  # seconds for all ranks of a hanging run to leave their positions
 LATEST = 15.0  # seconds until this process exits, even if a lock, a collective or a dead disk blocks it
 POLL = 0.1  # seconds between two looks at the files
 
 
-class Ending:
-    """Ends this rank. Several threads may want to; the first one does."""
+class RankEnding:
+    """Ends this rank. Several threads may try to end it; only the first does."""
 
     def __init__(self, me: RankInfo, ranks: Sequence[RankInfo], lost_code: int = ExitCode.FAILED):
         """``lost_code``: exit code if another rank is lost."""
@@ -51,7 +50,7 @@ class Ending:
         self._claimed = threading.Lock()
         self._told_to_end = False
         if self.folder and me.rank == 0:
-            ends.announce(self.folder, [_row(info) for info in ranks])
+            ends.announce(self.folder, [asdict(info) for info in ranks])
 
     def write_to(self, out: Path, record: Callable[..., object]) -> None:
         """Write causes to the log of the run directory ``out``, which is now open. ``record`` adds an event to its record."""
@@ -60,10 +59,10 @@ class Ending:
         if self.folder is None:
             self.folder = out / "logs" / "errors" / self.ranks[0].start
             if self.me.rank == 0 and len(self.ranks) > 1:
-                ends.announce(self.folder, [_row(info) for info in self.ranks])
+                ends.announce(self.folder, [asdict(info) for info in self.ranks])
 
     def claim(self) -> bool:
-        """Whether the calling thread is the first that wants to end this process, and so the one that does."""
+        """Whether the calling thread is the first to claim the end of this process; only this thread may end it."""
         return self._claimed.acquire(blocking=False)
 
     def explained(self, error: BaseException) -> BaseException:
@@ -74,10 +73,10 @@ class Ending:
             error = self._lost(str(error).strip().partition("\n")[0])
             code: int = error.exit_code
         else:
-            code, text = failure.described(error)
+            code, text = failure.described_error(error)
             text = f"{self.me} failed: {failure.shortened(secrets.Redactor()(text))}"  # a traceback may show a token
             self._leave(code, text)
-            # tells the command line not to print it again
+            # the command line then does not print the error again
             error.logged = self.report(text) and self.me.rank == 0  # type: ignore[attr-defined]
             error.reported = True  # type: ignore[attr-defined]
             if isinstance(error, SystemExit):
@@ -190,7 +189,3 @@ def append_to_log(out: Path, text: str) -> None:
     handle = files.opened(out / "log.txt", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
     with os.fdopen(handle, "ab") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} E {plain(text)}\n".encode(errors="backslashreplace"))
-
-
-def _row(info: RankInfo) -> dict[str, object]:
-    return asdict(info)

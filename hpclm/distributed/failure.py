@@ -13,11 +13,11 @@ from hpclm.base import errors, files
 from hpclm.base.errors import ExitCode, HpclmError
 from hpclm.distributed import hang
 from hpclm.distributed.hang import RankState
-from hpclm.distributed.ranks import RankInfo, named
+from hpclm.distributed.ranks import RankInfo, named_ranks
 from hpclm.node import ends, processes
 
 MAX_TEXT_CHARACTERS = 1 << 16  # a longer text of a failure is shortened
-# gloo raises plain RuntimeErrors, so only their text tells a lost connection
+# gloo raises plain RuntimeErrors, so only their text identifies a lost connection
 LOST = re.compile("connection (closed|reset) by peer|broken pipe|gloo|nccl|socket|tcpstore", re.IGNORECASE)
 GONE = "left no message: killed (perhaps out of memory), or the node is down"
 
@@ -26,15 +26,15 @@ class LostRankError(HpclmError):
     """Another rank is lost, or has failed."""
 
     reported = True
-    """The run's log has it already."""
+    """True: the run's log already has the error."""
 
     def __init__(self, text: str, code: int):
         super().__init__(text)
-        self.exit_code = code  # type: ignore[assignment]  # may be that of a signal, which is not in ExitCode
+        self.exit_code = code  # type: ignore[assignment]  # may be the code of a signal, which is not in ExitCode
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureVerdict:
     """Why the ranks ended."""
 
     exit_code: int | None
@@ -45,26 +45,26 @@ class Verdict:
     hang: bool = False
 
 
-def verdict(folder: Path) -> Verdict | None:
-    """Why the ranks ended that have left their files in ``folder``; None if nothing is known."""
+def verdict(folder: Path) -> FailureVerdict | None:
+    """Why the ranks with files in ``folder`` ended; None if nothing is known."""
     left = ends.read_ends(folder)
     ranks = [RankInfo(**row) for row in ends.announced(folder)]
     cause = ends.first(left.values())
     if cause and cause.hang is not None and ranks:
         states = {rank: RankState(**end.hang) for rank, end in left.items() if end.hang is not None}
-        return Verdict(cause.exit_code, hang.report(states, ranks, folder), hang=True)
+        return FailureVerdict(cause.exit_code, hang.report(states, ranks, folder), hang=True)
     if cause:
-        return Verdict(cause.exit_code, cause.cause)
+        return FailureVerdict(cause.exit_code, cause.cause)
     symptom = min(left.values(), key=lambda end: end.time, default=None)
     code = symptom.exit_code if symptom else None
     known = left.keys() | ends.traces(folder)
     gone = [rank for rank, info in enumerate(ranks) if rank not in known and not _runs_here(info)]
     if gone:
-        return Verdict(code, f"{named(gone, ranks)} {GONE}", tuple(ranks[rank] for rank in gone))
+        return FailureVerdict(code, f"{named_ranks(gone, ranks)} {GONE}", tuple(ranks[rank] for rank in gone))
     if symptom is None:
         return None
     why = "the ranks have lost their connections, and none was killed, so the network may be at fault"
-    return Verdict(code, f"{why}: {symptom.cause}")
+    return FailureVerdict(code, f"{why}: {symptom.cause}")
 
 
 def _runs_here(info: RankInfo) -> bool:
@@ -80,13 +80,13 @@ def lost_a_peer(error: BaseException) -> bool:
     return from_torch and LOST.search(str(error)) is not None
 
 
-def described(error: BaseException) -> tuple[int, str]:
-    """The exit code and the message of a process that raises ``error``; with a traceback if hpclm or the user's code may be at fault."""
+def described_error(error: BaseException) -> tuple[int, str]:
+    """The exit code and the message of a process that raises ``error``. Includes a traceback if hpclm or the user's code may be at fault."""
     if isinstance(error, HpclmError):
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, "interrupted"
-    if isinstance(error, SystemExit):  # a failure: the other ranks still need this process
+    if isinstance(error, SystemExit):  # counts as a failure, because the other ranks still need this process
         code = error.code if isinstance(error.code, int) and error.code in errors.FAILURES else ExitCode.FAILED
         return code, f"it called sys.exit({error.code!r})\n{traceback.format_exc()}"
     return ExitCode.FAILED, traceback.format_exc()

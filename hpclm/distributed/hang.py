@@ -11,7 +11,7 @@ from typing import Any
 
 from hpclm.base.errors import ExitCode
 from hpclm.base.terminal import ranges
-from hpclm.distributed.ranks import RankInfo, named
+from hpclm.distributed.ranks import RankInfo, named_ranks
 from hpclm.node import ends
 
 COLLECTIVES = ("torch.distributed.", "hpclm.parallel.")
@@ -34,7 +34,7 @@ class RankState:
     location: str = ""
     """The line that the main thread is in."""
     waits_in: str = ""
-    """The collective that the main thread waits in; "backward" if it may wait in one; empty if it waits in none."""
+    """The collective that the main thread waits in; "backward" if it may wait in the backward pass; empty if it does not wait."""
 
     def describe(self) -> str:
         """The position, for the log."""
@@ -49,7 +49,7 @@ class RankState:
 def position(waits_in: str = "") -> tuple[str, str]:
     """MODULE:LINE in FUNCTION of the main thread, and the collective that it waits in.
 
-    That is ``waits_in``, which the context has noted, or the collective among the innermost calls.
+    The collective is ``waits_in``, noted by the context, or the one among the innermost calls.
     """
     for frame, line in traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)):
         module = str(frame.f_globals.get("__name__", ""))
@@ -74,11 +74,11 @@ def write_stacks(folder: Path, me: RankInfo, state: RankState) -> None:
 
 
 def culprits(states: Mapping[int, RankState], size: int) -> list[int]:
-    """The ranks that block the others; empty if unknown. ``states``: of all the ``size`` ranks that have left one."""
+    """The ranks, out of ``size``, that block the others; empty if unknown. ``states``: the states that ranks have left."""
     silent = sorted({*range(size)} - states.keys())
     if silent:
         return silent
-    for blocking in ("", "backward"):  # if the others certainly wait, a backward pass is computing
+    for blocking in ("", "backward"):  # if all others certainly wait, a rank in its backward pass is computing
         ranks = [rank for rank, state in states.items() if state.waits_in == blocking]
         if ranks and len(ranks) < len(states):
             return sorted(ranks)
@@ -95,7 +95,7 @@ def report(states: Mapping[int, RankState], ranks: Sequence[RankInfo], folder: P
         verb = "is" if len(blocking) == 1 else "are"
         state = states.get(blocking[0])
         position = f"in {state.describe()}" if state else SILENT
-        headline = f"{named(blocking, ranks)} {verb} blocking the others, {position}"
+        headline = f"{named_ranks(blocking, ranks)} {verb} blocking the others, {position}"
     else:
         headline = "no rank stands out" if len(states) > 1 else f"in {states[min(states)].describe()}"
     lines = [f"no progress for {min(state.idle for state in states.values()):.0f} s: {headline}"]
@@ -104,7 +104,9 @@ def report(states: Mapping[int, RankState], ranks: Sequence[RankInfo], folder: P
             lines.append(f"ranks {ranges(members)}: {position}")
         elif members != blocking:
             lines.append(f"rank {ranges(members)}: {position}")
-    stacks = f"stacks of all threads are in {folder}; " if folder else ""
+    stacks = ""
+    if folder:
+        stacks = f"stacks of all threads are in {folder}; "
     code = f"exit code {ExitCode.REQUEUE:d}: the job, or the same command, resumes from the last checkpoint"
     return "\n  ".join([*lines, stacks + code])  # indented, so that no line looks like another log entry
 

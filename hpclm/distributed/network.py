@@ -16,7 +16,7 @@ from hpclm.base.errors import ConfigError, HpclmError
 PORTS = range(10_240, 32_000)
 """Below the ephemeral range (Linux: 32768 and up): any outgoing connection may take a port there."""
 CANDIDATES = 32  # ports to try
-DISCARD = 9  # a port on which usually nothing listens
+DISCARD = 9  # a port on which normally nothing listens
 BACKLOG = 4096  # with a short queue, connections were reset when 128 ranks connected at once
 SIOCGIFADDR = 0x8915
 
@@ -51,7 +51,9 @@ def answers(host: str, port: int, seconds: float) -> bool | None:
     try:
         socket.create_connection((host, port), timeout=seconds).close()
     except OSError as error:
-        return False if isinstance(error, ConnectionRefusedError) else None
+        if isinstance(error, ConnectionRefusedError):
+            return False
+        return None
     return True
 
 
@@ -59,8 +61,9 @@ def first_to_answer(hosts: Sequence[str], port: int, seconds: float) -> str:
     """The first of ``hosts`` on which a server accepts a connection; empty if none does within ``seconds``."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if host := next((host for host in hosts if answers(host, port, seconds=2.0)), ""):
-            return host
+        for host in hosts:
+            if answers(host, port, seconds=2.0):
+                return host
         time.sleep(0.5)
     return ""
 
@@ -92,7 +95,7 @@ def own_address(host: str) -> str:
 
 
 def own_addresses(first: str | None) -> list[str]:
-    """The addresses of this machine for other machines: the interface ``first``, then its host name."""
+    """Addresses of this machine for other machines: that of the interface ``first``, the others, and last the host name."""
     outward = {name: address for name, address in addresses().items() if not address.startswith("127.")}
     return [outward[name] for name in sorted(outward, key=lambda name: name != first)] + [socket.gethostname()]
 
@@ -155,6 +158,6 @@ def record_collectives(logs: Path, env: MutableMapping[str, str] = os.environ) -
 def hide_lookup_warnings(env: MutableMapping[str, str] = os.environ) -> None:
     """Have PyTorch log errors only, unless the user chose a level; call it before PyTorch is imported.
 
-    Its store warns of every address without a host name, as on compute nodes without DNS, but nothing needs the names.
+    PyTorch's store warns about every address without a host name, as on nodes without DNS, but nothing needs the names.
     """
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

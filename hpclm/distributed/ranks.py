@@ -29,9 +29,9 @@ class RankInfo:
     machine: str = ""
     """The machine, or container, that its PID belongs to (``files.here``)."""
     networks: str = ""
-    """All IPv4 addresses of its machine except loopback's. Clones of a running machine share even its boot ID, but not these."""
+    """All IPv4 addresses of its machine except loopback's. Clones of a running machine share its boot ID, but not these addresses."""
     start: str = ""
-    """A name for this start of the run, to be used in folder names; rank 0's counts."""
+    """Name of this start of the run, for folder names; all ranks use rank 0's."""
 
     @classmethod
     def of(cls, world: World, address: str = "") -> "RankInfo":
@@ -60,7 +60,7 @@ class RankInfo:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
 
 
-def named(some: Sequence[int], ranks: Sequence[RankInfo]) -> str:
+def named_ranks(some: Sequence[int], ranks: Sequence[RankInfo]) -> str:
     """The ranks ``some`` and their hosts, for the log."""
     if len(some) == 1:
         return str(ranks[some[0]])

@@ -77,7 +77,7 @@ def connect(world: World, settings: ClusterConfig) -> Rendezvous:
 def introduce(store: "TCPStore", me: RankInfo, seconds: float, hosts: Sequence[str] = ()) -> tuple[RankInfo, ...]:
     """Exchange RankInfo with all ranks. ``hosts``: the host of each rank, if the launcher names them."""
     mine = json.dumps(asdict(me))
-    first = store.compare_set(_key(me.rank), "", mine).decode()  # of two processes with one rank, the first one's
+    first = store.compare_set(_key(me.rank), "", mine).decode()  # the entry of the first process with this rank
     if first != mine:
         raise ConfigError(f"two processes are rank {me.rank}: {_info(first)} and {me}; start each rank once")
     keys = [_key(rank) for rank in range(me.size)]
@@ -122,9 +122,10 @@ def _absent(store: "TCPStore", me: RankInfo, seconds: float, hosts: Sequence[str
     if not missing:
         return HpclmError(f"{me} lost its connection to rank 0 during the start; see its output")
     named = ", ".join(f"rank {rank} ({hosts[rank]})" if hosts else f"rank {rank}" for rank in missing[:SHOWN_RANKS])
-    more = f" and {len(missing) - SHOWN_RANKS} more" if len(missing) > SHOWN_RANKS else ""
+    if len(missing) > SHOWN_RANKS:
+        named += f" and {len(missing) - SHOWN_RANKS} more"
     return HpclmError(
-        f"{len(missing)} of {me.size} processes did not arrive within {seconds:g} s: {named}{more}; look at their output, or "
+        f"{len(missing)} of {me.size} processes did not arrive within {seconds:g} s: {named}; look at their output, or "
         "raise cluster.start_seconds"
     )
 
@@ -166,14 +167,13 @@ def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: floa
     until = time.monotonic() + seconds
     calls: dict[tuple[str, int], StoreCall | None] = {}
     while time.monotonic() < until:
-        addresses = {
-            host: network.resolved(host) for host in hosts
-        }  # each time: a node that has just booted may get names later
+        # each time, because a node that has just booted may get names later
+        addresses = {host: network.resolved(host) for host in hosts}
         silent = {""}
         for port, address in itertools.product(ports, dict.fromkeys(addresses.values())):
             call = calls.get((address, port))
             if address not in silent and (call is None or not (call.is_alive() or call.answer)):
-                # asked first, because PyTorch's client retries a wrong port until its own time limit
+                # tried first, because PyTorch's client retries a wrong port until its own time limit
                 answer = network.answers(address, port, seconds=2.0)
                 if answer is None:
                     silent.add(address)
@@ -184,7 +184,9 @@ def find(hosts: Sequence[str], ports: Sequence[int], world: World, seconds: floa
                 return store, address
         time.sleep(_pause(SEARCH, world.size))
     unknown = [host for host, address in addresses.items() if not address]
-    why = f" ({', '.join(unknown)}: no IPv4 address is known here)" if unknown else ""
+    why = ""
+    if unknown:
+        why = f" ({', '.join(unknown)}: no IPv4 address is known here)"
     raise _unreachable(world, hosts, seconds, why)
 
 
@@ -193,7 +195,9 @@ def _client(address: str, port: int, world: World) -> "TCPStore | None":
     from torch.distributed import TCPStore
 
     server = TCPStore(address, port, None, False, timedelta(seconds=30), wait_for_workers=False)
-    return server if server.get(SERVER) == world.run_id.encode() else None
+    if server.get(SERVER) != world.run_id.encode():
+        return None
+    return server
 
 
 def check_ipv4(world: World) -> None:
@@ -225,7 +229,7 @@ def _store(world: World, settings: ClusterConfig) -> tuple["TCPStore", str]:
     check_ipv4(world)
     comm = _mpi(world) if world.launcher in OF_MPI else None
     if comm:
-        world = replace(world, run_id=secrets.token_hex(16))  # rank 0's counts
+        world = replace(world, run_id=secrets.token_hex(16))  # all ranks use rank 0's
     several_nodes = world.local_size < world.size
     hosts = list(world.masters) if several_nodes else [LOOPBACK]
     ports = network.candidates(world.run_id)
@@ -257,7 +261,7 @@ def _of_torchrun(world: World, settings: ClusterConfig, env: Mapping[str, str] =
         why = f" ({str(error).splitlines()[0]})"
         raise _unreachable(world, [f"{world.masters[0]}:{port}"], settings.start_seconds, why) from None
     store.set_timeout(timedelta(minutes=10))
-    # torchrun's agent keeps its store over restarts: keys of the last attempt must not count
+    # torchrun's agent keeps its store over restarts: this attempt must not read keys of the last one
     return PrefixStore(world.run_id, store)
 
 

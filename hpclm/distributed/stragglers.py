@@ -18,7 +18,7 @@ from hpclm.distributed.ranks import RankInfo
 log = logging.getLogger(__name__)
 EVERY = 10  # steps between two comparisons
 MIN_STEPS = 10  # steps until a rank's usual work is known
-RECENT_STEPS = 20  # at most, in the median that is the usual work
+RECENT_STEPS = 20  # most steps in the median of the usual work
 SLOW = 1.5  # multiple of the others' median work per step
 NOTABLE = 0.2  # fraction of a step's time that a slow rank must cost
 
@@ -27,7 +27,7 @@ class WorkTimer:
     """Measures the steps of this rank and its work in them.
 
     On a CPU, work is the time in which the main thread runs, could run, or reads data. On a GPU the host cannot tell work from
-    waiting. So only the time counts in which the main thread reads data, or could run but does not.
+    waiting. So work is only the time in which the main thread reads data, or could run but does not.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class WorkTimer:
         self._read += max(0.0, seconds - (self._running() - ran))  # ``end`` counts the running time
 
     def _running(self) -> float:
-        """Seconds that the main thread was running or could run, by the kernel; on a GPU only the latter; 0 if unknown."""
+        """Seconds that the main thread was running or could run, according to the kernel; on a GPU, only time in which it could run. 0 if unknown."""
         with suppress(OSError, ValueError):
             text = Path(f"/proc/self/task/{threading.main_thread().native_id}/schedstat").read_text()
             running, ready, _ = map(int, text.split())
@@ -80,9 +80,8 @@ class Stragglers:
         """``record``: adds an event to the run's record. ``stages``: pipeline stages; a rank is compared within its stage only."""
         self.ranks = ranks
         self.record = record
-        self.share = (
-            len(ranks) // stages if stages < len(ranks) else len(ranks)
-        )  # ranks of a stage, which are consecutive
+        # ranks of a stage, which are consecutive
+        self.share = len(ranks) // stages if stages < len(ranks) else len(ranks)
         self._named = set[int]()
         self._slow = set[int]()
 

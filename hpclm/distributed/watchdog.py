@@ -21,7 +21,7 @@ from typing import IO
 
 from hpclm.config import ClusterConfig
 from hpclm.distributed import hang
-from hpclm.distributed.ending import Ending
+from hpclm.distributed.ending import RankEnding
 from hpclm.distributed.hang import RankState
 from hpclm.distributed.stragglers import WorkTimer
 from hpclm.node import ends
@@ -29,7 +29,7 @@ from hpclm.node import ends
 log = logging.getLogger(__name__)
 
 TURN = 0.25  # seconds between two turns of the thread
-PAUSED = 1.0  # seconds between two turns above which this process did not run
+PAUSED = 1.0  # longest time between two turns in which this process counts as running
 IDLE = 1.0  # seconds without progress until this rank checks whether others have failed; then 2, 4, 8, ...
 REARM = 1.0  # seconds between two settings of faulthandler's timer
 MARGIN = 10.0  # seconds between this thread's limit and faulthandler's, which is later
@@ -38,13 +38,13 @@ FIRST = "first step"
 FOREVER = 1e6  # seconds
 UNLIMITED = ("", "data")  # phases that may take any time: before the first one, and building datasets
 PATIENCE_FACTOR = 6.0  # times the limit, for phases other than steps
-MIN_PATIENCE_SECONDS = 120.0  # for these phases, however short the limit is
+MIN_PATIENCE_SECONDS = 120.0  # for phases other than steps, however short the limit is
 
 
 class Watchdog:
     """Tracks the phase of this rank, and whether it makes progress."""
 
-    def __init__(self, settings: ClusterConfig, ending: Ending):
+    def __init__(self, settings: ClusterConfig, ending: RankEnding):
         self.ending = ending
         self.limit = settings.hang_minutes * 60  # seconds; 0: nothing counts as a hang
         self.phase = ""
@@ -59,7 +59,7 @@ class Watchdog:
         self._armed = 0.0  # when faulthandler's timer was set
         self._longest = 0.0  # seconds of the longest step
         self._checks_at = IDLE  # seconds without progress until the next check for failures of other ranks
-        self._last = time.monotonic()  # of the last turn
+        self._last = time.monotonic()  # time of the last turn
         self._stacks: IO[str] | None = None
         self._over = threading.Event()
         self._signals: tuple[int, int] | None = None
@@ -67,7 +67,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the watchdog thread."""
         with suppress(RuntimeError, ValueError, OSError):  # the process may have no standard error
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)  # kill -QUIT prints all stacks
         if len(self.ending.ranks) > 1:
@@ -107,7 +107,7 @@ class Watchdog:
         return self.phase in (STEP, FIRST)
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Note that the main thread, the caller, begins ``phase``. ``step``: its step, or the one before it."""
+        """Note that the main thread, the caller, begins ``phase``. ``step``: the step of the phase, or the last step before the phase."""
         if self.phase in (STEP, FIRST):
             self.timer.end()
             self._longest = max(self._longest, self.now - self._entered)
@@ -159,9 +159,8 @@ class Watchdog:
             if readable and signal.SIGTERM in os.read(readable[0], 64):
                 self.ending.told_to_end()
             moment = time.monotonic()
-            self.now += min(
-                moment - self._last, PAUSED
-            )  # an hour in which the process was suspended counts as a second
+            # an hour in which the process was suspended counts as a second
+            self.now += min(moment - self._last, PAUSED)
             self._last = moment
             try:
                 if not self.leaving:

@@ -42,7 +42,7 @@ class StepResult:
     """Named scalars, the same names on every rank. ``loss`` is the mean over the step's tokens, before the update. ``grad_norm`` is the
     global L2 norm before clipping. ``skipped`` is 1 if loss or gradients were not finite, so that the weights did not change. Engines
     may add others. All are reduced together and written to metrics.jsonl under their names. ``counted_tokens`` and
-    ``empty_micro_batches`` (see engine.step.StepInputs) are written only where they matter."""
+    ``empty_micro_batches`` (see engine.step.StepInputs) are written only if they matter."""
     loss_scale: float = 1.0
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase of the step, with log.timers."""
@@ -151,7 +151,7 @@ Maker = Callable[[EngineSettings, Compute], Engine]
 
 def engine_problem(engine_class: Any) -> str | None:
     """The fault of a user-defined engine class; None if it is usable."""
-    with suppress(TypeError, ValueError):  # a class that has no signature
+    with suppress(TypeError, ValueError):  # a class without a signature
         if isclass(engine_class) and {"mesh", "device", "dtype"} <= signature(engine_class).parameters.keys():
             return (
                 "takes (config, mesh, device, dtype), as engines did before; let it take (config, compute), and read "
@@ -185,14 +185,16 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
     if problems:
         raise ConfigError(problems)
     maker = lookup("engine", config.engine.name, ENGINES, CHECK)
-    if reason := unavailable(config.engine.name):
+    reason = unavailable(config.engine.name)
+    if reason:
         raise ConfigError(reason)
     specs = gpt.layers(config.model, config.engine, torch.float32, config.seed)  # loads a user-defined block
     if config.model.block not in BLOCKS and config.parallel.pipeline > 1:
         gpt.check_blocks(specs)
     if config.optim.groups:
         check_groups(config.optim, specs)
-    if config.engine.compile and (missing := missing_compiler()):
+    missing = config.engine.compile and missing_compiler()
+    if missing:
         raise ConfigError(
             f"engine.compile=true needs {missing}, which was not found; set engine.compile=false, "
             f"or install it (Debian: apt-get install g++ python3-dev)"
@@ -207,7 +209,9 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
 def unavailable(name: str) -> str | None:
     """The reason why the installed PyTorch cannot run the engine ``name``, or None. Imports the engine."""
     supports = SUPPORTS.get(name)
-    reason: str | None = load(supports.unavailable)() if supports and supports.unavailable else None
+    if supports is None or supports.unavailable is None:
+        return None
+    reason: str | None = load(supports.unavailable)()
     return reason
 
 
@@ -238,12 +242,15 @@ def check_supports(config: Asking, maker: Maker) -> None:
     if name in ENGINES:
         return
     declared: Supports = getattr(maker, "supports", None) or Supports(name, options=OPTIONAL)
-    if problems := unsupported(config, declared):
-        raise ConfigError([*problems, DECLARE] if not hasattr(maker, "supports") else problems)
+    problems = unsupported(config, declared)
+    if problems and not hasattr(maker, "supports"):
+        problems = [*problems, DECLARE]
+    if problems:
+        raise ConfigError(problems)
 
 
 def compiles(config: EngineSettings, device: torch.device) -> tuple[bool, str | None]:
-    """Whether to use torch.compile, and the reason if it is off although it is on by default."""
+    """Whether to use torch.compile, and the reason if it is on by default but cannot be used."""
     engine = config.engine
     model = config.model
     # off by default on CPUs, where it gained nanoGPT half a percent (1,382 to 1,388 tokens/s)
@@ -265,6 +272,6 @@ def missing_compiler() -> str | None:
     """The missing dependency of torch.compile on this machine, or None."""
     if not any(map(shutil.which, ("g++", "clang++", "gcc"))):
         return "a C++ compiler on the PATH"
-    # Triton's launchers and Inductor's C++ wrappers include it, and clusters often have Python without its headers
+    # Triton's launchers and Inductor's C++ wrappers include Python.h, which clusters often lack
     header = Path(sysconfig.get_path("include"), "Python.h")
     return None if header.exists() else str(header)

@@ -38,7 +38,7 @@ from hpclm.optim.stability import LossScale
 from hpclm.optim.user_optimizer import UserOptimizer
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, union
 from hpclm.parallel.mesh import SINGLE, Compute, Mesh
-from hpclm.parallel.micro_batch import MicroBatch, Output, add
+from hpclm.parallel.micro_batch import MicroBatch, ModelOutput, add
 
 
 class BaseEngine:
@@ -59,12 +59,12 @@ class BaseEngine:
         compute: Compute,
         model: Stack | Stages,
         weights: Sequence[ShardedParameter],
-        forward: Callable[[MicroBatch], Output] | None = None,
+        forward: Callable[[MicroBatch], ModelOutput] | None = None,
     ):
-        """``weights``: the optimizer's. ``forward``: replaces Stack.forward if the engine does not call the model itself."""
+        """``weights``: the weights that the optimizer updates. ``forward``: replaces Stack.forward if the engine does not call the model itself."""
         mesh = compute.mesh
         device = compute.device
-        self.forward: Callable[[MicroBatch], Output] = forward or model
+        self.forward: Callable[[MicroBatch], ModelOutput] = forward or model
         self.config = config
         self.mesh = mesh
         self.device = device
@@ -79,16 +79,17 @@ class BaseEngine:
         # hpclm's own code draws random numbers only for dropout, and seeds them there
         self._own_code = own_block or any(map(OWN.fullmatch, (config.optim.name, config.engine.name)))
         split = {weight.name for weight in self.weights if weight.placement.data_ranks > 1}
-        # our stages hold the same kinds of weights, except that a stage may have no layer with experts
-        split = union(split, mesh.pp) if own_block or config.model.experts.count else split
+        # stages of hpclm's blocks hold the same kinds of weights, except experts
+        if own_block or config.model.experts.count:
+            split = union(split, mesh.pp)
         sharded = self.sharded or any(weight.local_range for weight in self.weights)
         self.norm = GlobalNorm(self.weights, mesh, sharded, bool(split))
         """Norm of the gradients, or of the updates, of the weights that this process updates."""
         self.guard = GUARDS[config.optim.guard](self.norm, device)
         self.optimizer, self.state, self.exchange = optimizer_for(self.weights, config, mesh)
-        self.router_state = (
-            RouterState(self.model_stacks, config.model, compute) if config.model.experts.count else None
-        )
+        self.router_state: RouterState | None = None
+        if config.model.experts.count:
+            self.router_state = RouterState(self.model_stacks, config.model, compute)
         limit = config.optim.qk_clip
         self.qk_clip = limit and QKClip(self.model_stacks, self.weights, mesh, limit)
         self.block_state = BlockState(model) if own_block else None
@@ -124,7 +125,7 @@ class BaseEngine:
         if self.gradients:
             self.gradients.finish()
         for weight in self.weights:
-            # with several replicas buckets are zeroed, so an unused weight is updated too; the same must hold here
+            # several replicas update unused weights too, because their buckets are zeroed; a single one must do the same
             if weight.parameter.grad is None:
                 weight.parameter.grad = torch.zeros_like(weight.parameter)
 
@@ -220,8 +221,9 @@ class BaseEngine:
         try:
             loss = self.forward_backward(inputs)
         except torch.OutOfMemoryError as error:
-            for line in self.router_state.most_received() if self.router_state else ():
-                error.add_note(line)
+            if self.router_state:
+                for line in self.router_state.most_received():
+                    error.add_note(line)
             raise
         with self.timers(self.backward_timer):
             self.finish_backward()
@@ -258,7 +260,7 @@ class BaseEngine:
             )
 
     def _report_optimizer(self, factor: float) -> None:
-        """Report a user's optimizer's measurements: the mean over all processes."""
+        """Report the metrics of a user's optimizer, averaged over all processes."""
         if isinstance(self.optimizer, UserOptimizer):
             for name, value in self.optimizer.metrics().items():
                 check_name(name)
@@ -271,10 +273,11 @@ class BaseEngine:
         ConfigError if this step reports other names than the first: the ranks would wait for each other.
         """
         if self._names_reported is None:
-            names = {*self.reported} | ({"z_loss"} if self.config.optim.z_loss else set())
-            # then every stage reports the same names
-            alike = self.config.model.block in BLOCKS and not self.config.model.experts.count
-            shared = alike and self.config.optim.name in OPTIMIZERS
+            names = {*self.reported}
+            if self.config.optim.z_loss:
+                names.add("z_loss")
+            dense = self.config.model.block in BLOCKS and not self.config.model.experts.count
+            shared = dense and self.config.optim.name in OPTIMIZERS  # every stage reports the same names
             # sorted: all ranks reduce one vector, and the order of a set differs between processes
             self._names_reported = tuple(sorted(names if shared else union(names, self.mesh.pp)))
         who = []
@@ -290,7 +293,7 @@ class BaseEngine:
             return {}
         nothing = torch.zeros((), device=self.device)
         sums = torch.stack([self.reported.get(name, nothing) for name in self._names_reported])
-        means = all_reduce(sums if factor == 1.0 else sums / factor, self.mesh.world)
+        means = all_reduce(sums / factor, self.mesh.world)
         return dict(zip(self._names_reported, means.unbind(), strict=True))
 
     def evaluate(self, batches: Iterable[MicroBatch], alone: bool = False) -> float | None:
@@ -304,7 +307,7 @@ class BaseEngine:
     def save_plan(self) -> SavePlan:
         """The values that this process saves and reads."""
         local_parts = [self.state.local_part(weight) for weight in self.weights]
-        # the fp32 weight plus the optimizer's state of it
+        # the fp32 weight and its optimizer state
         bytes_each = 4 + self.state.kind.bytes_per_parameter(self.config.optim)
         return SavePlan.among(local_parts, self.mesh, self.config.file_mb, bytes_each)
 
@@ -336,7 +339,9 @@ class BaseEngine:
         given = {name.removeprefix("model."): shape for name, shape in saved.shapes().items() if name[:6] == "model."}
         # all checks come before the first write: a refused checkpoint leaves the model unchanged
         own = self.scalars() | {"guard": self.guard.form(scalars.get("guard"))}
-        check_scalars(scalars, own if scalars.get("loss_scale") else own | {"loss_scale": {}})
+        if not scalars.get("loss_scale"):
+            own["loss_scale"] = {}
+        check_scalars(scalars, own)
         check_shapes(self.model.placements, self._expected(given))
         if scalars["optimizer_steps"]:
             self._check_optimizer(saved.shapes(), scalars)
@@ -364,14 +369,13 @@ class BaseEngine:
         if missing:
             raise ConfigError(
                 f"the checkpoint has no {missing[0]}, which optim.name={name} needs: it was saved with another optimizer; set "
-                f"optim.name to that, or start a new run from its weights with checkpoint.init_from"
+                "optim.name to that one, or start a new run from its weights with checkpoint.init_from"
             )
         for tensor, shape in needed.items():
             if tuple(given[tensor]) != shape:
                 raise ConfigError(
                     f"{tensor} has the shape {list(given[tensor])} in the checkpoint, but optim.name={name} needs {list(shape)}: it was "
-                    f"saved with other settings of the optimizer; restore them, or start a new run from its weights with "
-                    f"checkpoint.init_from"
+                    "saved with other settings of the optimizer; restore them, or start a new run with checkpoint.init_from"
                 )
 
     def _expected(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -29,7 +29,8 @@ def local_tensors(state: TrainingState, weights: Iterable[ShardedParameter], sha
 def counts(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """The optimizer's step counts that are fp32 tensors, one for each parameter."""
     for entry in optimizer.state.values():
-        if isinstance(step := entry.get("step"), Tensor):
+        step = entry.get("step")
+        if isinstance(step, Tensor):
             yield step
 
 

@@ -1,6 +1,6 @@
-"""Agreement on which parts of a step are compiled: the same parts on every rank.
+"""Ranks agree on the parts of a step that are compiled: the same parts on every rank.
 
-A rank may be unable to compile where others can: its /tmp is full, it has no compiler, or the compiler is killed. Then no rank compiles.
+A rank may be unable to compile although others can: its /tmp is full, it has no compiler, or the compiler is killed. Then no rank compiles.
 Ranks agree on missing compilers before an engine is built, and on other failures after the first step. A failure after that ends the
 run.
 """
@@ -100,7 +100,7 @@ class AgreedCompilations:
         return len(failed(self.compilations).keys() - self._before.keys()) if self.agreed else 0
 
     def agree(self) -> None:
-        """After the first step, switch off on all ranks what some rank could not compile. A collective on the first call only."""
+        """After the first step, switch off, on all ranks, each part that some rank could not compile. Only the first call is a collective."""
         if self.agreed:
             return
         (failures,) = self.context.all_reduce_max(len(failed(self.compilations)))
@@ -115,7 +115,7 @@ class AgreedCompilations:
         self.agreed = True
 
     def error(self) -> HpclmError:
-        """The error that ends a run after a rank failed to compile a part that all had agreed on. A collective."""
+        """The error that ends a run if a rank fails to compile a part after the agreement. A collective."""
         late = {name: why for name, why in failed(self.compilations).items() if name not in self._before}
         everyone = self.context.all_gather(next(iter(late.values()), ""))
         rank, why = next((rank, why) for rank, why in enumerate(everyone) if why)

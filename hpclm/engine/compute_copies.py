@@ -4,7 +4,7 @@ Forward passes then cast no weights. Each gradient arrives in the compute type, 
 a micro-batch needs no separate fp32 gradient buffer. The sums equal those of casting in every forward pass, bit for bit.
 
 On GPUs the backward pass itself adds the gradients of matrices and tables to the fp32 gradients (hpclm.parallel.main_gradients), which
-are then never rounded to the compute type. When compiled, it also adds those of biases and norms, in the kernels that compute them.
+are then never rounded to the compute type. When compiled, it also adds the gradients of biases and norms, in the kernels that compute them.
 Gradients of experts are added afterwards: up to PyTorch 2.13, grouped_mm neither accumulates into its result nor multiplies bf16
 matrices into an fp32 one.
 """
@@ -31,7 +31,7 @@ class ComputeCopies:
     def __init__(self, model: Stack, in_place: bool = False):
         """``in_place``: the backward pass accumulates into the fp32 gradients where it can."""
         self._added: dict[nn.Parameter, tuple[TensorParallelModule, str]] = {}
-        """Copies -> the module and the parameter's name, where the backward pass accumulates the gradient in place."""
+        """Copy -> its module and name there, if the backward pass accumulates the gradient in place."""
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         """The fp32 weight behind each parameter of the model that is a copy."""
         self.tables: list[VocabParallelEmbedding] = []
@@ -93,7 +93,7 @@ class ComputeCopies:
 
 
 def adds_in_place(engine: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
-    """Whether backward passes accumulate into the fp32 gradients: on GPUs, in blocks of our own.
+    """Whether backward passes accumulate into the fp32 gradients: on GPUs, in hpclm's own blocks.
 
     CPUs cannot multiply two bf16 matrices into an fp32 one. Offloading would move the fp32 gradients with the activations, since the
     forward pass saves both.

@@ -35,7 +35,9 @@ BACKWARD = (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST)
 
 def build(config: EngineSettings, compute: Compute) -> BaseEngine:
     """The engine named fairscale; with one replica, the native engine."""
-    return (FairScaleEngine if compute.mesh.dp.size > 1 else NativeEngine)(config, compute)
+    if compute.mesh.dp.size > 1:
+        return FairScaleEngine(config, compute)
+    return NativeEngine(config, compute)
 
 
 class FairScaleEngine(BaseEngine):
@@ -53,6 +55,9 @@ class FairScaleEngine(BaseEngine):
         if device.type == "cpu":
             without_streams()
         mixed = dtype != torch.float32
+        bucket_size = {}
+        if engine.bucket_mb is not None:
+            bucket_size["bucket_cap_mb"] = engine.bucket_mb
         shard = partial(
             Sharded,
             process_group=dp.group,
@@ -66,7 +71,7 @@ class FairScaleEngine(BaseEngine):
             buffer_dtype=torch.float32,
             fp32_reduce_scatter=mixed and engine.gradients == "fp32",
             compute_device=device,
-            **({} if engine.bucket_mb is None else {"bucket_cap_mb": engine.bucket_mb}),
+            **bucket_size,
         )
         weights: dict[str, nn.Parameter] = {}
 
@@ -120,10 +125,10 @@ def fill(weight: nn.Parameter, initial: InitSpec, compute: Compute) -> None:
     count = prod(initial.placement.local(mesh.tp))
     begin = mesh.dp.rank * len(run)
     initial.fill(run[: max(0, count - begin)], begin, mesh.tp)
-    there = nn.Parameter(run)
-    vars(there).update(vars(weight))  # attributes that the library has set
-    # the library keeps this very object in its lists, so swap its content rather than the object
-    torch.utils.swap_tensors(weight, there)
+    filled = nn.Parameter(run)
+    vars(filled).update(vars(weight))  # attributes that the library has set
+    # the library keeps the object ``weight`` in its lists, so swap its content rather than the object
+    torch.utils.swap_tensors(weight, filled)
 
 
 def units(root: nn.Module) -> Iterator[Sharded]:

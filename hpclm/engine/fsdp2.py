@@ -33,7 +33,9 @@ from hpclm.parallel.mesh import Compute, Mesh
 
 def build(config: EngineSettings, compute: Compute) -> BaseEngine:
     """The engine named fsdp2; with one replica, the native engine."""
-    return (FSDP2Engine if compute.mesh.dp.size > 1 else NativeEngine)(config, compute)
+    if compute.mesh.dp.size > 1:
+        return FSDP2Engine(config, compute)
+    return NativeEngine(config, compute)
 
 
 class FSDP2Engine(BaseEngine):
@@ -52,7 +54,7 @@ class FSDP2Engine(BaseEngine):
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
             reduce_dtype=None if engine.gradients == "compute" else torch.float32,
-            cast_forward_inputs=False,  # the weights of the tokens in the loss stay fp32
+            cast_forward_inputs=False,  # token weights of the loss stay fp32
         )
         home = cache(mesh.of_weights)
         device_mesh_of = cache(lambda data_ranks: device_mesh(home(data_ranks), device.type))
@@ -111,7 +113,7 @@ class FSDP2Engine(BaseEngine):
                 weights.append(ShardedParameter(name, p, placement, replicas=homes[p], data_rank=mesh.dp.rank))
         super().__init__(config, compute, model, weights)
         self._split_gradients = [
-            (axis, [p for p, of in homes.items() if of == axis]) for axis in dict.fromkeys(homes.values())
+            (axis, [p for p, replicas in homes.items() if replicas == axis]) for axis in dict.fromkeys(homes.values())
         ]
 
     def no_sync(self) -> AbstractContextManager:
@@ -119,7 +121,9 @@ class FSDP2Engine(BaseEngine):
         engine.defer_reduction they reduce nothing: gradients are accumulated whole, in the type of the reduction."""
         if self.config.engine.defer_reduction:
             return without(self.model.set_requires_gradient_sync)  # type: ignore[arg-type]  # of every group
-        return without(self.model.set_requires_all_reduce) if self._keeps_sums else nullcontext()  # type: ignore[arg-type]
+        if self._keeps_sums:
+            return without(self.model.set_requires_all_reduce)  # type: ignore[arg-type]
+        return nullcontext()
 
     def finish_backward(self) -> None:
         """Give the optimizer's parameters this replica's rows of the gradients."""
@@ -163,8 +167,8 @@ def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
 
 
 def split_modules(layer: nn.Module, home: Callable[[int], Mesh]) -> list[tuple[nn.Module, int]]:
-    """Modules of a layer, such as experts, with weights that data-parallel ranks split, and the number of parts; only if the ranks with
-    the same part can divide its rows evenly. ``home``: Mesh.of_weights."""
+    """Modules of a layer, such as experts, with weights that data-parallel ranks split, and the number of parts. Excludes modules
+    whose rows cannot be divided evenly among the ranks with the same part. ``home``: Mesh.of_weights."""
     placed = dict(placements(layer))
     modules: dict[str, tuple[nn.Module, int]] = {}
     for path, module in layer.named_modules():
@@ -181,8 +185,8 @@ def split_modules(layer: nn.Module, home: Callable[[int], Mesh]) -> list[tuple[n
 
 
 def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh, data_rank: int) -> tuple[DTensor, ShardedParameter]:
-    """A sharded weight, and this replica's initialised rows of it. ``mesh``: for this weight; ``data_rank``: rank on the whole data
-    axis."""
+    """A sharded weight, and this replica's initialised rows of it. ``mesh``: the mesh for this weight; ``data_rank``: this process's
+    rank on the whole data axis."""
     assert isinstance(weight, DTensor)
     rows, *row = model.placements[name].local(mesh.tp)
     # the same memory, without DTensor's overhead on every operation
@@ -207,8 +211,8 @@ def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh, data_rank: int)
 
 
 def gather_ahead(model: Stack) -> None:
-    """Prefetch the weights of each block, its experts included, while the block before it computes; in backward passes, the one after
-    it.
+    """Prefetch the weights of each block, including its experts, while the block before it computes; in backward passes, while the
+    block after it computes.
 
     By default, PyTorch prefetches only if the host is ahead of the device, and divided experts make the host wait.
     """

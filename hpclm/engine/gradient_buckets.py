@@ -1,4 +1,4 @@
-"""Gradients in a few flat buffers. Each is all-reduced as soon as the last backward pass of a step has filled it and those before it.
+"""Gradients in a few flat buffers. Each is all-reduced as soon as the last backward pass of a step has filled it and all earlier buckets.
 
 This is DistributedDataParallel's method (Li et al. 2020), without the compiler stack that it loads into every process. It also works for
 pipelines, which mix forward and backward passes of many micro-batches. As in DistributedDataParallel, buckets are sent in one
@@ -20,7 +20,7 @@ from hpclm.parallel.mesh import Axis, Compute, Mesh
 from hpclm.parallel.placement import Placement
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first all-reduce starts early (as in PyTorch)
-BUCKET_MB = 25.0  # megabytes of the others (as in PyTorch)
+BUCKET_MB = 25.0  # megabytes of later buckets (as in PyTorch)
 MB_PER_REPLICA = 4.0  # megabytes a replica on several nodes: a million fp32 gradients (as in Megatron-LM)
 MIN_BUCKETS = 4  # buckets on several nodes, so that most of the communication overlaps with the backward pass
 
@@ -29,8 +29,8 @@ class Bucket:
     """A flat buffer, and the parameters that have views of it as gradients."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, starts: Sequence[int] = (), size: int = 0):
-        """``axis``: the ranks that sum the gradients. ``starts``: each gradient's offset in the buffer of ``size`` values; by default
-        one after the other."""
+        """``axis``: the ranks that sum the gradients. ``starts``: each gradient's offset in the buffer of ``size`` values; by default,
+        gradients follow each other without gaps."""
         self.axis = axis
         sizes = [p.numel() for p in parameters]
         self.parameters = tuple(parameters)
@@ -42,7 +42,7 @@ class Bucket:
         self.sent = self.buffer
         """The tensor to all-reduce: the buffer, or a copy in a smaller type."""
         self.summed = slice(None)
-        """The tensor that receives the sums."""
+        """The part of the buffer that receives the sums."""
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             # autograd accumulates into an existing gradient, so the buffer fills without a copy
             parameter.grad = view(self.buffer, parameter, start)
@@ -71,10 +71,12 @@ class GradientBuckets:
         self.buckets = sorted(buckets, key=lambda bucket: -min(place[p] for p in bucket.parameters))
         """In the order of sending, which is the same on all ranks: backward passes fill the last layer's bucket first."""
         self._sent = len(self.buckets)
-        """Number of buckets sent in this step; outside a step, all."""
+        """Number of buckets sent in this step; outside a step, the number of all buckets."""
         myself = weakref.ref(self)  # weak, because the garbage collector does not see references from parameter hooks
         for number, bucket in enumerate(self.buckets):
-            for parameter in bucket.parameters if not any(p in late for p in bucket.parameters) else ():
+            if any(parameter in late for parameter in bucket.parameters):
+                continue
+            for parameter in bucket.parameters:
                 leaves[parameter].register_post_accumulate_grad_hook(partial(_added, myself, number))
 
     def begin(self, micro_batches: int) -> None:
@@ -85,7 +87,7 @@ class GradientBuckets:
 
     def finish(self) -> None:
         """Call after the last backward pass: waits until all gradients are reduced."""
-        for bucket in self.buckets[self._sent :]:  # the first of them has unused or late parameters
+        for bucket in self.buckets[self._sent :]:  # the first unsent bucket has unused or late parameters
             self._reduce(bucket)
         self._sent = len(self.buckets)
         for bucket in self.buckets:

@@ -22,10 +22,10 @@ from hpclm.parallel.placement import Placement
 
 
 class MatrixExchange:
-    """An Exchange of matrices (see hpclm.optim.optimizers)."""
+    """Implements hpclm.optim.optimizers.WholeMatrices."""
 
     def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh):
-        """``weights``: the same on all processes that hold parts or copies of them."""
+        """``weights``: equal on all processes that hold parts or copies of the same weights."""
         for weight in weights:
             if weight.placement.data_ranks > 1 and not stacked(weight.name):
                 raise ConfigError(
@@ -41,8 +41,7 @@ class MatrixExchange:
         # matrix
         order = sorted(range(len(weights)), key=lambda n: -prod(weights[n].shape) * min(weights[n].shape))
         self.rounds: list[list[int]] = []
-        """Rounds: matrices of about equal cost, divided among the same processes. The n-th belongs to the n-th process, counted copy by
-        copy."""
+        """Matrices of about equal cost that the same processes divide among them: matrix n belongs to process n, counted copy by copy."""
         # divided experts are held by fewer processes than other matrices
         homes: dict[tuple[Axis, Axis], list[int]] = {}
         for number in order:
@@ -78,10 +77,10 @@ class MatrixExchange:
         sent = [flat[i] if self._gives(weights[i], rank, owner) else flat[i][:0] for owner, i in matrix_of.items()]
         matrix = weights[matrix_of[rank]] if rank in matrix_of else None
         results = list[Tensor]()
-        counts = [
-            (matrix and self._gives(matrix, peer, rank) and self._local_range(matrix, peer)[1]) or 0
-            for peer in range(size)
-        ]
+        counts = [0] * size
+        for peer in range(size):
+            if matrix and self._gives(matrix, peer, rank):
+                counts[peer] = self._local_range(matrix, peer)[1]
         pieces = all_to_all(sent, counts, flat[0], holders)
         if matrix:
             whole = flat[0].new_empty(matrix.shape)
@@ -99,11 +98,11 @@ class MatrixExchange:
             flat[i] = values
         # each matrix comes from the copy of the weights that worked on it; start all broadcasts before waiting for
         # the first
-        every = enumerate(flat) if replicas.size > 1 else ()
-        group = replicas.group
-        ranks = replicas.ranks
-        for broadcast in [dist.broadcast(values, ranks[i // size], group, async_op=True) for i, values in every]:
-            broadcast.wait()
+        if replicas.size > 1:
+            sources = [replicas.ranks[i // size] for i in range(len(flat))]
+            pairs = zip(flat, sources, strict=True)
+            for work_object in [dist.broadcast(values, s, replicas.group, async_op=True) for values, s in pairs]:
+                work_object.wait()
         return flat
 
     def _gives(self, weight: ShardedParameter, peer: int, owner: int) -> bool:

@@ -41,7 +41,7 @@ def layers_of(config: EngineSettings, compute: Compute) -> list[LayerSpec]:
 
 
 def whole_model(config: EngineSettings, compute: Compute, wrap: WrapLayer, backward: Backward = "unscaled") -> Stack:
-    """The whole model; each layer is passed to ``wrap`` as it is built. ``backward``: see the loss."""
+    """The whole model; each layer is passed to ``wrap`` as it is built. ``backward``: see TokenLoss."""
     return stack_of(config, compute, layers_of(config, compute), wrap, backward)
 
 
@@ -56,7 +56,9 @@ def stack_of(
     engine = config.engine
     loss = TokenLoss(engine.loss_chunk, bool(engine.compile), backward, config.optim.z_loss)
     supports = SUPPORTS.get(engine.name)
-    in_fp8 = {f"block{number}" for number in fp8.blocks(config.model)} if engine.fp8 else set[str]()
+    in_fp8 = set[str]()
+    if engine.fp8:
+        in_fp8 = {f"block{number}" for number in fp8.blocks(config.model)}
 
     def checked(name: str, layer: nn.Module) -> nn.Module:
         check_local_shapes(name, layer, compute.mesh.tp)
@@ -69,8 +71,8 @@ def stack_of(
                 f"engine {engine.name!r} does not support weights that data-parallel ranks split, such as {split} of "
                 f"model.block={config.model.block}; set engine.name to one of {able}"
             )
-        for module in layer.modules() if name in in_fp8 else ():
-            if isinstance(module, ColumnLinear | RowLinear):
+        for module in layer.modules():
+            if name in in_fp8 and isinstance(module, ColumnLinear | RowLinear):
                 splits_inputs = isinstance(module, RowLinear)
                 emulated = compute.device.type == "cpu"
                 module.fp8 = FP8(engine.fp8 == "rowwise", module.tp, splits_inputs, emulated)

@@ -31,10 +31,10 @@ class UpdateGuard:
     held_back: Tensor | float = 0.0
     """1 if the last update was skipped, though loss and gradients were finite."""
     counted: Tensor | None = None
-    """Tokens of the current step that count in the loss; at 0, its loss and gradients say nothing. None: unknown."""
+    """Tokens of the current step that count in the loss; if 0, the loss and gradients mean nothing. None: unknown."""
 
     def __init__(self, norm: GlobalNorm, device: torch.device):
-        """``norm``: of the values that each process updates."""
+        """``norm``: the norm of the values that each process updates."""
         self.norm = norm
         self.weights = norm.weights
         rows = STEPS if self.columns else 0
@@ -45,11 +45,11 @@ class UpdateGuard:
 
     @contextmanager
     def around(self, loss: Tensor, norm: Tensor, bad: Tensor) -> Iterator[Tensor]:
-        """Update inside this context, unless it yields 1. ``norm``: of the gradients; ``bad``: 1 if they are not finite."""
+        """Update inside this context, unless it yields 1. ``norm``: norm of the gradients; ``bad``: 1 if they are not finite."""
         yield bad
 
     def limits(self, values: Tensor) -> Tensor:
-        """Upper limits of the [columns] ``values``, from previous steps; then adds them to the window."""
+        """Upper limits of the [columns] ``values``, from previous steps; then adds the values to the window."""
         finite = self.window.isfinite()
         count = finite.sum(0)
         mean = self.window.where(finite, 0.0).sum(0) / count
@@ -81,7 +81,7 @@ class UpdateGuard:
 
 
 class SkipStep(UpdateGuard):
-    """optim.guard=skip_step."""
+    """optim.guard=skip_step: skips the update of an outlier."""
 
     name = "skip_step"
     columns = 2

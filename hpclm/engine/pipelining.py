@@ -33,7 +33,7 @@ from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack, Stages
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place
 from hpclm.parallel.mesh import SINGLE, Compute, sub_axis
-from hpclm.parallel.micro_batch import MicroBatch, Output, add
+from hpclm.parallel.micro_batch import MicroBatch, ModelOutput, add
 
 SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -47,9 +47,10 @@ BUCKET_MB = 32.0
 
 
 def unavailable() -> str | None:
-    """The reason why this PyTorch cannot run the engine, or None: PipelineStage may be unable to take the shapes of gradients."""
-    has = "input_grads" in inspect.signature(PipelineStage).parameters
-    return None if has else torch_too_old("pipelining", torch.__version__)
+    """The reason why this PyTorch cannot run the engine, or None: an old PipelineStage does not take the shapes of gradients."""
+    if "input_grads" in inspect.signature(PipelineStage).parameters:
+        return None
+    return torch_too_old("pipelining", torch.__version__)
 
 
 class PipeliningEngine(BaseEngine):
@@ -122,7 +123,7 @@ class PipeliningEngine(BaseEngine):
         super().finish_backward()
         all_reduce_in_place([p.grad for p in self.tied if p.grad is not None], self.ends)
 
-    def evaluate_one(self, batch: MicroBatch) -> Output:
+    def evaluate_one(self, batch: MicroBatch) -> ModelOutput:
         """Pass one micro-batch from stage to stage; returns its weighted loss on every stage."""
         pp = self.mesh.pp
         x = None
@@ -142,7 +143,7 @@ class PipeliningEngine(BaseEngine):
                 value = x
             else:
                 dist.send(x.contiguous(), pp.ranks[(index + 1) % pp.size], group=pp.group)
-        return Output(all_reduce(value, pp), {})
+        return ModelOutput(all_reduce(value, pp), {})
 
     def _activations(self, sequences: int) -> tuple[int, int, int]:
         model = self.config.model
@@ -158,7 +159,7 @@ class PipeliningEngine(BaseEngine):
                 pieces[0] if name in ONE_STAGE else pieces,
                 micro_batches,
                 loss_fn=lambda loss, _: loss,  # the last stage returns the loss itself
-                scale_grads=False,  # the token weights already do that
+                scale_grads=False,  # the token weights already scale gradients
             )
         except ValueError as error:
             raise ConfigError(
@@ -172,17 +173,22 @@ class PipeliningEngine(BaseEngine):
         passed.requires_grad_()
         ids = torch.empty(sequences, self.config.model.context // self.mesh.cp.size, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        first = index == 0
-        last = index == self.count - 1
+        # each with its gradient
+        received: tuple[Tensor, Tensor | None] = (passed, passed.detach())
+        sent: tuple[Tensor, Tensor | None] = (passed, passed.detach())
+        if index == 0:
+            received = (ids, None)
+        if index == self.count - 1:
+            sent = (loss, None)
         return PipelineStage(
             Numbered(self.stacks[index], self.compute),
             index,
             self.count,
             self.device,
-            input_args=(ids if first else passed,),
-            output_args=(loss if last else passed,),
-            input_grads=(None if first else passed.detach(),),
-            output_grads=(None if last else passed.detach(),),
+            input_args=received[:1],
+            output_args=sent[:1],
+            input_grads=received[1:],
+            output_grads=sent[1:],
             group=self.mesh.pp.group,
         )
 

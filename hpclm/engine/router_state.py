@@ -1,5 +1,4 @@
-"""State that balances experts but is not a weight: choice biases, which move every step, and each expert's share of the last step's
-tokens.
+"""State that balances experts but is not a weight: choice biases, which move every step, and each expert's load in the last step.
 
 Both follow the counts of the global batch, so they are the same in every layout. A skipped step changes neither.
 """
@@ -74,20 +73,19 @@ class RouterState:
                 )
 
     def tensors(self) -> Iterator[Shard]:
-        """The choice biases of this process's blocks, saved by one of the processes that have them."""
+        """The choice biases of this process's blocks, saved by one of the processes with these blocks."""
         if self.config.experts.router_choice_bias and self.mesh.dp.first and self.mesh.tp.first:
             for name in self.routers:
                 yield Shard.whole(bias_name(name), self.bias[self.rows[name]])
 
     def scalars(self) -> dict[str, Any]:
-        """The shares of the last step, as JSON."""
+        """The loads of the last step, as JSON."""
         return {"expert_load": self.load.tolist()}
 
     def load_saved(self, saved: SavedState, scalars: Mapping[str, Any]) -> None:
-        """Load a saved state. Imported weights have no shares; then all experts begin with equal ones."""
+        """Load a saved state. Imported weights have no loads; all experts then begin with equal loads."""
         if self.config.experts.router_choice_bias:
-            # biases of other stages' blocks too: every process updates all biases by the same counts, and the copies
-            # are compared
+            # also the biases of other stages: every process updates all biases, and the copies are compared
             for name, number in self.rows.items():
                 row = self.bias[number]
                 row.copy_(saved.block(bias_name(name), (0,), tuple(row.shape)))

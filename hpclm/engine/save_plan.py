@@ -1,4 +1,4 @@
-"""Who saves what: processes that hold the same values each save an equal part; on loading, each reads a part and passes it on.
+"""Who saves what: processes that hold the same values each save an equal part. When loading, each reads a part and broadcasts it.
 
 Nothing is gathered for a save: every process writes values that it holds.
 """

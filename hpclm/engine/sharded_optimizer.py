@@ -30,8 +30,9 @@ ALIGN = 64  # values; CPU kernels then use the same vector instructions for a va
 
 def build(config: EngineSettings, compute: Compute) -> BaseEngine:
     """The engine named native with zero_stage=1; with one replica, the native engine."""
-    sharded = config.engine.zero_stage == 1 and compute.mesh.dp.size > 1
-    return (ShardedOptimizerEngine if sharded else NativeEngine)(config, compute)
+    if config.engine.zero_stage == 1 and compute.mesh.dp.size > 1:
+        return ShardedOptimizerEngine(config, compute)
+    return NativeEngine(config, compute)
 
 
 def scatters(device: torch.device) -> bool:
@@ -88,7 +89,9 @@ class ShardedOptimizerEngine(BaseEngine):
 
     def gradient_norm(self) -> Tensor:
         """Global norm of the gradients, summed over the replicas' shards unless every replica has all of them."""
-        return (self.norm if self.scatter or self.deferred else self.norm_of_whole).of_gradients()
+        if self.scatter or self.deferred:
+            return self.norm.of_gradients()
+        return self.norm_of_whole.of_gradients()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -105,7 +108,7 @@ class ShardedBucket(Bucket):
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], mesh: Mesh):
         """``parameters``: pairs of a parameter with an fp32 gradient and the one that the model computes with (itself or a copy).
-        ``mesh``: for these weights."""
+        ``mesh``: the mesh for these weights."""
         sizes = [aligned(p.numel(), ALIGN) for p, _ in parameters]
         self.mesh = mesh
         axis = mesh.shard
@@ -129,11 +132,11 @@ class ShardedBucket(Bucket):
         size = parameter.numel()
         share = self.share
 
-        def of(rank: int) -> tuple[int, int]:
+        def held_by(rank: int) -> tuple[int, int]:
             low, high = (min(max(rank * share - start, 0), size) for rank in (rank, rank + 1))
             return low, high - low
 
-        return of
+        return held_by
 
     def shard_parameters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Each parameter with its run of values in this replica's shard (possibly empty), as a parameter of the optimizer."""

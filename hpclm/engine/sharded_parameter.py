@@ -28,7 +28,7 @@ class ShardedParameter:
     local_range: Callable[[int], tuple[int, int]] | None = None
     """Rank of mesh.shard -> index of its first value, and number of its values; None: each rank holds all."""
     holders: Axis | None = None
-    """The processes of mesh.shard and mesh.tp that together hold one copy of the weight; None: those of mesh.tp."""
+    """The processes of mesh.shard and mesh.tp that together hold one copy of the weight; None: the processes of mesh.tp."""
     duplicate: bool = False
     """Whether another pipeline stage also holds the weight, and saves and counts it."""
     data_rank: int = 0

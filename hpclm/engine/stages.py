@@ -26,8 +26,10 @@ def stages(config: EngineSettings, specs: Sequence[LayerSpec], compute: Compute)
     """
     if config.parallel.partition == "time":
         costs = seconds(config, specs, compute)
+    elif config.parallel.partition == "parameters":
+        costs = parameters(specs)
     else:
-        costs = parameters(specs) if config.parallel.partition == "parameters" else blocks(specs)
+        costs = blocks(specs)
     count = config.parallel.pipeline * config.parallel.chunks
     return [[specs[i] for i in part] for part in balanced(costs, count, [is_block(spec) for spec in specs])]
 
@@ -59,7 +61,7 @@ def parameters(specs: Sequence[LayerSpec]) -> list[float]:
 def seconds(config: EngineSettings, specs: Sequence[LayerSpec], compute: Compute) -> list[float]:
     """Costs for partition=time: seconds of each layer's forward and backward pass of a micro-batch, measured on rank 0."""
     costs = by_kind(specs, lambda spec: measured(config, spec, compute))
-    # all ranks must divide in the same way: with its own timings, each could build other stages
+    # all ranks must divide in the same way; their own timings would differ
     return broadcast(torch.tensor(costs, dtype=torch.float64, device=compute.device), compute.mesh.world, 0).tolist()
 
 
@@ -94,5 +96,6 @@ def by_kind(specs: Sequence[LayerSpec], cost: Callable[[LayerSpec], float]) -> l
     costs: dict[str, float] = {}
     kinds = [f"block {'axes' in spec.kwargs}" if is_block(spec) else str(spec.number) for spec in specs]
     for kind, spec in zip(kinds, specs, strict=True):
-        costs[kind] = costs[kind] if kind in costs else cost(spec)
+        if kind not in costs:
+            costs[kind] = cost(spec)
     return [costs[kind] for kind in kinds]

@@ -35,8 +35,8 @@ class UnsavableStateError(ConfigError):
 
 
 class TrainingState:
-    """The state of an optimizer that updates ``ShardedParameter.parameter`` directly; subclasses for wrapped ones override the
-    differences."""
+    """The state of an optimizer that updates ``ShardedParameter.parameter`` directly. Subclasses handle optimizers that a library
+    wraps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, works_on: Collection[str] = ()):
         """``works_on``: names of the weights that this process updates as whole matrices."""
@@ -55,7 +55,7 @@ class TrainingState:
         return weight
 
     def names(self, weight: ShardedParameter, where: Where = "weight") -> list[str]:
-        """Names of the tensors held ``where`` that this process keeps of a weight; empty before its first update."""
+        """Names of the tensors that this process keeps for a weight; empty before its first update. ``where``: who holds the tensors."""
         kept = self.optimizer.state.get(weight.parameter, {})
         return [name for name in tensors_held(self.declared(weight.name, weight.shape), where) if name in kept]
 
@@ -73,7 +73,7 @@ class TrainingState:
         return steps_taken(self.optimizer)
 
     def owners(self, weights: Sequence[ShardedParameter]) -> Iterator[tuple[str, Tensor, State]]:
-        """The keys of the optimizer's state: name, parameter, and the state that this or another process saves of it."""
+        """The keys of the optimizer's state: name, parameter, and the state that some process saves for it."""
         for weight in weights:
             yield weight.name, weight.parameter, self.declared(weight.name, weight.shape)
 
@@ -111,52 +111,55 @@ class TrainingState:
                     continue
                 shape = parameter.shape if tensor is None or tensor.where == "weight" else tensor.shape
                 if tensor is None or not is_like(value, shape):
-                    yield f"{key!r} of {name}, {described(value)}"
+                    yield f"{key!r} of {name}, {described_value(value)}"
                 elif tensor.where == "matrix" and name not in self.works_on:
-                    yield f"{key!r} of {name}, {described(value)}, on a process that does not work on this matrix"
+                    yield f"{key!r} of {name}, {described_value(value)}, on a process that does not work on this matrix"
         states = self.optimizer.state.values() if isinstance(self.optimizer, UserOptimizer) else ()
-        if len(counts := {float(entry["step"]) for entry in states if "step" in entry}) > 1:
+        counts = {float(entry["step"]) for entry in states if "step" in entry}
+        if len(counts) > 1:
             yield f"{min(counts):.0f} to {max(counts):.0f} as 'step' of different weights, but a checkpoint stores one count"
         parameters = {parameter for _, parameter, _ in owners}
         for key in self.optimizer.state.keys() - parameters:
-            yield f"state of {described(key)}, which is not a weight"
+            yield f"state of {described_value(key)}, which is not a weight"
         counters = {"step"} if steps_by_group(self.optimizer) else set()
         for before, group in zip(self._groups, self.optimizer.param_groups, strict=True):
             for key in group.keys() - counters - {*SET_EVERY_STEP}:
                 unchanged = key in before and equal(before[key], group[key])
                 if not (unchanged or (key in self.kind.group_state and is_count(group[key]))):
-                    yield f"{key!r} of a parameter group, {described(group[key])}, which its updates change"
+                    yield f"{key!r} of a parameter group, {described_value(group[key])}, which its updates change"
 
     def unkept(self, weights: Sequence[ShardedParameter]) -> Iterator[str]:
         """Descriptions of declared state that the optimizer does not keep: a checkpoint without it could not be loaded."""
         for weight in weights:
-            if kept := self.optimizer.state.get(weight.parameter):
-                for name, tensor in self.declared(weight.name, weight.shape).items():
-                    if name not in kept and (tensor.where != "matrix" or weight.name in self.works_on):
-                        yield f"{name!r} of {weight.name}"
+            kept = self.optimizer.state.get(weight.parameter)
+            if not kept:
+                continue
+            for name, tensor in self.declared(weight.name, weight.shape).items():
+                if name not in kept and (tensor.where != "matrix" or weight.name in self.works_on):
+                    yield f"{name!r} of {weight.name}"
 
     def whole(self, weights: Sequence[ShardedParameter], mesh: Mesh, least_mb: float) -> list[SavePlan]:
         """Save plans of the optimizer's tensors that are not divided like their weights; each appears as a weight named TENSOR.WEIGHT.
         ``least_mb``: see SavePlan.among."""
 
-        def those(where: Where, weights: Sequence[ShardedParameter], replicas: Axis) -> list[ShardedParameter]:
+        def as_weights(where: Where, weights: Sequence[ShardedParameter], replicas: Axis) -> list[ShardedParameter]:
             return [
                 replace(
                     weight,
                     name=f"{name}.{weight.name}",
-                    placement=Placement(it.shape),
+                    placement=Placement(tensor.shape),
                     begin=0,
-                    values=prod(it.shape),
+                    values=prod(tensor.shape),
                     replicas=replicas,
                 )
                 for weight in weights
-                for name, it in tensors_held(self.declared(weight.name, weight.shape), where).items()
+                for name, tensor in tensors_held(self.declared(weight.name, weight.shape), where).items()
             ]
 
         mine = [weight for weight in weights if weight.name in self.works_on]
         return [
-            SavePlan.among(those("everywhere", weights, mesh.dp), mesh, least_mb, 4),
-            SavePlan.among(those("matrix", mine, SINGLE), SINGLE_MESH),
+            SavePlan.among(as_weights("everywhere", weights, mesh.dp), mesh, least_mb, 4),
+            SavePlan.among(as_weights("matrix", mine, SINGLE), SINGLE_MESH),
         ]
 
     def tensors(self, plan: SavePlan, whole: Sequence[SavePlan]) -> Iterator[Shard]:
@@ -168,7 +171,8 @@ class TrainingState:
         for plan in whole:
             for number, tensor in enumerate(plan.weights):
                 kept = self.optimizer.state.get(tensor.parameter, {})
-                if (name := tensor.name.split(".")[0]) in kept:
+                name = tensor.name.split(".")[0]
+                if name in kept:
                     yield from plan.shards(number, f"optim.{tensor.name}", kept[name])
 
     def load(self, plan: SavePlan, whole: Sequence[SavePlan], saved: SavedState, steps: int) -> None:
@@ -203,13 +207,13 @@ class TrainingState:
             for group in self.optimizer.param_groups
         ]
         # by the names of weights, not by the groups' indices: another layout, or other optim.groups, has other groups
-        alike: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
         for members, numbers in (group for stage in all_gather_objects(groups, pp) for group in stage if group[0]):
-            alike.setdefault(repr(numbers), {"weights": [], "numbers": numbers})["weights"] += members
-        return list(alike.values())
+            entries.setdefault(repr(numbers), {"weights": [], "numbers": numbers})["weights"] += members
+        return list(entries.values())
 
     def load_groups(self, weights: Sequence[ShardedParameter], saved: Sequence[Mapping[str, Any]]) -> None:
-        """Set the numbers of parameter groups to the saved ones; without any, to those before the first update."""
+        """Set the numbers of parameter groups to the saved ones; without saved ones, to their values before the first update."""
         names = {weight.parameter: weight.name for weight in weights}
         numbers = {name: entry["numbers"] for entry in saved for name in entry["weights"]}
         for before, group in zip(self._groups, self.optimizer.param_groups, strict=True):
@@ -225,12 +229,14 @@ class TrainingState:
 
 def is_count(value: Any) -> bool:
     """Whether ``value`` is a step count."""
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float))
 
 
 def is_like(value: Any, shape: Sequence[int]) -> bool:
-    """Whether ``value`` is a contiguous fp32 tensor of this shape, which loading restores to the same bits and memory layout. Tensors
-    that DeepSpeed keeps on disk have no values now."""
+    """Whether ``value`` is a contiguous fp32 tensor of this shape, so that loading restores its bits and memory layout. A tensor that
+    DeepSpeed keeps on disk has no values now."""
     if not isinstance(value, Tensor) or value.dtype != torch.float32 or not value.is_contiguous():
         return False
     return tuple(value.shape) == tuple(shape) or 0 in (value.numel(), prod(shape))
@@ -253,7 +259,7 @@ def equal(before: Any, now: Any) -> bool:
     return bool(before == now)
 
 
-def described(value: Any) -> str:
+def described_value(value: Any) -> str:
     """A short description of a value: type and shape of a tensor, otherwise the value itself."""
     if isinstance(value, Tensor):
         order = "" if value.is_contiguous() else ", which is not contiguous"

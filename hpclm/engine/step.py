@@ -16,7 +16,7 @@ from hpclm.model import gpt
 from hpclm.model.dropout import mix_seed
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Axis, Mesh
-from hpclm.parallel.micro_batch import MicroBatch, Output
+from hpclm.parallel.micro_batch import MicroBatch, ModelOutput
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def token_weights(batches: Sequence[MicroBatch], loss_norm: str, mesh: Mesh) -> 
     ``counted`` and ``empty`` of StepInputs."""
     masks = [batch.mask() for batch in batches]
     counts = torch.stack([mask.sum() for mask in masks])
-    # Megatron-LM's mean of means: where masks differ, a token weighs more in a micro-batch with fewer counted tokens
+    # Megatron-LM's mean of means: if masks differ, a token weighs more in a micro-batch with fewer counted tokens
     if loss_norm == "microbatch":
         counts = all_reduce(counts, mesh.cp)
         # a micro-batch without a counted token has a loss of 0, not NaN
@@ -104,7 +104,7 @@ def equal_weights(batches: Sequence[MicroBatch], loss_norm: str, mesh: Mesh) -> 
 
 @torch.no_grad()
 def mean_loss(
-    forward: Callable[[MicroBatch], Output], batches: Iterable[MicroBatch], device: torch.device, world: Axis
+    forward: Callable[[MicroBatch], ModelOutput], batches: Iterable[MicroBatch], device: torch.device, world: Axis
 ) -> float | None:
     """Mean loss per counted token, in nats, over the micro-batches of all replicas; None if no token counts. Holds one at a time."""
     # fp32 would lose digits over millions of tokens, more with every batch
@@ -121,7 +121,7 @@ class GlobalNorm:
 
     def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh, sharded: bool, split: bool = False):
         """``sharded``: each replica holds only a part of the weights that no data-parallel ranks split. ``split``: some stage has
-        weights that they do split."""
+        weights that data-parallel ranks split."""
         self.weights = weights
         self.mesh = mesh
         self.sharded = sharded
@@ -143,11 +143,10 @@ class GlobalNorm:
             return norm
         device = self.weights[0].parameter.device
         square = all_reduce(norm.to(device, torch.float32).square(), mesh.model)
-        # summed over all replicas, although groups of them hold the same: every rank gets the same bits
+        # summed over all replicas, although some hold the same values: every rank gets the same bits
         if self.sharded:
-            square = all_reduce(square, mesh.dp)
-            square = square / mesh.replicate.size if mesh.replicate.size > 1 else square
-        if self.split:  # summed over all ranks, each counting its share of values that others hold too
+            square = all_reduce(square, mesh.dp) / mesh.replicate.size
+        if self.split:  # summed over all ranks; the ranks that hold the same values count equal parts of them
             split = [(value, weight.replicas) for weight, value in counted if weight.placement.data_ranks > 1]
             parts = [value.float().square().sum() / replicas.size for value, replicas in split]
             square = square + all_reduce(sum(parts, start=torch.zeros((), device=device)), mesh.world)

@@ -55,10 +55,13 @@ def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | N
             f"engine {engine.name!r} does not support optim.name={optim.name}, which keeps more than tensors of the weights' shapes; "
             f"engines that do: {able}"
         )
-    if config.model.experts.count and kind.matrices and (wrong := next(_stacks(config.model, kind.matrices), None)):
+    wrong = None
+    if config.model.experts.count and kind.matrices:
+        wrong = next(_stacks(config.model, kind.matrices), None)
+    if wrong:
         yield (
             f"optim.name={optim.name} declares {wrong} in `matrices`, but that is a stack of one weight per expert, not a matrix: let "
-            "matrices(name, shape) be false for names with .mlp.experts. and update those value by value, or set optim.name=muon"
+            "matrices(name, shape) be false for names with .mlp.experts. and update these weights value by value, or set optim.name=muon"
         )
         return
     trial = user_optimizer.tried_with_experts(optim) if config.model.experts.count else loaded.trial
@@ -88,8 +91,9 @@ def _stacks(model: ModelConfig, matrices: Callable[[str, Shape], bool]) -> Itera
     count = model.experts.count
     rows = model.expert_width * (1 + model.gated)
     shapes: dict[str, Shape] = {"up": (count, rows, model.hidden), "down": (count, model.hidden, model.expert_width)}
-    biases: dict[str, Shape] = {"up_bias": (count, rows), "down_bias": (count, model.hidden)}
-    for name, shape in (shapes | (biases if model.biases[2] else {})).items():
+    if model.biases[2]:
+        shapes |= {"up_bias": (count, rows), "down_bias": (count, model.hidden)}
+    for name, shape in shapes.items():
         if matrices(f"block0.mlp.experts.{name}", shape):
             yield f"block0.mlp.experts.{name} of the shape {list(shape)}"
 

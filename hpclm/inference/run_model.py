@@ -8,7 +8,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.fingerprint import tokenizer_clash
 from hpclm.checkpoint.manifest import Manifest, Progress
-from hpclm.checkpoint.tensors import Tensors
+from hpclm.checkpoint.tensors import CheckpointTensors
 from hpclm.config import DataConfig, EngineConfig, ModelConfig
 from hpclm.inference import run_settings
 from hpclm.model import gpt
@@ -81,7 +81,7 @@ def load_checkpoint(
         raise ConfigError(f"{checkpoint}: {clash[0]}; use the run's own data.tokenizer and data.prefix")
     layers = gpt.layers(config.model, config.engine, compute.dtype, config.seed)
     stack = Stack(config.model, layers, compute.dtype, execution=Execution(TokenLoss(config.engine.loss_chunk)))
-    with Tensors(checkpoint, manifest) as saved:
+    with CheckpointTensors(checkpoint, manifest) as saved:
         names = [name for name in saved.shapes() if name.startswith("model.")]
         stack.load_weights({name.removeprefix("model."): saved.whole(name) for name in names})
     return stack.to(compute.device).eval(), Progress.of(manifest.progress)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hpclm.base.errors import ConfigError
 from hpclm.base.progress import Bar
-from hpclm.checkpoint.tensors import Tensors
+from hpclm.checkpoint.tensors import CheckpointTensors
 from hpclm.interop.rules import ConversionRule, check_names
 from hpclm.interop.run import RunCheckpoint, finite
 
@@ -21,7 +21,7 @@ class Exported:
         self.rules = rules
         self.allow_nan = allow_nan
         self._folder = checkpoint.folder
-        self._saved = Tensors(checkpoint.folder, checkpoint.manifest)
+        self._saved = CheckpointTensors(checkpoint.folder, checkpoint.manifest)
         shapes = self._saved.shapes()
         self.shapes = {name.removeprefix("model."): shapes[name] for name in shapes if name.startswith("model.")}
         check_names([rule.ours for rule in rules], self.shapes, str(checkpoint.folder))

@@ -19,12 +19,12 @@ from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Axis
 
 COUNTS = "expert_tokens/"
-"""Prefix of the reported counts; the name of the block follows."""
+"""Prefix of the reported counts; the block's name follows it."""
 SMALLEST_SUM = 1e-20  # added to sums of scores, as in DeepSeek-V3: sigmoids may all be 0
 
 
-class Choice(Protocol):
-    """A router's choice; see hpclm.model.experts.Routing."""
+class RouterChoice(Protocol):
+    """The experts that a router chose; see hpclm.model.experts.Routing."""
 
     @property
     def logits(self) -> Tensor:
@@ -43,12 +43,12 @@ def add_balance_losses(
     x: Tensor,
     metadata: AttentionMetadata,
     config: ModelConfig,
-    choice: Choice,
+    choice: RouterChoice,
     load: Tensor | None,
     axes: Sequence[Axis],
 ) -> Tensor:
-    """``x`` [t, B, C], whose backward pass adds the losses that ``config`` enables. ``load``: see Router.load. ``axes``: of the
-    processes that divide the sequences of a micro-batch. Reports each token's experts; does nothing without a loss."""
+    """``x`` [t, B, C], whose backward pass adds the losses that ``config`` enables. ``load``: see Router.load. ``axes``: axes
+    over which the micro-batch's sequences are divided. Reports each expert's tokens; does nothing without a loss."""
     if metadata.weights is None or metadata.reports is None:
         return x
     counted = (metadata.weights > 0).long()
@@ -85,8 +85,7 @@ def normalized(scores: Tensor) -> Tensor:
 def tokens_of_experts(chosen: Tensor, counted: Tensor, experts: int) -> Tensor:
     """[t, B, k] chosen experts, and [t, B] 1 for counted tokens, otherwise 0 -> [B, E] int64: each expert's tokens in each sequence."""
     sequences = torch.arange(chosen.shape[1], device=chosen.device)[:, None]
-    # one-dimensional, because GPUs then add in a fixed order; a [t, B, E] tensor of hits would cost E / k times as
-    # much
+    # one-dimensional, because GPUs then add in a fixed order; a [t, B, E] tensor of hits would cost E / k times more
     places = (sequences * experts + chosen).flatten()
     ones = counted[..., None].expand_as(chosen).flatten()
     return counted.new_zeros(chosen.shape[1] * experts).scatter_add_(0, places, ones).view(-1, experts)

@@ -33,16 +33,18 @@ class KeyValueCache:
         self._pads: Tensor | None = None  # [B, 1]
         if min(lengths) < longest:
             self._pads = torch.tensor([[longest - length] for length in lengths], device=device)
-        kind = POSITIONS[config.positions]
-        self._slopes = kind.slopes(config.attention.heads, device)[None, :, None, None] if kind.slopes else None
-        self._missing = [longest - length for length in lengths]  # slots in use minus tokens, of each sequence
+        self._slopes: Tensor | None = None  # [1, H, 1, 1]
+        slopes = POSITIONS[config.positions].slopes
+        if slopes:
+            self._slopes = slopes(config.attention.heads, device)[None, :, None, None]
+        self._missing = [longest - length for length in lengths]  # each sequence's slots in use minus its tokens
         self._scaled_for: list[int] = []  # scaling_length() of each sequence when its keys were rotated
         self._rotary: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self.dtype = dtype
 
     @property
     def extensible(self) -> bool:
-        """Whether one more token fits: there is room, and it does not change the rotation of earlier keys."""
+        """Whether one more token fits: a slot is free, and the token does not change the rotation of earlier keys."""
         return self.used < self.room and self._scaling_lengths(self.used + 1) == self._scaled_for
 
     def extend(self, count: int) -> dict[str, AttentionMetadata]:
@@ -68,10 +70,10 @@ class KeyValueCache:
         """Keep only these sequences of the batch."""
         index = torch.tensor(rows, device=self._slots.device)
         self._kept = {layer: (k[index], v[index]) for layer, (k, v) in self._kept.items()}
-        self._pads = None if self._pads is None else self._pads[index]
-        self._missing, self._scaled_for = (
-            [values[row] for row in rows] for values in (self._missing, self._scaled_for)
-        )
+        if self._pads is not None:
+            self._pads = self._pads[index]
+        self._missing = [self._missing[row] for row in rows]
+        self._scaled_for = [self._scaled_for[row] for row in rows]
 
     def attend(
         self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores = PLAIN

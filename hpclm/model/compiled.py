@@ -21,8 +21,8 @@ class Compilation:
     """Functions compiled on their first call, until that fails for one of them; the reason is logged once."""
 
     def __init__(self, name: str, backend: Any = "inductor", axes: Sequence[Axis] = ()):
-        """``name``: names the functions in the log. ``axes``: the processes that exchange tensors in the functions. They must all
-        run the same code: if one cannot compile, none does."""
+        """``name``: the subject and verb of the log message. ``axes``: axes whose processes exchange tensors in the functions. They
+        must all run the same code: if one cannot compile, none does."""
         try:  # first: importing torch._dynamo creates PyTorch's default folder
             environment.for_inductor()
         except OSError as error:  # no place for temporary files, or no room there
@@ -39,14 +39,16 @@ class Compilation:
         # ranks that exchange nothing may mix compiled and uncompiled code
         together = [axis for axis in axes if axis.size > 1]
         self.name = name
-        self.backend = compiled_together(backend, together) if together else backend
+        if together:
+            backend = compiled_together(backend, together)
+        self.backend = backend
         self.works = True
         self.failure = ""
         """The reason why this process could not compile; empty if it could, or if the reason is ELSEWHERE."""
 
     def of(self, function: Callable[..., Any], plain: Callable[..., Any], whole: bool = True) -> Callable[..., Any]:
         """``function`` compiled, as one graph if ``whole``; after a failure, the equivalent ``plain``."""
-        # a graph for each shape; there are few (VARIANTS)
+        # one graph for each shape, of which at most VARIANTS are compiled
         compiled = torch.compile(function, dynamic=False, fullgraph=whole, backend=self.backend)
 
         def attempt(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +57,8 @@ class Compilation:
                     return compiled(*args, **kwargs)
                 except failures() as error:
                     self.works = False
-                    self.failure = "" if ELSEWHERE in str(error) else reason(error)
+                    if ELSEWHERE not in str(error):
+                        self.failure = reason(error)
                     warn(self.name, error)
             return plain(*args, **kwargs)
 
@@ -63,8 +66,8 @@ class Compilation:
 
 
 def without_folder(error: OSError) -> Callable[..., Any]:
-    """A backend that fails because no folder for compiled code could be created. It fails on use, where the other processes learn of it
-    and the function falls back."""
+    """A backend that fails because no folder for compiled code could be created. It fails on use, so that the other processes learn of
+    the failure and the function falls back."""
     why = f"no folder for compiled code can be made: {error.filename or 'TMPDIR'}: {error.strerror}"
 
     def attempt(graph: Any, inputs: Sequence[Any]) -> Any:
@@ -75,7 +78,7 @@ def without_folder(error: OSError) -> Callable[..., Any]:
 
 def compiled_together(backend: Any, axes: Sequence[Axis]) -> Callable[..., Any]:
     """A backend that fails on all processes of ``axes`` if ``backend`` fails on one. They compile the same graphs in the same order, and
-    would wait for one another forever if one ran other collectives."""
+    would wait for each other forever if one ran other collectives."""
 
     def attempt(graph: Any, inputs: Sequence[Any]) -> Any:
         import torch._dynamo
@@ -153,7 +156,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def reason(error: Exception) -> str:
-    """The message of such an error in one line."""
+    """The message of a compilation error in one line."""
     return " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
 
 

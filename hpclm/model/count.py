@@ -3,7 +3,7 @@
 from hpclm.config import ModelConfig, fp8
 
 CHUNK = 4096
-"""Tokens that any GPU computes logits of at a time: enough for fast matrix products."""
+"""Smallest number of tokens whose logits a GPU computes at a time: enough for fast matrix products."""
 ROOM = 4 << 30
 """Bytes for logits and their intermediates in the loss on a large GPU. Fewer chunks accumulate into the gradient of the embedding less
 often."""
@@ -15,10 +15,12 @@ PER_LOGIT = 8
 
 def parameters(config: ModelConfig) -> int:
     """Parameters of the model, including the padding of the embedding."""
-    output = 0 if config.tied else config.padded_vocab * config.hidden
     with_experts = config.layers - config.dense_layers
     blocks = config.dense_layers * block(config) + with_experts * block(config, True)
-    return embedding(config) + blocks + norm(config) + output
+    count = embedding(config) + blocks + norm(config)
+    if not config.tied:
+        count += config.padded_vocab * config.hidden
+    return count
 
 
 def active_parameters(config: ModelConfig) -> int:
@@ -27,22 +29,29 @@ def active_parameters(config: ModelConfig) -> int:
     return parameters(config) - idle
 
 
-def described(config: ModelConfig) -> str:
-    """The number of parameters, and with experts of active ones, in words."""
-    active = f" ({active_parameters(config):,} active for each token)" if config.experts.count else ""
-    return f"{parameters(config):,} parameters{active}"
+def described_size(config: ModelConfig) -> str:
+    """The number of parameters for messages; with experts also the number of active parameters."""
+    text = f"{parameters(config):,} parameters"
+    if config.experts.count:
+        text += f" ({active_parameters(config):,} active for each token)"
+    return text
 
 
 def norm(config: ModelConfig) -> int:
     """Parameters of one norm over the hidden size."""
-    return config.hidden * (1 + (config.bias and config.norm == "layernorm"))
+    if config.bias and config.norm == "layernorm":
+        return 2 * config.hidden
+    return config.hidden
 
 
 def embedding(config: ModelConfig) -> int:
     """Parameters before the first block: token embedding, learned positions, embedding norm."""
-    positions = config.context * (config.positions == "learned")
-    tables = (config.padded_vocab + positions) * config.hidden
-    return tables + norm(config) if config.embed_norm else tables
+    count = config.padded_vocab * config.hidden
+    if config.positions == "learned":
+        count += config.context * config.hidden
+    if config.embed_norm:
+        count += norm(config)
+    return count
 
 
 def block(config: ModelConfig, with_experts: bool = False) -> int:
@@ -50,20 +59,29 @@ def block(config: ModelConfig, with_experts: bool = False) -> int:
     c = config.hidden
     (qkv, out, _) = config.biases
     fused = (config.attention.heads + 2 * config.attention.groups) * config.head_width
-    attention = (c + qkv) * fused + (config.attention_width + out) * c + config.attention.heads * config.attention.sinks
-    spans = config.attention.qk_norm_span == "projection" and config.attention.qk_norm
-    split = (config.attention.heads + config.attention.groups) * config.head_width * spans
-    if with_experts:
-        shared = _mlp(config, config.experts.shared_ffn) if config.experts.shared_ffn else 0
-        mlp = _router(config) + experts(config) + shared
-    else:
-        mlp = _mlp(config, config.ffn_width) + 2 * (config.activation == "xielu")
-    return _norms(config) + split + attention + mlp
+    attention = (c + qkv) * fused + (config.attention_width + out) * c
+    if config.attention.sinks:
+        attention += config.attention.heads
+    if config.attention.qk_norm and config.attention.qk_norm_span == "projection":
+        attention += (config.attention.heads + config.attention.groups) * config.head_width
+    if not with_experts:
+        return _norms(config) + attention + _mlp(config, config.ffn_width) + _activation(config)
+    mlp = _router(config) + experts(config)
+    if config.experts.shared_ffn:
+        mlp += _mlp(config, config.experts.shared_ffn)
+    return _norms(config) + attention + mlp
+
+
+def _activation(config: ModelConfig) -> int:
+    """Weights of a dense MLP's activation function."""
+    return 2 if config.activation == "xielu" else 0
 
 
 def active_block(config: ModelConfig, with_experts: bool = False) -> int:
     """Parameters of one block that compute any one token."""
-    return block(config, with_experts) - with_experts * (experts(config) - chosen(config))
+    if not with_experts:
+        return block(config)
+    return block(config, True) - experts(config) + chosen(config)
 
 
 def experts(config: ModelConfig) -> int:
@@ -83,15 +101,16 @@ def _mlp(config: ModelConfig, width: int) -> int:
 
 
 def _router(config: ModelConfig) -> int:
-    """Parameters of a router; the bias on its choice does not count, since no gradient moves it."""
+    """Parameters of a router, without the bias on its choice, which no gradient moves."""
     return config.experts.count * (config.hidden + config.experts.router_bias)
 
 
 def _norms(config: ModelConfig) -> int:
     """Parameters of a block's norms that every tensor-parallel rank holds whole."""
-    of_heads = config.attention.qk_norm and config.attention.qk_norm_span == "head"
-    heads = config.head_width * (norm(config) // config.hidden) * 2 * of_heads
-    return heads + norm(config) * (4 if config.norm_order == "sandwich" else 2)
+    count = norm(config) * (4 if config.norm_order == "sandwich" else 2)
+    if config.attention.qk_norm and config.attention.qk_norm_span == "head":
+        count += 2 * config.head_width * (norm(config) // config.hidden)
+    return count
 
 
 def linears(config: ModelConfig, with_experts: bool = False) -> list[tuple[int, int]]:
@@ -119,7 +138,7 @@ def unsplit(config: ModelConfig, blocks: int, first: bool, last: bool, with_expe
     biases of row-parallel layers. ``with_experts``: how many of its ``blocks`` have experts."""
     _, out, mlp = config.biases
     per_block = _norms(config) + config.hidden * out
-    dense = config.hidden * mlp + 2 * (config.activation == "xielu")
+    dense = config.hidden * mlp + _activation(config)
     routed = _router(config) + config.hidden * mlp * (config.experts.shared_ffn > 0)
     before = embedding(config) - config.padded_vocab * config.hidden
     mlps = (blocks - with_experts) * dense + with_experts * routed
@@ -132,8 +151,8 @@ def unsplit_experts(config: ModelConfig) -> int:
 
 
 def attended(config: ModelConfig, causal: bool = True) -> float:
-    """Tokens that a token attends to, averaged over the sequence and the layers. Without ``causal``: as if every token saw as many as
-    the last one."""
+    """Tokens that a token attends to, averaged over the sequence and the layers. Without ``causal``, every token counts as many as the
+    last one."""
     context = config.context
     spans = [
         min(config.attention.window_of(config.attention.kind(i)) or context, context) for i in range(config.layers)
@@ -162,14 +181,15 @@ def recompute_flops(config: ModelConfig, recompute: str) -> float:
     """FLOPs per token that ``engine.recompute`` adds: the forward pass of the blocks, or of the attention core."""
     if recompute == "full":
         return (flops_per_token(config) - 6 * config.hidden * config.padded_vocab) / 3
-    return config.layers * 2 * config.context * config.attention_width if recompute == "selective" else 0.0
+    if recompute == "selective":
+        return config.layers * 2 * config.context * config.attention_width
+    return 0.0
 
 
 def loss_chunk(tokens: int, vocab: int, memory: float) -> int:
-    """Tokens of a micro-batch of ``tokens`` whose logits are computed at a time by default, on a GPU with ``memory`` bytes and ``vocab``
-    entries of the vocabulary. Chunks are equal if possible, so that compiled code sees one shape."""
-    # by a threshold: with a fraction of the memory, two GPUs of the same model could use different chunks, and so
-    # different sums
+    """The default number of tokens whose logits are computed at a time. ``tokens``: of the micro-batch. ``vocab``: entries of the
+    vocabulary. ``memory``: bytes of the GPU. Chunks are equal if possible, so that compiled code sees one shape."""
+    # a threshold: with a fraction of the memory, two GPUs of the same model could add up different chunks
     room = ROOM if memory >= LARGE_GPU_BYTES else 0
     largest = max(CHUNK, room // (PER_LOGIT * vocab))
     fewest = max(1, -(-tokens // largest))

@@ -43,7 +43,7 @@ class LayerSeeds:
         self.layers = layers
         self.compilation = compilation
         self.rank = tp.rank + tp.size * cp.rank
-        """Rank among the processes that share a sequence, which draw different numbers in attention and in users' blocks."""
+        """Rank among the processes that divide a sequence; they draw different numbers in attention and in users' blocks."""
 
     def counts(self, device: torch.device) -> bool:
         """Whether dropout outside attention is counter-based."""
@@ -106,13 +106,13 @@ def dropout(
         return x
     if keys is None:
         return F.dropout(x, probability)
-    # the index in the whole activation, not in this slice: the mask is that of a single process
+    # the index in the whole activation, not in this slice, so the mask equals that of a single process
     index = torch.arange(x.numel(), device=x.device).view(x.shape) + rank * x.numel()
     if part is not None:
         rows = part.places[rank * len(x) : (rank + 1) * len(x), None, None]
         index = rows * x[0].numel() + torch.arange(x[0].numel(), device=x.device).view(x[0].shape)
     drawn, _ = philox(index & WORD, (keys[site] >> 32) & WORD ^ (index >> 32), keys[site] & WORD)
-    # compared as integers: every device keeps the same values, to the last bit of the probability
+    # compared as integers, so that every device keeps the same values
     keep = drawn >= int(probability * (1 << 32))
     return torch.where(keep, x * (1 / (1 - probability)), 0.0)
 

@@ -24,7 +24,7 @@ ALIGNMENT = 16  # rows of grouped_mm must be a multiple of this many bytes
 
 
 class ExpertAxes(NamedTuple):
-    """The processes that divide experts, or a token's sequence."""
+    """The axes that divide experts and sequences."""
 
     ep: Axis = SINGLE
     """The processes that divide the experts."""
@@ -43,13 +43,13 @@ class Routing(NamedTuple):
     """A router's choice for each token of [t, B]."""
 
     logits: Tensor  # [t, B, E] fp32
-    scores: Tensor  # [t, B, E] fp32; the chosen ones became factors
+    scores: Tensor  # [t, B, E] fp32; the factors are scores of the chosen experts
     chosen: Tensor  # [t, B, k] int64
     factors: Tensor  # [t, B, k] fp32, of the chosen experts' results
 
 
 class Router(TensorParallelModule):
-    """Chooses experts, in fp32, since bf16 would choose others where scores are close (Fedus et al. 2022, section 2.4)."""
+    """Chooses experts in fp32: rounding to bf16 would change the choice between close scores (Fedus et al. 2022, section 2.4)."""
 
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
@@ -58,14 +58,14 @@ class Router(TensorParallelModule):
         self.weight = self.new_parameter(
             "weight", InitSpec.normal(Placement((count, config.hidden)), config.init_std, generator)
         )
-        self.bias = self.new_parameter("bias", InitSpec(Placement((count,)))) if config.experts.router_bias else None
+        self.bias = self.optional_parameter("bias", InitSpec(Placement((count,))), config.experts.router_bias)
         self.choice_bias: Tensor | None
-        """[E] fp32; engines keep it in fp32 and move it, gradients do not."""
+        """[E] fp32; engines keep it in fp32, and they move it, not gradients."""
         self.new_buffer("choice_bias", torch.zeros(count, device="cpu") if config.experts.router_choice_bias else None)
         self.load: Tensor | None = None
         """[E] fp32: each expert's tokens in the previous step, divided by the mean; set by engines with model.experts.balance_step."""
         self.received: tuple[int, int] | None = None
-        """With parallel.expert: the number of rows that this process's experts last received, and that of an even load."""
+        """With parallel.expert: the rows that this process's experts received last, and the rows of an even load."""
 
     def forward(self, x: Tensor) -> Routing:
         """[t, B, C] -> the choice for each token."""
@@ -96,7 +96,7 @@ class Router(TensorParallelModule):
 class Experts(TensorParallelModule):
     """The experts of this process: rows sorted by expert [m, C] -> results times the rows' factors [m, C].
 
-    If gated, ``up`` holds the rows of the gate, then those of the up projection. With tensor parallelism, each result is a partial sum.
+    If gated, ``up`` holds the rows of the gate, then the rows of the up projection. With tensor parallelism, each result is a partial sum.
     """
 
     loops = False
@@ -133,15 +133,17 @@ class Experts(TensorParallelModule):
             None if bias is None else self._weight(bias).to(x.dtype) for bias in (self.up_bias, self.down_bias)
         )
         if down_bias is not None and self.split and self.tp.size > 1:
-            down_bias = self.replicated(down_bias) / self.tp.size  # each of the parts to be summed includes it
+            down_bias = self.replicated(down_bias) / self.tp.size  # every rank adds it to its partial sum
         multiply = grouped if self.groups(x.dtype) else one_by_one
         ends = counts.cumsum(0).to(torch.int32)
         y = multiply(x, up, ends)
         if up_bias is not None:
             y = y + repeated(up_bias, counts, len(x))
-        # the factors' gradient then needs the inner rows, which are saved anyway, instead of the results
+        # scales the inner rows: the factors' gradient needs these, which are saved anyway, instead of the results
         y = multiply(activated(y, self.kind, self.activation), down, ends, factors[:, None])
-        return y if down_bias is None else y + repeated(down_bias, counts, len(x)) * factors[:, None]
+        if down_bias is not None:
+            y = y + repeated(down_bias, counts, len(x)) * factors[:, None]
+        return y
 
     def groups(self, dtype: torch.dtype) -> bool:
         """Whether grouped_mm can compute the products in this type."""
@@ -149,7 +151,7 @@ class Experts(TensorParallelModule):
         return not self.loops and all(width * dtype.itemsize % ALIGNMENT == 0 for width in rows)
 
     def _weight(self, weight: Tensor) -> Tensor:
-        """A weight; if every tensor-parallel process holds it whole for its own tokens, its gradient is summed over them."""
+        """``weight``; if every tensor-parallel rank holds it whole for its own tokens, the gradient is summed over the ranks."""
         return weight if self.split else self.replicated(weight)
 
 
@@ -167,9 +169,10 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor, factors: Tensor | None = N
 
 def one_by_one(x: Tensor, weights: Tensor, ends: Tensor, factors: Tensor | None = None) -> Tensor:
     """See grouped(); loops over the experts, and the host waits for their counts."""
-    x = x if factors is None else x * factors
+    if factors is not None:
+        x = x * factors
     parts = x.split(on_host(ends.diff(prepend=ends.new_zeros(1)), len(x)))
-    return torch.cat([F.linear(*of) for of in zip(parts, weights.unbind(), strict=True)])
+    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 
 
 class _ScaledProduct(torch.autograd.Function):
@@ -191,7 +194,7 @@ class _ScaledProduct(torch.autograd.Function):
             d_scaled = F.grouped_mm(d_y, weights, offs=ends)
             d_x = d_scaled * factors
             d_factors = (d_scaled * x).sum(-1, keepdim=True)
-        if ctx.needs_input_grad[2]:  # a zero-bubble schedule asks for one of them at a time
+        if ctx.needs_input_grad[2]:  # a zero-bubble schedule asks for one gradient at a time
             d_weights = F.grouped_mm(d_y.t(), x * factors, offs=ends)
         return d_x, d_factors, d_weights, None
 
@@ -221,11 +224,14 @@ class ExpertMLP(nn.Module):
             factors = gather(factors, self.tp)
             chosen = all_gather(chosen, self.tp)
         y = self.compute(tokens, chosen, factors)
-        y = scatter(y, self.tp) if split else y
-        return y if self.shared is None else y + self.shared(x)
+        if split:
+            y = scatter(y, self.tp)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y
 
     def compute(self, x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
-        """[T, B, C] tokens, their [T, B, k] experts and the factors of these -> [T, B, C]."""
+        """[T, B, C] tokens, and the [T, B, k] experts and factors of each -> [T, B, C]."""
         way = route(chosen.flatten(0, 1), self.config.experts.count, self.axes.ep)
         if way.sizes is not None:
             self.router.received = sum(way.sizes[1]), way.places.numel()
@@ -234,8 +240,8 @@ class ExpertMLP(nn.Module):
         return way.give_back(self.experts(rows, factors, way.counts)).view(x.shape)
 
     def runs_uncompiled(self, dtype: torch.dtype) -> bool:
-        """Whether compute() cannot be compiled. The host must know the number of tokens of each expert, or the type is not bf16. Up to
-        2.13, PyTorch traces grouped_mm only in bf16."""
+        """Whether compute() cannot be compiled: the host must know each expert's number of tokens, or the type is not bf16, the only
+        one in which PyTorch up to 2.13 traces grouped_mm."""
         return self.axes.ep.size > 1 or dtype != torch.bfloat16 or not self.experts.groups(dtype)
 
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from hpclm.base.registry import class_check, lookup
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.model import BLOCKS
-from hpclm.model import own_block
 from hpclm.model.attention.layer import Attention
 from hpclm.model.attention.layout import AttentionMetadata
 from hpclm.model.dropout import dropout
 from hpclm.model.experts import ExpertAxes, ExpertMLP
 from hpclm.model.init import InitSpec, TensorParallelModule
-from hpclm.model.layers import MLP, Norm, VocabParallelEmbedding
+from hpclm.model.layers import MLP, Norm, VocabParallelEmbedding, capped, scaled
+from hpclm.model.own_block import build_own_block
 from hpclm.model.position import POSITIONS
 from hpclm.parallel.mesh import SINGLE, Axis
 from hpclm.parallel.placement import Placement
@@ -44,7 +44,7 @@ class LayerSpec:
     kind: str = "full"
     """Kind of its attention, one of LAYER_KINDS (config/model.py)."""
     on_meta: bool = False
-    """Whether to build the layer on the meta device and initialise it later; our own modules declare their init (model.init)."""
+    """Whether to build the layer on the meta device and initialise it later, as hpclm's own modules allow (model.init)."""
 
     def build(self) -> nn.Module:
         """Build the layer, on the meta device if its modules support that, otherwise on the CPU."""
@@ -65,14 +65,13 @@ class LogitShape(NamedTuple):
 
     def of(self, product: Tensor) -> Tensor:
         """The logits for a product."""
-        logits = product if self.multiplier == 1.0 else product * self.multiplier
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+        return capped(scaled(product, self.multiplier), self.cap)
 
     def backward(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
-        """The gradient of the product, given that of its ``logits``, which are only needed with a cap."""
+        """The gradient of the product from the gradient of its ``logits``, which are only needed with a cap."""
         if self.cap is not None and logits is not None:
             gradient = gradient * (1 - (logits / self.cap).square())
-        return gradient if self.multiplier == 1.0 else gradient * self.multiplier
+        return scaled(gradient, self.multiplier)
 
 
 class Head(NamedTuple):
@@ -83,7 +82,7 @@ class Head(NamedTuple):
     vocab_size: int  # the remaining rows are padding
     tp: Axis = SINGLE
     cast: Tensor | None = None  # the weight in the compute type, if it has been cast already
-    main_grad: Tensor | None = None  # receives the weight's gradient in place, if the backward pass does that
+    main_grad: Tensor | None = None  # the weight's gradient, if the backward pass accumulates it in place
     shape: LogitShape = LogitShape()
 
     def rows(self) -> Tensor:
@@ -121,31 +120,32 @@ def layers(
     for index in range(config.layers):
         # 0 to 2 are the embeddings and the output, tied or not, so that blocks are initialised equally in both cases
         kwargs = dict(module=block, config=config, recompute_core=recompute_core, **init(3 + index))
-        kwargs |= dict(axes=axes) if config.experts.in_layer(index) else {}
+        if config.experts.in_layer(index):
+            kwargs["axes"] = axes
         full = engine.recompute == "full"
-        build = _seeded if config.block in BLOCKS else partial(own_block.build, name=f"block{index}")
+        build = _seeded if config.block in BLOCKS else partial(build_own_block, name=f"block{index}")
         specs.append(LayerSpec(f"block{index}", build, kwargs, recompute=full, kind=config.attention.kind(index)))
     specs.append(LayerSpec("norm", Norm, dict(config=config, width=config.hidden, tp=tp), call=_plain))
-    output = "tokens" if config.tied else "output"
+    name, index, head = ("tokens", 0, _tied_head) if config.tied else ("output", 2, _head)
     shape = LogitShape(config.logit_multiplier, config.logit_cap, config.logits_fp32)
     specs.append(
         LayerSpec(
-            output,
+            name,
             _seeded,
-            dict(module=VocabParallelEmbedding, **table, **init(0 if config.tied else 2)),
-            call=partial(_tied_head if config.tied else _head, shape=shape),
+            dict(module=VocabParallelEmbedding, **table, **init(index)),
+            call=partial(head, shape=shape),
         )
     )
     custom = config.block not in BLOCKS  # user-defined blocks initialise their own weights
     return [
-        # as shapes, so that every process can list all layers and fill only those that it keeps
+        # on the meta device, so that every process can list all layers and fill only its own
         replace(spec, number=number, on_meta=not (custom and spec.name.startswith("block")))
         for number, spec in enumerate(specs)
     ]
 
 
 def check_blocks(specs: Sequence[LayerSpec]) -> None:
-    """ConfigError if user-defined blocks are unsuitable. Builds two of them, which a single pipeline stage may not do."""
+    """ConfigError if user-defined blocks are unsuitable. Builds two of them; a pipeline stage alone may build only one."""
     for spec in specs:
         if spec.name in ("block0", "block1"):
             spec.build()
@@ -187,7 +187,7 @@ class InputEmbedding(TensorParallelModule):
         kind = POSITIONS[config.positions]
         shape = (config.context, config.hidden)
         initial = InitSpec.normal(Placement(shape), config.init_std, generator)
-        self.table = self.new_parameter("table", initial) if kind.learned else None
+        self.table = self.optional_parameter("table", initial, kind.learned)
         self.fixed: Tensor | None
         self.register_buffer("fixed", kind.table(*shape) if kind.table else None, persistent=False)
         self.norm = Norm(config, config.hidden, tp) if config.embed_norm else None
@@ -203,7 +203,9 @@ class InputEmbedding(TensorParallelModule):
             x = x + rows.to(x.dtype)
         if self.norm is not None:
             x = self.norm(x)
-        return dropout(x, self.dropout if self.training else 0.0, metadata.keys, 0, self.tp.rank, metadata.part)
+        if self.training:
+            x = dropout(x, self.dropout, metadata.keys, 0, self.tp.rank, metadata.part)
+        return x
 
 
 class Block(nn.Module):
@@ -217,14 +219,14 @@ class Block(nn.Module):
         tp: Axis,
         axes: ExpertAxes | None = None,
     ):
-        """``axes``: of the MLP's experts; None: a dense MLP."""
+        """``axes``: the axes that divide the MLP's experts; None: a dense MLP."""
         super().__init__()
         self.dropout = config.dropout
         self.rank = tp.rank
         self.multiplier = config.residual_multiplier
 
-        def norm(*orders: str) -> Norm | None:
-            return Norm(config, config.hidden, tp) if config.norm_order in orders else None
+        def norm(*orders: str) -> nn.Module:
+            return Norm(config, config.hidden, tp) if config.norm_order in orders else nn.Identity()
 
         self.norm1 = norm("pre", "sandwich")
         self.attention = Attention(config, recompute_core, generator, tp)
@@ -235,15 +237,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[t, B, C] -> [t, B, C]."""
-        y = self.attention(x if self.norm1 is None else self.norm1(x), metadata)
-        x = self._add(x, y, self.post_norm1, metadata, 0)
-        y = x if self.norm2 is None else self.norm2(x)
+        y = self.attention(self.norm1(x), metadata)
+        x = self._add(x, self.post_norm1(y), metadata, 0)
+        y = self.norm2(x)
         y = self.mlp(y, metadata) if isinstance(self.mlp, ExpertMLP) else self.mlp(y)
-        return self._add(x, y, self.post_norm2, metadata, 1)
+        return self._add(x, self.post_norm2(y), metadata, 1)
 
-    def _add(self, x: Tensor, y: Tensor, norm: Norm | None, metadata: AttentionMetadata, site: int) -> Tensor:
-        y = y if norm is None else norm(y)
-        keys = metadata.keys
-        part = metadata.part
-        y = dropout(y, self.dropout if self.training else 0.0, keys, site, self.rank, part)
-        return x + (y if self.multiplier == 1.0 else y * self.multiplier)
+    def _add(self, x: Tensor, y: Tensor, metadata: AttentionMetadata, site: int) -> Tensor:
+        if self.training:
+            y = dropout(y, self.dropout, metadata.keys, site, self.rank, metadata.part)
+        return x + scaled(y, self.multiplier)

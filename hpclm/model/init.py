@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hpclm.parallel.collectives import copy_to_tp
 from hpclm.parallel.main_gradients import accumulated
 from hpclm.parallel.mesh import Axis
-from hpclm.parallel.placement import Piece, Placement
+from hpclm.parallel.placement import Placement, TensorBlock
 
 # part of the meaning of a seed: another size would change every run's initial weights
 BAND = 1 << 20  # values
@@ -61,25 +61,29 @@ class InitSpec:
         by_rows = self.placement.dim == 0
         count = max(1, BAND // math.prod(self.placement.shape[1:]))
         pieces = list(self.placement.pieces(tp, data_rank))
-        split = pieces if by_rows else pieces[:1]  # otherwise the pieces differ in columns only
-        for piece in split:
-            # offset from local rows to rows of the whole weight
-            shift = piece.start[0] - (piece.offset if by_rows else 0)
+        # pieces that are not split by rows have the same rows, and differ in columns only
+        for group in [[piece] for piece in pieces] if by_rows else [pieces]:
+            piece = group[0]
+            shift = piece.start[0]  # offset from local rows to rows of the whole weight
+            if by_rows:
+                shift -= piece.offset
             begin = max(first + shift, piece.start[0])
             end = min(last + shift, piece.start[0] + piece.size[0])
-            for band in range(begin // count, -(-end // count) if begin < end else 0):
+            if begin >= end:
+                continue
+            for band in range(begin // count, -(-end // count)):
                 a = max(begin, band * count)
                 b = min(end, rows, (band + 1) * count)
                 drawn = self._band(band, min(count, rows - band * count))[a - band * count : b - band * count]
-                yield a - shift, self._columns(drawn, [piece] if by_rows else pieces)
+                yield a - shift, self._columns(drawn, group)
 
     def _band(self, number: int, rows: int) -> Tensor:
-        # on the CPU even for weights on a GPU: its generator draws other numbers
+        # on the CPU even for weights on a GPU, whose generator draws other numbers
         generator = torch.Generator().manual_seed(self.seed + number)
         drawn = torch.empty((rows, *self.placement.shape[1:]), device="cpu")
         return drawn.normal_(self.mean, self.std, generator=generator)
 
-    def _columns(self, rows: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    def _columns(self, rows: Tensor, pieces: Sequence[TensorBlock]) -> Tensor:
         """The columns of these whole rows that belong to ``pieces``."""
         shape = self.placement.shape
         cut = []
@@ -108,10 +112,15 @@ class TensorParallelModule(nn.Module):
         """The fp32 gradients that the backward pass accumulates in place, by the name of the weight."""
 
     def new_parameter(self, name: str, spec: InitSpec) -> nn.Parameter:
-        """The local slice of the weight ``name``. On the meta device, for the engine to fill, if data-parallel ranks hold different
-        slices."""
-        self.placements[name], self.init_specs[name] = spec.placement, spec
+        """The local slice of the weight ``name``. If data-parallel ranks hold different slices, it is on the meta device for the engine
+        to fill."""
+        self.placements[name] = spec.placement
+        self.init_specs[name] = spec
         return spec.parameter(self.tp, torch.device("meta") if spec.placement.data_ranks > 1 else None)
+
+    def optional_parameter(self, name: str, spec: InitSpec, present: bool) -> nn.Parameter | None:
+        """new_parameter() if ``present``, otherwise None."""
+        return self.new_parameter(name, spec) if present else None
 
     def new_buffer(self, name: str, values: Tensor | None) -> None:
         """Create the buffer ``name``, which is saved whole with the weights and never updated by an optimizer; None: no buffer."""
@@ -122,7 +131,9 @@ class TensorParallelModule(nn.Module):
     def accumulated(self, name: str) -> Tensor:
         """The weight ``name``; its gradient is accumulated in place if it is in ``main_grads``."""
         parameter: Tensor = getattr(self, name)
-        return accumulated(parameter, self.main_grads[name]) if name in self.main_grads else parameter
+        if name in self.main_grads:
+            return accumulated(parameter, self.main_grads[name])
+        return parameter
 
     def replicated(self, parameter: Tensor) -> Tensor:
         """A weight that every rank of ``tp`` holds whole and applies to its own slice of the sequence."""
@@ -135,7 +146,7 @@ def saved_buffers(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, TensorParallelModule):
             for name, buffer in module.named_buffers(recurse=False):
                 if name in module.placements:
-                    yield f"{path}.{name}" if path else name, buffer
+                    yield f"{path}.{name}".removeprefix("."), buffer
 
 
 def uninitialized(layer: nn.Module) -> Iterator[tuple[str, InitSpec]]:
@@ -143,11 +154,11 @@ def uninitialized(layer: nn.Module) -> Iterator[tuple[str, InitSpec]]:
     for path, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                yield f"{path}.{name}" if path else name, module.init_specs[name]
+                yield f"{path}.{name}".removeprefix("."), module.init_specs[name]
 
 
 def materialize_on(device: torch.device, tp: Axis, data_rank: int = 0) -> Callable[[str, nn.Module], nn.Module]:
-    """Returns a function that moves a layer to ``device`` and initialises its weights on the meta device."""
+    """A function that moves a layer to ``device``, and initialises the weights that are on the meta device."""
 
     def wrap(_: str, layer: nn.Module) -> nn.Module:
         for name, spec in list(uninitialized(layer)):

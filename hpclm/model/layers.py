@@ -41,6 +41,16 @@ NORMS = {"layernorm": ("layer_norm", True), "rmsnorm": ("rms_norm", False)}
 """For each kind: its name in PyTorch and apex, and whether it has a bias."""
 
 
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """``x`` times ``factor``; costs nothing if the factor is 1."""
+    return x if factor == 1.0 else x * factor
+
+
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """cap x tanh(x / cap), between -cap and cap (Gemma 2); None: ``x``."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 class ColumnLinear(TensorParallelModule):
     """y = x W^T + b with the rows of W split, at the entry of a block's sublayer: [t, ..., C] -> [T, ..., width / tp].
 
@@ -48,7 +58,7 @@ class ColumnLinear(TensorParallelModule):
     """
 
     fp8: FP8 | None = None
-    """Multiplication in FP8, if enabled."""
+    """Multiplication in FP8; None without engine.fp8."""
 
     def __init__(
         self, config: ModelConfig, width: int, bias: bool, generator: torch.Generator, tp: Axis, parts: int = 1
@@ -56,7 +66,7 @@ class ColumnLinear(TensorParallelModule):
         super().__init__(tp)
         placement = Placement((width, config.hidden), 0, parts)
         self.weight = self.new_parameter("weight", InitSpec.normal(placement, config.init_std, generator))
-        self.bias = self.new_parameter("bias", InitSpec(Placement((width,), 0, parts))) if bias else None
+        self.bias = self.optional_parameter("bias", InitSpec(Placement((width,), 0, parts)), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, ..., C] -> [T, ..., width / tp]."""
@@ -72,12 +82,12 @@ class RowLinear(TensorParallelModule):
 
     def __init__(self, config: ModelConfig, width: int, bias: bool, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
-        # 2 x layers sublayers add to the residual stream; divided by the root, its variance does not grow with depth
+        # 2 x layers sublayers add to the residual stream; dividing by the root keeps its variance independent of depth
         # (Radford et al. 2019)
         placement = Placement((config.hidden, width), 1)
         std = config.init_std / (2 * config.layers) ** 0.5
         self.weight = self.new_parameter("weight", InitSpec.normal(placement, std, generator))
-        self.bias = self.new_parameter("bias", InitSpec(Placement((config.hidden,)))) if bias else None
+        self.bias = self.optional_parameter("bias", InitSpec(Placement((config.hidden,))), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, ..., width / tp] -> [t, ..., C]."""
@@ -103,8 +113,7 @@ class Norm(TensorParallelModule):
         self.eps = config.norm_eps
         self.fused = apex.norms().get(self.norm) if config.kernels == "apex" else None
         self.weight = self.new_parameter("weight", InitSpec(Placement((width,)), mean=1.0))
-        biased = config.bias and self.biased
-        self.bias = self.new_parameter("bias", InitSpec(Placement((width,)))) if biased else None
+        self.bias = self.optional_parameter("bias", InitSpec(Placement((width,))), config.bias and self.biased)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
@@ -140,7 +149,7 @@ class XIELU(TensorParallelModule):
 
     BETA = 0.5  # slope at 0
     INITIAL = 0.8  # of both alphas
-    EPS = -1e-6  # as in transformers: not 0 at 0, which norms of zero rows amplify
+    EPS = -1e-6  # as in transformers; makes the result at 0 nonzero, which norms of zero rows amplify
 
     def __init__(self, tp: Axis):
         super().__init__(tp)
@@ -175,7 +184,7 @@ class VocabParallelEmbedding(TensorParallelModule):
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] ids -> [t, B, C] in the compute type."""
         x = self._look_up(ids.t()).to(self.dtype)
-        return x if self.scale == 1.0 else x * self.scale
+        return scaled(x, self.scale)
 
     def _look_up(self, ids: Tensor) -> Tensor:
         if self.tp.size == 1:
@@ -188,7 +197,7 @@ class VocabParallelEmbedding(TensorParallelModule):
 
 
 class MLP(nn.Module):
-    """[t, B, C] -> [t, B, C]. If gated, ``up`` holds the rows of the gate, then those of the up projection."""
+    """[t, B, C] -> [t, B, C]. If gated, ``up`` holds the rows of the gate, then the rows of the up projection."""
 
     def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis, width: int | None = None):
         """``width``: inner width; None: model.ffn."""
@@ -207,8 +216,7 @@ class MLP(nn.Module):
 
 
 def activated(x: Tensor, kind: str, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """[..., F], or [..., 2 F] of gate and up if ``kind``, a model.activation, is gated -> [..., F]. ``activation``: the function of this
-    kind."""
+    """[..., F], or [..., 2 F] of gate and up if gated -> [..., F]. ``kind``: model.activation. ``activation``: its function."""
     if "glu" not in kind:
         return activation(x)
     gate, up = x.chunk(2, -1)

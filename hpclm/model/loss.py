@@ -21,17 +21,17 @@ from hpclm.parallel.mesh import Axis
 
 ChunkMath = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 Backward = Literal["once", "twice", "unscaled"]
-"""How backward runs: once; possibly twice, as in zero-bubble schedules, which costs a copy of the weight gradient; or once from the loss
-itself, whose gradient is 1, so that nothing is multiplied."""
+"""How backward runs. once: one time. twice: possibly two times, as in zero-bubble schedules; costs a copy of the weight gradient.
+unscaled: one time, from a loss whose gradient is 1, so that nothing is multiplied."""
 
 
 def nll_and_gradient(
     logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[n, V] logits, [n] labels and weights -> weighted losses [n] in fp32; the gradient [n, V], in the logits' type, of them and of the
-    weighted z-losses; and the z-losses [n], if any: ``z_loss`` x (log of the softmax's normaliser)^2 (Chowdhery et al. 2022).
+    """[n, V] logits, [n] labels and weights -> the weighted losses [n] in fp32; the gradient [n, V] of losses and z-losses, in the
+    logits' type; and the weighted z-losses [n], or None.
 
-    Entries from ``vocab`` on are padding and get no probability. Written without scatter, so that torch.compile fuses it into one pass
+    A z-loss is ``z_loss`` x (log of the softmax's normaliser)^2 (Chowdhery et al. 2022). Entries from ``vocab`` on are padding and get no probability. Written without scatter, so that torch.compile fuses it into one pass
     that never holds [n, V] in fp32.
     """
     entry = torch.arange(logits.shape[-1], device=logits.device)
@@ -85,7 +85,7 @@ def split_nll_and_gradient(
     outside = (mine < 0) | (mine >= logits.shape[-1])
     mine = mine.masked_fill(outside, 0)[:, None]
     largest = all_reduce_max(scores.amax(-1), tp)
-    # the maximum over all ranks, or their exponentials could not be added
+    # all ranks subtract the same maximum; otherwise their exponentials could not be added
     scores -= largest[:, None]
     target = scores.gather(-1, mine)[:, 0].masked_fill(outside, 0.0)
     p = scores.exp_()
@@ -107,11 +107,11 @@ class LossTerms(NamedTuple):
 
     shape: LogitShape
     vocab: int
-    """Number of entries that are not padding."""
+    """Entries of the vocabulary without padding."""
     chunk: int
-    """Tokens at a time."""
+    """Tokens whose logits are in memory at a time."""
     math: ChunkMath
-    """May change its logits in place."""
+    """Computes losses and gradients; may change its logits in place."""
     backward: Backward
     main_grad: Tensor | None
     """Receives the weight's gradient in place, which needs ``backward`` unscaled."""
@@ -130,7 +130,8 @@ class _ChunkedLoss(torch.autograd.Function):
         weights: Tensor,
         how: LossTerms,
     ) -> Tensor:
-        """[n, C] hidden, [V / tp, C] weight and the same in hidden's type, [n] labels, [n] weights -> the weighted sum of losses.
+        """[n, C] hidden, [V / tp, C] weight and rows, [n] labels and weights -> the weighted sum of losses. ``rows``: the weight in the
+        type of ``hidden``.
 
         z-losses change the gradients only.
         """
@@ -193,18 +194,21 @@ class TokenLoss:
         self.z_loss = z_loss
         self.whole: ChunkMath = nll_and_gradient_in_place
         self.split: ChunkMath = split_nll_and_gradient
-        self.compilations = [Compilation("the loss runs") for _ in range(2 if compile else 0)]
+        self.compilations: list[Compilation] = []
         """For the whole vocabulary, and for a part of it; the collectives of both are the same as uncompiled."""
         if compile:
-            whole, split = self.compilations
+            whole = Compilation("the loss runs")
+            split = Compilation("the loss runs")
+            self.compilations = [whole, split]
             self.whole = whole.of(nll_and_gradient, self.whole)
             self.split = split.of(split_nll_and_gradient, self.split)
         if z_loss:
-            self.whole, self.split = (partial(math, z_loss=z_loss) for math in (self.whole, self.split))
+            self.whole = partial(self.whole, z_loss=z_loss)
+            self.split = partial(self.split, z_loss=z_loss)
 
     def __call__(self, head: Head, labels: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """``labels`` and ``weights`` [B, T] -> a scalar in fp32, differentiable once, and the reports: with z-losses their sum, of which
-        each tensor-parallel rank reports an equal share.
+        """``labels`` and ``weights`` [B, T] -> a scalar in fp32, differentiable once, and the reports. With z-losses, each tensor-parallel
+        rank reports an equal part of their sum.
 
         The weights include every factor of the loss (mask, 1 / tokens, loss scale): gradients in the compute type include those factors,
         so that fp16 does not underflow.
@@ -233,7 +237,9 @@ class TokenLoss:
                 ),
             )
             # every tensor-parallel rank has the same sum, and the engine adds up the reports of all ranks
-            return total, {"z_loss": torch.stack(penalties).sum() / head.tp.size} if penalties else {}
+            if penalties:
+                return total, {"z_loss": torch.stack(penalties).sum() / head.tp.size}
+            return total, {}
         total = hidden.new_zeros((), dtype=torch.float32)
         for begin in range(0, len(hidden), chunk):
             part = slice(begin, begin + chunk)
@@ -242,7 +248,7 @@ class TokenLoss:
 
     @staticmethod
     def _chosen(head: Head, labels: Tensor) -> int:
-        """Tokens at a time: large matrix products on GPUs, cache-sized ones on CPUs."""
+        """Default tokens at a time: large matrix products on GPUs, cache-sized ones on CPUs."""
         if not labels.is_cuda:
             return 512
         memory = torch.cuda.get_device_properties(labels.device).total_memory

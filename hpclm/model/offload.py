@@ -1,7 +1,7 @@
 """Keeps activations in pinned CPU memory between the forward and the backward pass, copied on separate streams.
 
-While a block computes, the activations of the previous block are copied to the CPU. In the backward pass, those of the next block to run
-are copied back. The GPU holds the activations of AHEAD blocks at a time, and the host never waits.
+While a block computes, the activations of the previous block are copied to the CPU. In the backward pass, the activations of the next
+block to run are copied back. The GPU holds the activations of AHEAD blocks at a time, and the host never waits.
 
 Whole storages are copied, each once. Views, such as the slices of the fused projection, come back with their strides, on which compiled
 backward passes rely, and no copy needs a contiguous buffer in between.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-MIN_OFFLOADED_VALUES = 1 << 16  # values; smaller activations are not worth offloading
+MIN_OFFLOADED_VALUES = 1 << 16  # smaller activations are not worth offloading
 AHEAD = 2
 """Maximum number of blocks with activations on the GPU: the one that computes and the one that is copied."""
 
@@ -46,7 +46,7 @@ class BlockActivations:
     saved: dict[tuple[int, int, torch.dtype], "weakref.ref[Saved]"] = field(default_factory=dict)
     """By address and version; a reference is dead once the backward pass no longer needs it."""
     copied: Any = None
-    """Event: all of them are on the CPU."""
+    """Event: all activations are on the CPU."""
     fetched: bool = False
 
 
@@ -139,7 +139,7 @@ class ActivationOffload:
         block.fetched = True
         back = self.streams.back
         missing = [saved for saved in alive(block) if saved.tensor is None]
-        # allocated on the computing stream, so that it can reuse the memory without waiting for this one
+        # allocated on the computing stream, which can later reuse the memory without waiting for ``back``
         for saved in missing:
             saved.tensor = torch.empty_like(saved.copy, device=saved.device)
         back.wait_stream(self.streams.computing())
@@ -155,7 +155,8 @@ class ActivationOffload:
 
 def alive(block: BlockActivations) -> list[Saved]:
     """The storages of a block that the backward pass may still need."""
-    return [saved for reference in block.saved.values() if (saved := reference()) is not None]
+    storages = (reference() for reference in block.saved.values())
+    return [storage for storage in storages if storage is not None]
 
 
 def is_weight(tensor: Tensor) -> bool:

@@ -40,7 +40,7 @@ class _NoGradientHooks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def build(module: Callable[..., nn.Module], name: str, seed: int, **kwargs: Any) -> nn.Module:
+def build_own_block(module: Callable[..., nn.Module], name: str, seed: int, **kwargs: Any) -> nn.Module:
     """Build the block called ``name`` with seeded random numbers; ConfigError if some engine could not train it."""
     # only the CPU's generator: blocks are built there. PyTorch modules such as nn.Linear take no generator
     with torch.random.fork_rng(devices=[]), _NoGradientHooks(name):
@@ -57,7 +57,7 @@ def _unsuitable(name: str, block: nn.Module) -> Iterator[str]:
     """The weights of a new block that some engine could not train."""
     names: dict[nn.Parameter, str] = {}
     for path, weight in block.named_parameters(name, remove_duplicate=False):
-        # the mark of a weight that this process has seen in another block
+        # set below on the weights of other blocks of this process
         other = names.get(weight) or vars(weight).get("hpclm_name")
         if other:
             yield f"{other} and {path} are the same weight; the constructor of model.block must create every weight, under one name"
@@ -77,31 +77,28 @@ def _unsuitable(name: str, block: nn.Module) -> Iterator[str]:
 
 
 class _EveryWeight(torch.autograd.Function):
-    """The first argument unchanged; the others, weights, get a gradient of 0."""
+    """Returns the first argument unchanged; the others, which are weights, get a gradient of 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        """See torch.autograd.Function."""
-        ctx.alike = [(weight.shape, weight.new_zeros(())) for weight in weights]
+        ctx.like = [(weight.shape, weight.new_zeros(())) for weight in weights]
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """See torch.autograd.Function."""
         # a copy: PyTorch may keep it as a weight's gradient, and DeepSpeed receives the next one into the same memory
-        return gradient.clone(), *(zero.expand(shape) for shape, zero in ctx.alike)
+        return gradient.clone(), *(zero.expand(shape) for shape, zero in ctx.like)
 
 
 def use_every_weight(layer: nn.Module) -> None:
-    """Give every weight of a user's block a gradient in every backward pass, 0 if unused, in a fixed order. Libraries that send
-    gradients as they arrive would otherwise wait for those of other replicas, or add gradients of different weights."""
+    """Give every weight of a user's block a gradient in every backward pass, 0 if unused, in a fixed order. Otherwise, libraries that
+    send gradients as they arrive would wait for other replicas, or add gradients of different weights."""
 
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x, *others = arguments
         if not torch.is_grad_enabled():
             return None
-        # applied to the input, so that this is the last node of the block's backward pass, and completes all
-        # gradients
+        # applied to the input: the last node of the block's backward pass, it completes all gradients
         return _EveryWeight.apply(x, *module.parameters()), *others
 
     if is_own(layer):
@@ -114,7 +111,7 @@ def is_own(layer: nn.Module) -> bool:
 
 
 class BlockState:
-    """State that user-defined blocks keep besides weights, and that a resumed run would lack."""
+    """State that user-defined blocks keep besides weights; a resumed run would lack it."""
 
     def __init__(self, model: nn.Module):
         self.blocks = [module for module in model.modules() if is_own(module)]
@@ -175,7 +172,9 @@ def _comparable(value: Any) -> Any:
         return {repr(key): _comparable(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, deque)):
         return [_comparable(entry) for entry in value]
-    return repr(value) if isinstance(value, (bool, int, float, set)) else None
+    if isinstance(value, (bool, int, float, set)):
+        return repr(value)
+    return None
 
 
 def _differ(before: Any, now: Any) -> bool:

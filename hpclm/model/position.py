@@ -1,5 +1,5 @@
-"""Position embeddings: sinusoidal, rotary (Su et al. 2021) with the scalings for longer contexts of transformers' rope_parameters, and
-ALiBi (Press et al. 2022).
+"""Position embeddings: sinusoidal, rotary (Su et al. 2021) and ALiBi (Press et al. 2022). Rotary embeddings support the scalings for
+longer contexts of transformers' rope_parameters.
 
 T tokens in a sequence, B sequences, H heads of this process, D size of one head.
 """
@@ -49,7 +49,8 @@ def alibi_slopes(heads: int, device: torch.device, tp: Axis = SINGLE) -> Tensor:
 
 def alibi(heads: int, length: int, device: torch.device, tp: Axis = SINGLE, slopes: Tensor | None = None) -> Tensor:
     """[1, H, T, T] ALiBi biases, distance times slope, for this process's heads out of ``heads``."""
-    slopes = alibi_slopes(heads, device, tp) if slopes is None else slopes
+    if slopes is None:
+        slopes = alibi_slopes(heads, device, tp)
     places = torch.arange(length, device=device)
     distance = places[None, :] - places[:, None]
     return slopes[None, :, None, None] * distance
@@ -60,22 +61,27 @@ def rotary(
 ) -> tuple[Tensor, Tensor]:
     """[T, B] positions -> cosines and sines [T, B, 1, rotated features] (Su et al. 2021, the half-rotation of Llama).
 
-    ``layer``: kind of the layers. ``length``: of the sequences, on which some scalings depend. ``rates``: rotary_rates(), if already
-    computed.
+    ``layer``: kind of the layers. ``length``: length of the sequences, on which some scalings depend. ``rates``: rotary_rates(),
+    if already computed.
     """
     rate, factor = rates or rotary_rates(config, layer, length, positions.device)
     # fp32 for any activations: an angle of a thousand radians has no fraction left in bf16
     angles = positions[..., None, None].float() * rate
     angles = torch.cat([angles, angles], -1)
-    return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
+    if factor == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def rotary_rates(config: ModelConfig, layer: str, length: int, device: torch.device) -> Rates:
     """The frequencies of a kind of layers, and the factor of their cosines and sines."""
-    windowed = config.attention.window_of(layer) is not None
-    base = config.rope.window_base if windowed else None
-    scaling = config.rope.scaling if config.rope.window_scaled or not windowed else {}
-    return frequencies(config.rotated, base or config.rope.base, scaling, config.context, length, device)
+    base = config.rope.base
+    scaling = config.rope.scaling
+    if config.attention.window_of(layer) is not None:
+        base = config.rope.window_base or base
+        if not config.rope.window_scaled:
+            scaling = {}
+    return frequencies(config.rotated, base, scaling, config.context, length, device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -105,7 +111,7 @@ def frequencies(
 ) -> tuple[Tensor, float]:
     """[width / 2] radians per position, and the factor of cosines and sines.
 
-    ``length``: tokens of the sequences, for scalings that depend on it (dynamic, longrope). ``context``: the longest.
+    ``length``: tokens of the sequences, for scalings that depend on it (dynamic, longrope). ``context``: model.context.
     """
     given = rope.parsed(scaling)
     kind = given.get("rope_type")
@@ -131,8 +137,8 @@ def frequencies(
 
 
 def scaling_length(scaling: Mapping[str, str], context: int, length: int) -> int:
-    """The shortest length with the same frequencies as ``length`` tokens; 0 if the frequencies do not depend on it, or are not yet
-    scaled."""
+    """The shortest length with the same frequencies as ``length`` tokens; 0 if the frequencies do not depend on the length, or are
+    not scaled yet."""
     kind = scaling.get("rope_type")
     if kind not in ("dynamic", "longrope"):
         return 0
@@ -156,7 +162,8 @@ def _yarn(plain: Tensor, base: float, width: int, original: int, given: Mapping[
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, width - 1)
-    high += 0.001 if low == high else 0  # if high is below low, fast and slow are swapped, as in transformers
+    if low == high:  # if high is below low, fast and slow are swapped, as in transformers
+        high += 0.001
     places = torch.arange(len(plain), dtype=torch.float32, device=plain.device)
     slow = ((places - low) / (high - low)).clamp(0, 1)
     return plain / given["factor"] * slow + plain * (1 - slow)
@@ -165,14 +172,14 @@ def _yarn(plain: Tensor, base: float, width: int, original: int, given: Mapping[
 def _temperature(given: Mapping[str, Any]) -> float:
     """The factor of cosines and sines in YaRN."""
 
-    def of(weight: float) -> float:
+    def temperature(weight: float) -> float:
         return 1.0 if given["factor"] <= 1 else 0.1 * weight * math.log(given["factor"]) + 1.0
 
     if given.get("attention_factor"):
         return float(given["attention_factor"])
     if given.get("mscale", 0) and given.get("mscale_all_dim", 0):
-        return of(given["mscale"]) / of(given["mscale_all_dim"])
-    return of(1.0)
+        return temperature(given["mscale"]) / temperature(given["mscale_all_dim"])
+    return temperature(1.0)
 
 
 def _llama3(plain: Tensor, original: int, given: Mapping[str, Any]) -> Tensor:

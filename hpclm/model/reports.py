@@ -1,7 +1,7 @@
 """Reports of a block: named scalars, and auxiliary losses, which training minimises too.
 
-Both are means over the tokens of a step, weighted like the loss, and so the same in every layout of processes. A block gives a value for
-each of its tokens, and need not know about engines, stages or ranks.
+Both are means over the tokens of a step, weighted like the loss, and so the same in every layout of processes. A block passes one
+value for each of its tokens, and need not know about engines, stages or ranks.
 """
 
 from typing import Any
@@ -12,11 +12,12 @@ from torch import Tensor
 from hpclm.base.errors import ConfigError
 from hpclm.base.metric_names import is_reserved
 from hpclm.model.attention.layout import AttentionMetadata
+from hpclm.parallel.micro_batch import add
 
 
 def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: bool = False) -> None:
-    """Report the mean of ``values`` under ``name``: [t, B], one for each of the block's tokens, or a single value that applies to all of
-    them, such as the mean of a gate.
+    """Report the mean of ``values`` under ``name``. ``values``: [t, B], one for each of the block's tokens, or a single value for all
+    tokens, such as the mean of a gate.
 
     The mean is over the tokens of the step, on all processes, weighted like the loss. Reports of several layers under one name are
     summed; with ``by_layer`` each gets its own name, ``name/block3``. Reports outside training are ignored. ConfigError for another
@@ -27,15 +28,13 @@ def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: boo
         if values.ndim == 0:
             values = values.expand(metadata.weights.shape)
         if values.shape != metadata.weights.shape:
-            wanted = list(metadata.weights.shape)
-            given = list(values.shape)
             raise ConfigError(
-                f"report({name!r}): values of shape {given}; it takes one for each token, {wanted}, or a single one"
+                f"report({name!r}): values of shape {list(values.shape)}; pass one value for each token, "
+                f"{list(metadata.weights.shape)}, or a single value"
             )
         key = f"{name}/" if by_layer else name
         total = (values.detach().float() * metadata.weights).sum()
-        values_of_layer = metadata.reports.values
-        values_of_layer[key] = values_of_layer[key] + total if key in values_of_layer else total
+        add(metadata.reports.values, {key: total})
 
 
 def check_name(name: str) -> None:
@@ -68,6 +67,5 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        """Both gradients."""
         [gradient] = outer
         return gradient, torch.ones((), device=gradient.device)

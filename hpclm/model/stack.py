@@ -25,11 +25,12 @@ from hpclm.model.init import InitSpec
 from hpclm.model.loss import TokenLoss
 from hpclm.model.offload import ActivationOffload, Streams
 from hpclm.parallel.mesh import SINGLE, SINGLE_MESH, Axis, Mesh
-from hpclm.parallel.micro_batch import MicroBatch, Output, add
+from hpclm.parallel.micro_batch import MicroBatch, ModelOutput, add
 from hpclm.parallel.placement import Placement
 
 WrapLayer = Callable[[str, nn.Module], nn.Module]
-"""Called with each layer's name and module right after it is built: places, shards or wraps the layer, and returns its replacement."""
+"""Called with each layer's name and module, usually on the meta device, right after the layer is built. Places, shards or wraps the
+layer, and returns the one to use."""
 
 
 class Execution(NamedTuple):
@@ -54,8 +55,7 @@ class Stack(nn.Module):
         wrap: WrapLayer | None = None,
         execution: Execution | None = None,
     ):
-        """``dtype``: of the activations. ``wrap``: called with every layer as soon as it is built, usually on the meta device; returns
-        the layer to use. By default layers are placed on the CPU."""
+        """``dtype``: type of the activations. ``wrap``: by default, places layers on the CPU."""
         super().__init__()
         tp = mesh.tp
         cp = mesh.cp
@@ -65,7 +65,9 @@ class Stack(nn.Module):
         self.dtype = dtype
         self.tp = tp
         self.cp = cp
-        self.loss, self.recompute_every, self.offload = execution.loss or TokenLoss(), *execution[1:]
+        self.loss = execution.loss or TokenLoss()
+        self.recompute_every = execution.recompute_every
+        self.offload = execution.offload
         self.compilation = StackCompilation((tp, cp))
         self.layouts = Layouts(config, dtype, [spec.kind for spec in specs], (tp, cp), self.compilation)
         self.seeds = LayerSeeds(config, specs[-1].number + 1, tp, cp, self.compilation)
@@ -88,11 +90,16 @@ class Stack(nn.Module):
                 # placed and sharded one by one: a model too large for one process is never built whole
                 self.layers[spec.name] = wrap(spec.name, layer)
 
-    def forward(self, batch: MicroBatch, x: Tensor | None = None, cache: KeyValueCache | None = None) -> Output:
-        """Run the micro-batch through these layers. ``x`` [t, B, C]: output of the previous stage, if any. ``cache``: keys and values of
-        earlier tokens in generation."""
-        layouts = self.layouts.of(batch) if cache is None else cache.extend(batch.tokens.shape[1])
-        keys = self.seeds.keys(batch.seed, batch.tokens.device) if self.training and cache is None else None
+    def forward(self, batch: MicroBatch, x: Tensor | None = None, cache: KeyValueCache | None = None) -> ModelOutput:
+        """Run the micro-batch through these layers. ``x`` [t, B, C]: output of the previous stage, if any. ``cache``: keys and values
+        of earlier tokens in generation."""
+        keys = None
+        if cache is not None:
+            layouts = cache.extend(batch.tokens.shape[1])
+        else:
+            layouts = self.layouts.of(batch)
+            if self.training:
+                keys = self.seeds.keys(batch.seed, batch.tokens.device)
         value: Any = batch.tokens if x is None else x
         scalars: dict[str, Tensor] = {}
         if self.offload and self._streams is None:
@@ -108,12 +115,12 @@ class Stack(nn.Module):
                 else:
                     output = self._run(group, value, layouts, keys)
             value = output.value
-            # returned through the checkpoint, not stored: a recomputation would report them twice
+            # returned by the checkpoint, not stored inside: a recomputation would report them twice
             add(scalars, output.scalars)
         if isinstance(value, Head) and batch.labels is not None and batch.weights is not None:
             value, more = self.loss(value, batch.labels, batch.weights)
             add(scalars, more)
-        return Output(value, scalars)
+        return ModelOutput(value, scalars)
 
     def head(self, ids: Tensor, cache: KeyValueCache | None = None) -> Head:
         """[B, T] ids -> the input of the output projection, without a loss. ``cache``: see forward()."""
@@ -127,8 +134,8 @@ class Stack(nn.Module):
 
     def compile_blocks(self, whole: bool = True, replicas: Axis = SINGLE) -> None:
         """Compile the blocks and the other layers between embedding and loss; if ``whole``, each as one graph. ``replicas``: ranks that
-        reduce gradients in the order of their backward passes, and so must run the same code. They must compile the same graphs in the
-        same order, as they do for hpclm's own blocks and micro-batches of one shape."""
+        reduce gradients in the order of their backward passes, and so must compile the same graphs in the same order. This holds for
+        hpclm's own blocks and micro-batches of one shape."""
         names = [name for name in self.layers if name.startswith("block") or name in ("entry", "norm")]
         foreign = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
         for module in self.modules():
@@ -163,7 +170,7 @@ class Stack(nn.Module):
 
     def _run(
         self, specs: list[LayerSpec], x: Any, layouts: dict[str, AttentionMetadata], keys: list[Tensor] | None
-    ) -> Output:
+    ) -> ModelOutput:
         """Run ``x`` through consecutive layers. ``layouts``: by kind of layer; ``keys``: see LayerSeeds.keys()."""
         scalars: dict[str, Tensor] = {}
         for spec in specs:
@@ -178,7 +185,7 @@ class Stack(nn.Module):
             x = module(x, given) if spec.call is None else spec.call(module, x, given)
             for name, report in reports.values.items():
                 add(scalars, {f"{name}{spec.name}" if name.endswith("/") else name: report})
-        return Output(x, scalars)
+        return ModelOutput(x, scalars)
 
 
 class Stages(nn.ModuleList):
@@ -204,7 +211,7 @@ def placements(layer: nn.Module) -> Iterator[tuple[str, Placement]]:
 
 
 def check_local_shapes(name: str, layer: nn.Module, tp: Axis) -> None:
-    """ConfigError if a weight's shape on this process contradicts its placement: a checkpoint would lack a part of it, or have it twice."""
+    """ConfigError if a weight's shape on this process contradicts its placement: a checkpoint would lack part of the weight, or have it twice."""
     for (weight_name, placement), weight in zip(placements(layer), layer.parameters(), strict=True):
         if tuple(weight.shape) != placement.local(tp):
             raise ConfigError(
@@ -233,9 +240,8 @@ def groups(specs: Sequence[LayerSpec], recompute_every: int) -> list[list[LayerS
     """Consecutive layers that are recomputed together, at most ``recompute_every``; every other layer is a group by itself."""
     together: list[list[LayerSpec]] = []
     for spec in specs:
-        last = together[-1] if together else []
-        if last and last[0].recompute and spec.recompute and len(last) < recompute_every:
-            last.append(spec)
+        if spec.recompute and together and together[-1][0].recompute and len(together[-1]) < recompute_every:
+            together[-1].append(spec)
         else:
             together.append([spec])
     return together

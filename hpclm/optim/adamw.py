@@ -32,7 +32,7 @@ class Restorable(Protocol):
     """An optimizer that restores its state itself."""
 
     def restore(self, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int) -> None:
-        """See ``set_state``."""
+        """Set the state of ``parameter``; see ``set_state``."""
 
 
 class AdamW(Scaled, torch.optim.AdamW):
@@ -59,10 +59,10 @@ class AdamW(Scaled, torch.optim.AdamW):
 
 def groups(weights: Sequence[Weight], optim: OptimConfig) -> list[dict[str, Any]]:
     """Parameter groups of weights with the same weight decay and the same ``factor`` on the learning rate."""
-    alike: dict[tuple[float, float], list[Any]] = {}
+    members: dict[tuple[float, float], list[Any]] = {}
     for weight in weights:
-        alike.setdefault(rate_and_decay(weight.name, weight.shape, optim), []).append(weight.parameter)
-    return [dict(params=params, factor=factor, weight_decay=decay) for (factor, decay), params in alike.items()]
+        members.setdefault(rate_and_decay(weight.name, weight.shape, optim), []).append(weight.parameter)
+    return [dict(params=params, factor=factor, weight_decay=decay) for (factor, decay), params in members.items()]
 
 
 def fused_adamw(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:
@@ -88,7 +88,9 @@ def update(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float, scale: 
     the step count does not change.
     """
     # on the device: a comparison on the host would wait in every step
-    coefficient = (limit / (norm / scale + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
+    coefficient = torch.ones_like(norm)
+    if limit:
+        coefficient = (limit / (norm / scale + 1e-6)).clamp(max=1.0)
     if isinstance(optimizer, Scaled):
         optimizer.grad_scale = scale / coefficient
         optimizer.found_inf = bad

@@ -1,4 +1,4 @@
-"""Loads a user's optimizer class or function, and checks what can be checked without a weight."""
+"""Loads a user's optimizer class or function, and makes the checks that need no weights."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ class UserOptimizerMaker:
     source: Callable[..., Any]
     """The class or function."""
     whole: Callable[[str, Shape], bool] | None
-    """Its attribute ``matrices``."""
+    """The attribute ``matrices`` of ``source``; None without it."""
 
     @property
     def groups_weights(self) -> bool:
@@ -59,7 +59,7 @@ class UserOptimizerMaker:
         return optimizer
 
     def arguments(self, optim: "OptimConfig") -> dict[str, Any]:
-        """optim.arguments, with lists as tuples where the parameter's default is one."""
+        """optim.arguments; a list becomes a tuple if the parameter's default is a tuple."""
         defaults = {name: parameter.default for name, parameter in parameters_of(self.source).items()}
         return {
             name: tuple(value) if isinstance(value, list) and isinstance(defaults.get(name), tuple) else value
@@ -89,7 +89,7 @@ def takes(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
 
 
 def _problem(source: Any) -> str | None:
-    """The fault of a user's optimizer that shows without a weight; None without one."""
+    """The fault of a user's optimizer that can be found without weights, or None."""
     wanted = (
         "it must be a subclass of torch.optim.Optimizer, or a function or class that is called with (weights, optim)"
     )

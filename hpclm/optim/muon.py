@@ -15,7 +15,7 @@ from hpclm.config import ModelConfig, OptimConfig
 from hpclm.config.model import BLOCKS
 from hpclm.config.optimizers import block_matrix
 from hpclm.optim.adamw import AdamW, Scaled, bare, groups
-from hpclm.optim.optimizers import Exchange, Matrix, Weight
+from hpclm.optim.optimizers import Matrix, Weight, WholeMatrices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
@@ -25,7 +25,7 @@ Parts = tuple[int, tuple[int, ...]]
 
 
 class Muon(Scaled, torch.optim.Optimizer):
-    """Call share() before the first step."""
+    """Muon, with AdamW for the other weights; call share() before the first step."""
 
     add_param_group = bare(torch.optim.Optimizer.add_param_group)
     zero_grad = bare(torch.optim.Optimizer.zero_grad)
@@ -40,11 +40,11 @@ class Muon(Scaled, torch.optim.Optimizer):
         self.adamw.state = self.state
         self._group = {p: group for group in matrix_groups for p in group["params"]}
 
-    def share(self, exchange: Exchange, model: ModelConfig) -> None:
+    def share(self, exchange: WholeMatrices, model: ModelConfig) -> None:
         """Work on whole matrices through ``exchange``."""
         self.exchange = exchange
         self.parts = [parts_of(matrix.weight.name, model) if self.optim.split else None for matrix in exchange.matrices]
-        """For each matrix, the matrices that it fuses; None: it is a single one."""
+        """For each matrix: the matrices that are fused in it; None if it is a single matrix."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -56,7 +56,8 @@ class Muon(Scaled, torch.optim.Optimizer):
         for parameter in (weight.parameter for weight in self.matrices):
             state = self.state[parameter]
             if not state:
-                state["momentum_buffer"], state["step"] = torch.zeros_like(parameter), torch.zeros_like(self.found_inf)
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+                state["step"] = torch.zeros_like(self.found_inf)
             state["step"] += 1 - self.found_inf
         for numbers in self.exchange.rounds:
             moved = [self._update(self.exchange.matrices[number], skipped) for number in numbers]
@@ -64,7 +65,7 @@ class Muon(Scaled, torch.optim.Optimizer):
                 self._apply(number, values, skipped)
 
     def _update(self, matrix: Matrix, skipped: Tensor) -> Tensor:
-        """Add the gradient to the momentum; returns the update before orthogonalisation, in the type of the latter."""
+        """Add the gradient to the momentum; returns the update before orthogonalisation, in the type of the Newton-Schulz iterations."""
         kind = TYPES[self.optim.newton_schulz_type]
         momentum = self.optim.momentum
         parameter = matrix.weight.parameter
@@ -77,14 +78,16 @@ class Muon(Scaled, torch.optim.Optimizer):
         return update.to(kind)
 
     def _orthogonal(self, number: int, update: Tensor) -> Tensor:
-        """[A, B] update -> the nearest orthogonal matrix, or that of each of its parts, [A, B]."""
+        """[A, B] update -> [A, B]: the nearest orthogonal matrix, or the nearest one of each part."""
         steps = self.optim.newton_schulz_steps
         (count, sizes) = self.parts[number] or (1, (len(update),))
         out = []
         for part in update.unflatten(0, (count, -1)).split(sizes, 1):
             matrix = newton_schulz(part.flatten(0, 1), steps)
             factor = self._ratio(matrix.shape) / self._ratio((count * sizes[0], matrix.shape[1]))
-            out.append((matrix if factor == 1.0 else matrix * factor).unflatten(0, (count, -1)))
+            if factor != 1.0:
+                matrix = matrix * factor
+            out.append(matrix.unflatten(0, (count, -1)))
         return torch.cat(out, 1).flatten(0, 1)
 
     def _apply(self, number: int, direction: Tensor, skipped: Tensor) -> None:
@@ -113,8 +116,8 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
     """
     tall = x.shape[0] > x.shape[1]
     (a, b, c) = COEFFICIENTS
-    # square is then the smaller of the two Gram matrices
-    x = x.T if tall else x
+    if tall:
+        x = x.T  # so that ``square`` is the smaller of the two Gram matrices
     # the iteration converges for singular values up to 1, which the Frobenius norm bounds
     x = x / x.norm().clamp(min=EPS)
     for _ in range(steps):
@@ -125,6 +128,8 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
 
 def parts_of(name: str, model: ModelConfig) -> Parts | None:
     """The matrices that a weight of hpclm's own blocks fuses: queries, keys and values of each key/value head, or gate and up."""
+    if model.block not in BLOCKS:
+        return None
     per_group = model.attention.heads // model.attention.groups
     width = model.head_width
     fused: dict[str, Any] = {"attention.qkv.weight": (model.attention.groups, (per_group * width, width, width))}
@@ -135,4 +140,4 @@ def parts_of(name: str, model: ModelConfig) -> Parts | None:
             "shared.up.weight": model.experts.shared_ffn,
         }
         fused |= {f"mlp.{part}": (1, (width, width)) for part, width in widths.items()}
-    return fused.get(name.partition(".")[2]) if model.block in BLOCKS else None
+    return fused.get(name.partition(".")[2])

@@ -19,7 +19,7 @@ class Weight(Protocol):
 
     @property
     def name(self) -> str:
-        """Logical name."""
+        """Logical name of the weight."""
 
     @property
     def parameter(self) -> Any:
@@ -44,7 +44,7 @@ class Matrix:
         return values if self.run is None else values.view(-1)[self.run]
 
 
-class Exchange(Protocol):
+class WholeMatrices(Protocol):
     """Hands whole matrices to the processes that work on them."""
 
     @property
@@ -53,11 +53,11 @@ class Exchange(Protocol):
 
     @property
     def rounds(self) -> Sequence[Sequence[int]]:
-        """Numbers of the matrices that are worked on at the same time."""
+        """Numbers of the matrices that processes update at the same time."""
 
     @property
     def worked_on(self) -> Sequence[str]:
-        """Names of the matrices that this process works on."""
+        """Names of the matrices that this process updates."""
 
     def __call__(
         self,
@@ -65,15 +65,15 @@ class Exchange(Protocol):
         local_values: "Sequence[torch.Tensor]",
         work: "Callable[[int, torch.Tensor], torch.Tensor]",
     ) -> "Sequence[torch.Tensor]":
-        """``local_values``: this process's values of each of a round's matrices -> its values of ``work(number, matrix)``."""
+        """This process's values of each matrix in a round -> its values of ``work(number, matrix)``."""
 
 
 class MatrixOptimizer(Protocol):
     """An optimizer that updates some weights as whole matrices, chosen by its row in OPTIMIZERS."""
 
-    def share(self, exchange: Exchange, model: "ModelConfig") -> None:
-        """Called once, before the first step. ``exchange`` has these weights in the optimizer's order. The matrices of this
-        process's experts take the place of a stack."""
+    def share(self, exchange: WholeMatrices, model: "ModelConfig") -> None:
+        """Called once, before the first step. ``exchange`` has these weights in the optimizer's order. A stack of
+        experts appears as the matrices of this process's experts."""
 
 
 def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tuple[float, float]:

@@ -49,7 +49,7 @@ def learning_rate(position: float, size: float, length: float | None, optim: Opt
         if optim.warmup_start is None:
             return optim.lr * min(position + size, warmup) / warmup
         rise = optim.lr - optim.warmup_start
-        if optim.schedule == "fairseq_polynomial":  # it divides first: the last bit differs
+        if optim.schedule == "fairseq_polynomial":  # fairseq divides first, which changes the last bit
             return optim.warmup_start + rise * (position / warmup)
         return optim.warmup_start + rise * position / warmup
     return shape(optim)(position, end, replace(optim, warmup=warmup, warmup_fraction=None))
@@ -62,7 +62,7 @@ def shape(optim: OptimConfig) -> Shape:
 
 
 def constant(position: float, length: float, optim: OptimConfig) -> float:
-    """Stay at lr."""
+    """The learning rate stays at lr."""
     return optim.lr
 
 
@@ -151,5 +151,5 @@ def _done(position: float, length: float, optim: OptimConfig) -> float:
 
 
 def _since(position: float, length: float, optim: OptimConfig) -> float:
-    """Units since the warm-up, counted like v1.1.5: it stops a second warm-up before the end."""
+    """Units since the warm-up; like v1.1.5, stops counting one warm-up length before the end."""
     return max(0.0, min(position, length - optim.warmup) - optim.warmup)

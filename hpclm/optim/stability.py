@@ -61,7 +61,9 @@ class Health:
 
     def row(self) -> dict[str, int]:
         """The fields for metrics.jsonl."""
-        return {} if self.spiking_since is None else {"spiking_since": self.spiking_since}
+        if self.spiking_since is None:
+            return {}
+        return {"spiking_since": self.spiking_since}
 
     def describe(self) -> str:
         """Description of the problem; "" if healthy."""
@@ -87,15 +89,18 @@ class Watch:
     """Losses of the last steps that were not spikes."""
 
     def after(self, step: int, loss: float, skipped: bool) -> "Watch":
-        """The watch after a step. ``skipped``: it was skipped, and not because the loss scale is searching."""
+        """The watch after a step. ``skipped``: whether the step was skipped for another reason than a searching loss scale."""
         in_a_row = self.health.skipped_in_a_row + 1 if skipped else 0
         if not math.isfinite(loss):
             return replace(self, health=replace(self.health, loss=None, skipped_in_a_row=in_a_row))
         before = self.health
         spike = self.rise > 0 and is_spike(loss, before.usual, before.deviation, self.rise)
-        since = (before.spiking_since or step) if spike else None
-        # otherwise a spike would become the usual loss after half a window
-        recent = self.recent if spike else (*self.recent, loss)[-WINDOW:]
+        since = None
+        recent = self.recent
+        if spike:  # does not enter ``recent``, or it would become the usual loss after half a window
+            since = before.spiking_since or step
+        else:
+            recent = (*recent, loss)[-WINDOW:]
         usual = before.usual
         deviation = before.deviation
         if len(recent) >= MIN_STEPS:
@@ -165,9 +170,11 @@ class NonfiniteGuard:
     def check_end(self, step: int, held_out: Iterable[float | None] = ()) -> None:
         """DivergedError if a run that ends at ``step`` has only skipped steps recently: no later step can show a recovery. One skipped
         step is enough if a loss in ``held_out``, on held-out data, is not finite either."""
-        ruined = any(loss is None or not math.isfinite(loss) for loss in held_out)
-        enough = 1 if ruined else min(self.optim.nonfinite_limit, OptimConfig.nonfinite_limit)
-        also = "the loss on held-out data is not finite either; " if ruined else ""
+        enough = min(self.optim.nonfinite_limit, OptimConfig.nonfinite_limit)
+        also = ""
+        if any(loss is None or not math.isfinite(loss) for loss in held_out):
+            enough = 1
+            also = "the loss on held-out data is not finite either; "
         if self.in_a_row >= enough:
             raise DivergedError(
                 f"the last {self.in_a_row} steps, up to the last one, {step}, were skipped because loss or gradients were not finite; "
@@ -206,6 +213,7 @@ class LossScale:
                 return replace(self, hysteresis=self.hysteresis - 1, good_steps=0)
             return LossScale(max(self.value / 2, config.minimum), self.hysteresis)
         good = self.good_steps + 1
-        if good >= config.window:  # more than it if a resumed run has lowered scaler.window
+        if good >= config.window:  # above it if a resumed run has lowered scaler.window
             return LossScale(self.value * 2, config.hysteresis)
-        return replace(self, good_steps=good, hysteresis=config.hysteresis if config.consecutive else self.hysteresis)
+        hysteresis = config.hysteresis if config.consecutive else self.hysteresis
+        return replace(self, good_steps=good, hysteresis=hysteresis)

@@ -1,5 +1,5 @@
 """Measures a user's optimizer on a few small weights before a run begins: the state that it keeps of a weight, and its updates. Layouts
-that split weights over processes need the update of a part to equal that part of the whole update."""
+that split weights over processes require that the update of a part equals that part of the whole update."""
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 """Both sides of a matrix exceed 128, because some optimizers factor only larger matrices; all lengths differ."""
 MATRIX, VECTOR, TABLE, STACK, BIASES = SHAPES
 USUAL = (MATRIX, VECTOR, TABLE)
-"""Weights of every model; the others are of experts."""
+"""Weights of every model; the others belong to experts."""
 UPDATES = 4
 OF_EXPERTS = f" and a three-dimensional stack of experts ({STACK})"
 RANDOM = "it draws random numbers, which differ between processes"
@@ -42,8 +42,8 @@ class NeedsGPUError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The measurements."""
+class OptimizerTrial:
+    """Measurements of a user's optimizer on small weights."""
 
     kept: Mapping[str, Mapping[str, Any]]
     """The state of each example after updates."""
@@ -72,7 +72,9 @@ class Trial:
                 continue
             if tuple(value.shape) == SHAPES[like]:
                 tensors[key] = StateTensor(tuple(shape))
-            elif (lengths := _lengths(value.shape, SHAPES[like], shape)) is not None:
+                continue
+            lengths = _lengths(value.shape, SHAPES[like], shape)
+            if lengths is not None:
                 tensors[key] = StateTensor(lengths, "everywhere")
         return tensors
 
@@ -89,13 +91,13 @@ class ToyWeight:
 
 @dataclass(frozen=True)
 class LocalExchange:
-    """An Exchange (hpclm.optim.optimizers) of a process that has all matrices whole."""
+    """Implements WholeMatrices (hpclm.optim.optimizers) for a process that has all matrices whole."""
 
     matrices: Sequence["ToyWeight"]
 
     @property
     def worked_on(self) -> Sequence[str]:
-        """All."""
+        """Names of all matrices."""
         return [weight.name for weight in self.matrices]
 
     @property
@@ -106,7 +108,7 @@ class LocalExchange:
     def __call__(
         self, numbers: Sequence[int], local_values: Sequence[Tensor], work: Callable[[int, Tensor], Tensor]
     ) -> Sequence[Tensor]:
-        """See Exchange."""
+        """See WholeMatrices; nothing is exchanged."""
         pairs = zip(numbers, local_values, strict=True)
         return [work(number, values.reshape(self.matrices[number].shape)).flatten() for number, values in pairs]
 
@@ -135,7 +137,7 @@ def example(name: str, shape: Shape) -> str:
     return MATRIX if name.startswith("block") else TABLE
 
 
-def measure(maker: UserOptimizerMaker, optim: OptimConfig, names: Sequence[str] = USUAL) -> Trial:
+def measure(maker: UserOptimizerMaker, optim: OptimConfig, names: Sequence[str] = USUAL) -> OptimizerTrial:
     """Try an optimizer on the weights with these names; ConfigError if it fails."""
     optim = replace(optim, lr=LR, min_lr=0.0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -155,12 +157,14 @@ def measure(maker: UserOptimizerMaker, optim: OptimConfig, names: Sequence[str] 
         if maker.whole and not maker.shares:
             _check_skips(maker, optim, device, names)
         if not _same(whole, _trained(maker, optim, dict.fromkeys(names, _all), device)):
-            return Trial(whole.kept, whole.begun[VECTOR], tuple(whole.numbers), RANDOM, RANDOM)
+            return OptimizerTrial(whole.kept, whole.begun[VECTOR], tuple(whole.numbers), RANDOM, RANDOM)
         differ = next(_differences(maker, optim, whole, device), None)
         depend = next(_dependences(maker, optim, whole, device), None)
         resumed = _trained(maker, optim, dict.fromkeys(names, _all), device, resumes=True)
-        lost = None if _same(whole, resumed) else resumed.lost or "more than that"
-    return Trial(whole.kept, whole.begun[VECTOR], tuple(whole.numbers), differ, depend, lost)
+        lost = None
+        if not _same(whole, resumed):
+            lost = resumed.lost or "more than that"
+    return OptimizerTrial(whole.kept, whole.begun[VECTOR], tuple(whole.numbers), differ, depend, lost)
 
 
 def _same(trained: "Trained", other: "Trained") -> bool:
@@ -214,7 +218,7 @@ def _compared(
 
 
 def _divisions(names: Sequence[str]) -> dict[str, list[dict[str, Cut]]]:
-    """Divisions of weights over two processes: by rows (stacks by experts), by columns (vectors are then whole), and by values."""
+    """Divisions of weights over two processes: by rows (stacks by experts), by columns (vectors stay whole), and by values."""
     stacks = [name for name in names if stacked(name)]
     vectors = [name for name in names if len(SHAPES[name]) == 1]
     rows: list[dict[str, Cut]] = [
@@ -260,19 +264,21 @@ def _trained(
     before = [weight.parameter.detach().clone() for weight in weights]
     optimizer = _optimizer(maker, weights, optim)
     lost = ""
-    begun = {w.name: {k: _copied(v) for k, v in optimizer.state.get(w.parameter, {}).items()} for w in weights}
+    begun = {w.name: {k: copied(v) for k, v in optimizer.state.get(w.parameter, {}).items()} for w in weights}
     started = [_numbers(group) for group in optimizer.param_groups]
     for number in range(UPDATES):
         if resumes and number == UPDATES // 2:
-            before_it = optimizer
+            previous = optimizer
             optimizer = _optimizer(maker, weights, optim)
-            lost = ", ".join(_attributes_changed(optimizer, before_it))
-            _take_over(optimizer, before_it)
+            lost = ", ".join(_attributes_changed(optimizer, previous))
+            _take_over(optimizer, previous)
         for group in optimizer.param_groups:
             group["lr"] = optim.lr * group.get("factor", 1.0)
         for weight in weights:
             gradient = _part(weight.cut, _gradient(weight.name, number, device))
-            weight.parameter.grad = None if weight.name in without_gradient else gradient
+            weight.parameter.grad = gradient
+            if weight.name in without_gradient:
+                weight.parameter.grad = None
         optimizer.step()
     ended = [_numbers(group) for group in optimizer.param_groups]
     changed = {
@@ -303,10 +309,10 @@ def _optimizer(maker: UserOptimizerMaker, weights: Sequence[ToyWeight], optim: O
 def _take_over(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
     """Give ``optimizer`` the state of ``other`` that a checkpoint has: tensors by parameter, and numbers of parameter groups."""
     for group, old in zip(optimizer.param_groups, other.param_groups, strict=True):
-        group.update({key: _copied(value) for key, value in old.items() if key != "params" and _is_number(value)})
+        group.update({key: copied(value) for key, value in old.items() if key != "params" and _is_number(value)})
         for parameter in group["params"]:
             if parameter in other.state:
-                optimizer.state[parameter] = {key: _copied(value) for key, value in other.state[parameter].items()}
+                optimizer.state[parameter] = {key: copied(value) for key, value in other.state[parameter].items()}
 
 
 def _attributes_changed(new: torch.optim.Optimizer, used: torch.optim.Optimizer) -> list[str]:
@@ -315,7 +321,8 @@ def _attributes_changed(new: torch.optim.Optimizer, used: torch.optim.Optimizer)
     return [key for key, value in vars(used).items() if key not in common and repr(value) != repr(vars(new).get(key))]
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A copy of a value in an optimizer's state."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -345,7 +352,7 @@ def _gradient(name: str, number: int, device: torch.device) -> Tensor:
 
 
 def _drawn(name: str, number: int, device: torch.device) -> Tensor:
-    """Values of different sizes in rows and columns, so that a norm of a part is not that of the whole."""
+    """Values of different sizes in rows and columns, so that the norm of a part differs from that of the whole."""
     shape = SHAPES[name]
     draw = torch.Generator().manual_seed(10 * list(SHAPES).index(name) + number)
     values = torch.randn(shape, generator=draw)
@@ -374,7 +381,9 @@ def _lengths(kept: Shape, whole: Shape, shape: Shape) -> tuple[int, ...] | None:
     if len(whole) != len(shape):
         return None
     lengths = {1: 1, **dict(zip(whole, shape, strict=True))}
-    return tuple(lengths[length] for length in kept) if set(kept) <= set(lengths) else None
+    if not set(kept) <= set(lengths):
+        return None
+    return tuple(lengths[length] for length in kept)
 
 
 def _where(error: BaseException) -> str:

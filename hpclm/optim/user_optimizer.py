@@ -26,8 +26,8 @@ from hpclm.config.optimizers import EXAMPLES, OptimizerKind, Shape, State, State
 from hpclm.optim import trial
 from hpclm.optim.adamw import bare, groups
 from hpclm.optim.maker import CHECK, UserOptimizerMaker, unknown_arguments
-from hpclm.optim.optimizers import Exchange, Weight
-from hpclm.optim.trial import Trial
+from hpclm.optim.optimizers import Weight, WholeMatrices
+from hpclm.optim.trial import OptimizerTrial, copied
 
 if TYPE_CHECKING:
     from hpclm.config import ModelConfig
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedOptimizer:
-    """A user's optimizer, and what is known about it."""
+    """A user's optimizer, its measurements, and its row as in OPTIMIZERS."""
 
     maker: UserOptimizerMaker
-    trial: Trial
+    trial: OptimizerTrial
     kind: OptimizerKind
 
 
@@ -47,13 +47,13 @@ def load(optim: OptimConfig) -> LoadedOptimizer:
     return _load(optim.name, json.dumps(optim.arguments))
 
 
-def tried_with_experts(optim: OptimConfig) -> Trial:
+def tried_with_experts(optim: OptimConfig) -> OptimizerTrial:
     """LoadedOptimizer.trial with weights of experts among the small ones; ConfigError if the optimizer fails on them."""
     return _tried_with_experts(optim.name, json.dumps(optim.arguments))
 
 
 @cache
-def _tried_with_experts(name: str, arguments: str) -> Trial:
+def _tried_with_experts(name: str, arguments: str) -> OptimizerTrial:
     optim = OptimConfig(name=name, arguments=json.loads(arguments))
     return trial.measure(load(optim).maker, optim, list(trial.SHAPES))
 
@@ -137,7 +137,7 @@ class UserOptimizer(torch.optim.Optimizer):
     add_param_group = bare(torch.optim.Optimizer.add_param_group)
     zero_grad = bare(torch.optim.Optimizer.zero_grad)
     lost: str | None = None
-    """State that a checkpoint cannot have; see Trial."""
+    """State that a checkpoint cannot have; see OptimizerTrial."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class UserOptimizer(torch.optim.Optimizer):
         of_others: Mapping[str, Any],
         begun: Mapping[str, Any],
     ):
-        """``scalars``: for each weight, an example of each number that ``inner`` keeps of it after an update. ``of_others``: for
+        """``scalars``: for each weight, an example of each number that ``inner`` keeps of it after an update. ``of_others``: the same for
         parameters that are not weights, such as those that a library flattens together. ``begun``: the whole state of a vector before
         the first update."""
         super().__init__(inner.param_groups, {})
@@ -158,8 +158,8 @@ class UserOptimizer(torch.optim.Optimizer):
         self._initial = {parameter: dict(kept) for parameter, kept in inner.state.items()}
         """State that some optimizers have before the first update of a weight."""
 
-    def share(self, exchange: Exchange, model: "ModelConfig") -> None:
-        """See MatrixOptimizer."""
+    def share(self, exchange: WholeMatrices, model: "ModelConfig") -> None:
+        """Let ``inner`` gather matrices through ``exchange``; see MatrixOptimizer."""
         self.inner.share(exchange, model)  # type: ignore[attr-defined]
 
     def step(self, closure: Any = None) -> Any:
@@ -205,9 +205,11 @@ class UserOptimizer(torch.optim.Optimizer):
         return dict(measured()) if callable(measured) else {}
 
     def restore(self, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int) -> None:
-        """Set the state of ``parameter`` after ``steps`` updates; None: the state before the first."""
+        """Set the state of ``parameter`` after ``steps`` updates; None: the state before the first update."""
         self.state.pop(parameter, None)
-        if parameter not in self._initial:  # a library has flattened weights together: no state of each is kept
+        if (
+            parameter not in self._initial
+        ):  # a library has flattened the weights together, so their separate states are dropped
             for weight in self._initial:
                 self.state.pop(weight, None)
         if tensors is None or not steps:
@@ -217,10 +219,10 @@ class UserOptimizer(torch.optim.Optimizer):
         self.state[parameter] = {**tensors, "step": restored(self.of(parameter).get("step", 0), steps, parameter)}
 
     def _before_updates(self, parameter: Tensor) -> dict[str, Any]:
-        """The state that ``inner`` has of a parameter before its first update; also for one that a library has flattened."""
+        """The state that ``inner`` has of a parameter, possibly one that a library has flattened, before its first update."""
         if parameter in self._initial:
-            return {name: _copied(value) for name, value in self._initial[parameter].items()}
-        begun = {name: _copied(value) for name, value in self._begun.items()}
+            return {name: copied(value) for name, value in self._initial[parameter].items()}
+        begun = {name: copied(value) for name, value in self._begun.items()}
         for name, value in begun.items():
             if isinstance(value, Tensor) and value.ndim:
                 begun[name] = torch.full_like(parameter, value.flatten()[0].item())
@@ -229,7 +231,9 @@ class UserOptimizer(torch.optim.Optimizer):
     def place(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
         """A saved tensor on the device where ``inner`` keeps it: numbers are often in CPU memory."""
         example = self.of(parameter).get(name)
-        return value.to(example.device) if isinstance(example, Tensor) and example.device.type == "cpu" else value
+        if isinstance(example, Tensor) and example.device.type == "cpu":
+            return value.to(example.device)
+        return value
 
 
 class MatrixwiseOptimizer(UserOptimizer):
@@ -262,7 +266,7 @@ class MatrixwiseOptimizer(UserOptimizer):
             for group, weights_of in zip(self.of_class, of_weights, strict=True)
         ]
 
-    def share(self, exchange: Exchange, model: "ModelConfig") -> None:
+    def share(self, exchange: WholeMatrices, model: "ModelConfig") -> None:
         """Gather matrices through ``exchange``."""
         self.exchange = exchange
 
@@ -312,19 +316,15 @@ class MatrixwiseOptimizer(UserOptimizer):
         return values
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def restored(example: Any, steps: int, parameter: Tensor) -> Any:
-    """A step count in the type and on the device of ``example``: in another type, powers of it have other bits."""
+    """A step count in the type and on the device of ``example``; in another type, its powers would have other bits."""
     if isinstance(example, Tensor):
         device = example.device if example.device.type == "cpu" else parameter.device
         return torch.full_like(example, float(steps), device=device)
     return type(example)(steps)
 
 
-def _state_of(maker: UserOptimizerMaker, tried: Trial) -> Callable[[str, Shape, Any], State]:
+def _state_of(maker: UserOptimizerMaker, tried: OptimizerTrial) -> Callable[[str, Shape, Any], State]:
     declared = getattr(maker.source, "state_tensors", None)
     gathers = maker.whole if maker.whole and not maker.shares else None
 

@@ -19,11 +19,12 @@ class AsyncAllReduce:
     def __init__(self, world: Axis, device: torch.device):
         self.world = world
         self.device = device
-        gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if gpu else None
-        # nothing else is queued on it, so an event recorded there completes at once, whatever the device has still to
-        # do
-        self._idle = torch.cuda.Stream(device) if gpu else None
+        self._stream: torch.cuda.Stream | None = None
+        self._idle: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            # an event recorded on a stream without work completes at once, however busy the device is
+            self._idle = torch.cuda.Stream(device)
 
     def start(self, values: Mapping[str, float | Tensor], counts: Tensor | None = None) -> "Reduction":
         """Send numbers known on the host, and scalars that the device may still be computing. ``counts``: a tensor of any shape.
@@ -48,7 +49,7 @@ class AsyncAllReduce:
             return Reduction(names, vector, work)
         copied = torch.cuda.Event(enable_timing=True)
         back = torch.empty(vector.shape, dtype=torch.float64, pin_memory=True)
-        # on a separate stream: on the computing one, waiting for the slowest rank would delay the next step's kernels
+        # on a separate stream: if the computing stream waited for the slowest rank, the next step's kernels would be late
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             if work is not None:
@@ -85,13 +86,13 @@ class Reduction:
         return self._work is None or bool(self._work.is_completed())
 
     def completed(self) -> float:
-        """When the vector, which is ``done``, was complete, by time.perf_counter.
+        """Time (time.perf_counter) at which the vector was complete; call this once ``done`` is true.
 
-        On a GPU the device's clock decides: the host may come late, because it waits while the device's queue of kernels is full.
+        On a GPU, the device's clock measures it: the host may notice late, because it waits while the queue of kernels is full.
         """
         age = 0.0
         if self._copied is not None:
-            with suppress(RuntimeError):  # only the time of a step in the log depends on it
+            with suppress(RuntimeError):  # without it, only the log's step time is less exact
                 now = torch.cuda.Event(enable_timing=True)
                 now.record(self._idle)
                 now.synchronize()
@@ -99,7 +100,7 @@ class Reduction:
         return time.perf_counter() - age
 
     def read(self) -> dict[str, float]:
-        """The maximum over all ranks, by name; waits for it."""
+        """Wait for the reduction; returns each number's maximum over all ranks, by name."""
         if self._copied is not None:
             self._copied.synchronize()
         elif self._work is not None:

@@ -10,9 +10,9 @@ from hpclm.base.errors import ConfigError
 def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None = None) -> list[range]:
     """The layers of each stage: minimises the cost of the most expensive stage, then makes the others as even as possible.
 
-    ``costs``: of each layer, in order. ``needed``: each stage has at least one of these layers; all layers by default.
+    ``costs``: the cost of each layer, in order. ``needed``: which layers count towards the one that every stage must have; default: all.
     """
-    counts = [True] * len(costs) if needed is None else list(needed)
+    counts = needed or [True] * len(costs)
     if not 1 <= stages <= sum(counts):
         raise ConfigError(
             f"{sum(counts)} layers cannot be divided over {stages} pipeline stages; each stage needs at least one"
@@ -21,8 +21,9 @@ def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None 
     seen = [0, *accumulate(counts)]
 
     def cost(first: int, end: int) -> float:
-        # a stage without a needed layer has infinite cost, so it is never chosen
-        return total[end] - total[first] if seen[end] > seen[first] else math.inf
+        if seen[end] == seen[first]:
+            return math.inf  # never choose a stage without a needed layer
+        return total[end] - total[first]
 
     greatest, _ = _divided(len(costs), stages, cost, max)
     limit = greatest * (1 + 1e-9)  # sums of fractions are not exact
@@ -30,7 +31,9 @@ def balanced(costs: Sequence[float], stages: int, needed: Sequence[bool] | None 
     # the slowest stage sets the pace; among divisions with equal pace, the least sum of squares is the most even
     def square(first: int, end: int) -> float:
         value = cost(first, end)
-        return value * value if value <= limit else math.inf
+        if value > limit:
+            return math.inf
+        return value * value
 
     return _divided(len(costs), stages, square, lambda a, b: a + b)[1]
 
@@ -39,7 +42,7 @@ def _divided(
     layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[range]]:
     """The division that minimises the stages' ``cost(first, end)``, combined by ``join``: dynamic programming."""
-    best = [0.0, *[math.inf] * layers]  # best[n]: of the first n layers, in the stages considered so far
+    best = [0.0, *[math.inf] * layers]  # best[n]: cost of the first n layers in the stages considered so far
     cuts: list[list[int]] = []
     for _ in range(stages):
         totals = [math.inf] * (layers + 1)

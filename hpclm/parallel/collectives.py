@@ -19,9 +19,10 @@ from hpclm.parallel.mesh import Axis
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# with work objects, a compiled model had 22 graph breaks at parallel.tensor=2
-functional: Any = torch.ops._c10d_functional  # for compiled code, which cannot trace work objects
+# for compiled code: work objects caused 22 graph breaks in a compiled model with parallel.tensor=2
+functional: Any = torch.ops._c10d_functional
 Op = Callable[[Tensor, Axis], Tensor]
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
@@ -42,7 +43,7 @@ def start_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Any]:
 
 
 def finish(out: Tensor, work: Any) -> Tensor:
-    """``out`` once its collective is done; in compiled code the collective has no work object."""
+    """Wait for the collective that fills ``out``; returns ``out``. ``work`` is None in compiled code."""
     if work is None:
         return functional.wait_tensor(out)
     work.wait()
@@ -67,7 +68,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "max"] = "sum") -> Tens
         return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, axis.name))
     # autograd may still need x, and dist.all_reduce writes into its argument
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=axis.group)
+    dist.all_reduce(out, REDUCTIONS[op], group=axis.group)
     return out
 
 
@@ -99,7 +100,10 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
 
 
 def all_to_all(sent: Sequence[Tensor], counts: Sequence[int], like: Tensor, axis: Axis) -> Sequence[Tensor]:
-    """Send a vector to each of the first processes, and receive ``counts`` values from each of the first; vectors like ``like``."""
+    """Send vector i to process i, and receive ``counts[i]`` values from it; results have the type and device of ``like``.
+
+    Both lists may be shorter than the axis: the last processes then get, or send, nothing.
+    """
     if axis.size == 1:
         return sent
     sizes = [len(vector) for vector in sent] + [0] * (axis.size - len(sent))
@@ -111,14 +115,15 @@ def all_to_all(sent: Sequence[Tensor], counts: Sequence[int], like: Tensor, axis
 
 
 def all_reduce_in_place(tensors: Sequence[Tensor], axis: Axis) -> None:
-    """All-reduce (sum) tensors in place, all of one type together."""
-    # a dict keeps the order of the tensors, so that all ranks send the types in one order; a set would not. One
-    # message for each type: separate small ones would each pay the latency
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors) if axis.size > 1 else ():
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.flatten() for tensor in alike])
+    """All-reduce (sum) tensors in place, in one message for each type."""
+    if axis.size == 1:
+        return
+    # one message for each type, since every message pays the latency; a dict, unlike a set, has the same order on all ranks
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        group = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.flatten() for tensor in group])
         dist.all_reduce(flat, group=axis.group)
-        for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+        for tensor, part in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
 
@@ -146,7 +151,7 @@ def sum_over_tp(x: Tensor, axis: Axis) -> Tensor:
 
 
 def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
-    """Exchange [sum of sent, ...] rows, ``sent[i]`` of them to process i -> [sum of received, ...]; gradients go back."""
+    """Send ``sent[i]`` of the rows of ``x`` to process i, and return the [sum of ``received``, ...] rows that arrive; differentiable."""
     return x if axis.size == 1 else _ExchangedRows.apply(x, tuple(sent), tuple(received), axis)
 
 
@@ -232,7 +237,7 @@ class _GatheredLinear(torch.autograd.Function):
         x, weight, main_grad = ctx.saved_tensors
         [d_y] = outer
         multiply = None if ctx.products is None else ctx.products.input_gradient(d_y, weight)
-        # this order hides both transfers: the gather behind the input's gradient, the scatter behind the weight's
+        # this order hides both transfers: the gather overlaps the input's gradient, and the scatter the weight's
         whole, gathering = start_gather(x, ctx.axis)
         d_whole = d_y @ weight if multiply is None else multiply()
         whole = finish(whole, gathering)

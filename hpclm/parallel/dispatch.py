@@ -16,7 +16,7 @@ from hpclm.parallel.collectives import exchange_rows
 from hpclm.parallel.mesh import Axis
 
 KEYS = torch.int16
-"""Type of experts' numbers for sorting: GPUs pass over all of them once for each byte."""
+"""Type of expert numbers in sorts: a GPU passes over all of them once for each byte."""
 
 
 @dataclass(frozen=True)
@@ -25,28 +25,28 @@ class Route:
 
     axis: Axis
     order: Tensor
-    """[n k]: for each row of this process, sorted by expert, its index among the k rows of each token in turn."""
+    """[n k]: the permutation that sorts this process's rows by expert; before it, row k i + j is token i's j-th expert."""
     tokens: Tensor
     """[n k]: the token of each row, sorted by expert."""
     places: Tensor
-    """[n, k]: positions of each token's rows in that order."""
+    """[n, k]: positions of each token's rows after sorting."""
     counts: Tensor
     """[E / R] int64: rows of each expert of this process."""
     sizes: tuple[list[int], list[int]] | None = None
     """Rows sent to each process, and received from it; None with a single process."""
     arrival: tuple[Tensor, Tensor] | None = None
-    """[m]: the index among the received rows of each row, sorted by this process's experts; and the inverse."""
+    """[m]: the permutation that sorts received rows by this process's experts, and its inverse; None with a single process."""
 
     def send(self, x: Tensor) -> Tensor:
         """[n, C] tokens -> [m, C] rows for the experts of this process, sorted by expert."""
         return self._exchange(_Spread.apply(x, self.tokens, self.places))
 
     def send_factors(self, factors: Tensor) -> Tensor:
-        """[n, k], one for each expert of a token -> [m], one for each row of send()."""
+        """[n, k] factors, one for each expert of a token -> [m], one for each row that send() returns."""
         return self._exchange(_Moved.apply(factors.flatten(), self.order, self.places.flatten()))
 
     def give_back(self, y: Tensor) -> Tensor:
-        """[m, C] results of the rows -> [n, C], for each token the sum of its k results."""
+        """[m, C] results of the rows -> [n, C]: the sum of each token's k results."""
         if self.sizes is not None and self.arrival is not None:
             (sent, received), (order, back) = self.sizes, self.arrival
             y = exchange_rows(_Moved.apply(y, back, order), received, sent, self.axis)
@@ -74,7 +74,7 @@ def route(chosen: Tensor, experts: int, axis: Axis) -> Route:
     dist.all_to_all_single(given, counts, group=axis.group)
     # [2, R] in one copy to the host
     sent, received = on_host(torch.stack([counts, given]).view(2, axis.size, -1).sum(2), len(order))
-    # from one process after the other, each sorted by expert
+    # rows arrive process by process, each process's sorted by expert
     expert = torch.arange(len(given), device=chosen.device) % (experts // axis.size)
     by_expert = expert.to(KEYS).repeat_interleave(given, output_size=sum(received)).argsort(stable=True)
     of_expert = given.view(axis.size, -1).sum(0)
@@ -82,8 +82,8 @@ def route(chosen: Tensor, experts: int, axis: Axis) -> Route:
 
 
 def on_host(counts: Tensor, rows: int) -> Any:
-    """``counts`` as numbers on the host, which waits for them. If rows are spread evenly, the last dimension sums to ``rows``; a
-    simulation, which has no numbers, assumes that."""
+    """``counts`` as numbers on the host, which waits for them. A simulation, which has no numbers, assumes an even spread, in which
+    the last dimension sums to ``rows``."""
     return counts.tolist()
 
 
@@ -93,7 +93,7 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def _spread(x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-    """[n, C] -> [n k, C]: row i is that of token ``tokens[i]``."""
+    """[n, C] -> [n k, C]: row i is the row of token ``tokens[i]``."""
     return x.index_select(0, tokens)
 
 
@@ -125,7 +125,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Moved(torch.autograd.Function):
-    """Row i is row order[i]; ``back``: the inverse."""
+    """Row i of the output is row ``order[i]`` of the input; ``back``: the inverse permutation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:

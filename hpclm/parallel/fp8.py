@@ -4,8 +4,7 @@
 fills the type, and rounded. The powers come from the operands of this product (dynamic scaling). Types are those of torchao's recipes of
 the same names: e4m3, and for d_y e5m2 with one scale for the tensor.
 
-Where tensor-parallel ranks hold parts of the values under one scale, they agree on the maximum, so that all quantize like a single
-process.
+If one scale covers values of several tensor-parallel ranks, the ranks all-reduce the maximum, so they quantize like a single process.
 """
 
 from collections.abc import Callable
@@ -43,15 +42,15 @@ class FP8:
     """FP8 multiplication of a linear layer."""
 
     rowwise: bool
-    """Whether each row has a scale, or the whole tensor."""
+    """True: one scale for each row; false: one for the tensor."""
     tp: Axis
     splits_inputs: bool
-    """Whether tensor-parallel ranks hold parts of the layer's inputs, or of its outputs."""
+    """True: tensor-parallel ranks split the layer's inputs; false: they split its outputs."""
     emulated: bool = False
-    """Whether quantized values are multiplied in bf16, as on CPUs, which is exact except for the order of sums."""
+    """Multiply quantized values in bf16, as on CPUs; exact except for the order of sums."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[..., k] and [n, k] -> [..., n]; ranks that hold parts of the outputs gather ``x`` along its first dimension, quantized."""
+        """[..., k] and [n, k] -> [..., n]. Ranks that split the outputs gather the quantized ``x`` along its first dimension."""
         a, b = self.operands(x.flatten(0, -2), weight, (E4M3, E4M3), self.splits_inputs)
         if not self.splits_inputs:
             # bytes, since not every backend of torch.distributed supports FP8
@@ -60,7 +59,7 @@ class FP8:
         return self._product(a, b, fast=True).view(-1, *x.shape[1:-1], len(weight))
 
     def input_gradient(self, d_y: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-        """[..., n] and [n, k] -> a function that computes the product [..., k]; communication with other ranks is done before."""
+        """[..., n] and [n, k] -> a function that computes the product [..., k] without communication."""
         types = (E4M3 if self.rowwise else E5M2, E4M3)
         a, b = self.operands(d_y.flatten(0, -2), weight.t(), types, not self.splits_inputs)
         # the recipes accumulate tensorwise gradients exactly; the rowwise kernel is slow that way
@@ -69,7 +68,7 @@ class FP8:
     def operands(
         self, a: Tensor, b: Tensor, types: tuple[torch.dtype, torch.dtype], summed: bool
     ) -> tuple[Quantized, Quantized]:
-        """The operands [m, k] and [n, k] of a product. ``summed``: whether ranks hold parts of k and sum their products."""
+        """Quantize the operands [m, k] and [n, k] of a product. ``summed``: whether ranks split k and sum their products."""
         dims = (1,) if self.rowwise else (0, 1)
         largest = [operand.abs().amax(dims, keepdim=True).float() for operand in (a, b)]
         if summed or not self.rowwise:
@@ -79,7 +78,7 @@ class FP8:
         return first, second
 
     def _product(self, a: Quantized, b: Quantized, fast: bool) -> Tensor:
-        """[m, k] and [n, k] -> [m, n] bf16; ``fast``: sums may be less exact than fp32, on Hopper GPUs."""
+        """[m, k] and [n, k] -> [m, n] bf16. ``fast``: on Hopper GPUs, sums may be less exact than fp32."""
         if self.emulated:
             return F.linear(a.in_bf16(), b.in_bf16())
         kind = F.ScalingType.RowWise if self.rowwise else F.ScalingType.TensorWise
@@ -89,7 +88,7 @@ class FP8:
 def quantized(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Quantized:
     """Quantize [n, k] bf16. ``largest``: the largest magnitude of each row or of all, fp32."""
     # in integer arithmetic: with logarithms and quotients, devices and compiled code would choose different powers in
-    # close cases. 1.75 times 2^(exponent - BIAS) is no less than the largest
+    # close cases. These are the smallest exponents with 1.75 x 2^(exponent - BIAS) >= largest
     exponents = (largest.view(torch.int32) + (1 << MANTISSA - 2) - 1 >> MANTISSA).clamp(min=EXPONENTS[dtype] + 1)
     shift = exponents - EXPONENTS[dtype]
     scales = (shift << MANTISSA).view(torch.float32)

@@ -45,7 +45,7 @@ class Products(Protocol):
     """Another way to compute two of the three products of a linear layer; the third, its weight's gradient, is unchanged."""
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x W^T, of the gathered ``x`` if the layer gathers its input."""
+        """x W^T; gathers ``x`` first if the layer gathers its input."""
 
     def input_gradient(self, d_y: Tensor, weight: Tensor) -> Callable[[], Tensor]:
         """A function that computes d_y W."""
@@ -78,8 +78,7 @@ def embedding(ids: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     """Add each of the [n, C] rows to the row ``ids`` of ``total`` [V, C], always in the same order."""
     if len(total) <= len(ids):
-        # sums the rows of one id in parallel; in a small vocabulary, the most frequent id has a large part of all
-        # rows
+        # sums the rows of one id in parallel; in a small vocabulary, the most frequent id has many of the rows
         total.add_(torch.ops.aten.embedding_dense_backward(rows, ids, len(total), -1, False))
     else:
         # sorts the ids, and adds the rows of one id one after the other; index_add_ uses atomics
@@ -119,7 +118,8 @@ class _Linear(torch.autograd.Function):
         [d_y] = outer
         d_weight = weight_gradient(d_y, x, main_grad)
         d_x = d_y @ weight if ctx.products is None else ctx.products.input_gradient(d_y, weight)()
-        return d_x, d_weight, d_y.flatten(0, -2).sum(0) if ctx.biased else None, None, None
+        d_bias = d_y.flatten(0, -2).sum(0) if ctx.biased else None
+        return d_x, d_weight, d_bias, None, None
 
 
 class _Embedding(torch.autograd.Function):

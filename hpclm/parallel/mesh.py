@@ -1,4 +1,4 @@
-"""The pipeline x data x context x tensor mesh of processes, and each rank's device and type; both are passed as values."""
+"""The pipeline x data x context x tensor mesh of processes, and the device and type in which each rank computes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +49,6 @@ class Axis:
     """Process group; None for a single process, which needs no communication."""
     ranks: tuple[int, ...] = (0,)
     """Global ranks of its processes, in order."""
-
     name: str = ""
     """The group's name; compiled code finds it by this."""
     options: GroupOptions = GroupOptions()
@@ -125,8 +124,8 @@ class Mesh:
         experts = [replicas[first : first + parallel.expert] for first in replicas[:: parallel.expert]]
         contexts = [replicas[first : first + parallel.context] for first in replicas[:: parallel.context]]
 
-        # each process creates its groups in the order of the axes below; the members of a group wait for each other
-        # there, so another order on one rank would hang the start
+        # the members of a group wait for each other when they create it, so every process creates its groups in the
+        # order of the axes below; another order on one rank would hang the start
         groups: dict[tuple[int, ...], Any] = {}
 
         def axis(members: Sequence[Sequence[int]]) -> Axis:
@@ -148,24 +147,24 @@ class Mesh:
         )
 
     def of_weights(self, data_ranks: int) -> "Mesh":
-        """The mesh for weights split over ``data_ranks`` consecutive ranks of dp (Placement): its data axes, dp, shard and replicate,
-        have only the ranks with the same part. Every rank of dp calls this; 1: this mesh.
+        """The mesh for weights split over ``data_ranks`` consecutive ranks of dp (Placement): dp, shard and replicate have only the
+        ranks with the same part. A collective over dp; returns this mesh if ``data_ranks`` is 1.
 
-        Groups of parallel.shard ranks with equally many holders of each part divide that part among them; otherwise nothing is sharded.
+        If ``data_ranks`` divides parallel.shard, the ranks of a shard group with the same part shard it; otherwise nothing is sharded.
         """
         if data_ranks == 1:
             return self
         if self.dp.size % data_ranks:
             raise ConfigError(
-                f"model.block splits weights over {data_ranks} data-parallel ranks, but there are {self.dp.size}; set model.block to one that "
-                f"does not, or run on a multiple of {data_ranks} x {self.model.size} x {self.cp.size} processes"
+                f"model.block splits weights over {data_ranks} data-parallel ranks, but there are {self.dp.size}; choose another "
+                f"model.block, or run on a multiple of {data_ranks} x {self.model.size} x {self.cp.size} processes"
             )
         # the ranks of one part are data_ranks apart, as Placement.pieces counts them
         same = range(self.dp.rank % data_ranks, self.dp.size, data_ranks)
         dp = sub_axis(self.dp, same)
-        size = max(1, self.shard.size // data_ranks)
-        # otherwise some group of shard ranks would lack one of the parts
-        size = size if self.shard.size % data_ranks == 0 else 1
+        size = 1
+        if self.shard.size % data_ranks == 0:  # otherwise some shard groups would lack one of the parts
+            size = self.shard.size // data_ranks
         first = dp.rank // size * size
         shard = sub_axis(dp, range(first, first + size))
         replicate = sub_axis(dp, range(dp.rank % size, dp.size, size))
@@ -189,7 +188,7 @@ def _axis(
     """
     mine = next((tuple(ranks) for ranks in members if rank in ranks), (rank,))
     if len(mine) > 1 and mine not in groups:
-        # a second group of all ranks would connect each of them with all others again
+        # a second group of all ranks would open all connections again
         groups[mine] = options.connected(dist.group.WORLD) if len(mine) == size else options.new_group(mine)
     return Axis(len(mine), mine.index(rank), groups.get(mine), mine, _name(groups.get(mine)), options)
 
@@ -205,8 +204,10 @@ def sub_axis(axis: Axis, members: Sequence[int]) -> Axis:
 
 def _product(shard: Axis, tp: Axis) -> Axis:
     """The processes in the tensor-parallel groups of the ranks of ``shard``."""
-    if 1 in (shard.size, tp.size):
-        return tp if shard.size == 1 else shard
+    if shard.size == 1:
+        return tp
+    if tp.size == 1:
+        return shard
     ranks = tuple(rank - tp.rank + slot for rank in shard.ranks for slot in range(tp.size))  # tp varies fastest
     group = shard.options.new_group(ranks)
     return Axis(len(ranks), shard.rank * tp.size + tp.rank, group, ranks, _name(group), shard.options)
@@ -227,7 +228,7 @@ class Compute:
 
     @property
     def alone(self) -> "Compute":
-        """The same with one replica of whole weights and sequences; stages and tensor-parallel slices remain."""
+        """A copy without data and context parallelism: one replica, still with its stages and tensor-parallel slices."""
         mesh = self.mesh
         alone = replace(
             mesh,

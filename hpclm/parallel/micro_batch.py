@@ -1,4 +1,4 @@
-"""One micro-batch on its way from the data to the loss, and the output of the layers.
+"""A micro-batch, the input of a model, and the output of the model or of a pipeline stage.
 
 B sequences in a micro-batch, T tokens in a sequence; with context parallelism this process has T / cp of them.
 """
@@ -18,13 +18,13 @@ from hpclm.parallel.sequence import take
 class MicroBatch:
     """The inputs of a model, on its device.
 
-    Not a tuple: libraries that cast the tensors among a module's arguments leave it alone.
+    Not a tuple: libraries cast the tensors in tuples among a module's arguments, but leave this alone.
     """
 
     tokens: Tensor
-    """[B, T / cp] int64; this and labels may be views of one tensor, and not contiguous."""
+    """[B, T / cp] int64; ``tokens`` and ``labels`` may be non-contiguous views of one tensor."""
     labels: Tensor | None = None
-    """[B, T / cp] int64: the token after each; None: return the output projection's input instead of a loss."""
+    """[B, T / cp] int64: the next token of each; None: the model returns the output projection's input instead of a loss."""
     loss_mask: Tensor | None = None
     """[B, T / cp] bool: tokens that count in the loss; None: all."""
     positions: Tensor | None = None
@@ -32,13 +32,13 @@ class MicroBatch:
     documents: Tensor | None = None
     """[B, T] int64 document indices, if attention must not cross documents."""
     weights: Tensor | None = None
-    """[B, T / cp] fp32: factor of each token in the loss. Includes the mask, 1 / tokens of the step, and the loss scale, so that
-    gradients need no further factor."""
+    """[B, T / cp] fp32: each token's factor in the loss: the mask, 1 / the step's tokens, and the loss scale. Gradients need no
+    further factor."""
     seed: int | None = None
     """Dropout seed; None without dropout."""
 
     def part(self, axis: Axis) -> "MicroBatch":
-        """The part of one process of ``axis``; its processes divide each sequence."""
+        """This process's part; the processes of ``axis`` divide each sequence."""
         if axis.size == 1:
             return self
         given = self.tokens, self.labels, self.loss_mask, self.positions, self.weights
@@ -49,8 +49,7 @@ class MicroBatch:
 
     def mask(self) -> Tensor:
         """[B, T / cp] fp32: 1 for tokens that count in the loss, else 0."""
-        # contiguous, whatever the strides of the data: replicas that compile for different strides would wait for
-        # each other
+        # always contiguous: replicas that compiled for different strides would wait for each other
         if self.loss_mask is None:
             return torch.ones(self.tokens.shape, dtype=torch.float32, device=self.tokens.device)
         # fp32 in every precision, because the mask is summed: bf16 counts exactly only up to 256
@@ -61,16 +60,18 @@ class MicroBatch:
         return replace(self, weights=weights, seed=seed)
 
 
-class Output(NamedTuple):
-    """The output of a model or pipeline stage for a micro-batch. A tuple: libraries look for tensors in it."""
+class ModelOutput(NamedTuple):
+    """The output of a model or pipeline stage for a micro-batch. A tuple, because libraries look for tensors in it."""
 
     value: Any
-    """The weighted sum of the losses, a scalar in fp32; without labels and weights, the Head; of a stage before the last, [t, B, C]."""
+    """The weighted sum of the losses, an fp32 scalar; without labels and weights, the Head; before the last stage, [t, B, C]."""
     scalars: dict[str, Tensor]
-    """The reports of layers and loss: for each name the weighted sum over this process's tokens, in fp32, without a gradient."""
+    """Reports of layers and loss: the weighted sum over this process's tokens, by name, in fp32 without gradient."""
 
 
 def add(scalars: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
     """Add ``more`` to ``scalars``, name by name."""
     for name, value in more.items():
-        scalars[name] = scalars[name] + value if name in scalars else value
+        if name in scalars:
+            value = scalars[name] + value
+        scalars[name] = value

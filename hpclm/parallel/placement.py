@@ -8,7 +8,7 @@ from hpclm.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorBlock:
     """A block of a logical tensor, and its offset in the local tensor."""
 
     start: tuple[int, ...]
@@ -59,8 +59,8 @@ class Placement:
         local[self.dim] = size // tp.size
         return tuple(local)
 
-    def pieces(self, tp: Axis, data_rank: int = 0) -> Iterator[Piece]:
-        """The blocks that this process of ``tp`` holds, in order. ``data_rank``: on the data axis."""
+    def pieces(self, tp: Axis, data_rank: int = 0) -> Iterator[TensorBlock]:
+        """The blocks that this process of ``tp`` holds, in order. ``data_rank``: this process's rank on the data axis."""
         local = self.local(tp)
         start = [0] * len(self.shape)
         size = list(self.shape)
@@ -68,7 +68,7 @@ class Placement:
             size[self.data_dim] = local[self.data_dim]
             start[self.data_dim] = data_rank % self.data_ranks * local[self.data_dim]
         if self.dim is None or tp.size == 1:
-            yield Piece(tuple(start), tuple(size), 0)
+            yield TensorBlock(tuple(start), tuple(size), 0)
             return
         block = self.shape[self.dim] // self.parts
         width = local[self.dim] // self.parts
@@ -76,4 +76,4 @@ class Placement:
         # one rank all gates
         for part in range(self.parts):
             start[self.dim], size[self.dim] = part * block + tp.rank * width, width
-            yield Piece(tuple(start), tuple(size), part * width)
+            yield TensorBlock(tuple(start), tuple(size), part * width)

@@ -1,7 +1,7 @@
 """Context parallelism: a sequence divided over processes, which gather each other's keys and values.
 
-T tokens in a sequence. With causal attention, later tokens attend to more tokens. So the sequence is cut into 2 cp pieces, and process r
-holds pieces r and 2 cp - 1 - r. All then have the same work (Grattafiori et al. 2024, section 3.3.2).
+T tokens in a sequence. With causal attention, later tokens attend to more tokens. The sequence is therefore cut into 2 cp pieces, and process r
+holds pieces r and 2 cp - 1 - r. So all have equal work (Grattafiori et al. 2024, section 3.3.2).
 """
 
 from collections.abc import Iterator
@@ -54,6 +54,6 @@ def take(x: Tensor, axis: Axis) -> Tensor:
 
 
 def row_blocks(held: tuple[tuple[int, int], ...], size: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of blocks of at most ``size`` tokens of these pieces, in order."""
+    """Split the pieces ``held`` into blocks of at most ``size`` tokens; yields each block's begin and end, in order."""
     for begin, end in held:
         yield from ((at, min(at + size, end)) for at in range(begin, end, size))

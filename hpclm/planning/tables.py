@@ -97,7 +97,7 @@ def report(run: RunConfig, plan: Forecast, kind: str) -> Iterator[str]:
     experts = f"; experts over {layout.expert} data ranks" if layout.expert > 1 else ""
     micro_batches = "micro-batch" if layout.accumulation == 1 else "micro-batches"
     groups = f" in groups of {layout.sharing} replicas" if layout.copies > 1 else ""
-    yield f"{count.described(model)}: {model.layers} blocks of width {model.hidden}, samples of {model.context} tokens"
+    yield f"{count.described_size(model)}: {model.layers} blocks of width {model.hidden}, samples of {model.context} tokens"
     yield (
         f"{layout.gpus} x {kind}: data {layout.data} x {context}pipeline {layout.pipeline} x tensor {layout.tensor}{experts}; engine "
         f"{run.engine.name}, ZeRO stage {zero_stage(run.engine, layout.pipeline)}{groups}, recompute {layout.recompute}"

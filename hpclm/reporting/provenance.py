@@ -91,7 +91,7 @@ def _model(model: ModelConfig) -> str:
     shape = (
         f"{model.layers} layers, hidden size {model.hidden}, {model.attention.heads} heads, context {model.context:,}"
     )
-    return f"{count.described(model)}: {shape}, vocabulary {model.vocab_size:,}"
+    return f"{count.described_size(model)}: {shape}, vocabulary {model.vocab_size:,}"
 
 
 def _tokens(history: History, model: ModelConfig) -> str:

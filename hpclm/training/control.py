@@ -127,11 +127,13 @@ class Control:
         return {PREFIX + name: float(value) for name, value in values.items()}
 
     def _stop(self, now: bool = False) -> int:
-        """The index in STOPS of the request that is pending. ``now``: look at the files even if they were checked a moment ago."""
+        """The index in STOPS of the pending request. ``now``: look at the files even if they were checked a moment ago."""
         if self.control_files is None:
             return 0
         stop = self.control_files.requested("stop", now)
-        return 2 if self.control_files.requested(KILL_SWITCH) else int(stop)
+        if self.control_files.requested(KILL_SWITCH):
+            return STOPS.index(KILL_SWITCH)
+        return int(stop)
 
     def _state(self, reduced: Mapping[str, float]) -> ControlState:
         """The state that reduced values describe."""

@@ -120,7 +120,7 @@ class ExpertLoad:
         return _listed([*self._dead_layers(self._dead.rows()), *self._dominated_layers(self._dominating.rows())])
 
     def close(self) -> None:
-        """Close the file."""
+        """Close experts.jsonl after a last attempt to write."""
         self._writing.attempt(self._file.close, now=True)
 
     def _limit(self) -> float:
@@ -136,7 +136,7 @@ class ExpertLoad:
         self._line_steps = 0
 
     def _warn(self) -> None:
-        """Warn once of each layer with dead experts, and of each layer that one expert dominates."""
+        """Warn once about each layer with dead experts, and each layer that one expert dominates."""
         dead = [*self._dead_layers(self._dead.new_rows())]
         dominated = [*self._dominated_layers(self._dominating.new_rows())]
         for parts in (dead, dominated):
@@ -166,4 +166,7 @@ class ExpertLoad:
 
 def _listed(parts: list[str]) -> str:
     more = len(parts) - LAYERS_NAMED
-    return "; ".join(parts[:LAYERS_NAMED]) + (f"; and {more} more layers" if more > 0 else "")
+    text = "; ".join(parts[:LAYERS_NAMED])
+    if more > 0:
+        text += f"; and {more} more layers"
+    return text

@@ -1,6 +1,6 @@
 """The training loop: train a step and record it; evaluate, verify, save and exit when due.
 
-It knows no engine, launcher or data format. All ranks take the same turns, because they decide by values that they have agreed on.
+It knows no engine, launcher or data format. All ranks take the same turns, because they decide by agreed values.
 """
 
 import logging
@@ -53,7 +53,7 @@ class TrainingLoop:
         run.context.watchdog.each_turn = SignalWatch(config, run.context.watchdog, run.preemption, self.saver)
 
     def train(self) -> int:
-        """Take turns until the run exits; returns the exit code."""
+        """Train until the run exits; returns the exit code."""
         progress = self.run.data.begin
         with self._divergence_handled():
             while True:
@@ -73,7 +73,7 @@ class TrainingLoop:
                 try:
                     progress = self.stepper.step(progress)
                 except StepAbandoned:
-                    continue  # a signal leaves no time to finish the step, so the next turn exits
+                    continue  # a signal leaves too little time for the step, so the next turn exits
 
     @contextmanager
     def _divergence_handled(self) -> Iterator[None]:
@@ -166,7 +166,7 @@ class TrainingLoop:
         return True
 
     def verification_is_due(self, progress: Progress) -> bool:
-        """Whether this step is one to look for silent corruption after."""
+        """Whether to look for silent corruption after this step."""
         return due(self.config.cluster.verify_every, progress)
 
     def verify(self, progress: Progress) -> None:
@@ -184,7 +184,7 @@ class TrainingLoop:
         corruption.end_run(problems, progress.step, self.saver.step, self.context, device, self.run.out)
 
     def save(self, progress: Progress) -> None:
-        """Save, or begin to with checkpoint.background."""
+        """Save; with checkpoint.background, begin to save."""
         self.saver.save(self.engine, progress, self.evaluator.validation(progress.step), self.control.state)
 
     def answer_save_request(self) -> None:
@@ -223,8 +223,10 @@ class TrainingLoop:
                 text = messages.ending(self.config, self.run.data.length, progress, "")
                 self.run.notifier.send("finished", text)
             return ExitCode.DONE
-        if self.context.is_main and (why := self.context.job.requeue_if_abandoned()):
-            log.warning("%s: %s was asked to start the job again", why, self.context.job.scheduler)
+        if self.context.is_main:
+            why = self.context.job.requeue_if_abandoned()
+            if why:
+                log.warning("%s: %s was asked to start the job again", why, self.context.job.scheduler)
         return ExitCode.REQUEUE
 
     def _record_end(self, progress: Progress, over: bool, requeue: bool) -> None:
@@ -236,12 +238,14 @@ class TrainingLoop:
                 then = f"saved at step {self.saver.step}, exiting; the same command resumes from here"
             text = f"{state.signal}: {then}"
             log.warning("%s", text)
+            code = ExitCode.REQUEUE
+            status = "exited"
         else:
             leaving = "" if over else state.leaving or "exit_interval"
             text = messages.ending(self.config, self.run.data.length, progress, leaving)
             log.info("%s", text)
-        code = ExitCode.REQUEUE if requeue else ExitCode.DONE
-        status = "exited" if requeue else text.partition(" ")[0]
+            code = ExitCode.DONE
+            status = text.partition(" ")[0]
         if self.run.meter:
             self.run.meter.summary.end(status, text.partition(";")[0], code, over)
         if self.run.sinks:

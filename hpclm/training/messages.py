@@ -27,12 +27,13 @@ SAME = 1e-9  # relative difference of learning rates that counts as rounding
 def device(device: torch.device, dtype: torch.dtype, products: str) -> None:
     """Log the device and the types; ``products``: how fp32 matrix products run."""
     logger.info("%s, %s; fp32 matmuls: %s", hardware.describe(device), str(dtype).removeprefix("torch."), products)
-    if slow := hardware.slow_type(device, dtype):
+    slow = hardware.slow_type(device, dtype)
+    if slow:
         logger.warning("%s", slow)
 
 
 def without_effect(reasons: Iterable[str]) -> None:
-    """Warn of settings that change nothing in this run."""
+    """Warn about settings that change nothing in this run."""
     for reason in reasons:
         logger.warning("%s", reason)
 
@@ -42,7 +43,9 @@ def log_start(config: RunConfig, plan: Plan, context: DistributedContext, length
     steps = "until the time is up"
     if length.steps is not None:
         steps = f"{length.steps:,} steps{_limit(config.budget, length.steps)}"
-    size = f"{count.described(config.model)}; {steps} of {plan.global_size} samples x {config.model.context} tokens"
+    size = (
+        f"{count.described_size(config.model)}; {steps} of {plan.global_size} samples x {config.model.context} tokens"
+    )
     logger.info("%s, %s samples of training data", size, f"{samples:,}")
     if context.job.id:
         logger.info("%s", context.job)
@@ -53,7 +56,7 @@ def log_start(config: RunConfig, plan: Plan, context: DistributedContext, length
 
 
 def _limit(budget: BudgetConfig, steps: int) -> str:
-    """Which budget ends a run of ``steps`` steps before budget.steps does; empty if none does."""
+    """The budget that ends a run of ``steps`` steps before budget.steps; empty if none does."""
     if not budget.steps or steps >= budget.steps:
         return ""
     others = {name: getattr(budget, name) for name in ("samples", "tokens", "epochs")}
@@ -66,15 +69,15 @@ def kernels(model: ModelConfig, device: torch.device) -> None:
     if model.kernels != "apex":
         return
     if device.type != "cuda":
-        logger.warning("model.kernels=apex: it is for GPUs; PyTorch's own operations")
+        logger.warning("model.kernels=apex is for GPUs; using PyTorch's own operations")
     elif not apex.norms():
-        logger.warning("model.kernels=apex: NVIDIA apex cannot be imported here; PyTorch's own operations")
+        logger.warning("model.kernels=apex: NVIDIA apex cannot be imported here; using PyTorch's own operations")
     else:
         logger.info("kernels: NVIDIA apex's norms")
 
 
-def attention(model: ModelConfig, choice: attention_backend.Choice | None) -> None:
-    """Log the kernel of attention; ``choice``: None on a CPU, which uses PyTorch's own."""
+def attention(model: ModelConfig, choice: attention_backend.KernelChoice | None) -> None:
+    """Log the kernels of attention; ``choice``: None on a CPU, which uses PyTorch's kernel."""
     if choice is None:
         if model.attention.kernel != "auto":
             logger.warning("model.attention.kernel=%s is for GPUs; a CPU uses PyTorch's own", model.attention.kernel)
@@ -132,13 +135,19 @@ def way_back(config: RunConfig) -> str:
 def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) -> str:
     """The last log line: how far the run is, and the next command. ``leaving``: why it ends early; empty if it does not."""
     if leaving:
-        why = "hpclm request RUN stop" if leaving == "stop" else leaving
-        first = f"once {config.kill_switch} is removed, " if leaving == "kill_switch" else ""
+        why = leaving
+        first = ""
+        if leaving == "stop":
+            why = "hpclm request RUN stop"
+        elif leaving == "kill_switch":
+            first = f"once {config.kill_switch} is removed, "
         return f"stopped at step {progress.step} ({why}); {first}the same command resumes it"
     if config.stop_at is not None and config.stop_at <= progress.step != length.steps:
         return f"stopped at step {progress.step} (stop_at)"
     out = files.typed(Path(config.out))
-    generate = f" · hpclm generate {out} --prompt ..." if config.checkpoint.enabled and _has_tokenizer(config) else ""
+    generate = ""
+    if config.checkpoint.enabled and _has_tokenizer(config):
+        generate = f" · hpclm generate {out} --prompt ..."
     return f"done at step {progress.step}, {progress.samples:,} samples; next: hpclm report {out}{generate}"
 
 

@@ -50,7 +50,7 @@ class Meter:
         summary: RunSummary,
         experts: ExpertLoad | None = None,
     ):
-        """``begin``: the progress that the run resumes from. ``total``: its last step, if known. ``experts``: None if the model has none."""
+        """``begin``: the progress that the run resumes from. ``total``: the run's last step, if known. ``experts``: None without experts."""
         self.out = out
         self.every = config.every
         self.start = begin.step
@@ -91,7 +91,7 @@ class Meter:
         return self
 
     def _resumed(self) -> Iterator[Row]:
-        """Remove the rows past the step that the run resumes from; yields the others, and notes their losses and scores."""
+        """Remove the rows after the step that the run resumes from. Yields the other rows, and notes their losses and scores."""
         try:
             for row in metrics_file.forget_after(self.out, self.start):
                 if "tasks" in row:
@@ -144,9 +144,8 @@ class Meter:
     def _write(self, row: dict[str, Any], part: str = "") -> None:
         """Write a row of metrics.jsonl, and its scalars for TensorBoard. ``part``: see TensorBoard.row."""
         row = finite(row)
-        self._rows.attempt(
-            lambda: self._file.write(json.dumps(row) + "\n"), now=True
-        )  # the file keeps rows it cannot write
+        # the file keeps rows that it cannot write
+        self._rows.attempt(lambda: self._file.write(json.dumps(row) + "\n"), now=True)
         if self._board:
             self._board.row(row, part)
 
@@ -281,7 +280,7 @@ def evaluation_line(step: int, loss: float, part: str) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), capped at exp(20), as in Megatron; NaN if the loss is."""
+    """exp(loss), capped at exp(20), as in Megatron; NaN if the loss is NaN."""
     return math.exp(min(loss, 20.0))
 
 
@@ -294,7 +293,7 @@ def _clock(seconds: float) -> str:
 class WriterThread:
     """Runs functions one after the other in a thread; use it as a context manager.
 
-    If one raises an error, the next call to this object raises it too, and later work is dropped.
+    If a function raises an error, the next call of this object raises it too, and later work is dropped.
     """
 
     def __init__(self, idle: Callable[[], None] = lambda: None) -> None:
@@ -336,7 +335,7 @@ class WriterThread:
                 self._idle()
 
     def _run(self) -> None:
-        while (work := self._next()) is not None:
+        for work in iter(self._next, None):
             try:
                 if self._failed is None:
                     work()

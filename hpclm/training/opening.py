@@ -77,7 +77,7 @@ class MemoryPlanner(Protocol):
         return config
 
     def memory_errors_explained(self, config: RunConfig, context: DistributedContext) -> AbstractContextManager[None]:
-        """Turns PyTorch's out-of-memory error in the block into one that says what to change."""
+        """Inside this context, PyTorch's out-of-memory error becomes one that says what to change."""
         return nullcontext()
 
 
@@ -87,7 +87,7 @@ class NoPlanner(MemoryPlanner):
 
 @contextmanager
 def open_run(start: RunStart, context: DistributedContext, planner: MemoryPlanner | None = None) -> Iterator[OpenRun]:
-    """Open a run on every rank of ``context``. Rank 0 checks the ``start``, unless that has been done."""
+    """Open a run on every rank of ``context``. Rank 0 checks ``start``, unless it is already checked."""
     planner = planner or NoPlanner()
     out = start.out
     notifier = Notifier(start.run.job.notify, out.absolute().name, str(out.absolute()), context.job.row())
@@ -157,7 +157,7 @@ def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     mesh = replace(mesh, nodes=len({context.ranks[rank].node for rank in mesh.dp.ranks}))
     if config.modules() or config.engine.name == "deepspeed":
         environment.for_code_that_may_compile()
-    # both raise before anything is written; a schedule that cannot be loaded would otherwise surface only after the warm-up
+    # both raise before anything is written; a schedule that cannot be loaded would otherwise fail only after the warm-up
     engines.engine_class(config.for_engine(context.size), device)
     shape(config.optim)
     return Compute(device, dtype, mesh)
@@ -194,7 +194,7 @@ def open_run_directory(config: RunConfig, context: DistributedContext, device: t
         stack.enter_context(context.exit_on_error())
         if config.cluster.preflight:
             room = 12 * count.parameters(config.model)  # bytes of a checkpoint: weights and Adam's two moments in fp32
-            preflight.check(context, device, config.modules(), out, room=room)
+            preflight.check_nodes(context, device, config.modules(), out, room=room)
         if context.is_main:
             stack.enter_context(logs.also_to(out / "log.txt", secrets.Redactor()))
         else:
@@ -205,7 +205,8 @@ def open_run_directory(config: RunConfig, context: DistributedContext, device: t
         try:
             yield Directory(lease, summary, restarted)
         except KeyboardInterrupt:
-            if summary and (ending := summary.interrupted()):
+            ending = summary.interrupted() if summary else ""
+            if ending:
                 log.warning(ending)
             raise
 
@@ -227,7 +228,7 @@ def open_engine(settings: EngineSettings, compute: Compute) -> Engine:
 def open_store(
     config: RunConfig, context: DistributedContext, compute: Compute, data: RunData, lease: Lease | None
 ) -> CheckpointStore:
-    """The checkpoints of the run. Each records how it was made."""
+    """The checkpoints of the run. Each records the attempt that saves it."""
     saving = config.checkpoint
     per_save = data.samples_per_save(saving.epochs)
     retention = Retention(saving.keep_last, saving.keep_every, saving.keep_best, saving.keep_epochs, per_save)
@@ -264,7 +265,7 @@ def resume(
 def begin_attempt(
     recorded: RunConfig, context: DistributedContext, data: RunData, directory: Directory, back_to: int | None
 ) -> int:
-    """Record that an attempt begins, and log changes since the last one; returns its number. ``recorded``: the settings for
+    """Record that an attempt begins, and log changes since the last attempt; returns the attempt's number. ``recorded``: the settings for
     config.yaml. ``back_to``: the step of the checkpoint that the run has gone back to."""
     assert directory.summary is not None
     out = Path(recorded.out)
@@ -293,10 +294,12 @@ def schedule_of(out: Path, attempt: Mapping[str, Any], samples_per_epoch: int, p
 
 
 def how_it_begins(store: CheckpointStore, step: int) -> str:
-    """For the log: how an attempt begins that resumes from ``step``."""
+    """How an attempt that resumes from ``step`` begins, for the log."""
     if step:
         return f"resumes from step {step}"
-    return "starts from imported weights" if (store.folder / "latest").exists() else "a new run"
+    if (store.folder / "latest").exists():
+        return "starts from imported weights"
+    return "a new run"
 
 
 @contextmanager

@@ -72,13 +72,13 @@ def log_restart(out: Path, context: DistributedContext) -> str:
 def check_progress(out: Path, step: int, job: OwnJob) -> None:
     """DivergedError if the scheduler has started this ``job`` MAX_STARTS times from ``step`` and no start reached a checkpoint.
 
-    A start counts however it ended: killed, warned before it had saved anything, or too early to leave a record. A clean exit does not
-    count if the scheduler has not restarted the job since: somebody started it again by hand.
+    A start counts however it ended: killed, warned before the first save, or too early to leave a record. A clean exit does not count
+    if the scheduler has not restarted the job since: somebody started it again by hand.
     """
     if not job.id:
         return
     starts = 0
-    later = job.restart  # the restart count of the start after the one that is looked at
+    later = job.restart  # the restart count of the start after ``attempt``
     for attempt in reversed(events.attempts(events.read_or_refuse(out))):
         began = attempt.began
         restart = later if began.get("restart") is None else began["restart"]
@@ -89,7 +89,7 @@ def check_progress(out: Path, step: int, job: OwnJob) -> None:
         later = restart
     if starts >= MAX_STARTS:
         raise DivergedError(
-            f"job {job.id} has started {starts} times from step {step} and never reached a checkpoint: it is not started again. "
+            f"job {job.id} has started {starts} times from step {step} and never reached a checkpoint; it will not be started again. "
             f"See {out / 'log.txt'} for how the starts ended, then hpclm resume {files.typed(out)}"
         )
 
@@ -99,7 +99,7 @@ def start(
 ) -> list[AttemptEvents]:
     """Write config.yaml and record that an attempt begins; returns all attempts.
 
-    ``generation``: the lease's. ``facts``: more for the record, such as the step that the attempt resumes from.
+    ``generation``: generation of the lease. ``facts``: more for the record, such as the step that the attempt resumes from.
     """
     out = Path(run.out)
     _, used = config_history.replace(out, dumped(replace(run, data=absolute(run.data))))
@@ -138,7 +138,9 @@ def absolute(data: config.DataConfig) -> config.DataConfig:
         return str(Path(path).absolute())
 
     def listed(entries: list[str]) -> list[str]:
-        paths = set(mixture(entries, "data").prefixes) if entries else set()
+        if not entries:
+            return []
+        paths = set(mixture(entries, "data").prefixes)
         return [whole(entry) if entry in paths else entry for entry in entries]
 
     return replace(
@@ -173,13 +175,15 @@ def versions() -> dict[str, str]:
 
 
 def warn_of_other_code(before: Mapping[str, Any], line: Mapping[str, Any]) -> None:
-    """Warn if this attempt runs other code than the last one; ``before`` and ``line``: how they began."""
+    """Warn if this attempt runs other code than the last one. ``before`` and ``line``: the records of how the attempts began."""
     if before.get("digest", line["digest"]) == line["digest"]:
         return
     if before.get("git") != line["git"]:
         change = f"git {before.get('git')}, now {line['git']}"
     else:
-        change = "files have changed" + (f", at git {line['git']}" if line["git"] else "")
+        change = "files have changed"
+        if line["git"]:
+            change += f", at git {line['git']}"
     log.warning(
         "the code is not the one that the last attempt ran: %s; job.snapshot=true keeps a job to the code it was submitted with",
         change,

@@ -1,4 +1,4 @@
-"""The data of a run: each rank opens its part, and the ranks check that all nodes have the same."""
+"""The data of a run: each rank opens its part, and the ranks check that all nodes have the same data."""
 
 import logging
 import math
@@ -41,7 +41,7 @@ class RunData:
 
     plan: Plan
     length: Length
-    begin: Progress  # at which the attempt begins; the sample order is built for its ``planned`` samples
+    begin: Progress  # where the attempt begins; the sample order is built for its ``planned`` samples
     source: Source
     train: Batches  # the micro-batches of this rank's replica
     held_out: list[HeldOut]
@@ -61,7 +61,7 @@ class RunData:
 def _planned(config: RunConfig, source: Source, begin: Progress) -> tuple[Length, Progress]:
     """The end of a run that begins at ``begin``, and ``begin`` with the number of samples to order.
 
-    It keeps the checkpoint's number if that suffices, because the order depends on it.
+    The checkpoint's number is kept if it suffices, because the order depends on it.
     """
     length = run_length(config, samples_per_epoch(source), begin.step, begin.samples)
     if length.samples is None or length.samples > (begin.planned or 0):
@@ -94,7 +94,7 @@ def open_data(config: RunConfig, context: DistributedContext, compute: Compute, 
     main_facts = context.run_on_main(lambda: start.facts.values)
     facts = start.facts
     problems: list[str] = []
-    # the user's own source may have no facts to share: then all ranks read at once
+    # a user's source may have no facts to share; all ranks then read at once
     reads_files = context.rank == context.first_on_node or not main_facts
     if reads_files and not context.is_main:
         facts = SharedFacts()

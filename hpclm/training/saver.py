@@ -21,8 +21,8 @@ from hpclm.training.control import SIGNALS, ControlState
 
 log = logging.getLogger(__name__)
 MARGIN = 1.5  # a save may take this many times as long as the longest one before
-LONG = 2.0  # seconds that a step goes on after a signal until the log says what follows
-LATE = 5.0  # seconds beyond the time that a signal leaves until the step is given up
+LONG = 2.0  # seconds after a signal until the log says what follows, if the step goes on
+LATE = 5.0  # seconds after the deadline of a signal until the run exits without saving
 
 
 def due(every: int, progress: Progress) -> bool:
@@ -60,7 +60,7 @@ class Saver:
         self._longest = 0.0  # seconds of the longest save, by the slowest rank
 
     def _passes(self, progress: Progress) -> int:
-        """How many times the run has read checkpoint.epochs epochs."""
+        """Number of times that the run has read checkpoint.epochs epochs."""
         return int(progress.samples / self.samples_per_save)
 
     def due(self, progress: Progress, state: ControlState) -> bool:
@@ -79,7 +79,7 @@ class Saver:
         return self._passes(progress) > self._saved_passes or due(self.settings.every, progress)
 
     def save(self, engine: StateSource, progress: Progress, validation: float | None, state: ControlState) -> None:
-        """Save, or begin to with checkpoint.background. A failure is logged, and training continues with the earlier checkpoints."""
+        """Save; with checkpoint.background, begin to save. A failure is logged, and training continues with the earlier checkpoints."""
         self.postponed = False
         self._saved_minutes = state.minutes
         self._saved_passes = self._passes(progress)
@@ -161,7 +161,7 @@ class Saver:
             log.error("%s; the steps after %d will be repeated", error, self.step)
 
     def _reason(self, progress: Progress, state: ControlState) -> str | None:
-        """Why a save at exit is made; None if it counts as a periodic one."""
+        """The reason for a save at exit; None if the save counts as a periodic one."""
         saves_at_exit_only = not self.settings.every and self.settings.minutes is None and self.settings.epochs is None
         if saves_at_exit_only or self._periodic(progress, state):
             return None
@@ -195,7 +195,7 @@ class SignalWatch:
     announced: bool = False
 
     def __call__(self) -> None:
-        """Check once."""
+        """Check the signals and the time since the first one."""
         since = {name: self.preemption.seconds(name) for name in SIGNALS}
         first = max(since, key=lambda name: since[name])
         if not since[first] or not self.watchdog.in_step:
@@ -203,7 +203,7 @@ class SignalWatch:
         for name, limit in self.saver.limits.items():
             if since[name] > limit + LATE:
                 self.watchdog.ending.stop(
-                    f"{name}: step {self.watchdog.step} has gone on for {since[name]:.0f} s since, and {self._limit(name)} has "
+                    f"{name}: step {self.watchdog.step} has gone on for {since[name]:.0f} s since the signal, and {self._limit(name)} has "
                     f"passed: exiting without saving; the steps after {self.saver.step} will be repeated"
                 )
         if since[first] >= LONG and not self.announced:

@@ -69,9 +69,8 @@ class RunStart:
         self._job = job or OwnJob()
         self.checked = False  # whether all checks have passed
         self.checkpoint: Candidate | None = None  # set by _check_checkpoint: the checkpoint that the run resumes from
-        self.source: Source | None = (
-            None  # set by _check_data, without an index or samples, unless it must not be built
-        )
+        # set by _check_data, without an index or samples, unless it must not be built
+        self.source: Source | None = None
         self.facts = SharedFacts()  # filled by _check_data: facts found while the data were opened
 
     def check(self, more: Sequence["Check"] = ()) -> None:
@@ -117,13 +116,13 @@ class RunStart:
         return run_length(self.run, samples_per_epoch(source), self.begin.step, self.begin.samples)
 
     def fingerprint(self) -> dict[str, Any]:
-        """The fingerprint of the run; without that of its data if they are not open."""
+        """The fingerprint of the run; without the data's fingerprint if the data are not open."""
         run = self.run
         data = None if self.source is None else self.source.fingerprint
         return fingerprint(run.model, run.seed, data, run.optim.name, self._micro_size())
 
     def _micro_size(self) -> int | str | None:
-        """The micro-batch that the run will use; "auto" if it must choose another than the last start used; None if unknown."""
+        """Size of the run's micro-batches; "auto" if it must differ from that of the last start; None if unknown."""
         if self.run.batch.micro_size:
             return self.run.batch.micro_size
         last = config_history.micro_size(self.out)

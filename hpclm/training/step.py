@@ -35,14 +35,14 @@ class StepAbandoned(Exception):
 class QueuedStep:
     """A step that the device may still be computing."""
 
-    progress: Progress  # after it, without the values that only its result tells
+    progress: Progress  # after the step, without the values that only its result has
     result: StepResult
     reduction: Reduction  # the metrics and control values of all ranks
     measured: Mapping[str, Any]  # fields of metrics.jsonl that the host knows already
     micro_batches: int
-    waited: float  # seconds that the device waited for its data
-    began: float  # when the host began it, by time.perf_counter
-    finished: float | None  # when the device finished it, by the same clock; None while it computes
+    waited: float  # seconds that the device waited for the step's data
+    began: float  # when the host began the step, by time.perf_counter
+    finished: float | None  # when the device finished the step, by the same clock; None while it computes
 
 
 class Stepper:
@@ -68,7 +68,7 @@ class Stepper:
         step = progress.step + 1
         profile = self.run.profile
         watchdog = self.run.context.watchdog
-        self._note_finish()  # before this waits for data
+        self._note_finish()  # before the host waits for data
         self.run.context.compare_work(step)
         watchdog.enter("step", step)
         if profile:
@@ -145,7 +145,9 @@ class Stepper:
     def micro_batches_per_poll(self) -> int:
         """Micro-batches that take about POLL_SECONDS; 1 before a step's time is known."""
         seconds = self.control.micro_batch_seconds
-        return max(1, round(POLL_SECONDS / seconds)) if seconds else 1
+        if not seconds:
+            return 1
+        return max(1, round(POLL_SECONDS / seconds))
 
     def finish(self) -> ControlState | None:
         """Wait for the queued step, if any, and record it; returns the state that all ranks agreed on with it."""
@@ -159,7 +161,7 @@ class Stepper:
         return self.control.receive(values)
 
     def finish_if_arrived(self) -> None:
-        """Record the queued step if its result has arrived. A rank that ends with an error calls it, because its peers may never send theirs."""
+        """Record the queued step if its result has arrived. Called by a rank that ends with an error: its peers may never send their results."""
         if self._queued is not None and self._queued.reduction.done():
             self.finish()
 
@@ -171,7 +173,7 @@ class Stepper:
         skipped = bool(metrics.pop("skipped"))
         counted_tokens = metrics.pop("counted_tokens", 1)
         empty_micro_batches = metrics.pop("empty_micro_batches", 0)
-        seconds = finished - max(step.began, self._last_finished)  # the device began it after the one before
+        seconds = finished - max(step.began, self._last_finished)  # the device began this step after the one before
         self._last_finished = finished
         self.control.own_trained_seconds += seconds
         self.control.own_micro_batch_seconds = seconds / step.micro_batches

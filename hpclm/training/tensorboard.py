@@ -50,7 +50,7 @@ class TensorBoard:
         self._scalars = SidePath("a scalar cannot be written for TensorBoard")
 
     def start(self) -> None:
-        """Open the files."""
+        """Open the event files."""
         self._writing.attempt(self._open)
 
     def _open(self) -> None:
@@ -99,9 +99,9 @@ class TensorBoard:
 
 
 class EventFile:
-    """A file of scalars in a folder; use it in one thread. ``flush`` raises errors of the disk, and the next one starts a new file.
+    """A file of scalars in a folder; use it in one thread. ``flush`` raises disk errors; the next ``flush`` then starts a new file.
 
-    TensorBoard's own writer has a thread that dies of such an error.
+    TensorBoard's own writer has a thread that ends on such an error.
     """
 
     def __init__(self, folder: Path, start: int):
@@ -153,11 +153,12 @@ class EventFile:
         self._buffer.truncate()
 
     def _begin(self) -> None:
-        """Start a new file. Its name sorts after those of all earlier ones."""
+        """Start a new file, with a name that sorts after the names of all earlier files."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._number += 1
         # TensorBoard reads files by their names: two attempts may begin in one second, and clocks may go back
-        earlier = [int(match[1]) for file in self._folder.iterdir() if (match := NAME.match(file.name))]
+        matches = (NAME.match(file.name) for file in self._folder.iterdir())
+        earlier = [int(match[1]) for match in matches if match]
         second = max([int(time.time()), *(timestamp + 1 for timestamp in earlier)])
         name = f"events.out.tfevents.{second:010}.{socket.gethostname()}.{os.getpid()}.{self._number}"
         self._path = self._folder / name

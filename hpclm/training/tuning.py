@@ -21,17 +21,15 @@ IMPORTED = ("chat_template.jinja", "generation_config.json", SPECIAL_TOKENS)
 
 
 def keep(run: RunConfig, source: Source, step: int) -> None:
-    """Keep these files for an attempt that begins after ``step``."""
+    """Keep the files for tuned models, for an attempt that begins after ``step``."""
     if run.checkpoint.init_from and not step:
         keep_imported(run, Path(run.checkpoint.init_from))
     keep_chat(run, chat(source), step)
 
 
 def keep_chat(run: RunConfig, chat: ChatRecord | None, step: int) -> None:
-    """Keep the chat template in the run directory: ``chat`` of its data, otherwise that of the run so far, or of the run it starts from.
-
-    ``step``: the attempt begins after it.
-    """
+    """Keep the chat template in the run directory: ``chat`` from its data; otherwise the template of the run so far, or of the run that it
+    starts from. ``step``: the step after which the attempt begins."""
     out = Path(run.out)
     origin = out if step else run.checkpoint.init_from and chat_record.owner(Path(run.checkpoint.init_from))
     before = chat_record.of_run(origin) if origin else None
@@ -56,7 +54,7 @@ def keep_chat(run: RunConfig, chat: ChatRecord | None, step: int) -> None:
 def keep_imported(run: RunConfig, begun: Path) -> None:
     """Keep the special tokens and generation settings of ``begun``, the imported run or checkpoint that a run starts from.
 
-    Needed if the run has its tokenizer from elsewhere, such as one with added tokens. Nothing is kept if the ids mean other tokens.
+    Needed if the run has a tokenizer from elsewhere, such as one with added tokens. Nothing is kept if the ids belong to other tokens.
     """
     owner = chat_record.owner(begun)
     beside = [Path(path).parent for path in tokenizers.files_of_run(run.data)[:1]]
@@ -76,7 +74,7 @@ def keep_imported(run: RunConfig, begun: Path) -> None:
             if (place / name).is_file():
                 files.write_bytes(kept / name, files.read_bytes(place / name))
     except ConfigError as error:  # its tokenizer's files may be gone
-        log.warning("special tokens and settings of generation of %s are not taken over: %s", owner, error)
+        log.warning("special tokens and generation settings of %s are not kept: %s", owner, error)
     except OSError as error:
         raise unwritten(error, kept, "choose another out, or free some space") from error
 

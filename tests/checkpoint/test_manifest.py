@@ -128,7 +128,7 @@ def test_a_checkpoint_of_a_later_hpclm_is_refused_and_left_where_it_is(tmp_path)
 
 def test_a_manifest_says_where_every_value_is_and_is_equal_after_reading(tmp_path):
     checkpoint = save_as_ranks(tmp_path / "c", 2, 4)
-    manifest = manifests.read(checkpoint)
+    manifest = manifests.read_manifest(checkpoint)
     assert manifest.tensors["model.a"] == {
         "shape": [40, 8],
         "parts": [
@@ -155,10 +155,10 @@ def test_a_large_file_is_looked_at_before_it_is_read(old, new, reason, tmp_path,
     path = tmp_path / "step-00000001/MANIFEST.json"
     path.write_bytes(path.read_bytes().replace(old, new))
     if reason is None:
-        assert manifests.read(path.parent).progress["step"] == 1
+        assert manifests.read_manifest(path.parent).progress["step"] == 1
         return
     with pytest.raises(manifests.BadCheckpoint, match=reason):
-        manifests.read(path.parent)
+        manifests.read_manifest(path.parent)
 
 
 def test_garbage_is_collected_again_after_a_manifest_only_if_it_was_before():

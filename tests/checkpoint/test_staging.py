@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpclm.checkpoint.staging import Arena, Snapshot, file_groups, write_shards
+from hpclm.checkpoint.staging import Arena, ShardSnapshot, file_groups, write_shards
 from hpclm.engine import Shard
 
 SHAPES = [(), (0, 3), (5,), (257, 3), (1000, 1000), (1 << 20,), (3 << 20,), (7, 1), (2000, 1500)]
@@ -18,7 +18,7 @@ def shards(seed):
 
 
 def test_a_snapshot_holds_every_bit_whatever_becomes_of_the_tensors_and_uses_its_memory_again():
-    snapshot, places = Snapshot(), []
+    snapshot, places = ShardSnapshot(), []
     for seed in (0, 1):
         source = list(shards(seed))
         taken = snapshot.take(source)
@@ -44,7 +44,7 @@ def test_an_arena_s_blocks_are_powers_of_two_and_waste_little(count, size):
 
 
 def test_a_snapshot_follows_a_tensor_that_has_another_shape_or_type():
-    snapshot = Snapshot()
+    snapshot = ShardSnapshot()
     for tensor in (torch.ones(4), torch.full((2, 2), 2.0), torch.full((2, 2), 3.0, dtype=torch.bfloat16)):
         [copy] = snapshot.take([Shard("t", tensor, tuple(tensor.shape), (0,))])
         assert copy.tensor.dtype == tensor.dtype and torch.equal(copy.tensor, tensor)

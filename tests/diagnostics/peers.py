@@ -28,7 +28,7 @@ def main(out, *words):
     try:
         with context.join(bootstrap.detect(), settings.cluster, current_job()) as ours:
             ours.init_process_group(torch.device("cpu"), 1)
-            preflight.check(ours, torch.device("cpu"), settings.modules(), Path(out))
+            preflight.check_nodes(ours, torch.device("cpu"), settings.modules(), Path(out))
     except HpclmError as error:
         print(error)
         return error.exit_code

@@ -122,15 +122,15 @@ def test_a_folder_without_room_is_refused(tmp_path, monkeypatch):
     settings = config.from_cli(["data.source=synthetic", f"out={tmp_path}"])
     with context.join(bootstrap.World("single", 0, 1), settings.cluster) as alone:
         cpu = torch.device("cpu")
-        preflight.check(alone, cpu, (), tmp_path, env={})
+        preflight.check_nodes(alone, cpu, (), tmp_path, env={})
         assert report(tmp_path)["ok"] and report(tmp_path)["links"] == []
         with pytest.raises(HpclmError, match=r"MiB free on .*a checkpoint may take 1,125,899,906,842,624"):
-            preflight.check(alone, cpu, (), tmp_path, env={}, room=1 << 70)
+            preflight.check_nodes(alone, cpu, (), tmp_path, env={}, room=1 << 70)
 
 
 def test_what_does_not_stop_a_run_is_logged_and_kept_as_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(verdict, "SHM", 1 << 60)  # more than any machine has
-    preflight.check(single(), torch.device("cpu"), [], tmp_path, room=1)
+    preflight.check_nodes(single(), torch.device("cpu"), [], tmp_path, room=1)
     found = report(tmp_path)
     assert found["ok"] and not found["problems"] and not found["bad"]
     assert [f"preflight: {text}" for text in found["warnings"]] == caplog.messages

@@ -211,7 +211,7 @@ def test_snapshots_that_are_no_copies_of_the_state_are_taken_in_the_foreground(c
     def take(self, shards):
         return [replace(shard, tensor=copied(shard.tensor)) for shard in shards]
 
-    monkeypatch.setattr(staging.Snapshot, "take", take)
+    monkeypatch.setattr(staging.ShardSnapshot, "take", take)
     result, report = checked(tmp_path)
     assert not result.background and "snapshot" in report["problems"][0]
 

@@ -4,7 +4,7 @@ import pytest
 
 from hpclm.base.errors import ConfigError
 from hpclm.distributed import failure
-from hpclm.distributed.ending import Ending
+from hpclm.distributed.ending import RankEnding
 from hpclm.distributed.hang import RankState
 from hpclm.distributed.ranks import RankInfo
 from hpclm.node import ends
@@ -28,7 +28,7 @@ def stuck(rank, time, **doing):
 def verdict(tmp_path, monkeypatch):
     """The verdict on a start of four ranks that have left these ends."""
     monkeypatch.setenv(ends.FOLDER, str(tmp_path))
-    Ending(RANKS[0], RANKS)
+    RankEnding(RANKS[0], RANKS)
 
     def of(*left):
         for end in left:
@@ -67,7 +67,7 @@ def test_of_ranks_that_hang_the_one_that_could_not_say_so_blocks_the_others(verd
 
 
 def test_a_rank_that_waits_says_that_it_is_alive_once_another_has_failed(verdict, tmp_path):
-    waits = Ending(RANKS[2], RANKS)
+    waits = RankEnding(RANKS[2], RANKS)
     waits.answer()
     assert not ends.traces(tmp_path)
     assert [info.rank for info in verdict(lost(0, 1.0), lost(1, 1.0)).gone] == [2, 3]
@@ -107,7 +107,7 @@ def test_only_a_lost_peer_counts_as_lost():
     ids=repr,
 )
 def test_an_error_has_the_exit_code_of_its_kind(error, code):
-    assert failure.described(error)[0] == code
+    assert failure.described_error(error)[0] == code
 
 
 def test_a_failure_s_text_is_short_and_none_of_its_lines_looks_like_another_entry():

@@ -10,7 +10,7 @@ from hpclm import config
 from hpclm.engine import step
 from hpclm.engine.step import Timers, equal_weights, mean_loss, seed_step, seeds, token_weights
 from hpclm.parallel.mesh import SINGLE, Axis, Mesh
-from hpclm.parallel.micro_batch import MicroBatch, Output
+from hpclm.parallel.micro_batch import MicroBatch, ModelOutput
 
 MASKS = [[[1, 0, 1], [1, 0, 0]], [[0, 0, 0], [1, 0, 0]], [[0, 0, 0], [0, 0, 0]]]
 
@@ -79,7 +79,7 @@ def test_a_micro_batch_has_the_seed_of_its_place_in_the_global_batch():
 
 def test_the_loss_of_an_evaluation_is_the_mean_over_all_tokens_that_count():
     def forward(batch):
-        return Output((batch.weights * batch.tokens).sum(), {})
+        return ModelOutput((batch.weights * batch.tokens).sum(), {})
 
     given = [micro_batch(mask) for mask in MASKS]
     assert mean_loss(forward, given, torch.device("cpu"), SINGLE) == (0 + 2 + 3 + 3) / 4

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from hpclm import cli
 from hpclm.base.errors import ConfigError, NoCheckpointError
 from hpclm.checkpoint import directory
-from hpclm.checkpoint.tensors import Tensors
+from hpclm.checkpoint.tensors import CheckpointTensors
 from hpclm.config import ModelConfig
 from hpclm.inference import run_settings
 from hpclm.interop.huggingface import families
@@ -36,7 +36,7 @@ def peer_logits(model):
 
 def weights(run):
     folder, manifest = directory.newest(run / "checkpoints")
-    with Tensors(folder, manifest) as saved:
+    with CheckpointTensors(folder, manifest) as saved:
         return {name.removeprefix("model."): saved.whole(name) for name in saved.shapes()}
 
 

@@ -17,7 +17,7 @@ import torch
 from hpclm import cli
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory
-from hpclm.checkpoint.tensors import Tensors
+from hpclm.checkpoint.tensors import CheckpointTensors
 from hpclm.config import ModelConfig, load
 from hpclm.config.section import leaves
 from hpclm.interop.megatron import options
@@ -191,7 +191,7 @@ def megatron_deepspeed(folder, weights, args, tp=1, gaps=True):
 
 def same_weights(run, drawn):
     folder, manifest = directory.newest(run / "checkpoints")
-    with Tensors(folder, manifest) as saved:
+    with CheckpointTensors(folder, manifest) as saved:
         assert set(saved.shapes()) == {f"model.{name}" for name in drawn}
         for name, whole in drawn.items():
             assert torch.equal(saved.whole(f"model.{name}"), whole), name
@@ -316,7 +316,7 @@ def test_the_vocabularys_padding_goes_and_ours_comes(tmp_path, caplog):
     assert "model.vocab_size=96 is the checkpoint's" in caplog.text
     convert(tmp_path / "megatron", tmp_path / "run", "model.vocab_size=91", "model.vocab_multiple=64")
     folder, manifest = directory.newest(tmp_path / "run/checkpoints")
-    with Tensors(folder, manifest) as saved:
+    with CheckpointTensors(folder, manifest) as saved:
         table = saved.whole("model.tokens.weight")
     assert table.shape == (128, 48) and torch.equal(table[:91], drawn["tokens.weight"][:91]) and not table[91:].any()
     logits = [made.logits(tmp_path / run, made.TOKENS % 91) for run in ("run", "padded")]

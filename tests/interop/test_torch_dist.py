@@ -27,7 +27,7 @@ from hpclm import cli
 from hpclm import engine as engines
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import CheckpointStore, Retention, directory
-from hpclm.checkpoint.tensors import Tensors
+from hpclm.checkpoint.tensors import CheckpointTensors
 from hpclm.config import ModelConfig, load
 from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch
@@ -129,7 +129,7 @@ def checkpoint(folder, network, args, form=lambda whole: whole, **more):
 
 def saved(run):
     folder, manifest = directory.newest(run / "checkpoints")
-    with Tensors(folder, manifest) as found:
+    with CheckpointTensors(folder, manifest) as found:
         return manifest, {name: found.whole(name) for name in found.shapes()}
 
 

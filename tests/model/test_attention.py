@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from hpclm.config import ModelConfig
 from hpclm.model import position
 from hpclm.model.attention import layout
-from hpclm.model.attention.backend import Choice, choose, flexible, installed_flash, prefer
+from hpclm.model.attention.backend import KernelChoice, choose, flexible, installed_flash, prefer
 from hpclm.model.attention.layout import ROWS_PER_BLOCK, ActivationSpec, attention_metadata
 from hpclm.model.attention.scores import blocked, dot_product_attention, flex_attention
 from hpclm.model.stack import Stack
@@ -126,11 +126,12 @@ def test_a_flash_attention_that_cannot_be_loaded_is_left_out(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
     try:
-        found = prefer(Choice(before, flash="FA3"))
+        found = prefer(KernelChoice(before, flash="FA3"))
     finally:
         torch.nn.attention._sdpa_kernel(before, set_priority=True)
     assert (
-        found == Choice(before) and "FlashAttention 3 is installed but cannot be used: undefined symbol" in caplog.text
+        found == KernelChoice(before)
+        and "FlashAttention 3 is installed but cannot be used: undefined symbol" in caplog.text
     )
 
 

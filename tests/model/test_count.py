@@ -65,7 +65,7 @@ def test_presets_have_as_many_parameters_as_their_papers_say(preset, total, acti
     assert round(count.parameters(model), -8) == total
     assert abs(count.active_parameters(model) - active) < 1e8
     said = f"{count.parameters(model):,} parameters ({count.active_parameters(model):,} active for each token)"
-    assert count.described(model) == said
+    assert count.described_size(model) == said
 
 
 def test_a_token_costs_the_products_of_its_experts_alone():

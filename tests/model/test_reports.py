@@ -133,7 +133,7 @@ def test_the_weights_of_pytorch_s_modules_in_a_block_depend_on_the_seed_and_the_
             (name, -1, "already uses this name")
             for name in ("loss", "step", "validation_loss", "qk_x", "my_seconds", "x/")
         ),
-        ("right", (1, 2), r"values of shape \[16\]; it takes one for each token, \[16, 4\]"),
+        ("right", (1, 2), r"values of shape \[16\]; pass one value for each token, \[16, 4\]"),
     ],
 )
 def test_a_report_that_would_replace_a_metric_or_is_not_of_each_token_is_refused(name, shape, wrong, monkeypatch):

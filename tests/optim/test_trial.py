@@ -5,7 +5,7 @@ import torch
 
 from hpclm.config.optimizers import StateTensor
 from hpclm.optim import trial
-from hpclm.optim.trial import BIASES, MATRIX, STACK, TABLE, VECTOR, Trial
+from hpclm.optim.trial import BIASES, MATRIX, STACK, TABLE, VECTOR, OptimizerTrial
 
 OF_BLOCK = "block3.attention.qkv.weight"
 
@@ -37,7 +37,7 @@ def test_what_is_kept_of_a_weight_of_another_size_has_the_lengths_that_its_own_h
         "step": torch.zeros(()),
         "count": 3,
     }
-    found = Trial({MATRIX: kept}, {}, (), None, None)
+    found = OptimizerTrial({MATRIX: kept}, {}, (), None, None)
     assert found.state(OF_BLOCK, (9, 3)) == {
         "average": StateTensor((9, 3)),
         "factor": StateTensor((9, 1), "everywhere"),

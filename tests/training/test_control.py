@@ -78,9 +78,15 @@ def test_what_follows_a_signal_in_a_long_step_is_said_once(words, since, says, t
     "since, end",
     [
         ({"SIGTERM": 35.0}, None),
-        ({"SIGTERM": 36.0}, "SIGTERM: step 7 has gone on for 36 s since, and checkpoint.grace_seconds=30 has passed"),
+        (
+            {"SIGTERM": 36.0},
+            "SIGTERM: step 7 has gone on for 36 s since the signal, and checkpoint.grace_seconds=30 has passed",
+        ),
         ({"SIGUSR2": 125.0}, None),
-        ({"SIGUSR2": 126.0}, "SIGUSR2: step 7 has gone on for 126 s since, and job.warn_seconds=120 has passed"),
+        (
+            {"SIGUSR2": 126.0},
+            "SIGUSR2: step 7 has gone on for 126 s since the signal, and job.warn_seconds=120 has passed",
+        ),
         ({"SIGINT": 999.0}, None),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from hpclm import config
 from hpclm.checkpoint import Progress
 from hpclm.config.plan import Length, Plan
-from hpclm.model.attention.backend import Choice
+from hpclm.model.attention.backend import KernelChoice
 from hpclm.node.job import OwnJob
 from hpclm.training import messages
 from tests.checkpoint.state import saved
@@ -87,13 +87,13 @@ def test_kernels_that_a_cpu_does_not_have_are_told(tmp_path, caplog):
         messages.kernels(model, CPU)
     assert caplog.messages == [
         "model.attention.kernel=flash is for GPUs; a CPU uses PyTorch's own",
-        "model.kernels=apex: it is for GPUs; PyTorch's own operations",
+        "model.kernels=apex is for GPUs; using PyTorch's own operations",
     ]
 
 
 def test_a_kernel_is_told_with_the_reason_why_it_is_not_another(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        messages.attention(run(tmp_path).model, Choice((torch.nn.attention.SDPBackend.MATH,), "too old"))
+        messages.attention(run(tmp_path).model, KernelChoice((torch.nn.attention.SDPBackend.MATH,), "too old"))
     assert (
         caplog.messages[0] == "too old" and caplog.messages[1].startswith("attention: ") and len(caplog.messages) == 2
     )

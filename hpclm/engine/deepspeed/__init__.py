@@ -10,11 +10,13 @@ from hpclm.parallel.mesh import Compute
 def build(config: EngineSettings, compute: Compute) -> Engine:
     """The engine for the settings' ZeRO stage and number of pipeline stages."""
     builds = config.optim.name == "cpu_adam" or config.engine.offload_folder is not None
-    # DeepSpeed reads it when it is imported
+    # DeepSpeed reads the environment when it is imported
     environment.for_deepspeed(compute.device.type, compute.device.index or 0, builds)
     from hpclm.engine.deepspeed.pipeline import PipelineEngine
     from hpclm.engine.deepspeed.zero import ReplicatedEngine, ZeroEngine
 
     if compute.mesh.pp.size > 1:
         return PipelineEngine(config, compute)
-    return (ZeroEngine if stage_of(config.engine) else ReplicatedEngine)(config, compute)
+    if stage_of(config.engine):
+        return ZeroEngine(config, compute)
+    return ReplicatedEngine(config, compute)

@@ -1,4 +1,4 @@
-"""Initialises DeepSpeed on our process groups, and presents our mesh through its interface."""
+"""Initialises DeepSpeed on hpclm's process groups, and presents hpclm's mesh through DeepSpeed's interface."""
 
 import contextlib
 import io
@@ -53,7 +53,9 @@ class Accelerator(CPU_Accelerator):
 
     def create_op_builder(self, op_name: str) -> Any:
         """None for a collective that gloo provides, so that DeepSpeed does not compile its own."""
-        return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
+        if op_name == "ShareMemCommBuilder":
+            return None
+        return super().create_op_builder(op_name)
 
 
 class MeshView:
@@ -81,8 +83,11 @@ def group(axis: Axis) -> Any:
 
 def begin(device: torch.device) -> None:
     """Let DeepSpeed use the existing process group; a single process gets a new one."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about settings chosen on purpose
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # it uses names that torch 2.13 deprecates
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # DeepSpeed warns about settings chosen on purpose
+    for name in (
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+    ):  # DeepSpeed uses these names, which torch 2.13 deprecates
         warnings.filterwarnings("ignore", f".*{name}.* is deprecated", FutureWarning)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -106,7 +111,8 @@ def destroy(engine: Any) -> None:
     modules = list(engine.module.modules())
     with contextlib.redirect_stdout(io.StringIO()):
         engine.destroy()
-    if offload := getattr(engine.optimizer, "parameter_offload", None):
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    if offload:
         # stage 3 never removes a model from its stack of running modules, nor the coordinator and modules from the
         # keys of a cache; they stay as empty objects
         FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not engine.module]
@@ -148,7 +154,7 @@ def cpu_adam(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optim
     try:
         return DeepSpeedCPUAdam(groups(weights, optim), **settings)
     except Exception as error:  # the extension build may raise anything
-        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        reason = (str(error) or repr(error)).splitlines()[0]
         raise ConfigError(
             f"optim.name=cpu_adam: DeepSpeed could not compile it: {reason}; "
             "it needs a C++ compiler, Python's headers (Debian: apt-get install g++ python3-dev) and a home directory that can be "
@@ -157,6 +163,6 @@ def cpu_adam(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optim
 
 
 def mark_split(weights: Iterable[ShardedParameter]) -> None:
-    """Mark tensor-parallel weights for DeepSpeed's gradient norm, which counts the others once."""
+    """Mark tensor-parallel weights for DeepSpeed's gradient norm, which counts other weights only once."""
     for weight in weights:
         weight.parameter.tensor_model_parallel = weight.placement.dim is not None  # type: ignore[attr-defined]

@@ -50,11 +50,13 @@ class Part(nn.Module):
         """[B, T] ids or [t, B, C] activations of the next micro-batch -> activations, or in the last stage the loss."""
         y, scalars = self.stack(next(self.queue), x if x.is_floating_point() else None)
         add(self.reported, scalars)
-        return finite_or_nan(y) * self.factor if y.ndim == 0 else y
+        if y.ndim:
+            return y
+        return finite_or_nan(y) * self.factor
 
 
 class Pipeline(PipelineModule):
-    """DeepSpeed's pipeline with one layer for each of our stages."""
+    """DeepSpeed's pipeline with one layer for each of hpclm's stages."""
 
     def __init__(self, stack: Stack, parts: Sequence[Sequence[LayerSpec]], mesh: Mesh):
         """``stack``: this process's stage, the only one that DeepSpeed builds. ``parts``: the layers of all stages."""
@@ -79,7 +81,7 @@ class Pipeline(PipelineModule):
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
         """Weights shared by several stages, which add up their gradients.
 
-        If DeepSpeed accumulates gradients in another type, it keeps them in `grad_accum` but does not look there.
+        DeepSpeed keeps gradients that it accumulates in another type in `grad_accum`, but does not look there.
         """
         tied = [
             (getattr(weight, "grad_accum", None), weight, group)
@@ -89,7 +91,7 @@ class Pipeline(PipelineModule):
 
 
 class PipelineEngine(WrappedEngine):
-    """One stage of a pipeline. Steps cannot be abandoned: at no time are all stages between the same two micro-batches."""
+    """One stage of a pipeline. A step cannot be abandoned, because the stages work on different micro-batches."""
 
     backward_timer = "forward_backward"
 
@@ -137,13 +139,13 @@ class PipelineEngine(WrappedEngine):
         self.part.factor = count / factor
         with self.timers(self.backward_timer):
             loss = engine.train_batch(ids(inputs.batches))
-        return loss.double()  # the mean over the replicas, the same on each: their sum is that of the weighted losses
+        return loss.double()  # every replica has the same mean; their sum is the sum of the weighted losses
 
     def finish_backward(self) -> None:
-        """Done by train_batch."""
+        """Nothing to do: train_batch has reduced the gradients."""
 
     def update(self, loss: Tensor, scale: float) -> dict[str, Tensor | float]:
-        """Done by train_batch."""
+        """Returns the outcome; train_batch has updated the weights."""
         return self.outcome()
 
     @torch.no_grad()
@@ -152,7 +154,7 @@ class PipelineEngine(WrappedEngine):
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.part.factor = 1.0
         for _, alike in groupby(batches, lambda batch: batch.tokens.shape):
-            # DeepSpeed sends the shape of activations once, before the first; batches of another shape need it again
+            # DeepSpeed sends the shape of activations once, before the first batch; another shape must be sent again
             self.engine.reset_activation_shape()
             while some := list(islice(alike, self.mesh.pp.size)):
                 masks = [batch.mask() for batch in some]

@@ -24,7 +24,7 @@ from hpclm.parallel.mesh import Axis
 
 
 class PartitionedState(TrainingState, ABC):
-    """State of DeepSpeed's ZeRO optimizer ``wrapper``, which gives our ``optimizer`` flat partitions as parameters."""
+    """State of DeepSpeed's ZeRO optimizer ``wrapper``, which gives hpclm's ``optimizer`` flat partitions as parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, flat: Sequence[Tensor]):
         """``flat``: this process's partitions, the keys of the optimizer's state."""
@@ -45,7 +45,9 @@ class PartitionedState(TrainingState, ABC):
         and clipped."""
         flat, place = self.place(weight)
         updated = any(flat is partition for group in self.optimizer.param_groups for partition in group["params"])
-        return flat.grad[place] if updated and flat.grad is not None else None
+        if not updated or flat.grad is None:
+            return None
+        return flat.grad[place]
 
     @abstractmethod
     def set(self, weight: ShardedParameter, values: Tensor, name: str | None) -> None:
@@ -89,8 +91,8 @@ class PartitionedState(TrainingState, ABC):
 
 
 class PartitionedOptimizer(PartitionedState):
-    """ZeRO stages 1 and 2. DeepSpeed makes the weights of a parameter group views of one flat buffer. Each replica's equal part of it,
-    in fp32, is the only parameter of that group in our optimizer."""
+    """ZeRO stages 1 and 2. DeepSpeed makes the weights of a parameter group views of one flat buffer. Each replica's equal part of the
+    buffer, in fp32, is the only parameter of that group in hpclm's optimizer."""
 
     def __init__(
         self,
@@ -108,10 +110,11 @@ class PartitionedOptimizer(PartitionedState):
         for flat, weights in zip(flats, groups, strict=True):
             size = flat.numel()
             for weight in weights:
-                # an assumption about DeepSpeed's layout (0.19): where it fails, a checkpoint would silently mix up
-                # weights
+                # the layout of DeepSpeed 0.19; with another one, a checkpoint would silently mix up weights
                 if weight.untyped_storage().nbytes() != dp.size * size * weight.element_size():
-                    raise RuntimeError("this version of DeepSpeed partitions weights in a way that hpclm does not know")
+                    raise RuntimeError(
+                        "this version of DeepSpeed partitions weights in an unknown way; install DeepSpeed 0.19"
+                    )
                 start = weight.storage_offset() - dp.rank * size  # index in this partition
                 low, high = (min(max(index, 0), size) for index in (start, start + weight.numel()))
                 self.places[weight] = low - start if low < high else 0, flat, slice(low, high)
@@ -144,7 +147,7 @@ class PartitionedOptimizer(PartitionedState):
 
 
 class PartitionedWeights(PartitionedState):
-    """ZeRO stage 3. Every replica has an equal part, ``ds_tensor``, of each weight, with padding. Our optimizer gets the fp32 partitions
+    """ZeRO stage 3. Every replica has an equal part, ``ds_tensor``, of each weight, with padding. hpclm's optimizer gets the fp32 partitions
     one at a time, from ``fp32_partitioned_groups_flat``."""
 
     def __init__(self, wrapper: Any, optimizer: torch.optim.Optimizer, optim: OptimConfig, shard: Axis):
@@ -175,7 +178,9 @@ class PartitionedWeights(PartitionedState):
         else:
             values = utils.safe_get_local_fp32_param(weight.parameter)
         # with state on disk, the next tensor is read into the buffer of this one
-        return values.clone() if self.wrapper.swap_optimizer else values
+        if self.wrapper.swap_optimizer:
+            return values.clone()
+        return values
 
     def set(self, weight: ShardedParameter, values: Tensor, name: str | None) -> None:
         """Write this process's values of one tensor."""
@@ -198,14 +203,15 @@ class PartitionedWeights(PartitionedState):
         """Gather the weights that DeepSpeed keeps gathered, and invalidate hpZ's copies."""
         # hpZ's copies (a second partition inside a node) still hold the old weights
         self.wrapper.invalidate_secondary_tensor()
-        if kept := self.wrapper.persistent_parameters:
+        kept = self.wrapper.persistent_parameters
+        if kept:
             kept[0].all_gather(kept)
 
     def begin_partition(self, flat: Tensor, steps: int) -> None:
         """Zero the state of one partition and set its step count to ``steps``."""
         wrapper = self.wrapper
         swapper = wrapper.optimizer_swapper if wrapper.swap_optimizer else None
-        # a partition in memory may be empty, so take the sizes that DeepSpeed recorded
+        # DeepSpeed's record of the sizes, because a partition in memory may be empty
         sizes = dict(zip(self.flat, wrapper.fp16_partitioned_groups_flat_numel, strict=True))
         if swapper is None or not swapper.is_swappable_tensor(numel=sizes[flat]):
             super().begin_partition(flat, steps)

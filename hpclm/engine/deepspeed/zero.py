@@ -25,7 +25,7 @@ from hpclm.parallel.mesh import Compute
 
 
 def stack(config: EngineSettings, compute: Compute, wrap: WrapLayer) -> Stack:
-    """The whole model."""
+    """The whole model, prepared for DeepSpeed's hooks."""
     engine = config.engine
     model = whole_model(config, compute, wrap, backward="once")
     if stage_of(engine) == 3:
@@ -40,7 +40,7 @@ def stack(config: EngineSettings, compute: Compute, wrap: WrapLayer) -> Stack:
 
 
 def place_on(compute: Compute) -> WrapLayer:
-    """Returns a function that places and initialises a layer on the device."""
+    """A function that places and initialises a layer on the device."""
     materialize = materialize_on(compute.device, compute.mesh.tp)
 
     def wrap(name: str, layer: nn.Module) -> nn.Module:
@@ -67,7 +67,7 @@ class ReplicatedEngine(BaseEngine):
         self.engine.optimizer = self.optimizer
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks."""
+        """Remove DeepSpeed's hooks from the model."""
         library.destroy(self.engine)
 
     def backward(self, loss: Tensor) -> None:
@@ -88,7 +88,7 @@ class WrappedEngine(BaseEngine):
     state: PartitionedState
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks."""
+        """Remove DeepSpeed's hooks from the model."""
         library.destroy(self.engine)
 
     def update(self, loss: Tensor, scale: float) -> dict[str, Tensor | float]:
@@ -99,7 +99,8 @@ class WrappedEngine(BaseEngine):
     def outcome(self) -> dict[str, Tensor | float]:
         """grad_norm and skipped of DeepSpeed's last step."""
         norm = self.engine.get_global_grad_norm()  # a CPU tensor if the optimizer is offloaded
-        norm = norm.to(self.engine.device) if isinstance(norm, torch.Tensor) else norm
+        if isinstance(norm, Tensor):
+            norm = norm.to(self.engine.device)
         return {"grad_norm": norm, "skipped": float(self.engine.optimizer.overflow)}
 
     def overflowed(self, result: StepResult) -> bool:
@@ -145,12 +146,14 @@ class ZeroEngine(WrappedEngine):
         self.engine.set_gradient_accumulation_boundary(True)
 
     def loss_factor(self, scale: float) -> float:
-        """The product of all factors by which DeepSpeed divides gradients. In fp16 the loss must not be multiplied by more than the
-        loss scale before the backward pass, or it overflows sooner."""
-        return scale if self.scale else float(self.mean_over)
+        """The product of all factors by which DeepSpeed divides gradients. In fp16 it is the loss scale: a larger factor on the loss
+        would overflow sooner."""
+        if self.scale:
+            return scale
+        return float(self.mean_over)
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:
-        """See BaseEngine.forward_backward."""
+        """Give DeepSpeed the factor of the gradients; then see BaseEngine.forward_backward."""
         self.engine.set_gradient_accumulation_boundary(True)
         if self.scale:
             self.divisor = inputs.factor / self.mean_over

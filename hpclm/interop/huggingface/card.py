@@ -46,7 +46,9 @@ def written(
     The only folders of this machine in the card are those on the way from the current folder to ``target``.
     """
     config = checkpoint.config
-    size = count.described(replace(config.model, vocab_multiple=1))  # the padding of the vocabulary is not exported
+    size = count.described_size(
+        replace(config.model, vocab_multiple=1)
+    )  # the padding of the vocabulary is not exported
     about = (
         f"A language model ({architecture}) of {size}, exported by hpclm {__version__} from step {checkpoint.step:,}."
     )

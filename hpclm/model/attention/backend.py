@@ -32,11 +32,12 @@ FLASH_4 = ("flash_attn", "cute/interface.py")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Kernels in order of preference, the reason if the best one is not first, and FlashAttention's version."""
+class KernelChoice:
+    """Attention kernels in order of preference."""
 
     order: tuple[SDPBackend, ...]
     warning: str | None = None
+    """The reason if the best kernel is not first."""
     flash: str | None = None
     """The implementation for PyTorch to use in place of its built-in FlashAttention 2."""
 
@@ -51,25 +52,25 @@ class Choice:
 
 def choose(
     model: ModelConfig, capability: tuple[int, int], cudnn: int | None, installed: Collection[str] = ()
-) -> Choice:
+) -> KernelChoice:
     """The kernels for a GPU of this compute capability, with this version of cuDNN (91500 is 9.15) and these FlashAttentions."""
     asked = model.attention.kernel
     flash = newest_flash(model, capability, installed)
     if asked == "math":
-        return Choice((MATH,))
+        return KernelChoice((MATH,))
     # FlashAttention 2 and cuDNN's kernels need Ampere
     if capability < (8, 0):
         too_old = f"model.attention.kernel={asked}: this GPU is too old for it" if asked in ("cudnn", "flash") else None
-        return Choice((EFFICIENT, MATH), too_old)
+        return KernelChoice((EFFICIENT, MATH), too_old)
     wrong = refused(model, cudnn)
     if asked == "cudnn":
-        return Choice(CUDNN_FIRST, wrong and f"model.attention.kernel=cudnn: {wrong}", flash)
+        return KernelChoice(CUDNN_FIRST, wrong and f"model.attention.kernel=cudnn: {wrong}", flash)
     # cuDNN's kernels are faster only from Hopper on
     if asked == "flash" or capability < (9, 0):
-        return Choice(FLASH_FIRST, flash=flash)
+        return KernelChoice(FLASH_FIRST, flash=flash)
     if wrong:
-        return Choice(FLASH_FIRST, f"{wrong}; FlashAttention is used, which is slower here", flash)
-    return Choice(CUDNN_FIRST, flash=flash)
+        return KernelChoice(FLASH_FIRST, f"{wrong}; FlashAttention is used, which is slower here", flash)
+    return KernelChoice(CUDNN_FIRST, flash=flash)
 
 
 def newest_flash(model: ModelConfig, capability: tuple[int, int], installed: Collection[str]) -> str | None:
@@ -81,10 +82,10 @@ def newest_flash(model: ModelConfig, capability: tuple[int, int], installed: Col
 
 
 def installed_flash() -> set[str]:
-    """The installed ones of FA3 and FA4; imports nothing."""
+    """Which of FA3 and FA4 are installed; imports neither."""
     package, file = FLASH_4
     spec = util.find_spec(package)
-    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    folders = getattr(spec, "submodule_search_locations", None) or ()
     present = {"FA3": util.find_spec(FLASH_3) is not None, "FA4": any(Path(at, file).is_file() for at in folders)}
     return {name for name, there in present.items() if there}
 
@@ -94,9 +95,7 @@ def refused(model: ModelConfig, cudnn: int | None) -> str | None:
     if cudnn is None:
         return "this PyTorch has no cuDNN"
     if model.attention.dropout * 16 % 1:
-        return (
-            f"cuDNN's attention takes only multiples of 1/16 as model.attention.dropout, not {model.attention.dropout}"
-        )
+        return f"cuDNN's attention supports only multiples of 1/16 as model.attention.dropout, not {model.attention.dropout}"
     needed = WIDE_CUDNN if model.head_width > 128 else FAST_CUDNN
     if cudnn < needed:
         return (
@@ -111,15 +110,15 @@ def version(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}"
 
 
-def use(model: ModelConfig, device: torch.device) -> Choice | None:
+def use(model: ModelConfig, device: torch.device) -> KernelChoice | None:
     """Set the kernels for this process; None on a CPU, where plain matrix products are the only choice."""
     if device.type != "cuda":
-        return prefer(Choice((MATH,))) if model.attention.kernel == "math" else None
+        return prefer(KernelChoice((MATH,))) if model.attention.kernel == "math" else None
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return prefer(choose(model, torch.cuda.get_device_capability(device), cudnn, installed_flash()))
 
 
-def prefer(choice: Choice) -> Choice:
+def prefer(choice: KernelChoice) -> KernelChoice:
     """Let scaled_dot_product_attention use the first of these kernels that supports its arguments; returns ``choice``, or a fallback."""
     order = attention.sdpa_kernel(list(choice.order), set_priority=True)
     order.__enter__()
@@ -136,8 +135,8 @@ def prefer(choice: Choice) -> Choice:
 
 
 def flexible(model: ModelConfig, compiled: bool, device: torch.device, masked: bool) -> bool:
-    """Whether FlexAttention computes attention: in compiled blocks on GPUs. ``masked``: there are documents, windows or biases, for
-    which other kernels need a mask of length x length. Only FlexAttention caps scores and supports sinks."""
+    """Whether FlexAttention computes attention, in compiled blocks on GPUs. ``masked``: documents, windows or biases exist, so other
+    kernels would need a length x length mask. Only FlexAttention caps scores and supports sinks."""
     masked = masked or model.attention.score_cap is not None or model.attention.sinks
     asked = model.attention.kernel == "flex" or (model.attention.kernel == "auto" and masked)
     able = model.head_width >= NARROWEST_FLEX and not model.attention.dropout

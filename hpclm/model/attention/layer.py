@@ -27,7 +27,7 @@ class Attention(TensorParallelModule):
     """
 
     largest: Tensor | None = None
-    """[H] fp32: running maximum of each head's scores in training, for QK-clip; None: not measured."""
+    """[H] fp32: running maximum of each head's scores in training, for QK-clip; None if not measured."""
 
     def __init__(self, config: ModelConfig, recompute_core: bool, generator: torch.Generator, tp: Axis):
         super().__init__(tp)
@@ -46,9 +46,10 @@ class Attention(TensorParallelModule):
             self.q_norm = ProjectionNorm(config, config.attention.heads, tp)
             self.k_norm = ProjectionNorm(config, config.attention.groups, tp)
         elif config.attention.qk_norm:
-            self.q_norm, self.k_norm = (Norm(config, config.head_width, tp) for _ in range(2))
+            self.q_norm = Norm(config, config.head_width, tp)
+            self.k_norm = Norm(config, config.head_width, tp)
         sinks = InitSpec(Placement((config.attention.heads,), 0))
-        self.sinks = self.new_parameter("sinks", sinks) if config.attention.sinks else None
+        self.sinks = self.optional_parameter("sinks", sinks, config.attention.sinks)
 
     def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """[t, B, C] -> [t, B, C]."""

@@ -33,7 +33,7 @@ class AttentionMetadata(NamedTuple):
     """Positions and masks of a micro-batch, computed once for each kind of layer."""
 
     positions: Tensor | None
-    """[B or 1, t] if they restart inside a sample, or this process holds a part; None: 0 .. T-1."""
+    """[B or 1, t] if positions restart inside a sample, or this process holds a part; None: 0 .. T-1."""
     mask: Tensor | None
     """[B or 1, 1 or H, T, T]: True where attention is allowed, or values to add to the scores; None: causal."""
     cos: Tensor | None
@@ -48,7 +48,7 @@ class AttentionMetadata(NamedTuple):
     cache: Cache | None = None
     """Keys and values of earlier tokens, in generation."""
     window: int | None = None
-    """Number of tokens that a token attends to, itself included. Without a mask, like the next three."""
+    """Number of tokens that a token attends to, itself included. Replaces a mask, like the next three fields."""
     documents: Tensor | None = None
     """[B, T] the document of each token; attention does not cross documents."""
     starts: tuple[int, ...] | None = None
@@ -83,7 +83,7 @@ class Flex(NamedTuple):
     rows: Tensor | None = None
     """See SequencePart.places."""
     alone: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
-    """Compiles FlexAttention separately; None: it is compiled with its block."""
+    """Compiles FlexAttention separately; None: FlexAttention is compiled with its block."""
 
 
 class ActivationSpec(NamedTuple):
@@ -103,15 +103,15 @@ class Prepared(NamedTuple):
     flex: "Flex | None" = None
     """Replaces a mask."""
     starts: tuple[int, ...] | None = None
-    """See AttentionMetadata; likewise ``part``."""
+    """See AttentionMetadata.starts, and .part for the next field."""
     part: SequencePart | None = None
     rates: Rates | None = None
     """rotary_rates()."""
 
 
 class Layouts:
-    """Computes the layouts of a stack's micro-batches. Their common parts are computed once: a copy from the host in every micro-batch
-    would wait for the device."""
+    """Computes the layouts of a stack's micro-batches. Parts that all micro-batches share are computed once: a copy from the host in
+    every micro-batch would wait for the device."""
 
     def __init__(
         self,
@@ -144,8 +144,7 @@ class Layouts:
         if weights is not None:
             # this rank's slice of the sequence between layers, as scatter() divides it
             weights = weights.t().chunk(self.tp.size)[self.tp.rank]
-        # layers with the same window share a mask; only with documents does it change from one micro-batch to the
-        # next
+        # layers with the same window share a mask; only documents change it from one micro-batch to the next
         masks = cache(partial(self._block_mask, kind, batch.documents, part))
         layouts = {}
         for layer in self.layers:
@@ -167,8 +166,8 @@ class Layouts:
         return self._made[key]
 
     def _starts(self, kind: ActivationSpec, documents: Tensor | None) -> tuple[int, ...] | None:
-        """For each block of rows, the first column of its documents. CPUs only: a GPU, even a simulated one, would wait. Not in compiled
-        layers, which other numbers would recompile."""
+        """For each block of rows, the first column of its documents. None on a GPU, even a simulated one, which would wait; None in
+        compiled layers, which would be recompiled for other numbers."""
         reads = kind.device.type == "cpu" and not torch.cuda.is_available()
         if documents is None or not reads or self.compilation.works:
             return None
@@ -185,7 +184,9 @@ class Layouts:
     ) -> Any:
         """See block_mask(); cached if there are no documents."""
         make = partial(block_mask, kind, documents, window, part)
-        return make() if documents is not None else self._once((kind, window), make)
+        if documents is not None:
+            return make()
+        return self._once((kind, window), make)
 
     def _rates(self, kind: ActivationSpec, layer: str) -> Rates | None:
         """Rotary rates, cached because longrope's are copied from the host."""
@@ -224,9 +225,9 @@ def attention_metadata(
         return metadata._replace(window=window, documents=documents)
     if config.attention.dropout or (biased and (documents, window, part) == (None, None, None)):
         return metadata._replace(mask=dense_mask(config, kind, tp, documents, slopes, window))
-    if biased:
-        slopes = alibi_slopes(config.attention.heads, device, tp) if slopes is None else slopes
-    return metadata._replace(window=window, documents=documents, starts=starts, slopes=slopes if biased else None)
+    if biased and slopes is None:
+        slopes = alibi_slopes(config.attention.heads, device, tp)
+    return metadata._replace(window=window, documents=documents, starts=starts, slopes=slopes)
 
 
 def seen(config: ModelConfig, layer: str, length: int) -> int | None:
@@ -245,21 +246,22 @@ def dense_mask(
 ) -> Tensor | None:
     """See AttentionMetadata.mask; only needed for attention dropout and ALiBi."""
     length, dtype, device = kind
-    mask = None
+    biased = POSITIONS[config.positions].slopes is not None
+    if documents is None and window is None and not biased:
+        return None
+    mask = causal(length, device)
     if documents is not None:
-        mask = causal(length, device) & (documents[:, None, :, None] == documents[:, None, None, :])
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
     if window is not None:
-        near = causal(length, device).triu(1 - window)
-        mask = near if mask is None else mask & near
-    if POSITIONS[config.positions].slopes:
+        mask = mask.triu(1 - window)
+    if biased:
         bias = alibi(config.attention.heads, length, device, tp, slopes)
-        seen = causal(length, device) if mask is None else mask
-        mask = bias.masked_fill(~seen, -torch.inf).to(dtype)
+        return bias.masked_fill(~mask, -torch.inf).to(dtype)
     return mask
 
 
 def block_starts(documents: Tensor, begins: Sequence[int]) -> tuple[int, ...]:
-    """For the blocks of rows beginning at ``begins``, the first column that shares a document with one of them. ``documents``: [B, T],
+    """For each block of rows that begins at one of ``begins``, the first column of the block's documents. ``documents``: [B, T],
     non-decreasing."""
     first = documents[:, list(begins)]
     return tuple((documents[:, :, None] < first[:, None, :]).sum(1).amin(0).tolist())
@@ -274,11 +276,14 @@ def block_mask(
     rows = None if part is None else part.places
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q = q if rows is None else rows[q]
+        if rows is not None:
+            q = rows[q]
         mask = q >= k
         if window is not None:
             mask = mask & (q - k < window)
-        return mask if documents is None else mask & (documents[b, q] == documents[b, k])
+        if documents is not None:
+            mask = mask & (documents[b, q] == documents[b, k])
+        return mask
 
     length = kind.length
     cuda = kind.device.type == "cuda"
@@ -290,7 +295,7 @@ def block_mask(
     try:
         # uncompiled, create_block_mask evaluates the mask as a [B, T, T] tensor
         return make(_compile=True)
-    except failures():  # then blocks cannot be compiled either, and the next micro-batch uses a dense mask
+    except failures():  # blocks then cannot be compiled either, and the next micro-batch uses a dense mask
         return make()
 
 

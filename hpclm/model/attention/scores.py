@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hpclm.model.attention.layout import ROWS_PER_BLOCK, AttentionMetadata, Flex
+from hpclm.model.layers import capped, scaled
 from hpclm.parallel.sequence import SequencePart, row_blocks
 
 MAX_SAVED_CONTEXT = 512  # beyond it, the probabilities that blocked() saves for the backward pass take too much memory
@@ -35,8 +36,14 @@ class Scores(NamedTuple):
         """Whether PyTorch's scaled_dot_product_attention supports these operations."""
         return self.cap is None and self.sinks is None
 
+    def factor(self, width: int) -> float:
+        """Factor of the scores of heads of this width."""
+        return self.scale or width**-0.5
+
 
 PLAIN = Scores()
+CAUSAL = AttentionMetadata(None, None, None, None)
+"""Causal attention to all earlier tokens."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, how: Scores = PLAIN) -> Tensor:
@@ -69,12 +76,12 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, 
 
 
 def whole_kernels(q: Tensor) -> bool:
-    """Whether one of PyTorch's kernels computes attention of fewer queries than keys without a mask."""
+    """Whether a kernel of PyTorch supports fewer queries than keys without a mask."""
     return q.is_cuda and torch.backends.cuda.flash_sdp_enabled() and not torch.compiler.is_compiling()
 
 
 def by_pieces(q: Tensor, k: Tensor, v: Tensor, how: Scores, part: SequencePart) -> Tensor:
-    """Causal attention of a part of the rows, [B, H, t, D] queries and [B, G, T, D] keys and values -> [B, H, t, D]."""
+    """Causal attention for a part of the rows: [B, H, t, D] queries and [B, G, T, D] keys and values -> [B, H, t, D]."""
     from torch.nn.attention import bias  # not at the top: it imports torch._dynamo, which takes every process a second
 
     out = []
@@ -96,9 +103,12 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, flex: Flex, how: Scores = PL
     cap = how.cap
 
     def changed(score: Tensor, b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        score = score if cap is None else cap * torch.tanh(score / cap)
-        row = row if flex.rows is None else flex.rows[row]
-        return score if slopes is None else score + slopes[h] * (column - row)
+        score = capped(score, cap)
+        if slopes is None:
+            return score
+        if flex.rows is not None:
+            row = flex.rows[row]
+        return score + slopes[h] * (column - row)
 
     given = dict(
         score_mod=None if slopes is None and cap is None else changed,
@@ -114,47 +124,49 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, flex: Flex, how: Scores = PL
     return y * torch.sigmoid(more.lse - how.sinks[:, None])[..., None].to(y.dtype)
 
 
-def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: AttentionMetadata | None = None) -> Tensor:
+def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: AttentionMetadata = CAUSAL) -> Tensor:
     """Causal attention by plain matrix products, one block of rows at a time, skipping columns that no row attends to.
 
     On CPUs, forward and backward at 256 tokens take three quarters of the time of PyTorch's flash kernel. For longer sequences, each
     block is recomputed in the backward pass, so that no [T, T] tensor exists.
     """
-    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
-    q, k, v = (z.contiguous() for z in (q * scale, k, v))  # otherwise each product copies its operands
+    q, k, v = (
+        z.contiguous() for z in (q * how.factor(q.shape[-1]), k, v)
+    )  # otherwise each product copies its operands
     how = how._replace(scale=1.0)
-    again = k.shape[2] > MAX_SAVED_CONTEXT and torch.is_grad_enabled()
+    recompute = k.shape[2] > MAX_SAVED_CONTEXT and torch.is_grad_enabled()
     out = []
     for number, ((begin, end), rows) in enumerate(_by_blocks(q, k, metadata)):
         columns = slice(_first(number, begin, metadata), end)
         given = (rows, k[:, :, columns], v[:, :, columns], begin, how, metadata)
-        out.append(checkpoint(_rows, *given, use_reentrant=False) if again else _rows(*given))
+        out.append(checkpoint(_rows, *given, use_reentrant=False) if recompute else _rows(*given))
     return torch.cat(out, 2)
 
 
-def _by_blocks(q: Tensor, k: Tensor, metadata: AttentionMetadata | None) -> Iterator[tuple[tuple[int, int], Tensor]]:
+def _by_blocks(q: Tensor, k: Tensor, metadata: AttentionMetadata) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Begin and end of each block of at most ROWS_PER_BLOCK rows, with its queries."""
-    part = None if metadata is None else metadata.part
-    blocks = list(row_blocks(((0, k.shape[2]),) if part is None else part.pieces, ROWS_PER_BLOCK))
+    pieces = ((0, k.shape[2]),) if metadata.part is None else metadata.part.pieces
+    blocks = list(row_blocks(pieces, ROWS_PER_BLOCK))
     return zip(blocks, q.split([end - begin for begin, end in blocks], 2), strict=True)
 
 
-def _first(number: int, begin: int, metadata: AttentionMetadata | None) -> int:
-    """The first column that block ``number`` of the rows, from ``begin`` on, attends to, rounded down to a multiple of ROWS_PER_BLOCK."""
-    if metadata is None:
-        return 0
-    document = metadata.starts[number] if metadata.starts else 0
-    window = 0 if metadata.window is None else max(0, begin + 1 - metadata.window)
-    return max(document, window) // ROWS_PER_BLOCK * ROWS_PER_BLOCK
+def _first(number: int, begin: int, metadata: AttentionMetadata) -> int:
+    """The first column that row block ``number``, which starts at ``begin``, attends to; rounded down to a multiple of ROWS_PER_BLOCK."""
+    first = 0
+    if metadata.starts:
+        first = metadata.starts[number]
+    if metadata.window is not None:
+        first = max(first, begin + 1 - metadata.window)
+    return first // ROWS_PER_BLOCK * ROWS_PER_BLOCK
 
 
-def _rows(q: Tensor, k: Tensor, v: Tensor, begin: int, how: Scores, metadata: AttentionMetadata | None) -> Tensor:
+def _rows(q: Tensor, k: Tensor, v: Tensor, begin: int, how: Scores, metadata: AttentionMetadata) -> Tensor:
     """The output of the rows from ``begin`` on with queries ``q``; ``k`` and ``v`` end with the last of these rows."""
     end = begin + q.shape[2]
     first = end - k.shape[2]
     scores = grouped_scores(q, k, how)
     rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
-    if metadata is None or (metadata.window, metadata.documents, metadata.slopes) == (None, None, None):
+    if (metadata.window, metadata.documents, metadata.slopes) == (None, None, None):
         # only the square on the diagonal needs a mask; earlier columns are visible to every row of the block
         scores[..., begin - first :].masked_fill_(columns[begin - first :] > rows[:, None], -torch.inf)
         return weighted(scores, v, None, how)
@@ -175,10 +187,9 @@ def _hidden(rows: Tensor, columns: Tensor, metadata: AttentionMetadata) -> Tenso
 
 
 def largest_scores(q: Tensor, k: Tensor, scale: float | None, metadata: AttentionMetadata) -> Tensor:
-    """[B, H, t, D] queries, [B, G, T, D] keys -> [H] the largest score of each head in the softmax, in fp32, before caps and biases;
-    without gradient.
+    """[B, H, t, D] queries, [B, G, T, D] keys -> [H] each head's largest score, in fp32, before caps and biases; without gradient.
 
-    An extra product in blocks of rows, since the kernels of scaled_dot_product_attention do not return it.
+    Costs an extra product in blocks of rows, since the kernels of scaled_dot_product_attention do not return scores.
     """
     q = q.detach()
     k = k.detach()
@@ -197,10 +208,9 @@ def largest_scores(q: Tensor, k: Tensor, scale: float | None, metadata: Attentio
 
 def grouped_scores(q: Tensor, k: Tensor, how: Scores) -> Tensor:
     """[B, H, T, D] queries and [B, G, S, D] keys -> [B, H, T, S] scores, scaled and capped."""
-    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
-    q = q if scale == 1.0 else q * scale
+    q = scaled(q, how.factor(q.shape[-1]))
     scores = (q.reshape(len(q), k.shape[1], -1, q.shape[3]) @ k.transpose(-1, -2)).view(*q.shape[:3], -1)
-    return scores if how.cap is None else how.cap * torch.tanh(scores / how.cap)
+    return capped(scores, how.cap)
 
 
 def weighted(scores: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> Tensor:

@@ -206,8 +206,7 @@ class Verifier:
         return checksums(divided, self.engine.device)
 
     def _open(self, anew: bool = True) -> None:
-        """Take checksums for ``_close`` to compare. ``anew``: look up all tensors again; they stay in place, but the optimizer creates
-        some in its first update."""
+        """Take checksums for ``_close`` to compare. ``anew``: look up all tensors again, as after the optimizer's first update."""
         self._close()  # if the last step was skipped without an update
         if anew or len(self.engine.optimizer.state) != self._entries:
             self._entries = len(self.engine.optimizer.state)

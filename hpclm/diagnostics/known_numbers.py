@@ -45,8 +45,7 @@ def wrong_sums(compute: Compute) -> Iterator[str]:
 
 
 def lost_matrices(exchange: MatrixExchange) -> str:
-    """The first matrix with values that do not reach the process that updates it, or do not return here; empty if all do. A
-    collective."""
+    """The first matrix with values that do not reach the updating process, or do not return here; empty without one. A collective."""
     wrong = list[str]()
 
     def work(number: int, matrix: Tensor) -> Tensor:

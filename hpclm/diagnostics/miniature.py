@@ -7,7 +7,6 @@ state; nothing here depends on a particular one.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -168,8 +167,7 @@ class MiniatureRun:
         return engine, [self._batch(rows).part(mesh.cp) for rows in self.rows[mesh.replica % len(self.rows)]]
 
     def plainly(self, exact: bool) -> Measured:
-        """The run's steps, eager, with plain attention, and with the samples of all replicas on each replica. ``exact``: in fp32,
-        otherwise in the types of the run."""
+        """The run's steps computed plainly, with all replicas' samples on each. ``exact``: in fp32, otherwise in the run's types."""
         parallel = self.settings.parallel
         engine = self.settings.engine
         name = "pipelining" if parallel.pipeline > 1 else "native"
@@ -179,18 +177,14 @@ class MiniatureRun:
         if exact:
             compute = replace(compute, dtype=torch.float32)
             fp8 = None
-        with plain_attention():
+        with sdpa_kernel([SDPBackend.MATH]):
             plain = self._engine(
                 compute,
                 model=self.settings.model.replaced({"attention.kernel": "math", "kernels": "torch"}),
                 optim=self._optim(exact, plain=True),
                 parallel=replace(parallel, shard=None, context=1, expert=1),
                 engine=EngineConfig(
-                    name=name,
-                    compile=False,
-                    device=engine.device,
-                    precision=engine.precision,
-                    fp8=fp8,
+                    name=name, compile=False, device=engine.device, precision=engine.precision, fp8=fp8
                 ),
                 plan=Plan.divide(1, rows.shape[0] * rows.shape[1], rows.shape[1]),
                 in_place=False,
@@ -307,11 +301,6 @@ class MiniatureRun:
         part = weight.data_rank % parts
         out[part, weight.begin : weight.begin + weight.count] = values
         return all_reduce(out, mesh.shard)[part].view(shape)
-
-
-def plain_attention() -> AbstractContextManager[None]:
-    """Use plain matrix products for attention inside this context."""
-    return sdpa_kernel([SDPBackend.MATH])
 
 
 def _bytes(settings: EngineSettings, model: ModelConfig, size: int, length: int) -> float:

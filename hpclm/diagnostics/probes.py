@@ -36,8 +36,7 @@ def unmark(out: Path, token: str) -> None:
 
 
 def probe_disk(out: Path, token: str) -> dict[str, object]:
-    """This node's view of the run directory, where rank 0 has written ``token``: free bytes, and whether it is the same directory; or
-    the error of writing there."""
+    """Free bytes of the run directory on this node, and whether it has rank 0's ``token``; or the error of writing there."""
     marked = marker(out, token)
     probe_file = marked.with_name(f"{marked.name}-{secrets.token_hex(4)}")
 

@@ -62,8 +62,7 @@ class SelfCheckResult:
 
 
 def check_computation(config: RunConfig, context: DistributedContext, compute: Compute) -> SelfCheckResult:
-    """Check on every rank that this run computes correctly. HpclmError, the same on every rank, if even the plain way fails or messages
-    arrive changed."""
+    """Check that this run computes correctly. HpclmError on every rank if even the plain way fails, or messages arrive changed."""
     settings = compiling.shared_by_all(config.for_engine(context.size), compute.device, context)
     background = config.checkpoint.background
     on_gpu = compute.device.type == "cuda"
@@ -79,17 +78,16 @@ def check_computation(config: RunConfig, context: DistributedContext, compute: C
         log.info("self-check: sums over all process groups are right; your own block or engine is not checked")
         return unchecked
     if settings.optim.name not in OPTIMIZERS:
-        log.info(
-            "self-check: the compared steps use AdamW instead of optim.name=%s",
-            settings.optim.name,
-        )
+        log.info("self-check: the compared steps use AdamW instead of optim.name=%s", settings.optim.name)
     reason = None
     if settings.parallel.pipeline > 1:  # the plain way needs this engine
         reason = engines.unavailable("pipelining")
     if reason:
         log.info("self-check: sums over all process groups are right; steps are not compared: %s", reason)
         return unchecked
-    free = torch.cuda.mem_get_info(compute.device)[0] if on_gpu else _free_host_memory()
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if on_gpu:
+        free, _ = torch.cuda.mem_get_info(compute.device)
     (negative_free,) = context.all_reduce_max(-float(free))  # the same miniature on every rank
     restarts = config.data.reset_attention_mask, config.data.reset_position_ids
     miniature = MiniatureRun.of(settings, compute, int(-negative_free), restarts)
@@ -113,11 +111,6 @@ def check_computation(config: RunConfig, context: DistributedContext, compute: C
 
     context.run_on_main(conclude)
     return SelfCheckResult(dict(_ways(settings, compute.device))[report["way"]], report["background"])
-
-
-def _free_host_memory() -> int:
-    """Bytes of this machine's memory that are free."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _on_all_ranks(text: str) -> HpclmError:
@@ -200,12 +193,7 @@ def _compared(
             continue
         if moves:
             problems.append(SNAPSHOT_MOVES)
-        return {
-            "way": way,
-            "background": background and not moves,
-            "problems": problems,
-            "closest": "; ".join(closest),
-        }
+        return {"way": way, "background": background and not moves, "problems": problems, "closest": "; ".join(closest)}
     raise _on_all_ranks(
         "self-check failed in every mode, including eager with math attention:\n"
         + "\n".join(problems)

@@ -179,7 +179,7 @@ class DistributedContext:
         return result
 
     def keep_on_main(self, act: Callable[[], T]) -> T | None:
-        """Call ``act`` on rank 0 only. Rank 0 returns the result, of any type, and the others None; every rank raises an HpclmError of ``act``."""
+        """Call ``act`` on rank 0 only. Rank 0 returns the result, of any type; the others return None. Every rank raises an HpclmError."""
         results: list[T] = []
         self.run_on_main(lambda: results.append(act()))
         return results[0] if results else None

@@ -81,7 +81,7 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 def described_error(error: BaseException) -> tuple[int, str]:
-    """The exit code and the message of a process that raises ``error``. Includes a traceback if hpclm or the user's code may be at fault."""
+    """The exit code and the message for ``error``; with a traceback if hpclm or the user's code may be at fault."""
     if isinstance(error, HpclmError):
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):

@@ -5,10 +5,8 @@ import re
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from inspect import isclass, signature
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,22 +143,8 @@ class Engine(StateSource, Protocol):
         ...
 
 
-_COMPLETE = class_check("train_step", "evaluate", "tensors", "scalars", "load", made_with=("config", "compute"))
+CHECK = class_check("train_step", "evaluate", "tensors", "scalars", "load", made_with=("config", "compute"))
 Maker = Callable[[EngineSettings, Compute], Engine]
-
-
-def engine_problem(engine_class: Any) -> str | None:
-    """The fault of a user-defined engine class; None if it is usable."""
-    with suppress(TypeError, ValueError):  # a class without a signature
-        if isclass(engine_class) and {"mesh", "device", "dtype"} <= signature(engine_class).parameters.keys():
-            return (
-                "takes (config, mesh, device, dtype), as engines did before; let it take (config, compute), and read "
-                "compute.mesh, compute.device and compute.dtype"
-            )
-    return _COMPLETE(engine_class)
-
-
-CHECK = engine_problem
 
 
 def build(config: EngineSettings, compute: Compute) -> Engine:
@@ -176,8 +160,7 @@ def build(config: EngineSettings, compute: Compute) -> Engine:
 
 
 def engine_class(config: EngineSettings, device: torch.device) -> Maker:
-    """The class of the configured engine; ConfigError if it or its requirements cannot be loaded, or if ``device`` does not
-    support the settings."""
+    """The class of the configured engine; ConfigError if it cannot be loaded, or if ``device`` does not support the settings."""
     problems = config.engine.missing_libraries()
     if device.type == "cpu":
         problems += config.engine.problems_without_gpu()
@@ -216,8 +199,7 @@ def unavailable(name: str) -> str | None:
 
 
 def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:
-    """ConfigError for entries of optim.groups that match no weight of these layers. Builds one block of each MLP kind; the others have
-    the same weights."""
+    """ConfigError for entries of optim.groups that match no weight of these layers. Builds only one block of each MLP kind."""
     weights_of: dict[str, list[str]] = {}
     kinds = [f"{re.sub(r'[0-9]+$', '', spec.name)} {'axes' in spec.kwargs}" for spec in specs]
     for kind, spec in zip(kinds, specs, strict=True):

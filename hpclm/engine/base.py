@@ -61,7 +61,7 @@ class BaseEngine:
         weights: Sequence[ShardedParameter],
         forward: Callable[[MicroBatch], ModelOutput] | None = None,
     ):
-        """``weights``: the weights that the optimizer updates. ``forward``: replaces Stack.forward if the engine does not call the model itself."""
+        """``weights``: those that the optimizer updates. ``forward``: replaces Stack.forward if the engine does not call the model itself."""
         mesh = compute.mesh
         device = compute.device
         self.forward: Callable[[MicroBatch], ModelOutput] = forward or model

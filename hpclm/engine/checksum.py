@@ -18,8 +18,7 @@ MIN_PIECE_VALUES = 1 << 18  # a tensor of this size or more is a separate piece;
 
 
 def local_tensors(state: TrainingState, weights: Iterable[ShardedParameter], shared: bool) -> Iterator[Tensor]:
-    """This process's values of ``weights`` and of the optimizer's tensors for them. ``shared``: omit tensors kept only by the process
-    that works on a matrix."""
+    """This process's values of ``weights`` and their optimizer tensors. ``shared``: omit tensors that only one process keeps."""
     places: Sequence[Where] = ("weight", "everywhere") if shared else ("weight", "everywhere", "matrix")
     for weight in weights:
         yield state.values(weight)

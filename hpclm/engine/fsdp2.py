@@ -185,8 +185,7 @@ def split_modules(layer: nn.Module, home: Callable[[int], Mesh]) -> list[tuple[n
 
 
 def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh, data_rank: int) -> tuple[DTensor, ShardedParameter]:
-    """A sharded weight, and this replica's initialised rows of it. ``mesh``: the mesh for this weight; ``data_rank``: this process's
-    rank on the whole data axis."""
+    """A sharded weight, and this replica's initialised rows. ``mesh``: of this weight; ``data_rank``: rank on the whole data axis."""
     assert isinstance(weight, DTensor)
     rows, *row = model.placements[name].local(mesh.tp)
     # the same memory, without DTensor's overhead on every operation

@@ -138,8 +138,7 @@ def megabytes(given: float | None, values: int, compute: Compute) -> float:
 
 
 def by_mesh(weights: Mapping[nn.Parameter, Placement], mesh: Mesh) -> Iterator[tuple[Mesh, list[nn.Parameter]]]:
-    """The weights in order, grouped by the ranks that hold them, each group with its mesh. Weights that no data-parallel ranks split
-    come first."""
+    """The weights in order, grouped by the ranks that hold them, with the mesh of each group. Weights held by all ranks come first."""
     for data_ranks in sorted({1, *(placement.data_ranks for placement in weights.values())}):
         yield mesh.of_weights(data_ranks), [p for p, placement in weights.items() if placement.data_ranks == data_ranks]
 

@@ -46,11 +46,7 @@ def whole_model(config: EngineSettings, compute: Compute, wrap: WrapLayer, backw
 
 
 def stack_of(
-    config: EngineSettings,
-    compute: Compute,
-    specs: Sequence[LayerSpec],
-    wrap: WrapLayer,
-    backward: Backward = "once",
+    config: EngineSettings, compute: Compute, specs: Sequence[LayerSpec], wrap: WrapLayer, backward: Backward = "once"
 ) -> Stack:
     """Build the model, or a stage of it, from the engine's settings."""
     engine = config.engine

@@ -102,8 +102,7 @@ class PipeliningEngine(BaseEngine):
         """The micro-batches of the current step."""
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:
-        """Run the micro-batches forward and backward through all stages. Returns the sum of this replica's weighted losses, on every
-        stage."""
+        """Run the micro-batches through all stages. Returns the sum of this replica's weighted losses, on every stage."""
         self.micro_batches = inputs.batches
         numbers = torch.arange(len(inputs.batches))
         losses: list[Tensor] = []

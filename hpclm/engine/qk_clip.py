@@ -46,8 +46,7 @@ class QKClip:
 
     @torch.no_grad()
     def clip(self, skipped: Tensor) -> dict[str, Tensor]:
-        """Scale down weights with scores above the limit, unless the update was ``skipped``. Returns the largest score of all heads.
-        A collective."""
+        """Scale down weights with too large scores, unless the update was ``skipped``. Returns the largest score. A collective."""
         # over all replicas: otherwise each would scale its copy of a weight differently
         largest = all_reduce_max(self.largest, self.mesh.dp)
         by_key = largest.unflatten(1, (-1, self.per_group)).amax(2)

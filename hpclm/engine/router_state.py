@@ -46,8 +46,7 @@ class RouterState:
 
     @torch.no_grad()
     def update(self, reported: dict[str, Tensor], skipped: Tensor | float) -> None:
-        """Remove this process's counts from ``reported`` and update the state, unless the update was ``skipped``. A collective of all
-        processes."""
+        """Remove this process's counts from ``reported``; update the state unless the update was ``skipped``. A collective."""
         counts = torch.zeros_like(self.counts)
         for name in [name for name in reported if name.startswith(COUNTS)]:
             counts[self.rows[name.removeprefix(COUNTS)]] = reported.pop(name)

@@ -72,8 +72,7 @@ class SavePlan:
 
     @cached_property
     def _blocks(self) -> list[list[tuple[Sizes, Sizes, Sizes, int]]]:
-        """For each weight, the blocks that this process saves: offset in the whole weight, size, strides, and offset in the local
-        values."""
+        """For each weight, the blocks that this process saves: offset in the weight, size, strides, and offset in the local values."""
         blocks_of = []
         for weight, (low, high) in zip(self.weights, self.saved, strict=True):
             # on the meta device: only shapes and strides are needed

@@ -46,8 +46,7 @@ class ShardedParameter:
 
 
 def blocks(weight: ShardedParameter, begin: int, values: Tensor, tp: Axis) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Divide ``values``, a flattened run of the slice from ``begin`` on, into blocks of the whole weight: offset there, and a view of
-    the values."""
+    """Divide ``values``, a flattened run of the slice from ``begin`` on, into blocks: offset in the whole weight, and a view."""
     placement = weight.placement
     used = 0
     dim = placement.dim

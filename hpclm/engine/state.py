@@ -35,8 +35,7 @@ class UnsavableStateError(ConfigError):
 
 
 class TrainingState:
-    """The state of an optimizer that updates ``ShardedParameter.parameter`` directly. Subclasses handle optimizers that a library
-    wraps."""
+    """The state of an optimizer that updates ``ShardedParameter.parameter`` directly; subclasses handle a library's wrappers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig, works_on: Collection[str] = ()):
         """``works_on``: names of the weights that this process updates as whole matrices."""
@@ -64,8 +63,7 @@ class TrainingState:
         return self.optimizer.state[weight.parameter][name] if name else weight.parameter.detach()
 
     def gradient(self, weight: ShardedParameter) -> Tensor | None:
-        """This process's values of a weight's gradient, as the optimizer reads it in the coming update; None if that update does not
-        change the weight."""
+        """This process's values of a weight's gradient in the coming update; None if that update does not change the weight."""
         return weight.parameter.grad
 
     def steps(self) -> int:

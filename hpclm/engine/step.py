@@ -24,8 +24,7 @@ class StepInputs:
     """The micro-batches of one replica in a step."""
 
     batches: Sequence[MicroBatch]
-    """The micro-batches with seeds, and with token weights such that the weighted losses of all replicas sum to the mean loss times
-    ``factor``."""
+    """The micro-batches with seeds and token weights; the weighted losses of all replicas sum to the mean loss times ``factor``."""
     counted: Tensor
     """A scalar: the step's counted tokens on all replicas; with loss_norm=microbatch, on this one."""
     empty: Tensor

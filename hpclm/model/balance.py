@@ -47,8 +47,8 @@ def add_balance_losses(
     load: Tensor | None,
     axes: Sequence[Axis],
 ) -> Tensor:
-    """``x`` [t, B, C], whose backward pass adds the losses that ``config`` enables. ``load``: see Router.load. ``axes``: axes
-    over which the micro-batch's sequences are divided. Reports each expert's tokens; does nothing without a loss."""
+    """``x`` [t, B, C], whose backward pass adds the losses that ``config`` enables. ``load``: see Router.load. ``axes``: those
+    over which sequences are divided. Reports each expert's tokens; does nothing without a loss."""
     if metadata.weights is None or metadata.reports is None:
         return x
     counted = (metadata.weights > 0).long()

@@ -140,8 +140,7 @@ class StackCompilation:
 def compile_layers(
     layers: Iterable[nn.Module], whole: bool, backend: Any = "inductor", axes: Sequence[Axis] = ()
 ) -> Compilation:
-    """Compile the forward pass of each layer, sharing graphs between identical layers. ``whole``: without graph breaks. ``axes``: see
-    Compilation."""
+    """Compile the forward pass of each layer; identical layers share graphs. ``whole``: without graph breaks. ``axes``: see Compilation."""
     compilation = Compilation("blocks run", backend, axes)
     for layer in layers:
         layer.forward = compilation.of(layer.forward, layer.forward, whole)

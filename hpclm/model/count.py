@@ -5,8 +5,7 @@ from hpclm.config import ModelConfig, fp8
 CHUNK = 4096
 """Smallest number of tokens whose logits a GPU computes at a time: enough for fast matrix products."""
 ROOM = 4 << 30
-"""Bytes for logits and their intermediates in the loss on a large GPU. Fewer chunks accumulate into the gradient of the embedding less
-often."""
+"""Bytes for logits and their intermediates on a large GPU. Fewer chunks accumulate into the embedding's gradient less often."""
 LARGE_GPU_BYTES = 60 << 30
 """Bytes of memory of a large GPU. A threshold, not a fraction, so that GPUs of the same model choose equally."""
 PER_LOGIT = 8
@@ -39,9 +38,8 @@ def described_size(config: ModelConfig) -> str:
 
 def norm(config: ModelConfig) -> int:
     """Parameters of one norm over the hidden size."""
-    if config.bias and config.norm == "layernorm":
-        return 2 * config.hidden
-    return config.hidden
+    has_bias = config.bias and config.norm == "layernorm"
+    return config.hidden * (1 + has_bias)
 
 
 def embedding(config: ModelConfig) -> int:
@@ -79,9 +77,8 @@ def _activation(config: ModelConfig) -> int:
 
 def active_block(config: ModelConfig, with_experts: bool = False) -> int:
     """Parameters of one block that compute any one token."""
-    if not with_experts:
-        return block(config)
-    return block(config, True) - experts(config) + chosen(config)
+    idle = experts(config) - chosen(config) if with_experts else 0
+    return block(config, with_experts) - idle
 
 
 def experts(config: ModelConfig) -> int:
@@ -151,8 +148,7 @@ def unsplit_experts(config: ModelConfig) -> int:
 
 
 def attended(config: ModelConfig, causal: bool = True) -> float:
-    """Tokens that a token attends to, averaged over the sequence and the layers. Without ``causal``, every token counts as many as the
-    last one."""
+    """Mean number of tokens that a token attends to. Without ``causal``, every token counts as many as the last one."""
     context = config.context
     spans = [
         min(config.attention.window_of(config.attention.kind(i)) or context, context) for i in range(config.layers)
@@ -187,8 +183,8 @@ def recompute_flops(config: ModelConfig, recompute: str) -> float:
 
 
 def loss_chunk(tokens: int, vocab: int, memory: float) -> int:
-    """The default number of tokens whose logits are computed at a time. ``tokens``: of the micro-batch. ``vocab``: entries of the
-    vocabulary. ``memory``: bytes of the GPU. Chunks are equal if possible, so that compiled code sees one shape."""
+    """The default number of tokens whose logits are computed at once. ``tokens``: of the micro-batch. ``vocab``: size of the vocabulary.
+    ``memory``: bytes of the GPU. Chunks are equal if possible, so that compiled code sees one shape."""
     # a threshold: with a fraction of the memory, two GPUs of the same model could add up different chunks
     room = ROOM if memory >= LARGE_GPU_BYTES else 0
     largest = max(CHUNK, room // (PER_LOGIT * vocab))

@@ -31,8 +31,7 @@ DROPOUT_SITES = 2
 
 
 class LayerSeeds:
-    """Seeds the random numbers of each layer in a micro-batch: with keys on the device for counter-based dropout, or in PyTorch's
-    generators."""
+    """Seeds each layer's random numbers in a micro-batch: by keys on the device (counter-based), or in PyTorch's generators."""
 
     by_counter: bool | None = None
     """Whether dropout outside attention is counter-based; None: in compiled blocks of hpclm, on GPUs."""

@@ -102,8 +102,7 @@ def layers(
     tp: Axis = SINGLE,
     axes: ExpertAxes = ExpertAxes(),  # noqa: B008
 ) -> list[LayerSpec]:
-    """The layers in order, split over ``tp``, and experts over ``axes``. Activations have type ``dtype``; initial weights depend on
-    ``seed``."""
+    """The layers, split over ``tp``, and experts over ``axes``. ``dtype``: type of activations. ``seed``: determines initial weights."""
     block = lookup("model.block", config.block, BLOCKS, CHECK)
     table = dict(config=config, dtype=dtype)
     recompute_core = engine.recompute == "selective"
@@ -130,10 +129,7 @@ def layers(
     shape = LogitShape(config.logit_multiplier, config.logit_cap, config.logits_fp32)
     specs.append(
         LayerSpec(
-            name,
-            _seeded,
-            dict(module=VocabParallelEmbedding, **table, **init(index)),
-            call=partial(head, shape=shape),
+            name, _seeded, dict(module=VocabParallelEmbedding, **table, **init(index)), call=partial(head, shape=shape)
         )
     )
     custom = config.block not in BLOCKS  # user-defined blocks initialise their own weights

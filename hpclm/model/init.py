@@ -112,8 +112,7 @@ class TensorParallelModule(nn.Module):
         """The fp32 gradients that the backward pass accumulates in place, by the name of the weight."""
 
     def new_parameter(self, name: str, spec: InitSpec) -> nn.Parameter:
-        """The local slice of the weight ``name``. If data-parallel ranks hold different slices, it is on the meta device for the engine
-        to fill."""
+        """The local slice of the weight ``name``; on the meta device, for the engine to fill, if data-parallel ranks split it."""
         self.placements[name] = spec.placement
         self.init_specs[name] = spec
         return spec.parameter(self.tp, torch.device("meta") if spec.placement.data_ranks > 1 else None)

@@ -21,8 +21,8 @@ from hpclm.parallel.mesh import Axis
 
 ChunkMath = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 Backward = Literal["once", "twice", "unscaled"]
-"""How backward runs. once: one time. twice: possibly two times, as in zero-bubble schedules; costs a copy of the weight gradient.
-unscaled: one time, from a loss whose gradient is 1, so that nothing is multiplied."""
+"""How backward runs: once; ``twice`` if it may run again, as in zero-bubble schedules, at the cost of a copy of the weight gradient; or
+``unscaled``, once and from a loss whose gradient is 1, so that nothing is multiplied."""
 
 
 def nll_and_gradient(
@@ -122,13 +122,7 @@ class LossTerms(NamedTuple):
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        rows: Tensor,
-        labels: Tensor,
-        weights: Tensor,
-        how: LossTerms,
+        ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, weights: Tensor, how: LossTerms
     ) -> Tensor:
         """[n, C] hidden, [V / tp, C] weight and rows, [n] labels and weights -> the weighted sum of losses. ``rows``: the weight in the
         type of ``hidden``.

@@ -137,8 +137,7 @@ def frequencies(
 
 
 def scaling_length(scaling: Mapping[str, str], context: int, length: int) -> int:
-    """The shortest length with the same frequencies as ``length`` tokens; 0 if the frequencies do not depend on the length, or are
-    not scaled yet."""
+    """The shortest length with the same frequencies as ``length`` tokens; 0 if they are not scaled, or whatever the length."""
     kind = scaling.get("rope_type")
     if kind not in ("dynamic", "longrope"):
         return 0

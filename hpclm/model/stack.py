@@ -29,8 +29,7 @@ from hpclm.parallel.micro_batch import MicroBatch, ModelOutput, add
 from hpclm.parallel.placement import Placement
 
 WrapLayer = Callable[[str, nn.Module], nn.Module]
-"""Called with each layer's name and module, usually on the meta device, right after the layer is built. Places, shards or wraps the
-layer, and returns the one to use."""
+"""Called with each layer's name and module after it is built, usually on the meta device; returns the layer to use."""
 
 
 class Execution(NamedTuple):
@@ -91,8 +90,7 @@ class Stack(nn.Module):
                 self.layers[spec.name] = wrap(spec.name, layer)
 
     def forward(self, batch: MicroBatch, x: Tensor | None = None, cache: KeyValueCache | None = None) -> ModelOutput:
-        """Run the micro-batch through these layers. ``x`` [t, B, C]: output of the previous stage, if any. ``cache``: keys and values
-        of earlier tokens in generation."""
+        """Run the micro-batch. ``x`` [t, B, C]: output of the previous stage, if any. ``cache``: earlier keys and values in generation."""
         keys = None
         if cache is not None:
             layouts = cache.extend(batch.tokens.shape[1])
@@ -211,7 +209,7 @@ def placements(layer: nn.Module) -> Iterator[tuple[str, Placement]]:
 
 
 def check_local_shapes(name: str, layer: nn.Module, tp: Axis) -> None:
-    """ConfigError if a weight's shape on this process contradicts its placement: a checkpoint would lack part of the weight, or have it twice."""
+    """ConfigError if a weight's local shape contradicts its placement: a checkpoint would lack part of it, or have it twice."""
     for (weight_name, placement), weight in zip(placements(layer), layer.parameters(), strict=True):
         if tuple(weight.shape) != placement.local(tp):
             raise ConfigError(

@@ -35,8 +35,7 @@ class Health:
     spiking_since: int | None = None
     """First step of the current spike."""
     skipped_in_a_row: int = 0
-    """Consecutive steps up to this one that were skipped because loss or gradients were not finite, except while the fp16 loss scale
-    searches for its value."""
+    """Latest consecutive steps that were not finite, and so skipped, except while the fp16 loss scale searches for its value."""
 
     @classmethod
     def of(cls, saved: Any) -> "Health":

@@ -255,8 +255,7 @@ def _trained(
     without_gradient: Sequence[str] = (),
     resumes: bool = False,
 ) -> Trained:
-    """A process with a part of each weight, cut by ``cuts``, after some updates. ``resumes``: half-way another optimizer takes over,
-    with the contents of a checkpoint."""
+    """A process after some updates of parts of weights, cut by ``cuts``. ``resumes``: half-way, another optimizer takes over."""
     weights = [
         ToyWeight(name, nn.Parameter(_part(cut, _values(name, device))), SHAPES[name], cut)
         for name, cut in cuts.items()
@@ -275,7 +274,7 @@ def _trained(
         for group in optimizer.param_groups:
             group["lr"] = optim.lr * group.get("factor", 1.0)
         for weight in weights:
-            gradient = _part(weight.cut, _gradient(weight.name, number, device))
+            gradient = _part(weight.cut, _drawn(weight.name, 1 + number, device))
             weight.parameter.grad = gradient
             if weight.name in without_gradient:
                 weight.parameter.grad = None
@@ -347,10 +346,6 @@ def _values(name: str, device: torch.device) -> Tensor:
     return _drawn(name, 0, device)
 
 
-def _gradient(name: str, number: int, device: torch.device) -> Tensor:
-    return _drawn(name, 1 + number, device)
-
-
 def _drawn(name: str, number: int, device: torch.device) -> Tensor:
     """Values of different sizes in rows and columns, so that the norm of a part differs from that of the whole."""
     shape = SHAPES[name]
@@ -376,8 +371,7 @@ def _close(value: Any, other: Any) -> bool:
 
 
 def _lengths(kept: Shape, whole: Shape, shape: Shape) -> tuple[int, ...] | None:
-    """The shape ``kept`` of state of a weight of shape ``whole``, translated to a weight of another ``shape``; None if that is
-    ambiguous."""
+    """``kept``, the shape of state for a weight of shape ``whole``, for a weight of another ``shape``; None if ambiguous."""
     if len(whole) != len(shape):
         return None
     lengths = {1: 1, **dict(zip(whole, shape, strict=True))}

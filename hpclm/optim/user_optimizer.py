@@ -86,12 +86,7 @@ def _load(name: str, arguments: str) -> LoadedOptimizer:
             "one, so such a number is undefined; keep it in the state of each weight, or write share(exchange, model)"
         )
     kind = OptimizerKind(
-        name,
-        "of your own",
-        _state_of(maker, tried),
-        group_state=group_state,
-        matrices=maker.whole,
-        family=name,
+        name, "of your own", _state_of(maker, tried), group_state=group_state, matrices=maker.whole, family=name
     )
     return LoadedOptimizer(maker, tried, kind)
 

@@ -100,10 +100,7 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
 
 
 def all_to_all(sent: Sequence[Tensor], counts: Sequence[int], like: Tensor, axis: Axis) -> Sequence[Tensor]:
-    """Send vector i to process i, and receive ``counts[i]`` values from it; results have the type and device of ``like``.
-
-    Both lists may be shorter than the axis: the last processes then get, or send, nothing.
-    """
+    """Send vector i to process i, and receive ``counts[i]`` values from it, like ``like``. Missing entries count as empty."""
     if axis.size == 1:
         return sent
     sizes = [len(vector) for vector in sent] + [0] * (axis.size - len(sent))

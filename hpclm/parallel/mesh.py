@@ -176,11 +176,7 @@ SINGLE_MESH = Mesh()
 
 
 def _axis(
-    rank: int,
-    size: int,
-    members: Sequence[Sequence[int]],
-    groups: dict[tuple[int, ...], Any],
-    options: GroupOptions,
+    rank: int, size: int, members: Sequence[Sequence[int]], groups: dict[tuple[int, ...], Any], options: GroupOptions
 ) -> Axis:
     """The axis with the groups ``members``, seen from ``rank``; equal sets of ranks share one process group.
 

@@ -32,8 +32,7 @@ class MicroBatch:
     documents: Tensor | None = None
     """[B, T] int64 document indices, if attention must not cross documents."""
     weights: Tensor | None = None
-    """[B, T / cp] fp32: each token's factor in the loss: the mask, 1 / the step's tokens, and the loss scale. Gradients need no
-    further factor."""
+    """[B, T / cp] fp32: each token's factor in the loss: the mask, 1 / the step's tokens, and the loss scale."""
     seed: int | None = None
     """Dropout seed; None without dropout."""
 

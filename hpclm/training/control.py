@@ -19,8 +19,7 @@ from hpclm.training.opening import OpenRun
 PREFIX = "control/"  # keeps the control values apart from a step's metrics
 SIGNALS = tuple(number.name for number in WARNINGS)
 STOPS = (None, "stop", KILL_SWITCH)
-"""Requests that end a run for good, indexed by their number in the control vector. A kill switch outranks ``stop``: it also ends the next
-start."""
+"""Requests that end a run for good, by their number in the control vector. A kill switch also ends the next start."""
 
 
 @dataclass(frozen=True)

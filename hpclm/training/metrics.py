@@ -50,7 +50,7 @@ class Meter:
         summary: RunSummary,
         experts: ExpertLoad | None = None,
     ):
-        """``begin``: the progress that the run resumes from. ``total``: the run's last step, if known. ``experts``: None without experts."""
+        """``begin``: the progress that the run resumes from. ``total``: the run's last step, if known."""
         self.out = out
         self.every = config.every
         self.start = begin.step

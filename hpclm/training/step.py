@@ -161,7 +161,7 @@ class Stepper:
         return self.control.receive(values)
 
     def finish_if_arrived(self) -> None:
-        """Record the queued step if its result has arrived. Called by a rank that ends with an error: its peers may never send their results."""
+        """Record the queued step if its result has arrived. For ranks that end with an error: peers may never send their results."""
         if self._queued is not None and self._queued.reduction.done():
             self.finish()
 

@@ -255,7 +255,10 @@ def test_a_checkpoint_that_its_run_removes_while_it_is_read_is_neither_bad_nor_a
     folder, manifest = newest(tmp_path)
     assert folder.name == "step-00000004" and "bad" not in caplog.text
     shutil.rmtree(folder)
-    with tensors.Tensors(folder, manifest) as found, pytest.raises(HpclmError, match="was removed while it was read"):
+    with (
+        tensors.CheckpointTensors(folder, manifest) as found,
+        pytest.raises(HpclmError, match="was removed while it was read"),
+    ):
         found.whole("model.a")
 
 
@@ -281,7 +284,7 @@ def test_a_checkpoint_knows_its_attempt_and_how_long_it_took(tmp_path):
 
 def test_values_that_no_file_has_are_refused_by_name(tmp_path):
     saved(tmp_path, (1,))
-    with tensors.Tensors(*newest(tmp_path)) as found:
+    with tensors.CheckpointTensors(*newest(tmp_path)) as found:
         with pytest.raises(HpclmError, match=r"has no tensor model\.b; it was saved by a different kind of run"):
             found.block("model.b", [0], [1])
         with pytest.raises(HpclmError, match=r"its files contain 160 of the 320 requested values of model\.a"):

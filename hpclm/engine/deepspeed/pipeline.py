@@ -175,8 +175,7 @@ class PipelineEngine(WrappedEngine):
 
 
 def equalize_groups(optimizer: torch.optim.Optimizer, compute: Compute) -> None:
-    """Split groups of weights until the optimizers of all stages have equally many: DeepSpeed's gradient norm is a collective of all
-    stages for each group."""
+    """Split groups of weights until all stages have equally many: DeepSpeed's gradient norm is a collective for each group."""
     groups = optimizer.param_groups
     counts = torch.tensor([float(len(groups))], device=compute.device)
     count = int(all_reduce_max(counts, compute.mesh.pp).item())

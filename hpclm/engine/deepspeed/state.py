@@ -41,8 +41,7 @@ class PartitionedState(TrainingState, ABC):
         """The partition that holds this process's values of a weight, and their slice in it."""
 
     def gradient(self, weight: ShardedParameter) -> Tensor | None:
-        """See TrainingState.gradient. DeepSpeed updates one partition after the other; only the gradients of the current one are scaled
-        and clipped."""
+        """See TrainingState.gradient. DeepSpeed updates one partition after another, and scales and clips only the current one."""
         flat, place = self.place(weight)
         updated = any(flat is partition for group in self.optimizer.param_groups for partition in group["params"])
         if not updated or flat.grad is None:

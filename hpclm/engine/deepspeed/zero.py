@@ -146,8 +146,7 @@ class ZeroEngine(WrappedEngine):
         self.engine.set_gradient_accumulation_boundary(True)
 
     def loss_factor(self, scale: float) -> float:
-        """The product of all factors by which DeepSpeed divides gradients. In fp16 it is the loss scale: a larger factor on the loss
-        would overflow sooner."""
+        """The factor by which DeepSpeed divides gradients. In fp16, the loss scale: a larger factor would overflow sooner."""
         if self.scale:
             return scale
         return float(self.mean_over)

@@ -42,7 +42,6 @@ class KernelChoice:
     """The implementation for PyTorch to use in place of its built-in FlashAttention 2."""
 
     def __str__(self) -> str:
-        """The kernels in order, for messages."""
         names = [
             f"{NAMES[FLASH]} {self.flash.removeprefix('FA')}" if b is FLASH and self.flash else NAMES[b]
             for b in self.order

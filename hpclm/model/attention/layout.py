@@ -261,8 +261,7 @@ def dense_mask(
 
 
 def block_starts(documents: Tensor, begins: Sequence[int]) -> tuple[int, ...]:
-    """For each block of rows that begins at one of ``begins``, the first column of the block's documents. ``documents``: [B, T],
-    non-decreasing."""
+    """For the blocks of rows that begin at ``begins``, the first columns of their documents. ``documents``: [B, T], non-decreasing."""
     first = documents[:, list(begins)]
     return tuple((documents[:, :, None] < first[:, None, :]).sum(1).amin(0).tolist())
 

@@ -80,7 +80,7 @@ def test_a_run_directory_that_is_not_shared_is_refused(nodes, bad, tmp_path):
     assert (
         f"bad node: {last}; start again without: hpclm resume {tmp_path} --exclude-bad {tmp_path}" in results[0][0]
     ) == bool(bad)
-    assert f"library versions of each process, and what was measured, are in {tmp_path}/events.jsonl" in results[0][0]
+    assert f"library versions of each process, and the measurements, are in {tmp_path}/events.jsonl" in results[0][0]
     assert all({"host", "device", "torch", "python"} <= row.keys() for row in found["ranks"])
 
 
@@ -91,7 +91,7 @@ def test_a_refusal_names_its_report_only_if_there_is_one():
         refusal(["x"], [], Path("/out"), True)
         .splitlines()[1]
         .startswith(
-            "the host, device and library versions of each process, and what was measured, are in /out/events.jsonl"
+            "the host, device and library versions of each process, and the measurements, are in /out/events.jsonl"
         )
     )
 

@@ -105,7 +105,7 @@ def test_a_request_to_runs_that_are_not_training_gives_64_and_writes_nothing(req
 def test_a_request_to_another_user_s_run_which_would_not_follow_it_is_refused(tmp_path, capsys):
     os.chown(make(tmp_path / "a", [attempt()], rows(5)), 12345, 12345)
     assert cli.main(["request", str(tmp_path / "a"), "stop"]) == 64
-    assert "belongs to user number 12345: a run follows no requests but its owner's" in capsys.readouterr().err
+    assert "belongs to user number 12345: a run follows only its owner's requests" in capsys.readouterr().err
 
 
 def test_several_runs_are_asked_before_any_is_waited_for(tmp_path, capsys):

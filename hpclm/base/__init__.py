@@ -1,1 +1,1 @@
-"""Files, errors, the terminal and other basics. Every folder may import this one, which imports none of them."""
+"""Files, errors, the terminal and other basics. Every folder may import this one; it imports no other folder."""

@@ -1,14 +1,14 @@
 """Errors with a message for the user, and their exit codes.
 
 HpclmError
-├── UsageError          options of a command that do not go together
+├── UsageError          options of a command that cannot be combined
 ├── ConfigError         invalid settings, arguments or input files
-│   └── ArgumentError   arguments that a command and a function of Python have under the same names
+│   └── ArgumentError   arguments with invalid values, of a command or of its Python function
 ├── NoCheckpointError   the run has saved before, but has lost all good checkpoints
 ├── LockedError         another process uses the run directory
-├── CorruptedError      bits have changed, or a processor computes wrongly; it is started again from a good checkpoint
+├── CorruptedError      bits have changed, or a processor computes wrongly; a restart begins from a good checkpoint
 ├── DivergedError       a restart without changes would fail again
-└── DeviceMemoryError   so it would: a GPU, or the machine, has too little memory for its settings
+└── DeviceMemoryError   a GPU, or the machine, has too little memory for the settings; a restart would fail again
 """
 
 import errno
@@ -17,12 +17,12 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The exit codes of commands and ranks. A process that signal n ends has 128 + n (``shell_code``)."""
+    """The exit codes of commands and ranks. For a process that signal n ends, it is 128 + n (``shell_code``)."""
 
     meaning: str
 
     def __new__(cls, code: int, meaning: str) -> "ExitCode":
-        """``meaning``: as users read it."""
+        """``meaning``: a text for users."""
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning
@@ -40,7 +40,7 @@ class ExitCode(IntEnum):
 
     @property
     def requeue(self) -> bool:
-        """Whether a job starts again after it."""
+        """Whether a job starts again after this exit code."""
         return self is ExitCode.REQUEUE
 
     @property
@@ -50,7 +50,7 @@ class ExitCode(IntEnum):
 
 
 FAILURES = frozenset(ExitCode) - {ExitCode.DONE, ExitCode.USAGE}
-"""The exit codes of a rank that fails by itself."""
+"""The exit codes of a rank that no signal has ended."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 MACHINE = {*FULL, errno.EIO, errno.EROFS, errno.ESTALE, errno.EREMOTEIO}
 """Faults of a disk: full, failing or unreachable."""
@@ -67,7 +67,7 @@ class OneLine:
 
 
 class Interrupted(OneLine, KeyboardInterrupt):
-    """A signal, such as a notebook's interrupt, has ended a call in Python; of training it says whether the run has saved."""
+    """A signal, such as a notebook's interrupt, has ended a Python call. After training, the text says whether the run has saved."""
 
 
 class HpclmError(OneLine, Exception):
@@ -79,7 +79,7 @@ class HpclmError(OneLine, Exception):
 
 
 class UsageError(HpclmError):
-    """Options of a command that do not go together."""
+    """Options of a command that cannot be combined."""
 
     exit_code = ExitCode.USAGE
 
@@ -97,7 +97,7 @@ class ConfigError(HpclmError, ValueError):
 
 
 class ArgumentError(ConfigError):
-    """Arguments with values that they cannot have. A command shows --top-k where Python shows top_k."""
+    """Arguments with invalid values. A command shows --top-k where Python shows top_k."""
 
     def __init__(self, wrong: Iterable[tuple[str, object, str]]):
         """``wrong``: name, value and rule of each argument, such as ("top_k", 0, "must be at least 1")."""
@@ -106,9 +106,10 @@ class ArgumentError(ConfigError):
 
     @classmethod
     def refuse(cls, wrong: Iterable[tuple[str, object, str]]) -> None:
-        """Raise the error if anything is ``wrong``."""
-        if listed := list(wrong):
-            raise cls(listed)
+        """Raise the error if ``wrong`` is not empty."""
+        error = cls(wrong)
+        if error.wrong:
+            raise error
 
 
 class NoCheckpointError(HpclmError):
@@ -136,21 +137,23 @@ class DivergedError(HpclmError):
 
 
 class DeviceMemoryError(HpclmError):
-    """Out of memory on a GPU, or on a machine that trains without; a restart would fail again."""
+    """Out of memory on a GPU, or on a machine that trains on its CPU; a restart would fail again."""
 
     exit_code = ExitCode.DIVERGED
 
 
 def shell_code(returned: int) -> int:
-    """The exit code as shells show it; ``returned``: as Python's subprocess does, -n after signal n."""
+    """The exit code as shells show it. ``returned``: the return code of Python's subprocess, -n after signal n."""
     return returned if returned >= 0 else 128 - returned
 
 
 def unwritten(error: OSError, target: object, what: str) -> HpclmError:
-    """The error for a failure to write ``target``; ``what`` follows. HpclmError for the disk, ConfigError for the path."""
+    """The error for a failure to write ``target``: HpclmError for the disk, ConfigError for the path. ``what``: what to do."""
     kind = HpclmError if error.errno in MACHINE else ConfigError
-    aside = str(error.filename).startswith(f"{target}.tmp-")  # a temporary name means nothing to the reader
-    return kind(f"{target if aside else error.filename or target}: {error.strerror}; {what}")
+    path = error.filename or target
+    if str(path).startswith(f"{target}.tmp-"):  # a temporary name means nothing to the reader
+        path = target
+    return kind(f"{path}: {error.strerror}; {what}")
 
 
 def unread(error: OSError, target: object, way_out: str = "") -> HpclmError:

@@ -1,8 +1,8 @@
-"""Optional libraries: the extra of the package that installs each, and the error for one that is missing."""
+"""Optional libraries: the package's extra that installs each library, and the error for a missing library."""
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata, util
 
 from hpclm.base.errors import ConfigError
@@ -41,8 +41,8 @@ def missing(what: str, library: str) -> str | None:
     if not util.find_spec(library):
         return _message(what, library)
     release = _oldest(library)
-    installed = older(library, release) if release else None
-    return too_old(what, library, release, installed, install(library)) if release and installed else None
+    installed = older(library, release)
+    return too_old(what, library, release, installed, install(library)) if installed else None
 
 
 def too_old(what: str, library: str, release: str, installed: str, way_out: str) -> str:
@@ -51,8 +51,10 @@ def too_old(what: str, library: str, release: str, installed: str, way_out: str)
 
 
 def older(library: str, release: str) -> str | None:
-    """The installed version of ``library`` if it is older than ``release``; None otherwise, if it is not installed, and
-    for builds between releases ("2.12.0a0"), which may have what the release has. Imports nothing."""
+    """The installed version of ``library`` if it is older than ``release``; None otherwise, or if it is not installed.
+
+    None also for builds between releases ("2.12.0a0"), which may have the features of the release. Imports nothing.
+    """
     try:
         installed = metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -65,24 +67,24 @@ def _numbers(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")))
 
 
-def _oldest(library: str) -> str | None:
-    """The oldest release of an optional library that setup.cfg allows, if hpclm is installed as a package."""
-    try:
-        requirements = metadata.requires("hpclm") or []
-    except metadata.PackageNotFoundError:
-        return None
-    found = (re.match(rf"{library.replace('_', '-')} ?>=([\d.]+)", line) for line in requirements)
-    return next((bound[1] for bound in found if bound), None)
+def _oldest(library: str) -> str:
+    """The oldest release of an optional library that setup.cfg allows; "0" if hpclm is not installed as a package."""
+    with suppress(metadata.PackageNotFoundError):
+        for line in metadata.requires("hpclm") or []:
+            bound = re.match(rf"{library.replace('_', '-')} ?>=([\d.]+)", line)
+            if bound:
+                return bound[1]
+    return "0"
 
 
 @contextmanager
 def needed_for(what: str) -> Iterator[None]:
-    """ConfigError that ``what`` needs an optional library if one that the block imports is not installed."""
+    """In the block, an import of an optional library that is not installed raises ConfigError: ``what`` needs the library."""
     try:
         yield
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
-        if library not in EXTRAS or util.find_spec(library):  # it is there, but broken, or too old
+        if library not in EXTRAS or util.find_spec(library):  # it is installed, but broken or too old
             raise
         raise ConfigError(_message(what, library)) from None
 

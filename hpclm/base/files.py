@@ -34,7 +34,9 @@ MAX_READ_BYTES = 1 << 26  # default limit, in bytes, for reading a file
 NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 """Errors of file systems that cannot fsync folders."""
 LOCK_SECONDS = 10.0
-NO_ANSWER = "the file system does not answer; choose a folder on one with flock (on NFS, start the lock service)"
+NO_ANSWER = (
+    "the file system does not answer; choose a folder on a file system with flock (on NFS, start the lock service)"
+)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -46,7 +48,7 @@ class Unfit(OSError):
 
 
 def opened(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """A descriptor of the regular file at ``path``; OSError for anything else, without blocking (O_NONBLOCK) or reading."""
+    """A descriptor of the regular file at ``path``; OSError for anything else. Never blocks."""
     path = os.fspath(path)
     try:
         handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
@@ -103,7 +105,7 @@ def read_with_status(path: str | Path, max_bytes: int = MAX_READ_BYTES) -> tuple
     """The content of a regular file, and its status; OSError, before it is read, if it has more than ``max_bytes``."""
     with reader(path) as file, naming(path):
         status = check_size(file, path, max_bytes)
-        content = file.read(status.st_size + 1)  # asked for more, Python reserves it
+        content = file.read(status.st_size + 1)  # Python allocates the size that it is asked for
         if len(content) != status.st_size:
             content += file.read(max_bytes + 1 - len(content))
     if len(content) > max_bytes:  # it has grown, or is in /proc, where sizes are unknown
@@ -126,7 +128,7 @@ def too_large(path: str | Path, max_bytes: int) -> Unfit:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Have an OSError of the block name ``path``: those of reading, writing and fsync name no file."""
+    """Add ``path`` to an OSError of the block: errors of reading, writing and fsync name no file."""
     try:
         yield
     except OSError as error:
@@ -146,7 +148,7 @@ def read_text(path: str | Path, max_bytes: int = MAX_READ_BYTES, errors: str = "
 
 
 def readable(path: str | Path, what: str) -> Path:
-    """``path``; ConfigError, which calls it ``what``, if it is not a file that can be opened."""
+    """``path`` as a Path; ConfigError if it is not a file that can be opened. ``what``: its name in the error."""
     path = Path(path)
     try:
         os.close(opened(path))
@@ -160,14 +162,14 @@ def readable(path: str | Path, what: str) -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Whether ``path`` is a regular file, or a link to one; False if that is unknown."""
+    """Whether ``path`` is a regular file or a link to one; False if that is unknown."""
     with suppress(OSError, ValueError):
         return path.is_file()
     return False
 
 
 def age(path: Path | str) -> float | None:
-    """Seconds since the file at ``path`` was written, by the clock of the file system and this one; None without a file."""
+    """Seconds since the file at ``path`` was written, by the file system's clock and this machine's; None without a file."""
     try:
         handle = opened(path)  # on NFS, opening a file asks the server when it was written
     except OSError:
@@ -179,13 +181,13 @@ def age(path: Path | str) -> float | None:
 
 
 def shown(path: str | Path) -> str:
-    """``path`` for people: never mistaken for an option or a home folder when it is copied."""
+    """``path`` for messages, in a form that a shell does not take for an option or a home folder."""
     text = str(path)
     return f"./{text}" if text.startswith(("-", "~")) else text
 
 
 def typed(path: str | Path) -> str:
-    """``path`` for a command line: quoted, and never mistaken for an option."""
+    """``path`` for a command line: quoted, and in a form that is not taken for an option."""
     return shlex.quote(shown(path))
 
 
@@ -195,7 +197,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes, durable: bool = True) -> None:
-    """Write a file atomically, writable only for its owner. Not ``durable``: a power failure may leave it empty."""
+    """Write a file atomically, writable only for its owner. If not ``durable``, a power failure may leave it empty."""
     written = aside(path)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -217,7 +219,7 @@ def aside(path: Path) -> Path:
 
 
 def sweep(path: Path) -> None:
-    """Remove temporary files of ``path`` that ended processes have left."""
+    """Remove the temporary files of ``path`` (see ``aside``) that ended processes have left."""
     temporary_name = re.compile(rf"\.tmp-{re.escape(here())}-(\d+)-[0-9a-f]+.*")
     for old in path.parent.glob(f"{glob.escape(path.name)}.tmp-*"):
         owner = temporary_name.fullmatch(old.name.removeprefix(path.name))
@@ -231,7 +233,7 @@ def sweep(path: Path) -> None:
 
 
 def fingerprint(content: mmap.mmap | bytes) -> str:
-    """blake2b of evenly spaced blocks of a file, including both ends; of all of a short file."""
+    """blake2b of evenly spaced blocks of a file, both ends included; a short file is hashed as a whole."""
     digest = hashlib.blake2b(digest_size=16)
     size = len(content)
     whole = size <= HASHED * FINGERPRINT_BLOCKS
@@ -242,9 +244,9 @@ def fingerprint(content: mmap.mmap | bytes) -> str:
 
 
 def here() -> str:
-    """This machine's kernel, network namespace and PID namespace, as BOOT-NET-PID; process IDs mean the same wherever it is equal.
+    """This machine's kernel, network namespace and PID namespace, as BOOT-NET-PID. Where it is equal, PIDs mean the same process.
 
-    Host names do not tell machines apart: many may have the same one. The ID of the boot does.
+    Several machines may have the same host name, but each boot has its own ID.
     """
     boot = ""
     with suppress(OSError):
@@ -259,21 +261,21 @@ def here() -> str:
 
 
 def network_of(machine: str) -> str:
-    """BOOT-NET of a machine's name by ``here``. Processes with the same one share the loopback interface."""
+    """The BOOT-NET part of ``machine``, a value of ``here``. Processes with the same part share the loopback interface."""
     return machine.rpartition("-")[0]
 
 
 def kernel_of(machine: str) -> str:
-    """BOOT of a machine's name by ``here``. Processes with the same one see each other's locks."""
+    """The BOOT part of ``machine``, a value of ``here``. Processes with the same part see each other's locks."""
     return machine.partition("-")[0]
 
 
 @contextmanager
 def locked(path: Path, waiting: str | None = None, refusal: Exception | None = None) -> Iterator[int]:
-    """Hold a lock on a folder or file (which is created) during the block, if the file system supports locks; gives its descriptor.
+    """Hold a lock on a folder, or on a file, which is created, during the block; yields the descriptor.
 
-    A process that inherits the descriptor holds the lock, too. ``waiting`` is logged if it has to wait. ``refusal`` is raised instead
-    of waiting.
+    On a file system without locks, the block runs without one. A process that inherits the descriptor holds the lock, too.
+    If another process holds the lock, ``refusal`` is raised, or ``waiting`` is logged before waiting.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     handle = os.open(path, os.O_RDONLY) if path.is_dir() else opened(path, flags, 0o666)
@@ -293,9 +295,9 @@ def locked(path: Path, waiting: str | None = None, refusal: Exception | None = N
 
 
 def lock(handle: int, path: Path, kind: int = fcntl.LOCK_EX | fcntl.LOCK_NB, slow: str = NO_ANSWER) -> None:
-    """Lock the file at ``path``, open as ``handle``; OSError if that fails. All locks of hpclm are taken here.
+    """Lock the file at ``path``, open as ``handle``; OSError if that fails. hpclm takes all its locks here.
 
-    If that takes long, ``slow`` says why: a file system without a lock service never answers.
+    ``slow``: the probable reason, which is logged if the lock takes long. A file system without a lock service never answers.
     """
     timer = threading.Timer(LOCK_SECONDS, log.warning, ("%s is not locked after %.0f s: %s", path, LOCK_SECONDS, slow))
     timer.daemon = True
@@ -307,7 +309,7 @@ def lock(handle: int, path: Path, kind: int = fcntl.LOCK_EX | fcntl.LOCK_NB, slo
 
 
 def sync(path: Path) -> None:
-    """fsync a file or folder. Not all file systems can fsync folders; there the files in it are as durable as the file system makes them."""
+    """fsync a file or folder. Does nothing for a folder on a file system that cannot fsync folders."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would block
     try:
         with naming(path):

@@ -1,4 +1,4 @@
-"""Folders: writable ones, those that only this user can change, and temporary ones."""
+"""Folders that can be written, private folders, which only this user can change, and temporary folders."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def writable_folder(path: str | Path, what: str, mode: int = 0o777) -> Path:
-    """``path`` as a writable folder, created with ``mode`` if necessary; ConfigError, which calls it ``what``, if that fails."""
+    """``path`` as a writable folder, created with ``mode`` if necessary; ConfigError if that fails. ``what``: its name in the error."""
     path = Path(path)
     try:
         make_folder(path, mode)
@@ -26,7 +26,9 @@ def writable_folder(path: str | Path, what: str, mode: int = 0o777) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        why = "it is not a folder" if isinstance(error, FileExistsError) else f"{error.strerror} (errno {error.errno})"
+        why = f"{error.strerror} (errno {error.errno})"
+        if isinstance(error, FileExistsError):
+            why = "it is not a folder"
         raise ConfigError(f"{what} {path} cannot be written: {why}; choose another place, or fix this one") from None
     return path
 
@@ -36,12 +38,12 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(mode, parents=True, exist_ok=True)
     for folder in missing:
-        with suppress(PermissionError):  # a folder that is writable, but not readable
+        with suppress(PermissionError):  # the parent may be writable, but not readable
             sync(folder.parent)
 
 
 def exported_model(path: Path) -> str:
-    """Advice for ``path``, given as a run directory, if it holds a model for other programs; else empty."""
+    """Advice if ``path``, given as a run directory, holds a model for other programs; otherwise empty."""
     if path.suffix == ".gguf":
         return f"it is a model for llama.cpp, which hpclm writes and does not read; llama-cli -m {typed(path)} runs it"
     if (path / "config.json").is_file() and not (path / "config.yaml").exists():
@@ -50,7 +52,7 @@ def exported_model(path: Path) -> str:
 
 
 def private_folder(path: str | Path, what: str) -> Path:
-    """``path`` as ``writable_folder``, created with mode 0700; ConfigError if another user owns it or can write to it."""
+    """``writable_folder`` with mode 0700; ConfigError if another user owns the folder or can write to it."""
     check_private(path, what)
     path = writable_folder(path, what, mode=0o700)
     check_private(path, what)  # another user may have created it in the meantime
@@ -78,17 +80,20 @@ def is_private_folder(path: Path) -> bool:
 
 
 def exposed(path: Path, status: os.stat_result) -> str | None:
-    """How another user could have written the file ``path`` with this ``status``; None if only this user and root could."""
+    """A text on how another user could have written the file ``path`` with this ``status``; None if only this user and root could."""
     folders = dict.fromkeys([path.absolute().parent, Path(os.path.realpath(path)).parent])
     problems = (exposed_folder(folder, sticky=True) for folder in folders)
     return _exposed(f"{path}", status, OTHERS) or next(filter(None, problems), None)
 
 
 def exposed_folder(folder: Path, sticky: bool = False) -> str | None:
-    """How another user could create files in ``folder``; with ``sticky``, replace existing files, which a sticky folder such as
-    /tmp prevents. None if only this user and root could."""
+    """A text on how another user could create files in ``folder``; None if only this user and root could.
+
+    ``sticky``: ask about replacing existing files instead, which a sticky folder such as /tmp prevents.
+    """
     status = folder.stat()
-    return _exposed(f"folder {folder}", status, 0 if sticky and status.st_mode & stat.S_ISVTX else OTHERS)
+    protected = sticky and status.st_mode & stat.S_ISVTX
+    return _exposed(f"folder {folder}", status, 0 if protected else OTHERS)
 
 
 def _exposed(name: str, status: os.stat_result, modes: int, trusted: Collection[int] = ()) -> str | None:
@@ -102,8 +107,8 @@ def _exposed(name: str, status: os.stat_result, modes: int, trusted: Collection[
 def own_temporary(name: str) -> Path:
     """The folder ``name`` of this user in TMPDIR or /tmp, which all processes on this machine share.
 
-    If another user has made one of that name, a new one with a random name. ConfigError if others could replace either;
-    OSError if it cannot be made.
+    If another user has made a folder with this name, it is a new one with a random name. ConfigError if others could replace
+    the folder; OSError if it cannot be made.
     """
     parent = Path(tempfile.gettempdir())
     mode = parent.stat().st_mode
@@ -117,14 +122,16 @@ def own_temporary(name: str) -> Path:
         path.mkdir(mode=0o700)
     if is_private_folder(path):
         return path
-    log.warning("%s was made by another user, or others can write to it: using a new folder instead", path)
+    log.warning("%s was made by another user, or others can write to it; using a new folder instead", path)
     return Path(tempfile.mkdtemp(prefix=f"{name}-{_mine()}"))
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder in TMPDIR or /tmp during the block; ``sweep_temporary`` removes it if this process is killed. HpclmError if it
-    cannot be made."""
+    """A folder in TMPDIR or /tmp during the block; HpclmError if it cannot be made.
+
+    If this process is killed, ``sweep_temporary`` of a later process removes the folder.
+    """
     sweep_temporary()
     try:
         temporary = tempfile.TemporaryDirectory(prefix=f"hpclm-{_mine()}")
@@ -135,12 +142,12 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def no_temporary(error: OSError) -> HpclmError:
-    """The error where no folder for temporary files can be made."""
+    """The error for a temporary folder that cannot be made."""
     return unwritten(error, "no temporary folder", "free space there, or set TMPDIR to another folder")
 
 
 def sweep_temporary() -> None:
-    """Remove the temporary folders of this user's processes on this machine that have ended without doing so."""
+    """Remove the temporary folders that ended processes of this user have left on this machine."""
     if not Path("/proc/self").exists():
         return
     ours = re.compile(rf"hpclm-(?:[a-z]+-)?{re.escape(here())}-(\d+)-\w+")
@@ -155,5 +162,5 @@ def sweep_temporary() -> None:
 
 
 def _mine() -> str:
-    """In the name of a temporary folder, the process that made it."""
+    """The part of a temporary folder's name that identifies its process."""
     return f"{here()}-{os.getpid()}-"

@@ -19,19 +19,19 @@ LIVE = {"live": True}  # ``extra`` of records that a progress bar shows too
 
 
 class Console(logging.Handler):
-    """Standard error, compatible with progress bars."""
+    """Logs to standard error, above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record, unless a progress bar shows it."""
+        """Print the record, unless a progress bar shows it already."""
         from hpclm.base.progress import Bar
 
-        with suppress(Exception):  # a closed terminal must not end the run, which has a log file
+        with suppress(Exception):  # a closed terminal must not end the run
             if not (getattr(record, "live", False) and sys.stderr.isatty()):
                 Bar.write(self.format(record), file=sys.stderr)
 
 
 class LogFile(logging.Handler):
-    """A file. It is made again after a removal, and lines that a full disk refuses are written later."""
+    """Logs to a file, which is made again if somebody removes it. Lines that a full disk refuses are written later."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -39,25 +39,25 @@ class LogFile(logging.Handler):
         self._writing = SidePath(f"{path} cannot be written")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append the record."""
+        """Append the record to the file."""
         self._writing.attempt(lambda: self._file.write(self.format(record) + "\n"), now=True)
 
     def close(self) -> None:
-        """Append what is left."""
+        """Append the lines that are still in memory, and close the file."""
         with suppress(OSError):
             self._file.close()
         super().close()
 
 
 class Formatter(logging.Formatter):
-    """Formats records, without secrets and control characters."""
+    """Formats records without secrets and control characters."""
 
     def __init__(self, redact: Callable[[str], str], dates: str | None = None, before: str = ""):
         super().__init__(before + FORMAT, dates)
         self.redact = redact
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text."""
+        """See logging.Formatter."""
         return terminal.plain(self.redact(super().format(record)))
 
 
@@ -69,12 +69,12 @@ def setup(rank: int = 0, level: int = logging.INFO, redact: Callable[[str], str]
         console.setLevel(logging.WARNING)
     logging.basicConfig(level=level, handlers=[console, MemoryHandler(0, flushLevel=NEVER)], force=True)
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # errors of logging (a full disk) must not hide others
+    logging.raiseExceptions = False  # errors of logging, such as a full disk, must not hide other errors
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """After the block, logging is as it was before ``setup`` in it."""
+    """Undo changes to logging, such as those of ``setup``, after the block."""
     root = logging.getLogger()
     show = warnings.showwarning
     raises = logging.raiseExceptions
@@ -96,7 +96,7 @@ def restored() -> Iterator[None]:
 
 
 def instead_to(path: Path, redact: Callable[[str], str] = str) -> None:
-    """From now on, append the log and all output of this process to ``path`` instead."""
+    """From now on, append the log and all output of this process to the file ``path`` only."""
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         handle = files.appending(path, 0o600)
@@ -129,14 +129,14 @@ def _take_over(handler: logging.Handler) -> None:
 
 @contextmanager
 def also_to(path: Path, redact: Callable[[str], str] = str) -> Iterator[None]:
-    """Also append the log to ``path`` during the block. A failure to write is logged elsewhere, and ends nothing."""
+    """Also append the log to ``path`` during the block. A failure to write is logged on the terminal, and raises nothing."""
     handler = LogFile(path)
     handler.setFormatter(Formatter(redact))
     _take_over(handler)
     try:
         yield
-    except Exception as error:  # the terminal gets it elsewhere
-        if not getattr(error, "reported", False):  # by another rank, or with its traceback
+    except Exception as error:  # the caller prints it on the terminal
+        if not getattr(error, "reported", False):  # another rank may have logged it
             trace = None if isinstance(error, HpclmError) else sys.exc_info()
             handler.handle(logging.LogRecord("hpclm", logging.ERROR, __file__, 0, "%s", (error,), trace))
         raise

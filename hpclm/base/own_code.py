@@ -10,13 +10,13 @@ from hpclm.base import files
 from hpclm.base.registry import OWN, hint, in_standard_library, not_loaded, standard
 
 DYNAMIC = frozenset({"*", "__getattr__", "__path__", "exec", "globals", "modules", "setattr", "vars"})
-"""A module with one of these names may have more names than its source shows."""
+"""A module that uses one of these names may have attributes that its source does not show."""
 
 
 def missing(setting: str, name: str) -> str | None:
-    """Why ``name``, the value of ``setting``, cannot be loaded: the module or the name does not exist.
+    """The error if ``name``, the value of ``setting``, cannot be loaded because the module or the attribute does not exist.
 
-    None if only an import would show it.
+    None if it can be loaded, or if only an import would tell.
     """
     if not OWN.fullmatch(name):
         return None
@@ -45,7 +45,7 @@ def missing(setting: str, name: str) -> str | None:
 
 
 def _spec(module: str, path: list[str] | None) -> ModuleSpec | None:
-    """The spec of ``module``; ``path``: the folders of its package, None for a top-level module."""
+    """The spec of ``module``; None if it does not exist. ``path``: the folders of its package; None for a top-level module."""
     if path is None:
         return importlib.util.find_spec(module)
     for finder in sys.meta_path:
@@ -56,7 +56,7 @@ def _spec(module: str, path: list[str] | None) -> ModuleSpec | None:
 
 
 def _names(spec: ModuleSpec) -> set[str] | None:
-    """The names in the source of a module: those that it defines, and others; None if it has no source that can be read."""
+    """All names in the source of a module, more than it defines; None without a source that can be read."""
     if spec.origin is None and spec.submodule_search_locations is not None:  # a folder without __init__.py
         return set()
     if spec.origin is None or not spec.origin.endswith(".py"):

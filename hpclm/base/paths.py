@@ -1,6 +1,6 @@
-"""Paths as people type them: ``~``, ``~USER``, ``$NAME``, ``${NAME}`` and ``${oc.env:NAME}`` mean the same in every setting and option.
+"""Expand ``~``, ``~USER``, ``$NAME``, ``${NAME}`` and ``${oc.env:NAME}`` in paths, alike in every setting and option.
 
-They are expanded where the text becomes a setting or an argument, once. ``./~`` and ``\\$NAME`` are a folder of that name.
+Text is expanded once, when it becomes a setting or an argument. ``./~`` and ``\\$NAME`` are folders with these names.
 """
 
 import argparse
@@ -20,23 +20,24 @@ _IN_BRACES = re.compile(r"(?:oc\.env:)?\s*([A-Za-z_]\w*)\s*(?:,\s*(.*?)\s*)?", r
 
 
 def expanded(text: str) -> str:
-    """``text`` with its variables and home folder; ConfigError for a variable that is not set, or a user that does not exist."""
+    """``text`` with expanded variables and home folder; ConfigError for an unset variable or an unknown user."""
     return with_home(with_variables(text))
 
 
 def with_variables(text: str, resolved_later: Callable[[str], bool] | None = None) -> str:
-    """``text`` with the values of environment variables; ConfigError for one that is not set.
+    """``text`` with the values of environment variables; ConfigError for a variable that is not set.
 
-    ``resolved_later``: whether what is in ``${...}`` is for OmegaConf to replace; ``${`` in values is escaped for it then.
+    ``resolved_later``: tells whether OmegaConf will replace ``${...}``, given the text in the braces. If it is given, ``${`` in
+    values is escaped for OmegaConf.
     """
 
     def value(match: re.Match[str]) -> str:
         backslashes = match["escape"]
         braces = match["inside"]
         if len(backslashes) % 2:  # \$NAME is not a variable
-            kept = match[0][len(backslashes) // 2 + 1 :] if resolved_later is None or braces is None else match[0]
-            return kept
-        if braces is not None and resolved_later is not None and resolved_later(braces):
+            for_omegaconf = resolved_later is not None and braces is not None
+            return match[0] if for_omegaconf else match[0][len(backslashes) // 2 + 1 :]
+        if resolved_later is not None and braces is not None and resolved_later(braces):
             return match[0]
         variable = _variable(text, match, of_setting=resolved_later is not None)
         if resolved_later is not None:
@@ -47,29 +48,35 @@ def with_variables(text: str, resolved_later: Callable[[str], bool] | None = Non
 
 
 def _variable(text: str, match: re.Match[str], of_setting: bool) -> str:
-    """The value of the variable that ``match`` names in ``text``; ``of_setting``: other settings may be in braces too."""
-    inside = _IN_BRACES.fullmatch(match["inside"]) if match["name"] is None else None
-    if match["name"] is None and inside is None:
-        raise ConfigError(f"{text}: {match[0].lstrip(chr(92))} is not a variable; write $NAME or ${{NAME}}")
-    name, default = (match["name"], None) if inside is None else inside.groups()
-    if setting := os.environ.get(name):
-        return setting
+    """The value of the variable that ``match`` names in ``text``; ``of_setting``: braces may name another setting too."""
+    name = match["name"]
+    default = None
+    if name is None:
+        inside = _IN_BRACES.fullmatch(match["inside"])
+        if inside is None:
+            raise ConfigError(f"{text}: {match[0].lstrip(chr(92))} is not a variable; write $NAME or ${{NAME}}")
+        name, default = inside.groups()
+    if os.environ.get(name):
+        return os.environ[name]
     if default is not None:
         return str(default).strip("'\"")
-    state = f"the environment variable {name} is {'empty' if name in os.environ else 'not set'} here"
-    if of_setting and match["inside"] == name and name not in os.environ:
+    state = f"the environment variable {name} is not set here"
+    if name in os.environ:
+        state = f"the environment variable {name} is empty here"
+    elif of_setting and match["inside"] == name:
         state = f"there is neither a setting nor an environment variable {name}"
     raise ConfigError(f"{text}: {state}; export it, or write \\${name} for a folder of that name")
 
 
 def with_home(text: str) -> str:
-    """``text`` with the home folder for a leading ``~`` or ``~USER``; ``./~`` becomes absolute, so that it stays what it is.
+    """``text`` with the home folder for a leading ``~`` or ``~USER``; ``./~`` becomes absolute, so that it is never expanded.
 
-    ConfigError for a URL, which would name a folder ``s3:`` here, and for a user that does not exist.
+    ConfigError for a URL, which would name a folder ``s3:`` here, and for an unknown user.
     """
     if _URL.match(text):
-        local = text[7:] if text.lower().startswith("file:///") else ""
-        way_out = f"write {local}" if local else "mount the storage, or copy what is there, and give the path"
+        way_out = "mount the storage, or copy what is there, and give the path"
+        if text.lower().startswith("file:///"):
+            way_out = f"write {text[7:]}"
         raise ConfigError(f"{text}: this is a URL, but only files of this machine are read and written; {way_out}")
     if not text.startswith("~"):
         return str(Path(text).absolute()) if str(Path(text)).startswith("~") else text
@@ -81,13 +88,13 @@ def with_home(text: str) -> str:
 
 
 def literal(path: str | Path) -> str:
-    """``path``, which exists or is to exist under this very name, as text that is expanded to it."""
+    """``path`` as text that expands to exactly ``path``: variables and a leading ``~`` in it are escaped."""
     text = _VARIABLE.sub(lambda match: f"{match['escape']}\\{match[0]}", str(path))
     return f"./{text}" if text.startswith("~") else text
 
 
 def option(text: str) -> str:
-    """The path that an option names, for argparse."""
+    """The expanded value of an option, for argparse."""
     try:
         return expanded(text)
     except ConfigError as error:
@@ -95,10 +102,10 @@ def option(text: str) -> str:
 
 
 def option_path(text: str) -> Path:
-    """The path that an option names, as a Path."""
+    """The expanded value of an option, as a Path."""
     return Path(option(text))
 
 
 def option_paths(text: str) -> str:
-    """Paths between commas."""
+    """The expanded value of an option that has several paths, separated by commas."""
     return ",".join(map(option, text.split(",")))

@@ -1,4 +1,4 @@
-"""A progress bar that keeps its width: on a narrow terminal the figures beside it go first."""
+"""A progress bar that keeps a minimum width: a narrow terminal shows fewer figures beside it."""
 
 import sys
 import threading
@@ -10,18 +10,20 @@ from tqdm import tqdm
 from hpclm.base import terminal
 
 MIN_COLUMNS = 10  # columns of the bar
-NARROW = 80  # columns of a terminal that does not say
+NARROW = 80  # columns of a terminal of unknown width
 LEFT = len(" 00:00:00 left")
 
 
 class Bar(tqdm):
-    """tqdm, without its thread, and without the lock that decides for the whole process how multiprocessing starts others."""
+    """tqdm without its monitor thread, and without its lock, which would fix multiprocessing's start method."""
 
     monitor_interval = 0
 
     def __init__(self, *args: Any, **options: Any):
-        """As tqdm; silent in a process without a standard error."""
-        super().__init__(*args, **(options | {"disable": True} if sys.stderr is None else options))
+        """See tqdm. The bar is silent in a process without a standard error."""
+        if sys.stderr is None:
+            options["disable"] = True
+        super().__init__(*args, **options)
 
 
 Bar.set_lock(threading.RLock())
@@ -34,13 +36,15 @@ class ProgressBar(Bar):
     """Figures after the bar, the most important first."""
 
     def __init__(self, total: float | None, **options: Any):
-        """As tqdm; ``total``: None if unknown, which makes a line without a bar."""
-        layout = "{count}  {elapsed}{figures}" if total is None else "{count} {bar} {remaining} left{figures}"
+        """See tqdm. ``total``: None if unknown; the line then has no bar."""
+        layout = "{count} {bar} {remaining} left{figures}"
+        if total is None:
+            layout = "{count}  {elapsed}{figures}"
         super().__init__(total=total, dynamic_ncols=True, disable=None, bar_format=layout, **options)
 
     @property
     def format_dict(self) -> MutableMapping[str, Any]:
-        """As tqdm, with what the layout names."""
+        """tqdm's values, and those that the layout names."""
         values = super().format_dict
         if "ncols" not in values:  # it is disabled
             return values

@@ -18,16 +18,16 @@ OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def problem(kind: str, name: str, table: Mapping[str, Any]) -> str | None:
-    """Why ``name`` cannot be looked up, without importing anything; None if it can."""
+    """The error if ``name`` is neither in ``table`` nor of the form package.module:Name; else None. Imports nothing."""
     if name in table or OWN.fullmatch(name):
         return None
     return f"unknown {kind} {name!r}; choose one of {sorted(table)} or 'package.module:Name'.{hint(name, table)}"
 
 
 def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
-    """The object called ``name``; ConfigError if it does not exist, or ``check`` rejects it.
+    """The object ``name``: a name in ``table``, or package.module:Name, which ``check`` checks.
 
-    Names in ``table`` are not checked. The object is not called.
+    ConfigError if it does not exist, or ``check`` rejects it. The object is not called.
     """
     wrong = problem(kind, name, table)
     if wrong:
@@ -42,36 +42,38 @@ def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
         named = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(not_loaded(kind, name, str(error))) from error
-    of_python = standard(getattr(named, "__module__", None))
-    lacks = "is part of Python's standard library" if of_python else check(named)
-    if lacks:
-        raise ConfigError(f"{kind} {name!r} {lacks}; `hpclm docs your-own-code` shows what your own must be")
+    wrong = check(named)
+    if standard(getattr(named, "__module__", None)):
+        wrong = "is part of Python's standard library"
+    if wrong:
+        raise ConfigError(f"{kind} {name!r} {wrong}; `hpclm docs your-own-code` shows what your own must be")
     return named
 
 
 def in_standard_library(kind: str, name: str) -> str:
-    """That ``name`` cannot be a ``kind``, because Python's standard library has none."""
+    """The error for a ``name`` in Python's standard library, which contains no ``kind``."""
     top = name.partition(":")[0].partition(".")[0]
     return f"{kind} {name!r}: {top} is part of Python's standard library, which contains no {kind}"
 
 
 def not_loaded(kind: str, name: str, why: str) -> str:
-    """That the user's own code ``name`` cannot be loaded; and what to do if it is in the current folder."""
+    """The error for the user's own code ``name`` that cannot be loaded, with advice if it is in the current folder."""
     top = name.partition(":")[0].partition(".")[0]
+    text = f"{kind} {name!r} cannot be loaded: {why}"
     searched = Path.cwd() in [Path(folder or ".").resolve() for folder in sys.path]
-    here = not searched and (Path(top).is_dir() or Path(f"{top}.py").exists())
-    note = f"; the current folder is not searched: start with PYTHONPATH={files.typed(Path.cwd())}" if here else ""
-    return f"{kind} {name!r} cannot be loaded: {why}{note}"
+    if not searched and (Path(top).is_dir() or Path(f"{top}.py").exists()):
+        text += f"; the current folder is not searched: start with PYTHONPATH={files.typed(Path.cwd())}"
+    return text
 
 
 def load(path: str) -> Any:
-    """The object at ``path``, "package.module:attribute", of hpclm itself."""
+    """The object of hpclm at ``path``, "package.module:attribute"."""
     module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)
 
 
 def class_check(*methods: str, made_with: Sequence[str] = (), named: bool = False, base: type = object) -> Check:
-    """Checks for a subclass of ``base`` with ``methods``, constructed with these arguments (``named``: keyword arguments)."""
+    """A check for a subclass of ``base`` with ``methods``, constructed with the arguments ``made_with`` (``named``: by keyword)."""
 
     def check(loaded: Any) -> str | None:
         if not inspect.isclass(loaded):
@@ -85,7 +87,7 @@ def class_check(*methods: str, made_with: Sequence[str] = (), named: bool = Fals
 
 
 def function_check(*parameters: str) -> Check:
-    """Checks for a Python function or a class that can be called with ``parameters``."""
+    """A check for a Python function or a class that can be called with ``parameters``."""
 
     def check(loaded: Any) -> str | None:
         if not (inspect.isfunction(loaded) or inspect.isclass(loaded)):
@@ -105,7 +107,7 @@ def _refuses(loaded: Any, parameters: Sequence[str], named: bool) -> str | None:
 
 
 def hint(name: str, names: Mapping[str, Any] | list[str]) -> str:
-    """`` Did you mean 'x'?`` for the most similar known name, or ""."""
+    """`` Did you mean 'x'?`` with the most similar of ``names``; empty if none is similar."""
     near = get_close_matches(name, list(names), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 

@@ -1,4 +1,4 @@
-"""Folders that are beside the package in a clone, and inside it in a wheel: presets (configs/), slurm/ and pages (docs/)."""
+"""Folders that a clone has beside the package and a wheel inside it: presets (configs/), slurm/ and pages (docs/)."""
 
 from pathlib import Path
 
@@ -8,18 +8,18 @@ MORE_PAGES = ("ARCHITECTURE", "CHANGELOG")
 
 
 def folder(name: str) -> Path:
-    """Where ``name``, configs, slurm or docs, is; the folder may be missing, as in a snapshot of the code."""
+    """The folder ``name``: configs, slurm or docs. It may be missing, as in a snapshot of the code."""
     inside = PACKAGE / name
     return inside if inside.exists() else PACKAGE.parent / name
 
 
 def presets() -> dict[str, Path]:
-    """The settings files that come along, by name: gpt2-124m, recipes/bigscience."""
+    """The settings files of hpclm by name: gpt2-124m, recipes/bigscience."""
     return _named("configs", ".yaml")
 
 
 def pages() -> dict[str, Path]:
-    """The pages of the documentation, by name: data, recipes/bigscience, architecture."""
+    """The pages of the documentation by name: data, recipes/bigscience, architecture."""
     return _named("docs", ".md") | {name.lower(): folder(f"{name}.md") for name in MORE_PAGES}
 
 
@@ -30,5 +30,5 @@ def _named(name: str, suffix: str) -> dict[str, Path]:
 
 
 def installed() -> bool:
-    """Whether hpclm is installed like a library, rather than run from a clone."""
+    """Whether hpclm is installed as a package, rather than run from a clone."""
     return PACKAGE.parent.name in ("site-packages", "dist-packages")

@@ -1,4 +1,4 @@
-"""Work that training can do without, such as writing TensorBoard's files. A failure costs a warning, never the run."""
+"""Best-effort work, such as writing TensorBoard's files. A failure is logged, and never ends the run."""
 
 import logging
 import os
@@ -12,21 +12,21 @@ from hpclm.base import files
 log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0  # seconds until the next try after a failure; doubled each time
-KEPT = 1 << 26  # bytes that a file which cannot be written keeps in memory
+KEPT = 1 << 26  # bytes kept in memory while a file cannot be written
 
 
 class SidePath:
-    """Does what training can do without. The first of several failures is logged; the next try waits, longer each time."""
+    """Does best-effort work. It logs the first of several failures in a row, and waits longer before each new try."""
 
     def __init__(self, failure: str):
-        """``failure``: how a warning begins, such as "log.txt cannot be written"."""
+        """``failure``: the beginning of the warning, such as "log.txt cannot be written"."""
         self._failure = failure
         self._failing = False
         self._pause = 0.0
         self._next = 0.0
 
     def attempt(self, act: Callable[[], object], now: bool = False) -> bool:
-        """Whether ``act()`` ended without an error; it is not called while the pause after a failure lasts, unless ``now``."""
+        """Call ``act()``, unless a failure was recent and not ``now``; returns whether it was called and succeeded."""
         if not now and time.monotonic() < self._next:
             return False
         try:
@@ -45,7 +45,7 @@ class SidePath:
 
 
 def cause(error: Exception, said: str = "") -> str:
-    """An error in one line, without the file that ``said`` names already."""
+    """An error in one line, without the name of its file if ``said`` has it already."""
     if isinstance(error, OSError) and error.strerror:
         named = error.filename and str(error.filename) not in said
         return f"{error.filename}: {error.strerror}" if named else error.strerror
@@ -53,13 +53,13 @@ def cause(error: Exception, said: str = "") -> str:
 
 
 class AppendedFile:
-    """A file that grows by whole lines. What cannot be written is kept in memory, and tried again with the next line.
+    """A file that grows by whole lines. Text that cannot be written is kept in memory, and written with the next line.
 
-    A file that was removed or replaced meanwhile is made anew. Links are not followed.
+    A file that was removed or replaced meanwhile is created again. Links are not followed.
     """
 
     def __init__(self, path: Path, mode: int = 0o644, may_write: Callable[[], bool] = lambda: True):
-        """``may_write``: whether this process still owns the file; otherwise lines are dropped."""
+        """``may_write``: returns whether this process still owns the file; if not, lines are dropped."""
         self.path = path
         self._mode = mode
         self._may_write = may_write
@@ -72,7 +72,7 @@ class AppendedFile:
         self.flush()
 
     def flush(self) -> None:
-        """Append what is kept; OSError if that fails."""
+        """Append the text in memory; OSError if that fails."""
         if not self._may_write():
             self._pending = b""
             return
@@ -84,7 +84,7 @@ class AppendedFile:
             self._pending = self._pending[os.write(self._handle, self._pending) :]
 
     def close(self) -> None:
-        """Append what is kept, and close the file; OSError if some of it is lost."""
+        """Append the text in memory, and close the file; OSError if text is lost."""
         try:
             if self._pending:
                 self.flush()
@@ -100,7 +100,7 @@ class AppendedFile:
 
 
 def is_at(handle: int, path: Path) -> bool:
-    """Whether the open file ``handle`` is still what has the name ``path``."""
+    """Whether ``path`` is still the name of the open file ``handle``."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat(follow_symlinks=False))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Print text of other origin safely: without control characters, which could control the terminal."""
+"""Print untrusted text safely: without control characters, which could control the terminal."""
 
 import codecs
 import os
@@ -30,7 +30,7 @@ def plain(text: str) -> str:
 
 
 def line(text: object) -> str:
-    """``text`` on one line: as plain(), with newlines escaped, too."""
+    """``text`` on one line: as ``plain``, with newlines escaped too."""
     return _HIDDEN_IN_LINE.sub(_escaped, str(text))
 
 
@@ -54,12 +54,11 @@ def width(text: str) -> int:
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of cells as lines, in aligned columns."""
     widths = [max(map(width, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell + " " * (column_width - width(cell)) for cell, column_width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    return ["  ".join(map(_padded, row, widths)).rstrip() for row in rows]
+
+
+def _padded(cell: str, columns: int) -> str:
+    return cell + " " * (columns - width(cell))
 
 
 def shortened(text: str, max_width: int) -> str:
@@ -79,7 +78,7 @@ def ranges(numbers: Iterable[int]) -> str:
             parts[-1].append(number)
         else:
             parts.append([number])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return ", ".join("-".join(map(str, dict.fromkeys((part[0], part[-1])))) for part in parts)
 
 
 def many(count: int, what: str) -> str:
@@ -90,7 +89,7 @@ def many(count: int, what: str) -> str:
 
 
 def say(text: str = "", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """``print``, with ``plain`` text."""
+    """``print`` for ``plain`` text."""
     print(plain(text), end=end, file=file, flush=flush)
 
 
@@ -113,9 +112,9 @@ def sparkline(values: Sequence[float]) -> str:
 
 @contextmanager
 def quit_key() -> Iterator[Callable[[float], bool]]:
-    """A function that returns whether q was pressed within some seconds. Inside the context, the terminal does not show what is typed."""
+    """A function that waits some seconds, and returns whether q was pressed. In the block, the terminal does not echo keys."""
     if not sys.stdin.isatty():
-        yield lambda seconds: bool(select.select([], [], [], seconds)[0])  # a wait
+        yield lambda seconds: bool(select.select([], [], [], seconds)[0])  # only waits
         return
     keyboard = sys.stdin.fileno()
 
@@ -123,7 +122,7 @@ def quit_key() -> Iterator[Callable[[float], bool]]:
         until = time.monotonic() + seconds
         while select.select([keyboard], [], [], max(0.0, until - time.monotonic()))[0]:
             keys = os.read(keyboard, 1024)
-            if not keys or b"q" in keys:  # nothing: the terminal is gone
+            if not keys or b"q" in keys:  # without keys, the terminal is gone
                 return True
         return False
 

@@ -21,7 +21,7 @@ from hpclm.node import environment, processes
 from hpclm.node.processes import NoAnswerError
 
 Sources = Mapping[str, Path]
-"""Files by the names they have below a folder of Python's path: hpclm/loop.py, mine.py."""
+"""Files by their names relative to Python's search path: hpclm/loop.py, mine.py."""
 
 ROOT = Path(__file__).parents[1]
 NOTE = "SNAPSHOT.json"
@@ -32,17 +32,23 @@ def sources(modules: Collection[str]) -> Sources:
     """The files of hpclm and of the user's top-level ``modules``, as Python would find them now."""
     code = _package(ROOT)
     for module in modules:
-        if (origin := _own(module)) is None:
+        origin = _own(module)
+        if origin is None:
             continue
-        beside = origin.parents[1 if origin.name == "__init__.py" else 0]
-        names = {"hpclm"}
-        waiting = {module}
-        while waiting := waiting - names:
-            names |= waiting
-            found = [_files(beside, name) for name in sorted(waiting)]
-            waiting = {name for paths in found for path in paths.values() for name in _imported(path)}
-            for paths in found:
-                code |= paths
+        folder = origin.parent
+        if origin.name == "__init__.py":
+            folder = folder.parent
+        known = {"hpclm"}
+        waiting = [module]
+        while waiting:
+            name = waiting.pop()
+            if name in known:
+                continue
+            known.add(name)
+            found = _files(folder, name)
+            code |= found
+            for path in found.values():
+                waiting += _imported(path)
     return code
 
 
@@ -88,7 +94,7 @@ def keep(out: Path, code: Sources) -> Path:
 
 
 def check_snapshot() -> None:
-    """ConfigError if this process runs another copy of the code than its snapshot."""
+    """ConfigError if this process does not run the code of its snapshot."""
     snapshot = environment.snapshot()
     runs = ROOT.resolve()
     if snapshot and not runs.is_relative_to(snapshot.resolve()):
@@ -99,24 +105,27 @@ def check_snapshot() -> None:
 
 def revision() -> str | None:
     """Commit of the code, with "-dirty" if files differ; None if unknown."""
-    if snapshot := environment.snapshot():
+    commit: str | None = None
+    snapshot = environment.snapshot()
+    if snapshot:
         with suppress(OSError, ValueError, KeyError):
-            commit: str | None = json.loads(files.read_text(snapshot / NOTE))["git"]
-            return commit
-    elif not shipped.installed():  # otherwise a repository around the environment is not that of hpclm
+            commit = json.loads(files.read_text(snapshot / NOTE))["git"]
+    elif not shipped.installed():  # an environment may lie in the repository of something else
+        describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         with suppress(NoAnswerError):
-            code, head, _ = processes.ask(
-                ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], 10.0
-            )
-            return None if code else head.strip()
-    return None
+            code, head, _ = processes.ask(describe, 10.0)
+            if code == 0:
+                commit = head.strip()
+    return commit
 
 
 def _imported(path: Path) -> set[str]:
-    """The top-level names that a file of Python imports; none if Python cannot parse it."""
+    """The top-level names that a Python file imports; empty for other files, or if Python cannot parse the file."""
     names = list[str]()
+    if path.suffix != ".py":
+        return set()
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        for node in ast.walk(ast.parse(files.read_bytes(path) if path.suffix == ".py" else b"", str(path))):
+        for node in ast.walk(ast.parse(files.read_bytes(path), str(path))):
             if isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -129,21 +138,22 @@ def _files(folder: Path, name: str) -> dict[str, Path]:
     path = folder / f"{name}.py"
     if path.exists() and not (folder / name / "__init__.py").exists():
         return {path.name: path}
-    return _package(folder / name) if (folder / name).is_dir() else {}
+    return _package(folder / name)
 
 
 def _package(root: Path) -> dict[str, Path]:
-    """All files of a package, by name; hidden ones, which editors and NFS make, and links to folders are left out."""
+    """The files of a package by name, without hidden files, which editors and NFS make; empty if ``root`` is not a folder."""
     names = {str(path.relative_to(root.parent)): path for path in sorted(root.rglob("*")) if path.is_file()}
     return {name: path for name, path in names.items() if "__pycache__" not in path.parts and "/." not in name}
 
 
 def _own(top: str) -> Path | None:
     """The file of the user's module or package ``top``; None if it is installed, or does not exist."""
-    snapshot = environment.snapshot()
-    spec = PathFinder.find_spec(top, [*([str(snapshot)] if snapshot else []), *sys.path])
-    origin = Path(spec.origin) if spec and spec.has_location and spec.origin else None
-    installed = {"site-packages", "dist-packages"}
-    if origin is None or installed & set(origin.parts) or origin.is_relative_to(Path(ast.__file__).parent):
+    spec = PathFinder.find_spec(top, [*map(str, filter(None, [environment.snapshot()])), *sys.path])
+    if spec is None or not spec.has_location or not spec.origin:
+        return None
+    origin = Path(spec.origin)
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(origin.parts)
+    if is_installed or origin.is_relative_to(Path(ast.__file__).parent):
         return None
     return origin

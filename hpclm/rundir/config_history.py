@@ -13,12 +13,14 @@ from hpclm.config.run_file import HISTORY, NAME
 from hpclm.rundir import events, runs
 
 VERSION = re.compile(r"(?!0000)([0-9]{4}|[1-9][0-9]{4,8})\.yaml")
-"""Names of versions; other files in the folder are somebody else's."""
+"""Names of versions. hpclm leaves other files in the folder alone."""
 
 
 def replace(out: Path, text: str) -> tuple[bytes | None, str]:
-    """Make ``text`` the config.yaml of the run directory ``out``; the one before it, and where in ``out`` this version
-    is kept, empty if it cannot be."""
+    """Make ``text`` the config.yaml of the run directory ``out``.
+
+    Returns the content before, and the path in ``out`` of the copy of this version, empty if it cannot be copied.
+    """
     folder = out / HISTORY
     new = text.encode()
     kept = list[str]()
@@ -30,8 +32,11 @@ def replace(out: Path, text: str) -> tuple[bytes | None, str]:
             stack.enter_context(files.locked(folder))
 
         usable = history.attempt(lock)
-        before = files.read_bytes(out / NAME) if (out / NAME).exists() else None
-        versions = (new,) if before is None else (before, new)
+        before = None
+        versions = [new]
+        if (out / NAME).exists():
+            before = files.read_bytes(out / NAME)
+            versions = [before, new]
         if not usable or not history.attempt(lambda: kept.extend(_keep(folder, version) for version in versions)):
             kept = []
         if before != new:
@@ -40,7 +45,7 @@ def replace(out: Path, text: str) -> tuple[bytes | None, str]:
 
 
 def restore(out: Path, before: bytes | None) -> None:
-    """Undo a ``replace``, given the version that was there before."""
+    """Undo ``replace``. ``before``: the content that it returned."""
     if before is None:
         (out / NAME).unlink(missing_ok=True)
     else:
@@ -48,28 +53,25 @@ def restore(out: Path, before: bytes | None) -> None:
 
 
 def micro_size(out: Path) -> int | None:
-    """The batch.micro_size that the last attempt in the run directory ``out`` trained with; None if it is unknown."""
+    """The batch.micro_size of the last attempt in the run directory ``out``; None if it is unknown."""
     size = runs.read_run(out).attempt.get("micro_size")
     return int(size) if size else None
 
 
 def split_by(out: Path) -> Literal["documents", "tokens"] | None:
     """The data.split_by of the last attempt in the run directory ``out``; None without one, or if its settings cannot be read."""
+    by: Literal["documents", "tokens"] | None = None
     attempts = events.attempts(events.read_or_refuse(out))
-    if not attempts:
-        return None
-    with suppress(ConfigError):
-        by: Literal["documents", "tokens"] | None = compose.flat_of_run(
-            out, str(attempts[-1].began.get("config") or NAME)
-        ).get("data.split_by")
-        return by
-    return None
+    if attempts:
+        with suppress(ConfigError):
+            by = compose.flat_of_run(out, str(attempts[-1].began.get("config") or NAME)).get("data.split_by")
+    return by
 
 
 def _keep(folder: Path, content: bytes) -> str:
-    """Copy a version to the history, unless it is the last one there; its name."""
+    """Copy ``content`` to the history, unless the last version there has it already; returns the version's name."""
     last = max((int(path.stem) for path in folder.iterdir() if VERSION.fullmatch(path.name)), default=0)
-    with suppress(OSError):  # what cannot be read stays there, and the next number is taken
+    with suppress(OSError):  # a version that cannot be read stays there, and the next number is taken
         if last and files.read_bytes(folder / f"{last:04}.yaml") == content:
             return f"{last:04}.yaml"
     new = folder / f"{last + 1:04}.yaml"

@@ -1,4 +1,4 @@
-"""Requests to a training run by files in its directory: save-now and stop. The run polls them; commands create them and wait."""
+"""Request files, which ask a training run to act: save-now and stop in its directory. Commands create them; the run polls them."""
 
 import logging
 import os
@@ -14,24 +14,24 @@ from hpclm.base.terminal import say
 from hpclm.node import failures
 from hpclm.rundir import runs
 from hpclm.rundir.lease import HolderWatch
-from hpclm.rundir.state import StateOf
+from hpclm.rundir.state import State, StateOf
 
 log = logging.getLogger(__name__)
 NAMES = ("save-now", "stop")
 KILL_SWITCH = "kill_switch"
 INTERVAL = 1.0  # seconds between checks by the run: a shared file system answers slowly
-LATE = 15.0  # seconds without a heartbeat, which is sent every 5 s, after which a run may have ended
-SILENT = 60.0  # seconds without a heartbeat after which a run that cannot be seen from here has ended
+LATE = 15.0  # seconds without a heartbeat after which a run may have ended; one is sent every 5 s
+SILENT = 60.0  # seconds without a heartbeat after which a run of unknown state counts as ended
 POLL = 0.3  # seconds between checks whether the run has complied
 
 
 class ControlFiles:
-    """The requests in ``folder``. Only its owner's files count, and no links, since others might create them."""
+    """The requests in ``folder``. Links and files of other users than the folder's owner are ignored."""
 
     def __init__(self, folder: Path, kill_switch: str | None = None):
-        """``kill_switch``: a file anywhere that means stop for as long as it exists."""
+        """``kill_switch``: the path of a file that asks the run to stop for as long as it exists."""
         self.folder = folder
-        self._kill_switch = None if kill_switch is None else Path(kill_switch)
+        self._kill_switch = Path(kill_switch) if kill_switch else None
         self._checked = -INTERVAL
         self._requests: frozenset[str] = frozenset()
 
@@ -42,14 +42,14 @@ class ControlFiles:
             with suppress(OSError):
                 owners.add(self.folder.stat().st_uid)
             self._requests = frozenset(name for name in NAMES if _counts(self.folder / name, owners))
-            if self._kill_switch is not None and _counts(self._kill_switch, (os.getuid(), 0)):
+            if self._kill_switch and _counts(self._kill_switch, (os.getuid(), 0)):
                 log.warning("kill_switch: %s exists, so the run saves and exits", self._kill_switch)
                 self._requests |= {KILL_SWITCH}
             self._checked = time.monotonic()
         return name in self._requests
 
     def remove(self, name: str) -> None:
-        """Remove a request that was carried out."""
+        """Remove the request ``name``, which was carried out."""
         self._requests -= {name}
         try:
             (self.folder / name).unlink(missing_ok=True)
@@ -66,23 +66,23 @@ def _counts(path: Path, owners: Collection[int]) -> bool:
     return stat.S_ISREG(info.st_mode) and info.st_uid in owners
 
 
-def request(verb: str, out: Path, state_of: StateOf) -> Path:
-    """Create the file ``verb`` for a run that is training; returns its path. ConfigError, and no file, for any other run."""
+def request(name: str, out: Path, state_of: StateOf) -> Path:
+    """Create the request file ``name`` for the run in ``out``; returns its path. ConfigError if the run is not training."""
     other = runs.other_owner(out)
     if other:
-        raise ConfigError(f"{files.shown(out)} belongs to {other}: a run follows no requests but its owner's")
+        raise ConfigError(f"{files.shown(out)} belongs to {other}: a run follows only its owner's requests")
     status = state_of(out)
     if status.name not in ("running", "starting"):
-        way = {
+        ways = {
             "waiting": f"; hpclm cancel {files.typed(out)} takes it out of the queue",
-            "unknown": f"; if it is training elsewhere, ask it with: touch {files.typed(out / verb)}",
-        }.get(status.name, "")
-        raise ConfigError(f"{files.shown(out)} is not training: {status.how()}{way}")
-    return create(out, verb)
+            "unknown": f"; if it is training elsewhere, ask it with: touch {files.typed(out / name)}",
+        }
+        raise ConfigError(f"{files.shown(out)} is not training: {status.how()}{ways.get(status.name, '')}")
+    return create(out, name)
 
 
-def request_all(verb: str, chosen: Sequence[Path], seconds: float, done: str, state_of: StateOf) -> int:
-    """Request ``verb`` of each run in ``chosen``, and wait for all of them, at most ``seconds``; the exit code.
+def request_all(name: str, chosen: Sequence[Path], seconds: float, done: str, state_of: StateOf) -> int:
+    """Create the request file ``name`` for each run in ``chosen``, and wait for all, at most ``seconds``; the exit code.
 
     ``done`` is printed before the name of a run that has complied.
     """
@@ -90,7 +90,7 @@ def request_all(verb: str, chosen: Sequence[Path], seconds: float, done: str, st
     asked = dict[Path, Path]()
     for out in chosen:
         with per_run:
-            asked[out] = request(verb, out, state_of)
+            asked[out] = request(name, out, state_of)
     until = time.monotonic() + seconds
     for out, path in asked.items():
         with per_run:
@@ -99,9 +99,9 @@ def request_all(verb: str, chosen: Sequence[Path], seconds: float, done: str, st
     return per_run.code
 
 
-def create(out: Path, verb: str) -> Path:
-    """Create a request in a run directory; returns its path."""
-    path = out / verb
+def create(out: Path, name: str) -> Path:
+    """Create the request file ``name`` in the run directory ``out``; returns its path."""
+    path = out / name
     try:
         os.close(files.appending(path, 0o600))
     except OSError as error:
@@ -110,10 +110,10 @@ def create(out: Path, verb: str) -> Path:
 
 
 def followed(path: Path, until: float, state_of: StateOf) -> bool:
-    """Wait until a run has complied with the request ``path``; False if it has ended meanwhile, with everything saved.
+    """Wait until a run has complied with the request ``path``; False if it has ended meanwhile with everything saved.
 
-    HpclmError if it has not complied at the time ``until`` of the monotonic clock (the request then stays pending), or has
-    ended without saving (the request is then withdrawn).
+    HpclmError if it has not complied by ``until``, a time of the monotonic clock; the request then stays pending. HpclmError
+    also if the run has ended without saving; the request is then withdrawn.
     """
     out = path.parent
     heartbeat = HolderWatch(out)
@@ -124,16 +124,21 @@ def followed(path: Path, until: float, state_of: StateOf) -> bool:
                 f"hpclm status {files.typed(out)}; rm {files.typed(path)} withdraws it"
             )
         released, silent = heartbeat.silent()
-        status = state_of(out) if released or silent > LATE else None
-        if status and path.exists() and not status.live and (status.name != "unknown" or silent > SILENT):
-            path.unlink(missing_ok=True)
-            step = status.run.step
-            saved = status.run.checkpoint[0] if status.run.checkpoint else 0
-            text = f"{files.shown(out)} has ended meanwhile: {status.how()}; "
-            if saved < step:
-                was = f"it was at step {step}, and {f'step {saved}' if saved else 'nothing'} is saved"
-                raise HpclmError(f"{text}{was}. The request was withdrawn")
-            say(f"{text}saved at step {saved}")
-            return False
+        if released or silent > LATE:
+            status = state_of(out)
+            if path.exists() and not status.live and (status.name != "unknown" or silent > SILENT):
+                path.unlink(missing_ok=True)
+                _report_end(status)
+                return False
         time.sleep(POLL)
     return True
+
+
+def _report_end(status: State) -> None:
+    """Say that a run has ended with everything saved; HpclmError if something is not saved."""
+    saved = status.run.saved_step or 0
+    text = f"{files.shown(status.run.out)} has ended meanwhile: {status.how()}; "
+    if saved < status.run.step:
+        is_saved = f"step {saved} is saved" if saved else "nothing is saved"
+        raise HpclmError(f"{text}it was at step {status.run.step}, and {is_saved}. The request was withdrawn")
+    say(f"{text}saved at step {saved}")

@@ -1,22 +1,24 @@
-"""events.jsonl has a line for each event of a run. The process that knows an event writes it, once; all others read the lines.
+"""events.jsonl has a line for each event of a run. The process that knows of an event writes it once; others only read the lines.
 
-| kind | who writes it | facts |
+| kind | writer | facts |
 |---|---|---|
-| submitted | what submits a job, or launches ranks | cluster, job_id, nodes, tasks_per_node, script, log, command, config |
+| submitted | the process that submits a job or launches ranks | cluster, job_id, nodes, tasks_per_node, script, log, command, config |
 | began | rank 0, when an attempt begins | from_step, steps, config, launcher, job_id, restart, host, pid, versions, ... |
-| ended | a rank: state, ending, step, over (nothing is left to do); what started the ranks: cause, signal | code |
+| ended | a rank | code, state, ending, step, over (nothing is left to do) |
+| ended | the process that started the ranks | code, cause, signal |
 | cancelled | hpclm cancel | by |
-| roll back | --from STEP | step to go back to; null if that is withdrawn |
+| roll back | --from STEP | step to go back to; null if the request is withdrawn |
 | rolled back | rank 0, when it has gone back | step |
-| preflight, corrupt, hang, slow | rank 0 | what was found |
-| sink | what sends metrics to it | sink; cause: why it lacks rows, empty if it has them all again |
+| preflight, corrupt, hang, slow | rank 0 | its findings |
+| sink | the process that sends metrics to the sink | sink; cause: why the sink lacks rows, empty once it has them all |
 """
 
 import json
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,20 +60,20 @@ FIELDS: dict[str, Kind] = {
     # preflight, corrupt
     "bad": list,
 }
-"""The fields that are read. An event may lack some of them, and may have others."""
+"""The fields that hpclm reads. An event may lack some of these fields, and may have others."""
 NEEDED: dict[str, Sequence[str]] = {
     "submitted": ("cluster", "job_id", "nodes", "tasks_per_node"),
     "ended": ("code",),
     "cancelled": ("by",),
     "sink": ("sink", "cause"),
 }
-"""Those that every event of a kind has."""
+"""The fields that every event of a kind has."""
 
 
 def append(out: Path, kind: str, **facts: Any) -> None:
-    """Add an event to the run in ``out``; it is on the disk when this returns. OSError if it cannot be written.
+    """Add an event to the run in ``out``, and fsync it. OSError if it cannot be written.
 
-    If an event does not fit into a line of 4 KiB, its largest facts are in another file, which the line names as ``more``.
+    If an event does not fit into a line of 4 KiB, its largest facts go to another file, which the line names as ``more``.
     """
     row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "kind": kind, **facts}
     large = dict[str, Any]()
@@ -91,43 +93,42 @@ def append(out: Path, kind: str, **facts: Any) -> None:
 
 
 def read_events(out: Path | str) -> list[dict[str, Any]]:
-    """The events of the run in ``out``, oldest first; none without the file. OSError if it cannot be read, ConfigError if a line is
-    damaged."""
-    try:
-        return [*_stream(f"{out}/{NAME}")]
-    except FileNotFoundError:
-        return []
+    """The events of the run in ``out``, oldest first; empty without the file.
 
-
-def _stream(path: str) -> Iterator[dict[str, Any]]:
-    for offset, line in rows.lines(path):
-        row = rows.parsed(line, FIELDS, ("time", "kind"))
-        if row is None or not rows.sane(row, FIELDS, NEEDED.get(row["kind"], ())):
-            raise rows.damaged(path, offset)
-        yield row
+    OSError if the file cannot be read, ConfigError if a line is damaged.
+    """
+    path = f"{out}/{NAME}"
+    happened = list[dict[str, Any]]()
+    with suppress(FileNotFoundError):
+        for offset, line in rows.lines(path):
+            row = rows.parsed(line, FIELDS, ("time", "kind"))
+            if row is None or not rows.sane(row, FIELDS, NEEDED.get(row["kind"], ())):
+                raise rows.damaged(path, offset)
+            happened.append(row)
+    return happened
 
 
 def of_kind(happened: Iterable[Row], kind: str) -> list[Row]:
-    """The events of this kind."""
+    """The events with the kind ``kind``."""
     return [event for event in happened if event["kind"] == kind]
 
 
 @dataclass(frozen=True)
 class AttemptEvents:
-    """An attempt at a run."""
+    """The events of one attempt at a run."""
 
     began: Row
     ended: Row
-    """How it ended: as a rank said, otherwise as what had started the ranks saw; empty if neither did."""
+    """The end that a rank recorded, otherwise the one that its launcher recorded; empty without either."""
 
     @property
     def orderly(self) -> bool:
-        """Whether it ended as it should: done, or saved after a signal."""
+        """Whether the attempt ended in order: done, or saved after a signal."""
         return self.ended.get("state") in ("done", "stopped", "exited")
 
 
 def attempts(happened: Iterable[Row]) -> list[AttemptEvents]:
-    """The attempts among some events, oldest first."""
+    """The attempts in a run's events, oldest first."""
     found = list[AttemptEvents]()
     for event in happened:
         if event["kind"] == "began":
@@ -141,7 +142,7 @@ def attempts(happened: Iterable[Row]) -> list[AttemptEvents]:
 
 
 def last_end(happened: Iterable[Row]) -> Row:
-    """How the last start among some events ended, whether or not it began to train; empty if nothing says so."""
+    """The event that says how the last start ended, even if the start did not begin to train; empty without one."""
     began: Row = {}
     found: Row = {}
     for event in happened:
@@ -149,21 +150,21 @@ def last_end(happened: Iterable[Row]) -> Row:
             began = event
             found = {}
         elif event["kind"] == "ended" and not is_later(began, event):
-            told = event.get("state") and not found.get("state")
-            if not found or told or is_later(event, {**began, **found}):
+            says_more = event.get("state") and not found.get("state")
+            if not found or says_more or is_later(event, {**began, **found}):
                 found = event
     return found
 
 
 def is_later(event: Row, other: Row) -> bool:
-    """Whether an event is of a later start than ``other``, by the lease's generation or the number of the job's start."""
+    """Whether ``event`` belongs to a later start than ``other``, by the lease's generation or the job's restart count."""
     return any(
         (event.get(name) or 0) > other[name] for name in ("generation", "restart") if other.get(name) is not None
     )
 
 
 def unsent(happened: Iterable[Row]) -> dict[str, str]:
-    """Sinks that lack rows of metrics.jsonl, and why."""
+    """Sink -> cause, for the sinks that lack rows of metrics.jsonl."""
     causes = {event["sink"]: event["cause"] for event in of_kind(happened, "sink")}
     return {sink: cause for sink, cause in causes.items() if cause}
 
@@ -174,13 +175,18 @@ def rollback(out: Path) -> int | None:
 
 
 def pending_rollback(happened: Iterable[Row]) -> int | None:
-    """The step of the checkpoint to which the next attempt goes back; None if it goes back to none."""
-    asked = [event for event in happened if event["kind"] in ("roll back", "rolled back")][-1:]
-    return next((event.get("step") for event in asked if event["kind"] == "roll back"), None)
+    """The step of the checkpoint that the next attempt goes back to; None if it continues from the newest checkpoint."""
+    step = None
+    for event in happened:
+        if event["kind"] == "roll back":
+            step = event.get("step")
+        elif event["kind"] == "rolled back":
+            step = None
+    return step
 
 
 def read_or_refuse(out: Path) -> list[dict[str, Any]]:
-    """``read_events``, with ConfigError or HpclmError instead of OSError: what happened must not be forgotten."""
+    """``read_events``, with ConfigError or HpclmError instead of OSError: a run must not continue without its record."""
     try:
         return read_events(out)
     except OSError as error:
@@ -188,11 +194,11 @@ def read_or_refuse(out: Path) -> list[dict[str, Any]]:
 
 
 def whole(out: Path, event: Row) -> dict[str, Any]:
-    """An event with all its facts, also those in another file. OSError if that cannot be read, ConfigError if it is damaged."""
+    """``event`` with the facts in its other file, if any. OSError if the file cannot be read, ConfigError if it is damaged."""
     if not event.get("more"):
         return dict(event)
     path = out / event["more"]
     more = rows.parsed(files.read_text(path, errors="replace"), FIELDS)
     if more is None:
-        raise ConfigError(f"{path} is damaged; an event in {NAME} names it")
+        raise ConfigError(f"{path} is damaged; restore it from a copy, because an event in {NAME} names it")
     return {**event, **more}

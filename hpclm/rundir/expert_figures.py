@@ -5,10 +5,14 @@ from numpy.typing import NDArray
 
 
 def layer_figures(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of [L, E] tokens, none of them of a layer without any: [3, L], for each layer the largest load of an expert, in units of the mean;
-    the entropy of the shares, divided by that of equal ones; and how many experts have none."""
+    """``counts``: tokens per layer and expert, [L, E]; every layer has at least one token.
+
+    Returns [3, L]: the largest load of an expert as a multiple of the mean, the normalised entropy, and the number of idle experts.
+    """
     experts = counts.shape[1]
     shares = counts / counts.sum(1, keepdims=True)
     entropy = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(1)
-    relative = entropy / np.log(experts) if experts > 1 else np.ones(len(counts))
+    relative = np.ones(len(counts))
+    if experts > 1:
+        relative = entropy / np.log(experts)
     return np.stack([shares.max(1) * experts, relative, (counts == 0).sum(1)])

@@ -1,4 +1,4 @@
-"""The content of a run directory: check it without writing, create it with access for its owner only, find the last checkpoint."""
+"""The run directory: check its content without writing, create it with access for its owner only, find its checkpoints."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ FILES = (
 MARKS = ("config.yaml", events.NAME)
 """A run directory has at least one of these files."""
 LASTING = (events.NAME, metrics_file.NAME, metrics_file.EXPERTS, "log.txt")
-"""Files that grow line by line, and are read after a power cut."""
+"""Files that grow line by line, and must survive a power cut."""
 MANIFEST = "MANIFEST.json"
 STEP = re.compile("step-[0-9]+")
 FOLDERS = ("checkpoints", "config-history", "logs", "job", "tensorboard")
@@ -27,11 +27,11 @@ TRUSTED = ("checkpoints", "logs", "job")  # created for their owner only, whatev
 KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a named pipe"}
 BEFORE_A_RUN = re.compile(r"\..*|.*\.(out|err|log|sh|sbatch|slurm|ya?ml)|lost\+found|save-now|stop")
 """Names that may exist in the folder of a new run: hidden files, the files of job scripts, requests."""
-CHOOSE = "or choose another out"
+CHOOSE = "choose another out"
 
 
 def check_run_directory(out: Path) -> None:
-    """ConfigError unless ``out`` is a folder that only this user can write to, or can be created."""
+    """ConfigError unless ``out`` is a folder that only this user can write to, or a folder that can be created."""
     try:
         mode = out.stat().st_mode
     except FileNotFoundError:
@@ -40,24 +40,27 @@ def check_run_directory(out: Path) -> None:
     except OSError as error:
         if error.errno in MACHINE:
             raise unread(error, f"run directory {out}") from None
-        raise ConfigError(f"run directory {out}: {error.strerror} (errno {error.errno}); choose another out") from None
+        raise ConfigError(f"run directory {out}: {error.strerror} (errno {error.errno}); {CHOOSE}") from None
     if not stat.S_ISDIR(mode):
-        raise ConfigError(f"run directory {out} is a file; choose another out")
+        raise ConfigError(f"run directory {out} is a file; {CHOOSE}")
     check_private(out, "run directory")
     _check_writable(out, out)
     check_inside(out)
 
 
 def check_inside(out: Path) -> None:
-    """ConfigError if a file or folder of a run in ``out`` has the wrong type, another owner, or can be written by others.
+    """ConfigError if a file or folder of a run in ``out`` has the wrong type or another owner, or others can write to it.
 
-    Its folders may be links, to a disk with more space; its files may not, as a run would write through them.
+    Folders may be links, to a disk with more space. Files may not be links, because a run would write through them.
     """
-    mode = out.stat().st_mode if out.is_dir() else 0  # who cannot enter the folder cannot write its files
-    reach = (stat.S_IWGRP if mode & stat.S_IXGRP else 0) | (stat.S_IWOTH if mode & stat.S_IXOTH else 0)
+    mode = out.stat().st_mode if out.is_dir() else 0
+    reach = 0  # users who cannot enter the folder cannot write its files
+    if mode & stat.S_IXGRP:
+        reach |= stat.S_IWGRP
+    if mode & stat.S_IXOTH:
+        reach |= stat.S_IWOTH
     problems = []
-    for name in (*FILES, *FOLDERS):
-        kind = stat.S_IFDIR if name in FOLDERS else stat.S_IFREG
+    for name, kind in [*((name, stat.S_IFREG) for name in FILES), *((name, stat.S_IFDIR) for name in FOLDERS)]:
         path = out / name
         try:
             status = path.stat(follow_symlinks=kind == stat.S_IFDIR)
@@ -66,33 +69,37 @@ def check_inside(out: Path) -> None:
         except OSError as error:
             if error.errno in MACHINE:
                 raise unread(error, path) from None
-            problems.append(f"{path}: {error.strerror}; remove it, {CHOOSE}")
+            problems.append(f"{path}: {error.strerror}; remove it, or {CHOOSE}")
             continue
         mode = stat.S_IMODE(status.st_mode)
         writable = OTHERS if name in TRUSTED else reach
         if stat.S_IFMT(status.st_mode) != kind:
             is_a = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-            problems.append(f"{path} is {is_a} and must be {KINDS[kind]}: a run writes there; move it away, {CHOOSE}")
+            problems.append(
+                f"{path} is {is_a} and must be {KINDS[kind]}: a run writes there; move it away, or {CHOOSE}"
+            )
         elif status.st_uid != os.geteuid():
             owner = f"belongs to another user (number {status.st_uid})"
-            problems.append(f"{path} {owner}: a run trusts what is there; move it away, {CHOOSE}")
+            problems.append(f"{path} {owner}: a run trusts its content; move it away, or {CHOOSE}")
         elif mode & writable:
             others = f"can be written by others (mode {mode:04o})"
-            problems.append(f"{path} {others}: a run trusts what is there; chmod go-w it, {CHOOSE}")
+            problems.append(f"{path} {others}: a run trusts its content; chmod go-w it, or {CHOOSE}")
     if problems:
         raise ConfigError(problems)
     _check_unused(out)
 
 
 def _check_unused(out: Path) -> None:
-    """ConfigError if ``out`` has files, and no run: a run's files would get mixed up with them."""
-    names = {path.name for path in out.iterdir()} if out.is_dir() and os.access(out, os.R_OK) else set()
+    """ConfigError if ``out`` has other files and no run: a run's files would get mixed up with the others."""
+    if not (out.is_dir() and os.access(out, os.R_OK)):
+        return
+    names = {path.name for path in out.iterdir()}
     others = [name for name in sorted(names.difference(FILES, FOLDERS)) if not BEFORE_A_RUN.fullmatch(name)]
     if others and names.isdisjoint(MARKS):
         listed = ", ".join(others[:3])
         if len(others) > 3:
             listed += ", …"
-        raise ConfigError(f"run directory {out} is not empty, and has no run: it has {listed}; choose another out")
+        raise ConfigError(f"run directory {out} is not empty, and has no run: it has {listed}; {CHOOSE}")
 
 
 def make(out: Path) -> None:
@@ -101,7 +108,7 @@ def make(out: Path) -> None:
         for folder in (out, out / "job", out / "logs"):
             make_folder(folder, 0o700)
     except OSError as error:
-        raise unwritten(error, out, "choose another out, or free some space") from None
+        raise unwritten(error, out, f"{CHOOSE}, or free some space") from None
 
 
 def sync(out: Path) -> None:
@@ -113,8 +120,10 @@ def sync(out: Path) -> None:
 
 
 def survey_checkpoints(folder: Path | str) -> tuple[tuple[int, float] | None, int]:
-    """The newest checkpoint in ``folder`` (its step, and when it was made in seconds since 1970; None without one), and how many
-    were set aside as bad."""
+    """The newest checkpoint in ``folder``, and the number of checkpoints that were set aside as bad.
+
+    The checkpoint is its step and its time in seconds since 1970; None without a checkpoint.
+    """
     names: list[str] = []
     with suppress(OSError):
         names = os.listdir(folder)  # noqa: PTH208 - a tenth of the time
@@ -128,17 +137,17 @@ def survey_checkpoints(folder: Path | str) -> tuple[tuple[int, float] | None, in
 
 
 def unsaved(out: Path | str) -> str:
-    """The loss, in words, of a run that ends without saving."""
+    """A few words on the steps that a run loses if it ends without saving."""
     newest, _ = survey_checkpoints(f"{out}/checkpoints")
     return f"not saved since step {newest[0]}" if newest else "nothing saved"
 
 
 def _check_writable(out: Path, folder: Path) -> None:
-    """ConfigError if this user must not write in ``folder``, which is ``out`` or the folder it will be created in."""
+    """ConfigError if this user must not write in ``folder``, which is ``out`` or will contain it."""
     if os.access(folder, os.W_OK | os.X_OK):
         return
     number = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
     parent = "" if folder == out else f" in {folder}"
     raise ConfigError(
-        f"run directory {out} cannot be written{parent}: {os.strerror(number)} (errno {number}); choose another out"
+        f"run directory {out} cannot be written{parent}: {os.strerror(number)} (errno {number}); {CHOOSE}"
     )

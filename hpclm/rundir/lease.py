@@ -2,8 +2,8 @@
 
 The file ``lock`` names the holder and its generation, a number that only grows. The holder keeps the file locked (flock) and
 writes a heartbeat to ``lock.beat`` every few seconds. A lock ends with its process. If the holder's node is cut off, or an old
-attempt of the same job was not killed, the next attempt takes over with a higher generation. The old one checks before it
-publishes anything (fencing, as in Burrows 2006), and exits. Clocks are not compared: a waiting attempt watches for heartbeats.
+attempt of the same job was not killed, the next attempt takes over with a higher generation. The old attempt checks this before
+it publishes anything (fencing, as in Burrows 2006), and exits. Clocks are not compared: a waiting attempt watches for heartbeats.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ from hpclm.rundir.events import is_job_id
 from hpclm.rundir.rows import Row
 
 log = logging.getLogger(__name__)
-SECONDS = 30.0  # without a heartbeat after which a holder on another machine counts as dead
+SECONDS = 30.0  # seconds without a heartbeat after which a holder on another machine counts as dead
 FIELDS: dict[str, rows.Kind] = {
     **dict.fromkeys(("host", "machine", "token"), str),
     **dict.fromkeys(("pid", "generation", "start"), int),
@@ -37,29 +37,31 @@ FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
 
 
 def holder(out: Path | str) -> Row:
-    """The last process that held the run directory ``out``, from the file ``lock``: host, pid and more; empty if it cannot be read.
+    """The last process that held the run directory ``out``: host, pid and more; empty if the lock file cannot be read.
 
     A holder that has released the run directory has no pid.
     """
     with suppress(OSError):
-        return _named(f"{out}/lock")
+        return _read_lock(f"{out}/lock")
     return {}
 
 
 def is_here(record: Mapping[str, Any]) -> bool:
-    """Whether the PID in a record (a holder, an attempt or a launch) is one of this machine; a record need only have the host."""
-    machine = record.get("machine")
-    return bool(machine == files.here() if machine else record.get("host") == socket.gethostname())
+    """Whether the PID in ``record``, of a holder, an attempt or a launch, belongs to this machine; old records have only the host."""
+    if record.get("machine"):
+        return bool(record["machine"] == files.here())
+    return bool(record.get("host") == socket.gethostname())
 
 
 def shares_locks(holder: Row) -> bool:
-    """Whether a lock of ``holder``, if it still had one, would be visible here for certain: it runs on the same kernel."""
-    machine = holder.get("machine")
-    return files.kernel_of(machine) == files.kernel_of(files.here()) if machine else is_here(holder)
+    """Whether ``holder`` runs on this kernel, so that flock sees its lock."""
+    if holder.get("machine"):
+        return files.kernel_of(holder["machine"]) == files.kernel_of(files.here())
+    return is_here(holder)
 
 
 def holder_words(holder: Row) -> str:
-    """A holder, for messages."""
+    """``holder`` for messages: process 12 on node1, job 3."""
     job = f", job {holder['job']}" if holder.get("job") else ""
     return f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'unknown')}{job}"
 
@@ -73,7 +75,7 @@ def in_use(folder: Path, holder: Row) -> LockedError:
 
 
 def refuse_if_held(out: Path) -> None:
-    """LockedError if a run holds ``out``; nothing is written."""
+    """LockedError if a run holds ``out``. Writes nothing."""
     with suppress(FileNotFoundError), files.reader(out / "lock") as file:
         if not _try_lock(file, out / "lock", fcntl.LOCK_SH):
             raise in_use(out, holder(out))
@@ -87,7 +89,7 @@ class Lease:
     """
 
     def __init__(self, folder: Path, seconds: float = SECONDS, job: OwnJob | None = None):
-        """``job``: that this process is part of."""
+        """``job``: the job of this process, if any."""
         self.path = folder / "lock"
         self._beats = folder / "lock.beat"
         self.seconds = seconds
@@ -109,15 +111,13 @@ class Lease:
         os.register_at_fork(after_in_child=self._forget)
 
     def __enter__(self) -> "Lease":
-        waiting = f"waiting for another process, which is taking {self.path.parent} over"
+        waiting = f"waiting for another process that is taking {self.path.parent} over"
         with files.locked(self.path.parent, waiting), self._opened() as file:
-            # not free: the file was replaced meanwhile, where the file system cannot lock the folder
+            # where the file system cannot lock the folder, the file may have been replaced meanwhile
             free = _try_lock(file, self.path) and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
             last = self._last_holder()
-            # this job before its last requeue
-            given_up = (
-                self._me["job"] and last.get("job") == self._me["job"] and (last.get("start") or 0) < self._me["start"]
-            )
+            same_job = self._me["job"] and last.get("job") == self._me["job"]
+            given_up = same_job and (last.get("start") or 0) < self._me["start"]  # it was requeued since
             if not free and not given_up:
                 raise in_use(self.path.parent, last)
             if not free:
@@ -132,7 +132,7 @@ class Lease:
         self._over.set()
         self._thread.join()
         assert self._file is not None
-        with suppress(OSError, ValueError), self._file as file:  # the open file: that of a newer holder is not touched
+        with suppress(OSError, ValueError), self._file as file:  # the open file: the path may be a newer holder's file
             record = {"generation": self.generation, "job": self._me["job"], "start": self._me["start"]}
             signed_off = json.dumps(record).ljust(os.fstat(file.fileno()).st_size)
             if self.is_mine():
@@ -142,15 +142,15 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether another attempt is known to have taken over."""
+        """Whether this process knows that another attempt has taken over."""
         return self._lost.is_set()
 
     def check(self) -> None:
-        """LockedError if another attempt has taken over: this one must not write any more."""
+        """LockedError if another attempt has taken over, so that this one must not write any more."""
         try:
             mine = self.is_mine()
         except OSError as error:
-            text = f"{self.path} cannot be read: {error.strerror}; it names the holder of the run directory"
+            text = f"{self.path}, which names the holder of the run directory, cannot be read: {error.strerror}"
             raise HpclmError(text) from error
         if not mine:
             self._lost.set()
@@ -158,20 +158,19 @@ class Lease:
             raise LockedError(f"{self.path.parent} was taken over by {winner}; this attempt ends without saving")
 
     def is_mine(self) -> bool:
-        """Whether no other attempt has written its name to the file. A missing or damaged file counts as ours."""
-        text = ""
+        """Whether this attempt is still the one that the file names. A missing or damaged file counts as ours."""
+        last: Row = {}
         with suppress(FileNotFoundError, files.Unfit):
-            text = files.read_text(self.path, errors="replace")
-        last = rows.parsed(text, FIELDS) or {}
+            last = _read_lock(self.path)
         if "token" in last:
             return bool(last["token"] == self._me["token"])
         return bool((last.get("generation") or 0) <= self.generation)
 
     def _last_holder(self) -> Row:
         try:
-            return _named(self.path)
+            return _read_lock(self.path)
         except OSError as error:
-            if error.errno in MACHINE:  # not the same as none, which would not be waited for
+            if error.errno in MACHINE:  # there may be a holder
                 raise unread(error, self.path) from None
             return {}
 
@@ -182,7 +181,7 @@ class Lease:
             raise HpclmError(f"{self.path} cannot be opened: {error.strerror}; remove it") from error
 
     def _wait_for_silence(self, holder: Row) -> None:
-        """Return once ``holder``, with locks that may not be visible here, has sent no heartbeat for long enough."""
+        """Return after ``seconds`` without a heartbeat of ``holder``, whose locks may not be visible here; LockedError at one."""
         text = "waiting %.0f s for a heartbeat of %s, which has not released the run directory"
         log.info(text, self.seconds, holder_words(holder))
         until = time.monotonic() + self.seconds
@@ -193,7 +192,7 @@ class Lease:
                 raise in_use(self.path.parent, holder)
 
     def _take(self, generation: int) -> None:
-        """Replace the file by one that is locked and names this holder."""
+        """Replace the file by a new one that is locked and names this holder."""
         self.generation = generation
         new = files.aside(self.path)
         file = os.fdopen(files.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), "wb+")
@@ -221,13 +220,13 @@ class Lease:
                 files.overwrite(self._beats, f"{self.generation} {number}\n")
 
     def _forget(self) -> None:
-        """In a forked child, which must not keep the lock when this process has exited."""
+        """Close the file in a forked child, which would keep the lock after this process has exited."""
         if self._file is not None:
             self._file.close()
 
 
 class HolderWatch:
-    """Watches whether a process still uses a run directory, by its lease; clocks of two machines are never compared."""
+    """Watches the heartbeats of the process that uses a run directory. Clocks of two machines are never compared."""
 
     def __init__(self, out: Path):
         self.out = out
@@ -235,7 +234,7 @@ class HolderWatch:
         self._when = time.monotonic()
 
     def silent(self) -> tuple[bool, float]:
-        """Whether no process holds the run directory (any more), and the seconds since the last heartbeat."""
+        """Whether the run directory is free, and the seconds since the last new heartbeat."""
         held = "pid" in holder(self.out)
         beat = rows.tail(self.out / "lock.beat")
         if held and beat != self._last:
@@ -244,13 +243,13 @@ class HolderWatch:
         return not held, time.monotonic() - self._when
 
 
-def _named(path: Path | str) -> Row:
-    """The last holder that a lock file names; empty if it names none. OSError if it cannot be read."""
+def _read_lock(path: Path | str) -> Row:
+    """The last holder that a lock file names; empty without a name. OSError if the file cannot be read."""
     return rows.parsed(files.read_text(path, errors="replace"), FIELDS) or {}
 
 
 def _try_lock(file: IO[Any], path: Path, kind: int = fcntl.LOCK_EX) -> bool:
-    """Lock ``file``, which is open, at ``path``; False if another process has. HpclmError if the file system has no locks."""
+    """Lock the open ``file`` at ``path``; False if another process has locked it. HpclmError if the file system has no locks."""
     try:
         files.lock(file.fileno(), path, kind | fcntl.LOCK_NB)
     except BlockingIOError:

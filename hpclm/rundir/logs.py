@@ -16,21 +16,23 @@ from hpclm.rundir import runs
 from hpclm.rundir.runs import RunFacts
 from hpclm.rundir.state import State, StateOf
 
-MAX_LINE_BYTES = 1 << 20  # bytes of a line; a file need not have lines
-MAX_SEARCHED_BYTES = 1 << 28  # bytes at the end of a log that may contain its last lines
+MAX_LINE_BYTES = 1 << 20  # longer lines are read in pieces: a file need not have line breaks
+MAX_SEARCHED_BYTES = 1 << 28  # bytes at the end of a log that are searched for its last lines
 PAUSE = 0.2  # seconds between reads of a log that has not grown
-LOOK = 0.5  # seconds between looks for a log that does not exist yet
+LOOK = 0.5  # seconds between checks for a log that does not exist yet
 ASK = 2.0  # seconds between checks whether the run is over
 
 
 def matching(lines: Iterable[bytes], pattern: str | None) -> Iterator[bytes]:
-    """Lines that ``pattern`` matches somewhere; all without one."""
-    regex = re.compile(pattern or "")
-    return (line for line in lines if pattern is None or regex.search(line.decode(errors="replace").rstrip("\r\n")))
+    """The lines that the regular expression ``pattern`` matches somewhere; all lines without a pattern."""
+    if pattern is None:
+        return iter(lines)
+    regex = re.compile(pattern)
+    return (line for line in lines if regex.search(line.decode(errors="replace").rstrip("\r\n")))
 
 
 def whole(path: Path) -> Iterator[bytes]:
-    """Every line of a file; very long ones in pieces."""
+    """Every line of a file; very long lines come in pieces."""
     with files.reader(path) as file:
         yield from _lines(file)
 
@@ -42,9 +44,9 @@ def last(path: Path, count: int, pattern: str | None = None) -> list[bytes]:
 
 
 def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]) -> Iterator[bytes]:
-    """The last ``count`` lines, then every new line, until ``over`` is true and nothing was written since.
+    """The last ``count`` lines, then every new line, until ``over()`` is true and nothing was written since.
 
-    Like ``tail -F``: a file that is replaced or truncated is read from its beginning, and a missing one is waited for.
+    Like ``tail -F``, it waits for a missing file, and reads a file that is replaced or truncated from its beginning.
     """
     file: BinaryIO | None = None
     rest = b""
@@ -61,7 +63,8 @@ def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]
             if file is None:
                 with suppress(OSError):
                     file = files.reader(path)
-            if file and (part := file.readline(MAX_LINE_BYTES)):
+            part = file.readline(MAX_LINE_BYTES) if file else b""
+            if part:
                 rest += part
                 if rest.endswith(b"\n") or len(rest) >= MAX_LINE_BYTES:
                     yield from matching([rest], pattern)
@@ -71,11 +74,12 @@ def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]
                 file = None
                 rest = b""
             elif ending:
-                yield from matching([rest] if rest else [], pattern)
+                if rest:
+                    yield from matching([rest], pattern)
                 return
             elif time.monotonic() - asked > ASK:
-                ending = over()
-                asked = time.monotonic()  # what was written meanwhile is read once more
+                ending = over()  # lines that were written meanwhile are read once more
+                asked = time.monotonic()
             else:
                 time.sleep(PAUSE)
     finally:
@@ -84,8 +88,7 @@ def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    while line := file.readline(MAX_LINE_BYTES):
-        yield line
+    return iter(lambda: file.readline(MAX_LINE_BYTES), b"")
 
 
 def _last(file: BinaryIO, count: int, pattern: str | None) -> deque[bytes]:
@@ -95,20 +98,22 @@ def _last(file: BinaryIO, count: int, pattern: str | None) -> deque[bytes]:
 
 
 def _replaced(file: BinaryIO, path: Path) -> bool:
-    """Whether ``path`` is another file now, or shorter than what was read of it."""
+    """Whether ``path`` is another file now, or shorter than the part that was read."""
     try:
         now = path.stat()
         held = os.fstat(file.fileno())
     except OSError:
-        return False  # still the one to read, until another takes its name
-    return (now.st_dev, now.st_ino) != (held.st_dev, held.st_ino) or now.st_size < file.tell()
+        return False  # nothing has taken its name
+    return not os.path.samestat(now, held) or now.st_size < file.tell()
 
 
 def find_log(out: Path, rank: int | None, job: bool, state_of: StateOf, wait: bool) -> Path:
-    """The requested log; if ``wait``, as soon as it exists. ConfigError if it never will."""
+    """The log of the run, of a ``rank``, or of the ``job``; if ``wait``, as soon as it exists. ConfigError if it never will."""
     noted = ""
-    path = _existing(runs.read_run(out), rank, job)
-    while not path:
+    while True:
+        path = _existing(runs.read_run(out), rank, job)
+        if path:
+            return path
         status = state_of(out)
         if not (wait and _goes_on(status)):
             raise _missing(status, rank, job)
@@ -117,12 +122,10 @@ def find_log(out: Path, rank: int | None, job: bool, state_of: StateOf, wait: bo
             _note(text)
         noted = text
         time.sleep(LOOK)
-        path = _existing(runs.read_run(out), rank, job)
-    return path
 
 
 def _existing(run: RunFacts, rank: int | None, job: bool) -> Path | None:
-    """The requested log, if it exists; the job's if training has not started and no rank was given."""
+    """The requested log, if it exists; the job's log if training has not started and no rank was given."""
     path = run.out / _name(rank)
     if not job and files.is_file(path):
         return path
@@ -133,39 +136,46 @@ def _existing(run: RunFacts, rank: int | None, job: bool) -> Path | None:
 
 
 def _name(rank: int | None) -> str:
-    """The log of a rank in a run directory; None: of the run."""
+    """The path of a rank's log in a run directory; the run's log for None and rank 0."""
     return f"logs/rank-{rank:05d}.log" if rank else "log.txt"
 
 
 def _missing(status: State, rank: int | None, job: bool) -> ConfigError:
     """The error for a log that does not exist."""
     out = status.run.out
-    submitted = status.run.submissions
-    logs = [Path(submission["log"]) for submission in submitted[-1:] if submission.get("log")]
-    for log in logs if job else [out / _name(rank), *logs]:
+    of_job = [Path(submission["log"]) for submission in status.run.submissions[-1:] if submission.get("log")]
+    logs = list(of_job)
+    missing = "log of a job"
+    if not job:
+        logs.insert(0, out / _name(rank))
+        missing = "log yet"
+    for log in logs:
         if log.exists() and not files.is_file(log):
-            return ConfigError(
-                f"{files.shown(log)} is a pipe, a device or another special file, which cannot be printed again"
-            )
-    missing = "log of a job" if job else "log yet"
+            special = "is a pipe, a device or another special file, which cannot be printed again"
+            return ConfigError(f"{files.shown(log)} {special}")
     if rank:
         missing = _name(rank)
-    kept = sorted(path.name for path in (out / "logs").glob(f"rank-{'[0-9]' * 5}.log"))
-    ranks = f"; ranks with a log: 0 to {int(kept[-1][5:10])}" if rank and kept else ""
-    later = f"; the job will print to {logs[0]}" if status.live and logs else ""
+        kept = sorted(path.name for path in (out / "logs").glob("rank-[0-9][0-9][0-9][0-9][0-9].log"))
+        if kept:
+            missing += f"; ranks with a log: 0 to {int(kept[-1][5:10])}"
     where = f" ({status.where()})" if status.where() else ""
-    return ConfigError(f"{files.shown(out)} has no {missing}{ranks}; it is {status.name}{where}{later}")
+    text = f"{files.shown(out)} has no {missing}; it is {status.name}{where}"
+    if status.live and of_job:
+        text += f"; the job will print to {of_job[0]}"
+    return ConfigError(text)
 
 
 def over(out: Path, state_of: StateOf) -> Callable[[], bool]:
-    """A function that returns whether the run seems to be over, and then prints how it ended."""
+    """A function that returns whether the run seems to be over; if so, it also prints how the run ended."""
 
     def is_over() -> bool:
         status = state_of(out)
-        over = status.run.over  # whatever Slurm still has to do
-        if not over and _goes_on(status):
+        how = status.how()
+        if status.run.over:  # even if Slurm has not removed the job yet
+            how = status.run.end["ending"]
+        elif _goes_on(status):
             return False
-        _note(f"{files.shown(out)} is over: {status.run.end['ending'] if over else status.how()}")
+        _note(f"{files.shown(out)} is over: {how}")
         return True
 
     return is_over
@@ -177,6 +187,6 @@ def _goes_on(status: State) -> bool:
 
 
 def _note(text: str) -> None:
-    """Print something that is not part of the log."""
+    """Print ``text``, which is not part of the log, on standard error."""
     sys.stdout.flush()
     terminal.say(f"hpclm logs: {text}", file=sys.stderr)

@@ -1,16 +1,18 @@
-"""metrics.jsonl, the measurements of a run; no other module opens it. Beside it are scores.jsonl, whose rows are copied there, and
-experts.jsonl.
+"""metrics.jsonl, scores.jsonl and experts.jsonl: the measurements of a run. No other module opens these files.
 
-A run of millions of steps has gigabytes of rows, so the files are read in blocks, of which memory holds one at a time.
+A run of millions of steps has gigabytes of rows, so the files are read in blocks, one at a time.
 
-A line of experts.jsonl has the tokens that each expert got in some steps: {"step": 20, "steps": 10, "time": 1764.2, "tokens":
-{"block0": [412, 388, ...], ...}} for the 10 steps up to step 20.
+metrics.jsonl has the steps and evaluations. Only the run itself writes it.
 
-scores.jsonl has the scores of each checkpoint at tasks, from ``hpclm evaluate --follow``: one process writes it, while it has it
-locked. Only the run itself writes metrics.jsonl, and appends those scores.
+scores.jsonl has the scores of each checkpoint at tasks. ``hpclm evaluate --follow`` writes it, and holds a lock on it. The run
+copies these rows to metrics.jsonl.
+
+experts.jsonl has the tokens that each expert got in some steps. For the 10 steps up to step 20, a line is
+{"step": 20, "steps": 10, "time": 1764.2, "tokens": {"block0": [412, 388, ...], ...}}.
 """
 
 import filecmp
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -32,19 +34,18 @@ EXPERTS = "experts.jsonl"
 
 
 def are_scores(value: Any) -> bool:
-    """Whether ``value`` has scores at tasks: task -> metric -> number, or None where it is not finite."""
+    """Whether ``value`` is a table of scores: task -> metric -> number, or None for a number that is not finite."""
     if not isinstance(value, dict) or not all(isinstance(table, dict) for table in value.values()):
         return False
     return all(fits(score, float) for table in value.values() for score in table.values())
 
 
 def are_counts(value: Any) -> bool:
-    """Whether ``value`` has a count for each expert: block -> counts, the same number for every block."""
-    lists = list(value.values()) if isinstance(value, dict) else []
-    if not lists or not all(isinstance(counts, list) and counts for counts in lists):
+    """Whether ``value`` has a count for each expert: block -> counts, equally many for every block."""
+    if not isinstance(value, dict) or not all(isinstance(counts, list) and counts for counts in value.values()):
         return False
-    same = len({*map(len, lists)}) == 1
-    return same and all(None not in counts and all_fit(counts, int) for counts in lists)
+    same_length = len({len(counts) for counts in value.values()}) == 1
+    return same_length and all(None not in counts and all_fit(counts, int) for counts in value.values())
 
 
 STEP: dict[str, Kind] = {
@@ -54,11 +55,11 @@ STEP: dict[str, Kind] = {
     "part": str,
     "tasks": are_scores,
 }
-"""The fields that are read. A row may lack some of them, and may have others."""
+"""The fields that hpclm reads. A row may lack some of these fields, and may have others."""
 
 
 def blocks(out: Path, fields: Mapping[str, Kind] = STEP, lost: bool = False) -> Iterator[RowBlock]:
-    """The rows of the run in ``out``, in blocks; ``lost``: those of steps that were done again. Errors: see ``rows.row_blocks``."""
+    """The rows of the run in ``out``, in blocks; ``lost``: rows of steps that were repeated. Errors: see ``rows.row_blocks``."""
     return _scan(out / (LOST if lost else NAME), fields)
 
 
@@ -66,9 +67,9 @@ def _scan(path: Path, fields: Mapping[str, Kind] = STEP, begin: int = 0) -> Iter
     return rows.row_blocks(path, fields, ("step",), begin)
 
 
-def _steps(block: RowBlock) -> list[int]:
-    """The step of each row."""
-    return [row["step"] for row in block.rows]
+def _last_step(block: RowBlock) -> int:
+    """The largest step of the rows in ``block``."""
+    return max(row["step"] for row in block.rows)
 
 
 def stream(out: Path, fields: Mapping[str, Kind] = STEP) -> Iterator[dict[str, Any]]:
@@ -87,7 +88,7 @@ def added(out: Path, begin: int) -> Iterator[RowBlock]:
 
 
 def rollbacks(out: Path) -> int:
-    """How often rows were moved to another file, because the run went back to an older checkpoint."""
+    """How often rows were moved to another file because the run went back to an older checkpoint."""
     return sum(1 for _ in out.glob("metrics.rolled-back-*.jsonl"))
 
 
@@ -102,22 +103,21 @@ def expert_tokens(out: Path, may_write: Callable[[], bool]) -> AppendedFile:
 
 
 def remove(out: Path) -> None:
-    """Remove the file of the run in ``out``, if there is one."""
+    """Remove metrics.jsonl of the run in ``out``, if it exists."""
     (out / NAME).unlink(missing_ok=True)
 
 
 def forget_after(out: Path, step: int) -> Iterator[Row]:
-    """The rows up to ``step``. When all have been taken, the lines of later steps, which will be repeated, are dropped from the file.
+    """Yield the rows up to ``step``, then drop the lines of later steps, which will be repeated, from metrics.jsonl.
 
     The dropped lines go to metrics.lost.jsonl, so that their cost stays known. OSError if a file cannot be read or written.
     """
-    first: int | None = None
-    """The offset of the first block with later steps."""
+    first: int | None = None  # the offset of the first block with later steps
     for name in (NAME, EXPERTS):
         rows.mend(out / name)
     with suppress(FileNotFoundError):
         for block in blocks(out):
-            if first is None and max(_steps(block)) > step:
+            if first is None and _last_step(block) > step:
                 first = block.offset
             yield from (row for row in block.rows if row["step"] <= step)
     if first is not None:
@@ -126,26 +126,26 @@ def forget_after(out: Path, step: int) -> Iterator[Row]:
 
 
 def move_after(out: Path, step: int) -> None:
-    """Move the rows past ``step`` to a file metrics.rolled-back-N.jsonl beside it. After a kill, call it again: the result is the same."""
+    """Move the rows past ``step`` to a file metrics.rolled-back-N.jsonl. After a kill, another call completes the move."""
     path = out / NAME
     base = out / "metrics.rolled-back.jsonl"
     files.sweep(base)
     later = files.aside(base)
-    first: int | None = None
-    """The offset of the first block with later steps."""
+    first: int | None = None  # the offset of the first block with later steps
     try:
         for block in blocks(out):
-            if lines := _later_lines(block, step):
-                first = block.offset if first is None else first
-                _append(later, lines)
+            if _last_step(block) > step:
+                if first is None:
+                    first = block.offset
+                _append(later, _later_lines(block, step))
         if first is None:
             return
         files.sync(later)
-        number = 1
-        while (target := out / f"metrics.rolled-back-{number}.jsonl").exists():
-            if filecmp.cmp(target, later, shallow=False):
-                break  # written by an attempt that was killed here
-            number += 1
+        for number in itertools.count(1):
+            target = out / f"metrics.rolled-back-{number}.jsonl"
+            # an attempt that was killed here has written the same file
+            if not target.exists() or filecmp.cmp(target, later, shallow=False):
+                break
         later.replace(target)
         files.sync(out)
         _cut(path, step, first)
@@ -154,22 +154,22 @@ def move_after(out: Path, step: int) -> None:
 
 
 def scores_key(row: Row) -> tuple[int, tuple[str, ...]]:
-    """The identity of a row with scores: the step and the tasks."""
+    """The step and the tasks of a row with scores; no two rows of a run have the same."""
     return row["step"], tuple(sorted(row["tasks"]))
 
 
 @contextmanager
 def scoring(out: Path) -> Iterator[None]:
-    """Keep other processes from scoring the run in ``out`` during the block; LockedError if one does."""
+    """Keep other processes from scoring the run in ``out`` during the block; LockedError if another process scores it."""
     path = out / SCORES
     os.close(files.appending(path))  # the lock would create it with more rights
-    busy = LockedError(f"another hpclm evaluate --follow scores {out}; wait for it, or end it")
+    busy = LockedError(f"another hpclm evaluate --follow is scoring {out}; wait for it, or end it")
     with files.locked(path, refusal=busy):
         yield
 
 
 def append_scores(out: Path, step: int, samples: int, time: float, tasks: Mapping[str, Row], checkpoint: str) -> None:
-    """Add the scores of a checkpoint, which is named by the hash of its manifest; on the disk when this returns."""
+    """Add the scores of a checkpoint, and fsync them. ``checkpoint``: the hash of its manifest."""
     scores = {task: rows.finite(row) for task, row in tasks.items()}
     row = dict(step=step, samples=samples, time=round(time, 3), tasks=scores, checkpoint=checkpoint)
     rows.append(out / SCORES, row)
@@ -183,15 +183,15 @@ def stream_expert_tokens(out: Path) -> Iterator[Row]:
 
 
 def forget_beside_after(out: Path, step: int) -> None:
-    """Drop the scores of checkpoints and the tokens of experts past ``step``, where the run resumes: it will do those steps again."""
+    """Drop the rows of scores.jsonl and experts.jsonl past ``step``, where the run resumes: it will repeat those steps."""
     for name in (SCORES, EXPERTS):
         with suppress(FileNotFoundError):
-            if any(max(_steps(block)) > step for block in _scan(out / name)):
+            if any(_last_step(block) > step for block in _scan(out / name)):
                 _cut(out / name, step)
 
 
 def copy_scores(out: Path) -> None:
-    """Append the scores that metrics.jsonl lacks to it, for a run that is done; call it while holding its lease."""
+    """Append the scores that metrics.jsonl of a finished run lacks. The caller holds the lease of the run."""
     copied = {scores_key(row) for row in stream(out) if "tasks" in row}
     for row in NewScores(out).rows():
         if scores_key(row) not in copied:
@@ -199,14 +199,14 @@ def copy_scores(out: Path) -> None:
 
 
 class NewScores:
-    """The rows of scores.jsonl, each given once."""
+    """Returns each row of scores.jsonl once."""
 
     def __init__(self, out: Path):
         self._path = out / SCORES
         self._offset = 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Rows that were added since the last call; at first all of them."""
+        """The rows that were added since the last call; all rows at the first call."""
         with suppress(OSError):
             for block in rows.row_blocks(self._path, STEP, ("step", "tasks"), self._offset):
                 self._offset = block.end
@@ -219,8 +219,10 @@ def _later_lines(block: RowBlock, step: int) -> bytes:
 
 
 def _cut(path: Path, step: int, begin: int = 0, later: Callable[[bytes], object] = lambda lines: None) -> int:
-    """Drop the rows past ``step`` among the lines from the offset ``begin`` on, atomically; ``later`` gets the lines of later steps.
-    Returns how many are dropped. OSError if the file cannot be read or written."""
+    """Drop the rows past ``step`` from a file atomically; returns how many. OSError if the file cannot be read or written.
+
+    ``begin``: the offset at which to start looking. ``later`` receives the dropped lines, a block at a time.
+    """
     files.sweep(path)
     kept = files.aside(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -228,7 +230,7 @@ def _cut(path: Path, step: int, begin: int = 0, later: Callable[[bytes], object]
     try:
         with files.naming(kept), os.fdopen(files.opened(kept, flags, 0o644), "wb") as file:
             with files.reader(path) as before:
-                while part := before.read(min(rows.BLOCK_BYTES, begin - file.tell())):
+                for part in iter(lambda: before.read(min(rows.BLOCK_BYTES, begin - file.tell())), b""):
                     file.write(part)
             for block in _scan(path, begin=begin):
                 keep = [line for line, row in block.lines() if row["step"] <= step]

@@ -1,7 +1,7 @@
-"""Files of JSON lines, as a run has several.
+"""Files of JSON lines.
 
 A kill or a power cut may leave a last line without its end, or NUL bytes. Readers ignore such a line, and the next writer cuts it off.
-Any other line that hpclm could not have written is damage: an error that names the file and the line.
+Any other line that hpclm could not have written is damage: readers raise an error that names the file and the line.
 """
 
 import json
@@ -22,19 +22,19 @@ from hpclm.base.errors import ConfigError
 log = logging.getLogger(__name__)
 Row = Mapping[str, Any]
 Kind = Callable[[Any], Any]
-"""The kind of a field: int (at least 0), float (finite), str, list (of numbers or strings), or a check. Null is always possible."""
+"""The kind of a field: int (at least 0), float (finite), str, list (of numbers or strings), or a check. Null always fits."""
 NUMBERS: Mapping[Kind, set[type]] = {int: {int}, float: {int, float}}
 """The types of numbers in a field of these kinds."""
-TAIL_BYTES = 1 << 16  # bytes at the end of a file that are read
-BLOCK_BYTES = 1 << 18  # bytes that are read at once
+TAIL_BYTES = 1 << 16  # how much ``last`` and ``tail`` read at the end of a file
+BLOCK_BYTES = 1 << 18  # how much is read at once
 
 
 def fits(value: Any, kind: Kind) -> bool:
-    """Whether hpclm could have written this value in a field of this kind."""
+    """Whether hpclm could have written ``value`` in a field of this kind."""
     if value is None:
         return True
     if kind is int:
-        return type(value) is int and 0 <= value < 1 << 53  # which means the same to every program that reads JSON
+        return type(value) is int and 0 <= value < 1 << 53  # programs that read JSON may round larger ones
     if kind is float:
         return type(value) in (int, float) and -1e300 < value < 1e300
     if kind is str:
@@ -61,17 +61,17 @@ def parsed(line: str | bytes, fields: Mapping[str, Kind], needs: Collection[str]
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Consecutive lines of a file, and the row in each."""
+    """Consecutive lines of a file, and the row in each line."""
 
     offset: int
-    """Where the lines begin in the file."""
+    """The lines' position in the file, in bytes."""
     text: bytes
     """The lines, each with its newline."""
     rows: Sequence[dict[str, Any]]
 
     @property
     def end(self) -> int:
-        """Where the next line of the file begins."""
+        """The position of the next line in the file."""
         return self.offset + len(self.text)
 
     def lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -94,20 +94,18 @@ def _row_block(
     rows = _valid_rows(text, fields, needs)
     if rows is None:
         rows = []
-        place = offset
-        for line in text.split(b"\n")[:-1]:
+        for place, line in _with_offsets(text, offset):
             row = parsed(line, fields, needs)
             if row is None:
                 raise damaged(path, place)
             rows.append(row)
-            place += len(line) + 1
     return RowBlock(offset, text, rows)
 
 
 def _valid_rows(text: bytes, fields: Mapping[str, Kind], needs: Collection[str]) -> list[dict[str, Any]] | None:
-    """The rows if all lines are valid. None: one is not, or only ``parsed`` can tell.
+    """The rows if all lines are valid; None if a line is invalid, or only ``parsed`` can tell.
 
-    Files have millions of lines; read as one array and checked field by field, they take a third of the time.
+    Files have millions of lines. Parsing a block as one array and checking it field by field takes a third of the time.
     """
     with suppress(orjson.JSONDecodeError):
         count = text.count(b"\n")
@@ -125,7 +123,7 @@ def _all_sane(rows: Sequence[Any], fields: Mapping[str, Kind], needs: Collection
 
 
 def all_fit(values: Sequence[Any], kind: Kind) -> bool:
-    """``fits`` for all ``values``; among numbers the lowest and the highest decide."""
+    """Whether all ``values`` are of this kind; of numbers, only the lowest and the highest are checked."""
     types = {*map(type, values)}
     if types and types <= NUMBERS.get(kind, set()):
         return fits(min(values), kind) and fits(max(values), kind)
@@ -139,31 +137,38 @@ def stream(path: Path | str, fields: Mapping[str, Kind], needs: Collection[str] 
 
 
 def last(path: Path | str, fields: Mapping[str, Kind], needs: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The rows at the end of a file, as many as TAIL_BYTES hold; empty if it cannot be read. ConfigError if a line is damaged."""
+    """The rows in the last TAIL_BYTES of a file; empty if it cannot be read. ConfigError if a line is damaged."""
     read = list[dict[str, Any]]()
     with suppress(OSError):
         begin = max(0, os.stat(path).st_size - TAIL_BYTES)  # noqa: PTH116 - the path may be text
         for offset, text in blocks(path, begin):
-            cut = text.index(b"\n") + 1 if offset == begin > 0 else 0  # the first line may begin earlier
+            cut = 0
+            if offset == begin > 0:  # the first line may begin earlier
+                cut = text.index(b"\n") + 1
             read += _row_block(path, offset + cut, text[cut:], fields, needs).rows
     return read
 
 
-def lines(path: Path | str, begin: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Each complete line of a file from the offset ``begin`` on, with its offset. OSError if it cannot be read."""
-    for offset, block in blocks(path, begin):
-        for line in block.split(b"\n")[:-1]:
-            yield offset, line
-            offset += len(line) + 1
+def lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
+    """Each complete line of a file, with its offset. OSError if the file cannot be read."""
+    for offset, block in blocks(path):
+        yield from _with_offsets(block, offset)
+
+
+def _with_offsets(block: bytes, offset: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of ``block``, which is at ``offset`` in a file, each with its own offset."""
+    for line in block.split(b"\n")[:-1]:
+        yield offset, line
+        offset += len(line) + 1
 
 
 def blocks(path: Path | str, begin: int = 0) -> Iterator[tuple[int, bytes]]:
-    """The complete lines of a file from the offset ``begin`` on, some at a time: their offset and content. OSError if it cannot be read."""
+    """The complete lines of a file from the offset ``begin`` on, in blocks: offset and content. OSError if it cannot be read."""
     with files.reader(path) as file, files.naming(path):
         offset = file.seek(begin)
         rest = b""
-        size = min(BLOCK_BYTES, os.fstat(file.fileno()).st_size + 1)  # asked for more, Python reserves it
-        while block := file.read(size):
+        size = min(BLOCK_BYTES, os.fstat(file.fileno()).st_size + 1)  # Python allocates the size that it is asked for
+        for block in iter(lambda: file.read(size), b""):
             end = block.rfind(b"\n") + 1
             if end:
                 whole = rest + block[:end]
@@ -184,14 +189,13 @@ def damaged(path: Path | str, offset: int) -> ConfigError:
 
 
 def finite(row: Row) -> dict[str, Any]:
-    """``row`` with None for numbers that are not finite, which JSON has not."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
-    }
+    """``row`` with None for numbers that are not finite, because JSON has only finite ones."""
+    odd = {name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {**row, **dict.fromkeys(odd)}
 
 
 def append(path: Path, row: Row) -> None:
-    """Add a line to a file of JSON objects, in one write; it is on the disk when this returns. OSError if that fails."""
+    """Add ``row`` as a line to a file, in one write, and fsync it. OSError if that fails."""
     mend(path)
     with files.naming(path), os.fdopen(files.appending(path), "wb") as file:
         is_new = not os.fstat(file.fileno()).st_size
@@ -203,7 +207,7 @@ def append(path: Path, row: Row) -> None:
 
 
 def mend(path: Path) -> None:
-    """Cut off a last line without its end, and NUL bytes, as a kill or a power cut leaves them; a warning says so."""
+    """Cut off a last line without its end, and NUL bytes, which a kill or a power cut may leave; logs a warning then."""
     try:
         handle = files.opened(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -220,7 +224,7 @@ def mend(path: Path) -> None:
             if newline >= 0:
                 end = begin + newline + 1
         if end < size:
-            log.warning("%s: its last line was not written to its end; %d bytes are cut off", path, size - end)
+            log.warning("%s: its last line is incomplete; %d bytes are cut off", path, size - end)
             file.truncate(end)
 
 
@@ -230,5 +234,7 @@ def tail(path: Path | str, size: int = TAIL_BYTES) -> str:
         begin = max(0, file.seek(0, os.SEEK_END) - size)
         file.seek(begin)
         text = file.read(size)
-        return (text.partition(b"\n")[2] if begin else text).decode(errors="replace")
+        if begin:  # in the middle of a line
+            text = text.partition(b"\n")[2]
+        return text.decode(errors="replace")
     return ""

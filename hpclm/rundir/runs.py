@@ -1,4 +1,4 @@
-"""Find run directories, and read the facts in their files, quickly and without loading anything large."""
+"""Find run directories, and read their files quickly, without loading large libraries."""
 
 import os
 import pwd
@@ -21,26 +21,26 @@ from hpclm.rundir.folder import MARKS, survey_checkpoints
 from hpclm.rundir.rows import Row
 
 RUNS = Path("runs")
-"""The folder of runs, unless settings or --runs name another."""
+"""The folder of runs, unless settings or --runs name another one."""
 SLOW: dict[str, rows.Kind] = {"rank": int, "host": str, "times": float}
-DEPTH = 3  # folders below the one that is searched
+DEPTH = 3  # how many levels of folders are searched for runs
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts in the files of a run directory; no scheduler is asked."""
+    """The facts in the files of a run directory. Reading them asks no scheduler."""
 
     out: Path
     events: Sequence[Row]
     """Its events, oldest first (``hpclm.rundir.events``)."""
     damage: str
-    """The damage to its record, in words; empty without damage."""
+    """The error about its damaged or unreadable events; empty without one."""
     summary: Row
     """The content of summary.json."""
     checkpoint: tuple[int, float] | None
     """Step and time of the newest complete checkpoint."""
     bad: int
-    """Checkpoints that were set aside."""
+    """The number of checkpoints that were set aside as bad."""
     holder: Mapping[str, Any] | None
     """The process that the lock names: host, pid."""
     beat_age: float | None
@@ -50,7 +50,7 @@ class RunFacts:
 
     @cached_property
     def submissions(self) -> list[Row]:
-        """Its submissions, and its launches in the foreground, oldest first."""
+        """Its submissions and its launches in the foreground, oldest first."""
         return events.of_kind(self.events, "submitted")
 
     @cached_property
@@ -60,34 +60,42 @@ class RunFacts:
 
     @property
     def attempt(self) -> Row:
-        """The last attempt, as it began; empty without one."""
+        """The event with which the last attempt began; empty without an attempt."""
         return self.attempts[-1].began if self.attempts else {}
+
+    @property
+    def saved_step(self) -> int | None:
+        """Step of the newest complete checkpoint; None without a checkpoint."""
+        return self.checkpoint[0] if self.checkpoint else None
 
     @cached_property
     def latest(self) -> list[Row]:
-        """Its events since the last submission or, if it has trained since, since the last attempt began."""
-        return list(self.events[max(0, self._last("began" if self.trained else "submitted")) :])
+        """Its events from the beginning of the last attempt on, or from the last submission on if that has not trained yet."""
+        begin = self._last("began" if self.trained else "submitted")
+        return list(self.events[max(0, begin) :])
 
     @cached_property
     def end(self) -> Row:
-        """How its last start ended; empty if nothing says so."""
+        """The event that says how its last start ended; empty without one."""
         return events.last_end(self.latest)
 
     @property
     def over(self) -> bool:
-        """Whether its last attempt came to its end, and its process has left."""
+        """Whether its last attempt was completed, and its process has released the run directory."""
         return self.holder is None and self.trained and self.end.get("state") in ("done", "stopped")
 
     @property
     def cancelled_by(self) -> str:
-        """The user who cancelled it last, if nothing has started since; else empty."""
+        """The user who cancelled it last; empty if nobody has since the last start."""
         return "".join(str(event.get("by")) for event in events.of_kind(self.latest, "cancelled")[-1:])
 
     @property
     def slow(self) -> list[Row]:
-        """Stragglers of the current attempt: rank, host, times the median."""
-        noted = events.of_kind(self.latest, "slow") if self.trained and self.holder else []
-        return [row for event in noted[-1:] for row in event.get("ranks") or [] if rows.sane(row, SLOW, SLOW)]
+        """Stragglers of the current attempt: rank, host, and the time of a step as a multiple of the median."""
+        if not (self.trained and self.holder):
+            return []
+        noted = events.of_kind(self.latest, "slow")[-1:]
+        return [row for event in noted for row in event.get("ranks") or [] if rows.sane(row, SLOW, SLOW)]
 
     @property
     def step(self) -> int:
@@ -97,7 +105,7 @@ class RunFacts:
 
     @cached_property
     def trained(self) -> bool:
-        """Whether the last submission, if there is one, has started training."""
+        """Whether the last submission has started training; True without a submission."""
         if not self.submissions:
             return True
         last = self.submissions[-1]
@@ -107,8 +115,8 @@ class RunFacts:
         return self._last("began") > self._last("submitted")
 
     def _last(self, kind: str) -> int:
-        """The place of the last event of this kind; -1 without one."""
-        return max((place for place, event in enumerate(self.events) if event["kind"] == kind), default=-1)
+        """The index of the last event of this kind; -1 without one."""
+        return max((index for index, event in enumerate(self.events) if event["kind"] == kind), default=-1)
 
     @property
     def total(self) -> int | None:
@@ -120,27 +128,29 @@ class RunFacts:
 
     @property
     def jobs(self) -> list[str]:
-        """IDs of its jobs, oldest first: those that were submitted, and that of the last attempt, if it was started by hand."""
+        """IDs of its jobs, oldest first: the submitted jobs, and the job in which the last attempt was started by hand."""
         submitted = [str(submission["job_id"]) for submission in self.submissions if is_job(submission)]
         job = self.attempt.get("job_id")
-        # a launch on this machine from inside a job is not that job
+        # a launch on this machine may happen inside a job, but the run is not that job
         launched = self.trained and bool(self.submissions) and not is_job(self.submissions[-1])
         if job and self.attempt.get("launcher") != "local" and not launched:
             submitted.append(str(job))
         return list(dict.fromkeys(submitted))
 
     def owns(self, job: Job) -> bool:
-        """Whether ``job``, with an ID that is one of ``jobs``, is the run's. Another cluster, or this one set up anew, repeats IDs."""
+        """Whether ``job``, which has an ID of ``jobs``, is the run's job: another cluster may have a job with the same ID."""
         mine = [submission for submission in self.submissions if str(submission["job_id"]) == job.id]
-        if not mine:  # by hand
+        if not mine:  # started by hand
             return self.holder is not None or self.end.get("state") != "done"
         scripts = [submission["script"] for submission in mine if is_job(submission) and submission.get("script")]
         # submitit submits script-1/.submission_file_*.sh for script-1.sbatch
         patterns = [re.escape(os.path.realpath(path.removesuffix(".sbatch"))) + r"[./].*" for path in scripts]
-        return not (job.script and patterns) or re.match("|".join(patterns), os.path.realpath(job.script)) is not None
+        if not (job.script and patterns):  # nothing to compare
+            return True
+        return re.match("|".join(patterns), os.path.realpath(job.script)) is not None
 
     def job_log(self) -> Path | None:
-        """The newest log that a job of the run printed to."""
+        """The newest log of the run's jobs; None without a log."""
         with suppress(OSError):
             return max((self.out / "logs").glob("job-*.log"), key=lambda path: path.stat().st_mtime, default=None)
         return None
@@ -152,7 +162,7 @@ def is_job(submission: Row) -> bool:
 
 
 def find(folder: Path, depth: int = DEPTH) -> list[Path]:
-    """Run directories in ``folder``, at most ``depth`` folders down; it may be one itself. HpclmError if the disk fails."""
+    """Run directories in ``folder``, at most ``depth`` levels down, or ``folder`` itself. HpclmError if the disk fails."""
     try:
         os.scandir(folder).close()
     except OSError as error:
@@ -166,22 +176,24 @@ def _find(folder: str, depth: int) -> Iterator[str]:
         entries = list(os.scandir(folder))
         if any(entry.name in MARKS for entry in entries):
             yield folder
-            return
-        for entry in entries if depth else ():
-            if entry.is_dir() and not entry.name.startswith("."):
-                yield from _find(entry.path, depth - 1)
+        elif depth:
+            for entry in entries:
+                if entry.is_dir() and not entry.name.startswith("."):
+                    yield from _find(entry.path, depth - 1)
 
 
 def check_folder(folder: Path) -> None:
     """ConfigError unless ``folder`` exists, or is RUNS, which the first run creates."""
-    exists = os.path.lexists(folder)
-    if not folder.is_dir() and (exists or folder != RUNS):
-        wrong = "is not a folder" if exists else "does not exist"
-        raise ConfigError(f"{folder} {wrong}; --runs names the folder that runs are in")
+    if folder.is_dir():
+        return
+    if os.path.lexists(folder):
+        raise ConfigError(f"{folder} is not a folder; --runs names the folder that runs are in")
+    if folder != RUNS:
+        raise ConfigError(f"{folder} does not exist; --runs names the folder that runs are in")
 
 
 def resolve(name: str, runs: Path) -> Path:
-    """The run directory of this ``name``: a path, or a name below the folder ``runs``; ConfigError without one."""
+    """The run directory ``name``: a path, or a name below the folder ``runs``; ConfigError if it is not a run directory."""
     if not name.strip():
         raise ConfigError("the name of the run is empty")
     paths = (Path(name), runs / name)
@@ -202,19 +214,21 @@ def resolve(name: str, runs: Path) -> Path:
 
 
 def located(run: Path, runs: Path) -> Path:
-    """``run``, or the folder of that name below ``runs``, for commands that read a run's model; ConfigError if neither exists."""
+    """``run``, or the folder with this name below ``runs``, for commands that read a model; ConfigError if neither exists."""
     if run.exists():
         return run
     for folder in (run.parent, runs / run.parent):
         if folder.name == "checkpoints" and folder.is_dir():
             steps = sorted(path.name for path in folder.glob("step-*"))
-            has = f"has {', '.join(steps[-20:])}" if steps else "has no checkpoints"
-            raise ConfigError(f"{run} does not exist; {folder} {has}")
-    return runs / run if (runs / run).is_dir() else resolve(str(run), runs)
+            has = ", ".join(steps[-20:]) or "no checkpoints"
+            raise ConfigError(f"{run} does not exist; {folder} has {has}")
+    if (runs / run).is_dir():
+        return runs / run
+    return resolve(str(run), runs)
 
 
 def choose(names: Iterable[str], runs: Path) -> list[Path]:
-    """The run directories that several names or patterns such as ``sweep-*`` match; each run once."""
+    """The run directories that ``names`` match, each once; a name may be a pattern such as ``sweep-*``."""
     chosen: list[Path] = []
     for name in names:
         if re.search(r"[*?[]", name) and not any(map(is_run, (Path(name), runs / name))):
@@ -247,7 +261,7 @@ def check_own(out: Path, act: str) -> None:
 
 
 def other_owner(path: Path) -> str:
-    """The user that ``path`` belongs to, if that is not this one; else empty."""
+    """The user that ``path`` belongs to; empty if it belongs to this user."""
     uid = path.stat().st_uid
     return "" if uid == os.geteuid() else _user(uid)
 
@@ -260,15 +274,20 @@ def _user(uid: int) -> str:
 
 
 def read_run(out: Path) -> RunFacts:
-    """Read the run directory ``out``; a damaged record is noted as ``damage``."""
-    # strings: making a Path takes longer than reading a small file
-    holder = lease.holder(out)
+    """The facts of the run directory ``out``. An error of reading its events is noted as ``damage``."""
+    # paths are strings here: making a Path takes longer than reading a small file
+    holder: Row | None = lease.holder(out)
+    beat_age = None
+    if holder and holder.get("pid"):
+        beat_age = files.age(f"{out}/lock.beat")
+    else:
+        holder = None
     checkpoint, bad = survey_checkpoints(f"{out}/checkpoints")
-    happened = list[Row]()
+    happened: Sequence[Row] = []
     damage = ""
     owner = 0
     try:
-        happened.extend(events.read_events(out))
+        happened = events.read_events(out)
     except ConfigError as error:
         damage = str(error)
     except OSError as error:
@@ -282,7 +301,7 @@ def read_run(out: Path) -> RunFacts:
         summary=summary.read_summary(out),
         checkpoint=checkpoint,
         bad=bad,
-        holder=holder if holder.get("pid") else None,
-        beat_age=files.age(f"{out}/lock.beat") if holder.get("pid") else None,
+        holder=holder,
+        beat_age=beat_age,
         owner=owner,
     )

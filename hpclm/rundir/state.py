@@ -20,20 +20,20 @@ from hpclm.rundir.summary import KILLED
 
 SILENT = 30.0  # seconds without a heartbeat after which a run that cannot be seen from here does not count as running
 BY_SCHEDULER = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "REVOKED")
-"""States of jobs that the scheduler has ended by itself."""
+"""States of jobs that the scheduler ended."""
 UNLIMITED = re.compile(r"UNLIMITED|36[45]-")
-"""The time left of a job without a limit: early in it, squeue counts down from a year."""
+"""The time left of a job without a limit; at first squeue may count down from a year."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of a run. All commands ask it, and none works it out by itself."""
+    """The state of a run, for all commands."""
 
     run: RunFacts
     name: str
     """waiting, starting, running, completing, done, stopped, exited, cancelled, failed, ended, or unknown; new: never started."""
     job: Job | None
-    """The job that is running, otherwise pending, otherwise the last one that its scheduler remembers."""
+    """Its running job, otherwise its pending job, otherwise the last job that its scheduler remembers."""
     asked: str
     """Why the scheduler did not answer; "" if it did."""
     process: int | None
@@ -44,12 +44,12 @@ class State:
 
     @property
     def live(self) -> bool:
-        """Whether a job or process of it is known to be pending or running."""
+        """Whether a job or process of the run is pending or running."""
         return self.name in ("waiting", "starting", "running", "completing")
 
     @property
     def finished(self) -> str:
-        """How it ended with all done that its settings ask for, stop_at included; empty if it did not."""
+        """How it ended, if it has done everything that its settings, such as stop_at, ask for; empty otherwise."""
         over = self.run.attempts and self.run.attempts[-1].ended.get("over")
         if self.name == "done" or (self.name == "stopped" and over):
             return self.ending or self.name
@@ -57,7 +57,7 @@ class State:
 
     @property
     def diverged(self) -> str:
-        """How it diverged, as it would again with the same settings; empty if it did not."""
+        """How it diverged; the same settings would diverge again. Empty if it did not."""
         if self.live or self.run.end.get("code") != ExitCode.DIVERGED:
             return ""
         return self.ending or "diverged"
@@ -65,8 +65,9 @@ class State:
     @property
     def age(self) -> float | None:
         """Seconds since the last step."""
-        when = self.run.summary.get("stepped")
-        return None if when is None else max(0.0, self.now - when)
+        if self.run.summary.get("stepped") is None:
+            return None
+        return max(0.0, self.now - self.run.summary["stepped"])
 
     @property
     def left(self) -> float | None:
@@ -80,10 +81,12 @@ class State:
 
     def how(self) -> str:
         """The state, and how the last attempt ended."""
-        return self.ending if self.ending.startswith(self.name) else f"{self.name}, {self.ending}".removesuffix(", ")
+        if self.ending.startswith(self.name):
+            return self.ending
+        return f"{self.name}, {self.ending}".removesuffix(", ")
 
     def where(self) -> str:
-        """Which job or process it is."""
+        """The job or process of the run, in words; empty if unknown."""
         if self.job and (self.job.live or not self.run.attempt):
             return job_words(self.job)
         if self.process:
@@ -97,7 +100,7 @@ class State:
     def warnings(self) -> Iterator[str]:
         """Sentences on problems that the user should look at."""
         run = self.run
-        out = files.typed(self.run.out)
+        out = files.typed(run.out)
         usual = run.summary.get("step_seconds") or 0
         if self.name == "running" and self.age is not None and self.age > max(120, 20 * usual):
             yield f"no step for {span(self.age)}, and a step takes {usual:.2f} s: hpclm logs {out}"
@@ -121,13 +124,14 @@ StateOf = Callable[[Path], State]
 
 
 def state_of(run: RunFacts, states: Mapping[str, Job] | None, asked: str = "") -> State:
-    """The state of ``run`` if its scheduler shows the jobs ``states``; None: it did not answer, for the reason ``asked``."""
+    """The state of ``run``. ``states``: the jobs that its scheduler shows; None if it did not answer, for the reason ``asked``."""
     job = _last_job(run, states or {})
-    process = None if run.over else process_here(run)  # a run that is over may take a while to exit
+    process = None
+    if not run.over:  # a run that is over may take a while to exit
+        process = process_here(run)
     # the scheduler knows better than the files whether a job still holds the run directory
-    elsewhere = run.holder is not None and not is_here(run.holder)
-    if run.attempt.get("job_id") and states is not None:
-        elsewhere = False
+    in_job = run.attempt.get("job_id") and states is not None
+    elsewhere = run.holder is not None and not is_here(run.holder) and not in_job
     beats = elsewhere and run.beat_age is not None and run.beat_age < SILENT
     ending = ""
     if run.damage:
@@ -138,19 +142,21 @@ def state_of(run: RunFacts, states: Mapping[str, Job] | None, asked: str = "") -
     elif process is not None or beats:
         name = _working(run, None)
     else:
-        unseen = states is None or elsewhere
-        name, ending = _over(run, unseen) if run.trained else _not_trained(run, states is None, job)
+        if run.trained:
+            name, ending = _over(run, states is None or elsewhere)
+        else:
+            name, ending = _not_trained(run, states is None, job)
         if job and _explains(job, name):
             ending += f"; job {job.id} {job.name}"
             if job.reason not in ("", "None", "NonZeroExitCode"):
                 ending += f" ({job.reason})"
-    if run.over and name == "done":  # whatever the scheduler would have answered
+    if run.over and name == "done":  # the scheduler's answer would change nothing
         asked = ""
     return State(run, name, job, asked, process, ending, time.time())
 
 
 def _last_job(run: RunFacts, states: Mapping[str, Job]) -> Job | None:
-    """The run's job that is running, otherwise pending, otherwise the last one."""
+    """The run's running job, otherwise its pending job, otherwise its last job."""
     mine = [states[job] for job in run.jobs if job in states and run.owns(states[job])]
     return max(reversed(mine), key=lambda job: (job.live, job.live and not job.waits), default=None)
 
@@ -165,18 +171,18 @@ def _live(run: RunFacts, job: Job) -> str:
 
 
 def _working(run: RunFacts, job: Job | None) -> str:
-    """starting or running: whether the current attempt has completed a step."""
+    """running if the current attempt has completed a step, otherwise starting."""
     began = moment(str(run.attempt.get("time", "")))
     if began is None or run.summary.get("state") == "starting":
         return "starting"
     job_began = moment(job.start) if job else None
-    if job_began is not None and began < job_began - 2:  # the attempt is of an earlier start
+    if job_began is not None and began < job_began - 2:  # the attempt belongs to an earlier start
         return "starting"
     return "running"
 
 
 def _explains(job: Job, name: str) -> bool:
-    """Whether the end of the job says more than the run's own record, which makes it ``name``."""
+    """Whether the job's end says more than the run's own record, by which the state is ``name``."""
     if name == "exited":
         return job.name in BY_SCHEDULER
     return name in ("failed", "ended") and job.name in (*BY_SCHEDULER, "FAILED", "CANCELLED")
@@ -185,15 +191,13 @@ def _explains(job: Job, name: str) -> bool:
 def _recorded(run: RunFacts) -> str:
     """How the last start ended, in the words of its record; empty without a record."""
     end = run.end
-    if not end:
-        return ""
-    return str(end.get("ending") or end.get("cause") or f"exit code {end['code']}")
+    return str(end.get("ending") or end.get("cause") or (end and f"exit code {end['code']}") or "")
 
 
 def _over(run: RunFacts, unseen: bool) -> tuple[str, str]:
     """The state of a run that has trained and does not seem to be running, and how it ended.
 
-    ``unseen``: it may be running where it cannot be seen from here.
+    ``unseen``: it may be running where this process cannot see it.
     """
     text = _recorded(run)
     by = run.cancelled_by
@@ -209,15 +213,14 @@ def _over(run: RunFacts, unseen: bool) -> tuple[str, str]:
 
 
 def _not_trained(run: RunFacts, unanswered: bool, job: Job | None) -> tuple[str, str]:
-    """The state of a run with a last submission that is over and has not trained, and how it ended."""
+    """The state of a run whose last submission ended before training started, and how it ended."""
     start = "job" if is_job(run.submissions[-1]) else "start"
     if run.cancelled_by or (job and job.name == "CANCELLED"):
         by = f" by {run.cancelled_by}" if run.cancelled_by else ""
         before = run.attempts[-1].ended if run.attempts else {}
-        if before.get("state"):
-            return before[
-                "state"
-            ], f"{before.get('ending')}; its last {start} was cancelled{by} before training started"
+        state = before.get("state")
+        if state:
+            return state, f"{before.get('ending')}; its last {start} was cancelled{by} before training started"
         return "cancelled", f"its {start} was cancelled{by} before training started"
     if run.end:
         return "exited" if run.end["code"] == ExitCode.REQUEUE else "failed", _recorded(run)
@@ -229,10 +232,11 @@ def _not_trained(run: RunFacts, unanswered: bool, job: Job | None) -> tuple[str,
 
 
 def process_here(run: RunFacts) -> int | None:
-    """PID on this host of the run's launcher, otherwise of the run itself; None without one."""
+    """PID on this host of the run's launcher, otherwise of the run itself; None if neither is on this host."""
     recorded = list[tuple[Row, int]]()
-    if run.submissions and not is_job(run.submissions[-1]) and str(run.submissions[-1]["job_id"]).isdecimal():
-        recorded.append((run.submissions[-1], int(run.submissions[-1]["job_id"])))
+    for launch in run.submissions[-1:]:
+        if not is_job(launch) and str(launch["job_id"]).isdecimal():
+            recorded.append((launch, int(launch["job_id"])))
     if run.attempt.get("pid"):
         recorded.append((run.attempt, run.attempt["pid"]))
     for event, pid in recorded:
@@ -247,25 +251,31 @@ def process_here(run: RunFacts) -> int | None:
 
 def job_words(job: Job) -> str:
     """A job in one line."""
+    text = f"job {job.id} {job.name}"
     if job.waits:
         when = f", expected to start {job.start}" if re.match(r"\d{4}-", job.start) else ""
-        return f"job {job.id} {job.name} ({job.reason}){when}"
-    left = "" if UNLIMITED.match(job.left) else f", {job.left} left"
-    return f"job {job.id} {job.name}" + (f" for {job.elapsed} on {job.nodelist}{left}" if job.live else "")
+        return f"{text} ({job.reason}){when}"
+    if job.live:
+        text += f" for {job.elapsed} on {job.nodelist}"
+        if not UNLIMITED.match(job.left):
+            text += f", {job.left} left"
+    return text
 
 
 def span(seconds: float) -> str:
-    """A time in the two largest units that matter: 45 s, 3 min, 2 h 05 min, 3 d 4 h."""
+    """A time in its two largest units, without small ones that do not matter: 45 s, 3 min, 2 h 05 min, 3 d 4 h."""
     minutes, hours, days = (int(seconds // unit) for unit in (60, 3600, 86400))
     if seconds < 120:
         return f"{seconds:.0f} s"
     if hours < 1:
         return f"{minutes} min"
-    return f"{hours} h {minutes % 60:02} min" if days < 2 else f"{days} d {hours % 24} h"
+    if days < 2:
+        return f"{hours} h {minutes % 60:02} min"
+    return f"{days} d {hours % 24} h"
 
 
 def moment(text: str) -> float | None:
-    """The time that a run's files or squeue give, in seconds since 1970; None for anything else."""
+    """A time from a run's files or from squeue, in seconds since 1970; None if ``text`` is not a time."""
     for form in ("%Y-%m-%dT%H:%M:%S%z", "%Y-%m-%dT%H:%M:%S"):
         try:
             return datetime.strptime(text, form).timestamp()

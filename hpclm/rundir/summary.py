@@ -1,4 +1,4 @@
-"""summary.json: how a run stands. Rank 0 keeps it while the run trains; ``hpclm status``, ``hpclm top`` and others read it."""
+"""summary.json: the current state of a run. Rank 0 writes it during training; ``hpclm status``, ``hpclm top`` and others read it."""
 
 import json
 import threading
@@ -21,11 +21,11 @@ from hpclm.rundir.rows import Row
 
 NAME = "summary.json"
 ENDED = ("done", "stopped", "exited", "failed")
-"""States of a run that has said how it ended; others are "starting" and "running"."""
+"""States of a run that has recorded its end; the other states are "starting" and "running"."""
 KILLED = "ended without a message: killed, or its node failed"
 INTERVAL = 2.0  # seconds between writes
-CURVE = 16  # fewest points of a loss curve of a run with enough steps
-RECENT = 50  # steps that speed is averaged over
+CURVE = 16  # minimum points of the loss curve of a run with enough steps
+RECENT = 50  # steps over which the speed is averaged
 MAX_ENDING = 2000  # characters
 TRACE = "Traceback (most recent call last):"
 FIELDS: dict[str, rows.Kind] = {
@@ -48,9 +48,9 @@ def read_summary(out: Path | str) -> Row:
 
 
 def failed_without_main(out: Path) -> Callable[[str], None]:
-    """A function for other ranks than 0. It records the error that ends the run, if rank 0 could not.
+    """A function for ranks other than 0. It records the error that ends the run, if rank 0 could not.
 
-    It records nothing if a later attempt has taken the run directory over.
+    It records nothing if a later attempt has taken over the run directory.
     """
     holder = lease.holder(out)
 
@@ -62,16 +62,17 @@ def failed_without_main(out: Path) -> Callable[[str], None]:
 
 
 def _recorded(out: Path, generation: int | None) -> Row:
-    """How the attempt of this generation has ended, as the first rank that knew has recorded it; empty if none has."""
-    with suppress(OSError, ConfigError):
-        for event in events.read_events(out) if generation is not None else ():
-            if event["kind"] == "ended" and event.get("state") and event.get("generation") == generation:
-                return event
+    """The first event of a rank on the end of the attempt of this ``generation``; empty without one."""
+    if generation is not None:
+        with suppress(OSError, ConfigError):
+            for event in events.of_kind(events.read_events(out), "ended"):
+                if event.get("state") and event.get("generation") == generation:
+                    return event
     return {}
 
 
 class LossCurve:
-    """Evenly spaced losses of a run, at most twice CURVE; of more steps every second one is dropped."""
+    """Evenly spaced losses of a run, fewer than twice CURVE: at that number, every second loss is dropped."""
 
     def __init__(self) -> None:
         self.points: list[float] = []
@@ -91,25 +92,19 @@ class LossCurve:
 class RunSummary:
     """Writes the summary of a run, which this process trains as the holder of ``lease``. Use it as a context manager.
 
-    The first ending of an attempt is final, whichever rank records it. A failure to write is not a failure of the run: what is known
-    is written next time.
+    The first recorded end of an attempt is final, whichever rank records it. A failure to write does not end the run: the
+    next write contains the same facts.
     """
 
     def __init__(self, out: Path, lease: Lease | None = None, generation: int | None = None):
-        """``generation``: of the lease, where another process holds it."""
+        """``generation``: of the lease, if another process holds it."""
         self._out = out
         self._lease = lease
         self.generation = lease.generation if lease else generation
         self._began: float | None = None
-        """When this attempt began, once it has been recorded."""
-        self._facts = {
-            "step": 0,
-            **read_summary(out),
-            "state": "starting",
-            "ending": "",
-            "code": None,
-            "generation": self.generation,
-        }
+        """When this attempt began, once that is recorded."""
+        now = {"state": "starting", "ending": "", "code": None, "generation": self.generation}
+        self._facts = {"step": 0, **read_summary(out), **now}
         self._recent = deque[tuple[float, float]](maxlen=RECENT)
         self._curve = LossCurve()
         self._lock = threading.Lock()
@@ -119,7 +114,7 @@ class RunSummary:
         self._record = SidePath(f"{out / events.NAME} cannot be written")
 
     def is_mine(self) -> bool:
-        """Whether this attempt may still write to the run directory: no later one has taken it over."""
+        """Whether this attempt may still write to the run directory; False once a later attempt has taken over."""
         return self._lease is None or self._lease.is_mine()
 
     def __enter__(self) -> "RunSummary":
@@ -132,19 +127,19 @@ class RunSummary:
         if isinstance(error, KeyboardInterrupt):
             self.interrupted()
         elif error is not None and self._facts["state"] not in ENDED:
-            text = (
-                str(error) if isinstance(error, HpclmError) else f"{type(error).__name__}: {error}".removesuffix(": ")
-            )
+            text = str(error)
+            if not isinstance(error, HpclmError):
+                text = f"{type(error).__name__}: {error}".removesuffix(": ")
             self.failed(text, getattr(error, "exit_code", ExitCode.FAILED))
 
     def begin(self, began: Row, steps: int | None) -> None:
-        """An attempt begins, as this event says, of a run of ``steps`` in all."""
+        """Note the beginning of an attempt, from its event ``began``. ``steps``: the planned number of steps of the run."""
         self._began = began.get("began")
         self._know(steps=steps, step=began.get("from_step") or 0)
         self.write()
 
     def resume(self, measured: Iterable[Row]) -> None:
-        """``measured``: the rows of metrics.jsonl so far. What earlier attempts knew of later steps is forgotten."""
+        """Begin with the rows of metrics.jsonl so far, ``measured``, and forget what earlier attempts knew of later steps."""
         kept = ("state", "ending", "code", "step", "steps", "generation", "start_seconds")
         self._facts = {name: value for name, value in self._facts.items() if name in kept}
         step: Row = {}
@@ -160,7 +155,7 @@ class RunSummary:
         self._changed = True
 
     def measured(self, row: Row) -> None:
-        """A step or an evaluation, as a row of metrics.jsonl."""
+        """Add a step or an evaluation, given as a row of metrics.jsonl."""
         first = self._facts["state"] == "starting" and "loss" in row
         self._add(rows.finite(row))
         if first:
@@ -184,7 +179,7 @@ class RunSummary:
     def _stepped(self, row: Row) -> None:
         if row:
             last = {name: row.get(name) for name in ("step", "loss", "spiking_since")}
-            if row.get("counted_tokens") == 0:  # it has no loss: the last one that a step had stays
+            if row.get("counted_tokens") == 0:  # the step has no loss: keep the loss of the step before
                 del last["loss"]
             self._know(**last, stepped=row.get("time"))
 
@@ -193,7 +188,7 @@ class RunSummary:
             self._know(validation_loss=row["validation_loss"], validation_step=row["step"])
 
     def note_experts(self, text: str) -> None:
-        """A problem with the load of experts; empty if it is solved."""
+        """Note a problem with the load of experts; an empty ``text`` means that it is solved."""
         self._know(experts=text)
         self._changed = True
 
@@ -201,16 +196,17 @@ class RunSummary:
         self._facts = {**self._facts, **facts}  # replaced, since another thread may be writing them
 
     def end(self, state: str, ending: str, code: int, over: bool = False) -> bool:
-        """The run ends, in one of the states ENDED, with this exit code; ``ending`` says how. False if it had ended before.
+        """Record the end of the run: a state of ENDED, its description ``ending`` and the exit code. False if an end is recorded already.
 
-        ``over``: it has done all that its settings ask for.
+        ``over``: the run has done everything that its settings ask for.
         """
         self._adopt_ending()
         if self._facts["state"] in ENDED:
             return False
-        started = self._start_seconds(time.time()) if self._facts["state"] == "starting" else {}
+        if self._facts["state"] == "starting":
+            self._know(**self._start_seconds(time.time()))
         end = {"state": state, "ending": one_line(Redactor()(ending)), "code": code}
-        self._know(**end, **started)
+        self._know(**end)
         self._record.attempt(lambda: self._append({**end, "over": over}), now=True)
         self.write()
         return True
@@ -222,34 +218,37 @@ class RunSummary:
             folder.sync(self._out)
 
     def _start_seconds(self, now: float | None, step: float | None = 0.0) -> Row:
-        """The seconds that this attempt's start took, if it is over ``now``, without the ``step`` seconds of its first step."""
-        began = self._began
-        return {"start_seconds": round(max(0.0, now - began - (step or 0.0)), 1)} if now and began else {}
+        """The duration of this attempt's start, which ended at ``now``; its first step, of ``step`` seconds, does not count."""
+        if not (now and self._began):
+            return {}
+        return {"start_seconds": round(max(0.0, now - self._began - (step or 0.0)), 1)}
 
     def _adopt_ending(self) -> None:
-        """Keep what another rank has recorded of this attempt's end, when this one did not respond."""
-        if self._facts["state"] in ENDED:
-            return
-        recorded = _recorded(self._out, self.generation)
-        if recorded:
-            self._know(**{name: recorded.get(name) for name in ("state", "ending", "code")})
+        """Take over the end that another rank has recorded because this rank did not respond."""
+        if self._facts["state"] not in ENDED:
+            recorded = _recorded(self._out, self.generation)
+            if recorded:
+                self._know(**{name: recorded.get(name) for name in ("state", "ending", "code")})
 
     def failed(self, text: str, code: int = ExitCode.FAILED) -> None:
-        """The run ends with an error."""
+        """Record that the run ends with the error ``text``."""
         self.end("failed", text, code)
 
     def interrupted(self) -> str:
-        """The run ends at once, by a second interrupt or one before its first step; how, for the log. Empty if it had ended before."""
+        """Record an end by a second interrupt, or by one before the first step; returns a text for the log.
+
+        The text is empty if an end is recorded already.
+        """
         ending = f"interrupted: {unsaved(self._out)}, exiting"
         return ending if self.end("exited", ending, ExitCode.INTERRUPTED) else ""
 
     def tick(self) -> None:
-        """Write what has changed, if the last time is long enough ago."""
+        """Write the summary if it has changed and the last write was INTERVAL seconds ago or longer."""
         if self._changed and time.monotonic() - self._written >= INTERVAL:
             self.write()
 
     def write(self) -> None:
-        """Write what is known, unless another attempt has taken the run directory over."""
+        """Write the summary, unless another attempt has taken over the run directory."""
         with self._lock:
             self._adopt_ending()
             self._changed = False
@@ -271,7 +270,7 @@ class RunSummary:
 
 
 def one_line(text: str) -> str:
-    """An error in one line: of a traceback the exception."""
+    """``text`` in one line: the exception of a traceback, otherwise the first line."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()] or [""]
     first = lines[0]
     if first.endswith(TRACE):

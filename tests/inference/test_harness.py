@@ -351,7 +351,7 @@ def test_an_interrupted_follower_ends_with_85_and_the_next_one_scores_the_rest(p
     assert code == 0 or (code == 85 and "the same command scores" in said), said
     with metrics_file.scoring(out):
         code, said = followed(capfd, place, out)
-        assert code == 75 and "another hpclm evaluate --follow scores" in said
+        assert code == 75 and "another hpclm evaluate --follow is scoring" in said
     code, said = followed(capfd, place, out)
     assert code == 0 and "is done, and its checkpoints are scored" in said and "hpclm sync" in said
     assert [step for step, _ in scored(out)] == [4, 8, 12, 16]

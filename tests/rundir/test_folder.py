@@ -31,7 +31,7 @@ def test_what_a_run_writes_to_must_be_files_and_folders_of_which_folders_may_be_
         folder.check_inside(out)
     told = "must be {}: a run writes there; move it away, or choose another out"
     assert sorted(caught.value.problems) == [
-        f"{out}/checkpoints can be written by others (mode 0770): a run trusts what is there; chmod go-w it, or choose another out",
+        f"{out}/checkpoints can be written by others (mode 0770): a run trusts its content; chmod go-w it, or choose another out",
         f"{out}/config.yaml is a folder and {told.format('a file')}",
         f"{out}/logs is a file and {told.format('a folder')}",
         f"{out}/metrics.jsonl is a link and {told.format('a file')}",

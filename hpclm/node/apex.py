@@ -1,6 +1,6 @@
-"""NVIDIA apex, if it is installed: fused norms and Adam for GPUs. The only file that imports it.
+"""NVIDIA apex, if it is installed: fused norms and Adam for GPUs. No other file imports it.
 
-PyPI's ``apex`` is an unrelated package, which may fail in any way, so each part of NVIDIA's is tried.
+PyPI's ``apex`` is an unrelated package, which may fail in any way, so each part of NVIDIA's apex is tried.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def norms() -> dict[str, Callable[..., Any]]:
     """The fused norms, by PyTorch's names; empty without apex.
 
-    layer_norm(x, weight, bias, shape, eps) and rms_norm(x, weight, shape, eps) normalise x over its last dimensions, of this shape.
+    layer_norm(x, weight, bias, shape, eps) and rms_norm(x, weight, shape, eps) normalise x over its last dimensions, of the shape given.
     """
     try:
         import fused_layer_norm_cuda  # noqa: F401 (otherwise imported at the first call)

@@ -1,4 +1,4 @@
-"""Files with the endings of ranks, which tell the other ranks and the launcher the cause."""
+"""Files in which ranks record how they ended, for the other ranks and the launcher."""
 
 import json
 import math
@@ -19,7 +19,7 @@ FOLDER = "HPCLM_ERRORS"
 RESTARTED = "HPCLM_RESTARTED"
 """Variable with the reason why torchrun has restarted the ranks."""
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", slurm.NUMBERS_OF_RANK[0])
-"""Variables with the rank of a process; launchers nest, so the innermost comes first."""
+"""Variables with the rank of a process. The innermost of nested launchers comes first."""
 ANNOUNCED = "ranks.json"
 REPORTED = "reported"
 MAX_CAUSE = 500  # characters
@@ -47,7 +47,7 @@ def folder(env: Env = os.environ) -> Path | None:
 
 
 def note(code: int, cause: str = "", env: Env = os.environ) -> None:
-    """Leave this rank's exit code and the cause, unless the code is 0 or this rank has left a file before."""
+    """Write this rank's file with its exit code and the cause, unless the code is 0 or the file exists."""
     where = folder(env)
     if code and where:
         rank = next((slurm.number(env, name) for name in RANKS if name in env), 0)
@@ -55,7 +55,7 @@ def note(code: int, cause: str = "", env: Env = os.environ) -> None:
 
 
 def leave(where: Path, end: End) -> None:
-    """Write the file of a rank, unless it exists."""
+    """Write the file of a rank into the folder ``where``, unless it exists."""
     path = _file(where, end.rank)
     with suppress(OSError):
         if not path.exists():
@@ -64,7 +64,7 @@ def leave(where: Path, end: End) -> None:
 
 
 def one_line(cause: str) -> str:
-    """The first and the last line of ``cause``. In a traceback these are the rank that failed and the exception."""
+    """The first and the last line of ``cause``: in a traceback, the failed rank and the exception."""
     lines = cause.strip().splitlines()
     text = "".join(lines)
     if len(lines) > 1:
@@ -73,7 +73,7 @@ def one_line(cause: str) -> str:
 
 
 def read_ends(where: Path) -> dict[int, End]:
-    """The ends of the ranks that have left a file in the folder ``where``."""
+    """The end of each rank that has a file in the folder ``where``, by rank."""
     found = {}
     for path in where.glob("rank-*.json"):
         with suppress(OSError, ValueError, TypeError):
@@ -84,25 +84,28 @@ def read_ends(where: Path) -> dict[int, End]:
 
 
 def leave_trace(where: Path, rank: int) -> None:
-    """Leave a trace that ``rank`` was alive when its launcher told it to end."""
+    """Write a file that shows that ``rank`` was alive when its launcher told it to end."""
     with suppress(OSError):
         files.write_text(where / f"alive-{rank}", "")
 
 
 def traces(where: Path) -> set[int]:
-    """The ranks that have left a trace."""
+    """The ranks that have called ``leave_trace``."""
     return {int(path.name.partition("-")[2]) for path in where.glob("alive-*") if path.name[6:].isdecimal()}
 
 
 def first(ends: Iterable[End]) -> End | None:
-    """The earliest end that is a cause: later ones may be consequences. Among those with its exit code, the first with a text wins."""
+    """The earliest end that is not a symptom, because later ends may be its consequences; None without one.
+
+    If its cause is empty, the first end with the same exit code and a cause is returned instead.
+    """
     causes = sorted((end for end in ends if not end.symptom), key=lambda end: end.time)
     with_text = [end for end in causes if end.cause and end.exit_code == causes[0].exit_code]
     return next(iter(with_text or causes), None)
 
 
 def announce(where: Path, ranks: list[dict[str, Any]]) -> None:
-    """Start a new record: rank 0 writes the list of ranks, and removes the traces of an earlier start."""
+    """Begin a new record: write the list of ranks, and remove the traces of an earlier start. Rank 0 calls it."""
     with suppress(OSError):
         make_folder(where)
         for path in (where / REPORTED, *where.glob("alive-*")):
@@ -111,7 +114,7 @@ def announce(where: Path, ranks: list[dict[str, Any]]) -> None:
 
 
 def announced(where: Path) -> list[dict[str, Any]]:
-    """The ranks of the present start, in order; empty if they have not met."""
+    """The ranks of the current start, in order; empty before they have met."""
     with suppress(OSError, ValueError):
         return list(json.loads(files.read_text(where / ANNOUNCED)))
     return []
@@ -126,13 +129,13 @@ def claim_report(where: Path) -> bool:
 
 
 def tidy(where: Path) -> None:
-    """Remove the folder of a start if no rank has left a file."""
+    """Remove the folder of a start if no rank has a file in it."""
     with suppress(OSError):
         if not read_ends(where):
             for path in (where / ANNOUNCED, *where.glob("alive-*")):
                 path.unlink(missing_ok=True)
             where.rmdir()
-            where.parent.rmdir()  # if no other start has left anything
+            where.parent.rmdir()  # fails if another start has left a folder
 
 
 def forget(where: Path, ranks: Iterable[int]) -> None:
@@ -148,7 +151,7 @@ def inside_the_job(env: Env = os.environ) -> str:
 
 
 def make_folder(where: Path) -> None:
-    """Make the folder OUT/logs/errors/START and its parents, accessible to the owner only, whatever the umask."""
+    """Make the folder OUT/logs/errors/START and its parents with mode 0700, for any umask."""
     for folder in (*reversed(where.parents[:3]), where):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from hpclm.config import RunConfig
 
 SNAPSHOT = "HPCLM_SNAPSHOT"
-"""The snapshot of the code that a job runs."""
+"""Variable with the snapshot of the code that a job runs."""
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-"""Where torch.compile keeps compiled code."""
+"""Variable with the folder in which torch.compile keeps compiled code."""
 INDUCTOR_FOLDER = "hpclm-inductor"
 """Prefix of the name of hpclm's folder for compiled code."""
 LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_ERRORS", parent.PID)
-"""Set by hpclm for its ranks; a launch inside another must not inherit them."""
+"""Variables that hpclm sets for its ranks. A launch inside another launch must not inherit them."""
 NOWHERE = "/proc/self"
 """An existing folder that nobody can write to."""
 
-# Set by mpirun and by torchrun for the processes that they start.
+# mpirun and torchrun set these variables for the processes that they start.
 TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(GROUP|ROLE)_NAME|MASTER_(ADDR|PORT)")
 MPI = re.compile(r"(OMPI|PMIX|PMI|PRTE|ORTE|HYDRA|HYDI|MPI)_\w+|MPIR_\w+")
 COMPUTING = ("TORCH", "PYTORCH", "TRITON", "NVIDIA_", "CUBLAS", "CUDNN", "NCCL_", "MKL_", "DNNL_")
@@ -33,7 +33,7 @@ COMPUTING = ("TORCH", "PYTORCH", "TRITON", "NVIDIA_", "CUBLAS", "CUDNN", "NCCL_"
 
 
 def inherited(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for processes that hpclm starts (``python.safe_env``), without variables of an outer launch by hpclm or torchrun."""
+    """The environment for processes that hpclm starts (``python.safe_env``), without variables of an outer launch."""
     return python.safe_env({k: v for k, v in env.items() if k not in LAUNCH and not TORCHRUN.fullmatch(k)})
 
 
@@ -62,19 +62,18 @@ def preserved() -> Iterator[None]:
 
 def snapshot(env: Mapping[str, str] = os.environ) -> Path | None:
     """The snapshot of the code that this process should run; None without one."""
-    folder = env.get(SNAPSHOT)
-    return Path(folder) if folder else None
+    return Path(env[SNAPSHOT]) if env.get(SNAPSHOT) else None
 
 
 def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMapping[str, str] = os.environ) -> None:
     """Set the device that DeepSpeed uses in this process, number ``index`` of ``kind``; call it before DeepSpeed is imported.
 
-    ``builds``: DeepSpeed will compile extensions. A job then does so in its own folder on each node: a process that is killed during the
-    build leaves a lock, and every later run would wait for it forever. HpclmError if the folder cannot be made.
+    ``builds``: DeepSpeed will compile extensions. Each job then has its own folder for them on each node: a process that is
+    killed during the build leaves a lock, and every later run would wait for it forever. HpclmError if the folder cannot be made.
     """
     env["DS_ACCELERATOR"] = kind
     env["LOCAL_RANK"] = str(index)
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in env:  # must equal LOCAL_RANK; it does not if each task sees only one GPU
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in env:  # DeepSpeed compares it with LOCAL_RANK
         env["OMPI_COMM_WORLD_LOCAL_RANK"] = str(index)
     start = slurm.start_of_job(env)
     if builds and start and "TORCH_EXTENSIONS_DIR" not in env:
@@ -87,12 +86,12 @@ def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMappi
 def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
     """Set the folder in which torch.compile keeps compiled code on this node, unless the user chose one.
 
-    PyTorch's default may be another user's folder. The variable may hold that default although the user did not set it, because importing
-    torch._dynamo does; or hpclm's folder on the machine that submitted the job. PyTorch keeps precompiled headers for C++ in its default
-    folder whatever the variable says, so they are switched off.
+    PyTorch's default may be another user's folder. The variable may hold this default, because importing torch._dynamo sets it,
+    or hpclm's folder on the machine that submitted the job. PyTorch always keeps precompiled headers for C++ in its default folder,
+    so they are switched off.
 
-    OSError or ConfigError if the folder cannot be made, or others could replace it. Then nothing can be compiled, but torch._dynamo, which
-    makes the folder that the variable names, can be imported.
+    OSError or ConfigError if the folder cannot be made, or others could replace it. Then nothing can be compiled, but
+    torch._dynamo, which makes the folder that the variable names, can be imported.
     """
     env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     folder = Path(env.get(INDUCTOR_CACHE) or NOWHERE)
@@ -104,20 +103,20 @@ def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def for_code_that_may_compile(env: MutableMapping[str, str] = os.environ) -> None:
-    """``for_inductor`` for a user's own code and for libraries: without a safe folder, only compiling fails."""
+    """``for_inductor`` for the user's own code and for libraries: without a safe folder, only compiling fails."""
     with suppress(ConfigError, OSError):
         for_inductor(env)
 
 
 def of_a_job(options: Iterable[str], env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment in which sbatch is called. ``options``: the options that the job sets itself.
+    """The environment for sbatch, which passes it on to the job. ``options``: the options that the job sets itself.
 
-    sbatch passes its environment on to the job. So it lacks variables that override a script's options, and variables of a launch around
-    this process. It has the variables with which Slurm's commands find a cluster and log in to it.
+    It lacks variables that override a script's options, and variables of a launch around this process. It has the variables with
+    which Slurm's commands find a cluster and log in to it.
     """
     in_mpi = "OMPI_COMM_WORLD_RANK" in env or "PMIX_RANK" in env or "PMI_RANK" in env
     kept = {"HPCLM_SITE"} | slurm.kept_for_sbatch(options, env)
-    if not in_mpi:  # then the user has set OMPI_MCA_* and the like
+    if not in_mpi:  # outside an MPI launch, the user has set OMPI_MCA_* and the like
         kept |= {name for name in env if MPI.fullmatch(name) and not name.startswith("PMI_")}
     launchers = (slurm.VARIABLES, MPI, TORCHRUN)
     removed = {name for name in env if name.startswith("HPCLM_") or any(each.fullmatch(name) for each in launchers)}
@@ -125,16 +124,16 @@ def of_a_job(options: Iterable[str], env: Mapping[str, str] = os.environ) -> dic
 
 
 def settings_with_site(words: Sequence[str], typed: Sequence[str] = ()) -> "RunConfig":
-    """The settings of ``[FILE] key=value ...`` on top of the site file; ``typed``: all arguments of the command, for messages."""
+    """The settings of ``[FILE] key=value ...`` on top of the site file. ``typed``: all arguments of the command, for messages."""
     from hpclm import config  # loads OmegaConf
 
     return config.from_cli(list(words), site_file(), typed)
 
 
 def site_file(env: Mapping[str, str] = os.environ) -> Path | None:
-    """The site file, None without one: $HPCLM_SITE (empty: none), or hpclm/site.yaml in the user's ~/.config.
+    """The site file: $HPCLM_SITE, otherwise hpclm/site.yaml in $XDG_CONFIG_HOME or ~/.config. None without one, or if $HPCLM_SITE is "".
 
-    $XDG_CONFIG_HOME replaces ~/.config if it is set. The file that HPCLM_SITE names may be missing; reading it then fails.
+    The file that HPCLM_SITE names may be missing; reading it then fails.
     """
     named = env.get("HPCLM_SITE")
     if named == "":
@@ -149,7 +148,7 @@ def site_file(env: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def user_cache(env: Mapping[str, str] = os.environ) -> Path:
-    """The folder for hpclm's cache of this user, which may not exist."""
+    """The folder of this user's cache for hpclm, which may not exist."""
     return Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME") or "/nonexistent", ".cache"), "hpclm")
 
 

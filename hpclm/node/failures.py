@@ -1,4 +1,4 @@
-"""Errors of the user or the machine become a message and an exit code, without a traceback."""
+"""Turn errors of the user or the machine into a message and an exit code, without a traceback."""
 
 import errno
 import io
@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpclm.base.errors import FULL, MACHINE, REFUSED, ExitCode, HpclmError, shell_code
@@ -21,7 +22,7 @@ NO_PROCESSES = (
 
 
 def run(command: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> int:
-    """Call a command's main. Errors of the user or the machine become a message and an exit code, without a traceback."""
+    """Call a command's main function; returns its exit code, or that of an error, which is printed."""
     _open_streams()
     threads.prepare()
     redact = secrets.Redactor()
@@ -49,7 +50,7 @@ def run(command: Callable[[list[str]], int | None], argv: Sequence[str] | None =
         print(f"error: not enough memory{_memory(error)}", file=sys.stderr)
         return ExitCode.FAILED
     except OSError as error:
-        return _of_the_system(error, redact)
+        return _report_os_error(error, redact)
     except Exception as error:
         if "start new thread" in str(error):
             print(NO_PROCESSES, file=sys.stderr)
@@ -57,8 +58,8 @@ def run(command: Callable[[list[str]], int | None], argv: Sequence[str] | None =
         return _unexpected(error, redact)
 
 
-def _of_the_system(error: OSError, redact: Callable[[str], str]) -> int:
-    """Print an error of the operating system; the exit code."""
+def _report_os_error(error: OSError, redact: Callable[[str], str]) -> int:
+    """Print an error of the operating system; returns the exit code."""
     if error.errno == errno.EAGAIN:
         print(NO_PROCESSES, file=sys.stderr)
         return ExitCode.FAILED
@@ -66,7 +67,9 @@ def _of_the_system(error: OSError, redact: Callable[[str], str]) -> int:
     if error.errno in MACHINE:
         _drop_output()  # otherwise closing it would fail too
         code = ExitCode.FAILED
-        way_out = f"{'free space on' if error.errno in FULL else 'check'} the disk, then start again"
+        way_out = "check the disk, then start again"
+        if error.errno in FULL:
+            way_out = "free space on the disk, then start again"
     elif error.errno in REFUSED and error.filename is not None:
         code = ExitCode.INVALID
         way_out = "check what it is, and its permissions"
@@ -77,7 +80,7 @@ def _of_the_system(error: OSError, redact: Callable[[str], str]) -> int:
 
 
 def _unexpected(error: Exception, redact: Callable[[str], str]) -> int:
-    """Print the current error in one line if the installation explains it, otherwise its traceback; the exit code."""
+    """Print ``error`` in one line if the installation explains it, otherwise its traceback; returns the exit code."""
     reason = import_errors.explained(error)
     if reason:
         ends.note(ExitCode.INVALID, redact(reason))
@@ -95,12 +98,12 @@ def _drop_output() -> None:
 
 
 def _standard_output() -> str:
-    """Standard output, as the target of a write that names no file: others name theirs (``files.naming``)."""
-    try:
+    """Standard output, as the target in an error that names no file: errors of other files name them (``files.naming``)."""
+    with suppress(OSError):
         target = os.readlink("/proc/self/fd/1")  # noqa: PTH115 - it may be a pipe
-    except OSError:
-        target = ""
-    return f"standard output ({target})" if target.startswith("/") else "standard output"
+        if target.startswith("/"):
+            return f"standard output ({target})"
+    return "standard output"
 
 
 def _memory(error: MemoryError) -> str:
@@ -116,7 +119,7 @@ def _memory(error: MemoryError) -> str:
 
 
 class PerRunErrors:
-    """A context for each of several runs in a command: with more than one run, an error does not stop the others."""
+    """A context in which a command handles each of its runs: with several runs, the error of one does not stop the others."""
 
     def __init__(self, count: int):
         self.several = count > 1
@@ -124,13 +127,13 @@ class PerRunErrors:
 
     @property
     def code(self) -> int:
-        """The command's exit code: that of the failed runs, or 1 if they differ."""
+        """The command's exit code: that of the failed runs, or 1 if their codes differ."""
         if len(self.codes) > 1:
             return ExitCode.FAILED
         return max(self.codes, default=ExitCode.DONE)
 
     def __enter__(self) -> None:
-        """Begin the block of one run."""
+        """Begin the block of a run."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not self.several or not isinstance(error, HpclmError):
@@ -147,14 +150,14 @@ def _print(error: HpclmError, redact: Callable[[str], str]) -> None:
 
 
 def _open_streams() -> None:
-    """Replace closed standard streams by /dev/null, and let the others write characters outside the locale's encoding."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    """Replace closed standard streams by /dev/null. Let the other streams write characters outside the locale's encoding."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         stream = getattr(sys, name)
         if stream is None:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: 0, 1 or 2
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number: 0, 1 or 2
             while opened < number:
                 opened = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(opened, True)
-            setattr(sys, name, os.fdopen(opened, "r" if number == 0 else "w", closefd=False))
+            setattr(sys, name, os.fdopen(opened, mode, closefd=False))
         elif number and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

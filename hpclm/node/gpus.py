@@ -17,21 +17,21 @@ class Kind:
     peak: float
     """Dense FLOP/s of 16-bit matrix products (not the sparse figure, which is double)."""
     memory: float
-    """GiB that programs can use, which is less than the name says."""
+    """GiB that programs can use, less than the name says."""
     bandwidth: float
     """Bytes/s between its memory and its processors."""
     link: float
-    """Bytes/s in one direction to the other GPUs of a node: NVLink, or PCI Express."""
+    """Bytes/s in one direction to the other GPUs of a node: NVLink or PCI Express."""
     network: float
-    """A GPU's share of the bytes/s in one direction to other nodes, on a usual cluster."""
+    """Bytes/s per GPU in one direction to other nodes, on a typical cluster."""
     family: str
-    """Generation of the architecture."""
+    """Name of the architecture."""
     bf16: bool = True
-    """Whether it multiplies bf16."""
+    """Whether it has matrix products in bf16."""
 
     @property
     def fp8(self) -> bool:
-        """Whether it multiplies FP8, twice as fast as bf16."""
+        """Whether it has matrix products in FP8, twice as fast as in bf16."""
         return self.family in ("Ada", "Hopper", "Blackwell")
 
 
@@ -55,7 +55,7 @@ KINDS = {
 
 
 def kind_named(name: str) -> Kind:
-    """The GPU model of that name, in upper or lower case; ArgumentError if it is unknown."""
+    """The GPU model ``name``, in upper or lower case; ArgumentError if it is unknown."""
     kind = {key.lower(): kind for key, kind in KINDS.items()}.get(name.lower())
     if kind is None:
         rule = f"is an unknown kind of GPU; choose one of {', '.join(KINDS)}.{hint(name, list(KINDS))}"
@@ -64,7 +64,7 @@ def kind_named(name: str) -> Kind:
 
 
 def with_fp8() -> list[str]:
-    """The names of kinds that multiply FP8."""
+    """The names of the GPU models with FP8."""
     return [name for name, kind in KINDS.items() if kind.fp8]
 
 
@@ -73,7 +73,7 @@ SLICE = re.compile(r"\bMIG\b|-\d+[ABCQ]\b")
 
 
 def kind_of_device(name: str) -> Kind | None:
-    """The kind of the GPU that calls itself ``name``; None if it is unknown, or only a part of a GPU."""
+    """The model of the GPU whose driver reports ``name``; None if it is unknown, or only a part of a GPU."""
     models = [model for model in KINDS if re.search(rf"\b{model}\b", name)]
     if SLICE.search(name) or not models:
         return None
@@ -81,7 +81,7 @@ def kind_of_device(name: str) -> Kind | None:
 
 
 DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/kfd", "dev/dxg")
-"""Device files of GPUs that PyTorch supports: NVIDIA's, AMD's, and those that Windows gives Linux (WSL)."""
+"""Device files of GPUs that PyTorch supports: of NVIDIA, of AMD, and of Windows for Linux (WSL)."""
 COUNT = "import json, torch; print(json.dumps({'gpus': torch.cuda.device_count() if torch.cuda.is_available() else 0}))"
 
 

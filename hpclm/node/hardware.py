@@ -27,7 +27,7 @@ def device(
     ConfigError if the settings ask for a device that does not exist, or the host has fewer GPUs than processes.
     """
     if threads.quota() < torch.get_num_threads() and not env.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(threads.quota())  # PyTorch counts cores, not the quota
+        torch.set_num_threads(threads.quota())  # PyTorch counts cores, and ignores the quota
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
         _check_that_none_was_requested(config, env)
@@ -62,20 +62,20 @@ def _check_that_none_was_requested(config: EngineConfig, env: Mapping[str, str])
 
 
 def use(device: torch.device) -> None:
-    """Have the calling thread use ``device``.
+    """Make ``device`` the calling thread's current device.
 
-    In PyTorch every thread starts with the first GPU. If it pins or allocates memory there, it opens a context of some hundred megabytes on
-    a GPU that may be another rank's.
+    In PyTorch every thread starts with the first GPU, which may be another rank's. Pinning or allocating memory there opens a
+    context of some hundred megabytes.
     """
-    if device.type == "cuda" and device.index is not None:  # PyTorch takes no device without a number
+    if device.type == "cuda" and device.index is not None:  # PyTorch refuses a device without a number
         torch.cuda.set_device(device)
 
 
 def gpu_of(local_rank: int, local_size: int, gpus: int, visible: str | None) -> int:
     """The index of this process's GPU among the ``gpus`` that it sees; ConfigError if they are too few.
 
-    A launcher may make a single GPU visible to each process (``visible`` is CUDA_VISIBLE_DEVICES); the preflight check detects processes
-    that share one.
+    ``visible``: CUDA_VISIBLE_DEVICES. A launcher may make a single GPU visible to each process; the preflight check detects
+    processes that share a GPU.
     """
     if gpus >= local_size:
         return local_rank
@@ -89,19 +89,19 @@ def gpu_of(local_rank: int, local_size: int, gpus: int, visible: str | None) -> 
 
 
 def use_deterministic_kernels() -> None:
-    """Have PyTorch use only deterministic kernels in this process.
+    """Make PyTorch use only deterministic kernels in this process. Call it before the first matrix product.
 
-    Call it before the first matrix product: cuBLAS reads its variable once.
+    cuBLAS reads its variable only once.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)  # warn_only would leave attention its faster, inexact backward pass
+    torch.use_deterministic_algorithms(True)  # with warn_only, attention would keep its faster, inexact backward pass
     memory: Any = torch.utils.deterministic
-    memory.fill_uninitialized_memory = False  # only code that reads what it never wrote needs it
+    memory.fill_uninitialized_memory = False  # needed only by code that reads uninitialized memory
     torch.backends.cudnn.benchmark = False
 
 
 def compute_type(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """Type of activations and matrix products."""
+    """The dtype of activations and matrix products."""
     if config.precision != "auto":
         return TYPES[config.precision]
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
@@ -110,7 +110,7 @@ def compute_type(config: EngineConfig, device: torch.device) -> torch.dtype:
 
 
 def problems_of_fp8(config: EngineConfig, device: torch.device) -> Iterator[str]:
-    """Why engine.fp8 cannot be used on this device."""
+    """An error for each reason why engine.fp8 cannot be used on ``device``."""
     if not config.fp8:
         return
     if compute_type(config, device) != torch.bfloat16:
@@ -125,7 +125,7 @@ def problems_of_fp8(config: EngineConfig, device: torch.device) -> Iterator[str]
 
 
 def set_matmul(device: torch.device) -> str:
-    """Let fp32 products run fast if that keeps their precision; returns the choice and the reason, for the log."""
+    """Let fp32 products run faster if they stay as precise; returns the choice and its reason, for the log."""
     torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
         return "exact: TF32 would round fp32 products"
@@ -139,7 +139,7 @@ def set_matmul(device: torch.device) -> str:
 
 
 def _product_error(size: int = 256) -> float:
-    """Relative error of one fp32 product against fp64."""
+    """The relative error of an fp32 matrix product, measured against fp64."""
     draw = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=draw) for _ in range(2))
     truth = a.double() @ b.double()
@@ -147,7 +147,7 @@ def _product_error(size: int = 256) -> float:
 
 
 def slow_type(device: torch.device, dtype: torch.dtype) -> str | None:
-    """A hint about 16-bit types on CPUs, because few CPUs have instructions for them; None for other devices and types."""
+    """A hint that 16-bit types are slow on most CPUs; None for other devices and types."""
     if device.type != "cpu" or dtype == torch.float32:
         return None
     name = NAMES[dtype]
@@ -157,7 +157,7 @@ def slow_type(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Dense peak of 16-bit products on this device in FLOP/s; None if unknown."""
+    """The peak of dense 16-bit products on ``device`` in FLOP/s; None if unknown, and for fp32."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     kind = kind_of_device(torch.cuda.get_device_name(device))
@@ -165,8 +165,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory instead of returning it to the system; saves a fifth of a CPU step."""
-    with suppress(OSError, AttributeError):  # another C library: nothing to tune
+    """Let glibc keep freed memory instead of returning it to the system, which saves a fifth of a CPU step."""
+    with suppress(OSError, AttributeError):  # other C libraries lack it
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
@@ -185,7 +185,7 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this process: allocated on the GPU, or resident on a CPU machine."""
+    """The most memory that this process has used, in bytes: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError, ValueError, IndexError), open("/proc/self/status", encoding="ascii") as status:

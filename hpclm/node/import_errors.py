@@ -1,4 +1,4 @@
-"""Explain in one line why an import fails: a library comes from outside the environment, is missing, or meets the wrong shared library.
+"""Explain in one line why an import fails: a library is missing, is not from the environment, or loads a wrong shared library.
 
 It runs when imports fail, so it imports little besides Python's standard library.
 """
@@ -20,14 +20,14 @@ REQUIRED = (
     *("torch", "numpy", "omegaconf", "yaml", "submitit", "orjson", "psutil", "tokenizers", "xxhash", "tensorboard"),
     *("tqdm", "wcwidth"),
 )
-"""The libraries that hpclm needs, by the names that are imported (setup.cfg)."""
+"""The libraries that hpclm needs (setup.cfg), by their names in import statements."""
 WAY_OUT = "take its folder out of PYTHONPATH, or set PYTHONNOUSERSITE=1 if it is in ~/.local"
 LINKING = ("LD_LIBRARY_PATH", "LD_PRELOAD")
-"""Variables that make the dynamic linker load shared libraries other than those of a Python package."""
+"""Variables that make the dynamic linker replace a Python package's shared libraries."""
 
 
 def explained(error: BaseException) -> str | None:
-    """One line about an installation that does not work; None if ``error`` has another cause."""
+    """One line about the installation's fault that caused ``error``; None if ``error`` has another cause."""
     if not isinstance(error, Exception):
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -52,7 +52,7 @@ def explained(error: BaseException) -> str | None:
 def outside(names: Iterable[str]) -> dict[str, str]:
     """The libraries among ``names`` that Python finds outside its environment, with their files.
 
-    A module that neither the environment nor hpclm has is the user's own and does not count.
+    A module that is not in the environment and that hpclm does not need is the user's own, and is left out.
     """
     library = Path(os.__file__).parent
     environment = [library, library / "lib-dynload", *map(Path, site.getsitepackages())]
@@ -77,7 +77,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         os.write(2, b"interrupted\n")
         os._exit(ExitCode.INTERRUPTED)
     reason = None
-    with suppress(Exception):  # a module that explains may itself come from outside
+    with suppress(Exception):  # the modules used here may themselves come from outside
         reason = explained(error)
     with suppress(Exception):
         from hpclm.node import ends
@@ -94,7 +94,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 def _suspects(error: Exception) -> list[str]:
-    """Modules that may be the cause of ``error``, the most likely first: those being imported, and those named in it."""
+    """Modules that may be the cause of ``error``, the most likely first: those in its text, and those being imported."""
     text = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "<module>":
@@ -109,10 +109,12 @@ def _suspects(error: Exception) -> list[str]:
 
 def _importer(error: Exception) -> str:
     """The top-level module of the statement that raised ``error``; empty if unknown."""
-    modules = [
-        str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
-    ]
-    return next((name for name in reversed(modules) if name != "importlib"), "")
+    importer = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if name != "importlib":
+            importer = name
+    return importer
 
 
 def _folder(spec: ModuleSpec) -> Path:

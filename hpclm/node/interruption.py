@@ -1,4 +1,4 @@
-"""INT, TERM and HUP end a command by an exception, so that it removes its unfinished files, or at once."""
+"""End a command at INT, TERM or HUP, either by an exception, so that it removes its unfinished files, or at once."""
 
 import signal
 import threading
@@ -11,26 +11,26 @@ from hpclm.base.errors import shell_code
 
 
 def leave(number: int, _: FrameType | None) -> None:
-    """Handle a signal by an exception, as Python itself handles INT."""
+    """Raise SystemExit with 128 + signal, as a handler of signals."""
     raise SystemExit(shell_code(-number))
 
 
 REPLACED = (signal.SIG_DFL, signal.default_int_handler, leave)
-"""The handlers that the functions here replace; any other handler belongs to the caller."""
+"""The handlers that the functions here replace. Any other handler belongs to the caller, and stays."""
 
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """In the block TERM and HUP raise SystemExit with 128 + signal, so that it can clean up; INT raises KeyboardInterrupt anyway."""
+    """In the block, TERM and HUP raise SystemExit with 128 + signal, so that it can clean up. INT raises KeyboardInterrupt."""
     with _handled(leave, signal.SIGTERM, signal.SIGHUP):
         yield
 
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """In the block INT, TERM and HUP end the process at once.
+    """In the block, INT, TERM and HUP end the process at once. No file may be unfinished then.
 
-    For long calls into a library, which delay Python's handlers until they return. No file may be unfinished.
+    It is for long calls into a library, which delay Python's handlers until they return.
     """
     with _handled(signal.SIG_DFL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield

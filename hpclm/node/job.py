@@ -1,4 +1,4 @@
-"""The job of this process, and jobs as schedulers show them. This file knows no scheduler."""
+"""The job of this process, and jobs as schedulers show them, without code of any one scheduler."""
 
 import logging
 import socket
@@ -10,7 +10,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-SHOWN_HOSTS = 8  # in a line of the log
+SHOWN_HOSTS = 8  # hosts in a line of the log
 WAITING = frozenset(
     ["PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"]
 )
@@ -19,7 +19,7 @@ RUNNING = frozenset(["RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING",
 
 @dataclass(frozen=True)
 class OwnJob:
-    """The job of this process, and requests to its scheduler. Outside a job ``id`` is empty and nothing is requested.
+    """The job of this process, and requests to its scheduler. Outside a job, ``id`` is empty, and requests do nothing.
 
     A failed request is only logged, because the process has more important work.
     """
@@ -42,15 +42,20 @@ class OwnJob:
     """The ``hpclm.launch.schedulers.Scheduler`` of the job."""
 
     def __str__(self) -> str:
-        """For the log: job 12 of Slurm, start 2, on node1, node2, until 2026-11-27 14:03."""
-        start = f", start {self.restart + 1}" if self.restart else ""
-        nodes = f", on {', '.join(self.hosts[:SHOWN_HOSTS])}" if self.hosts else ""
-        more = f" and {len(self.hosts) - SHOWN_HOSTS} more" if len(self.hosts) > SHOWN_HOSTS else ""
-        until = time.strftime(", until %Y-%m-%d %H:%M", time.localtime(self.deadline)) if self.deadline else ""
-        return f"job {self.id} of {self.scheduler}{start}{nodes}{more}{until}"
+        """The job for the log: job 12 of Slurm, start 2, on node1, node2, until 2026-11-27 14:03."""
+        text = f"job {self.id} of {self.scheduler}"
+        if self.restart:
+            text += f", start {self.restart + 1}"
+        if self.hosts:
+            text += f", on {', '.join(self.hosts[:SHOWN_HOSTS])}"
+        if len(self.hosts) > SHOWN_HOSTS:
+            text += f" and {len(self.hosts) - SHOWN_HOSTS} more"
+        if self.deadline:
+            text += time.strftime(", until %Y-%m-%d %H:%M", time.localtime(self.deadline))
+        return text
 
     def row(self) -> dict[str, str | int]:
-        """The fields of the job in the files of a run; {} outside a job."""
+        """The job's fields in an event of a run; {} outside a job."""
         return {"job_id": self.id, "restart": self.restart} if self.id else {}
 
     def requeue(self, without: Sequence[str] = ()) -> bool:
@@ -67,13 +72,14 @@ class OwnJob:
         """Requeue the job if nothing else will, although its exit code asks for it; returns why that was necessary, or ""."""
         with self._failures_logged():
             why: str = self.asked.abandoned(self) if self.asked else ""
-            return why if why and self.requeue() else ""
+            if why and self.requeue():
+                return why
         return ""
 
     def ending(self, warned: float) -> str:
-        """Why the scheduler ends this start of the job; empty if it does not, or the reason is unknown.
+        """Why the scheduler is ending this start of the job; empty if it is not, or the reason is unknown.
 
-        ``warned``: the longest time in seconds between a warning and the time limit.
+        ``warned``: the longest time between a warning and the time limit, in seconds.
         """
         with self._failures_logged():
             if self.asked:
@@ -81,13 +87,13 @@ class OwnJob:
         return ""
 
     def end_step(self, code: int) -> None:
-        """End the job step of this process. It exits with ``code``; its parent, the scheduler's process, is dead."""
+        """End the job step of this process, which exits with ``code`` and whose parent, the scheduler's process, is dead."""
         with self._failures_logged():
             if self.asked:
                 self.asked.end_step(self, code)
 
     def troubles(self, hosts: Sequence[str], seconds: float = 5.0) -> list[str]:
-        """The problems of these nodes that the scheduler knows."""
+        """The problems of the nodes ``hosts`` that the scheduler knows."""
         with self._failures_logged():
             if self.asked:
                 return list(self.asked.troubles(hosts, seconds))

@@ -16,7 +16,7 @@ from hpclm.config.job import NOTIFY
 from hpclm.node import secrets
 
 log = logging.getLogger(__name__)
-SECONDS = 2.0  # that a run waits for a message as it ends; it may be killed soon after
+SECONDS = 2.0  # how long a run waits for delivery as it ends; it may be killed soon after
 MAX_MESSAGE_CHARACTERS = 4000
 EVENTS = {"failed": "has failed", "finished": "has finished", "restarted": "was restarted"}
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
@@ -26,7 +26,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """Treats a redirect as an error."""
 
     def redirect_request(self, *_: object) -> None:
-        """Make no further request."""
+        """Refuse to follow the redirect."""
 
 
 class Notifier:
@@ -54,7 +54,7 @@ class Notifier:
             self.failed(str(error) or type(error).__name__)
 
     def begin(self, attempt: int, step: int, reason: str) -> None:
-        """Note the number of the attempt. If it is a restart from ``step``, send that with its ``reason``."""
+        """Note the number of the attempt. If it is a restart from ``step``, send a message with its ``reason``."""
         self._about["attempt"] = attempt
         if attempt > 1:
             message = f"attempt {attempt} resumes from step {step}"
@@ -109,7 +109,7 @@ def _address(target: str, env: Mapping[str, str]) -> str | None:
 
 
 def _deliver(target: str, content: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    """Send to one target. A failure is logged, without the secret path of the webhook."""
+    """Send ``content`` to one target. A failure is logged, without the secret path of the webhook."""
     try:
         address = _address(target, env)
         if address is None:

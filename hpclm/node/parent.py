@@ -1,4 +1,4 @@
-"""A rank ends with the process that started it, because nothing else would stop or restart it.
+"""End a rank with the process that started it, because nothing else would stop or restart the rank.
 
 The kernel sends the signal. Slurm ends its tasks itself, and processes without a launcher may be detached on purpose (nohup, setsid).
 """
@@ -21,9 +21,9 @@ LOOPBACK = re.compile(r"tcp4?://127\.0\.0\.1:(\d+)")
 PR_SET_PDEATHSIG = 1
 
 
-def end_with_launcher(verb: str, env: Mapping[str, str] = os.environ) -> None:
-    """Make this process end with its launcher if it is a rank of the command `train`; its main thread calls this first."""
-    if verb != "train" or not any(name in env for name in LAUNCHED):
+def end_with_launcher(command: str, env: Mapping[str, str] = os.environ) -> None:
+    """Make this process end with its launcher if it is a rank of hpclm train. The main thread calls this first."""
+    if command != "train" or not any(name in env for name in LAUNCHED):
         return
     run_id, _, recorded = env.get(PID, "").rpartition(" ")
     by_hpclm = run_id and run_id == env.get("TORCHELASTIC_RUN_ID")
@@ -35,7 +35,7 @@ def end_with_launcher(verb: str, env: Mapping[str, str] = os.environ) -> None:
 def end_with(parent: int, number: int) -> None:
     """Make the kernel send this process the signal ``number`` when its parent, process ``parent``, ends."""
     signal_at_death_of_parent(number)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # it has ended already
         os._exit(shell_code(-signal.SIGKILL))
 
 
@@ -46,7 +46,7 @@ def signal_at_death_of_parent(number: int) -> None:
 
 
 def _launcher_answers(env: Mapping[str, str]) -> bool:
-    """False if the launcher is known to be dead: it may have ended before this process looked for its parent."""
+    """False if the launcher is dead for certain: it may have ended before this process looked for its parent."""
     for endpoint in _served(env):
         try:
             socket.create_connection(endpoint, 5.0).close()
@@ -58,7 +58,7 @@ def _launcher_answers(env: Mapping[str, str]) -> bool:
 
 
 def _served(env: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Addresses on this machine on which a live launcher listens: torchrun's store, or Open MPI's daemon."""
+    """The addresses on this machine at which a live launcher listens: torchrun's store, or Open MPI's daemon."""
     local = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_WORLD_SIZE") == "1"
     if local and env.get("MASTER_PORT", "").isdecimal():
         yield env.get("MASTER_ADDR", ""), int(env["MASTER_PORT"])

@@ -1,7 +1,7 @@
-"""Catch the signals that warn of the end, so that the training loop finishes its step, saves and exits.
+"""Catch signals that warn of the process's end, so that the training loop finishes its step, saves and exits.
 
-The signal depends on the cluster: TERM on plain preemption, USR1 or USR2 if the job asked for it. Ctrl-C counts too; a second Ctrl-C ends
-the process at once. HUP means that the terminal was closed, unless nohup ignores it; XCPU that the limit of CPU time is near.
+The signal depends on the cluster: TERM at a preemption, USR1 or USR2 if the job asked for it. Ctrl-C counts too; a second Ctrl-C
+ends the process at once. HUP says that the terminal was closed, unless nohup ignores it; XCPU says that CPU time runs out.
 """
 
 import os
@@ -18,14 +18,14 @@ WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signa
 
 
 class StartSignals:
-    """Handles warnings during the start: with nothing to save yet, the process exits at once with 85.
+    """Handles warnings during the start: the process exits at once with 85, because it has nothing to save.
 
-    Once the ranks have met, a warning waits for ``Preemption``, which makes all of them exit together.
+    Once the ranks have met, a warning waits for ``Preemption``, which makes all ranks exit together.
     """
 
     def __init__(self) -> None:
         self.alone = True  # the ranks have not met yet
-        self.when: dict[str, float] = {}  # when each signal first came, by time.monotonic
+        self.when: dict[str, float] = {}  # signal -> time.monotonic() when it first came
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note a signal, and exit if the ranks have not met."""
@@ -37,13 +37,13 @@ class StartSignals:
             os._exit(ExitCode.REQUEUE)
 
 
-def catch_from_the_start(verb: str) -> None:
-    """Let ``StartSignals`` handle warnings in the commands `train` and `submit`; called before imports that take a while.
+def catch_from_the_start(command: str) -> None:
+    """Let ``StartSignals`` handle warnings in hpclm train and submit. Call it before imports that take long.
 
-    In `submit`, Python handles Ctrl-C until the command has started something.
+    In hpclm submit, Python handles Ctrl-C until the command has started a process.
     """
-    if verb in ("train", "submit"):
-        end_at_once([number for number in WARNINGS if verb == "train" or number != signal.SIGINT])
+    if command in ("train", "submit"):
+        end_at_once([number for number in WARNINGS if command == "train" or number != signal.SIGINT])
 
 
 def end_at_once(numbers: Sequence[signal.Signals] = WARNINGS) -> None:
@@ -52,7 +52,7 @@ def end_at_once(numbers: Sequence[signal.Signals] = WARNINGS) -> None:
 
 
 def ranks_have_met() -> dict[str, float]:
-    """Let warnings wait for the training loop from now on. Returns when those so far came, by time.monotonic."""
+    """From now on, warnings wait for the training loop. Returns signal -> time.monotonic() for earlier warnings."""
     start = signal.getsignal(signal.SIGTERM)
     if not isinstance(start, StartSignals):
         return {}
@@ -68,7 +68,7 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, old if old is not None else signal.SIG_DFL)
+            signal.signal(number, old or signal.SIG_DFL)
 
 
 def _install(
@@ -97,7 +97,7 @@ class Preemption:
             if kind is None and number != signal.SIGINT:  # a late signal must not change the exit code
                 signal.signal(number, signal.SIG_IGN)
             else:
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+                signal.signal(number, handler or signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

@@ -1,4 +1,4 @@
-"""The state of a process that uses hpclm as a library: changes by hpclm are undone when the call returns."""
+"""Undo changes to the state of a process that uses hpclm as a library, when the call returns."""
 
 import atexit
 import gc
@@ -32,7 +32,7 @@ def undo_later(undo: Callable[[], object]) -> None:
 
 
 def change(module: Any, name: str, value: object) -> None:
-    """Set an attribute of a library's module, and undo that later."""
+    """Set an attribute of a library's module until ``undo_later`` restores it."""
     before = getattr(module, name)
     if before != value:
         undo_later(partial(setattr, module, name, before))
@@ -41,10 +41,10 @@ def change(module: Any, name: str, value: object) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Compute in the block as in a new process, and restore this process's state, however the block ends.
+    """Run the block with the state of a new process, and restore this process's state, however the block ends.
 
-    The state is random generators, numeric settings of PyTorch and NumPy, the environment and warnings filters. Memory and open files of
-    a run are freed.
+    The state is random generators, numeric settings of PyTorch and NumPy, the environment and warning filters. Memory and open
+    files of a run are freed.
     """
     with ExitStack() as stack:
         stack.enter_context(environment.preserved())
@@ -61,11 +61,11 @@ def preserved() -> Iterator[None]:
             raise
         finally:
             UNDO.reset(token)
-            gc.collect()  # models and mapped files that refer to themselves
+            gc.collect()  # models and mapped files may be in reference cycles
 
 
 def _preserve_python(stack: ExitStack) -> None:
-    """Restore settings of Python that libraries change when they are first used."""
+    """Restore, when ``stack`` closes, the settings of Python that libraries change at their first use."""
     if multiprocessing.get_start_method(allow_none=True) is None:
         stack.callback(multiprocessing.set_start_method, None, force=True)
     stack.callback(sys.path.__setitem__, slice(None), sys.path[:])
@@ -73,7 +73,7 @@ def _preserve_python(stack: ExitStack) -> None:
 
 
 def _preserve_generators(stack: ExitStack) -> None:
-    """Restore the random generators of Python, NumPy and PyTorch, on the CPU and on all GPUs."""
+    """Restore, when ``stack`` closes, the random generators of Python, NumPy and PyTorch, on the CPU and all GPUs."""
     stack.callback(random.setstate, random.getstate())
     stack.callback(np.random.set_state, np.random.get_state())
     if torch.cuda.is_initialized():
@@ -86,7 +86,7 @@ def _preserve_generators(stack: ExitStack) -> None:
 
 
 def _preserve_numerics(stack: ExitStack) -> None:
-    """Restore PyTorch's numeric settings, and set them as in a new process until then."""
+    """Set PyTorch's numeric settings as in a new process; restore the present ones when ``stack`` closes."""
     backends: Any = torch.backends
     for module, name in (
         (backends.cuda.matmul, "fp32_precision"),
@@ -97,7 +97,7 @@ def _preserve_numerics(stack: ExitStack) -> None:
         stack.callback(setattr, module, name, getattr(module, name))
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the older function raises if the caller has set fp32_precision
+    except RuntimeError:  # raised if the caller has set fp32_precision
         precision = "highest"
     stack.callback(torch.set_float32_matmul_precision, precision)
     stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
@@ -114,7 +114,7 @@ def _preserve_numerics(stack: ExitStack) -> None:
 
 
 def _free(error: BaseException | None) -> None:
-    """Clear the frames of ``error``: with its last traceback, a notebook would keep models and GPU memory."""
+    """Clear the frames of ``error``: a notebook keeps its last traceback, and with it models and GPU memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

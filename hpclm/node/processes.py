@@ -1,4 +1,4 @@
-"""Processes of this machine: find them, check that a PID still is the recorded process, end them.
+"""Processes of this machine: find and end them, and check that a PID still belongs to the recorded process.
 
 Also run programs that may be missing, hang or fail, each with a time limit.
 """
@@ -21,7 +21,7 @@ import psutil
 from hpclm.base.errors import HpclmError
 from hpclm.node.parent import signal_at_death_of_parent
 
-OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # an argument of hpclm's command lines: hpclm, its path, or the module after -m
+OURS = r"(.*/)?hpclm([.][a-z_.]+)?"  # the argument that marks hpclm's command lines: hpclm, its path, or the module after -m
 TOLERANCE = 60  # seconds: a process may seem this much younger than its record, because clocks are adjusted
 PR_SET_CHILD_SUBREAPER = 36
 Env = Mapping[str, str]
@@ -37,9 +37,9 @@ def started(pid: int) -> float | None:
 
 
 def is_ours(pid: int, recorded: str) -> bool:
-    """Whether ``pid`` is still the process of hpclm that was recorded at the time ``recorded`` (``time.strftime`` with %z).
+    """Whether ``pid`` still belongs to the process of hpclm that was recorded at the time ``recorded`` (``time.strftime`` with %z).
 
-    A process that has reused the PID is younger, or has another command line.
+    Another process with the same PID would be younger, or have another command line.
     """
     start = started(pid)
     if start is None:
@@ -66,7 +66,7 @@ def send_signal(pid: int, number: int = signal.SIGTERM) -> None:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, pause: float = 0.05) -> bool:
-    """Whether ``condition()`` becomes true within ``seconds``. It is called at least once, and after every ``pause``."""
+    """Wait until ``condition()`` is true, at most ``seconds``; returns whether it was. It is called every ``pause`` seconds."""
     until = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > until:
@@ -76,7 +76,7 @@ def wait_until(condition: Callable[[], object], seconds: float, pause: float = 0
 
 
 def wait(pid: int, seconds: float) -> bool:
-    """Whether a process exits within ``seconds``."""
+    """Wait until a process has exited, at most ``seconds``; returns whether it has."""
     return wait_until(lambda: started(pid) is None, seconds)
 
 
@@ -91,7 +91,7 @@ def terminate_children(grace: float) -> None:
 
 
 def children_with(variable: str) -> list[int]:
-    """Children of this process with ``variable`` in their environment."""
+    """The PIDs of this process's children with ``variable`` in their environment."""
     children = []
     for child in psutil.Process().children():
         with suppress(psutil.Error, OSError):
@@ -114,7 +114,7 @@ def kill_children() -> None:
 
 
 def adopt_orphans() -> None:
-    """Adopt descendants when their parent exits, so that ``kill_children`` finds them (Linux)."""
+    """Become the parent of descendants when their own parent exits, so that ``kill_children`` finds them (Linux)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -128,7 +128,7 @@ def when_orphaned(parent: int, act: Callable[[], object]) -> None:
 
 
 def memory_kills() -> int:
-    """How many processes of this job, or of this process's control group, the kernel's OOM killer has killed (cgroup v2)."""
+    """The number of processes that the kernel's OOM killer has killed in this job or control group (cgroup v2)."""
     with suppress(OSError, ValueError, IndexError):
         group = Path(Path("/proc/self/cgroup").read_text().partition("::")[2].strip())
         job = next((parent for parent in group.parents if parent.name.startswith("job_")), group)
@@ -148,23 +148,25 @@ class MissingProgramError(NoAnswerError):
 def ask(
     words: Sequence[str], seconds: float, env: Env = os.environ, text: str = "", keep: Sequence[int] = ()
 ) -> tuple[int, str, str]:
-    """Exit code, output and errors of a program that reads ``text`` and must end within ``seconds``; NoAnswerError otherwise.
+    """Run a program that reads ``text``; returns its exit code, output and errors. NoAnswerError if it takes over ``seconds``.
 
-    ``keep``: descriptors that it inherits.
+    ``keep``: descriptors that the program inherits.
     """
     return finish(start(words, env, keep), seconds, text)
 
 
 def killed_by(number: int) -> str:
-    """For messages: the signal that killed a process, and the likely cause."""
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    """The signal that killed a process, and the likely cause, for messages."""
+    text = f"killed by signal {number}"
+    with suppress(ValueError):
+        text = f"killed by {signal.Signals(number).name}"
     if number == signal.SIGKILL:
-        return f"killed by {name}; perhaps out of memory, or kill -9"
-    if number == signal.SIGBUS:
-        return f"killed by {name}: a crash inside a library, a full /dev/shm, or a file that was cut while it was read"
-    if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
-        return f"killed by {name}: a crash inside a library"
-    return f"killed by {name}"
+        text += "; perhaps out of memory, or kill -9"
+    elif number == signal.SIGBUS:
+        text += ": a crash inside a library, a full /dev/shm, or a file that was cut while it was read"
+    elif number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
+        text += ": a crash inside a library"
+    return text
 
 
 def start(words: Sequence[str], env: Env = os.environ, keep: Sequence[int] = ()) -> subprocess.Popen[bytes]:
@@ -178,7 +180,7 @@ def start(words: Sequence[str], env: Env = os.environ, keep: Sequence[int] = ())
 
 
 def finish(process: subprocess.Popen[bytes], seconds: float, text: str = "") -> tuple[int, str, str]:
-    """Wait for a program that ``start`` has started, and return the same as ``ask``."""
+    """Wait for a program that ``start`` has started; returns the same as ``ask``."""
     try:
         output, errors = process.communicate(text.encode(), timeout=max(0, seconds))
         return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")

@@ -15,7 +15,7 @@ from hpclm.node.processes import NoAnswerError
 LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "MPI_", slurm.STEPS)
 """Prefixes of variables that tell a library that a launcher started this rank."""
 SAFE_PATH = "PYTHONSAFEPATH"
-"""Variable that keeps the current folder out of Python's search path, as its option -P does."""
+"""Variable that keeps the current folder out of Python's search path, like Python's option -P."""
 USER_SITE = "PYTHONNOUSERSITE"
 """Variable that hides the packages of ``pip install --user`` from Python, unless it is empty."""
 
@@ -26,17 +26,17 @@ def command(module: str, *words: str) -> tuple[str, ...]:
 
 
 def safe_env(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment ``base``, made safe for processes that hpclm and libraries in them start.
+    """The environment ``base``, made safe for processes that hpclm and its libraries start.
 
-    Python finds this copy of hpclm first, unless it is installed. The user's site, which would come before the environment's packages, is
-    hidden unless ``base`` has PYTHONNOUSERSITE or hpclm itself is installed there.
+    Python finds this copy of hpclm first, unless hpclm is installed. The user's site, which would come before the environment's
+    packages, is hidden unless ``base`` has PYTHONNOUSERSITE or hpclm itself is installed there.
     """
     folders = base.get("PYTHONPATH", "").split(os.pathsep)
     if not shipped.installed():
         folders.insert(0, str(shipped.PACKAGE.parent))
     folders = [folder for folder in dict.fromkeys(folders) if folder]
     env = {**base, SAFE_PATH: "1"}
-    if folders:  # an empty variable would replace that of another host
+    if folders:  # passed to another host, an empty variable would replace that host's own
         env["PYTHONPATH"] = os.pathsep.join(folders)
     if USER_SITE not in env and not any(Path(site.getusersitepackages()).glob("hpclm-*.dist-info")):
         env[USER_SITE] = "1"

@@ -1,4 +1,4 @@
-"""Keep secrets out of a run's files and messages: values of environment variables named like secrets, passwords in URLs, known tokens.
+"""Keep secrets out of a run's files and messages: values of variables with the name of a secret, passwords in URLs, known tokens.
 
 A name counts as a secret's if it contains KEY, TOKEN, SECRET, PASS, PWD, CREDENTIAL, JWT, AUTH, BEARER or HOOK, in upper or
 lower case, or ends in PAT.
@@ -14,7 +14,7 @@ from urllib.parse import quote
 Env = Mapping[str, str]
 HIDDEN = "***"
 SHORTEST = 6
-"""Shorter values are flags (true, 1, none), not secrets."""
+"""Shorter values are flags (true, 1, none), and not secrets."""
 
 _NAME = re.compile(
     r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|JWT|AUTH(?!OR)|AUTHORIZATION|BEARER|HOOK"
@@ -38,7 +38,7 @@ _NO_SECRET = re.compile(  # a variable, a command's output, a file, a flag
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable or option of this name holds a secret."""
+    """Whether ``name`` is the name of a variable or option that holds a secret."""
     return bool(_NAME.search(name)) and not _HARMLESS.fullmatch(name)
 
 
@@ -52,7 +52,7 @@ class Redactor:
             for _, _, password, token in _URL.findall(value):
                 values |= {password, token}
         for value in list(values):
-            values.update(value.splitlines())  # a private key is logged line by line
+            values.update(value.splitlines())  # private keys are logged line by line
         forms = set()
         for value in values:
             text = value.strip()
@@ -75,11 +75,13 @@ def problems(settings: Mapping[str, Any], env: Env = os.environ) -> list[str]:
     found = []
     for key, text in _leaves(settings):
         section = key.rpartition(".")[0]
-        shown = HIDDEN if _is_secret_by_name(key, text) else redact(text)
+        shown = redact(text)
+        if _is_secret_by_name(key, text):
+            shown = HIDDEN
         if shown == text:
             continue
-        variables = [f"the value of ${name}" for name in env if Redactor({name: env[name]})(text) != Redactor({})(text)]
-        secret = variables[0] if variables else "a secret"
+        variables = (f"the value of ${name}" for name in env if Redactor({name: env[name]})(text) != Redactor({})(text))
+        secret = next(variables, "a secret")
         way_out = "export it as an environment variable where you start or submit the run; a job inherits it"
         if section == "job.notify":
             way_out += ", and the setting takes its name: 'job.notify=[$TEAM_HOOK]'"
@@ -88,7 +90,7 @@ def problems(settings: Mapping[str, Any], env: Env = os.environ) -> list[str]:
 
 
 def _is_secret_by_name(key: str, value: str) -> bool:
-    """Whether the setting's name says that its value, perhaps in quotes, is a secret."""
+    """Whether the name of a setting says that its value, which may be in quotes, is a secret."""
     section, _, name = key.rpartition(".")
     if section == "job.notify":
         return value.startswith(("http:", "https:"))
@@ -97,7 +99,7 @@ def _is_secret_by_name(key: str, value: str) -> bool:
 
 
 def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """The texts in nested settings, with their keys; items of lists have numbers."""
+    """The texts in nested settings, with their keys, such as job.notify.0 for an item of a list."""
     for name, value in settings.items():
         if isinstance(value, list | tuple):
             value = {str(index): item for index, item in enumerate(value)}

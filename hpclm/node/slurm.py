@@ -1,6 +1,6 @@
-"""The variables that Slurm sets for the processes of a job: its identity, its resources, and variables that others must not inherit.
+"""The variables that Slurm sets for the processes of a job.
 
-No other file below launch/ reads them; only ``hpclm.launch.schedulers`` calls Slurm's commands.
+Below launch/, no other file reads these variables. Only ``hpclm.launch.schedulers`` calls Slurm's commands.
 """
 
 import os
@@ -13,15 +13,15 @@ from hpclm.node.job import OwnJob
 Env = Mapping[str, str]
 JOB = "SLURM_JOB_ID"
 STEP = "SLURM_STEP_ID"
-"""Set by srun and not in a batch script, unlike SLURM_PROCID, which under mpirun is that of the daemon that started the rank."""
+"""srun sets it, and a batch script lacks it. Under mpirun, SLURM_PROCID belongs to the daemon that started the rank."""
 NODES = "SLURM_JOB_NUM_NODES"
 TASKS_OF_A_NODE = "SLURM_NTASKS_PER_NODE"
 NODE_NAME = "SLURMD_NODENAME"
 CORES_PER_TASK = "SLURM_CPUS_PER_TASK"
 FIRST_START = re.compile("SLURM_(NTASKS|NPROCS)")
-"""Counts of a job's first start; after a requeue it may have other nodes."""
+"""Counts of a job's first start. After a requeue, the job may have other nodes."""
 EXPORT_ALL = dict.fromkeys(("SLURM_EXPORT_ENV", "SRUN_EXPORT_ENV"), "ALL")
-"""Variables that give a step the environment of the process that starts it, whatever the job's --export says."""
+"""Variables that give a step the environment of the process that starts it, for any --export of the job."""
 STEPS = "SLURM_STEP"
 """Prefix of the variables of a step."""
 TASKS = "SLURM_NTASKS"
@@ -35,13 +35,13 @@ NODE_OF_STEP = "SLURM_NODEID"
 DISTRIBUTION = "SLURM_DISTRIBUTION"
 """The order in which srun assigns ranks to nodes; not set for the default, block by block."""
 ADDRESSES = "SLURM_HPCLM_ADDRESSES"
-"""All addresses of the job's first node, set by the job's script, because the node's name may not resolve to any of them."""
+"""Variable with all addresses of the job's first node. The job's script sets it: the node's name may not resolve to any of them."""
 GPUS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
 """Variables of a job that has GPUs."""
 VARIABLES = re.compile(
     r"(SLURM|SLURMD|SRUN|SBATCH|SALLOC)_\w+|(CUDA|ROCR|HIP)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
 )
-"""Set by Slurm for the processes that it starts, and by its users for its commands."""
+"""Variables that Slurm sets for the processes that it starts, or that users set for its commands."""
 CLUSTERS = "SLURM_CLUSTERS"
 """Variable with the clusters that Slurm's commands ask."""
 CLUSTERS_OF_SBATCH = "SBATCH_CLUSTERS"
@@ -75,19 +75,19 @@ def own_job(env: Env = os.environ) -> OwnJob | None:
         restart=number(env, "SLURM_RESTART_COUNT"),
         array_task=task if array else "",
         hosts=hosts,
-        node=node if node and (not hosts or node in hosts) else host,
+        node=node if node and node in (hosts or [node]) else host,
         deadline=float(ends) if ends.isascii() and ends.isdigit() else None,
     )
 
 
 def start_of_job(env: Env = os.environ) -> str:
-    """A name for the present start of the job, as a part of folder names; empty outside Slurm."""
+    """A name for the current start of the job, for names of folders; empty outside Slurm."""
     return f"{env[JOB]}-{env.get('SLURM_RESTART_COUNT', '0')}" if JOB in env else ""
 
 
 def run_id(env: Env) -> str:
-    """A name for the present start of the step."""
-    # a requeued job keeps its id: without the count, ranks that outlive a dead slurmd could join the next attempt
+    """A name for the current start of the step."""
+    # a requeued job keeps its id: without the restart count, ranks that outlive a dead slurmd could join the next attempt
     return ".".join([env[JOB], env[STEP], env.get("SLURM_RESTART_COUNT", "0")])
 
 
@@ -97,7 +97,7 @@ def addresses(env: Env = os.environ) -> list[str]:
 
 
 def cores_per_task(env: Env) -> int:
-    """Cores per task that the job asked for; 0 if it did not."""
+    """Cores per task that the job asked for; 0 without a request."""
     return number(env, CORES_PER_TASK)
 
 
@@ -107,7 +107,7 @@ def cores_on_node(env: Env) -> int:
 
 
 def asked_gpus(env: Env) -> str:
-    """The variable that shows that this job asked for GPUs, as NAME=VALUE; empty if it did not."""
+    """NAME=VALUE of a variable that shows that this job asked for GPUs; empty without one."""
     return next((f"{name}={env[name]}" for name in GPUS if env.get(name) and JOB in env), "")
 
 

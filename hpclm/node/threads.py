@@ -1,4 +1,4 @@
-"""The number of threads for each process of a machine, and settings to make before PyTorch is loaded."""
+"""The number of threads of each process on a machine, and settings to make before PyTorch is loaded."""
 
 import os
 import resource
@@ -17,9 +17,9 @@ BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 def per_process(local_size: int, env: Mapping[str, str] = os.environ, system: Path = SYS) -> int:
-    """Threads for this process, one of ``local_size`` on its host: OMP_NUM_THREADS, or its share of the physical cores.
+    """The number of threads for this process, one of ``local_size`` on its host: OMP_NUM_THREADS, or its share of the physical cores.
 
-    Set it as OMP_NUM_THREADS before PyTorch is loaded, or by torch.set_num_threads afterwards.
+    Set OMP_NUM_THREADS to it before PyTorch is loaded, or call torch.set_num_threads afterwards.
     """
     chosen = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if chosen.isdigit() and int(chosen):
@@ -37,20 +37,20 @@ def per_process(local_size: int, env: Mapping[str, str] = os.environ, system: Pa
 
 
 def bound(allowed: Collection[int], env: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher bound this process to cores: fewer than the job has on this host.
+    """Whether the launcher bound this process to fewer cores than the job has on this host.
 
     Only srun and MPI's launchers bind. Under any other launcher, all processes share the cores that are allowed.
     """
     if not any(name in env for name in (slurm.STEP, "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")):
         return False
-    if "TORCHELASTIC_RUN_ID" in env:  # torchrun, itself one process of the step, started it
+    if "TORCHELASTIC_RUN_ID" in env:  # torchrun is the bound process of the step, and started this one
         return False
     machine = os.cpu_count() or 1
     return len(allowed) < min(slurm.cores_on_node(env) or machine, machine)
 
 
 def physical(cores: Collection[int], system: Path = SYS) -> int:
-    """How many physical cores the logical ``cores`` belong to."""
+    """The number of physical cores that the logical ``cores`` belong to."""
     siblings = set()
     for core in cores:
         try:
@@ -61,7 +61,7 @@ def physical(cores: Collection[int], system: Path = SYS) -> int:
 
 
 def usable() -> int:
-    """The number of cores that this process may use: its allowed cores, or fewer by the CPU quota of its cgroup."""
+    """The number of cores that this process may use: its allowed cores, or the CPU quota of its cgroup if that is smaller."""
     return min(len(os.sched_getaffinity(0)), quota())
 
 
@@ -79,9 +79,9 @@ def quota(system: Path = SYS, groups: Path = GROUPS) -> int:
 
 
 def available(env: Mapping[str, str] = os.environ) -> int:
-    """The number of cores of this machine that the processes of the job may use, whatever this one is bound to."""
+    """The number of cores of this machine that the processes of the job may use, even if this process is bound to fewer."""
 
-    def ask() -> None:  # in a separate thread, because the thread stays unbound
+    def ask() -> None:  # in a separate thread, because it unbinds the thread that runs it
         with suppress(OSError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         allowed.update(os.sched_getaffinity(0))
@@ -94,10 +94,10 @@ def available(env: Mapping[str, str] = os.environ) -> int:
 
 
 def set_openmp() -> None:
-    """Let idle OpenMP threads sleep, unless the user chose otherwise, and leave binding to the launcher; call it before PyTorch is loaded.
+    """Let idle OpenMP threads sleep, unless the user chose otherwise, and let only the launcher bind processes to cores.
 
-    Spinning threads that share their core with another process make a step ten times as slow. An OpenMP runtime that binds threads also
-    binds the main thread: to the same core in all processes of a node, and so all that it starts.
+    Call it before PyTorch is loaded. Spinning threads that share their core with another process make a step ten times as slow.
+    An OpenMP runtime that binds threads binds the main threads of all processes of a node, and all their children, to the same core.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in BINDING:
@@ -105,7 +105,7 @@ def set_openmp() -> None:
 
 
 def prepare() -> None:
-    """Set OpenMP up, and raise soft resource limits, which may be a login shell's, to the hard limits."""
+    """Set up OpenMP, and raise soft resource limits, which may come from a login shell, to the hard limits."""
     set_openmp()
     for name in ("CPU", "FSIZE", "NOFILE", "NPROC", "AS", "DATA", "RSS", "MEMLOCK"):
         limit = getattr(resource, f"RLIMIT_{name}")
